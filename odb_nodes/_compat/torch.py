@@ -82,11 +82,6 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def is_freed_graph(error: RuntimeError) -> bool:
-    """Tell whether an error says that a `backward` before has freed the graph."""
-    return "backward through the graph a second time" in str(error)
-
-
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is a part of one that ranks share."""
     loaded = sys.modules.get("torch.distributed.tensor")  # else nobody has made one

@@ -38,8 +38,6 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.state import GradientState  # noqa: E402
 from accelerate.utils import send_to_device  # noqa: E402
 
-__all__ = ["AcceleratedLoader", "configure_accelerator"]
-
 MONITOR = "odb_nodes-monitor"  # folder in a checkpoint
 NOT_SAVED = (
     "it was saved before `configure_accelerator` was called, or without it. To begin a run with "
@@ -60,12 +58,6 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
     `accelerator.accumulate` steps the optimizer where the loader ends an optimizer step, also at
     the end of an epoch. `StepInfo.loss_scale` makes up for the division in `accelerator.backward`.
     `accelerator.prepare` returns this loader unchanged.
-
-    Args:
-        accelerator: the accelerator of the training loop.
-        loader: this rank's loader, with the accelerator's `gradient_accumulation_steps`.
-        ledger: where the steps are recorded; `None` for nowhere.
-        monitor: a monitor of the run; `None` for none.
     """
 
     def __init__(
@@ -100,11 +92,7 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         return len(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the next one that begins; a loaded state within an epoch takes precedence.
-
-        Args:
-            epoch: number of the epoch, from 0.
-        """
+        """Begin with `epoch` next, from 0; a loaded state within an epoch takes precedence."""
         self.loader.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -190,17 +178,13 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
             self._ledger.sync()
         save_rank_state(self.loader.state_dict(), output_dir)
         if self._monitor is not None:
-            self._check_monitor(self._monitor)
+            if last is not None and self._monitor.place != (last.epoch, last.step):
+                raise StateError(
+                    f"`monitor.step` must be called for step {last.step} of epoch {last.epoch} "
+                    "before `save_state`, which would lose it otherwise. Call it right after the "
+                    "optimizer step."
+                )
             save_rank_state(self._monitor.state_dict(), Path(output_dir) / MONITOR)
-
-    def _check_monitor(self, monitor: Monitor) -> None:
-        last = self._last
-        if last is not None and monitor.place != (last.epoch, last.step):
-            raise StateError(
-                f"`monitor.step` must be called for step {last.step} of epoch {last.epoch} before "
-                "`save_state`, which would lose it otherwise. Call it right after the optimizer "
-                "step."
-            )
 
     def _load(self, _models: Any, input_dir: str) -> None:
         place = self._accelerator.process_index, self._accelerator.num_processes

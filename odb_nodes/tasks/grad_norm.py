@@ -15,12 +15,10 @@ from odb_nodes.step_info import StepInfo
 from odb_nodes.tasks.task_gradients import TaskGradients
 from odb_nodes.tasks.weights import TaskWeights
 
-__all__ = ["GradNorm"]
-
 Rule = Literal["gradnorm", "ratio"]
 
 
-class GradNorm:
+class GradNorm(TaskGradients):
     """Moves the weights of tasks so that all of them train at like rates.
 
         weights = TaskWeights({"chat": 1.0, "code": 1.0})
@@ -68,6 +66,8 @@ class GradNorm:
         TypeError, ValueError: an argument is not valid, or parameters are sharded.
     """
 
+    option, method = "shared", "observe"
+
     def __init__(
         self,
         weights: TaskWeights,
@@ -82,8 +82,7 @@ class GradNorm:
         timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
         check_choice("rule", rule, get_args(Rule))
-        names = (type(self).__name__, "shared", "observe")
-        self._gradients = TaskGradients(weights, shared, names, process_group, timeout_s)
+        super().__init__(weights, shared, process_group, timeout_s)
         self._every = check_count("every", every)
         most_alpha = 2.0 if rule == "ratio" else float("inf")
         _check_within("alpha", alpha, 0.0, most_alpha)
@@ -91,7 +90,6 @@ class GradNorm:
         if not 0 < least < 1:
             raise ValueError(f"`least` must be above 0 and below 1, but is {least!r} instead.")
         self._alpha, self._rate, self._rule, self._least = alpha, rate, rule, least
-        self._weights = weights
         self._steps = 0
         self._first: dict[str, float] = {}
         self.norms: dict[str, float] = {}
@@ -99,11 +97,7 @@ class GradNorm:
         weights.set(self._bounded(dict(weights), len(weights)))
 
     def observe(
-        self,
-        losses: torch.Tensor,
-        info: StepInfo,
-        *,
-        position_ids: torch.Tensor | None = None,
+        self, losses: torch.Tensor, info: StepInfo, *, position_ids: torch.Tensor | None = None
     ) -> None:
         """Measure the gradients of a batch, before its `backward`, if a change is due.
 
@@ -117,14 +111,13 @@ class GradNorm:
         Raises:
             RuntimeError: a batch of the optimizer step was left out or comes twice, or `step` did
                 not follow the optimizer step before; or it comes after `backward`.
-            TypeError: an argument is of another type.
-            ValueError: see `TaskWeights.loss`; or a task does not use the shared parameters, or its
-                losses have no graph.
+            TypeError, ValueError: see `TaskWeights.loss`; or a task does not use the shared
+                parameters, or its losses have no graph.
         """
         if self._is_due:
-            self._gradients.add(losses, info, position_ids)
+            self._add(losses, info, position_ids)
         else:
-            self._gradients.follow(info)
+            self._follow(info)
 
     def step(self) -> None:
         """End an optimizer step: change the weights, if a change is due. All ranks call it.
@@ -134,8 +127,8 @@ class GradNorm:
             RuntimeError: this rank has not called `observe` for each batch of an optimizer step.
             StateError: the ranks differ in weights, options or states, or end different steps.
         """
-        info = self._gradients.end(self._settings())
-        gradients = self._gradients.take(info) if self._is_due else None
+        info = self._end(self._settings())
+        gradients = self._take(info) if self._is_due else None
         self._steps += 1
         if gradients is None:
             return
@@ -172,7 +165,7 @@ class GradNorm:
         Raises:
             StateError: it is called within an optimizer step, from its first `observe` to `step`.
         """
-        if self._gradients.info is not None:
+        if self._info is not None:
             raise StateError("`GradNorm` has no state within an optimizer step: call `step` first.")
         return {"steps": self._steps, "first": dict(self._first), **self._weights.state_dict()}
 
@@ -192,7 +185,8 @@ class GradNorm:
             raise StateError(f"{reason} Load what `GradNorm.state_dict` returned.") from error
         self._weights.load_state_dict(state_dict)
         self._steps, self._first = int(steps), dict(first)
-        self._gradients.begin()
+        self._begin_step()
+        self._meeting.begin()
 
     def _ratio(self, norms: Mapping[str, float]) -> dict[str, float]:
         pulls = {task: self.norms[task] for task in norms}

@@ -15,10 +15,8 @@ from odb_nodes.step_info import StepInfo
 from odb_nodes.tasks.task_gradients import TaskGradients
 from odb_nodes.tasks.weights import TaskWeights
 
-__all__ = ["PCGrad"]
 
-
-class PCGrad:
+class PCGrad(TaskGradients):
     """Projects the gradient of each task onto the normal plane of those that it conflicts with.
 
         conflicts = PCGrad(weights, model.parameters())
@@ -49,6 +47,8 @@ class PCGrad:
             is sharded.
     """
 
+    option, method = "parameters", "backward"
+
     def __init__(
         self,
         weights: TaskWeights,
@@ -58,16 +58,11 @@ class PCGrad:
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
-        names = (type(self).__name__, "parameters", "backward")
-        self._gradients = TaskGradients(weights, parameters, names, process_group, timeout_s)
-        self._weights, self._seed = weights, check_integer("seed", seed)
+        super().__init__(weights, parameters, process_group, timeout_s)
+        self._seed = check_integer("seed", seed)
 
     def backward(
-        self,
-        losses: torch.Tensor,
-        info: StepInfo,
-        *,
-        position_ids: torch.Tensor | None = None,
+        self, losses: torch.Tensor, info: StepInfo, *, position_ids: torch.Tensor | None = None
     ) -> None:
         """Add the gradients of a batch; call it on each rank, in filler steps too.
 
@@ -79,11 +74,10 @@ class PCGrad:
         Raises:
             RuntimeError: a batch of the optimizer step was left out or comes twice, or `step` did
                 not follow the optimizer step before.
-            TypeError: an argument is of another type.
-            ValueError: see `TaskWeights.loss`; or a task uses none of the parameters, or its losses
-                have no graph.
+            TypeError, ValueError: see `TaskWeights.loss`; or a task uses none of the parameters, or
+                its losses have no graph.
         """
-        self._gradients.add(losses, info, position_ids)
+        self._add(losses, info, position_ids)
 
     def step(self) -> None:
         """End an optimizer step: set `grad` of all parameters. All ranks call it.
@@ -93,8 +87,8 @@ class PCGrad:
             RuntimeError: this rank has not called `backward` for each batch of an optimizer step.
             StateError: the ranks differ in weights or seed, or end different steps.
         """
-        info = self._gradients.end({"seed": self._seed})
-        sums = self._gradients.take(info)
+        info = self._end({"seed": self._seed})
+        sums = self._take(info)
         factors = sums.new_tensor([*self._weights.values()])
         scale = self._weights.scale(info) / info.world_size  # 1 / sum of weight x targets
         own = sums[:, :-1] * factors[:, None] * scale
@@ -106,6 +100,6 @@ class PCGrad:
             for other in others:
                 if (conflict := gradient @ own[other]) < 0:
                     gradient -= conflict / own[other].square().sum() * own[other]
-        sizes = [one.numel() for one in self._gradients.parameters]
-        for one, grad in zip(self._gradients.parameters, free.sum(0).split(sizes), strict=True):
+        sizes = [one.numel() for one in self._parameters]
+        for one, grad in zip(self._parameters, free.sum(0).split(sizes), strict=True):
             one.grad = grad.view_as(one).to(one.dtype, copy=True)

@@ -13,8 +13,6 @@ from odb_nodes._core.checks import check_named, check_type, describe
 from odb_nodes.errors import StateError
 from odb_nodes.step_info import StepInfo
 
-__all__ = ["TaskWeights"]
-
 
 class TaskWeights(Mapping[str, float]):
     """Weighs the losses of tasks, exactly, over all ranks and micro-steps.
@@ -72,11 +70,7 @@ class TaskWeights(Mapping[str, float]):
         self._weights |= {name: _weight(name, weight) for name, weight in weights.items()}
 
     def loss(
-        self,
-        losses: torch.Tensor,
-        info: StepInfo,
-        *,
-        position_ids: torch.Tensor | None = None,
+        self, losses: torch.Tensor, info: StepInfo, *, position_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return this rank's loss of a batch, to call `backward` on; not to be scaled any more.
 
@@ -93,13 +87,11 @@ class TaskWeights(Mapping[str, float]):
             TypeError: an argument is of another type.
             ValueError: a shape is another, or the loader does not count the targets of the tasks.
         """
-        _check_types(losses, info, position_ids)
+        found = self.by_task(losses, info, position_ids=position_ids)
         if info.is_filler:
             return (losses * 0.0).sum()
-        sums = _sums_of_samples(losses, len(info.row_tasks), position_ids)
-        factors = [self._weights[task] for task in self._known(info)]
-        weighed = sums * sums.new_tensor(factors)
-        return weighed.sum() * self.scale(info)
+        weighed = [self._weights[task] * total for task, (total, _) in found.items()]
+        return torch.stack(weighed).sum() * self.scale(info)
 
     def scale(self, info: StepInfo) -> float:
         """Return what this rank's sum of weight x loss is multiplied by; 0 without targets.
@@ -108,7 +100,7 @@ class TaskWeights(Mapping[str, float]):
             ValueError: the loader does not count the targets of the tasks, or counts fewer of a
                 task than this rank has.
         """
-        self._known(info)
+        self._check_known(info)
         counted = sum(info.task_targets.values())
         if counted != info.optimizer_targets:
             raise ValueError(
@@ -127,34 +119,26 @@ class TaskWeights(Mapping[str, float]):
         return info.world_size / total if total else 0.0
 
     def by_task(
-        self,
-        losses: torch.Tensor,
-        info: StepInfo,
-        *,
-        position_ids: torch.Tensor | None = None,
+        self, losses: torch.Tensor, info: StepInfo, *, position_ids: torch.Tensor | None = None
     ) -> dict[str, tuple[torch.Tensor, int]]:
         """Return, by task, the sum of the losses of a batch, and its supervised tokens.
 
-        Args:
-            losses: of each token, see `loss`.
-            info: the `StepInfo` of the batch.
-            position_ids: of a packed batch.
-
-        Returns:
-            As `Monitor.step(loss_by_source=...)` takes it; empty for a filler. The sums keep the
-            graph of `losses`.
-
-        Raises:
-            TypeError, ValueError: see `loss`.
+        Takes the arguments of `loss`, and raises what it raises. The result is as
+        `Monitor.step(loss_by_source=...)` takes it; empty for a filler. The sums keep the graph.
         """
-        _check_types(losses, info, position_ids)
+        check_type("losses", losses, torch.Tensor)
+        check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
+        check_type("position_ids", position_ids, torch.Tensor | None)
         if info.is_filler:
             return {}
-        sums = _sums_of_samples(losses, len(info.row_tasks), position_ids).unbind()
-        totals: dict[str, torch.Tensor] = {}
-        for task, own in zip(self._known(info), sums, strict=True):
-            totals[task] = totals[task] + own if task in totals else own
-        return {task: (total, info.local_task_targets[task]) for task, total in totals.items()}
+        self._check_known(info)
+        sums = _sums_of_samples(losses, len(info.row_tasks), position_ids)
+        tasks = [*dict.fromkeys(info.row_tasks)]
+        # Not by adding at an index, whose order is another each time on a GPU.
+        is_of = torch.tensor([[one == task for one in info.row_tasks] for task in tasks])
+        totals = torch.where(is_of.to(sums.device), sums, 0).sum(1).unbind()
+        targets = info.local_task_targets
+        return {task: (total, targets[task]) for task, total in zip(tasks, totals, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights, as plain data."""
@@ -178,14 +162,12 @@ class TaskWeights(Mapping[str, float]):
             )
         self.set(weights)
 
-    def _known(self, info: StepInfo) -> tuple[str, ...]:
-        """Return the task of each sample."""
+    def _check_known(self, info: StepInfo) -> None:
         unknown = {*info.row_tasks, *info.task_targets} - {*self}
         if unknown:
             raise ValueError(
                 f"the tasks {sorted(unknown)} have no weight: `TaskWeights` are of {[*self]}."
             )
-        return info.row_tasks
 
 
 def _weight(name: str, weight: Any) -> float:
@@ -200,12 +182,6 @@ def _weight(name: str, weight: Any) -> float:
             "instead. To leave a task out, leave out its data."
         )
     return value
-
-
-def _check_types(losses: Any, info: Any, position_ids: Any) -> None:
-    check_type("losses", losses, torch.Tensor)
-    check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
-    check_type("position_ids", position_ids, torch.Tensor | None)
 
 
 def _sums_of_samples(

@@ -6,7 +6,8 @@ import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,8 +20,6 @@ from odb_nodes.contract.graph import walk
 from odb_nodes.contract.state import source_fields
 from odb_nodes.loader.loader import Loader
 from odb_nodes.sample_block import SampleBlock
-
-__all__ = ["ResumeReport", "assert_resumes_exactly"]
 
 _END = "end of epoch"
 
@@ -87,93 +86,76 @@ def assert_resumes_exactly(
             f"`make_graph` must be a function that returns a new graph, but is {make_graph!r} "
             "instead. Pass the function itself, not what it returns."
         )
-    make_graph = _Maker(make_graph)
-    reference, states = _uninterrupted(make_graph, epochs)
+    graph = _as_loader(first := make_graph())
+    reference, states = [], [copy_state(graph.state_dict())]
+    for event in _events(graph, epochs):
+        reference.append(event)
+        states.append(copy_state(graph.state_dict()))
+    _close(graph)
     steps = sum(event is not _END for event in reference)
     if not steps:
         raise AssertionError("the graph yields no items: there is nothing to resume.")
     resumes = largest_bytes = 0
-    furthest = len(reference) if horizon is None else horizon
-    for start in range(0, len(states), every):
-        data = _saved(states[start])
+
+    def resume(state: Any, start: int, items: int | None, *, thorough: bool = False) -> Any:
+        nonlocal resumes, largest_bytes
+        resumes += 1
+        data, stop = _saved(state), len(reference) if items is None else start + items
         largest_bytes = max(largest_bytes, len(data))
-        stop = min(start + furthest, len(reference))
-        _resume(make_graph, data, reference, start, stop, thorough=resumes % 2 == 1)
-        resumes += 1
-    for start in range(0, len(states) if chain else 0, max(1, len(states) // 8)):
-        state, at = states[start], start
-        for link in range(chain):
-            stop = min(at + 1 + (start + link) % 5, len(reference))
-            state = _resume(make_graph, _saved(state), reference, at, stop)
-            at = stop
-            resumes += 1
-        stop = min(at + furthest, len(reference))
-        _resume(make_graph, _saved(state), reference, at, stop)
-        resumes += 1
-    return ResumeReport(steps=steps, resumes=resumes, state_bytes=largest_bytes)
-
-
-class _Maker:
-    """Makes graphs, and sees that they are new: one that has run could not show a bad resume."""
-
-    def __init__(self, make_graph: Callable[[], Any]) -> None:
-        self._make_graph = make_graph
-        self._first: Any = None
-
-    def __call__(self) -> Any:
-        graph = self._make_graph()
-        if graph is self._first and graph is not None:
+        if (graph := make_graph()) is first:  # which has run, and could not show a bad resume
             raise ValueError(
                 f"`make_graph` must return a new graph each time, but returned the same "
                 f"`{type(graph).__name__}` twice. Build graph and nodes within it."
             )
-        self._first = graph if self._first is None else self._first
-        return graph
+        graph = _as_loader(graph)
+        try:
+            (_load_thoroughly if thorough else _load)(graph, data)
+            _compare(graph, reference, start, stop)
+            return copy_state(graph.state_dict())
+        except Exception as error:
+            raise AssertionError(f"resumed {_place(reference, start)}: {error}") from error
+        finally:
+            _close(graph)
+
+    for start in range(0, len(states), every):
+        resume(states[start], start, horizon, thorough=resumes % 2 == 1)
+    for start in range(0, len(states) if chain else 0, max(1, len(states) // 8)):
+        state, at = states[start], start
+        for link in range(chain):
+            items = min(1 + (start + link) % 5, len(reference) - at)
+            state = resume(state, at, items)
+            at += items
+        resume(state, at, horizon)
+    return ResumeReport(steps=steps, resumes=resumes, state_bytes=largest_bytes)
 
 
-def _uninterrupted(make_graph: Callable[[], Any], epochs: int) -> tuple[list[Any], list[Any]]:
-    graph = _as_loader(make_graph())
-    events: list[Any] = []
-    states = [copy_state(graph.state_dict())]
-    for event in _events(graph, epochs):
-        events.append(event)
-        states.append(copy_state(graph.state_dict()))
-    _close(graph)
-    return events, states
+def _events(graph: Any, epochs: int) -> Iterator[Any]:
+    for _ in range(epochs):
+        yield from graph
+        yield _END
 
 
-def _resume(
-    make_graph: Callable[[], Any],
-    state: bytes,
-    reference: list[Any],
-    start: int,
-    stop: int,
-    *,
-    thorough: bool = False,
-) -> Any:
-    """Resume a fresh graph at `start`, compare up to `stop`, and return its state there."""
-    graph = _as_loader(make_graph())
-    where = f"resumed {_place(reference, start)}"
-    try:
-        if thorough:
-            with _watched_resets(graph) as lost:
-                graph.load_state_dict(_loaded(state))
-                _load_again(graph, state)
-            if lost:
-                raise AssertionError(lost[0])
-        else:
-            graph.load_state_dict(_loaded(state))
-        events = _events(graph, epochs=sum(event is _END for event in reference[start:]) + 1)
-        for index in range(start, stop):
-            difference = _difference(reference[index], next(events, "nothing"))
-            if difference:
-                raise AssertionError(f"what follows {_place(reference, index)}{difference}")
-        result = copy_state(graph.state_dict())
-    except Exception as error:
-        raise AssertionError(f"{where}: {error}") from error
-    finally:
-        _close(graph)
-    return result
+def _place(reference: list[Any], index: int) -> str:
+    past = reference[:index]
+    epoch = sum(event is _END for event in past)
+    step = next((i for i, event in enumerate(reversed(past)) if event is _END), index)
+    return f"after {step} items of epoch {epoch}"
+
+
+def _compare(graph: Any, reference: list[Any], start: int, stop: int) -> None:
+    events = _events(graph, epochs=sum(event is _END for event in reference[start:]) + 1)
+    for index, expected in enumerate(reference[start:stop], start):
+        if difference := _difference(expected, next(events, "nothing")):
+            raise AssertionError(f"what follows {_place(reference, index)}{difference}")
+
+
+def _as_loader(graph: Any) -> Any:
+    return Loader(graph) if isinstance(graph, BaseNode) else graph
+
+
+def _close(graph: Any) -> None:
+    if callable(close := getattr(graph, "close", None)):
+        close()
 
 
 def _saved(state: Any) -> bytes:
@@ -191,15 +173,23 @@ def _loaded(data: bytes) -> Any:
         raise AssertionError(explain_unreadable(state)) from error
 
 
-def _load_again(graph: Any, state: bytes) -> None:
-    """Give the state back, load it again, also over an iterator that exists already."""
-    again = graph.state_dict()
-    if difference := _difference(_loaded(state), again):
-        raise AssertionError(f"the state saved right after loading it{difference}")
-    graph.load_state_dict(again)
-    iter(graph)
-    graph.state_dict()
-    graph.load_state_dict(_loaded(state))
+def _load(graph: Any, data: bytes) -> None:
+    graph.load_state_dict(_loaded(data))
+
+
+def _load_thoroughly(graph: Any, data: bytes) -> None:
+    """Load a state, give it back, and load it again, also over an iterator that exists already."""
+    with _watched_resets(graph) as lost:
+        _load(graph, data)
+        again = graph.state_dict()
+        if difference := _difference(_loaded(data), again):
+            raise AssertionError(f"the state saved right after loading it{difference}")
+        graph.load_state_dict(again)
+        iter(graph)
+        graph.state_dict()
+        _load(graph, data)
+    if lost:
+        raise AssertionError(lost[0])
 
 
 @contextmanager
@@ -210,33 +200,11 @@ def _watched_resets(graph: Any) -> Iterator[list[str]]:
     that it was given, until it takes a newer one.
     """
     found: list[str] = []
-
-    def watch(node: StatefulNode[Any, Any]) -> None:
-        declared: Any = node.STATE
-        reset, hidden = node.reset, {*source_fields(declared), "digest"}
-
-        def own(state: Any) -> dict[str, Any]:
-            # Some sources of torchdata rightly save another state than they were reset to.
-            return {key: value for key, value in state.items() if key not in hidden}
-
-        def reset_and_compare(initial_state: Any = None) -> None:
-            before = copy_state(initial_state)
-            reset(initial_state)
-            if before is None:
-                return
-            if difference := _difference(own(before), own(node.state_dict())):
-                found.append(
-                    f"`{type(node).__name__}` was reset to a state, but then saved another: state"
-                    f"{difference}. Let `restore` set all that `save` returns."
-                )
-
-        vars(node)["reset"] = reset_and_compare
-
     root = getattr(getattr(graph, "_loader", graph), "root", None)
     nodes = walk(root) if isinstance(root, BaseNode) else ()
     watched = [node for node in nodes if isinstance(node, StatefulNode)]
     for node in watched:
-        watch(node)
+        vars(node)["reset"] = partial(_reset_and_compare, node, node.reset, found)
     try:
         yield found
     finally:
@@ -244,26 +212,27 @@ def _watched_resets(graph: Any) -> Iterator[list[str]]:
             del vars(node)["reset"]
 
 
-def _events(graph: Any, epochs: int) -> Iterator[Any]:
-    for _ in range(epochs):
-        yield from graph
-        yield _END
-
-
-def _place(reference: list[Any], index: int) -> str:
-    past = reference[:index]
-    epoch = sum(event is _END for event in past)
-    step = next((i for i, event in enumerate(reversed(past)) if event is _END), index)
-    return f"after {step} items of epoch {epoch}"
-
-
-def _as_loader(graph: Any) -> Any:
-    return Loader(graph) if isinstance(graph, BaseNode) else graph
-
-
-def _close(graph: Any) -> None:
-    if callable(close := getattr(graph, "close", None)):
-        close()
+def _reset_and_compare(
+    node: StatefulNode[Any, Any],
+    reset: Callable[[Any], None],
+    found: list[str],
+    initial_state: Any = None,
+) -> None:
+    # Some sources of torchdata rightly save another state than they were reset to.
+    hidden = {*source_fields(cast(Any, node.STATE)), "digest"}
+    before = copy_state(initial_state)
+    reset(initial_state)
+    if before is None:
+        return
+    own, saved = (
+        {key: value for key, value in state.items() if key not in hidden}
+        for state in (before, node.state_dict())
+    )
+    if difference := _difference(own, saved):
+        found.append(
+            f"`{type(node).__name__}` was reset to a state, but then saved another: state"
+            f"{difference}. Let `restore` set all that `save` returns."
+        )
 
 
 def _difference(expected: Any, got: Any) -> str | None:

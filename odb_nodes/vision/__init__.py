@@ -4,13 +4,10 @@ Import it as it is: `import odb_nodes` does not. Decoding needs Pillow, and imag
 from transformers: `pip install 'odb-nodes[vision]'`.
 """
 
-from odb_nodes.vision.chat import ChatTemplate, Part
-from odb_nodes.vision.dummy import DummyImage
-from odb_nodes.vision.images import ImageError, ImageReader, resized_shape
-from odb_nodes.vision.language_collate import VisionLanguageCollate
+from odb_nodes.vision.collate import DummyImage, VisionLanguageCollate
+from odb_nodes.vision.images import BadImages, ImageError, ImageReader, resized_shape
 from odb_nodes.vision.multi_image_collate import MultiImageCollate
-from odb_nodes.vision.policy import BadImages
-from odb_nodes.vision.processor import VisionLanguageProcessor
+from odb_nodes.vision.processor import ChatTemplate, Part, VisionLanguageProcessor
 
 __all__ = [
     "BadImages",

@@ -1,24 +1,25 @@
-"""Decode images of any size in little memory, and say why one cannot be used."""
+"""Images: decoded in little memory, or the reason why not; resized, and cut into patches."""
 
 from __future__ import annotations
 
-import functools
 import io
 import math
 import os
 import re
-import warnings
-from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from odb_nodes._core.checks import check_count, import_extra
+import numpy as np
+
+from odb_nodes._core.checks import check_choice, check_count, describe, import_extra
 from odb_nodes.errors import SampleError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 Reason = Literal["missing", "corrupt", "huge", "elongated"]
+Policy = Literal["error", "skip"]
 ImageSource: TypeAlias = "str | os.PathLike[str] | bytes | Image"
 
 MAX_ASPECT_RATIO = 200
@@ -41,18 +42,50 @@ class ImageError(ValueError):
         self.reason = reason
 
 
+@dataclass(frozen=True, kw_only=True)
+class BadImages:
+    """The treatment of a sample with an image that cannot be used, by reason.
+
+    `"error"` raises a `SampleError`, before which nothing is lost. `"skip"` leaves the whole sample
+    out of the epoch and counts it in `skipped_samples`, by the name of the field. A file that
+    exists but cannot be read (no permission, a network file system that fails) is always an error.
+
+    Args:
+        missing: the policy for a file that does not exist.
+        corrupt: the policy for what is no image, has no pixels, or is truncated or damaged.
+        huge: the policy for an image of more pixels than the `ImageReader` allows.
+        elongated: the policy for an image whose longer side is over 200 times the other, which no
+            patch grid can hold.
+    """
+
+    missing: Policy = "error"
+    corrupt: Policy = "error"
+    huge: Policy = "error"
+    elongated: Policy = "error"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_choice(field.name, getattr(self, field.name), get_args(Policy))
+
+    @classmethod
+    def skipped(cls) -> BadImages:
+        """Return the policy that skips them all."""
+        return cls(missing="skip", corrupt="skip", huge="skip", elongated="skip")
+
+    def skips(self, reason: str) -> bool:
+        """Tell whether a sample is left out for this reason, the name of a field."""
+        return bool(getattr(self, reason) == "skip")
+
+
 def resized_shape(
     height: int, width: int, *, multiple: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
     """Return the (height, width) that an image is resized to: Qwen2-VL's `smart_resize`.
 
-    Both become multiples of `multiple`, their product comes to lie between the bounds, and their
-    ratio changes as little as that allows.
-
     Args:
         height: height of the image, in pixels.
         width: width of the image, in pixels.
-        multiple: pixels; patch size times merge size.
+        multiple: pixels, of which both sides become multiples; patch size times merge size.
         min_pixels: fewest pixels of the result.
         max_pixels: most pixels of the result; an elongated image may exceed it.
 
@@ -92,9 +125,8 @@ class ImageReader:
         min_pixels: fewest pixels of the result.
         max_pixels: most pixels of the result.
         max_image_pixels: most pixels of an image before it is resized. Other formats than JPEG are
-            decoded whole, at 3 bytes a pixel or more. The default is that of Pillow, which refuses
-            twice its own `PIL.Image.MAX_IMAGE_PIXELS` in any case. Pillow's warning below that is
-            switched off for the process, unless a filter of yours asks for it.
+            decoded whole, at 3 bytes a pixel or more. Pillow warns above the default, and refuses
+            twice as much; raise its `PIL.Image.MAX_IMAGE_PIXELS` for larger images.
         resample: number of a Pillow filter, `PIL.Image.Resampling`, in 0..5; 3 is bicubic.
     """
 
@@ -107,8 +139,7 @@ class ImageReader:
     def __post_init__(self) -> None:
         for name in ("multiple", "min_pixels", "max_pixels", "max_image_pixels"):
             check_count(name, getattr(self, name))
-        if check_count("resample", self.resample, 0) > _LAST_FILTER:  # else no image would do
-            raise ValueError(f"`resample` must be in 0..{_LAST_FILTER}, but is {self.resample}.")
+        check_count("resample", self.resample, 0, _LAST_FILTER)
         if self.min_pixels > self.max_pixels:
             raise ValueError(
                 f"`min_pixels` must be at most `max_pixels` ({self.max_pixels}), but is "
@@ -128,12 +159,17 @@ class ImageReader:
         try:
             if isinstance(source, pillow.Image):
                 return self._decode(source, owned=False)
-            with _open(source) as file, _identify(file) as image:
+            with pillow.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
                 return self._decode(image, owned=True)
         except (ImageError, MemoryError):
             raise
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ImageError("missing", "there is no such file") from error
         except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
             raise ImageError("huge", str(error)) from error
+        except pillow.UnidentifiedImageError:  # whose message has the address of the bytes
+            message = "it is empty, or in no format that Pillow knows"
+            raise ImageError("corrupt", message) from None
         except Exception as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise  # of the file system, and not of the decoder
@@ -161,7 +197,8 @@ class ImageReader:
         orientation = _orientation_of(image)
         if orientation in range(5, 9):
             rows, columns = columns, rows
-        upright = _opaque(_turned(image, orientation))
+        turn: Any = _TURNS.get(orientation)
+        upright = _opaque(image if turn is None else image.transpose(turn))
         # Palettes cannot be interpolated; RGB and grey are exact.
         if upright.mode not in ("RGB", "L"):
             upright = upright.convert("RGB")
@@ -172,52 +209,11 @@ class ImageReader:
         return upright
 
 
-def _open(source: str | os.PathLike[str] | bytes) -> IO[bytes]:
-    """Return the file of an image."""
-    if isinstance(source, bytes):
-        return io.BytesIO(source)
-    try:
-        return Path(source).open("rb")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise ImageError("missing", "there is no such file") from error
-
-
-def _identify(file: IO[bytes]) -> Image:
-    """Return the image that a file has, not yet decoded."""
-    pillow = import_extra("PIL.Image", "vision")
-    _leave_warnings_to_errors()
-    try:
-        image: Image = pillow.open(file)
-        return image
-    except pillow.UnidentifiedImageError:  # which says no more than where the file is in memory
-        size = file.seek(0, os.SEEK_END)
-        what = "is in no format that Pillow knows" if size else "is empty: it has 0 bytes"
-        raise ImageError("corrupt", f"it {what}") from None
-
-
-@functools.cache
-def _leave_warnings_to_errors() -> None:
-    """Keep Pillow from warning of large images, unless a filter asks for that: we count pixels.
-
-    Once for the process, behind all filters: `warnings.catch_warnings` is not for threads.
-    """
-    pillow = import_extra("PIL.Image", "vision")
-    warnings.filterwarnings("ignore", category=pillow.DecompressionBombWarning, append=True)
-
-
 def _orientation_of(image: Image) -> Any:
-    """Return the orientation tag of an image; 1 is upright."""
     try:
         return image.getexif().get(_ORIENTATION_TAG, 1)
     except Exception:  # tags that are damaged say nothing; the image may be good
         return 1
-
-
-def _turned(image: Image, orientation: Any) -> Image:
-    """Return an image turned upright by its orientation tag."""
-    if orientation not in _TURNS:
-        return image
-    return image.transpose(import_extra("PIL.Image", "vision").Transpose(_TURNS[orientation]))
 
 
 def _opaque(image: Image) -> Image:
@@ -228,3 +224,61 @@ def _opaque(image: Image) -> Image:
     white = pillow.new("RGBA", image.size, (255, 255, 255, 255))
     blended: Image = pillow.alpha_composite(white, image.convert("RGBA")).convert("RGB")
     return blended
+
+
+# --- patches --------------------------------------------------------------------------------------
+
+_NEEDED = ("patch_size", "merge_size", "temporal_patch_size", "size", "resample")
+_SETTINGS = (
+    *("patch_size", "merge_size", "temporal_patch_size"),
+    *("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"),
+)
+"""The settings that decide the patches of an image of its final size; not that size's bounds."""
+
+
+def check_image_processor(value: Any, remedy: str) -> None:
+    """Raise an error where `value` cannot cut images into patches."""
+    if isinstance(value, type) or not all(hasattr(value, one) for one in ("__call__", *_NEEDED)):
+        raise TypeError(
+            "`image_processor` must be an image processor with "
+            f"{', '.join(f'`{one}`' for one in _NEEDED)}, but is {describe(value)} instead. "
+            f"{remedy}"
+        )
+    try:
+        bounded = None not in (value.size["shortest_edge"], value.size["longest_edge"])
+    except (KeyError, TypeError):
+        bounded = False
+    if not bounded:
+        raise ValueError(
+            "the `size` of `image_processor` must have `shortest_edge` and `longest_edge`, the "
+            f"bounds of an image's pixels, but is {value.size!r} instead. Pass `min_pixels` and "
+            "`max_pixels` to the image processor."
+        )
+
+
+def make_patches(image_processor: Any, images: Sequence[Any]) -> dict[str, Any]:
+    """Return `pixel_values` and `image_grid_thw` of RGB images that need no resizing."""
+    made = image_processor(images=list(images), do_resize=False, return_tensors="np")
+    return {
+        "pixel_values": np.ascontiguousarray(made["pixel_values"], dtype=np.float32),
+        "image_grid_thw": np.asarray(made["image_grid_thw"], dtype=np.int64),
+    }
+
+
+def settings_of(image_processor: Any) -> dict[str, str]:
+    """Return what decides which patches an image processor makes of images, by name."""
+    values = {name: getattr(image_processor, name, None) for name in _SETTINGS}
+    plain = {name: str(np.asarray(value).tolist()) for name, value in values.items()}
+    return {"type": type(image_processor).__name__, **plain}
+
+
+def check_settings(image_processor: Any, expected: Mapping[str, str]) -> None:
+    """Raise a `SampleError` unless an image processor makes the patches that are expected."""
+    found = settings_of(image_processor)
+    if differing := [name for name in found if found[name] != expected.get(name)]:
+        shown = (f"`{name}` ({found[name]} instead of {expected.get(name)})" for name in differing)
+        raise SampleError(
+            "`image_processor` of the collate function must make the patches that the samples "
+            f"were processed for, but differs in {', '.join(shown)}. Give both the same: "
+            "`VisionLanguageCollate(..., image_processor=processor.image_processor)`."
+        )

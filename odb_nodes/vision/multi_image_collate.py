@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from odb_nodes._core.checks import check_count, check_names
 from odb_nodes.collate.token_rows import of_group
 from odb_nodes.errors import SampleError
 from odb_nodes.step_info import StepInfo
-from odb_nodes.vision.step_images import StepImages
-from odb_nodes.vision.whole_images import (
-    Array,
-    Size,
-    check_alike,
-    check_size,
-    count_patches,
-    images_of,
-    padded,
-    resized,
-)
+from odb_nodes.vision.collate import StepImages
+
+Array = npt.NDArray[Any]
+Size = tuple[int, ...]
+"""Height and width of an image; of a volume also its depth."""
+_AXES = "HWD"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +41,6 @@ class MultiImageCollate(StepImages):
       samples have them; 0 for padding.
     - with `task_names`, in a loader: `task_names`, the B names of the samples' tasks; `task_ids`,
       (B,) int64, their numbers among the `task_names`, -1 for rows without a sample.
-
-    Samples have other keys than these of their own, but for `pixel_values`.
 
     B is the number of samples, unless there are `shapes`. If other ranks have images in a step and
     this one has none, it gets one of zeros, float32, that the mask leaves out. If no rank has
@@ -73,10 +68,10 @@ class MultiImageCollate(StepImages):
         super().__post_init__()
         check_names("task_names", self.task_names)
         if self.resize is not None:
-            check_size("resize", self.resize)
+            _check_size("resize", self.resize)
         if self.dummy_shape is not None:
             check_count("C of `dummy_shape`", self.dummy_shape[0])
-            check_size("dummy_shape[1:]", self.dummy_shape[1:])
+            _check_size("dummy_shape[1:]", self.dummy_shape[1:])
             if self.resize not in (None, self.dummy_shape[1:]):
                 raise ValueError(
                     f"`dummy_shape` must be (C, *resize), as all images are {self.resize}, but is "
@@ -86,9 +81,8 @@ class MultiImageCollate(StepImages):
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch of `samples`."""
         self.check_mappings(samples)
-        self._check_keys(samples)
+        images = self._images(samples)
         batch = super().__call__(list(map(self._text_of, samples)))
-        images = [self._images_of(sample, index) for index, sample in enumerate(samples)]
         images += [[] for _ in range(len(batch["attention_mask"]) - len(samples))]
         return {**batch, **self._joined(images)}
 
@@ -101,8 +95,10 @@ class MultiImageCollate(StepImages):
         """
         batch = super().collate_step(samples, info)
         if self.task_names:
-            batch["task_ids"] = self._task_ids(info.row_tasks, len(batch["attention_mask"]))
-            batch["task_names"] = [*info.row_tasks]
+            ids = torch.full((len(batch["attention_mask"]),), -1)
+            for index, task in enumerate(info.row_tasks):
+                ids[index] = self._number_of(task, index)
+            batch["task_ids"], batch["task_names"] = ids, [*info.row_tasks]
         return batch
 
     def count_patches(self, sample: Mapping[str, Any], patch_size: int | Size) -> int:
@@ -122,59 +118,19 @@ class MultiImageCollate(StepImages):
             TypeError, ValueError: `patch_size` is not valid, or has another number of sides than an
                 image.
         """
-        images = images_of(sample.get("pixel_values"), self._dimensions())
-        sizes = [self.resize or image.shape[1:] for image in images]
-        return sum(count_patches(size, patch_size) for size in sizes)
-
-    def _dimensions(self) -> int | None:
-        """Return the dimensions of an image's size, if they are known beforehand."""
-        shape = self.resize or (self.dummy_shape or ())[1:]
-        return len(shape) or None
-
-    def _check_keys(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        made = ["image_mask", "image_sizes", *(["task_ids", "task_names"] * bool(self.task_names))]
-        for index, sample in enumerate(samples):
-            for key in made:
-                if key in sample:
-                    error = SampleError(
-                        f"its key {key!r} is one that `{type(self).__name__}` gives the batch. "
-                        "Rename it in processing."
-                    )
-                    raise of_group(error, index)
-
-    def _images_of(self, sample: Mapping[str, Any], index: int) -> list[Array]:
-        try:
-            return images_of(sample.get("pixel_values"), self._dimensions())
-        except SampleError as error:
-            raise of_group(error, index) from error
-
-    def _joined(self, images: Sequence[list[Array]]) -> dict[str, torch.Tensor]:
-        check_alike(images)
-        counts = np.array([len(of_row) for of_row in images])
-        most = int(counts.max())
-        given = [image.shape[1:] for of_row in images for image in of_row]
-        mask = np.arange(most) < counts[:, None]
-        axes = len(given[0]) if given else self._dimensions() or 2
-        sizes = np.zeros((*mask.shape, axes), np.int64)
-        arrays = {"image_mask": mask, "image_sizes": sizes}
-        if given:
-            sizes[mask] = given
-            if (size := self.resize) is not None:
-                images = [[resized(image, size) for image in of_row] for of_row in images]
-            arrays["pixel_values"] = padded(images, most)
-        return {key: torch.from_numpy(array) for key, array in arrays.items()}
-
-    def _task_ids(self, tasks: Sequence[str], rows: int) -> torch.Tensor:
-        ids = torch.full((rows,), -1)
-        for index, task in enumerate(tasks):
-            if task not in self.task_names:
-                error = SampleError(
-                    f"its task must be among `task_names`, {[*self.task_names]}, but is {task!r} "
-                    "instead. `observe` tells it, or the name of the source."
+        patches = 0
+        for image in self._images_of(sample):
+            size = self.resize or image.shape[1:]
+            sides = patch_size if isinstance(patch_size, Sequence) else (patch_size,) * len(size)
+            if len(sides) != len(size):
+                raise ValueError(
+                    f"`patch_size` must be an integer, or have {len(size)} sides for images of "
+                    f"{size}, but is {patch_size!r:.80} instead."
                 )
-                raise of_group(error, index)
-            ids[index] = self.task_names.index(task)
-        return ids
+            for side in sides:
+                check_count("patch_size", side)
+            patches += math.prod(-(-axis // side) for axis, side in zip(size, sides, strict=True))
+        return patches
 
     def _dummy(self) -> tuple[int, ...] | None:
         return self.dummy_shape
@@ -186,3 +142,110 @@ class MultiImageCollate(StepImages):
         batch["image_mask"] = torch.zeros(rows, 1, dtype=torch.bool)
         batch["image_sizes"] = torch.zeros(rows, 1, len(dummy) - 1, dtype=torch.int64)
         return batch
+
+    def _dimensions(self) -> int | None:
+        """Return the dimensions of an image's size, if they are known beforehand."""
+        return len(self.resize or (self.dummy_shape or ())[1:]) or None
+
+    def _number_of(self, task: str, index: int) -> int:
+        if task not in self.task_names:
+            error = SampleError(
+                f"its task must be among `task_names`, {[*self.task_names]}, but is {task!r} "
+                "instead. `observe` tells it, or the name of the source."
+            )
+            raise of_group(error, index)
+        return self.task_names.index(task)
+
+    def _images(self, samples: Sequence[Mapping[str, Any]]) -> list[list[Array]]:
+        """Return the images of each sample, which are alike, so that one tensor can hold them."""
+        made = {"image_mask", "image_sizes", *(["task_ids", "task_names"] * bool(self.task_names))}
+        found: list[list[Array]] = []
+        first: Array | None = None
+        for index, sample in enumerate(samples):
+            try:
+                for key in made & sample.keys():
+                    raise SampleError(
+                        f"its key {key!r} is one that `{type(self).__name__}` gives the batch. "
+                        "Rename it in processing."
+                    )
+                found.append(self._images_of(sample))
+                for image in found[-1]:
+                    first = image if first is None else first
+                    _check_alike(first, image)
+            except SampleError as error:
+                raise of_group(error, index) from error
+        return found
+
+    def _images_of(self, sample: Mapping[str, Any]) -> list[Array]:
+        dimensions, images = self._dimensions(), []
+        allowed = (2, 3) if dimensions is None else (dimensions,)
+        for given in () if (found := sample.get("pixel_values")) is None else found:
+            try:
+                image = np.asarray(given)
+            except (TypeError, ValueError, RuntimeError) as error:  # ragged, or with a graph
+                raise SampleError(
+                    f"an image of `pixel_values` cannot become an array: {error}"
+                ) from error
+            is_real = image.dtype.kind in "biuf"
+            if image.ndim - 1 not in allowed or 0 in image.shape or not is_real:
+                shapes = " or ".join(f"(C, {', '.join(_AXES[:axes])})" for axes in allowed)
+                raise SampleError(
+                    f"an image of `pixel_values` must be {shapes}, with pixels that are real "
+                    f"numbers, but is {image.shape} of {image.dtype} instead. A sample has a list "
+                    "of images: of one, `[image]`. One without an axis of channels gets it by "
+                    "`image[None]`."
+                )
+            images.append(image)
+        return images
+
+    def _joined(self, images: Sequence[list[Array]]) -> dict[str, torch.Tensor]:
+        counts = np.array([len(of_row) for of_row in images])
+        mask = np.arange(counts.max()) < counts[:, None]
+        every = [image for of_row in images for image in of_row]
+        axes = every[0].ndim - 1 if every else self._dimensions() or 2
+        sizes = np.zeros((*mask.shape, axes), np.int64)
+        arrays = {"image_mask": mask, "image_sizes": sizes}
+        if every:
+            sizes[mask] = [image.shape[1:] for image in every]
+            if self.resize is not None:
+                every = [resized(image, self.resize) for image in every]
+            largest = np.max([image.shape for image in every], axis=0)
+            pixels = np.zeros((*mask.shape, *largest), every[0].dtype)
+            for place, image in zip(np.argwhere(mask), every, strict=True):
+                pixels[tuple(place)][tuple(map(slice, image.shape))] = image
+            arrays["pixel_values"] = pixels
+        return {key: torch.from_numpy(array) for key, array in arrays.items()}
+
+
+def _check_size(name: str, size: Any) -> None:
+    if not isinstance(size, tuple) or len(size) not in (2, 3):
+        raise ValueError(f"`{name}` must be (H, W) or (H, W, D), but is {size!r:.80} instead.")
+    for axis, length in zip(_AXES, size, strict=False):
+        check_count(f"{axis} of `{name}`", length)
+
+
+def _check_alike(first: Array, image: Array) -> None:
+    if (image.ndim, len(image), image.dtype) != (first.ndim, len(first), first.dtype):
+        raise SampleError(
+            "the images of a group must have the same dimensions, channels and dtype, but this is "
+            f"{image.shape} of {image.dtype}, and one before is {first.shape} of {first.dtype}. "
+            "Convert them in processing; among volumes, give images a depth of 1 "
+            "(`image[..., None]`)."
+        )
+
+
+def resized(image: Array, size: Size) -> Array:
+    """Return an image or a volume at another size, of its own dtype.
+
+    Bilinear with antialiasing, or trilinear, which torch has no antialiasing for. Computed in
+    floating point; integers and booleans are rounded to the nearest.
+    """
+    if image.shape[1:] == size:
+        return image
+    values = torch.from_numpy(image.astype(np.result_type(image.dtype, np.float32)))[None]
+    if len(size) == 2:
+        made = torch.nn.functional.interpolate(values, size, mode="bilinear", antialias=True)
+    else:
+        made = torch.nn.functional.interpolate(values, size, mode="trilinear")
+    pixels = made[0].numpy()
+    return (np.rint(pixels) if image.dtype.kind in "biu" else pixels).astype(image.dtype)

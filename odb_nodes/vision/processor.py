@@ -2,28 +2,159 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from itertools import groupby
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from odb_nodes._core.checks import check_bool, check_type
+from odb_nodes._core.checks import check_bool, check_names, check_type, describe
 from odb_nodes._core.hashing import tokenizer_name
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import IGNORE_INDEX, Skipped
-from odb_nodes.vision.arguments import (
-    ORDER,
+from odb_nodes.vision.collate import IMAGES_KEY, SETTINGS_KEY, TYPE_KEY, DummyImage
+from odb_nodes.vision.images import (
+    BadImages,
+    ImageError,
+    ImageReader,
     check_image_processor,
-    check_names,
-    check_tokenizer,
+    make_patches,
+    settings_of,
 )
-from odb_nodes.vision.chat import ChatTemplate, Part
-from odb_nodes.vision.dummy import IMAGES_KEY, SETTINGS_KEY, TYPE_KEY, DummyImage
-from odb_nodes.vision.images import ImageError, ImageReader
-from odb_nodes.vision.patches import make_patches, settings_of
-from odb_nodes.vision.policy import BadImages
+
+_ORDER = "The order is `VisionLanguageProcessor(tokenizer, image_processor)`;"
+
+
+class Part(NamedTuple):
+    """A part of a rendered conversation.
+
+    Attributes:
+        kind: `"text"` to tokenize, a `"special"` token, or an `"image"`.
+        content: the text, the token's name, or the image.
+        supervised: whether the model learns to write it.
+    """
+
+    kind: Literal["text", "special", "image"]
+    content: Any
+    supervised: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """The conversation format of Qwen2-VL: `<|im_start|>role`, a line, content, `<|im_end|>`.
+
+    Only the assistant's text and the token that ends it are supervised.
+
+    Args:
+        system: the system message of a conversation that has none; `None` to add none.
+        start: the token that begins a message.
+        end: the token that ends a message.
+        image_start: the token before an image.
+        image_token: the token that stands for one merged patch of an image.
+        image_end: the token after an image.
+    """
+
+    system: str | None = "You are a helpful assistant."
+    start: str = "<|im_start|>"
+    end: str = "<|im_end|>"
+    image_start: str = "<|vision_start|>"
+    image_token: str = "<|image_pad|>"
+    image_end: str = "<|vision_end|>"
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any] = ()
+    ) -> list[Part]:
+        """Return the parts of a conversation, text that belongs together joined.
+
+        Args:
+            messages: one or more, each with `role`, `"system"`, `"user"` or `"assistant"`, and
+                `content`: a string, or a list of `{"type": "text", "text": ...}` and
+                `{"type": "image", "image": ...}`.
+            images: the images of the image parts without `image`, in order.
+
+        Raises:
+            SampleError: a message is not like that, there is none, or there are more or fewer
+                images than parts.
+        """
+        if not _is_list(messages) or not messages:
+            raise _wrong_messages(messages)
+        if not _is_list(images):
+            raise SampleError(
+                f"`images` must be a list of images, but is {describe(images)} instead. Put a "
+                "single one in a list: `[image]`."
+            )
+        left = iter(images)
+        parts = _joined(self._parts(messages, left))
+        if unused := len([*left]):
+            raise SampleError(
+                f"`images` must have one image per image part without one, but has {unused} more. "
+                'Put {"type": "image"} where they belong.'
+            )
+        return parts
+
+    def _parts(self, messages: Sequence[Any], images: Iterator[Any]) -> Iterator[Part]:
+        for number, message in enumerate(messages):
+            match message:
+                case {"role": "system" | "user" | "assistant" as role, "content": str(text)}:
+                    content = [{"type": "text", "text": text}]
+                case {"role": "system" | "user" | "assistant" as role, "content": [*content]}:
+                    pass
+                case _:
+                    raise _wrong_messages(message)
+            if number == 0 and role != "system" and self.system is not None:
+                yield from self._message("system", [{"type": "text", "text": self.system}], images)
+            yield from self._message(role, content, images)
+
+    def _message(self, role: str, content: list[Any], images: Iterator[Any]) -> Iterator[Part]:
+        supervised = role == "assistant"
+        yield Part("special", self.start)
+        yield Part("text", f"{role}\n")
+        for entry in content:
+            match entry:
+                case {"type": "text", "text": str(text)}:
+                    yield Part("text", text, supervised)
+                case {"type": "image"}:
+                    image = entry.get("image")
+                    yield Part("special", self.image_start)
+                    yield Part("image", _next_of(images) if image is None else image)
+                    yield Part("special", self.image_end)
+                case _:
+                    raise _wrong_messages(entry)
+        yield Part("special", self.end, supervised)
+        yield Part("text", "\n")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def _wrong_messages(found: Any) -> SampleError:
+    return SampleError(
+        '`messages` must be a list of {"role": "system", "user" or "assistant", "content": ...}, '
+        'with a string or a list of {"type": "text", "text": ...} and {"type": "image", "image": '
+        f"...}} as `content`, but {found!r:.100} is not. Mend it, or leave it out."
+    )
+
+
+def _next_of(images: Iterator[Any]) -> Any:
+    for image in images:
+        return image
+    raise SampleError(
+        "`images` has fewer images than the messages have image parts without an `image`. Add what "
+        "is missing, or remove those parts."
+    )
+
+
+def _joined(parts: Iterable[Part]) -> list[Part]:
+    """Join neighbouring texts, so that they are tokenized as what they are: one text."""
+    joined: list[Part] = []
+    for (kind, supervised), alike in groupby(parts, lambda part: (part.kind, part.supervised)):
+        if kind == "text":
+            joined.append(Part(kind, "".join(part.content for part in alike), supervised))
+        else:
+            joined += alike
+    return joined
 
 
 @dataclass(frozen=True)
@@ -75,14 +206,28 @@ class VisionLanguageProcessor:
             max_image_pixels=self.max_image_pixels,
             resample=int(processor.resample),
         )
-        names = ("start", "end", "image_start", "image_token", "image_end")
-        special = {
-            token: _token_id(self.tokenizer, name, token)
-            for name in names
-            for token in [getattr(template, name)]
-        }
+        special = {}
+        for name in ("start", "end", "image_start", "image_token", "image_end"):
+            token = getattr(template, name)
+            special[token] = _token_id(self.tokenizer, name, token)
         object.__setattr__(self, "_read", read)
         object.__setattr__(self, "_special", special)
+
+    def _check(self) -> None:
+        needed = ("__call__", "__len__", "convert_tokens_to_ids")
+        found = self.tokenizer
+        if isinstance(found, type) or not all(hasattr(found, one) for one in needed):
+            raise TypeError(
+                f"`tokenizer` must be a tokenizer of transformers, but is {describe(found)} "
+                f"instead. {_ORDER} `AutoTokenizer.from_pretrained(...)` makes the tokenizer."
+            )
+        made = "`AutoImageProcessor.from_pretrained(...)` makes that of a model."
+        check_image_processor(self.image_processor, f"{_ORDER} {made}")
+        check_type("template", self.template, ChatTemplate, "Pass `ChatTemplate(...)`.")
+        remedy = 'Pass `BadImages(corrupt="skip")`, or `BadImages.skipped()` for all reasons.'
+        check_type("bad_images", self.bad_images, BadImages, remedy)
+        check_names("keep", self.keep)
+        check_bool("late_patches", self.late_patches)
 
     @property
     def fingerprint_name(self) -> str:
@@ -114,15 +259,22 @@ class VisionLanguageProcessor:
             raise SampleError(
                 f"a record must be a mapping with `messages`, but is {record!r:.100} instead."
             )
-        with _naming(record):
+        named = [f"{key} {record[key]!r:.100}" for key in ("source", "id") if key in record]
+        blame = f"the sample{' with ' * bool(named)}{', '.join(named)} cannot be used:"
+        try:
             parts = self._parts(record)
-        images = self._images(record, [part.content for part in parts if part.kind == "image"])
-        if isinstance(images, Skipped):
-            return images
-        vision = self._patches(images)
-        with _naming(record):
-            tokens = self._tokens(parts, vision.get("image_grid_thw", np.empty((0, 3), np.int64)))
-        return {**{key: record[key] for key in self.keep if key in record}, **tokens, **vision}
+            vision = self._vision([part.content for part in parts if part.kind == "image"])
+            kept = {key: record[key] for key in self.keep if key in record}
+            return {**kept, **self._tokens(parts, vision.get("image_grid_thw", ())), **vision}
+        except ImageError as error:
+            if self.bad_images.skips(error.reason):
+                return Skipped(error.reason, f"{blame} {error}.")
+            raise SampleError(
+                f"{blame} {error}. Mend or remove the image, or leave such samples out with "
+                f'`bad_images=BadImages({error.reason}="skip")`.'
+            ) from error
+        except SampleError as error:
+            raise SampleError(f"{blame} {error}") from error
 
     def dummy_image(self) -> DummyImage:
         """Return the smallest image, for a `VisionLanguageCollate` of several ranks."""
@@ -135,16 +287,6 @@ class VisionLanguageProcessor:
             grid_thw=(1, processor.merge_size, processor.merge_size),
             patch_values=channels * processor.temporal_patch_size * side * side,
         )
-
-    def _check(self) -> None:
-        check_tokenizer("tokenizer", self.tokenizer)
-        made = "`AutoImageProcessor.from_pretrained(...)` makes that of a model."
-        check_image_processor("image_processor", self.image_processor, f"{ORDER}; {made}")
-        check_type("template", self.template, ChatTemplate, "Pass `ChatTemplate(...)`.")
-        remedy = 'Pass `BadImages(corrupt="skip")`, or `BadImages.skipped()` for all reasons.'
-        check_type("bad_images", self.bad_images, BadImages, remedy)
-        check_names("keep", self.keep)
-        check_bool("late_patches", self.late_patches)
 
     def _parts(self, record: Mapping[str, Any]) -> list[Part]:
         if "messages" not in record:
@@ -160,28 +302,20 @@ class VisionLanguageProcessor:
             )
         return parts
 
-    def _images(self, record: Mapping[str, Any], sources: list[Any]) -> list[Any] | Skipped:
+    def _vision(self, sources: list[Any]) -> dict[str, Any]:
+        """Return what the images of a record add to its sample."""
         images = []
         for number, source in enumerate(sources):
+            where = f"image {number} ({_describe(source)})"
             try:
-                with _naming(record):
-                    images.append(self._read(source))
+                images.append(self._read(source))
             except ImageError as error:
-                message = f"{_describe(record, number, source)} cannot be used: {error}."
-                if self.bad_images.skips(error.reason):
-                    return Skipped(error.reason, message)
-                raise SampleError(
-                    f"{message} Mend or remove it, or leave such samples out with "
-                    f'`bad_images=BadImages({error.reason}="skip")`.'
-                ) from error
+                raise ImageError(error.reason, f"{where}: {error}") from error
             except OSError as error:
                 raise SampleError(
-                    f"{_describe(record, number, source)} cannot be read: {error}. The file is "
-                    "there, so the sample is not skipped."
+                    f"{where} cannot be read: {error}. The file is there, so the sample is not "
+                    "skipped."
                 ) from error
-        return images
-
-    def _patches(self, images: list[Any]) -> dict[str, Any]:
         if not images:
             return {}
         if not self.late_patches:
@@ -195,9 +329,9 @@ class VisionLanguageProcessor:
             "image_grid_thw": np.array(grids, dtype=np.int64),
         }
 
-    def _tokens(self, parts: list[Part], grids: Any) -> dict[str, Any]:
+    def _tokens(self, parts: list[Part], grids: Iterable[Any]) -> dict[str, Any]:
         image_id = self._special[self.template.image_token]
-        counts = iter((grids.prod(axis=1) // self.image_processor.merge_size**2).tolist())
+        counts = (int(grid.prod()) // self.image_processor.merge_size**2 for grid in grids)
         ids: list[int] = []
         supervised: list[bool] = []
         for part in parts:
@@ -234,25 +368,9 @@ def _token_id(tokenizer: Any, name: str, token: str) -> int:
     return int(found)
 
 
-def _describe(record: Mapping[str, Any], number: int, source: Any) -> str:
+def _describe(source: Any) -> str:
     if isinstance(source, bytes):
-        what = f"{len(source)} bytes"
-    elif hasattr(source, "mode") and hasattr(source, "size"):  # a Pillow image
-        what = f"a `PIL.Image.Image` of mode {source.mode}, {' x '.join(map(str, source.size))}"
-    else:
-        what = f"{str(source)!r:.200}"
-    return f"image {number} ({what}) of {_name_of(record)}"
-
-
-def _name_of(record: Mapping[str, Any]) -> str:
-    named = [f"{key} {record[key]!r:.100}" for key in ("source", "id") if key in record]
-    return f"the sample{' with ' + ', '.join(named) if named else ''}"
-
-
-@contextmanager
-def _naming(record: Mapping[str, Any]) -> Iterator[None]:
-    """Name the record in what is wrong with it."""
-    try:
-        yield
-    except SampleError as error:
-        raise SampleError(f"{_name_of(record)} cannot be used: {error}") from error
+        return f"{len(source)} bytes"
+    if hasattr(source, "mode") and hasattr(source, "size"):
+        return f"a Pillow image of mode {source.mode}, {' x '.join(map(str, source.size))}"
+    return f"{str(source)!r:.200}"

@@ -101,7 +101,7 @@ def test_the_loss_before_backward_is_divided_and_scaled(is_scaled):
     )
 
 
-@canary("the order in which the fit loop reads an unsized loader", "batches")
+@canary("the order in which the fit loop reads an unsized loader", "run")
 def test_batches_are_read_one_ahead_and_trained_on_in_their_order():
     batches = Batches()
     ask = lambda _, __, batch, idx: (batch.item(), idx, batches.read)  # noqa: E731
@@ -109,7 +109,7 @@ def test_batches_are_read_one_ahead_and_trained_on_in_their_order():
     assert answers == [(0, 0, 2), (1, 1, 3), (2, 2, 4), (3, 3, 4)], answers
 
 
-@canary("fit_loop.total_batch_idx")
+@canary("fit_loop.total_batch_idx", "run")
 def test_a_batch_is_counted_before_its_hook():
     answers = fit("on_train_batch_start", lambda trainer, *_: compat.batches_begun(trainer))
     assert answers == list(range(1, 2 * BATCHES + 1)), answers
@@ -134,7 +134,7 @@ def test_manual_optimization_divides_by_nothing():
     assert module.gradients == [1.0] * BATCHES, module.gradients
 
 
-@canary("Strategy.handles_gradient_accumulation, or when global_step counts", "checks")
+@canary("Strategy.handles_gradient_accumulation, or when global_step counts")
 def test_the_optimizer_steps_at_the_end_of_an_epoch_before_the_hook():
     before, after = [], []
     trainer = trainer_of(
@@ -147,7 +147,7 @@ def test_the_optimizer_steps_at_the_end_of_an_epoch_before_the_hook():
     assert (before, after) == ([0, 0, 0, 1, 2, 2, 2, 3], [0, 0, 1, 2, 2, 2, 3, 4])
 
 
-@canary("Strategy.handles_gradient_accumulation", "checks")
+@canary("Strategy.handles_gradient_accumulation")
 def test_deepspeed_steps_by_itself():
     for kind, steps in {DeepSpeedStrategy: False, SingleDeviceStrategy: True}.items():
         value = kind.handles_gradient_accumulation.fget(None)

@@ -24,7 +24,7 @@ from odb_nodes.nodes import ReadAhead
 from odb_nodes.nodes.seeded_collate import SeededCollate
 from odb_nodes.testing import assert_resumes_exactly
 from odb_nodes.vision import MultiImageCollate, VisionLanguageCollate
-from odb_nodes.vision.step_images import StepImages
+from odb_nodes.vision.collate import StepImages
 
 GLOBAL = {
     "random": (random.random, random.random.__self__),

@@ -1,5 +1,4 @@
 import io
-import subprocess
 import sys
 
 import numpy as np
@@ -115,11 +114,7 @@ def test_why_an_image_cannot_be_used(tmp_path):
     good = as_bytes(noise(90, 60), "JPEG")
     assert reason_of(tmp_path / "nothing.jpg") == "missing"
     (tmp_path / "empty.png").write_bytes(b"")
-    for source in (b"", tmp_path / "empty.png"):
-        with pytest.raises(ImageError, match="^it is empty: it has 0 bytes$"):
-            read(source)
-    with pytest.raises(ImageError, match="^it is in no format that Pillow knows$"):
-        read(b"no image at all")
+    assert reason_of(tmp_path / "empty.png") == "corrupt"
     for source in [b"", b"no image at all", *(good[:n] for n in range(0, len(good) - 2, 211))]:
         assert reason_of(source) == "corrupt"
     for size in ((0, 5), (5, 0), (0, 0)):
@@ -132,29 +127,6 @@ def test_why_an_image_cannot_be_used(tmp_path):
     assert reason_of(as_bytes(noise(1, 201))) == "elongated"
     with pytest.raises(IsADirectoryError):  # which is no bad image
         read(tmp_path)
-
-
-@pytest.mark.slow
-def test_pillow_does_not_warn_beside_the_error():
-    code = """
-import io, warnings
-from PIL import Image
-from odb_nodes.vision import ImageError, ImageReader
-Image.MAX_IMAGE_PIXELS = 5000
-file = io.BytesIO()
-Image.new("1", (90, 60)).save(file, "PNG")
-try:
-    ImageReader(max_image_pixels=5000)(file.getvalue())
-except ImageError as error:
-    assert error.reason == "huge"
-else:
-    raise AssertionError
-ImageReader(max_image_pixels=6000)(file.getvalue())
-warnings.simplefilter("always")
-warnings.warn("asked for", Image.DecompressionBombWarning)
-"""
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stderr.count("Warning") == 1 and "asked for" in done.stderr
 
 
 def test_a_decompression_bomb_is_refused_before_it_is_decoded(monkeypatch):

@@ -54,16 +54,6 @@ def test_a_text_that_came_another_way_needs_no_token_types():
     assert not batch["mm_token_type_ids"][1].any()
 
 
-def test_patches_that_do_not_fit_are_an_error():
-    text, first, second = samples([0, 1, 4])
-    message = r"sample 1 of the group: .* row per patch of `image_grid_thw` .*, but has 3"
-    with pytest.raises(SampleError, match=message):
-        collate([text, {**second, "pixel_values": second["pixel_values"][:3]}])
-    message = r"sample 1 of the group: .* patches of \(1176,\) values, .* \(100,\)"
-    with pytest.raises(SampleError, match=message):
-        collate([first, {**second, "pixel_values": second["pixel_values"][:, :100]}])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_patches_may_be_tensors(dtype):
     (sample,) = samples([1])
@@ -73,40 +63,36 @@ def test_patches_may_be_tensors(dtype):
     assert torch.equal(batch["pixel_values"], tensors["pixel_values"].to(dtype).float())
 
 
-def cut_within_the_image(sample):
-    """What a truncation of the text makes of a sample: 3 image tokens are left."""
-    end = int(np.flatnonzero(sample["mm_token_type_ids"])[0]) + 3
-    keys = ("input_ids", "labels", "mm_token_type_ids")
-    return {**sample, **{key: sample[key][:end] for key in keys}}
+FIRST, SECOND = samples([1, 4])
+TOKENS = ("input_ids", "labels", "mm_token_type_ids")
+END = int(np.flatnonzero(SECOND["mm_token_type_ids"])[0]) + 3
+CUT = {**SECOND, **{key: SECOND[key][:END] for key in TOKENS}}  # 3 image tokens are left
+PLACE = np.flatnonzero(SECOND["mm_token_type_ids"])[:1]
+MORE = {**SECOND, **{key: np.append(SECOND[key], SECOND[key][PLACE]) for key in TOKENS}}
+LACKS = "`input_ids` must have an image token for each 4 of the .* has 3 of them. Do not cut"
 
 
-def test_a_text_that_is_cut_within_its_image_is_an_error():
-    good, other = samples([1, 4])
-    cut = cut_within_the_image(other)
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (CUT, LACKS),
+        (MORE, "must have an image token for each 4"),
+        ({**SECOND, "pixel_values": SECOND["pixel_values"][:3]}, "row per patch .*, but has 3 ins"),
+        ({**SECOND, "pixel_values": SECOND["pixel_values"][:, :100]}, r"of \(1176,\) val.*\(100,"),
+    ],
+)
+def test_images_that_do_not_fit_the_text_or_the_batch_are_an_error(second, message):
     for one in (collate, VisionLanguageCollate(dummy=None)):
-        message = r"sample 1 of the group: `input_ids` must have an image token for each 4"
-        with pytest.raises(SampleError, match=message + " of the .* has 3 of them. Do not cut"):
-            one([good, cut])
-    late = {**replace(processor(), late_patches=True)(record(4)), "input_ids": cut["input_ids"]}
-    late |= {key: cut[key] for key in ("labels", "mm_token_type_ids")}
-    with pytest.raises(SampleError, match="has 3 of them"):
-        VisionLanguageCollate(dummy=None, image_processor=processor().image_processor)([late])
-    # Without types and dummy, only the model knows which tokens are of images.
-    del cut["mm_token_type_ids"]
-    VisionLanguageCollate(dummy=None)([cut])
+        with pytest.raises(SampleError, match="sample 1 of the group: .*" + message):
+            one([FIRST, second])
 
 
-def test_tokens_of_one_sample_do_not_make_up_for_those_of_another():
-    first, second = samples([1, 4])
-    moved = {
-        **first,
-        **{
-            key: np.append(first[key], first[key][first["mm_token_type_ids"] == 1][:1])
-            for key in ("input_ids", "labels", "mm_token_type_ids")
-        },
-    }
-    with pytest.raises(SampleError, match="must have an image token for"):
-        VisionLanguageCollate(dummy=None)([moved, second])
+def test_tokens_that_only_the_model_knows_are_not_counted():
+    plain = {key: value for key, value in CUT.items() if key != "mm_token_type_ids"}
+    VisionLanguageCollate(dummy=None)([plain])
+    patches = late(record(4)) | {key: CUT[key] for key in TOKENS}
+    with pytest.raises(SampleError, match=LACKS):
+        VisionLanguageCollate(dummy=None, image_processor=processor().image_processor)([patches])
 
 
 @pytest.mark.parametrize("group", [["text"], [None], [{"labels": [1]}]])
@@ -239,11 +225,8 @@ def test_late_patches_are_made_as_the_processor_would_make_them(name, value, sho
     other = Qwen2VLImageProcessorPil(**{name: value})
     with pytest.raises(SampleError, match=f"but differs in `{name}` .{shown}.*Give both the same"):
         VisionLanguageCollate(dummy=None, image_processor=other)([late(record(1))])
-
-
-def test_late_patches_may_have_other_bounds_of_size():
-    other = Qwen2VLImageProcessorPil(max_pixels=28 * 28 * 5)
-    batch = VisionLanguageCollate(dummy=None, image_processor=other)([late(record(1))])
+    bounded = Qwen2VLImageProcessorPil(max_pixels=28 * 28 * 5)  # of no account
+    batch = VisionLanguageCollate(dummy=None, image_processor=bounded)([late(record(1))])
     assert torch.equal(batch["pixel_values"], collate(samples([1]))["pixel_values"])
 
 

@@ -1,9 +1,13 @@
+"""Whole images and volumes, in any number and size per sample, as the tensors of a batch."""
+
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from aligned_ranks import TIMEOUT_S, on_ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from pictures import step
 from torchdata.nodes import IterableWrapper
 
@@ -20,6 +24,7 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.vision import MultiImageCollate
+from odb_nodes.vision.multi_image_collate import resized
 
 
 def sample(number, *shapes, **more):
@@ -30,59 +35,66 @@ def sample(number, *shapes, **more):
     return {"id": f"s{number}", "task": f"task {number % 2}", "input_ids": [1] * 5, **given, **more}
 
 
-def test_images_are_padded_in_number_and_size():
-    group = [sample(0, (4, 6)), sample(1), sample(2, (5, 2), (1, 1), (2, 7))]
-    batch = MultiImageCollate()(group)
-    assert batch["pixel_values"].shape == (3, 3, 3, 5, 7)
-    assert batch["pixel_values"].dtype == torch.uint8
-    assert batch["image_mask"].tolist() == [[True, False, False], [False] * 3, [True] * 3]
-    none = [0, 0]
-    assert batch["image_sizes"].tolist() == [
-        [[4, 6], none, none],
-        [none] * 3,
-        [[5, 2], [1, 1], [2, 7]],
+def volumes(number):
+    """Samples of 0 to 2 volumes of odd shapes."""
+    return [
+        sample(n, *[(1 + n % 4, 3 + n % 3, 2 + (n + place) % 5) for place in range(n % 3)])
+        for n in range(number)
     ]
-    assert batch["task"] == ["task 0", "task 1", "task 0"]
-    assert batch["id"] == ["s0", "s1", "s2"]
-    for row, one in enumerate(group):
-        for place, image in enumerate(one.get("pixel_values", [])):
-            _, height, width = image.shape
-            padded = batch["pixel_values"][row, place]
-            assert (padded[:, :height, :width] == torch.from_numpy(image)).all()
-            assert padded.sum() == image.sum()
-    assert batch["pixel_values"].sum() == sum(
-        int(image.sum()) for one in group for image in one.get("pixel_values", [])
-    )
+
+
+SIZES = [[(4, 6)], [], [(5, 2), (1, 1), (2, 7)]]
+
+
+@pytest.mark.parametrize("depth", [(), (3,)])
+@pytest.mark.parametrize("dtype", [bool, np.uint8, np.uint16, np.float16])
+def test_images_are_padded_in_number_and_size(dtype, depth):
+    rng = np.random.default_rng(0)
+    images = [
+        [(rng.random((2, *size, *depth)) * 200).astype(dtype) for size in sizes] for sizes in SIZES
+    ]
+    group = [sample(number, pixel_values=own or None) for number, own in enumerate(images)]
+    batch = MultiImageCollate()(group)
+    assert batch["id"] == ["s0", "s1", "s2"] and batch["task"] == ["task 0", "task 1", "task 0"]
+    pixels = batch["pixel_values"].numpy()
+    assert pixels.shape == (3, 3, 2, 5, 7, *depth) and pixels.dtype == dtype
+    assert batch["image_mask"].tolist() == [[True, False, False], [False] * 3, [True] * 3]
+    assert batch["image_sizes"].shape == (3, 3, 2 + len(depth))
+    assert batch["image_sizes"].dtype == torch.int64
+    for row, own in enumerate(images):
+        for place, image in enumerate(own):
+            assert tuple(batch["image_sizes"][row, place].tolist()) == image.shape[1:]
+            assert np.array_equal(pixels[row, place][tuple(map(slice, image.shape))], image)
+    assert np.count_nonzero(pixels) == sum(np.count_nonzero(one) for own in images for one in own)
+    assert not batch["image_sizes"][~batch["image_mask"]].any()
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 1, 3, 4, 5)])
 def test_an_array_of_images_is_taken_as_they_are(shape):
     images = np.random.default_rng(0).random(shape, np.float32)
-    for given in (images, torch.from_numpy(images)):
-        batch = MultiImageCollate()([sample(0, pixel_values=given)])
+    for value in (images, torch.from_numpy(images)):
+        batch = MultiImageCollate()([sample(0, pixel_values=value)])
         assert np.array_equal(batch["pixel_values"][0], images)
 
 
-def test_without_images_there_are_none_unless_other_ranks_have_some():
-    collate = MultiImageCollate(dummy_shape=(3, 8, 8))
-    for batch in (collate([sample(0)]), collate.collate_step([sample(0)], step())):
-        assert "pixel_values" not in batch and batch["image_mask"].shape == (1, 0)
-    batch = collate.collate_step([sample(0), sample(1)], step("image"))
-    assert batch["pixel_values"].shape == (2, 1, 3, 8, 8)
-    assert batch["image_mask"].tolist() == [[False], [False]]
-    filler = collate.collate_step([sample(0, (4, 4))], step(is_filler=True))
-    assert "pixel_values" not in filler
-
-
-def test_a_batch_of_a_known_shape_has_rows_without_images():
-    collate = MultiImageCollate(shapes=((4, 16),), dummy_shape=(3, 8, 8))
-    batch = collate([sample(0, (4, 6)), sample(1)])
-    assert batch["input_ids"].shape == (4, 16)
-    assert batch["pixel_values"].shape == (4, 1, 3, 4, 6)
-    assert batch["image_mask"].tolist() == [[True], [False], [False], [False]]
-    assert batch["image_sizes"].shape == (4, 1, 2)
-    dummy = collate.collate_step([sample(0)], step("image"))
-    assert dummy["pixel_values"].shape == (4, 1, 3, 8, 8)
+@pytest.mark.parametrize("size", [(8, 8), (8, 8, 4)])
+@pytest.mark.parametrize("shapes", [(), ((4, 16),)])
+def test_without_images_there_are_none_unless_other_ranks_have_some(shapes, size):
+    collate, axes = MultiImageCollate(dummy_shape=(3, *size), shapes=shapes), len(size)
+    rows = 4 if shapes else 2
+    text, images = [sample(0), sample(1)], [sample(0, size[::-1]), sample(1)]
+    for batch in (collate(text), collate.collate_step(text, step())):
+        assert "pixel_values" not in batch and batch["image_mask"].shape == (rows, 0)
+        assert batch["image_sizes"].shape == (rows, 0, axes)
+    dummy = collate.collate_step(text, step("image"))
+    assert dummy["pixel_values"].shape == (rows, 1, 3, *size) and not dummy["pixel_values"].any()
+    assert dummy["image_mask"].tolist() == [[False]] * rows
+    assert dummy["image_sizes"].shape == (rows, 1, axes)
+    filler = collate.collate_step(images, step(is_filler=True))
+    assert "pixel_values" not in filler and filler["image_mask"].shape == (rows, 0)
+    for batch in (collate(images), collate.collate_step(images, step("image", is_filler=True))):
+        assert batch["pixel_values"].shape == (rows, 1, 3, *size[::-1])
+        assert batch["image_mask"].flatten().tolist() == [True] + [False] * (rows - 1)
 
 
 def test_images_that_the_step_does_not_know_of_are_an_error():
@@ -90,104 +102,6 @@ def test_images_that_the_step_does_not_know_of_are_an_error():
     with pytest.raises(ValueError, match="'image' must be among its `modalities`, but they are"):
         collate.collate_step(group, replace(step("audio"), all_samples_this_step=2))
     assert "pixel_values" in collate.collate_step(group, step("audio"))
-
-
-GRAPH = torch.ones(1, 2, 2, requires_grad=True)
-MISFITS = [
-    ({"image_mask": 1}, "its key 'image_mask' is one that `MultiImageCollate` gives"),
-    ({"image_sizes": 1}, "its key 'image_sizes' is one"),
-    ({"task_ids": 1}, "its key 'task_ids' is one"),
-    ({"task_names": 1}, "its key 'task_names' is one"),
-    ({"pixel_values": np.ones((2, 4, 4))}, r"without an axis of channels .* `image\[None\]`"),
-    ({"pixel_values": [np.ones((1, 2, 2), object)]}, "must hold real numbers, but is of object"),
-    ({"pixel_values": [np.ones((1, 2, 2), complex)]}, "real numbers, but is of complex128"),
-    ({"pixel_values": [GRAPH]}, "must have no graph"),
-    ({"pixel_values": [torch.ones(1, 2, 2).bfloat16()]}, "cannot become an array"),
-    ({"pixel_values": [[[[1.0], [1.0, 2.0]]]]}, "cannot become an array"),
-    ({"pixel_values": [np.zeros((1, 4, 4), np.uint8)]}, "have 3 of uint8 and 1 of uint8"),
-    ({"pixel_values": [np.zeros((3, 2, 2, 2), np.uint8)]}, "must not be in one group"),
-    ({"pixel_values": [np.zeros((4, 4))]}, "must be .C, H, W. or .C, H, W, D., with pixels"),
-    ({"pixel_values": [np.zeros((3, 0, 4))]}, "must be .C, H, W. or .C, H, W, D., with pixels"),
-    ({"pixel_values": [np.zeros((1, 1, 2, 2, 2))]}, "must be .C, H, W. or .C, H, W, D., with"),
-    ({"id": 2**63}, "`id` must be a number .* but is 9223372036854775808"),
-    ({"id": -(2**63) - 1}, "`id` must be a number that a tensor can hold"),
-]
-
-
-@pytest.mark.parametrize(("more", "message"), MISFITS)
-@pytest.mark.parametrize("other", [1, -1.5])
-def test_what_a_batch_cannot_hold_is_an_error_that_names_the_sample(more, message, other):
-    group = [sample(0, (2, 2), id=other), sample(1, **{"id": 1, **more})]
-    with pytest.raises(SampleError, match=f"sample 1 of the group: .*{message}"):
-        MultiImageCollate(task_names=["task 0"])(group)
-
-
-def test_keys_that_this_collate_function_does_not_make_are_kept():
-    group = [sample(number, (2, 2), id=2**63 - 1 - number, task_ids=7) for number in range(2)]
-    batch = MultiImageCollate()(group)
-    assert batch["task_ids"].tolist() == [7, 7]
-    assert batch["id"].tolist() == [2**63 - 1, 2**63 - 2]
-
-
-def test_the_number_of_images_counts_as_patches():
-    data = [sample(n, *[(2 + n % 3, 3)] * (n % 4)) for n in range(40)]
-    budget = TokenBudget(1000, max_patches=6)
-    node = WindowBucketer(LengthObserver(IterableWrapper(data)), budget, 12)
-    batches = list(Loader(GroupCollator(node, MultiImageCollate())))
-    assert sorted(one for batch in batches for one in batch["id"]) == sorted(s["id"] for s in data)
-    assert max(int(batch["image_mask"].sum()) for batch in batches) == 6
-
-
-# --- volumes ------------------------------------------------------------------------------------
-
-
-def volumes(number):
-    """Samples of 0 to 2 volumes of odd shapes."""
-    return [
-        sample(
-            index,
-            *[
-                (1 + index % 4, 3 + index % 3, 2 + (index + place) % 5)
-                for place in range(index % 3)
-            ],
-        )
-        for index in range(number)
-    ]
-
-
-@pytest.mark.parametrize("dtype", [bool, np.uint8, np.uint16, np.float16])
-def test_volumes_are_padded_in_number_and_size(dtype):
-    rng = np.random.default_rng(0)
-    scans = [(rng.random(shape) * 200).astype(dtype) for shape in ((2, 3, 4, 5), (2, 5, 1, 2))]
-    batch = MultiImageCollate()(
-        [sample(0, pixel_values=[]), sample(1, pixel_values=scans), sample(2, pixel_values=None)]
-    )
-    assert batch["pixel_values"].shape == (3, 2, 2, 5, 4, 5)
-    assert batch["pixel_values"].numpy().dtype == dtype
-    assert batch["image_mask"].tolist() == [[False] * 2, [True] * 2, [False] * 2]
-    assert batch["image_sizes"][1].tolist() == [[3, 4, 5], [5, 1, 2]]
-    assert batch["image_sizes"].dtype == torch.int64
-    pixels = batch["pixel_values"].numpy()
-    assert np.array_equal(pixels[1, 0, :, :3, :4, :5], scans[0])
-    assert np.array_equal(pixels[1, 1, :, :5, :1, :2], scans[1])
-    assert np.count_nonzero(pixels) == sum(map(np.count_nonzero, scans))
-
-
-def test_a_batch_without_volumes_has_sizes_of_as_many_dimensions():
-    assert MultiImageCollate()([sample(0)])["image_sizes"].shape == (1, 0, 2)
-    for options in ({"resize": (4, 4, 4)}, {"dummy_shape": (1, 4, 4, 4)}):
-        assert MultiImageCollate(**options)([sample(0)])["image_sizes"].shape == (1, 0, 3)
-
-
-def test_ranks_without_volumes_get_one_of_zeros():
-    collate = MultiImageCollate(dummy_shape=(3, 4, 4, 2), shapes=((4, 16),))
-    batch = collate.collate_step([sample(0), sample(1)], step("image"))
-    assert batch["pixel_values"].shape == (4, 1, 3, 4, 4, 2) and not batch["pixel_values"].any()
-    assert not batch["image_mask"].any() and batch["image_sizes"].shape == (4, 1, 3)
-    filler = collate.collate_step([sample(0, (2, 2, 2))], step(is_filler=True))
-    assert "pixel_values" not in filler and filler["image_mask"].shape == (4, 0)
-    kept = collate.collate_step([sample(0, (2, 2, 2))], step("image", is_filler=True))
-    assert kept["pixel_values"].shape == (4, 1, 3, 2, 2, 2)
 
 
 def test_ranks_agree_on_the_steps_that_have_volumes():
@@ -211,14 +125,44 @@ def test_ranks_agree_on_the_steps_that_have_volumes():
     assert fillers and any("pixel_values" in one for one in text)
 
 
+def test_keys_that_this_collate_function_does_not_make_are_kept():
+    group = [sample(number, (2, 2), id=2**63 - 1 - number, task_ids=7) for number in range(2)]
+    batch = MultiImageCollate()(group)
+    assert batch["task_ids"].tolist() == [7, 7]
+    assert batch["id"].tolist() == [2**63 - 1, 2**63 - 2]
+
+
 # --- resizing -----------------------------------------------------------------------------------
 
+DTYPES = [bool, np.uint8, np.int16, np.uint16, np.int32, np.int64, np.float16, np.float64]
 
-def test_images_are_resized_to_one_size():
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(7, 3), (2, 9), (7, 3, 1), (2, 9, 11)])
+def test_an_image_is_resized_in_its_own_dtype(dtype, size):
+    shape = (2, *(5, 4, 6)[: len(size)])
+    image = (np.random.default_rng(0).random(shape) * 250).astype(dtype)
+    image.flags.writeable = False
+    made = resized(image, size)
+    assert made.shape == (2, *size) and made.dtype == dtype
+    assert image.min() <= made.min() and made.max() <= image.max()
+    assert resized(image, shape[1:]) is image
+
+
+def test_how_an_image_is_resized():
+    value = 2**30 + 1  # which float32 does not have
+    assert (resized(np.full((1, 3, 3), value, np.int64), (5, 5)) == value).all()
+    row = np.array([[[0, 3]]], np.uint8)  # halfway: a quarter and three quarters of 3
+    assert resized(row, (1, 4)).tolist() == [[[0, 1, 2, 3]]]
+    assert resized(row[..., None], (1, 4, 1))[..., 0].tolist() == [[[0, 1, 2, 3]]]
+    stripes = np.tile(np.array([0, 0, 0, 1], np.float32), (1, 8, 8))
+    assert np.allclose(resized(stripes, (8, 8))[0, :, 1:-1], 0.25, atol=0.05)  # smoothed
+
+
+def test_a_batch_has_images_of_one_size_and_their_sizes_before():
     group = [sample(0, (4, 6)), sample(1), sample(2, (5, 2), (1, 1), (8, 8))]
-    batch = MultiImageCollate(resize=(8, 8))(group)
+    batch, padded = MultiImageCollate(resize=(8, 8))(group), MultiImageCollate()(group)
     assert batch["pixel_values"].shape == (3, 3, 3, 8, 8)
-    padded = MultiImageCollate()(group)
     for key in ("image_mask", "image_sizes"):
         assert torch.equal(batch[key], padded[key])
     for row, one in enumerate(group):
@@ -227,62 +171,25 @@ def test_images_are_resized_to_one_size():
     assert not batch["pixel_values"][~batch["image_mask"]].any()
 
 
-VOLUME = sample(0, (5, 4, 2))
-COUNT = MultiImageCollate().count_patches
-PACKED = TokenBudget(60, layout="packed")
-NAMED = LengthObserver(IterableWrapper([sample(0, (4, 4)), sample(1, (4, 4, 2))]))
-REFUSALS = [
-    (lambda: MultiImageCollate(resize=(4,)), ValueError, "`resize` must be .H, W.*is .4,."),
-    (lambda: MultiImageCollate(resize=[4, 4]), ValueError, "`resize` must be .H, W. or .H, W, D."),
-    (lambda: MultiImageCollate(resize=(4, 0)), ValueError, "`W of `resize`` must be in 1"),
-    (lambda: MultiImageCollate(dummy_shape=(4, 4)), ValueError, "`dummy_shape.1:.` must be .H, W."),
-    (lambda: MultiImageCollate(dummy_shape=(0, 4, 4)), ValueError, "`C of `dummy_shape`` must"),
-    (
-        lambda: MultiImageCollate(resize=(4, 4), dummy_shape=(3, 4, 5)),
-        ValueError,
-        "`dummy_shape` must be .C, .resize.",
-    ),
-    (lambda: MultiImageCollate(task_names=("a", "a")), ValueError, "`task_names` .* differ"),
-    (lambda: COUNT(VOLUME, 0), ValueError, "patch_size"),
-    (lambda: COUNT(VOLUME, (8, 0)), ValueError, "patch_size"),
-    (lambda: COUNT(VOLUME, 2.5), TypeError, "patch_size"),
-    (lambda: COUNT(VOLUME, (2, 4)), ValueError, "3 sides for images of .5, 4, 2., but"),
-    (
-        lambda: MultiImageCollate(dummy_shape=(3, 2, 2, 2))([sample(0, (4, 4))]),
-        SampleError,
-        r"must be \(C, H, W, D\), with pixels",
-    ),
-    (lambda: MultiImageCollate(resize=(2, 2))([VOLUME]), SampleError, r"must be \(C, H, W\), with"),
-    (
-        lambda: MultiImageCollate().collate_step(["text"], step("image", is_filler=True)),
-        TypeError,
-        "takes mappings with `input_ids`",
-    ),
-    (
-        lambda: ODBDataLoader(volumes(3), token_budget=PACKED, collate_fn=MultiImageCollate()),
-        ValueError,
-        '`MultiImageCollate` .* `layout="padded"`',
-    ),
-    (
-        lambda: list(GroupCollator(WindowBucketer(NAMED, 100, 2), MultiImageCollate())),
-        SampleError,
-        "`id` 's1'.*must not be in one group",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "message"), REFUSALS)
-def test_what_is_not_valid_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
 # --- patches and tasks --------------------------------------------------------------------------
 
+COUNT = MultiImageCollate().count_patches
+sides = st.integers(1, 9)
 
-@pytest.mark.parametrize("collate", [MultiImageCollate(), MultiImageCollate(resize=(5, 3, 4))])
-def test_patches_are_those_of_the_images_in_a_batch(collate):
-    data, side = volumes(30), 2
+
+@given(st.integers(2, 3).flatmap(lambda axes: st.tuples(*[st.tuples(sides, sides)] * axes)))
+def test_patches_cover_the_images(pairs):
+    size, patch = zip(*pairs, strict=True)
+    whole = torch.ones(size)
+    for axis, side in enumerate(patch):  # one pixel of each patch
+        whole = whole.index_select(axis, torch.arange(0, size[axis], side))
+    for images in range(3):
+        assert COUNT(sample(0, *[size] * images), patch) == images * whole.numel()
+
+
+@pytest.mark.parametrize("resize", [None, (5, 3, 4)])
+def test_max_patches_bounds_those_of_the_images_in_a_batch(resize):
+    collate, data, side = MultiImageCollate(resize=resize), volumes(30), 2
 
     def observe(one):
         return Observation(len(one["input_ids"]), patches=collate.count_patches(one, side))
@@ -292,28 +199,28 @@ def test_patches_are_those_of_the_images_in_a_batch(collate):
     counts = []
     for batch in GroupCollator(node, collate):
         sizes = batch["image_sizes"][batch["image_mask"]]
-        if collate.resize is not None:
-            sizes = torch.tensor(
-                [batch["pixel_values"][batch["image_mask"]].shape[2:]] * len(sizes)
-            )
+        if resize is not None:
+            sizes = torch.tensor([batch["pixel_values"].shape[3:]] * len(sizes))
         counts.append(int((-(-sizes // side)).prod(1).sum()))
     assert sum(counts) == sum(observe(one).patches for one in data)
     assert 45 < max(counts) <= 60
 
 
-def test_a_patch_may_have_a_side_for_each_dimension():
-    collate = MultiImageCollate()
-    assert collate.count_patches(sample(0), 2) == 0
-    assert collate.count_patches(sample(0, (5, 4), (1, 1)), (2, 4)) == 3 + 1
+def test_the_number_of_images_counts_as_patches():
+    data = [sample(n, *[(2 + n % 3, 3)] * (n % 4)) for n in range(40)]
+    budget = TokenBudget(1000, max_patches=6)
+    node = WindowBucketer(LengthObserver(IterableWrapper(data)), budget, 12)
+    batches = list(Loader(GroupCollator(node, MultiImageCollate())))
+    assert sorted(one for batch in batches for one in batch["id"]) == sorted(s["id"] for s in data)
+    assert max(int(batch["image_mask"].sum()) for batch in batches) == 6
 
 
 def test_the_tasks_of_the_rows_are_numbered():
     data = {"b": volumes(6), "a": volumes(5)}
     budget = TokenBudget(20, shapes=1)
     collate = MultiImageCollate.of(budget, task_names=("a", "b"))
-    loader = ODBDataLoader(data, token_budget=budget, collate_fn=collate)
     found = []
-    for batch in loader:
+    for batch in ODBDataLoader(data, token_budget=budget, collate_fn=collate):
         info = pop_step_info(batch)
         names, ids = batch["task_names"], batch["task_ids"]
         assert names == [*info.row_tasks] and ids.dtype == torch.int64
@@ -323,3 +230,88 @@ def test_the_tasks_of_the_rows_are_numbered():
     unknown = ODBDataLoader(data, token_budget=64, collate_fn=MultiImageCollate(task_names=("a",)))
     with pytest.raises(SampleError, match="task must be among `task_names`, .'a'., but is 'b'"):
         list(unknown)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+GRAPH = torch.ones(1, 2, 2, requires_grad=True)
+MADE = ("image_mask", "image_sizes", "task_ids", "task_names")
+SHAPE = "must be .C, H, W. or .C, H, W, D., with pixels that are real numbers"
+MISFITS = [
+    *(({key: 1}, f"its key '{key}' is one that `MultiImageCollate` gives") for key in MADE),
+    ({"pixel_values": np.ones((2, 4, 4))}, r"without an axis of channels .* `image\[None\]`"),
+    ({"pixel_values": [np.ones((1, 2, 2), object)]}, SHAPE + ", but is .1, 2, 2. of object"),
+    ({"pixel_values": [np.ones((1, 2, 2), complex)]}, SHAPE + ", but is .* of complex128"),
+    ({"pixel_values": [np.zeros((4, 4))]}, SHAPE),
+    ({"pixel_values": [np.zeros((3, 0, 4))]}, SHAPE),
+    ({"pixel_values": [np.zeros((1, 1, 2, 2, 2))]}, SHAPE),
+    ({"pixel_values": [GRAPH]}, "cannot become an array: .* requires grad"),
+    ({"pixel_values": [torch.ones(1, 2, 2).bfloat16()]}, "cannot become an array"),
+    ({"pixel_values": [[[[1.0], [1.0, 2.0]]]]}, "cannot become an array"),
+    ({"pixel_values": [np.zeros((1, 4, 4), np.uint8)]}, "is .1, 4, 4. of uint8, and one bef"),
+    ({"pixel_values": [np.zeros((3, 4, 4), np.int16)]}, "the same dimensions, channels and dty"),
+    ({"pixel_values": [np.zeros((3, 2, 2, 2), np.uint8)]}, "the same dimensions, channels and"),
+    ({"id": 2**63}, "`id` must be a number .* but is 9223372036854775808"),
+    ({"id": -(2**63) - 1}, "`id` must be a number that a tensor can hold"),
+]
+
+
+@pytest.mark.parametrize(("more", "message"), MISFITS)
+@pytest.mark.parametrize("other", [1, -1.5])
+def test_what_a_batch_cannot_hold_is_an_error_that_names_the_sample(more, message, other):
+    group = [sample(0, (2, 2), id=other), sample(1, **{"id": 1, **more})]
+    with pytest.raises(SampleError, match=f"sample 1 of the group: .*{message}"):
+        MultiImageCollate(task_names=["task 0"])(group)
+
+
+MIXED = LengthObserver(IterableWrapper([sample(0, (4, 4)), sample(1, (4, 4, 2))]))
+VOLUME = sample(0, (5, 4, 2))
+OPTIONS = [
+    ({"resize": (4,)}, "`resize` must be .H, W.*is .4,."),
+    ({"resize": [4, 4]}, "`resize` must be .H, W. or .H, W, D."),
+    ({"resize": (4, 0)}, "`W of `resize`` must be in 1"),
+    ({"dummy_shape": (4, 4)}, "`dummy_shape.1:.` must be .H, W."),
+    ({"dummy_shape": (0, 4, 4)}, "`C of `dummy_shape`` must"),
+    ({"resize": (4, 4), "dummy_shape": (3, 4, 5)}, "`dummy_shape` must be .C, .resize."),
+    ({"task_names": ("a", "a")}, "`task_names` .* differ"),
+]
+REFUSALS = [
+    *(
+        (lambda given=given: MultiImageCollate(**given), ValueError, says)
+        for given, says in OPTIONS
+    ),
+    (lambda: COUNT(VOLUME, (8, 0, 1)), ValueError, "patch_size"),
+    (lambda: COUNT(VOLUME, 2.5), TypeError, "patch_size"),
+    (lambda: COUNT(VOLUME, (2, 4)), ValueError, "3 sides for images of .5, 4, 2., but"),
+    (lambda: MultiImageCollate(resize=(2, 2))([VOLUME]), SampleError, r"must be \(C, H, W\), with"),
+    (
+        lambda: MultiImageCollate(dummy_shape=(3, 2, 2, 2))([sample(0, (4, 4))]),
+        SampleError,
+        r"must be \(C, H, W, D\), with pixels",
+    ),
+    (
+        lambda: MultiImageCollate().collate_step(["text"], step("image", is_filler=True)),
+        TypeError,
+        "takes mappings with `input_ids`",
+    ),
+    (
+        lambda: ODBDataLoader(
+            volumes(3),
+            token_budget=TokenBudget(60, layout="packed"),
+            collate_fn=MultiImageCollate(),
+        ),
+        ValueError,
+        '`MultiImageCollate` .* `layout="padded"`',
+    ),
+    (
+        lambda: list(GroupCollator(WindowBucketer(MIXED, 100, 2), MultiImageCollate())),
+        SampleError,
+        "`id` 's1'.*the same dimensions",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSALS)
+def test_what_is_not_valid_is_refused(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

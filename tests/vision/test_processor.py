@@ -1,6 +1,7 @@
 import copy
 import io
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -174,29 +175,27 @@ def test_several_answers_are_supervised():
 # --- images that cannot be used -------------------------------------------------------------------
 
 BAD = {
-    "missing": ("/nowhere/a.png", "image 1 .'/nowhere/a.png'. .* id 'x1' .*there is no such file"),
-    "corrupt": (b"damaged", "image 1 .7 bytes. of the sample with source 'web', id 'x1' cannot be"),
+    "missing": ("/nowhere/a.png", "image 1 .'/nowhere/a.png'.: there is no such file"),
+    "corrupt": (b"damaged", "image 1 .7 bytes.: it is empty, or in no format that Pillow knows"),
     "huge": (as_bytes(noise(400, 300)), "at most 100000 pixels .`max_image_pixels`., but has 400"),
-    "elongated": (
-        as_bytes(noise(1, 300)),
-        "at most 200 times the other, but the image has 1 x 300",
-    ),
+    "elongated": (as_bytes(noise(1, 300)), "at most 200 times the other, but .* has 1 x 300"),
 }
 
 
 @pytest.mark.parametrize("reason", BAD)
 def test_a_bad_image_is_an_error_or_skips_the_sample(reason):
     source, message = BAD[reason]
+    message = "the sample with source 'web', id 'x1' cannot be used: .*" + message
     record = asked(noise(30, 30), source, id="x1", source="web")
-    with pytest.raises(SampleError, match=message) as caught:
-        make(max_image_pixels=100_000)(record)
-    assert f'`bad_images=BadImages({reason}="skip")`' in str(caught.value)
+    others = BadImages(**{other: "skip" for other in BAD if other != reason})
+    for policy in (BadImages(), others):
+        with pytest.raises(SampleError, match=message) as caught:
+            make(max_image_pixels=100_000, bad_images=policy)(record)
+        assert f'`bad_images=BadImages({reason}="skip")`' in str(caught.value)
     policy = BadImages(**{reason: "skip"})
     skipped = make(max_image_pixels=100_000, bad_images=policy)(record)
     assert isinstance(skipped, Skipped) and skipped.reason == reason
-    others = BadImages(**{other: "skip" for other in BAD if other != reason})
-    with pytest.raises(SampleError, match=message):
-        make(max_image_pixels=100_000, bad_images=others)(record)
+    assert re.match(message, skipped.message)
 
 
 def test_a_file_that_fails_to_be_read_is_never_skipped(tmp_path):
@@ -205,13 +204,8 @@ def test_a_file_that_fails_to_be_read_is_never_skipped(tmp_path):
 
 
 def test_an_image_without_a_path_is_described():
-    for source, shown in [
-        (b"", "image 0 (0 bytes) of the sample with id 7 cannot be used: it is empty"),
-        (Image.new("RGB", (0, 5)), "image 0 (a `PIL.Image.Image` of mode RGB, 0 x 5) of the sampl"),
-    ]:
-        skipped = make(bad_images=BadImages.skipped())(asked(source, id=7))
-        assert skipped.reason == "corrupt" and shown in skipped.message
-        assert "0x" not in skipped.message.replace("0 x", "")
+    skipped = make(bad_images=BadImages.skipped())(asked(Image.new("RGB", (0, 5)), id=7))
+    assert "image 0 (a Pillow image of mode RGB, 0 x 5)" in skipped.message
 
 
 # --- the rest -------------------------------------------------------------------------------------
@@ -222,20 +216,19 @@ def said(content, role="assistant"):
 
 
 IMAGE = said([{"type": "image"}])
+MESSAGES = "`messages` must be a list of .* but "
 RECORDS = [
     ({}, "must have `messages`, but has .'id', 'source'."),
-    ({"messages": "x"}, "`messages` must be a list .* 'x' instead"),
-    ({"messages": None}, "`messages` must be a list .*, but is None"),
-    ({"messages": {"role": "user"}}, "`messages` must be a list of one"),
-    ({"messages": []}, r"`messages` must be a list .*, but is \[\]"),
-    ({"messages": ["x"]}, "must have `role` and `content`, but is 'x'"),
-    ({"messages": [{"role": "user"}]}, "must have `role` and `content`, but is"),
-    (said("x", role="human"), "`role` of a message must be one of system,"),
-    (said(None), "`content` must be a string, .*, but is None"),
-    (said({"type": "text"}), "`content` must be a string, .*, but is {'type'"),
-    (said([{"type": "audio"}]), "but holds {'type': 'a"),
-    (said([{"type": "text"}]), "but holds {'type': 'text'} instead"),
-    (said([{"type": "text", "text": None}]), "but holds {'type': 'text', 'text': None}"),
+    ({"messages": "x"}, MESSAGES + "'x' is not"),
+    ({"messages": {"role": "user"}}, MESSAGES + "{'role': 'user'} is not"),
+    ({"messages": []}, MESSAGES + r"\[\] is not"),
+    ({"messages": ["x"]}, MESSAGES + "'x' is not"),
+    ({"messages": [{"role": "user"}]}, MESSAGES + "{'role': 'user'} is not"),
+    (said("x", role="human"), MESSAGES + "{'role': 'human'"),
+    (said(None), MESSAGES + ".*'content': None} is not"),
+    (said({"type": "text"}), MESSAGES + ".*'content': {'type': 'text'}} is not"),
+    (said([{"type": "audio"}]), MESSAGES + "{'type': 'audio'} is not"),
+    (said([{"type": "text", "text": None}]), MESSAGES + "{'type': 'text', 'text': None} is not"),
     (said("x", role="user"), "must have one of the assistant.*`Skipped`"),
     (IMAGE, "has fewer images .* Add what is missing"),
     ({**said("x"), "images": [b"", b""]}, "per image part .* has 2 more"),
@@ -274,7 +267,7 @@ REFUSALS = [
     (lambda: BUILD(TOKENIZER, UNBOUND), ValueError, "`size` of `image_processor` must have"),
     (lambda: make(bad_images="skip"), TypeError, "`bad_images` .* 'skip' .*BadImages.sk"),
     (lambda: make(template="chatml"), TypeError, "`template` .* is 'chatml'"),
-    (lambda: make(keep="id"), TypeError, "`keep` must be a tuple of strings.* 'id'"),
+    (lambda: make(keep="id"), TypeError, "`keep` must be a list of names.* 'id'"),
     (lambda: make(late_patches="yes"), TypeError, "`late_patches` .* is 'yes'"),
     (lambda: make(max_image_pixels=None), TypeError, "`max_image_pixels` .* is None"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,22 +15,17 @@ from odb_nodes._compat import lightning as compat
 from odb_nodes._core.checks import check_type
 from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import StateError
-from odb_nodes.integrations.lightning.batches import TrainBatches
-from odb_nodes.integrations.lightning.checks import (
-    check_epoch_end,
-    check_one_loader,
-    check_optimizer_step,
-    check_states,
-    check_trainer,
+from odb_nodes.integrations.lightning.run import (
+    Fetched,
+    Run,
+    RunState,
+    TrainBatches,
+    position_of_rank,
 )
-from odb_nodes.integrations.lightning.monitoring import RunMonitor
-from odb_nodes.integrations.lightning.run import Run, RunState, position_of_rank
 from odb_nodes.ledger import Ledger
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.monitor import Monitor, StepMeter
 from odb_nodes.step_info import StepInfo
-
-__all__ = ["ODBCallback"]
 
 
 class ODBCallback(Callback):
@@ -60,14 +56,16 @@ class ODBCallback(Callback):
         monitor: Monitor | None = None,
     ) -> None:
         check_type("monitor", monitor, Monitor | None)
-        self._monitor = None if monitor is None else RunMonitor(monitor)
-        self._log_metrics = log_metrics
-        self._ledger_folder = ledger
+        self._monitor, self._log_metrics, self._ledger_folder = monitor, log_metrics, ledger
         self._ledger: Ledger | None = None
-        self._unrecorded: StepInfo | None = None
+        self._begin_run(Run(None, RunState()))
+
+    def _begin_run(self, run: Run) -> None:
+        self._run, self._meter = run, StepMeter()
         self._batches: TrainBatches | None = None
-        self._run = Run(None, RunState())
-        self._meter = StepMeter()
+        self._unrecorded: list[Fetched] = []  # batches of an optimizer step that is not taken yet
+        self._losses: dict[int, torch.Tensor] = {}  # of its micro-steps
+        self._at_step: dict[str, Any] = {}  # norm of the gradient and learning rate
 
     def batches(self, loader: ODBDataLoader) -> TrainBatches:
         """Return what `train_dataloader` of a module or data module must return.
@@ -101,28 +99,36 @@ class ODBCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reject arguments of the trainer that cannot be used with dynamic batches."""
         if stage == "fit":
-            check_trainer(trainer)
-            self._batches = None
-            self._run = Run(trainer, RunState(epoch=trainer.current_epoch))
-            self._unrecorded = None
+            _check_trainer(trainer)
+            self._begin_run(Run(trainer, RunState(epoch=trainer.current_epoch)))
             if self._ledger_folder is not None:
                 rank, world_size = trainer.global_rank, trainer.world_size
                 self._ledger = Ledger(self._ledger_folder, rank=rank, world_size=world_size)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the loader, and start the metrics."""
+        """Check the loader, and begin the monitor."""
         batches = self._required_batches()
-        check_one_loader(trainer.train_dataloader)
-        self._meter = StepMeter()
+        if isinstance(given := trainer.train_dataloader, (list, tuple, Mapping)):
+            raise ValueError(
+                "`train_dataloader` must return one `callback.batches(loader)`, but returned a "
+                f"`{type(given).__name__}` instead. To train on several datasets, give one "
+                "`ODBDataLoader` a dict of them."
+            )
+        self._meter = StepMeter()  # whose clock starts here
         if self._monitor is not None:
-            self._monitor.begin(self._run.start.monitor, trainer.global_step, batches.loader)
+            if (saved := self._run.start.monitor) is None:
+                self._monitor.reset(trainer.global_step)
+            else:
+                self._monitor.load_state_dict(saved)
+            self._monitor.attach(batches.loader)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin the batch: find its `StepInfo` and the loader's state after it."""
         fetched = self._run.begin(self._required_batches(), batch_idx)
-        self._unrecorded = fetched.info
+        if self._monitor is not None or self._ledger is not None:
+            self._unrecorded.append(fetched)
         if self._log_metrics:
             self._meter.add(fetched.batch, fetched.info, fetched.wait_s)
 
@@ -137,14 +143,18 @@ class ODBCallback(Callback):
         loss.register_hook(lambda gradient: gradient * factor)
         self._run.backwards += 1
         if self._monitor is not None:
-            self._monitor.note_loss(compat.mean_loss(trainer, pl_module, loss))
+            micro_step = self._run.current.info.micro_step
+            self._losses[micro_step] = compat.mean_loss(trainer, pl_module, loss)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Take the norm of the gradient, and the learning rate, for the monitor."""
         if self._monitor is not None:
-            self._monitor.note_optimizer(optimizer)
+            groups = optimizer.param_groups
+            grads = [x.grad for group in groups for x in group["params"] if x.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads) if grads else None
+            self._at_step = {"grad_norm": norm, "lr": float(groups[0]["lr"])}
 
     def on_train_batch_end(
         self,
@@ -155,15 +165,23 @@ class ODBCallback(Callback):
         batch_idx: int,
     ) -> None:
         """Check that the optimizer has stepped where the loader expects it, and log metrics."""
-        check_optimizer_step(trainer, self._run)
+        self._check_optimizer_step(trainer)
         self._record()
         if self._run.has_stepped and self._log_metrics and compat.is_logged(trainer):
             self._log(trainer, pl_module)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Reject leaving an epoch before its end, except to end the run."""
-        if self._run.state_after(self._batches) is None:
-            check_epoch_end(trainer)
+        is_over = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
+        if (
+            not (is_over or trainer.fast_dev_run)
+            and self._run.state_after(self._required_batches()) is None
+        ):
+            raise RuntimeError(
+                "the epoch was left before its end, and the rest of its samples would never be "
+                "trained on. Do not return -1 from `on_train_batch_start`; to end the run, set "
+                "`trainer.should_stop`."
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have the monitor write what it has counted, while all ranks are there."""
@@ -192,8 +210,7 @@ class ODBCallback(Callback):
         """
         if self._batches is None:
             return  # Nothing was trained here.
-        if self._run.has_stepped:
-            self._record()  # Another callback may save before our hook is called.
+        self._record()  # Another callback may save before our hook is called.
         if self._ledger is not None:
             self._ledger.sync()
         progress = compat.loop_progress(checkpoint)
@@ -219,7 +236,16 @@ class ODBCallback(Callback):
         """
         if not compat.is_fitting(trainer):
             return
-        states = check_states(checkpoint.get(self.STATE_KEY))
+        if (states := checkpoint.get(self.STATE_KEY)) is None:
+            raise StateError(
+                "the checkpoint has no state of a loader: it was saved without `ODBCallback`. To "
+                "begin a run with its weights, load them with `load_from_checkpoint`."
+            )
+        if not isinstance(states, list) or not states:
+            raise StateError(
+                "the checkpoint must have a list of the states of all ranks, but has "
+                f"{states!r:.80} instead: it is damaged. Use an earlier checkpoint."
+            )
         runs = [unseal_whole(one, ODBCallback.__name__, RunState) for one in states]
         start = position_of_rank(runs, trainer.global_rank, trainer.world_size)
         if len(runs) != trainer.world_size:
@@ -228,7 +254,7 @@ class ODBCallback(Callback):
         if self._batches is None:
             return
         # Some strategies load a checkpoint only after the module has made the optimizers.
-        if self._batches.has_begun:
+        if self._batches.start_state is not None:
             raise StateError(
                 "`trainer.estimated_stepping_batches` has read batches before "
                 f"`{type(trainer.strategy).__name__}` loaded the checkpoint. Use "
@@ -248,13 +274,47 @@ class ODBCallback(Callback):
             )
         return self._batches
 
+    def _check_optimizer_step(self, trainer: Any) -> None:
+        """Check that the optimizer has stepped exactly where the loader ends an optimizer step."""
+        run = self._run
+        if run.current is None or trainer.fast_dev_run:
+            return
+        info, has_stepped = run.current.info, run.has_stepped
+        if has_stepped != info.ends_optimizer_step:
+            found, expected = ("", "not ") if has_stepped else ("not ", "")
+            share = "" if info.batches_per_step == 1 else f" // {info.batches_per_step}"
+            raise RuntimeError(
+                f"the optimizer must {expected}step after batch {info.step} of the epoch, but did "
+                f"{found}step: the loader weighs the losses of {info.micro_steps} batches as one "
+                f"step. Make the loader with `accumulate=trainer.accumulate_grad_batches{share}`. "
+                f"`accumulate_grad_batches` is {trainer.accumulate_grad_batches}: do not change "
+                "that during the run."
+            )
+        is_manual = not trainer.lightning_module.automatic_optimization
+        if has_stepped and is_manual and not run.backwards:
+            raise RuntimeError(
+                "the optimizer stepped, but no loss of the step was weighed by its share of the "
+                "supervised tokens: the module called `loss.backward()`. Call "
+                "`self.manual_backward(loss)` instead."
+            )
+
     def _record(self) -> None:
-        """Write the current step, which is done, into the ledger."""
-        info, self._unrecorded = self._unrecorded, None
-        if info is not None and self._ledger is not None:
-            self._ledger.record(info)
-        if info is not None and self._monitor is not None and self._run.current is not None:
-            self._monitor.add(self._run.current)
+        """Tell ledger and monitor of the batches of an optimizer step, once it is taken.
+
+        Lightning saves checkpoints within an optimizer step, too, which resume before it.
+        """
+        if not self._run.has_stepped:
+            return
+        if not self._unrecorded or not self._unrecorded[-1].info.ends_optimizer_step:
+            return
+        for one in self._unrecorded:
+            if self._ledger is not None:
+                self._ledger.record(one.info)
+            if self._monitor is not None:
+                loss = self._losses.get(one.info.micro_step)
+                at_step = self._at_step if one is self._unrecorded[-1] else {}
+                self._monitor.step(one.batch, one.info, loss=loss, wait_s=one.wait_s, **at_step)
+        self._unrecorded, self._losses, self._at_step = [], {}, {}
 
     def _close(self, *, ended: bool = True) -> None:
         if self._ledger is not None:
@@ -270,7 +330,7 @@ class ODBCallback(Callback):
         metrics = self._meter.take_metrics(gather, pl_module.device)
         pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
         try:
-            share = self._run.epoch_samples / self._required_batches().loader.num_samples
+            share = self._run.after.samples / self._required_batches().loader.num_samples
         except TypeError:
             return  # A dataset without a length.
         epoch = trainer.current_epoch + share
@@ -283,3 +343,29 @@ def _of_all_ranks(trainer: Trainer, value: Any) -> list[Any]:
     values: list[Any] = [None] * trainer.world_size
     dist.all_gather_object(values, value)
     return values
+
+
+def _check_trainer(trainer: Any) -> None:
+    """Reject arguments of a trainer that would silently change the steps or the data."""
+    if trainer.overfit_batches:
+        raise ValueError(
+            f"`overfit_batches` must be 0, but is {trainer.overfit_batches}. Train on a small "
+            "dataset instead."
+        )
+    limit = trainer.limit_train_batches  # 1 is one batch, 1.0 is all
+    if (limit != 1.0 or isinstance(limit, int)) and not trainer.fast_dev_run:
+        raise ValueError(
+            f"`limit_train_batches` must be 1.0, but is {limit}: the samples after the limit would "
+            "never be trained on. End a run by `max_steps`, and validate by `val_check_interval`."
+        )
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise ValueError(
+            "`reload_dataloaders_every_n_epochs` must be 0, but is "
+            f"{trainer.reload_dataloaders_every_n_epochs}: a new loader would begin with epoch 0."
+        )
+    if not compat.steps_at_epoch_end(trainer):
+        raise ValueError(
+            f"`accumulate_grad_batches` must be 1 with `{type(trainer.strategy).__name__}`, but is "
+            f"{trainer.accumulate_grad_batches}: the optimizer would not step at the end of an "
+            "epoch. Raise the token budget instead."
+        )

@@ -8,8 +8,8 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 
 from odb_nodes._core.checks import check_count
-from odb_nodes.integrations.lightning.batches import TrainBatches
 from odb_nodes.integrations.lightning.callback import ODBCallback
+from odb_nodes.integrations.lightning.run import TrainBatches
 from odb_nodes.integrations.step_estimate import (
     LOOKED_AT,
     check_can_estimate,
@@ -18,8 +18,6 @@ from odb_nodes.integrations.step_estimate import (
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.planning import TokenBudget
-
-__all__ = ["ODBDataModule"]
 
 
 class ODBDataModule(LightningDataModule):

@@ -1,20 +1,100 @@
-"""The position of a run on this rank: what was trained on, and what the optimizer took of it."""
+"""The batches of a run, and its position: what the optimizer has taken of them."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections import deque
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from odb_nodes._compat import lightning as compat
 from odb_nodes.contract import NodeState, SourceState
 from odb_nodes.errors import StateError
-from odb_nodes.integrations.lightning.batches import Fetched, TrainBatches
-from odb_nodes.integrations.resuming import resharded_run
+from odb_nodes.integrations.resuming import (
+    begin_or_resume,
+    changed_arguments_remedy,
+    resharded_run,
+)
+from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.reshard_nodes import Ranks
 from odb_nodes.loader.resharding import batches_per_step
+from odb_nodes.monitor.metrics import timed
+from odb_nodes.step_info import StepInfo, pop_step_info
+
+CHANGED = changed_arguments_remedy(
+    names="`accumulate` is `accumulate_grad_batches`, the others are those of the `ODBDataModule` "
+    "or of your `ODBDataLoader`",
+    load="load_from_checkpoint",
+    leave_out="ckpt_path",
+    smaller="no `change_budget`",
+)
+
+
+class Fetched(NamedTuple):
+    """A batch that Lightning has read, and may not have trained on yet.
+
+    Attributes:
+        batch: the batch as it was collated, before it was moved to a device.
+        info: its `StepInfo`, taken out since Lightning cannot move a frozen dataclass to a device.
+        state: state of the loader after this batch.
+        wait_s: seconds that Lightning waited for it.
+    """
+
+    batch: Any
+    info: StepInfo
+    state: dict[str, Any]
+    wait_s: float
+
+
+class TrainBatches:
+    """Yields the batches of one epoch per `iter()`, and keeps the info and the state of each.
+
+    It has neither `len()` nor `state_dict`: Lightning would take the length for exact, and save the
+    state after a batch that it has not trained on.
+    """
+
+    def __init__(self, loader: ODBDataLoader) -> None:
+        self.loader = loader
+        self.start_state: dict[str, Any] | None = None
+        """State of the loader before the first batch of the most recent `iter()`."""
+        self.end_state: dict[str, Any] | None = None
+        """State of the loader after the epoch that has ended most recently."""
+        self.last: Fetched | None = None
+        """The last batch of that epoch; `None` where a resumed epoch had none left."""
+        self._waiting: deque[Fetched] = deque()
+        self._has_taken = False  # a batch of the most recent `iter()`
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin the next epoch, or continue from a loaded state, when the first batch is asked for.
+
+        An epoch of which no batch was taken begins again: in a second `fit`, Lightning iterates
+        twice before it trains.
+        """
+        if self.start_state is not None and self._waiting and not self._has_taken:
+            self.loader.load_state_dict(self.start_state)
+        self._waiting.clear()
+        self._has_taken = False
+        batches = begin_or_resume(self.loader, CHANGED)
+        self.start_state = self.loader.state_dict()
+        last = None
+        for batch, wait_s in timed(batches):
+            last = Fetched(batch, pop_step_info(batch), self.loader.state_dict(), wait_s)
+            self._waiting.append(last)
+            yield batch
+        self.last, self.end_state = last, self.loader.state_dict()
+
+    def take(self) -> Fetched:
+        """Return the oldest batch that was not taken yet."""
+        if not self._waiting:
+            raise RuntimeError(
+                "Lightning trains on a batch that was not read from `ODBCallback.batches`. Return "
+                "that object itself from `train_dataloader`, not inside of another loader, and let "
+                "`training_step` take a batch, not a `dataloader_iter`."
+            )
+        self._has_taken = True
+        return self._waiting.popleft()
 
 
 @dataclass(kw_only=True)
@@ -69,47 +149,40 @@ class Run:
 
     def __init__(self, trainer: Any, start: RunState) -> None:
         self._trainer = trainer
-        self.start = start
+        self.start = self._settled = self.after = start
+        """`after` is the position after the current batch, if its optimizer step is taken."""
         self.current: Fetched | None = None
         """The batch that is being trained on, or was last."""
-        self.epoch_samples = start.samples
-        """Samples of this rank in this epoch, those of the current batch included."""
         self.backwards = 0
         """Losses of this optimizer step that were weighed."""
-        self._settled = start
-        self._epoch = start.epoch
-        self._total_steps = start.total_steps
         self._optimizer_steps = 0  # before the current batch
 
     def begin(self, batches: TrainBatches, batch_idx: int) -> Fetched:
         """Make the next batch the current one, and return it."""
         if self.current is None:
             self._set_rngs()
-        self._settled = self.settle()
-        fetched = batches.take()
-        info = fetched.info
+        settled, fetched = self.settle(), batches.take()
+        info, epoch = fetched.info, self._trainer.current_epoch
         if info.step != batch_idx:
             raise StateError(
                 f"Lightning is at batch {batch_idx} of the epoch, but the loader at {info.step}: "
                 "the checkpoint was changed, or an epoch was left before its end."
             )
-        self._epoch = self._trainer.current_epoch
-        self._total_steps = compat.batches_begun(self._trainer)
-        self._optimizer_steps = self._trainer.global_step
+        total, samples = compat.batches_begun(self._trainer), self.after.samples
         if info.step == 0:
-            self._settled = replace(
-                self._settled,
-                epoch=self._epoch,
-                steps=0,
-                total_steps=self._total_steps - 1,
-                samples=0,
-                loader=batches.start_state,
-            )
-            self.epoch_samples = 0
+            samples, begun = 0, {"epoch": epoch, "total_steps": total - 1}
+            settled = replace(settled, **begun, steps=0, samples=0, loader=batches.start_state)
         if info.micro_step == 0:
             self.backwards = 0
-        self.current = fetched
-        self.epoch_samples += info.local_samples
+        self._settled, self.current = settled, fetched
+        self._optimizer_steps = self._trainer.global_step
+        self.after = RunState(
+            epoch=epoch,
+            steps=info.step + 1,
+            total_steps=total,
+            samples=samples + info.local_samples,
+            loader=fetched.state,
+        )
         return fetched
 
     @property
@@ -123,25 +196,16 @@ class Run:
         It goes by what the optimizer did, not by which hooks have run: another callback may save a
         checkpoint before our hook is called, or after an exception.
         """
-        if self.current is None:
+        if self.current is None or not self.current.info.ends_optimizer_step:
             return self._settled
-        info = self.current.info
-        if not info.ends_optimizer_step or not self.has_stepped:
+        if not self.has_stepped:
             return self._settled
-        return RunState(
-            epoch=self._epoch,
-            steps=info.step + 1,
-            total_steps=self._total_steps,
-            samples=self.epoch_samples,
-            loader=self.current.state,
-            cpu_rng=_bytes_of(torch.get_rng_state()),
-            gpu_rng=_bytes_of(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None,
-        )
+        gpu_rng = _bytes_of(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None
+        return replace(self.after, cpu_rng=_bytes_of(torch.get_rng_state()), gpu_rng=gpu_rng)
 
-    def state_after(self, batches: TrainBatches | None) -> dict[str, Any] | None:
+    def state_after(self, batches: TrainBatches) -> dict[str, Any] | None:
         """Return the loader's state after the epoch, if the current batch was its last."""
-        end = None if batches is None else batches.end
-        return end.state if end is not None and end.last is self.current else None
+        return batches.end_state if batches.last is self.current else None
 
     def _set_rngs(self) -> None:
         start = self.start

@@ -19,9 +19,10 @@ from odb_nodes._core.checks import check_bool, check_choice, check_count
 from odb_nodes.collate import PackedCollate
 from odb_nodes.planning import TokenBudget
 
-__all__ = ["DynamicBatches"]
-
-_ABSENT = object()
+_READ = (
+    *("cutoff_len", "per_device_train_batch_size", "gradient_accumulation_steps", "packing"),
+    *("neat_packing", "stage", "disable_shuffling", "group_by_length", "dataloader_drop_last"),
+)
 _MEDIA = ("images", "videos", "audios")
 
 
@@ -59,8 +60,8 @@ class DynamicBatches:
             TypeError, ValueError: an argument is missing, is not what it must be, contradicts
                 another one, or cannot be used with dynamic batches; names it and what to do.
         """
-        given = _Arguments(arguments)
-        cutoff = check_count("cutoff_len", given.required("cutoff_len"))
+        given = _merged(arguments)
+        cutoff = check_count("cutoff_len", _required(given, "cutoff_len"))
         if token_budget is not None:
             tokens = check_count("token_budget", token_budget)
             if tokens < cutoff:
@@ -70,16 +71,14 @@ class DynamicBatches:
                 )
         else:
             name = "per_device_train_batch_size"
-            tokens = cutoff * check_count(name, given.required(name))
+            tokens = cutoff * check_count(name, _required(given, name))
         _check_kind(given)
-        is_packed = _is_packed(given)
+        name = "gradient_accumulation_steps"
         return cls(
-            budget=TokenBudget(tokens, layout="packed" if is_packed else "padded"),
-            accumulate=check_count(
-                "gradient_accumulation_steps", given.get("gradient_accumulation_steps", 1)
-            ),
-            shuffle=not given.flag("disable_shuffling"),
-            data_args=_without_packing(given.holder_of("cutoff_len")),
+            budget=TokenBudget(tokens, layout="packed" if _is_packed(given) else "padded"),
+            accumulate=check_count(name, given.get(name, 1)),
+            shuffle=not _flag(given, "disable_shuffling"),
+            data_args=_without_packing(arguments),
         )
 
     def configure(self, trainer: Any, **options: Any) -> Any:
@@ -137,45 +136,38 @@ class _PackedText:
         return self._collate(list(rows))
 
 
-class _Arguments:
-    """Several objects or mappings, read as one."""
-
-    def __init__(self, holders: tuple[Any, ...]) -> None:
-        self._holders = holders
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of an argument, on which all holders that have it must agree."""
-        found = [value for one in self._holders if (value := _read(one, name)) is not _ABSENT]
-        for value in found[1:]:
-            if value != found[0]:
-                raise ValueError(f"`{name}` is given twice, as {found[0]!r} and as {value!r}.")
-        return found[0] if found else default
-
-    def required(self, name: str) -> Any:
-        value = self.get(name, _ABSENT)
-        if value is _ABSENT:
-            raise ValueError(
-                f"`{name}` must be given: pass all of `data_args`, `training_args` and "
-                "`finetuning_args`, or one mapping with their fields."
-            )
-        return value
-
-    def flag(self, name: str) -> bool:
-        value = self.get(name)
-        return False if value is None else check_bool(name, value)
-
-    def holder_of(self, name: str) -> Any:
-        """Return the first object or mapping that has the argument."""
-        return next(one for one in self._holders if _read(one, name) is not _ABSENT)
-
-
-def _read(holder: Any, name: str) -> Any:
+def _fields(holder: Any) -> Mapping[str, Any]:
     if isinstance(holder, Mapping):
-        return holder.get(name, _ABSENT)
-    return getattr(holder, name, _ABSENT)
+        return holder
+    return {name: getattr(holder, name) for name in _READ if hasattr(holder, name)}
 
 
-def _check_kind(given: _Arguments) -> None:
+def _merged(holders: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the arguments of several objects or mappings, which agree where both have one."""
+    given: dict[str, Any] = {}
+    for holder in map(_fields, holders):
+        for name in _READ:
+            if name in holder and given.setdefault(name, holder[name]) != holder[name]:
+                values = f"{given[name]!r} and as {holder[name]!r}"
+                raise ValueError(f"`{name}` is given twice, as {values}.")
+    return given
+
+
+def _required(given: Mapping[str, Any], name: str) -> Any:
+    if name not in given:
+        raise ValueError(
+            f"`{name}` must be given: pass all of `data_args`, `training_args` and "
+            "`finetuning_args`, or one mapping with their fields."
+        )
+    return given[name]
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name)
+    return False if value is None else check_bool(name, value)
+
+
+def _check_kind(given: Mapping[str, Any]) -> None:
     """Reject kinds of training and of batches that cannot be dynamic."""
     check_choice(
         "stage",
@@ -187,36 +179,32 @@ def _check_kind(given: _Arguments) -> None:
         ("group_by_length", "dynamic batches already group samples of like length"),
         ("dataloader_drop_last", "no batch is short of a fixed size, and every sample is used"),
     ):
-        if given.flag(name):
+        if _flag(given, name):
             raise ValueError(f"`{name}` must be False, but is True: {reason}.")
 
 
-def _is_packed(given: _Arguments) -> bool:
-    """Return whether batches are to be packed."""
-    packing = given.get("packing")
-    if packing is not None:
-        check_bool("packing", packing)
-    if given.flag("neat_packing"):
-        if packing is False:
-            raise ValueError(
-                "`packing` must not be False where `neat_packing` is True. Drop one of them."
-            )
-        return True
-    if packing:
+def _is_packed(given: Mapping[str, Any]) -> bool:
+    packing, is_neat = given.get("packing"), _flag(given, "neat_packing")
+    if is_neat and packing is False:
+        raise ValueError(
+            "`packing` must not be False where `neat_packing` is True. Drop one of them."
+        )
+    if not is_neat and _flag(given, "packing"):
         raise ValueError(
             "`packing` must be False, or `neat_packing` True: with `packing` alone, the samples of "
             "a row attend to each other. Without either, short samples share a batch anyway."
         )
-    if packing is None and given.get("stage", "sft") == "pt":
+    if not is_neat and packing is None and given.get("stage", "sft") == "pt":
         raise ValueError(
             '`packing` must be given where `stage` is "pt", since it is True by default there: '
             "set it to False for dynamic batches, or `neat_packing` to True for packed ones."
         )
-    return False
+    return is_neat
 
 
-def _without_packing(data_args: Any) -> Any:
-    """Return a copy of `data_args` in which packing is off."""
+def _without_packing(holders: tuple[Any, ...]) -> Any:
+    """Return a copy of the arguments of the data, with packing off."""
+    data_args = next(one for one in holders if "cutoff_len" in _fields(one))
     if isinstance(data_args, Mapping):
         return {**data_args, "packing": False, "neat_packing": False}
     changed = copy.copy(data_args)

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from odb_nodes._compat import transformers as compat
-from odb_nodes.memory.failures import free_memory
+from odb_nodes.memory.meter import free_memory
 
 
 class RunCallback(TrainerCallback):

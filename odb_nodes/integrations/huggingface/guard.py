@@ -16,18 +16,14 @@ from odb_nodes.integrations.huggingface.auto_budget import meter_of
 from odb_nodes.integrations.huggingface.columns import ModelKeys
 from odb_nodes.integrations.huggingface.weighing import LossWeigher, MicroStep
 from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.memory.context import GuardContext
 from odb_nodes.memory.gradients import (
-    average_gradients,
     check_no_gradients,
-    give_gradients,
     has_collectives,
     has_own_backward,
     scale_gradients,
 )
-from odb_nodes.memory.model import MemoryModel
+from odb_nodes.memory.guard import GuardedStep, OomGuard, Run, StepBatch
 from odb_nodes.memory.parts import Part
-from odb_nodes.memory.partwise_step import PartwiseStep, Run, StepBatch
 from odb_nodes.step_info import StepInfo
 
 GATHERS = (
@@ -48,7 +44,6 @@ class RunGuard:
         loader: the loader of the run, before its first epoch.
         losses: what weighs the losses of the run.
         keys: what the model gets of a batch.
-        memory: the model of memory that learns from the steps; `None` for a new one.
 
     Attributes:
         batches: the batches of the optimizer step that has begun; those that samples were left out
@@ -61,23 +56,20 @@ class RunGuard:
         loader: ODBDataLoader,
         losses: LossWeigher,
         keys: ModelKeys,
-        memory: MemoryModel | None,
     ) -> None:
-        odb, meter = trainer.odb, meter_of(trainer.args, trainer.odb)
+        odb = trainer.odb
         self._trainer, self._losses, self._keys = trainer, losses, keys
-        self._context = GuardContext.of(
+        self._guard = OomGuard(
             loader,
-            on_oom=odb.on_oom,
+            odb.on_oom,
             guard_above=odb.guard_above,
-            limit=None,
             shrink=odb.shrink,
-            meter=meter,
-            memory=None if meter is None else memory or MemoryModel(),
+            meter=meter_of(trainer.args, odb),
         )
-        self._context.collator.keep_samples()
+        self._guard.collator.keep_samples()
         self._has_met = False
         self.batches: list[dict[str, Any]] = []
-        self._step = PartwiseStep(self._context, [])
+        self._step = GuardedStep(self._guard, [])
         self._returned: list[torch.Tensor] = []  # loss of each batch, as the `Trainer` has it
         self._is_alone = False
         self._ooms = self._parts = self._steps = 0  # until they are taken
@@ -90,7 +82,7 @@ class RunGuard:
     @property
     def ooms(self) -> int:
         """How often memory has run out on this rank in the run."""
-        return self._context.ooms
+        return self._guard.ooms
 
     def begin_step(self, batches: list[dict[str, Any]], infos: Sequence[StepInfo]) -> None:
         """Begin an optimizer step.
@@ -103,17 +95,15 @@ class RunGuard:
             PeerError, StateError: the ranks have other options, or one did not come.
         """
         if not self._has_met:
-            self._context.meet("ODBConfig")
+            self._guard.meet("ODBConfig")
             self._has_met = True
         taken: list[StepBatch] = []
         for batch, info in zip(batches, infos, strict=True):
             is_repeated = bool(taken) and taken[-1].info.step == info.step
-            samples = (
-                taken[-1].samples if is_repeated else self._context.collator.take_samples(info)
-            )
+            samples = taken[-1].samples if is_repeated else self._guard.collator.take_samples(info)
             taken.append(StepBatch(batch, samples, info))
         self.batches, self._returned = [*batches], []
-        self._step = PartwiseStep(self._context, taken)
+        self._step = GuardedStep(self._guard, taken)
 
     def compute(
         self, model: nn.Module, inputs: dict[str, Any], weight: MicroStep, compute: Compute
@@ -170,42 +160,35 @@ class RunGuard:
         - `odb/parts`: in how many parts a batch was computed, on the mean.
         - `odb/peak_memory_share`: the largest peak of forward and backward on any rank, as a share
           of the meter's limit; where there is a meter.
-        - `odb/memory_error`: mean relative error of the predictions of what the last 1,024 parts
-          take, mean over ranks; where there is one.
 
         Args:
             gather: returns the tensors of all ranks, concatenated.
         """
-        ooms, self._ooms = self._context.ooms - self._ooms, self._context.ooms
-        run_meter = self._context.run_meter
-        share = 0.0 if run_meter is None else run_meter.take_peak_share()
-        error = None if run_meter is None else run_meter.mean_error
-        measured = [round(one * MILLIONTHS) for one in (share, error or 0.0)]
-        own = [ooms, self._parts, self._steps, *measured, int(error is not None)]
+        ooms, self._ooms = self._guard.ooms - self._ooms, self._guard.ooms
+        share, self._guard.recent_share = self._guard.recent_share, 0.0
+        own = [ooms, self._parts, self._steps, round(share * MILLIONTHS)]
         self._parts = self._steps = 0
         of_ranks = gather(torch.tensor([own], device=self._trainer.args.device))
-        ooms, parts, steps, _, errors, predicting = of_ranks.sum(0).tolist()
+        ooms, parts, steps, _ = of_ranks.sum(0).tolist()
         metrics = {"odb/ooms": float(ooms), "odb/parts": parts / max(1, steps)}
-        if run_meter is not None:
+        if self._guard.meter is not None:
             metrics["odb/peak_memory_share"] = int(of_ranks[:, 3].max()) / MILLIONTHS
-        if predicting:
-            metrics["odb/memory_error"] = errors / predicting / MILLIONTHS
         return metrics
 
     def close(self) -> None:
         """End the run: this rank waits for no other any more."""
-        self._context.leave()
+        self._guard.leave()
 
     def _is_computed_alone(self, model: nn.Module) -> bool:
         """Tell whether this rank computes the step without the others, and can take it back."""
         if has_own_backward(model) or has_collectives(model):
             return False
-        if self._context.channel is None:
+        if self._guard.channel is None:
             return True
-        return isinstance(model, DistributedDataParallel) and self._context.guards(self.infos)
+        return isinstance(model, DistributedDataParallel) and self._guard.guards(self.infos)
 
     def _compute_alone(self, number: int, model: nn.Module, run: Run) -> torch.Tensor:
-        step, is_one_rank = self._step, self._context.channel is None
+        step, is_one_rank = self._step, self._guard.channel is None
         accelerator, name = self._trainer.accelerator, type(self._trainer).__name__
         with nullcontext() if is_one_rank else without_gathering(accelerator, name, GATHERS):
             step.compute(number, model, run)
@@ -218,9 +201,7 @@ class RunGuard:
             scale_gradients(model, factor)
             # The `Trainer` adds this to the losses of the batches before.
             loss = torch.stack(step.losses).sum() * factor - sum(self._returned)
-        if isinstance(model, DistributedDataParallel):
-            average_gradients(model)
-        give_gradients(model)  # All samples may have been left out, of all ranks.
+        step.join(model)
         return loss
 
     def _factor_of_rest(self) -> float:
@@ -234,4 +215,4 @@ class RunGuard:
         return self._losses.factor_without(int(self._trainer.accelerator.gather(own).sum()))
 
     def _collate(self, part: Part) -> dict[str, Any]:
-        return self._keys.of(self._context.collate(part))
+        return self._keys.of(self._guard.collate(part))

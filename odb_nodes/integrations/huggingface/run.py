@@ -25,7 +25,6 @@ from odb_nodes.integrations.huggingface.weighing import LossWeigher
 from odb_nodes.integrations.learning_rate import at_positions
 from odb_nodes.ledger import Ledger
 from odb_nodes.loader.rank_states import save_rank_state
-from odb_nodes.memory.model import MemoryModel
 from odb_nodes.monitor.metrics import StepMeter
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
@@ -44,7 +43,6 @@ class Run:
         batches: the batches of the run.
         plan: how many optimizer steps are expected; None where `max_steps` ends the run.
         resumed_at: optimizer steps before the checkpoint that the run resumes; None for a new run.
-        memory: a model of memory that goes on learning; None for none.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class Run:
         batches: TrainBatches,
         plan: StepPlan | None,
         resumed_at: int | None,
-        memory: MemoryModel | None = None,
     ) -> None:
         self._trainer = trainer
         self.batches = batches
@@ -72,7 +69,7 @@ class Run:
             self.monitor = RunMonitor(trainer.odb.monitor, trainer, batches.loader)
         self.guard: RunGuard | None = None
         if trainer.odb.on_oom is not None:
-            self.guard = RunGuard(trainer, batches.loader, self.losses, self._keys, memory)
+            self.guard = RunGuard(trainer, batches.loader, self.losses, self._keys)
 
     # --- how far it is ----------------------------------------------------------------------------
 

@@ -36,12 +36,11 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
     """
     args = trainer.args
     state = None if checkpoint is None else _saved_run(checkpoint, args)
-    memory = None
     if trainer.odb.finds_budget and state is not None:
         trainer.odb_budget = saved_budget(state.loader)
     elif trainer.odb.finds_budget:
         trainer.odb_budget = None
-        trainer.odb_budget, memory = find_for(trainer)
+        trainer.odb_budget = find_for(trainer)
     batches = make_batches(trainer)
     plan = None if args.max_steps > 0 else _step_plan(trainer, state)
     if state is not None:
@@ -52,7 +51,7 @@ def make_run(trainer: Any, checkpoint: str | None) -> Run:
             '`schedule` must be "steps" where `train_dataset` does not have a number of samples, '
             f"as `{type(trainer.train_dataset).__name__}` does not."
         )
-    run = Run(trainer, batches, plan, None if state is None else state.step, memory)
+    run = Run(trainer, batches, plan, None if state is None else state.step)
     if run.monitor is not None:
         run.monitor.begin(*((None, 0) if state is None else (state.monitor, state.step)))
     return run

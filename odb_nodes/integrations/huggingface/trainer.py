@@ -22,7 +22,7 @@ from odb_nodes.integrations.huggingface.run import Run
 from odb_nodes.integrations.huggingface.run_start import make_run
 from odb_nodes.integrations.huggingface.weighing import MicroStep
 from odb_nodes.integrations.learning_rate import follow
-from odb_nodes.memory.failures import free_memory
+from odb_nodes.memory.meter import free_memory
 from odb_nodes.planning import TokenBudget
 
 if TYPE_CHECKING:  # The mixin calls the methods of the class that it is mixed into.

@@ -2,6 +2,7 @@
 
 from odb_nodes.memory.calibration import Calibration, Trial, find_budget, preflight
 from odb_nodes.memory.checkpointing import Checkpointing, enable_checkpointing
+from odb_nodes.memory.estimate import MemoryEstimate, estimate_training_memory
 from odb_nodes.memory.generation import LongestFirst, generate_in_parts
 from odb_nodes.memory.guard import GuardedStep, OomGuard
 from odb_nodes.memory.meter import (
@@ -20,12 +21,14 @@ __all__ = [
     "Fit",
     "GuardedStep",
     "LongestFirst",
+    "MemoryEstimate",
     "MemoryMeter",
     "MemoryModel",
     "OomGuard",
     "ShapeTooLargeError",
     "Trial",
     "enable_checkpointing",
+    "estimate_training_memory",
     "find_budget",
     "free_memory",
     "generate_in_parts",

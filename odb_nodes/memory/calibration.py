@@ -47,6 +47,7 @@ STALLED_TOKENS = 2**22  # of a batch that takes no more than the smallest one: n
 LEAST_TRIALS = 2  # of each width: one that fits and one that does not
 TRIALS_TO_SEE = 3  # after which a meter that has seen nothing is one that sees nothing
 ENOUGH_POINTS = 4  # for a model of large batches alone
+MISFIT = 0.05  # relative error of a model of all batches, from which on there is one
 CANDIDATES = 512  # widths that are looked at for the fullest batch
 
 
@@ -89,7 +90,7 @@ class Calibration:
     Attributes:
         points: the trials, in their order.
         model: a model of the trials, but for the first one, in which the optimizer may only begin
-            to have its state, and for small batches, which may take no more than its step does.
+            to have its state, and for small batches where these take no more than its step does.
         budget: the largest budget whose batches fit.
         tokens_per_s: tokens per second of the largest batches that fitted, one of each width.
         checkpointing: whether the steps were made with activation checkpointing by `find_budget`.
@@ -434,16 +435,16 @@ class BudgetSearch(Trials):
         return [one for one in brackets if one.fits or one.fails]
 
     def model(self) -> MemoryModel:
-        """Return a model of the steps that ended: of large ones, where these are enough.
+        """Return a model of the steps that ended: of large ones, where small ones do not fit in.
 
         Small batches may take no more than the optimizer's own step does, which shows nothing.
         """
         ended = self._ended()
+        model = _model_of(ended)
         large = [one for one in ended if 2 * one.peak_bytes > self._limit_bytes]
-        model = MemoryModel()
-        for trial in large if len(large) >= ENOUGH_POINTS else ended:
-            model.add(trial.rows, trial.width, trial.patches, trial.peak_bytes)
-        return model
+        if len(large) < ENOUGH_POINTS or model.fit().error < MISFIT:
+            return model
+        return _model_of(large)
 
     def verified_budget(self, brackets: Sequence[Bracket]) -> TokenBudget:
         """Return the model's budget, in the bounds of what fitted and what did not."""
@@ -539,6 +540,13 @@ class BudgetSearch(Trials):
         one, two = (model.predict(rows, width, rows * self._per_row) for rows in (1, 1001))
         row_bytes = (two - one) / 1000
         return 1 + int((self._limit_bytes - one) // row_bytes) if row_bytes > 0 else None
+
+
+def _model_of(trials: Sequence[Trial]) -> MemoryModel:
+    model = MemoryModel()
+    for trial in trials:
+        model.add(trial.rows, trial.width, trial.patches, trial.peak_bytes)
+    return model
 
 
 # --- what the steps change ------------------------------------------------------------------------

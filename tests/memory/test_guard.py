@@ -329,7 +329,7 @@ def test_memory_in_pieces_does_not_shrink_the_budget():
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_the_peak_is_that_of_the_largest_part(layout):
     limit_bytes = 120_000
-    guard, found = epoch(loader_of(layout), meter=SavedTensorMeter(limit_bytes))
+    guard, _ = epoch(loader_of(layout), meter=SavedTensorMeter(limit_bytes))
     parts, _ = epoch(loader_of(layout), limit=40, meter=SavedTensorMeter(limit_bytes))
     assert 0 < parts.peak_share < 0.8 * guard.peak_share < 0.8
     assert epoch(loader_of(layout))[0].peak_share == 0

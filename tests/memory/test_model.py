@@ -205,7 +205,7 @@ def test_no_model_at_all_is_refused(text):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: model_of([(1, 16, 0, 10**6)]), "2 points or more, but there are 1"),
+        (lambda: model_of([(1, 16, 0, 10**6)]).fit(), "2 points or more, but there are 1"),
         (lambda: MemoryModel().predict(1, 1), "but there are 0"),
         (lambda: MemoryModel().add(0, 1, 0, 1), "`rows`"),
         (lambda: MemoryModel().add(1, 0, 0, 1), "`width`"),

@@ -48,30 +48,30 @@ def main() -> None:
         mask[0, 1:] = 0  # padding, as batches of training have: models drop a mask of ones
         return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
-    calibration = find_budget(train_step, make_batch, meter=meter, widths=WIDTHS)
+    states = [model, optimizer]  # all that the steps change
+    calibration = find_budget(train_step, make_batch, states=states, meter=meter, widths=WIDTHS)
     print_calibration(calibration, meter.limit_bytes)
-    preflight(train_step, make_batch, calibration.budget, meter=meter, widths=WIDTHS)
+    preflight(train_step, make_batch, calibration.budget, states=states, meter=meter, widths=WIDTHS)
     print("preflight: the widest, the fullest and the most numerous batch fit")
 
     corpus = load_corpus(every=options.every)
     loader = ODBDataLoader(
         corpus.train, token_budget=calibration.budget, window=128, process_fn=corpus.encode
     )
-    largest_bytes = steps = 0
+    largest_bytes, errors = 0, []
     with measured(meter):
         for batch in loader:
             pop_step_info(batch)
             rows, width = batch["input_ids"].shape
             meter.reset()
             train_step({name: values.to(options.device) for name, values in batch.items()})
-            calibration.model.add(rows, width, 0, meter.peak_bytes())
+            errors.append(meter.peak_bytes() / calibration.model.predict(rows, width) - 1)
             largest_bytes = max(largest_bytes, meter.peak_bytes())
-            steps += 1
-    errors = calibration.model.accuracy().steps
     print(
-        f"an epoch of {steps} steps: largest peak {largest_bytes / MIB:.1f} MiB, "
+        f"an epoch of {len(errors)} steps: largest peak {largest_bytes / MIB:.1f} MiB, "
         f"{largest_bytes / meter.limit_bytes:.1%} of the limit; the model was off by "
-        f"{errors.mean_error:.1%} on average, and {errors.largest_under:.1%} too low at most"
+        f"{sum(map(abs, errors)) / len(errors):.1%} on average, and {max(errors):.1%} too low at "
+        "most"
     )
 
 
@@ -86,11 +86,11 @@ def print_calibration(calibration: Calibration, limit_bytes: int) -> None:
     for trial in calibration.points:
         fate = "" if trial.fits else "  does not fit"
         print(f"{trial.rows:5} {trial.width:6} {trial.peak_bytes / MIB:10.1f}{fate}")
-    fit, accuracy = calibration.model.fit(), calibration.model.accuracy()
+    fit = calibration.model.fit()
     print(
         f"model: {fit.constant_bytes / MIB:.1f} MiB, {fit.token_bytes:,.0f} bytes per token, "
         f"{fit.square_bytes:,.1f} per pair of tokens of a row; points off by at most "
-        f"{accuracy.fit_error:.1%}, margin {accuracy.margin:.1%}"
+        f"{fit.error:.1%}, margin {fit.margin:.1%}"
     )
     budget = calibration.budget
     print(f"budget: tokens={budget.tokens}, attention_tokens={budget.attention_tokens}")

@@ -148,6 +148,7 @@ def fit_budget(model: Model, optimizer: torch.optim.Optimizer) -> TokenBudget:
     return find_budget(
         train_step,
         make_batch,
+        states=[model, optimizer],
         meter=SavedTensorMeter(LIMIT_BYTES),
         widths=[6, 32, 62],  # tokens of the shortest and the longest question, and between
         patches_per_row=IMAGE_PATCHES,

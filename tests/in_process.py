@@ -58,6 +58,12 @@ class _InProcessExchange:
                 raise StateError(f"the ranks have messages of different sizes: {hub.sizes}.")
         self._connected = True
 
+    def publish(self, key: str, text: str) -> None:
+        raise NotImplementedError
+
+    def published(self, key: str) -> str | None:
+        raise NotImplementedError
+
     def all_gather(self, row: IntArray) -> IntArray:
         """Return the rows of all ranks."""
         if self._interrupted:

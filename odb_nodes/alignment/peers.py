@@ -99,9 +99,14 @@ class Peers:
         """Whether ranks have agreed since `begin` that they go on from the same place."""
         return self._channel.agreed
 
-    def new_exchange(self) -> Exchange:
-        """Return another exchange among the same ranks. All of them make one, in the same order."""
-        return resolve_exchange(self._process_group, self._timeout_s)
+    @property
+    def channel(self) -> Channel:
+        """What all messages go through, as `begin` found."""
+        return self._channel
+
+    def another(self, message_size: int) -> Peers:
+        """Return further connections of the same ranks, which all make in the same order."""
+        return Peers(self._process_group, self._timeout_s, message_size)
 
     def check_process(self) -> None:
         """Check that the connections are of this process."""

@@ -1,25 +1,86 @@
-"""Find the largest budget by steps of training that are tried."""
+"""Try steps of training: find the largest budget that fits, or check one before a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from math import ceil, isqrt
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from odb_nodes._core.checks import check_callable, check_count, check_type
+from odb_nodes._compat.torch import forget_step
+from odb_nodes._core.checks import MAX_COUNT, check_callable, check_count, check_type, describe
 from odb_nodes._core.progress import Bar
+from odb_nodes._core.seeds import GENERATORS, load_rngs, put_back, save_rngs, state_of
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.memory.checkpointing import enable_checkpointing
-from odb_nodes.memory.edge_search import Edge, EdgeSearch
-from odb_nodes.memory.meter import MemoryMeter, check_meter
+from odb_nodes.memory.meter import (
+    MemoryMeter,
+    ShapeTooLargeError,
+    check_meter,
+    free_memory,
+    is_out_of_memory,
+    measuring,
+)
 from odb_nodes.memory.model import MemoryModel
-from odb_nodes.memory.training_state import TrainingState, unchanged_training
-from odb_nodes.memory.trials import MakeBatch, TrainStep, Trial, Trials
 from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.budget import allowed_rows
 
-__all__ = ["Calibration", "find_budget"]
+__all__ = ["Calibration", "Trial", "find_budget", "preflight"]
+
+TrainStep = Callable[[Any], Any]
+MakeBatch = Callable[..., Any]
+"""(rows, width), or (rows, width, patches) where rows have patches, -> batch."""
+
+TOLERANCE = 0.02  # of the rows that fit: a bracket that is not wider is good enough
+LARGEST_LEAP = 8  # times the rows that fit, which the next trial may have at most
+FARTHEST = 32  # times the difference of two peaks, to which these tell the edge
+STALLED_TOKENS = 2**22  # of a batch that takes no more than the smallest one: nothing grows
+LEAST_TRIALS = 2  # of each width: one that fits and one that does not
+TRIALS_TO_SEE = 3  # after which a meter that has seen nothing is one that sees nothing
+ENOUGH_POINTS = 4  # for a model of large batches alone
+MISFIT = 0.05  # relative error of a model of all batches, from which on there is one
+CANDIDATES = 512  # widths that are looked at for the fullest batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One step of training with a batch of one shape.
+
+    Attributes:
+        rows: rows of the batch.
+        width: tokens of each row.
+        patches: image patches of the batch.
+        peak_bytes: what the step took at its peak; where it failed, up to then.
+        fits: whether it ended, and took no more than the meter's limit.
+        seconds: how long it took.
+        error: what the step that ran out of memory said; `""` for others.
+    """
+
+    rows: int
+    width: int
+    patches: int
+    peak_bytes: int
+    fits: bool
+    seconds: float
+    error: str = ""
+
+    def reason(self, limit_bytes: int) -> str:
+        """Return, for an error, why the step does not fit.
+
+        Args:
+            limit_bytes: the meter's limit.
+        """
+        taken = f"it took {self.peak_bytes:,} bytes, but the limit is {limit_bytes:,}"
+        return self.error.strip().rstrip(".") or taken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +88,9 @@ class Calibration:
     """What `find_budget` has found.
 
     Attributes:
-        points: the trials, in their order. The first one is not in the model: in it, the optimizer
-            may only begin to have its state.
-        model: the model of the others.
+        points: the trials, in their order.
+        model: a model of the trials, but for the first one, in which the optimizer may only begin
+            to have its state, and for small batches where these take no more than its step does.
         budget: the largest budget whose batches fit.
         tokens_per_s: tokens per second of the largest batches that fitted, one of each width.
         checkpointing: whether the steps were made with activation checkpointing by `find_budget`.
@@ -49,48 +110,45 @@ class Calibration:
             for one in fields(self.budget)
             if (value := getattr(self.budget, one.name)) != one.default
         )
-        parts = [
-            f"budget=TokenBudget({budget})",
-            f"tokens_per_s={self.tokens_per_s:.0f}",
-            f"checkpointing={self.checkpointing}",
-            f"points=<{len(self.points)} trials, {sum(one.fits for one in self.points)} fit>",
-            "model=...",
-        ]
-        if self.slower is not None:
-            parts.append(f"slower=<{self.slower.tokens_per_s:.0f} tokens per second>")
-        return f"{type(self).__name__}(\n    " + ",\n    ".join(parts) + ",\n)"
+        slower = None if self.slower is None else f"<{self.slower.tokens_per_s:.0f} tokens/s>"
+        return (
+            f"{type(self).__name__}(budget=TokenBudget({budget}), "
+            f"tokens_per_s={self.tokens_per_s:.0f}, checkpointing={self.checkpointing}, "
+            f"points=<{len(self.points)} trials, {sum(one.fits for one in self.points)} fit>, "
+            f"slower={slower})"
+        )
 
 
 def find_budget(
     train_step: TrainStep,
     make_batch: MakeBatch,
     *,
+    states: Sequence[Any],
     meter: MemoryMeter,
     widths: Sequence[int],
     patches_per_row: int = 0,
     max_trials: int = 24,
-    states: Sequence[Any] = (),
-    checkpointing: torch.nn.Module | None = None,
+    checkpointing: nn.Module | None = None,
 ) -> Calibration:
     """Find the largest budget whose batches fit into memory, by trying steps of training.
 
-    For each width it doubles the rows of a batch until a step fails or takes more than the limit,
-    then bisects. Weights, buffers, gradients, optimizers, schedulers, scalers and random generators
-    are afterwards as they were, bitwise, and so they are if a step fails or raises. They are found
-    from the variables that `train_step` and `make_batch` use, and kept on the CPU meanwhile.
-    Counters and lists of your own in `train_step` are not put back.
+    For each width it raises the rows of a batch until a step fails or takes more than the limit,
+    then bisects. All `states`, and the random generators of torch, numpy and Python, are afterwards
+    as they were, bitwise, also if a step fails or raises. They are kept on the CPU meanwhile. What
+    else `train_step` and `make_batch` change stays changed.
 
     Args:
         train_step: makes one whole step of training with a batch, the optimizer's step included.
         make_batch: (rows, width) -> batch of rows padded to `width` tokens, as those of training
             are; with `patches_per_row` (rows, width, patches) -> batch.
+        states: all that the steps change: models with their gradients and buffers, optimizers,
+            random generators, and others that have `state_dict` and `load_state_dict`, such as
+            schedulers and scalers.
         meter: measures what a step takes, and says what it may take: `CudaMeter()` on a GPU.
         widths: tokens of rows to try: the shortest samples of the data, the longest, and one or two
             between. The budget is verified at these, and predicted between them.
         patches_per_row: image patches of each row of a batch.
         max_trials: most steps, at least 4. Where both ways are compared, of each.
-        states: models, optimizers and others that the search from `train_step` does not reach, as
-            where it calls a library's function.
         checkpointing: a model to compare with and without activation checkpointing, in tokens per
             second, which is not checkpointed yet. It is left as it was: where
             `Calibration.checkpointing` is true, call `enable_checkpointing(model)`.
@@ -100,91 +158,562 @@ def find_budget(
 
     Raises:
         ShapeTooLargeError: one row of a width does not fit.
-        RuntimeError: an optimizer steps that was not found: pass it in `states`.
+        RuntimeError: an optimizer steps that is not in `states`.
         TypeError, ValueError: an argument is not valid, or the peaks do not grow with the batch.
         Exception: what `train_step` or `make_batch` raises, if it is not that memory ran out.
     """
-    sizes = _check_widths(widths)
-    check_meter(meter)
-    check_callable("train_step", train_step)
-    check_callable("make_batch", make_batch)
-    check_count("patches_per_row", patches_per_row, 0)
+    sizes = sorted(set(_checked_widths(widths)))
     check_count("max_trials", max_trials, 4)
-    check_type("checkpointing", checkpointing, torch.nn.Module | None)
+    check_type("checkpointing", checkpointing, nn.Module | None)
+    how = _checked_steps(train_step, make_batch, meter, patches_per_row)
 
-    def calibrate(state: TrainingState) -> Calibration:
-        with Bar(None, "steps tried to find the budget", max_trials) as bar:
-            trials = Trials(train_step, make_batch, meter, state, patches_per_row, bar)
-            search = EdgeSearch(trials, meter.limit_bytes, max_trials)
-            edges = search.run(sizes)
-        model = search.model()
+    def calibrate() -> Calibration:
+        bar = Bar(None, "steps tried to find the budget", max_trials)
+        with bar, unchanged_training(states) as state:
+            search = BudgetSearch(how, state, max_trials, bar)
+            brackets = search.find(sizes)
         return Calibration(
-            points=tuple(trials.done),
-            model=model,
-            budget=verified_budget(model, edges, meter.limit_bytes, patches_per_row),
-            tokens_per_s=_tokens_per_s(trials.done, edges),
+            points=tuple(search.done),
+            model=search.model(),
+            budget=search.verified_budget(brackets),
+            tokens_per_s=search.tokens_per_s(brackets),
         )
 
-    roots = (train_step, make_batch)
-    if checkpointing is not None:
-        with ExitStack() as stack:
-            stack.callback(enable_checkpointing(checkpointing).disable)
-            state = stack.enter_context(unchanged_training(roots, states))
-            saving = replace(calibrate(state), checkpointing=True)
-    with unchanged_training(roots, states) as state:
-        plain = calibrate(state)
     if checkpointing is None:
-        return plain
-    slower, faster = sorted((saving, plain), key=lambda one: one.tokens_per_s)
+        return calibrate()
+    with ExitStack() as stack:
+        stack.callback(enable_checkpointing(checkpointing).disable)
+        saving = replace(calibrate(), checkpointing=True)
+    slower, faster = sorted((saving, calibrate()), key=lambda one: one.tokens_per_s)
     return replace(faster, slower=slower)
 
 
-def _check_widths(widths: Sequence[int]) -> list[int]:
+def preflight(
+    train_step: TrainStep,
+    make_batch: MakeBatch,
+    budget: int | TokenBudget,
+    *,
+    states: Sequence[Any],
+    meter: MemoryMeter,
+    widths: Sequence[int] | None = None,
+    patches_per_row: int = 0,
+) -> tuple[Trial, ...]:
+    """Make a step of training with each of the largest batches that a budget allows.
+
+    These are the batch with the widest rows, that with the most rows, and that which costs the
+    most. With `oversize="alone"`, the widest is a row of the longest data, above the budget or not.
+    Everything that the steps change is put back, as in `find_budget`. A step is made twice,
+    since in the first one the optimizer may only begin to have its state.
+
+    Args:
+        train_step: makes one whole step of training with a batch, the optimizer's step included.
+        make_batch: (rows, width) -> batch; with `patches_per_row` (rows, width, patches) -> batch.
+        budget: the budget of the run; a number is one of so many padded tokens.
+        states: all that the steps change, as for `find_budget`.
+        meter: measures what a step takes, and says what it may take.
+        widths: lengths of the data, in tokens: the shortest and the longest one suffice. `None`:
+            all that the budget allows, which may be longer than the model does.
+        patches_per_row: image patches of each row; a batch has `max_patches` at most.
+
+    Returns:
+        The trials, one of each shape.
+
+    Raises:
+        ShapeTooLargeError: a batch does not fit.
+        RuntimeError: an optimizer steps that is not in `states`.
+        TypeError, ValueError: an argument is not valid, or the meter sees nothing of the steps.
+        Exception: what `train_step` or `make_batch` raises, if it is not that memory ran out.
+    """
+    budget = TokenBudget.of(budget)
+    how = _checked_steps(train_step, make_batch, meter, patches_per_row)
+    shapes = _largest_shapes(budget, [1, budget.capacity] if widths is None else widths)
+    with unchanged_training(states) as state:
+        trials = Trials(how, state)
+        for rows, width in (shapes[0], *shapes):
+            trial = trials.run(rows, width, budget.max_patches)
+            if not trial.fits:
+                with_patches = f" with {trial.patches} patches" if trial.patches else ""
+                remedy = (
+                    f"Lower `tokens` of the budget, which is {budget.tokens}"
+                    if rows > 1
+                    else 'Leave longer samples out, as with `oversize="drop"` and lower `tokens`'
+                )
+                raise ShapeTooLargeError(
+                    f"a batch of {rows} rows of {width} tokens{with_patches} does not fit: "
+                    f"{trial.reason(meter.limit_bytes)}. {remedy}, call `find_budget`, or enable "
+                    "checkpointing.",
+                    rows,
+                    width,
+                    trial.patches,
+                )
+        trials.check_seen()
+    return tuple(trials.done[1:])
+
+
+def _largest_shapes(budget: TokenBudget, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return rows and width of the widest batch, of the fullest and of the most numerous one."""
+    lengths = _checked_widths(lengths)
+    is_alone = max(lengths) > budget.capacity and budget.oversize == "alone"
+    alone = [budget.shape([max(lengths)])] * is_alone
+    if budget.layout == "packed":
+        return [*alone, budget.shape([budget.capacity])]
+    shortest, longest = (
+        budget.width(min(one, budget.capacity)) for one in (min(lengths), max(lengths))
+    )
+    candidates = {budget.width(round(one)) for one in np.geomspace(shortest, longest, CANDIDATES)}
+    shapes = [(_most_rows(budget, width), width) for width in sorted(candidates)]
+    fullest = max(shapes, key=lambda shape: (shape[0] * budget.row_cost(shape[1]), shape[1]))
+    return list(dict.fromkeys((*alone, shapes[-1], fullest, shapes[0])))
+
+
+def _most_rows(budget: TokenBudget, width: int) -> int:
+    most = budget.tokens // budget.row_cost(width)
+    return int(allowed_rows(np.array([min(most, budget.max_samples or most)]), budget.row_sizes)[0])
+
+
+def _checked_widths(widths: Sequence[int]) -> list[int]:
     check_type("widths", widths, list | tuple | range, "Pass a list of lengths in tokens.")
     if not widths:
         raise ValueError("`widths` must have one length or more, but is empty.")
-    return sorted({check_count("widths", width) for width in widths})
+    return [check_count("widths", width) for width in widths]
 
 
-def verified_budget(
-    model: MemoryModel, edges: Sequence[Edge], limit_bytes: int, patches_per_row: int
-) -> TokenBudget:
-    """Return the model's budget, in the bounds of what fitted and what did not."""
-    found = [edge for edge in edges if edge.is_found]
-    try:
-        budget = model.budget(limit_bytes, threshold=1.0)
-        most_tokens = model.budget(limit_bytes, threshold=1.0, margin=0.0).tokens
-    except ValueError:
-        if not found:
-            raise
-        budget = _tried_budget(edges, patches_per_row)
-        most_tokens = budget.tokens
-    tokens = budget.tokens
-    if found and not patches_per_row:  # within `max_patches`, batches have fewer rows than tried
-        tried_tokens = min(edge.fits * budget.row_cost(edge.width) for edge in found)
-        tokens = max(tokens, min(tried_tokens, most_tokens))  # what fitted needs no margin
-    for edge in edges:
-        most_rows = edge.fits
-        if len(found) > 1 and not edge.is_found:  # these tell the model how far it may go
-            if edge.fails is None:
+# --- trials ---------------------------------------------------------------------------------------
+
+
+class Steps(NamedTuple):
+    """How steps are made and measured."""
+
+    train_step: TrainStep
+    make_batch: MakeBatch
+    meter: MemoryMeter
+    patches_per_row: int
+
+
+def _checked_steps(train_step: Any, make_batch: Any, meter: Any, patches_per_row: Any) -> Steps:
+    check_callable("train_step", train_step)
+    check_callable("make_batch", make_batch)
+    patches = check_count("patches_per_row", patches_per_row, 0)
+    return Steps(train_step, make_batch, check_meter(meter), patches)
+
+
+class Trials:
+    """Makes steps of training with batches of given shapes, and keeps what came of each."""
+
+    def __init__(self, steps: Steps, state: TrainingState, bar: Bar | None = None) -> None:
+        self._steps, self._state, self._bar = steps, state, bar
+        self.done: list[Trial] = []
+        self._is_seen = False
+
+    def run(self, rows: int, width: int, most_patches: int | None = None) -> Trial:
+        """Make one step with a batch of a shape."""
+        meter, patches = self._steps.meter, rows * self._steps.patches_per_row
+        if most_patches is not None:
+            patches = min(patches, most_patches)
+        shape = (rows, width, patches) if self._steps.patches_per_row else (rows, width)
+        failure: Exception | None = None
+        had_gradients = self._state.with_gradients()
+        with measuring(meter), self._state.counted_gradients() as gradients:
+            meter.reset()
+            idle_bytes = meter.peak_bytes()
+            start_s = time.perf_counter()
+            try:
+                self._steps.train_step(self._steps.make_batch(*shape))
+                if torch.cuda.is_initialized():
+                    torch.cuda.synchronize()  # an error may come only then
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = error
+            seconds = time.perf_counter() - start_s
+            peak_bytes = meter.peak_bytes()
+        if failure is not None:
+            free_memory(failure)
+            self._state.drop_gradients_but(had_gradients)
+        self._state.restore_values()
+        trial = Trial(
+            rows=rows,
+            width=width,
+            patches=patches,
+            peak_bytes=peak_bytes,
+            fits=failure is None and peak_bytes <= meter.limit_bytes,
+            seconds=seconds,
+            error="" if failure is None else str(failure),
+        )
+        self.done.append(trial)
+        self._is_seen |= peak_bytes > idle_bytes
+        if self._bar is not None:
+            outcome = f"fits, {trial.peak_bytes / 2**30:.2f} GiB" if trial.fits else "does not fit"
+            self._bar.set_postfix_str(f"{rows} x {width} {outcome}", refresh=False)
+            self._bar.update()
+        if len(self.done) == 1 and failure is None and not gradients and self._state.trains:
+            warn_user(
+                "`train_step` has computed no gradient of the weights in `states`. If it makes no "
+                "backward pass, a step of training takes more than is measured."
+            )
+        if len(self.done) == TRIALS_TO_SEE:
+            self.check_seen()
+        return trial
+
+    def check_seen(self) -> None:
+        """Check that the meter has seen something of the trials."""
+        if not self._is_seen:
+            trial = self.done[-1]
+            raise ValueError(
+                f"`meter` sees nothing of `train_step`: {len(self.done)} steps, the last one with "
+                f"{trial.rows} rows of {trial.width} tokens, took no more than the "
+                f"{trial.peak_bytes:,} bytes that were taken before. Pass a meter of the device "
+                "that the model and its batches are on."
+            )
+
+
+# --- the search -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Bracket:
+    """The largest batch of a width that fits, and the smallest one that does not.
+
+    Attributes:
+        width: tokens of each row.
+        fits: most rows that are known to fit; 0 for none yet.
+        fails: fewest rows that have not fitted; `None` for none yet.
+    """
+
+    width: int
+    fits: int = 0
+    fails: int | None = None
+
+    @property
+    def step(self) -> int:
+        """Rows that a bracket may be wide."""
+        return max(ceil(TOLERANCE * self.fits), 1)
+
+    @property
+    def most(self) -> int:
+        """Rows that a trial may have, so that a budget can hold the batch."""
+        return max(MAX_COUNT // self.width - 1, 1)
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the edge is between two numbers of rows that are close enough."""
+        return self.fails is not None and self.fails - self.fits <= self.step
+
+
+class BudgetSearch(Trials):
+    """Finds how many rows of each width fit, in few trials, and the budget that follows.
+
+    The peaks of two batches of a width, or the model of those of other widths, say where the edge
+    is, and the next trial is made there.
+    """
+
+    def __init__(self, steps: Steps, state: TrainingState, max_trials: int, bar: Bar) -> None:
+        super().__init__(steps, state, bar)
+        self._limit_bytes, self._per_row = steps.meter.limit_bytes, steps.patches_per_row
+        self._max_trials = max_trials
+
+    def find(self, widths: Sequence[int]) -> list[Bracket]:
+        """Return the bracket of each width, as far as the trials suffice.
+
+        The first trial does not count: in it, the optimizer may only begin to have its state.
+        """
+        self._try(Bracket(widths[0]), 1)
+        *between, widest = widths
+        brackets: list[Bracket] = []
+        for number, width in enumerate([widest, *between]):
+            bracket = Bracket(width)
+            if not self._per_row:  # as many tokens as fit in wider rows
+                wider = (one for one in brackets if one.width > width)
+                bracket.fits = max((one.fits * one.width // width for one in wider), default=0)
+            brackets.append(bracket)
+            left = self._max_trials - len(self.done)
+            for_others = LEAST_TRIALS * (len(widths) - number - 1)
+            for _ in range(max(left - for_others, min(LEAST_TRIALS, left))):
+                self._try(bracket, min(self._next_rows(bracket), bracket.most))
+                if bracket.is_found or bracket.fits == bracket.most:
+                    break
+        return [one for one in brackets if one.fits or one.fails]
+
+    def model(self) -> MemoryModel:
+        """Return a model of the steps that ended: of large ones, where small ones do not fit in.
+
+        Small batches may take no more than the optimizer's own step does, which shows nothing.
+        """
+        ended = self._ended()
+        model = _model_of(ended)
+        large = [one for one in ended if 2 * one.peak_bytes > self._limit_bytes]
+        if len(large) < ENOUGH_POINTS or model.fit().error < MISFIT:
+            return model
+        return _model_of(large)
+
+    def verified_budget(self, brackets: Sequence[Bracket]) -> TokenBudget:
+        """Return the model's budget, in the bounds of what fitted and what did not."""
+        model, found = self.model(), [one for one in brackets if one.is_found]
+        try:
+            budget = model.budget(self._limit_bytes, threshold=1.0)
+            most_tokens = model.budget(self._limit_bytes, threshold=1.0, margin=0.0).tokens
+        except ValueError:
+            if not found:
+                raise
+            patches = min(one.fits for one in brackets) * self._per_row
+            most_tokens = min((one.fits + 1) * one.width - 1 for one in brackets)
+            budget = TokenBudget(most_tokens, max_patches=patches or None)
+        tokens = budget.tokens
+        if found and not self._per_row:  # with `max_patches`, batches have fewer rows than tried
+            tried_tokens = min(one.fits * budget.row_cost(one.width) for one in found)
+            tokens = max(tokens, min(tried_tokens, most_tokens))  # what fitted needs no margin
+        for one in brackets:
+            most_rows = one.fits
+            if len(found) > 1 and not one.is_found:  # these tell the model how far it may go
+                if one.fails is None:
+                    continue
+                most_rows = one.fails - 1
+            if budget.max_patches is None or budget.max_patches > most_rows * self._per_row:
+                tokens = min(tokens, (most_rows + 1) * budget.row_cost(one.width) - 1)
+        return replace(budget, tokens=tokens)
+
+    def tokens_per_s(self, brackets: Sequence[Bracket]) -> float:
+        """Return the mean speed over the largest batch of each width that fitted."""
+        largest = {(one.width, one.fits) for one in brackets}
+        timed = {(one.width, one.rows): one.seconds for one in self.done}
+        tried = largest & {*timed}  # more rows of a width than these may have fitted untried
+        return sum(width * rows for width, rows in tried) / sum(timed[one] for one in tried)
+
+    def _ended(self) -> list[Trial]:
+        return [trial for trial in self.done[1:] if not trial.error]
+
+    def _try(self, bracket: Bracket, rows: int) -> None:
+        trial = self.run(rows, bracket.width)
+        if trial.fits:
+            bracket.fits = max(bracket.fits, rows)
+            self._check_growth()
+        elif rows > 1:
+            bracket.fails = rows if bracket.fails is None else min(bracket.fails, rows)
+        else:
+            raise ShapeTooLargeError(
+                f"a single row of {bracket.width} tokens does not fit: "
+                f"{trial.reason(self._limit_bytes)}. "
+                "Leave longer samples out, enable checkpointing, or shard the model.",
+                rows,
+                bracket.width,
+                trial.patches,
+            )
+
+    def _check_growth(self) -> None:
+        peaks = {trial.rows * trial.width: trial.peak_bytes for trial in self._ended()}
+        if len({*peaks.values()}) == 1 and max(peaks) > STALLED_TOKENS:
+            raise ValueError(
+                f"a batch of {max(peaks):,} tokens takes as much as one of {min(peaks):,}, "
+                f"{peaks[max(peaks)]:,} bytes: the meter does not see how memory grows with the "
+                "batch, or `train_step` does not use it."
+            )
+
+    def _next_rows(self, bracket: Bracket) -> int:
+        fits, fails, expected = bracket.fits, bracket.fails, self._expected_rows(bracket.width)
+        most = max(LARGEST_LEAP * fits, 1)
+        if fails is None:
+            return most if expected is None else min(max(expected, fits + bracket.step), most)
+        first, last = fits + bracket.step, fails - bracket.step
+        if expected is None or expected < fits or self._is_misled(bracket, expected):
+            rows = isqrt(fits * fails)
+        else:
+            rows = min(max(expected, first), last) if first < last else (first + last) // 2
+        return min(max(rows, fits + 1), fails - 1)
+
+    def _is_misled(self, bracket: Bracket, expected: int) -> bool:
+        """Tell whether rows were expected to fit again and again, and have not."""
+        failed = [one for one in self.done if one.width == bracket.width and not one.fits]
+        return bracket.fails is not None and expected >= bracket.fails and len(failed) > 1
+
+    def _expected_rows(self, width: int) -> int | None:
+        """Return how many rows of a width should fit, if anything tells."""
+        peaks = {one.rows: one.peak_bytes for one in self._ended() if one.width == width}
+        if len(peaks) >= 2:
+            fewer, more = sorted(peaks)[-2:]
+            room_bytes, difference = self._limit_bytes - peaks[more], peaks[more] - peaks[fewer]
+            if difference <= 0 or room_bytes > FARTHEST * difference:
+                return None
+            return more + int(room_bytes * (more - fewer) // difference)
+        if len({one.width for one in self._ended()} - {width}) < 2:
+            return None
+        model = self.model()
+        one, two = (model.predict(rows, width, rows * self._per_row) for rows in (1, 1001))
+        row_bytes = (two - one) / 1000
+        return 1 + int((self._limit_bytes - one) // row_bytes) if row_bytes > 0 else None
+
+
+def _model_of(trials: Sequence[Trial]) -> MemoryModel:
+    model = MemoryModel()
+    for trial in trials:
+        model.add(trial.rows, trial.width, trial.patches, trial.peak_bytes)
+    return model
+
+
+# --- what the steps change ------------------------------------------------------------------------
+
+
+class _Tensor(NamedTuple):
+    """A copy of a tensor, on the CPU, and where the tensor is."""
+
+    data: torch.Tensor
+    device: torch.device
+
+
+class TrainingState:
+    """What training changes in the given objects, and the global random generators.
+
+    It is kept on the CPU, so that it takes no memory of the device whose memory is measured.
+    """
+
+    def __init__(self, states: Sequence[Any]) -> None:
+        check_type("states", states, list | tuple, "Pass a list of models, optimizers and others.")
+        tops = [one for one in states if isinstance(one, nn.Module)]
+        modules = {id(one): one for top in tops for one in top.modules()}.values()
+        self._optimizers = [one for one in states if isinstance(one, Optimizer)]
+        groups = [group for one in self._optimizers for group in one.param_groups]
+        weights = [weight for one in modules for weight in one.parameters(recurse=False)]
+        weights += [weight for group in groups for weight in group["params"]]
+        self._weights = {id(weight): weight for weight in weights}
+        self._values = [_copied((one.data, one.grad)) for one in self._weights.values()]
+        self._buffers = [
+            (module, name, _copied(buffer))
+            for module in modules
+            for name, buffer in module._buffers.items()
+        ]
+        self._of_optimizers = [_copied(dict(one.state)) for one in self._optimizers]
+        self._groups = [(one, _copied({**one, "params": None})) for one in groups]
+        self._generators: list[tuple[Any, Any]] = []
+        self._others: list[tuple[Any, Any]] = []
+        for one in states:
+            if isinstance(one, GENERATORS):
+                self._generators.append((one, state_of(one)))
+            elif isinstance(one, (nn.Module, Optimizer)):
                 continue
-            most_rows = edge.fails - 1
-        if budget.max_patches is None or budget.max_patches > most_rows * patches_per_row:
-            tokens = min(tokens, (most_rows + 1) * budget.row_cost(edge.width) - 1)
-    return replace(budget, tokens=tokens)
+            elif hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
+                self._others.append((one, copy.deepcopy(one.state_dict())))
+            else:
+                raise TypeError(
+                    "`states` must be models, optimizers, random generators and others with "
+                    f"`state_dict` and `load_state_dict`, but one is {describe(one)} instead."
+                )
+        self._global_generators = save_rngs()
+
+    @property
+    def trains(self) -> bool:
+        """Whether there are weights that get gradients."""
+        return any(weight.requires_grad for weight in self._weights.values())
+
+    def has(self, optimizer: Optimizer) -> bool:
+        """Tell whether an optimizer's state, and all weights that it changes, are kept."""
+        weights = (weight for group in optimizer.param_groups for weight in group["params"])
+        is_known = any(one.state is optimizer.state for one in self._optimizers)
+        return is_known and all(id(weight) in self._weights for weight in weights)
+
+    def with_gradients(self) -> set[int]:
+        """Return the ids of the weights that have gradients now."""
+        return {key for key, weight in self._weights.items() if weight.grad is not None}
+
+    def drop_gradients_but(self, kept: set[int]) -> None:
+        """Drop the gradients that a failed step has left, of all weights but these."""
+        for key, weight in self._weights.items():
+            if key not in kept:
+                weight.grad = None
+
+    @contextmanager
+    def counted_gradients(self) -> Iterator[list[None]]:
+        """Yield a list that each gradient which is computed in this block makes longer."""
+        computed: list[None] = []
+
+        def note(_gradient: torch.Tensor) -> None:
+            computed.append(None)
+
+        with ExitStack() as stack:
+            for weight in self._weights.values():
+                if weight.requires_grad:
+                    stack.callback(weight.register_hook(note).remove)
+            yield computed
+
+    def restore_values(self) -> None:
+        """Put back what decides the next step, but leave gradients and the optimizers' states.
+
+        So it takes as much memory as in the middle of a run.
+        """
+        for weight, (value, _) in zip(self._weights.values(), self._values, strict=True):
+            weight.data.copy_(value.data)
+        for module, name, saved in self._buffers:
+            module._buffers[name] = _put_back(module._buffers.get(name), saved)
+        for other, state in self._others:
+            other.load_state_dict(copy.deepcopy(state))
+            if isinstance(other, torch.amp.GradScaler):
+                forget_step(other)
+        for generator, state in self._generators:
+            put_back(generator, state)
+        load_rngs(self._global_generators)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for weight, (_, gradient) in zip(self._weights.values(), self._values, strict=True):
+            weight.grad = _put_back(weight.grad, gradient)
+        for optimizer, state in zip(self._optimizers, self._of_optimizers, strict=True):
+            _put_back(optimizer.state, state)
+        for group, options in self._groups:
+            weights = group["params"]
+            _put_back(group, options)
+            group["params"] = weights
+        self.restore_values()
 
 
-def _tried_budget(edges: Sequence[Edge], patches_per_row: int) -> TokenBudget:
-    """Return the largest budget whose batches fit because batches of that many rows did."""
-    patches = min(edge.fits for edge in edges) * patches_per_row
-    return TokenBudget(
-        min((edge.fits + 1) * edge.width - 1 for edge in edges), max_patches=patches or None
-    )
+@contextmanager
+def unchanged_training(states: Sequence[Any]) -> Iterator[TrainingState]:
+    """Keep what the steps in this block change, and put it back at its end, however it ends."""
+    kept = TrainingState(states)
+
+    def check_known(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not kept.has(optimizer):
+            raise RuntimeError(
+                f"`train_step` makes a step of an `{type(optimizer).__name__}` that is not in "
+                "`states`, so its weights could not be put back. Pass `states=[model, optimizer]`, "
+                "and all else that the steps change."
+            )
+
+    handle = register_optimizer_step_pre_hook(check_known)
+    try:
+        yield kept
+    finally:
+        handle.remove()
+        free_memory()
+        kept.restore()
 
 
-def _tokens_per_s(trials: Sequence[Trial], edges: Sequence[Edge]) -> float:
-    """Return the mean speed over the largest batch of each width that fitted."""
-    largest = {(edge.width, edge.fits) for edge in edges}
-    timed = {(one.width, one.rows): one for one in trials if (one.width, one.rows) in largest}
-    tokens = sum(one.rows * one.width for one in timed.values())
-    return tokens / sum(one.seconds for one in timed.values())
+def _copied(value: Any) -> Any:
+    """Return a copy of a value, with a `_Tensor` for each tensor in it."""
+    if isinstance(value, torch.Tensor):
+        return _Tensor(value.detach().to("cpu", copy=True), value.device)
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(one) for one in value)
+    return copy.deepcopy(value)
+
+
+def _put_back(current: Any, saved: Any) -> Any:
+    """Return what was saved: in the present tensor or dict, where there is one that can hold it."""
+    if isinstance(saved, _Tensor):
+        fits = isinstance(current, torch.Tensor) and (
+            (current.shape, current.dtype, current.device)
+            == (saved.data.shape, saved.data.dtype, saved.device)
+        )
+        if not fits:
+            return saved.data.to(saved.device, copy=True)
+        current.data.copy_(saved.data)
+        return current
+    if isinstance(saved, dict):
+        current = current if isinstance(current, dict) else {}
+        for key in [key for key in current if key not in saved]:
+            del current[key]
+        for key, one in saved.items():
+            current[key] = _put_back(current.get(key), one)
+        return current
+    if type(saved) in (list, tuple):
+        return type(saved)(_put_back(None, one) for one in saved)
+    return copy.deepcopy(saved)

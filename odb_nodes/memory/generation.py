@@ -14,8 +14,8 @@ from odb_nodes._core.progress import Bar
 from odb_nodes.collate import PaddingCollate
 from odb_nodes.collate.protocol import Collate
 from odb_nodes.errors import SampleError
-from odb_nodes.memory.failures import free_memory, is_out_of_memory
 from odb_nodes.memory.gradients import has_collectives
+from odb_nodes.memory.meter import free_memory, is_out_of_memory
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.runs import LengthRuns
 from odb_nodes.processing.observation import observe_sample

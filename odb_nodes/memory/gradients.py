@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -14,7 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from odb_nodes._compat.torch import is_sharded, leaves_of, without_ddp_sync
-from odb_nodes._core.user_warning import warn_user
 
 Kind = Literal["local", "ddp", "sharded"]
 """Who computes a step: this rank alone; this rank, and then all average their gradients; or all
@@ -50,25 +47,6 @@ def has_collectives(model: nn.Module) -> bool:
 def has_own_backward(model: nn.Module) -> bool:
     """Tell whether the backward of a model is not torch's, as that of DeepSpeed's engine."""
     return callable(getattr(model, "backward", None))
-
-
-def check_is_whole(model: nn.Module, *, among_ranks: bool) -> None:
-    """Check that a model that this rank computes alone is not a part of a DDP model."""
-    if not among_ranks:
-        return
-    own = {id(one) for one in model.parameters()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of old classes that are asked for theirs
-        wrappers = [one for one in gc.get_objects() if type(one) is DistributedDataParallel]
-    if any(id(one) in own for wrapper in wrappers for one in wrapper.parameters()):
-        raise TypeError(
-            "`model` must be the DDP model, but is a module within one. Pass the model as it is "
-            "wrapped."
-        )
-    warn_user(
-        "several ranks train, but the model of `step.backward` is not in DDP or FSDP: their "
-        "weights differ after the first step, unless you average the gradients."
-    )
 
 
 def check_has_all(model: nn.Module, loss: torch.Tensor) -> None:

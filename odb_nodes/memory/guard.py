@@ -2,20 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, get_args
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple, get_args
 
-from odb_nodes._core.checks import check_choice
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from odb_nodes._compat.torch import uncompiled
+from odb_nodes._core.checks import check_choice, check_count, check_type
 from odb_nodes._core.user_warning import warn_user
-from odb_nodes.errors import PeerError, StateError
+from odb_nodes.alignment import RankAligner
+from odb_nodes.alignment.aligned_round import LossRule
+from odb_nodes.alignment.exchange import Channel, FailureWatch
+from odb_nodes.alignment.peers import Peers
+from odb_nodes.alignment.virtual_ranks import VirtualRanks
+from odb_nodes.contract.graph import budget_below, walk
+from odb_nodes.errors import PeerError, StateError, StepMemoryError
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
-from odb_nodes.memory.context import GUARD_ABOVE, GuardContext, OnOom
-from odb_nodes.memory.guarded_step import GuardedStep
-from odb_nodes.memory.meter import MemoryMeter
-from odb_nodes.memory.model import MemoryModel
-from odb_nodes.memory.partwise_step import StepBatch
+from odb_nodes.memory.gradients import (
+    average_gradients,
+    check_has_all,
+    check_no_gradients,
+    clear_gradients,
+    give_gradients,
+    kind_of,
+    local_gradients,
+    scale_gradients,
+)
+from odb_nodes.memory.meter import (
+    MemoryMeter,
+    check_meter,
+    free_memory,
+    is_out_of_memory,
+    measuring,
+)
+from odb_nodes.memory.parts import Part, StepParts
+from odb_nodes.nodes import GroupCollator
+from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.group_costs import BudgetCost, padded_tokens
+from odb_nodes.sample import Sample, name_of
 from odb_nodes.step_info import StepInfo, pop_step_info
+
+__all__ = ["GuardedStep", "OomGuard"]
+
+logger = logging.getLogger("odb_nodes")
+
+OnOom = Literal["split", "skip", "raise"]
+GUARD_ABOVE = 0.8
+"""Default of `guard_above`: share of the limit."""
+
+LossFn = Callable[[Any], torch.Tensor]
+Run = Callable[[Part, Any], torch.Tensor]
+"""Adds the gradients of a part, and returns its share of the loss. Its arguments are the part, and
+its batch as it was yielded; `None` where it is to be collated."""
+
+_LEAST = 4  # of the limit at least one part in so many is asked for
+_SHOWN = 8  # keys in an error
+_SHRINK = 0.9  # of the cost that did not fit, in an error
+_LEFT_OUT = 32  # samples in a row; outliers alone fill a step now and then, being of like length
+
+# What is done where memory ran out, as the log has it.
+_HALVE = "batches that cost as much are halved, and the step is computed again"
+_TRY_AGAIN = "the step is computed again, since memory may have been in pieces"
+_LEAVE_OUT = "the sample is left out, and the step is computed again"
+_RAISE = "the step cannot be computed"
+
+
+class StepBatch(NamedTuple):
+    """A batch of an optimizer step as it was yielded, with its samples."""
+
+    batch: Any
+    samples: list[Sample]
+    info: StepInfo
 
 
 class OomGuard:
@@ -33,10 +98,11 @@ class OomGuard:
     that the gradients are those of the whole. Neither the plan of the ranks nor the state of the
     loader changes.
 
-    Under DDP, a step whose dearest batch, of whichever rank, costs more than `guard_above` of the
-    limit is computed without messages, then all ranks agree, and average their gradients once. In
-    any other step, and with models whose ranks compute together (FSDP, tensor parallelism), nothing
-    that one rank has failed in can be taken back: there the step is an error on all ranks.
+    Under DDP, a step whose most expensive batch, of whichever rank, costs more than `guard_above`
+    of the limit is computed without messages, then all ranks agree, and average their gradients
+    once. In any other step, and with models whose ranks compute together (FSDP, tensor
+    parallelism), nothing that one rank has failed in can be taken back: there the step is an error
+    on all ranks.
 
     Args:
         loader: an `ODBDataLoader`, or a `Loader` whose graph ends with a `GroupCollator`. Nobody
@@ -52,10 +118,12 @@ class OomGuard:
             their groups under from the next round on; the smallest wins, and states keep it. Not
             for a budget with `shapes`. `None`: the budget stays.
         meter: measures each part that is computed, see `peak_share`. `None` measures nothing.
-        memory: learns from each measurement, with the sample's source where all of a part have one,
-            and is fitted now and then; its `accuracy` says how far off it was. Left out are the
-            first optimizer step, in which the optimizer may not have its state yet, and packed rows
-            under a budget with `attention_tokens`, whose width does not say what attention takes.
+
+    Attributes:
+        ooms: how often memory ran out on this rank.
+        split_steps: optimizer steps that this rank has computed in parts.
+        skipped_samples: samples of this rank that were left out, since they did not fit alone.
+        peak_share: the largest peak so far, as a share of the `meter`'s limit; 0.0 without one.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -70,46 +138,35 @@ class OomGuard:
         limit: int | None = None,
         shrink: float | None = None,
         meter: MemoryMeter | None = None,
-        memory: MemoryModel | None = None,
     ) -> None:
         check_choice("on_oom", on_oom, get_args(OnOom))
-        self._loader = loader
+        check_guard_above(guard_above)
+        self.collator, self.aligner = _nodes_of(loader)
+        budget = budget_below(self.collator)
+        _check_graph(budget, self.aligner)
+        if shrink is not None:
+            check_shrink(shrink)
+            _check_can_shrink(budget, self.aligner)
+        known = None if budget is None else budget.tokens
+        self._loader, self.on_oom, self._shrink = loader, on_oom, shrink
+        self._guard_above = guard_above
+        self.limit = known if limit is None else check_count("limit", limit)
+        self.fits = self.limit  # the cost that is known to fit on this rank
+        self.cost = padded_tokens if budget is None else BudgetCost(budget)
+        self.meter = None if meter is None else check_meter(meter)
+        self.rule = LossRule(world_size=1, accumulate=1)
+        self._peers: Peers | None = None  # the other ranks, where there are any
+        self.channel: Channel | None = None
+        self.watch: FailureWatch | None = None
+        # The models that were found to have all that is trained. They must not live on for our
+        # sake: a DDP model that is freed after `destroy_process_group` may hang, as torch then
+        # waits for the threads of its group with the GIL, which those want, too.
+        self.checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._is_warned = False
         self._begun: list[StepBatch] = []  # of an optimizer step in which the loader has raised
-        self._options: dict[str, Any] = {
-            "on_oom": on_oom,
-            "guard_above": guard_above,
-            "limit": limit,
-            "shrink": shrink,
-            "meter": meter,
-            "memory": memory,
-        }
-        self._context = GuardContext.of(loader, **self._options)
-
-    def __repr__(self) -> str:
-        options = (f"{name}={value!r}" for name, value in self._options.items())
-        return f"{type(self).__name__}({self._loader!r}, {', '.join(options)})"
-
-    @property
-    def ooms(self) -> int:
-        """How often memory ran out on this rank."""
-        return self._context.ooms
-
-    @property
-    def split_steps(self) -> int:
-        """Optimizer steps that this rank has computed in parts."""
-        return self._context.split_steps
-
-    @property
-    def skipped_samples(self) -> int:
-        """Samples of this rank that were left out, since they did not fit alone."""
-        return self._context.skipped_samples
-
-    @property
-    def peak_share(self) -> float:
-        """The largest peak so far, as a share of the `meter`'s limit; 0.0 without one."""
-        run_meter = self._context.run_meter
-        return 0.0 if run_meter is None else run_meter.peak_share
+        self.left_out = 0  # samples, of all ranks, of the last steps in a row left out whole
+        self.ooms = self.split_steps = self.skipped_samples = 0
+        self.peak_share = self.recent_share = 0.0
 
     def __iter__(self) -> Iterator[GuardedStep]:
         """Begin an epoch, or continue from a loaded state, as `iter(loader)` does.
@@ -118,39 +175,479 @@ class OomGuard:
         are kept for the next `iter`, which goes on with the step if the loader does. Warns, once,
         of a step that is left without its `backward`.
         """
-        self._context.collator.keep_samples()
+        self.collator.keep_samples()
         batches = iter(self._loader)
-        self._context.meet(type(self).__name__)
+        self.meet(type(self).__name__)
         try:
             while taken := self._taken(batches):
-                yield (step := GuardedStep(self._context, taken))
+                yield (step := GuardedStep(self, taken))
                 if not (step.is_done or self._is_warned):
                     self._is_warned = True
                     warn_user(_without_backward(step.infos[0]))
         finally:
-            self._context.leave()
-            self._context.collator.keep_samples(False)
+            self.leave()
+            self.collator.keep_samples(False)
 
     def _taken(self, batches: Iterator[Any]) -> list[StepBatch]:
         """Return the batches of the next optimizer step; none at the end of the epoch."""
-        context, begun = self._context, self._begun
+        begun = self._begun
         try:
             for batch in batches:
                 info = pop_step_info(batch)
                 if begun and not _follows(info, begun[-1].info):
                     begun.clear()
-                begun.append(StepBatch(batch, context.collator.take_samples(info), info))
+                begun.append(StepBatch(batch, self.collator.take_samples(info), info))
                 if begun[0].info.micro_step:
                     raise StateError(_within_step(begun.pop().info))
                 if info.ends_optimizer_step:
                     break
         except Exception as error:
             if isinstance(error, PeerError):
-                context.raise_told(error)
-            context.fail(error, "taking a batch")
+                self.raise_published(error)
+            self.fail(error, "taking a batch")
             raise
         self._begun = []
         return begun
+
+    # --- the other ranks --------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """This rank, of those that share the data."""
+        return 0 if self.channel is None else self.channel.rank
+
+    def meet(self, holder: str) -> None:
+        """Meet the other ranks, and compare what all must have in common."""
+        if self.aligner is None:
+            return
+        self.rule = self.aligner.rule
+        if self.rule.world_size == 1:
+            return
+        if self._peers is None:
+            self._peers = self.aligner.peers.another(2 * self.aligner.accumulate)
+        self.leave()
+        self._peers.begin()
+        self.channel = self._peers.channel
+        own = {
+            "on_oom": self.on_oom,
+            "guard_above": self._guard_above,
+            "limit": self.limit,
+            "shrink": self._shrink,
+        }
+        self.channel.agree({holder: own})
+        self.watch = FailureWatch(self.channel)
+
+    def leave(self) -> None:
+        """The loop is over: this rank waits for no other any more."""
+        if self.watch is not None:
+            self.watch.close()
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """Tell the other ranks why this one cannot go on, wherever they wait for it."""
+        if self._peers is None:
+            return
+        if self.watch is not None:
+            reason = f"{where}: {type(error).__name__}: {error}"
+            self.watch.publish(PeerError(f"rank {self.rank} failed in {reason}"))
+        self._peers.fail(error, where)
+
+    def raise_published(self, error: BaseException) -> None:
+        """Raise what another rank has published, if any has; it is why this one has failed."""
+        if self.watch is not None and (told := self.watch.read()) is not None:
+            raise told from error
+
+    # --- what a step asks -------------------------------------------------------------------------
+
+    def guards(self, infos: Sequence[StepInfo]) -> bool:
+        """Tell whether a step may run out of memory: the same on all ranks."""
+        most = max(info.most_cost for info in infos)
+        return self.limit is None or most > self._guard_above * self.limit
+
+    def collate(self, part: Part) -> Any:
+        """Return the batch of a part."""
+        batch = self.collator.collate(part.samples, part.info, part.number)
+        pop_step_info(batch)
+        return batch
+
+    @contextmanager
+    def computing(self, part: Part) -> Iterator[None]:
+        """Measure what is computed within this context.
+
+        With `on_oom="raise"`, it counts that memory ran out: nobody else handles that.
+        """
+        meter = self.meter
+        try:
+            with nullcontext() if meter is None else measuring(meter):
+                if meter is not None:
+                    meter.reset()
+                yield
+                if meter is not None:
+                    share = meter.peak_bytes() / meter.limit_bytes
+                    self.peak_share = max(self.peak_share, share)
+                    self.recent_share = max(self.recent_share, share)
+        except Exception as error:
+            if self.on_oom == "raise" and is_out_of_memory(error):
+                self.note(part, "the error is raised", shrinks=False)
+            raise
+
+    def note(self, failed: Part, remedy: str, *, shrinks: bool = True) -> None:
+        """Count and log that memory ran out, and ask for a smaller budget."""
+        self.ooms += 1
+        logger.warning(
+            "rank %d ran out of memory in step %d of epoch %d, with %d samples, %d tokens: %s",
+            self.rank,
+            failed.info.step,
+            failed.info.epoch,
+            len(failed.samples),
+            sum(sample.tokens for sample in failed.samples),
+            remedy,
+        )
+        if self._shrink is not None and shrinks:
+            most = failed.cost if self.limit is None else max(failed.cost, self.limit // _LEAST)
+            asked = max(1, int(self._shrink * most))
+            self.fits = min(asked, self.fits or asked)
+            if self.aligner is not None:
+                self.aligner.ask_for_tokens(self.fits)
+
+
+class GuardedStep:
+    """The batches of one optimizer step.
+
+    Attributes:
+        infos: the `StepInfo` of each batch. Record these in a `Ledger`, after `backward`: then they
+            are without the samples that were left out for want of memory, on any rank.
+        is_done: whether `backward` was called.
+    """
+
+    # `parts` are those that the batches are computed in, `losses` this rank's share of the loss of
+    # each batch that is computed.
+
+    def __init__(self, guard: OomGuard, batches: Sequence[StepBatch]) -> None:
+        self._guard = guard
+        self._batches: list[Any] = [one.batch for one in batches]
+        self.infos = [one.info for one in batches]
+        self.is_done = False
+        planned = [(one.samples, one.info) for one in batches]
+        self.parts = StepParts(planned, guard.rule, guard.cost)
+        self.losses: list[torch.Tensor] = []
+        self._tried: set[int] = set()  # samples alone in their part
+        self._has_failed = False
+
+    def backward(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> torch.Tensor:
+        """Compute the gradients of the step.
+
+        Args:
+            model: the model, a plain module, DDP or FSDP, whose gradients are `None` or 0.
+            loss_fn: batch -> mean loss over its supervised tokens, a tensor without dimensions. It
+                is called more than once where memory runs out. It moves the batch to the device.
+            scaler: scales the loss for gradients in half precision.
+
+        Returns:
+            This rank's share of the loss, without dimensions and without a graph. Its mean over
+            ranks is the mean loss over all supervised tokens of the step.
+
+        Raises:
+            StepMemoryError: a sample does not fit into memory alone; or memory ran out in a step
+                that is not guarded; or whole steps in a row are left out.
+            RuntimeError: `backward` was called before; or there are gradients already, which a
+                guarded step would lose; or a DDP model has no `RankAligner`.
+            TypeError: `loss_fn` returns no loss, or trains parameters that `model` does not have;
+                or `model` is not the whole of what is trained together.
+            PeerError: another rank failed, or did not come.
+        """
+        guard, model = self._guard, uncompiled(model)
+        kind = kind_of(model)
+        if self.is_done:
+            raise RuntimeError("`backward` was called before for this step. Take the next one.")
+        self.is_done = True
+        if kind == "ddp" and guard.channel is None and dist.get_world_size() > 1:
+            raise RuntimeError(
+                "a DDP model needs a `RankAligner` over all of its ranks below the guard, so that "
+                "they agree on what is computed in parts. Use `ODBDataLoader`, or put one in."
+            )
+        if kind == "local" and guard.channel is not None and model not in guard.checked:
+            warn_user(
+                "several ranks train, but the model of `step.backward` is not in DDP or FSDP: "
+                "their weights differ after the first step, unless you average the gradients. "
+                "Pass the model as it is wrapped."
+            )
+
+        def run(part: Part, batch: Any) -> torch.Tensor:
+            loss = _checked_loss(loss_fn(guard.collate(part) if batch is None else batch))
+            if kind != "sharded" and model not in guard.checked:
+                check_has_all(model, loss)
+            weight = part.info.loss_scale
+            # A mean over no targets is NaN, and NaN times 0 is NaN.
+            loss = loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            guard.checked.add(model)  # Not before: memory may run out in the first part.
+            return loss.detach()
+
+        def run_alone(part: Part, batch: Any) -> torch.Tensor:
+            if part.is_whole or part.info.loss_scale:
+                return run(part, batch)
+            # Its mean over no targets is NaN, and so would be its gradients, whatever the weight.
+            return torch.zeros((), device=next(model.parameters()).device)
+
+        if kind == "sharded" or (kind == "ddp" and not guard.guards(self.infos)):
+            return self._compute_together(model, run)
+        check_no_gradients(model)
+        for number in range(len(self.infos)):
+            self.compute(number, model, run_alone)
+        left_out, loss = self.agree(), torch.stack(self.losses).sum()
+        if self.settle(left_out):
+            factor = self.parts.loss_factor(left_out)
+            scale_gradients(model, factor)
+            loss = loss * factor
+        self.join(model)
+        return loss
+
+    def join(self, model: nn.Module) -> None:
+        """Average the gradients over the ranks of a DDP model, once all batches are computed."""
+        if isinstance(model, DistributedDataParallel):
+            average_gradients(model)
+        give_gradients(model)  # All samples may have been left out, of all ranks.
+
+    def compute(self, number: int, model: nn.Module, run: Run) -> None:
+        """Add the gradients of a batch to those of the batches before it, on this rank alone.
+
+        Where memory runs out, all gradients are cleared, each batch that costs as much as what has
+        failed is halved, and the step is computed again from its first batch; so until it fits.
+        """
+        guard, again = self._guard, range(number, number + 1)
+        if number == 0:
+            while guard.fits is not None and self.parts.halve(guard.fits + 1):
+                pass
+        try:
+            with local_gradients(model):
+                while (failed := self._failing(again, model, run)) is not None:
+                    remedy = self._remedy(failed)
+                    guard.note(failed, remedy, shrinks=remedy != _TRY_AGAIN)
+                    clear_gradients(model)
+                    self._make_room(failed, remedy)
+                    again = range(number + 1)
+        except Exception as error:
+            guard.fail(error, self._where)
+            raise
+
+    def agree(self) -> list[tuple[int, int]]:
+        """Return samples and targets that were left out of each batch, on all ranks together."""
+        own = np.array(self.parts.skipped(), np.int64)
+        if (channel := self._guard.channel) is not None:
+            rows = channel.gather(own.ravel(), self._where)
+            own = rows[:, : own.size].sum(0).reshape(own.shape)
+        return [(samples, targets) for samples, targets in own.tolist()]
+
+    def settle(self, left_out: Sequence[tuple[int, int]]) -> bool:
+        """End the step: count it, and tell whether anything was left out, which `infos` lack then.
+
+        Where whole steps are left out, one after the other, it is a `StepMemoryError`.
+        """
+        self._count()
+        guard, info = self._guard, self.infos[0]
+        samples, targets = map(sum, zip(*left_out, strict=True))
+        if info.optimizer_targets:  # Samples without targets train nothing, and are not computed.
+            is_whole = targets == info.optimizer_targets
+        else:
+            is_whole = samples == info.optimizer_samples
+        guard.left_out = guard.left_out + info.optimizer_samples if is_whole else 0
+        if guard.left_out >= _LEFT_OUT:
+            raise StepMemoryError(
+                f"{self._where}: none of the last {guard.left_out} samples of all ranks fits into "
+                "memory alone, so that whole steps are left out and nothing is trained any more. "
+                "Free memory that something else holds, or train with less for each token, such as "
+                "by `enable_checkpointing`."
+            )
+        if samples:
+            self.infos = self.parts.infos(left_out)
+        return bool(samples)
+
+    def take(self, part: Part) -> Any:
+        """Return the batch of a part as it was yielded, once; `None` where there is none."""
+        batch, self._batches[part.batch] = self._batches[part.batch], None
+        return batch if part.is_whole else None  # What was computed before may have changed it.
+
+    @contextmanager
+    def together(self, part: Part) -> Iterator[None]:
+        """Within this context all ranks compute a part, which cannot be taken back."""
+        guard, watch = self._guard, self._guard.watch
+        if watch is not None:
+            watch.enter()
+        try:
+            with guard.computing(part):
+                yield
+        except Exception as error:
+            if watch is not None:
+                watch.leave()
+            if guard.on_oom != "raise" and is_out_of_memory(error):
+                guard.note(part, _RAISE)
+                reason = StepMemoryError(self._cannot_be_taken_back(part))
+                if watch is not None:
+                    watch.publish(reason)
+                raise reason from error
+            guard.raise_published(error)
+            raise
+        if watch is not None and not runs_ahead():
+            watch.leave()
+
+    def _compute_together(self, model: nn.Module, run: Run) -> torch.Tensor:
+        """Compute a step that cannot be taken back."""
+        limit, most = self._guard.limit, max(info.most_cost for info in self.infos)
+        if limit is not None and most > limit:
+            pieces = -(-most // limit)
+            self.parts.cut(min(pieces, max(info.all_samples_this_step for info in self.infos)))
+        losses, count = [], len(self.parts)
+        for number, part in enumerate(self.parts):
+            waits = isinstance(model, DistributedDataParallel) and number < count - 1
+            with (
+                self.together(part),
+                model.no_sync() if waits else nullcontext(),  # type: ignore[operator]
+            ):
+                losses.append(run(part, self.take(part)))
+        self._count()
+        return torch.stack(losses).sum()
+
+    def _count(self) -> None:
+        self._guard.split_steps += len(self.parts) > len(self._batches)
+
+    def _failing(self, numbers: range, model: nn.Module, run: Run) -> Part | None:
+        """Compute some batches; return the part that memory ran out in, if there is one."""
+        nothing = torch.zeros((), device=next(model.parameters()).device)
+        for number in numbers:
+            losses: list[torch.Tensor] = []
+            for part in self.parts.of(number):
+                try:
+                    with self._guard.computing(part):
+                        losses.append(run(part, self.take(part)))
+                except (RuntimeError, MemoryError) as error:
+                    if self._guard.on_oom == "raise" or not is_out_of_memory(error):
+                        raise
+                    free_memory(error, old_garbage=self._has_failed)
+                    self._has_failed = True
+                    return part
+            self.losses[number : number + 1] = [torch.stack(losses).sum() if losses else nothing]
+        return None
+
+    def _remedy(self, failed: Part) -> str:
+        if len(failed.samples) > 1:
+            return _HALVE
+        if id(failed.samples[0]) not in self._tried:  # Memory in pieces is whole again now.
+            return _TRY_AGAIN
+        is_dispensable = self._guard.on_oom == "skip" or failed.info.is_filler
+        return _LEAVE_OUT if is_dispensable else _RAISE
+
+    def _make_room(self, failed: Part, remedy: str) -> None:
+        if remedy == _HALVE:
+            self.parts.halve(failed.cost)
+        elif remedy == _TRY_AGAIN:
+            self._tried.add(id(failed.samples[0]))
+        elif remedy == _LEAVE_OUT:
+            self.parts.skip(failed)
+            self._guard.skipped_samples += not failed.info.is_filler
+        else:
+            raise StepMemoryError(self._too_large(failed.samples[0]))
+
+    @property
+    def _where(self) -> str:
+        return f"step {self.infos[0].step} of epoch {self.infos[0].epoch}"
+
+    def _cannot_be_taken_back(self, part: Part) -> str:
+        samples, limit = part.samples, self._guard.limit
+        most = part.cost if limit is None else min(part.cost, limit)
+        keys = [sample.key for sample in samples[:_SHOWN]]
+        more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
+        return (
+            f"rank {self._guard.rank} ran out of memory in {self._where}, with {len(samples)} "
+            f"samples of up to {max(sample.tokens for sample in samples)} tokens and "
+            f"{sum(sample.patches for sample in samples)} patches (keys {keys}{more}; cost "
+            f"{part.cost}). All ranks compute such a step together, so it cannot be taken back. "
+            f"Resume from the last checkpoint with a budget of {int(_SHRINK * most)} or less."
+        )
+
+    def _too_large(self, sample: Sample) -> str:
+        return (
+            f"{self._where}, rank {self._guard.rank}: a sample{name_of(sample)} with "
+            f"{sample.tokens} tokens and {sample.patches} patches does not fit into memory alone. "
+            'Shorten it, leave it out (`exclude`, or `on_oom="skip"`), or train with less memory '
+            "for each token, such as by `enable_checkpointing`."
+        )
+
+
+def runs_ahead() -> bool:
+    """Tell whether collectives may be waited for only after the calls that begin them: on a GPU."""
+    return bool(torch.cuda.is_initialized())
+
+
+def check_guard_above(guard_above: Any) -> None:
+    """Raise a `ValueError` if `guard_above` is no share."""
+    if not isinstance(guard_above, (int, float)) or not 0 <= guard_above <= 1:
+        raise ValueError(f"`guard_above` must be in 0..1, but is {guard_above!r} instead.")
+
+
+def check_shrink(shrink: Any) -> None:
+    """Raise a `ValueError` if `shrink` is no share below 1."""
+    if not isinstance(shrink, float) or not 0 < shrink < 1:
+        raise ValueError(f"`shrink` must be above 0 and below 1, but is {shrink!r} instead.")
+
+
+def _nodes_of(loader: Any) -> tuple[GroupCollator, RankAligner | None]:
+    """Return what makes the batches of a loader, and what aligns its ranks."""
+    remedy = "To make one of a `DataLoader` of torch, see `ODBDataLoader.from_dataloader`."
+    if isinstance(getattr(loader, "loader", None), ODBDataLoader | Loader):
+        remedy = f"Pass the `.loader` of this `{type(loader).__name__}`."
+    check_type("loader", loader, ODBDataLoader | Loader, remedy)
+    nodes = [*walk(loader.root)]
+    if any(isinstance(node, VirtualRanks) for node in nodes):
+        raise TypeError(
+            "`loader` must not have `virtual_ranks` under a guard, which computes a step in "
+            "parts on the ranks that there are. Make the budget fit the smallest device."
+        )
+    collators = [node for node in nodes if isinstance(node, GroupCollator)]
+    if len(collators) != 1:
+        raise TypeError(
+            "`loader` must yield the batches of a `GroupCollator`, but its graph has "
+            f"{len(collators)}."
+        )
+    return collators[0], next((node for node in nodes if isinstance(node, RankAligner)), None)
+
+
+def _check_graph(budget: TokenBudget | None, aligner: RankAligner | None) -> None:
+    """Raise a `ValueError` where batches cannot be computed in parts."""
+    if budget is not None and budget.shapes is not None and budget.layout == "padded":
+        raise ValueError(
+            "a budget with `shapes` has no smaller batches: each part would be padded to a whole "
+            "shape again. Leave `shapes` out, or the guard."
+        )
+    if aligner is not None and type(aligner.measure.cost_fn) is not BudgetCost:
+        if aligner.measure.cost_fn is not padded_tokens:
+            raise ValueError(
+                "`cost_fn` of the `RankAligner` must be the default with a guard, which compares "
+                "costs with the budget. Say what attention adds as "
+                "`TokenBudget(attention_tokens=...)`."
+            )
+
+
+def _check_can_shrink(budget: TokenBudget | None, aligner: RankAligner | None) -> None:
+    if budget is None or aligner is None or budget.shapes is not None:
+        raise ValueError(
+            "`shrink` needs a `RankAligner` over a `WindowBucketer`, whose budget has no `shapes`: "
+            "batches of a fixed shape have no smaller one. Leave it out."
+        )
+
+
+def _checked_loss(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
+        raise TypeError(
+            "`loss_fn` must return the mean loss of the batch, a tensor without dimensions "
+            f"that has a graph, but returned {loss!r:.80}."
+        )
+    return loss
 
 
 def _follows(info: StepInfo, before: StepInfo) -> bool:

@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 import json
-from collections import deque
-from dataclasses import asdict, fields, replace
-from math import ceil, isfinite
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+from math import ceil, isfinite, isqrt, sqrt
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from odb_nodes._core.checks import check_count, check_type
+from odb_nodes._core.checks import MAX_COUNT, check_count, check_type
 from odb_nodes.errors import StateError
-from odb_nodes.memory.accuracy import Accuracy, StepErrors
-from odb_nodes.memory.budgets import budget_of, mean_patch_share
-from odb_nodes.memory.fitting import Fit, fit_peaks
 from odb_nodes.memory.meter import check_bytes, check_share
-from odb_nodes.memory.points import Point, Points
 from odb_nodes.planning import TokenBudget
 
-__all__ = ["MemoryModel"]
+__all__ = ["Fit", "MemoryModel"]
+
+Floats = NDArray[np.float64]
 
 VERSION = 1
-KEPT_ERRORS = 1024
-LEAST_OF_SOURCE = 4  # points of a source, for a factor of its own
+FOUND_FIELDS = ("tokens", "attention_tokens")  # of a budget
+SAFETY = 2.0  # times the error of the points, beyond which an unseen shape may lie
+LEAST_MARGIN = 0.002  # relative: what an allocator rounds
+UNKNOWN_MARGIN = 0.05  # relative, of a fit through all points
+SMALL_SQUARE = 0.01  # share of the linear part at the widest shape, below which none is declared
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Peak bytes: a + b*n*L + c*n*L^2 + d*patches for n rows of L tokens.
+
+    Attributes:
+        constant_bytes: a, of any batch.
+        token_bytes: b, of each token of the batch, padding included.
+        square_bytes: c, of each pair of tokens of a row.
+        patch_bytes: d, of each image patch.
+        margin: a shape that was not measured takes at most 1 + `margin` times its prediction.
+        error: largest relative error of the points that the fit was made from.
+        points: how many these were.
+    """
+
+    constant_bytes: float
+    token_bytes: float
+    square_bytes: float
+    patch_bytes: float
+    margin: float
+    error: float
+    points: int
 
 
 class MemoryModel:
@@ -31,51 +57,37 @@ class MemoryModel:
 
     n rows of L tokens, padding included, with p image patches take
 
-        max(floor, a + b * n * L + c * n * L**2 + d * p) bytes:
+        a + b * n * L + c * n * L**2 + d * p bytes:
 
     a is weights, gradients and the optimizer's state, b the activations, c attention where it is
-    quadratic, d the vision tower, and the floor the optimizer's own step. The points should differ
-    in width and in rows: where all have one width, b and c cannot be told apart.
-
-    Add points as they are measured, also those of a run's own steps, and call `fit` now and then.
-    It keeps 256 points and the errors of the last 1024 predictions, however long the run is.
+    quadratic, d the vision tower. The points should differ in width and in rows: where all have one
+    width, b and c cannot be told apart. Small batches whose peak is that of the optimizer's own
+    step do not show how memory grows: leave them out.
     """
 
     def __init__(self) -> None:
-        self._points = Points()
-        self._errors: deque[tuple[str, float]] = deque(maxlen=KEPT_ERRORS)
+        self._points: dict[tuple[int, int, int], int] = {}
         self._fit: Fit | None = None
-        self._factors: dict[str, float] = {}
 
     def __repr__(self) -> str:
-        return f"MemoryModel({len(self._points)} points, {self._fit})"
+        return f"MemoryModel({len(self._points)} points)"
 
-    @property
-    def is_fitted(self) -> bool:
-        """Whether there is a fit, so that predictions are compared with what is added."""
-        return self._fit is not None
-
-    def add(self, rows: int, width: int, patches: int, peak_bytes: int, source: str = "") -> None:
-        """Add the peak of one step.
-
-        Where there is a fit, its prediction is compared with the peak first: see `accuracy`.
+    def add(self, rows: int, width: int, patches: int, peak_bytes: int) -> None:
+        """Add the peak of one step, in place of an older one of the same shape.
 
         Args:
             rows: rows of the batch.
             width: tokens of each row, padding included.
             patches: image patches of the batch.
             peak_bytes: what the step took at its peak.
-            source: where the samples come from; the peaks of a source with 4 points or more are
-                predicted with a factor of its own. `""` for none.
 
         Raises:
             TypeError, ValueError: an argument is not valid.
         """
-        point = _checked_point(source, rows, width, patches, peak_bytes)
-        if self._fit is not None:
-            predicted = self.predict(rows, width, patches, source)
-            self._errors.append((source, peak_bytes / predicted - 1))
-        self._points.add(point)
+        sizes = check_count("rows", rows), check_count("width", width)
+        shape = (*sizes, check_count("patches", patches, 0))
+        self._points[shape] = check_bytes("peak_bytes", peak_bytes)
+        self._fit = None
 
     def fit(self) -> Fit:
         """Fit the model to its points: non-negative least squares of their relative errors.
@@ -86,58 +98,44 @@ class MemoryModel:
         Raises:
             ValueError: there are fewer than 2 points.
         """
+        if self._fit is None:
+            self._fit = self._fitted()
+        return self._fit
+
+    def _fitted(self) -> Fit:
         if len(self._points) < 2:
             raise ValueError(
                 f"a fit needs 2 points or more, but there are {len(self._points)}: add what steps "
                 "of different shapes take. 8 are good: 2 to 4 widths, each with few and many rows."
             )
-        shapes, peaks = self._points.shapes(), self._points.peaks()
-        self._fit = fit_peaks(shapes, peaks)
-        ratios = peaks / self._fit.predict(shapes)
-        sources = np.array([point.source for point in self._points])
-        self._factors = {
-            str(source): float(np.median(ratios[sources == source]))
-            for source in np.unique(sources)
-            if source and np.count_nonzero(sources == source) >= LEAST_OF_SOURCE
-        }
-        return self._fit
+        design, peaks = _design(self._points), np.array([*self._points.values()], np.float64)
+        coefficients = non_negative_fit(design, peaks)
+        errors = peaks / (design @ coefficients) - 1
+        constant, token, square, patch = coefficients.tolist()
+        return Fit(
+            constant_bytes=constant,
+            token_bytes=token,
+            square_bytes=square,
+            patch_bytes=patch,
+            margin=_margin(errors, int(np.count_nonzero(coefficients))),
+            error=float(np.abs(errors).max()),
+            points=len(peaks),
+        )
 
-    def predict(self, rows: int, width: int, patches: int = 0, source: str = "") -> int:
+    def predict(self, rows: int, width: int, patches: int = 0) -> int:
         """Return the predicted peak of a step, in bytes, without the margin.
 
         Args:
             rows: rows of the batch.
             width: tokens of each row, padding included.
             patches: image patches of the batch.
-            source: where the samples come from, as told to `add`.
 
         Raises:
             ValueError: there are fewer than 2 points.
         """
-        shape = np.array([[rows, width, patches]], dtype=np.float64)
-        return ceil(float(self._fitted().predict(shape)[0]) * self._factors.get(source, 1.0))
-
-    def accuracy(self) -> Accuracy:
-        """Return how far off the fit is from its points, and its predictions from what came then.
-
-        Raises:
-            ValueError: there are fewer than 2 points.
-        """
-        fit = self._fitted()
-        by_source: dict[str, list[float]] = {}
-        for source, error in self._errors:
-            by_source.setdefault(source, []).append(error)
-        return Accuracy(
-            points=fit.points,
-            fit_error=fit.error,
-            margin=fit.margin,
-            steps=StepErrors.of([error for _, error in self._errors], fit.margin),
-            by_source={
-                source: StepErrors.of(errors, fit.margin)
-                for source, errors in sorted(by_source.items())
-                if source
-            },
-        )
+        fit = self.fit()
+        token_bytes = fit.token_bytes + fit.square_bytes * width
+        return ceil(fit.constant_bytes + rows * width * token_bytes + fit.patch_bytes * patches)
 
     def budget(
         self,
@@ -168,29 +166,30 @@ class MemoryModel:
             TypeError, ValueError: an argument is not valid, there are fewer than 2 points, they do
                 not show how memory grows, or no batch fits.
         """
+        _check_fields(options)
         usable_bytes = check_bytes("limit_bytes", limit_bytes) * check_share("threshold", threshold)
-        fit = self._fitted()
-        shapes = self._points.shapes()
-        if margin is not None:
-            fit = replace(fit, margin=_number(margin, 0.0, "margin"))
-        if patch_share is None:
-            patch_share = mean_patch_share(fit, shapes)
-        elif not 0 <= patch_share < 1:
+        fit = self.fit()
+        if fit.token_bytes == fit.square_bytes == 0:
             raise ValueError(
-                f"`patch_share` must be at least 0 and below 1, but is {patch_share!r} instead."
+                f"the {fit.points} points do not show how memory grows with the tokens of a batch: "
+                "add points of larger batches."
             )
-        elif patch_share and not shapes[:, 2].any():
+        share = self._patch_share(fit, patch_share)
+        room_bytes = usable_bytes / (1 + _checked_margin(fit.margin, margin)) - fit.constant_bytes
+        attention_tokens, unit_bytes = self._unit_of_cost(fit)
+        tokens = (1 - share) * room_bytes / unit_bytes
+        if tokens < 1:
             raise ValueError(
-                f"`patch_share` must be 0 or None where no point has patches, but is {patch_share} "
-                "instead. Add points with patches."
+                f"a step without a single token is predicted to take {fit.constant_bytes:,.0f} "
+                f"bytes, but only {usable_bytes:,.0f} are usable: use a smaller model or "
+                "optimizer, shard them, or raise `limit_bytes` or `threshold`."
             )
-        return budget_of(
-            fit,
-            usable_bytes=usable_bytes,
-            widths=(int(shapes[:, 1].min()), int(shapes[:, 1].max())),
-            patch_share=patch_share,
-            **options,
-        )
+        if share:
+            patches = int(share * room_bytes / fit.patch_bytes)
+            options.setdefault("max_patches", max(min(patches, MAX_COUNT), 1))
+        if attention_tokens is not None:
+            options["attention_tokens"] = attention_tokens
+        return TokenBudget(min(int(tokens), MAX_COUNT), **options)
 
     def plan(
         self, limit_bytes: int, *, tokens_per_step: int, world_size: int, **options: Any
@@ -217,16 +216,9 @@ class MemoryModel:
         return replace(largest, tokens=ceil(wanted / (ranks * accumulate))), accumulate
 
     def to_json(self) -> str:
-        """Return the model with its points, fit and errors as JSON."""
-        return json.dumps(
-            {
-                "version": VERSION,
-                "points": list(self._points),
-                "errors": list(self._errors),
-                "factors": self._factors,
-                "fit": self._fit and asdict(self._fit),
-            }
-        )
+        """Return the points as JSON."""
+        points = [[*shape, peak_bytes] for shape, peak_bytes in self._points.items()]
+        return json.dumps({"version": VERSION, "points": points})
 
     @classmethod
     def from_json(cls, text: str) -> MemoryModel:
@@ -235,59 +227,110 @@ class MemoryModel:
         Raises:
             StateError: it is of another version, incomplete, or holds what no model has.
         """
+        model = cls()
         try:
             data = json.loads(text)
-            if not isinstance(data, dict):
-                raise ValueError(f"it must be a JSON object, but is {data!r:.40} instead")
-            if data.pop("version", None) != VERSION:
-                raise ValueError(f"its version must be {VERSION}")
-            points, errors, factors = data.pop("points"), data.pop("errors"), data.pop("factors")
-            fit = data.pop("fit")
-            if data:
-                raise ValueError(f"it has unknown fields {sorted(data)}")
-            model = cls()
-            for point in points:
-                model._points.add(_checked_point(*point))
-            model._errors.extend((_text(source), _number(error)) for source, error in errors)
-            model._factors = {_text(key): _number(value) for key, value in factors.items()}
-            model._fit = None if fit is None else _checked_fit(fit)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if not isinstance(data, dict) or sorted(data) != ["points", "version"]:
+                raise ValueError(f"it must have `version` and `points`, but is {data!r:.40}")
+            if data["version"] != VERSION:
+                raise ValueError(f"its version is {data['version']!r:.40}")
+            for point in data["points"]:
+                model.add(*point)
+        except (TypeError, ValueError) as error:
             raise StateError(
                 f"this is no memory model of version {VERSION}: {error}. Calibrate again."
             ) from error
         return model
 
-    def _fitted(self) -> Fit:
-        return self.fit() if self._fit is None else self._fit
+    def _patch_share(self, fit: Fit, given: float | None) -> float:
+        """Return the share of patches in what activations take: by default that of the points."""
+        design = _design(self._points)
+        design = design[design[:, 3] > 0]
+        if given is not None and not 0 <= given < 1:
+            raise ValueError(
+                f"`patch_share` must be at least 0 and below 1, but is {given!r} instead."
+            )
+        if given and not len(design):
+            raise ValueError(
+                f"`patch_share` must be 0 or None where no point has patches, but is {given} "
+                "instead. Add points with patches."
+            )
+        if not fit.patch_bytes:
+            return 0.0
+        if given is not None:
+            return given
+        patches, tokens = fit.patch_bytes * design[:, 3], design[:, 1:3]
+        of_tokens = tokens @ np.array([fit.token_bytes, fit.square_bytes])
+        return float((patches / (patches + of_tokens)).mean())
+
+    def _unit_of_cost(self, fit: Fit) -> tuple[int | None, float]:
+        """Return `attention_tokens`, and the bytes that a unit of cost under it takes at most.
+
+        A row of L tokens costs L + L*L // attention_tokens, in integers. What is rounded off is
+        largest in proportion where L is a little below the root of `attention_tokens`.
+        """
+        widths = [width for _, width, _ in self._points]
+        linear, square = fit.token_bytes, fit.square_bytes
+        if square * max(widths) <= SMALL_SQUARE * linear:
+            return None, linear + square * max(widths)
+        attention_tokens = max(min(int(linear / square), MAX_COUNT), 1)
+        last = max(2 * isqrt(attention_tokens), *widths)
+        lengths = np.arange(min(widths), last + 1, dtype=np.int64)
+        costs = lengths + lengths * lengths // attention_tokens
+        of_lengths = ((linear + square * lengths) * lengths / costs).max()
+        return attention_tokens, float(max(of_lengths, square * attention_tokens))
 
 
-def _checked_point(
-    source: object, rows: object, width: object, patches: object, peak_bytes: object
-) -> Point:
-    return Point(
-        _text(source),
-        check_count("rows", rows),
-        check_count("width", width),
-        check_count("patches", patches, 0),
-        check_bytes("peak_bytes", peak_bytes),
-    )
+def _design(shapes: Iterable[tuple[int, int, int]]) -> Floats:
+    """Return one, tokens, squared tokens and patches of shapes, (N, 4)."""
+    rows, widths, patches = np.array([*shapes], np.float64).reshape(-1, 3).T
+    return np.stack((np.ones_like(rows), rows * widths, rows * widths**2, patches), axis=1)
 
 
-def _checked_fit(values: dict[str, Any]) -> Fit:
-    names = [field.name for field in fields(Fit)]
-    if sorted(values) != sorted(names):
-        raise ValueError(f"its fit must have the fields {names}, but has {sorted(values)}")
-    points = check_count("points", values.pop("points"), 2)
-    return Fit(points=points, **{name: _number(value, 0.0) for name, value in values.items()})
+def non_negative_fit(design: Floats, peaks: Floats) -> Floats:
+    """Return the non-negative least-squares fit in relative errors, one number for each column."""
+    # It is the best of the free fits of all subsets of the columns that have no negative term.
+    # (Lawson and Hanson, Solving Least Squares Problems, 1974, find that subset step by step.)
+    scale = design.max(axis=0)
+    scale[scale == 0] = 1.0
+    weighted = design / scale / peaks[:, None]
+    best, best_error = np.zeros(design.shape[1]), np.inf
+    numbers = range(design.shape[1])
+    for subset in chain.from_iterable(combinations(numbers, size + 1) for size in numbers):
+        columns = weighted[:, subset]
+        solution = np.linalg.pinv(columns, rcond=1e-12) @ np.ones(len(peaks))
+        error = float(np.square(columns @ solution - 1).sum())
+        # A larger subset, or a later column, has to fit better by more than rounding: where all
+        # widths are one, tokens and their squares fit alike, and tokens come first.
+        if solution.min() >= 0 and error < best_error * 0.999 - 1e-15:
+            best, best_error = np.zeros_like(best), error
+            best[list(subset)] = solution / scale[list(subset)]
+    return best
 
 
-def _text(value: object) -> str:
-    check_type("source", value, str)
-    return str(value)
+def _margin(errors: Floats, terms: int) -> float:
+    """Return the margin of a fit of so many terms that is not 0."""
+    if len(errors) <= terms:
+        return UNKNOWN_MARGIN  # the fit goes through all points: it has no errors to judge it by
+    scatter = sqrt(len(errors) / (len(errors) - terms))  # they scatter less about their own fit
+    return max(SAFETY * scatter * float(errors.max()), LEAST_MARGIN)
 
 
-def _number(value: Any, least: float = -1.0, name: str = "number") -> float:
-    check_type(name, value, int | float)
-    if not isfinite(value) or value < least:
-        raise ValueError(f"`{name}` must be finite and at least {least}, but is {value!r} instead.")
-    return float(value)
+def _checked_margin(of_fit: float, given: Any) -> float:
+    if given is None:
+        return of_fit
+    check_type("margin", given, int | float)
+    if not isfinite(given) or given < 0:
+        raise ValueError(f"`margin` must be finite and at least 0, but is {given!r} instead.")
+    return float(given)
+
+
+def _check_fields(names: Iterable[str]) -> None:
+    for name in names:
+        if name in FOUND_FIELDS:
+            raise TypeError(
+                f"`{name}` is what the model finds, from its points and `limit_bytes`. Leave it "
+                "out, or change it in the budget: `dataclasses.replace(budget, ...)`."
+            )
+        if name not in TokenBudget.__dataclass_fields__:
+            raise TypeError(f"`{name}` is neither an argument of `budget` nor of `TokenBudget`.")

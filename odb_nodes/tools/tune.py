@@ -17,7 +17,7 @@ from odb_nodes._core.progress import Bar
 from odb_nodes._core.text import counted, html_table, html_text, markdown_table
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.memory import MemoryModel
-from odb_nodes.memory.fitting import non_negative_fit
+from odb_nodes.memory.model import non_negative_fit
 from odb_nodes.monitor import read_run
 from odb_nodes.planning import SimulationOptions, TokenBudget, round_steps
 from odb_nodes.planning.auto_window import AUTO, LEAST_WINDOW, MOST_WINDOW, WindowSize

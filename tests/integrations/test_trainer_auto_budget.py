@@ -102,13 +102,9 @@ def test_steps_of_the_run_take_what_was_predicted(tmp_path, options):
     trainer = trainer_of(tmp_path, auto(on_oom="split"), size=200, **options)
     trainer.train()
     assert sum(t.logs_of(trainer, "odb/ooms")) == 0
-    shares, errors = (
-        t.logs_of(trainer, "odb/peak_memory_share"),
-        t.logs_of(trainer, "odb/memory_error"),
-    )
-    assert len(shares) == len(errors) + 1 == trainer.state.global_step
+    shares = t.logs_of(trainer, "odb/peak_memory_share")
+    assert len(shares) == trainer.state.global_step
     assert 0.75 < max(shares) <= 1
-    assert 0 < max(errors) < 0.2
     assert len({*shares}) > 2  # each is of its own step
 
 
@@ -116,7 +112,7 @@ def test_without_a_meter_a_guard_logs_no_memory(tmp_path):
     trainer = trainer_of(tmp_path, {"on_oom": "split"})
     trainer.train()
     assert t.logs_of(trainer, "odb/ooms")
-    assert not t.logs_of(trainer, "odb/peak_memory_share") + t.logs_of(trainer, "odb/memory_error")
+    assert not t.logs_of(trainer, "odb/peak_memory_share")
 
 
 @pytest.mark.parametrize(("accumulate", "bf16"), [(1, True), (3, False)])

@@ -178,7 +178,7 @@ WAITS = (
     + """
 model.norm = nn.SyncBatchNorm(2)  # so that the ranks compute together, by what they know
 model.eval()
-odb_nodes.memory.partwise_step.runs_ahead = lambda: True  # as on a GPU
+odb_nodes.memory.guard.runs_ahead = lambda: True  # as on a GPU
 guard = OomGuard(ODBDataLoader(samples_of(rank, 40), timeout_s=3, **options), guard_above=1.0)
 for number, step in enumerate(guard):
     model.fails = lambda rows, width: rank == 1 and number == 2

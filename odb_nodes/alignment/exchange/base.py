@@ -53,6 +53,12 @@ class Exchange(Protocol):
             Interrupted: `interrupt` was called.
         """
 
+    def publish(self, key: str, text: str) -> None:
+        """Leave a text under a key, for ranks that wait for this one elsewhere; raises nothing."""
+
+    def published(self, key: str) -> str | None:
+        """Return the text that a rank has left under a key; `None` while there is none."""
+
     def interrupt(self) -> None:
         """Make every call raise until `resume`, one that waits on another thread included."""
 
@@ -73,6 +79,13 @@ class LocalExchange:
     def all_gather(self, row: IntArray) -> IntArray:
         """Return (1, n)."""
         return row[None]
+
+    def publish(self, key: str, text: str) -> None:
+        """Do nothing: nobody reads it."""
+
+    def published(self, key: str) -> str | None:  # noqa: ARG002
+        """Return `None`."""
+        return None
 
     def interrupt(self) -> None:
         """Do nothing: no call ever waits."""

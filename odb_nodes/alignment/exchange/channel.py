@@ -39,6 +39,7 @@ class Channel:
         self.agreed = False
         """Whether `agree` has succeeded since the last `begin`."""
         self.rank, self.world_size = exchange.rank, exchange.world_size
+        self.timeout_s = exchange.timeout_s
         self.wait_s = 0.0
         """Seconds spent in exchanges so far."""
 
@@ -102,6 +103,14 @@ class Channel:
                 self._greet(kind, _as_integers(text), where)
         except (PeerError, StateError, Interrupted):
             return
+
+    def publish(self, text: str) -> None:
+        """Leave a text for ranks that wait for this one elsewhere than in an exchange."""
+        self._exchange.publish(str(self._generation), text)
+
+    def published(self) -> str | None:
+        """Return what a rank has left since all have agreed; `None` while there is nothing."""
+        return self._exchange.published(str(self._generation))
 
     def _greet(self, kind: int, payload: IntArray, where: str) -> IntArray:
         """Send the first message of a generation until all ranks do, and return their messages."""

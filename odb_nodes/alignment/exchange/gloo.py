@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -33,6 +34,7 @@ _POLL_S = 1.0  # between two looks at the store, whether another rank has report
 _GRACE_S = 5.0  # for all ranks to report, so that an error can name those that do not
 _LEAST_GRACE_S = 2.0  # the same where `timeout_s` is short: else it would name one that is slow
 _EXIT_S = 5.0  # for a thread to leave gloo, or the store, before the interpreter ends
+_PUBLISH_S = 2.0  # for the store to take or give a published text
 _UNDO_S = 1.0  # for the store to take back that this rank has come
 _LOST = "lost a connection"
 _HOST_ENDED = "it was killed or stopped, or had given up waiting for a late rank"
@@ -162,6 +164,20 @@ class GlooExchange:
             self._await(work, deadline)
             gathered: IntArray = rows.numpy()
             return gathered
+
+    def publish(self, key: str, text: str) -> None:
+        """Leave a text at the store of the job, if that is still there. See `Exchange`."""
+        with suppress(StoreLost):
+            self._store.call("set", f"published/{key}", text, limit_s=_PUBLISH_S)
+
+    def published(self, key: str) -> str | None:
+        """Return the text that a rank has left. See `Exchange`."""
+        name = f"published/{key}"
+        with suppress(StoreLost):
+            if self._store.call("check", [name], limit_s=_PUBLISH_S):
+                text: bytes = self._store.call("get", name, limit_s=_PUBLISH_S)
+                return text.decode(errors="replace")
+        return None
 
     def interrupt(self) -> None:
         """Make calls raise until `resume`. See `Exchange`."""

@@ -32,10 +32,8 @@ from odb_nodes.integrations.huggingface.samples import (
 )
 from odb_nodes.integrations.step_estimate import check_can_estimate, look_at
 from odb_nodes.memory.calibration import Calibration, find_budget
-from odb_nodes.memory.failures import free_memory
 from odb_nodes.memory.gradients import give_gradients, has_collectives
-from odb_nodes.memory.meter import CudaMeter, MemoryMeter
-from odb_nodes.memory.model import MemoryModel
+from odb_nodes.memory.meter import CudaMeter, MemoryMeter, free_memory
 from odb_nodes.nodes import GroupCollator
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import Sample
@@ -96,8 +94,8 @@ def saved_budget(state: Any) -> TokenBudget:
     raise StateError("the state of the loader has no budget. Use an earlier checkpoint.")
 
 
-def find_for(trainer: Any) -> tuple[TokenBudget, MemoryModel]:
-    """Return the largest budget whose steps fit on all ranks, and what this rank has learned of it.
+def find_for(trainer: Any) -> TokenBudget:
+    """Return the largest budget whose steps fit on all ranks.
 
     Each rank tries steps on its own, without the others, and the ranks agree on the smallest. The
     trainer and all that training changes are afterwards as they were, bitwise.
@@ -122,7 +120,7 @@ def find_for(trainer: Any) -> tuple[TokenBudget, MemoryModel]:
     )
     if channel.rank == 0:
         logger.info("found %s by %d steps that were tried", budget, len(found.points))
-    return budget, found.model
+    return budget
 
 
 def _calibrate(trainer: Any, ranks: int) -> Calibration:
@@ -135,6 +133,7 @@ def _calibrate(trainer: Any, ranks: int) -> Calibration:
     before = trainer.optimizer
     optimizer = trainer.create_optimizer()
     trainer.optimizer = before  # so that training makes one of its own
+    scaler = getattr(trainer.accelerator, "scaler", None)
     one = torch.ones((), dtype=torch.int64, device=args.device)
     reason = (
         f"`compute_loss` of `{type(trainer).__name__}` gathers from other ranks, which try other "
@@ -156,7 +155,7 @@ def _calibrate(trainer: Any, ranks: int) -> Calibration:
         _batches_of(trainer, samples, samples[shortest]),
         meter=meter_of(args, trainer.odb),  # type: ignore[arg-type]  # see `check_auto`
         widths=longer or [shortest],
-        states=(model, optimizer),
+        states=[model, optimizer, *([] if scaler is None else [scaler])],
     )
     del buckets
     free_memory()

@@ -16,7 +16,7 @@ from odb_nodes._core.checks import check_bool, check_choice, check_count, check_
 from odb_nodes.integrations.learning_rate import LrScaling
 from odb_nodes.integrations.step_estimate import LOOKED_AT
 from odb_nodes.loader.options import BatchOptions
-from odb_nodes.memory.context import GUARD_ABOVE, check_guard_above, check_shrink
+from odb_nodes.memory.guard import GUARD_ABOVE, check_guard_above, check_shrink
 from odb_nodes.memory.meter import MemoryMeter, check_meter, check_share
 from odb_nodes.monitor import Monitor
 from odb_nodes.planning import TokenBudget

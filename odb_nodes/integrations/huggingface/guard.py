@@ -15,18 +15,14 @@ from odb_nodes._compat.torch_distributed import RefusingCollectives
 from odb_nodes.integrations.huggingface.auto_budget import meter_of
 from odb_nodes.integrations.huggingface.loss import LossWeigher, MicroStep
 from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.memory.context import GuardContext
 from odb_nodes.memory.gradients import (
-    average_gradients,
     check_no_gradients,
-    give_gradients,
     has_collectives,
     has_own_backward,
     scale_gradients,
 )
-from odb_nodes.memory.model import MemoryModel
+from odb_nodes.memory.guard import GuardedStep, OomGuard, Run, StepBatch
 from odb_nodes.memory.parts import Part
-from odb_nodes.memory.partwise_step import PartwiseStep, Run, StepBatch
 from odb_nodes.step_info import StepInfo
 
 GATHERS = (
@@ -54,23 +50,20 @@ class RunGuard:
         loader: ODBDataLoader,
         losses: LossWeigher,
         model_batch: Callable[[dict[str, Any]], dict[str, Any]],
-        memory: MemoryModel | None,
     ) -> None:
-        odb, meter = trainer.odb, meter_of(trainer.args, trainer.odb)
+        odb = trainer.odb
         self._trainer, self._losses, self._model_batch = trainer, losses, model_batch
-        self._context = GuardContext.of(
+        self._guard = OomGuard(
             loader,
-            on_oom=odb.on_oom,
+            odb.on_oom,
             guard_above=odb.guard_above,
-            limit=None,
             shrink=odb.shrink,
-            meter=meter,
-            memory=None if meter is None else memory or MemoryModel(),
+            meter=meter_of(trainer.args, odb),
         )
-        self._context.collator.keep_samples()
+        self._guard.collator.keep_samples()
         self._has_met = self._has_guarded = False
         self.batches: list[dict[str, Any]] = []
-        self._step = PartwiseStep(self._context, [])
+        self._step = GuardedStep(self._guard, [])
         self._returned: list[torch.Tensor] = []  # loss of each batch, as the `Trainer` has it
         self._is_alone = False
         self._ooms = self._parts = self._steps = 0  # until they are taken
@@ -83,22 +76,20 @@ class RunGuard:
     @property
     def ooms(self) -> int:
         """How often memory has run out on this rank in the run."""
-        return self._context.ooms
+        return self._guard.ooms
 
     def begin_step(self, batches: list[dict[str, Any]], infos: Sequence[StepInfo]) -> None:
         """Begin an optimizer step of these batches; a repeated one has the `step` of the first."""
         if not self._has_met:
-            self._context.meet("ODBConfig")
+            self._guard.meet("ODBConfig")
             self._has_met = True
         taken: list[StepBatch] = []
         for batch, info in zip(batches, infos, strict=True):
             is_repeated = bool(taken) and taken[-1].info.step == info.step
-            samples = (
-                taken[-1].samples if is_repeated else self._context.collator.take_samples(info)
-            )
+            samples = taken[-1].samples if is_repeated else self._guard.collator.take_samples(info)
             taken.append(StepBatch(batch, samples, info))
         self.batches, self._returned = [*batches], []
-        self._step = PartwiseStep(self._context, taken)
+        self._step = GuardedStep(self._guard, taken)
 
     def compute(
         self, model: nn.Module, inputs: dict[str, Any], weight: MicroStep, compute: Compute
@@ -137,38 +128,33 @@ class RunGuard:
 
     def take_metrics(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """Return the metrics since the last call; docs/huggingface.md says what they are."""
-        ooms, self._ooms = self._context.ooms - self._ooms, self._context.ooms
-        run_meter = self._context.run_meter
-        share = 0.0 if run_meter is None else run_meter.take_peak_share()
-        error = None if run_meter is None else run_meter.mean_error
-        measured = [round(one * MILLIONTHS) for one in (share, error or 0.0)]
-        own = [ooms, self._parts, self._steps, *measured, int(error is not None)]
+        ooms, self._ooms = self._guard.ooms - self._ooms, self._guard.ooms
+        share, self._guard.recent_share = self._guard.recent_share, 0.0
+        own = [ooms, self._parts, self._steps, round(share * MILLIONTHS)]
         self._parts = self._steps = 0
         of_ranks = gather(torch.tensor([own], device=self._trainer.args.device))
-        ooms, parts, steps, _, errors, predicting = of_ranks.sum(0).tolist()
+        ooms, parts, steps, _ = of_ranks.sum(0).tolist()
         metrics = {"odb/ooms": float(ooms), "odb/parts": parts / max(1, steps)}
-        if run_meter is not None:
+        if self._guard.meter is not None:
             metrics["odb/peak_memory_share"] = int(of_ranks[:, 3].max()) / MILLIONTHS
-        if predicting:
-            metrics["odb/memory_error"] = errors / predicting / MILLIONTHS
         return metrics
 
     def close(self) -> None:
         """End the run: this rank waits for no other any more."""
-        self._context.leave()
+        self._guard.leave()
 
     def _is_computed_alone(self, model: nn.Module) -> bool:
         """Tell whether this rank computes the step without the others, and can take it back."""
         if has_own_backward(model) or has_collectives(model):
             return False
-        if self._context.channel is None:
+        if self._guard.channel is None:
             return True
-        return isinstance(model, DistributedDataParallel) and self._context.guards(self.infos)
+        return isinstance(model, DistributedDataParallel) and self._guard.guards(self.infos)
 
     def _compute_alone(self, number: int, model: nn.Module, run: Run) -> torch.Tensor:
-        step: PartwiseStep = self._step
+        step: GuardedStep = self._step
         checks: AbstractContextManager[Any] = nullcontext()
-        if self._context.channel is not None and not self._has_guarded:
+        if self._guard.channel is not None and not self._has_guarded:
             # Checked once, since it looks at each operation of torch.
             checks = RefusingCollectives(GATHERS.format(type(self._trainer).__name__))
         with checks:
@@ -183,9 +169,7 @@ class RunGuard:
             scale_gradients(model, factor)
             # The `Trainer` adds this to the losses of the batches before.
             loss = torch.stack(step.losses).sum() * factor - sum(self._returned)
-        if isinstance(model, DistributedDataParallel):
-            average_gradients(model)
-        give_gradients(model)  # All samples may have been left out, of all ranks.
+        step.join(model)
         return loss
 
     def _factor_of_rest(self) -> float:
@@ -199,4 +183,4 @@ class RunGuard:
         return self._losses.factor_without(int(self._trainer.accelerator.gather(own).sum()))
 
     def _collate(self, part: Part) -> dict[str, Any]:
-        return self._model_batch(self._context.collate(part))
+        return self._model_batch(self._guard.collate(part))

@@ -35,7 +35,6 @@ from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_lo
 from odb_nodes.ledger import Ledger
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.rank_states import save_rank_state
-from odb_nodes.memory.model import MemoryModel
 from odb_nodes.monitor import Monitor
 from odb_nodes.monitor.metrics import StepMeter
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
@@ -248,7 +247,7 @@ class Run:
         if checkpoint is not None:
             state = _saved_run(checkpoint, args)
         self._resumes = checkpoint is not None
-        memory = _settle_budget(trainer, state.loader)
+        _settle_budget(trainer, state.loader)
         self.batches = batches = TrainBatches(trainer)
         self.by_epochs = args.max_steps <= 0  # that end the run; else `max_steps` does
         if not self.by_epochs:
@@ -284,7 +283,7 @@ class Run:
             self.monitor.monitor.attach(batches.loader)
         self.guard: RunGuard | None = None
         if odb.on_oom is not None:
-            self.guard = RunGuard(trainer, batches.loader, self.losses, self._model_batch, memory)
+            self.guard = RunGuard(trainer, batches.loader, self.losses, self._model_batch)
 
     # --- how far it is ----------------------------------------------------------------------------
 
@@ -509,15 +508,13 @@ def _saved_run(checkpoint: str, args: Any) -> RunState:
     return resharded_run(runs, rank, world_size, alike)
 
 
-def _settle_budget(trainer: Any, loader: SourceState) -> MemoryModel | None:
-    """Find the budget of the run where that is wanted, and return what was learned of memory."""
-    memory = None
+def _settle_budget(trainer: Any, loader: SourceState) -> None:
+    """Find the budget of the run, if that is wanted."""
     if trainer.odb.finds_budget and loader:
         trainer.odb_budget = saved_budget(loader)
     elif trainer.odb.finds_budget:
         trainer.odb_budget = None
-        trainer.odb_budget, memory = find_for(trainer)
-    return memory
+        trainer.odb_budget = find_for(trainer)
 
 
 def _steps_per_epoch(trainer: Any) -> int:

@@ -23,7 +23,7 @@ from odb_nodes.integrations.huggingface.loss import MicroStep
 from odb_nodes.integrations.huggingface.run import Run, TrainBatches
 from odb_nodes.integrations.huggingface.samples import evaluation_collate
 from odb_nodes.integrations.learning_rate import follow
-from odb_nodes.memory.failures import free_memory
+from odb_nodes.memory.meter import free_memory
 from odb_nodes.planning import TokenBudget
 
 if TYPE_CHECKING:  # The mixin calls the methods of the class that it is mixed into.

@@ -1,10 +1,10 @@
-"""`find_budget`: how near it comes to the true largest budget, and what it leaves as it was."""
+"""`find_budget` comes near the true largest budget; it and `preflight` leave all as it was."""
 
 import copy
 import random
 import weakref
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from sampling import fewer
 from small_lm import assert_same, make_batch, make_training, snapshot
 
+from odb_nodes import ODBDataLoader, TokenBudget
 from odb_nodes.memory import (
     MemoryModel,
     ShapeTooLargeError,
+    calibration,
     enable_checkpointing,
     find_budget,
     free_memory,
-    trials,
+    preflight,
 )
 from odb_nodes.testing import SavedTensorMeter
 
@@ -29,9 +31,17 @@ ROOM = 900 * MIB
 WIDTHS = [12, 40, 96]
 
 
-def find(train_step, limit_bytes=2 * MIB, **options):
-    options = {"meter": SavedTensorMeter(limit_bytes), "widths": WIDTHS, **options}
-    return find_budget(train_step, options.pop("make_batch", make_batch), **options)
+def find(training=None, limit_bytes=2 * MIB, **options):
+    """`find_budget` for the step of a training, or for another step with its states."""
+    training = make_training() if training is None else training
+    options = {
+        "states": [training.model, training.optimizer, *options.pop("more_states", [])],
+        "meter": SavedTensorMeter(limit_bytes),
+        "widths": WIDTHS,
+        **options,
+    }
+    steps = options.pop("train_step", training.train_step), options.pop("make_batch", make_batch)
+    return find_budget(*steps, **options)
 
 
 def peak_of(training, *shape):
@@ -62,13 +72,16 @@ def in_the_middle_of_a_run(**options):
     return training
 
 
+# --- how near it comes ----------------------------------------------------------------------------
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit_mib", "widths"), [(2, [20]), (7, WIDTHS), (30, [8, 24, 48, 72, 96])]
 )
 def test_it_comes_within_5_percent_of_the_true_largest_budget(limit_mib, widths):
     training, limit_bytes = make_training(), limit_mib * MIB
-    found = find(training.train_step, limit_bytes, widths=widths)
+    found = find(training, limit_bytes, widths=widths)
     assert len(found.points) <= 24
     budget = found.budget
     costs = {width: budget.row_cost(width) for width in widths}
@@ -88,7 +101,7 @@ class Device:
     constant: float = GB
     token: float = 30_000.0
     square: float = 20.0
-    floor: float = 0.0
+    floor: float = 0.0  # of the optimizer's step
     grain: int = 1  # bytes that peaks are rounded up to
     noise: float = 0.0
     fails_above: float = 1.0  # times the limit: only there a step raises
@@ -112,7 +125,7 @@ class Device:
             raise torch.OutOfMemoryError("out of memory")
 
     def find(self, widths, max_trials=24):
-        options = {"meter": self, "widths": widths, "max_trials": max_trials}
+        options = {"states": [], "meter": self, "widths": widths, "max_trials": max_trials}
         found = find_budget(self.train_step, lambda *shape: shape, **options)
         assert len(found.points) <= max_trials
         return found
@@ -174,15 +187,66 @@ def test_too_few_trials_give_what_has_fitted():
         assert found.budget.tokens // found.budget.row_cost(width) <= rows
 
 
-def test_one_row_alone_that_fits_is_the_budget():
+def test_one_row_alone_that_fits_is_the_budget_and_rows_have_a_bound_where_memory_hardly_grows():
     budget = Device(limit_bytes=2 * GB, square=0.0).find([20_000]).budget
     assert budget.tokens // budget.row_cost(20_000) == 1
-
-
-def test_rows_have_a_bound_where_memory_hardly_grows():
     found = Device(limit_bytes=10**12, constant=1e6, token=1e-3, square=0.0).find([64, 256])
     assert all(trial.fits for trial in found.points)
     assert 10**6 < max(trial.rows * trial.width for trial in found.points) < 2**31
+
+
+def test_patches_have_a_limit_of_their_own():
+    training = make_training()
+    found = find(training, 8 * MIB, patches_per_row=100)
+    assert all(trial.patches == 100 * trial.rows for trial in found.points)
+    budget = found.budget
+    peaks = [
+        peak_of(training, budget.tokens // budget.row_cost(width), width, budget.max_patches)
+        for width in WIDTHS
+    ]
+    assert 7 * MIB < max(peaks) <= 8 * MIB
+
+
+def test_a_peak_above_the_limit_is_a_failure_also_if_the_step_ends():
+    class Generous(SavedTensorMeter):
+        limit_bytes = MIB
+
+    found = find(meter=Generous(ROOM))
+    assert not any(trial.error for trial in found.points)
+    assert {trial.fits for trial in found.points} == {True, False}
+    assert found.model.predict(1, 12) < MIB
+
+
+def test_the_result_holds_no_tensors():
+    training = make_training()
+    found = find(training)
+    shown = repr(found)
+    assert f"budget=TokenBudget(tokens={found.budget.tokens}" in shown
+    assert f"{len(found.points)} trials" in shown and len(shown) < 400
+    model = MemoryModel.from_json(found.model.to_json())
+    assert model.fit() == found.model.fit()
+    alive = weakref.ref(training.model)
+    del training
+    free_memory()
+    assert alive() is None
+
+
+def test_with_and_without_checkpointing_the_slower_way_is_told_too(monkeypatch):
+    training, clock = make_training(layers=4), [0.0]
+    before = snapshot(training)
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+
+    def train_step(batch):
+        clock[0] += 30.0 if "forward" in vars(training.model.blocks[0]) else 1.0
+        training.train_step(batch)
+
+    options = {"widths": [12, 96], "checkpointing": training.model}
+    found = find(training, 3 * MIB, train_step=train_step, **options)
+    assert_same(before, snapshot(training))
+    assert "forward" not in vars(training.model.blocks[0])
+    assert found.slower.checkpointing and not found.checkpointing
+    assert found.slower.budget.tokens > 1.5 * found.budget.tokens
+    assert found.slower.tokens_per_s < found.tokens_per_s
 
 
 # --- what it leaves as it was ---------------------------------------------------------------------
@@ -212,7 +276,7 @@ def test_every_optimizer_goes_on_as_if_nothing_had_happened(name, steps_before):
 
     training = begun(steps_before)
     before = snapshot(training)
-    find(train_step, ROOM, widths=[8], max_trials=4)
+    find(training, ROOM, train_step=train_step, widths=[8], max_trials=4)
     assert_same(before, snapshot(training))
     training.train_step(make_batch(2, 8))
     assert_same(snapshot(training), snapshot(begun(steps_before + 1)))
@@ -226,7 +290,7 @@ def test_each_step_has_the_same_values_and_the_memory_of_a_run():
         seen.append((float(weights.sum()), len(training.optimizer.state)))
         training.train_step(batch)
 
-    find(train_step)
+    find(training, train_step=train_step)
     assert len({weights for weights, _ in seen}) == 1
     assert [state > 10 for _, state in seen] == [False] + [True] * (len(seen) - 1)
     assert not training.optimizer.state
@@ -257,7 +321,17 @@ class Counter:
         self.value = state["value"]
 
 
-def test_buffers_graphs_and_states_that_are_passed_are_kept():
+class Wrapped(torch.optim.Optimizer):
+    """An optimizer in a wrapper, as Accelerate has it."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    state = property(lambda self: self.inner.state)
+    param_groups = property(lambda self: self.inner.param_groups)
+
+
+def test_buffers_graphs_and_states_of_other_kinds_are_kept():
     training, module, counter = make_training(), Replacing(), Counter()
     loss = training.model(*make_batch(2, 8))
 
@@ -266,75 +340,16 @@ def test_buffers_graphs_and_states_that_are_passed_are_kept():
         counter.value += 1
         training.model(*batch).backward()
 
-    find(train_step, states=[counter])
+    find(training, train_step=train_step, more_states=[module, counter])
     assert torch.equal(module.mean, torch.zeros(3)) and module.later is None
     assert counter.value == 0
     loss.backward()  # the weights are those of its graph
 
 
-TRAINING = []
-
-
-def uses_a_global(batch):
-    TRAINING[0].train_step(batch)
-
-
-def step_of(one, batch):
-    (one[1][0]["a"] if isinstance(one, tuple) else one).train_step(batch)
-
-
-class Trainer:
-    def __init__(self, training):
-        self.parts = {"trainings": [training]}
-
-    def step(self, batch):
-        self.parts["trainings"][0].train_step(batch)
-
-    __call__ = step
-
-
-def closure_over(step):
-    return lambda batch: step(batch)
-
-
-def decorated(training):
-    @wraps(step_of)
-    def wrapper(batch, training=training):
-        training.train_step(batch)
-
-    return wrapper
-
-
-def beside_much_else(training):
-    records, circle, unset = [[n] for n in range(300_000)], [], None
-    circle.append(circle)
-    much = lambda: (records, circle, unset)  # noqa: E731, F821
-    del unset
-    step = training.train_step
-    for _ in range(6):  # farther away than the records
-        step = closure_over(step)
-    return partial(lambda _, batch: step(batch), much)
-
-
-HOLDERS = {
-    "a global": lambda _: uses_a_global,
-    "a global of an inner function": lambda _: lambda batch: (lambda: uses_a_global(batch))(),
-    "a default": decorated,
-    "an attribute": Trainer,
-    "a method": lambda training: Trainer(training).step,
-    "a partial": lambda training: partial(step_of, training),
-    "a partial of containers": lambda training: partial(step_of, (1, [{"a": training}])),
-    "closures": lambda training: closure_over(closure_over(training.train_step)),
-    "much else": beside_much_else,
-}
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_a_model_and_its_optimizer_are_found_wherever_the_step_has_them(holder):
-    training = make_training(layers=1)
-    TRAINING[:] = [training] if "global" in holder else []
+def test_an_optimizer_may_be_given_in_its_wrapper():
+    training = make_training()
     before = snapshot(training)
-    find(HOLDERS[holder](training), ROOM, widths=[8], max_trials=4)
+    find(training, states=[training.model, Wrapped(training.optimizer)])
     assert_same(before, snapshot(training))
 
 
@@ -343,7 +358,7 @@ def test_everything_is_as_it_was_wherever_steps_fail(fails_in, fresh):
     training = make_training() if fresh else in_the_middle_of_a_run()
     before = snapshot(training)
     meter = SavedTensorMeter(2 * MIB, fails_in=fails_in, backward_point=5)
-    found = find(training.train_step, meter=meter)
+    found = find(training, meter=meter)
     assert any(f"in the {fails_in} pass" in trial.error for trial in found.points)
     assert_same(before, snapshot(training))
 
@@ -374,8 +389,9 @@ def test_schedulers_scalers_and_generators_are_as_they_were():
         numbers = [generator.get_state(), own_numbers.bit_generator.state]
         return [*(copy.deepcopy(one.state_dict()) for one in objects), *numbers]
 
-    before = states()
-    find(train_step, ROOM, make_batch=batches, widths=[10, 40])
+    before, more = states(), [scheduler, scaler, generator, own_numbers]
+    options = {"train_step": train_step, "make_batch": batches, "widths": [10, 40]}
+    find(training, ROOM, more_states=more, **options)
     assert_same(before, states())
 
 
@@ -389,16 +405,9 @@ def test_a_step_that_failed_leaves_no_gradients_to_the_next():
         training.optimizer.zero_grad()
 
     meter = SavedTensorMeter(2 * MIB, fails_in="backward", backward_point=20)
-    found = find(train_step, meter=meter)
+    found = find(training, train_step=train_step, meter=meter)
     assert sum(bool(trial.error) for trial in found.points[:-1]) > 1
     assert {*with_gradients} == {0}
-
-
-def test_gradients_that_are_accumulated_are_kept():
-    training = in_the_middle_of_a_run()
-    before = snapshot(training)
-    find(lambda batch: training.model(*batch).backward())
-    assert_same(before, snapshot(training))
 
 
 @pytest.mark.parametrize("error", [KeyError("a mistake"), KeyboardInterrupt()])
@@ -407,95 +416,37 @@ def test_an_error_that_is_no_lack_of_memory_is_raised_as_it_is(error):
     before = snapshot(training)
 
     def train_step(batch):
-        training.train_step(batch)
+        training.model(*batch).backward()  # accumulates
         calls.append(batch)
         if len(calls) == 4:
             raise error
 
     with pytest.raises(type(error)) as raised:
-        find(train_step)
+        find(training, train_step=train_step)
     assert raised.value is error
     assert_same(before, snapshot(training))
 
 
-def test_an_optimizer_that_is_not_found_is_an_error_unless_it_is_passed():
-    training = make_training()
-    before, hidden = snapshot(training), weakref.ref(training.train_step)
-
-    def train_step(batch):
-        hidden()(batch)  # which the search does not follow
-
-    with pytest.raises(RuntimeError, match="step of an `AdamW` that cannot be found"):
-        find(train_step)
-    assert_same(before["weights"], snapshot(training)["weights"])
-    training = make_training()
-    before, hidden = snapshot(training), weakref.ref(training.train_step)
-    find(train_step, states=(training.model, training.optimizer))
-    assert_same(before, snapshot(training))
-
-
-# --- what it goes by ------------------------------------------------------------------------------
-
-
-def test_a_peak_above_the_limit_is_a_failure_also_if_the_step_ends():
-    class Generous(SavedTensorMeter):
-        limit_bytes = MIB
-
-    found = find(make_training().train_step, meter=Generous(ROOM))
-    assert not any(trial.error for trial in found.points)
-    assert {trial.fits for trial in found.points} == {True, False}
-    assert found.model.predict(1, 12) < MIB
-
-
-def test_patches_have_a_limit_of_their_own():
-    training = make_training()
-    found = find(training.train_step, 8 * MIB, patches_per_row=100)
-    assert all(trial.patches == 100 * trial.rows for trial in found.points)
-    budget = found.budget
-    peaks = [
-        peak_of(training, budget.tokens // budget.row_cost(width), width, budget.max_patches)
-        for width in WIDTHS
-    ]
-    assert 7 * MIB < max(peaks) <= 8 * MIB
-
-
-def test_the_result_holds_no_tensors_and_goes_on_learning():
-    training = make_training()
-    found = find(training.train_step)
-    shown = repr(found)
-    assert f"budget=TokenBudget(tokens={found.budget.tokens}" in shown
-    assert f"{len(found.points)} trials" in shown and len(shown) < 640
-    model = MemoryModel.from_json(found.model.to_json())
-    model.add(5, 50, 0, model.predict(5, 50))
-    assert model.accuracy().steps.steps == 1
-    alive = weakref.ref(training.model)
-    del training
-    free_memory()
-    assert alive() is None
-
-
-def test_with_and_without_checkpointing_the_slower_way_is_told_too(monkeypatch):
-    training, clock = make_training(layers=4), [0.0]
+@pytest.mark.parametrize("given", ["model", "optimizer of others"])
+def test_an_optimizer_that_is_not_given_is_an_error_before_it_changes_anything(given):
+    training, other = make_training(), make_training()
+    states = [training.model] + [other.optimizer] * (given != "model")
     before = snapshot(training)
-    monkeypatch.setattr(trials.time, "perf_counter", lambda: clock[0])
-
-    def train_step(batch):
-        clock[0] += 30.0 if "forward" in vars(training.model.blocks[0]) else 1.0
-        training.train_step(batch)
-
-    found = find(train_step, 3 * MIB, widths=[12, 96], checkpointing=training.model)
+    with pytest.raises(RuntimeError, match="step of an `AdamW` that is not in `states`"):
+        find(training, states=states)
     assert_same(before, snapshot(training))
-    assert "forward" not in vars(training.model.blocks[0])
-    assert found.slower.checkpointing and not found.checkpointing
-    assert found.slower.budget.tokens > 1.5 * found.budget.tokens
-    assert found.slower.tokens_per_s < found.tokens_per_s
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- what is refused, or warned of ----------------------------------------------------------------
 
 
-def no_step(batch):
-    pytest.fail("no step")
+class ElsewhereMeter(SavedTensorMeter):
+    """Sees nothing."""
+
+    seen_bytes = 5
+
+    def peak_bytes(self):
+        return self.seen_bytes
 
 
 def checkpointed():
@@ -503,56 +454,66 @@ def checkpointed():
     return model
 
 
+REFUSED = [
+    ({"widths": []}, "`widths` must have one length or more"),
+    ({"widths": [0]}, "`widths` must be in 1"),
+    ({"widths": 512}, "`widths` must be .*Pass a list of lengths"),
+    ({"meter": None}, "`meter` must have"),
+    ({"patches_per_row": -1}, "`patches_per_row` must be in 0"),
+    ({"train_step": 5}, "`train_step` must be a function"),
+    ({"make_batch": 5}, "`make_batch` must be a function"),
+    ({"states": [5]}, "`states` must be models.* but one is 5"),
+    ({"states": make_training().model}, "`states` must be .* Pass a list"),
+]
+OF_FIND = [
+    ({"max_trials": 3}, "`max_trials` must be in 4"),
+    ({"checkpointing": True}, "`checkpointing` must be"),
+    ({"checkpointing": checkpointed()}, "`SmallLM` is checkpointed already"),
+    ({"checkpointing": torch.nn.Linear(2, 2)}, "its blocks are not known"),
+]
+OF_PREFLIGHT = [
+    ({"budget": 0}, "`budget` must be in 1"),
+    ({"budget": None}, "`budget` must be an integer"),
+    ({"meter": ElsewhereMeter(MIB)}, "`meter` sees nothing of `train_step`: 3"),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"widths": []}, "`widths` must have one length or more"),
-        ({"widths": [0]}, "`widths` must be in 1"),
-        ({"widths": 512}, "`widths` must be .*Pass a list of lengths"),
-        ({"meter": None}, "`meter` must have"),
-        ({"max_trials": 3}, "`max_trials` must be in 4"),
-        ({"patches_per_row": -1}, "`patches_per_row` must be in 0"),
-        ({"states": [5]}, "`states` must be models.* but one is 5"),
-        ({"checkpointing": True}, "`checkpointing` must be"),
-        ({"checkpointing": checkpointed()}, "`SmallLM` is checkpointed already"),
-        ({"checkpointing": torch.nn.Linear(2, 2)}, "its blocks are not known"),
-        ({"train_step": 5}, "`train_step` must be a function"),
-        ({"make_batch": 5}, "`make_batch` must be a function"),
-    ],
-)
-def test_bad_arguments(options, message):
+    ("call", "options", "message"),
+    [*[("find", *one) for one in REFUSED + OF_FIND],
+     *[("preflight", *one) for one in REFUSED + OF_PREFLIGHT]],
+)  # fmt: skip
+def test_bad_arguments(call, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
-        find(**{"train_step": no_step, **options})
+        find(**options) if call == "find" else tried(**{"budget": TokenBudget(100), **options})
 
 
 def test_a_row_that_does_not_fit_is_named():
     with pytest.raises(ShapeTooLargeError, match="a single row of 900 tokens does not") as raised:
-        find(make_training().train_step, widths=[12, 900])
+        find(widths=[12, 900])
     error = raised.value
     assert (error.rows, error.width, error.patches) == (1, 900, 0)
 
 
 @pytest.mark.parametrize("seen_bytes", [0, 700])
 def test_a_meter_that_sees_nothing_is_named_before_batches_are_large(seen_bytes):
-    class ElsewhereMeter(SavedTensorMeter):
-        def peak_bytes(self):
-            return seen_bytes
-
-    rows = []
+    rows, meter = [], ElsewhereMeter(ROOM)
+    meter.seen_bytes = seen_bytes
 
     def batches(count, width):
         rows.append(count)
         return make_batch(count, width)
 
     with pytest.raises(ValueError, match="`meter` sees nothing of `train_step`: 3 steps"):
-        find(make_training().train_step, make_batch=batches, meter=ElsewhereMeter(ROOM))
+        find(make_batch=batches, meter=meter)
     assert max(rows) <= 8
 
 
 def test_a_step_that_does_not_use_its_batch_is_named():
     weight = torch.ones(8, requires_grad=True)
+    step = lambda batch: weight.square().sum().backward()  # noqa: E731
     with pytest.raises(ValueError, match="does not see how memory grows with the batch"):
-        find(lambda batch: weight.square().sum().backward(), MIB, widths=[3])
+        find(train_step=step, meter=SavedTensorMeter(MIB), widths=[3], states=[])
 
 
 def test_a_step_without_a_backward_pass_is_warned_of():
@@ -561,8 +522,8 @@ def test_a_step_without_a_backward_pass_is_warned_of():
     def train_step(batch):
         kept[:] = [training.model(*batch)]
 
-    with pytest.warns(UserWarning, match="has computed no gradient of the 31 weights"):
-        find(train_step)
+    with pytest.warns(UserWarning, match="has computed no gradient of the weights in `states`"):
+        find(training, train_step=train_step)
 
 
 def test_gradients_that_are_dropped_or_taken_otherwise_are_seen():
@@ -577,5 +538,92 @@ def test_gradients_that_are_dropped_or_taken_otherwise_are_seen():
         torch.autograd.grad(training.model(*batch), weights, allow_unused=True)
 
     for train_step in (dropped, taken):
-        find(train_step)  # without the warning, which would be an error
+        find(training, train_step=train_step)  # without the warning, which would be an error
         assert not any(weight._backward_hooks for weight in weights)
+
+
+# --- preflight ------------------------------------------------------------------------------------
+
+
+def tried(budget, training=None, **options):
+    training = make_training() if training is None else training
+    options = {
+        "train_step": training.train_step,
+        "make_batch": make_batch,
+        "states": [training.model, training.optimizer],
+        "meter": SavedTensorMeter(ROOM),
+        **options,
+    }
+    return preflight(budget=budget, **options)
+
+
+def shapes_of(trials):
+    return [(trial.rows, trial.width) for trial in trials]
+
+
+@pytest.mark.parametrize(
+    ("budget", "widths", "expected"),
+    [
+        (TokenBudget(100), None, [(1, 100), (100, 1)]),  # both are as full as can be
+        (100, [64, 8, 20], [(1, 64), (2, 50), (12, 8)]),
+        (TokenBudget(100), [8, 500], [(1, 500), (1, 100), (12, 8)]),  # oversize, so alone
+        (TokenBudget(100, oversize="drop"), [8, 500], [(1, 100), (12, 8)]),
+        (TokenBudget(100, oversize="error"), [500], [(1, 100)]),
+        (TokenBudget(100, pad_to_multiple_of=8), [9, 101], [(1, 104), (6, 16)]),
+        (TokenBudget(100, row_sizes="friendly"), [9, 100], [(1, 100), (2, 50), (8, 9)]),
+        (TokenBudget(100, max_samples=6), [4, 80], [(1, 80), (2, 50), (6, 4)]),
+        (TokenBudget(100, attention_tokens=50), [10, 60], [(1, 60), (1, 50), (8, 10)]),
+        (TokenBudget(256, shapes=3), [9, 300], [(1, 300), (18, 14)]),
+        (TokenBudget(100, layout="packed"), None, [(1, 100)]),
+        (TokenBudget(100, layout="packed"), [8, 130], [(1, 130), (1, 100)]),
+    ],
+)
+def test_preflight_tries_the_widest_the_fullest_and_the_most_numerous_batch(
+    budget, widths, expected
+):
+    trials = tried(budget, widths=widths)
+    assert all(trial.fits and trial.peak_bytes > 0 for trial in trials)
+    shapes, budget = shapes_of(trials), TokenBudget.of(budget)
+    assert (shapes[0], shapes[-1]) == (expected[0], expected[-1])
+    costs = {budget.batch_cost(shape, []) for shape in shapes}
+    assert max(costs) == max(budget.batch_cost(shape, []) for shape in expected)
+    assert len(shapes) <= 3
+
+
+def test_the_loader_makes_no_batch_that_is_larger_than_the_tried_ones():
+    budget = TokenBudget(100, row_sizes="friendly")
+    lengths = [8, *[11] * 40, 170]
+    shapes = shapes_of(tried(budget, widths=[min(lengths), max(lengths)]))
+    samples = [{"input_ids": [1] * length} for length in lengths]
+    with pytest.warns(UserWarning, match="exceeds the budget"):
+        made = [batch["input_ids"].shape for batch in ODBDataLoader(samples, token_budget=budget)]
+    assert max(width for _, width in made) == max(width for _, width in shapes) == 170
+    assert max(rows for rows, _ in made) <= max(rows for rows, _ in shapes)
+
+
+def test_every_peak_is_that_of_a_step_in_the_middle_of_a_run():
+    training = make_training()
+    training.train_step(make_batch(2, 10))
+    before = snapshot(training)
+    trials = tried(TokenBudget(120), training, widths=[12, 120])
+    assert_same(before, snapshot(training))
+    assert len(trials) == 2
+    for trial in trials:
+        assert trial.peak_bytes == peak_of(training, trial.rows, trial.width)
+
+
+def test_patches_are_as_many_as_the_budget_allows():
+    trials = tried(TokenBudget(100, max_patches=40), widths=[10, 100], patches_per_row=16)
+    assert [(trial.rows, trial.patches) for trial in trials] == [(1, 16), (10, 40)]
+
+
+def test_a_batch_that_does_not_fit_is_named_and_nothing_has_changed():
+    training, meter = make_training(), SavedTensorMeter(2 * MIB, fails_in="backward")
+    before = snapshot(training)
+    with pytest.raises(ShapeTooLargeError, match="50 rows of 20 tokens does not fit") as e:
+        tried(TokenBudget(1000), training, meter=meter, widths=[10, 20])
+    assert "Lower `tokens` of the budget, which is 1000, call `find_budget`" in str(e.value)
+    assert (e.value.rows, e.value.width, e.value.patches) == (50, 20, 0)
+    assert_same(before, snapshot(training))
+    with pytest.raises(ShapeTooLargeError, match="1 rows of 700 .* Leave longer samples out"):
+        tried(TokenBudget(700), meter=SavedTensorMeter(2 * MIB), widths=[10, 700])

@@ -17,7 +17,7 @@ from odb_nodes.planning.auto_window import AUTO, WindowSize, shown
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sources import Mixing
 from odb_nodes.sources.mixing import Weights
-from odb_nodes.tools.baselines import STRATEGIES, WINDOWED, Baselines, Strategy
+from odb_nodes.tools.baselines import STRATEGIES, WINDOWED, Baselines, Strategy, is_available
 from odb_nodes.tools.lengths import LengthTable, histogram
 from odb_nodes.tools.simulate import SimulationReport, TableEpoch, budget_code
 from odb_nodes.tools.svg import Level, bars, levels
@@ -318,6 +318,7 @@ def profile(
         (world_size, strategy, window)
         for world_size in world_sizes
         for strategy in STRATEGIES
+        if is_available(strategy)
         for window in (windows if strategy in WINDOWED else (None,))
     ]
     base = SimulationOptions(

@@ -20,7 +20,7 @@ from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.planning import SimulationOptions, TokenBudget, simulate_steps
 from odb_nodes.planning.auto_window import window_samples
 from odb_nodes.planning.budget import ATTENTION_TOKENS
-from odb_nodes.planning.simulation import SimulationKeywords, Step, plan_steps, steps_of
+from odb_nodes.planning.simulation import SimulationKeywords, Step, plan_steps
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Observation, Sample, Skipped
 from odb_nodes.sample_block import SampleBlock
@@ -43,8 +43,7 @@ __all__ = [
 
 MOST_DRAWN = 20_000
 """Samples that stand for a dataset of which some are known, unless the windows need more."""
-LEAST_WINDOWS = 8
-"""Windows that each rank then has at least, or what it has of the dataset."""
+_LEAST_WINDOWS = 8
 _COUNTS = ("steps", "samples", "rows", "real_tokens", "padded_tokens", "filler_slots")
 
 Floats = NDArray[np.float64]
@@ -77,12 +76,12 @@ def simulate(
         TypeError, ValueError: an option is not valid, or there is no step.
         SampleError: a sample is too long under `oversize="error"`.
     """
-    job = SimulationOptions(**options)
     if isinstance(lengths, LengthTable):
-        return TableEpoch(table=lengths, shuffle=shuffle, weights=weights).report(job)
-    if weights is not None:
-        raise ValueError("`weights` must be None: mere lengths have no sources. Pass a table.")
-    return SimulationReport.of(steps_of(lengths, job), TokenBudget.of(job.budget))
+        table = lengths
+    else:
+        table, shuffle = LengthTable.of(lengths), False
+    epoch = TableEpoch(table=table, shuffle=shuffle, weights=weights)
+    return epoch.report(SimulationOptions(**options))
 
 
 def lognormal_lengths(
@@ -298,35 +297,41 @@ class SimulationReport:
 
 @dataclass(frozen=True, kw_only=True)
 class TableEpoch:
-    """The first epoch of a job whose samples cost what a table says."""
+    """The first epoch of a job whose samples cost what a table says.
+
+    Args:
+        table: the lengths.
+        shuffle: whether the samples are shuffled that are not those of streams.
+        weights: how the sources are mixed.
+        samples: number of samples that stand for the dataset. Default: all, of a whole table;
+            of others at least 20,000, and 8 windows on each rank.
+    """
 
     table: LengthTable
     shuffle: bool = True
     weights: Weights | Mixing = None
-    most_drawn: int = MOST_DRAWN
-    least_windows: int = LEAST_WINDOWS
+    samples: int | None = None
     _orders: dict[Any, tuple[LengthTable, list[IntArray]]] = field(default_factory=dict, repr=False)
 
     def order(self, job: SimulationOptions) -> tuple[LengthTable, list[IntArray]]:
-        """Return a whole table, and the rows of it that each rank reads, in their order.
-
-        The table is this one, or one that is drawn from it.
-        """
-        table, samples = self.table, len(self.table)
-        if job.world_size > table.num_samples:
+        """Return a whole table, this or one drawn from it, and the rows each rank reads in turn."""
+        table, of_data = self.table, self.table.num_samples
+        if job.world_size > of_data:
             raise ValueError(
-                f"`world_size` must be at most the {table.num_samples} samples of the data, but is "
+                f"`world_size` must be at most the {of_data} samples of the data, but is "
                 f"{job.world_size}."
             )
-        if not table.is_whole:
-            least = self.least_windows * self.window(job) * job.world_size
-            samples = min(table.num_samples, max(self.most_drawn, least))
+        samples = self.samples
+        if samples is None and table.is_whole:
+            samples = of_data
+        elif samples is None:
+            samples = max(MOST_DRAWN, _LEAST_WINDOWS * self.window(job) * job.world_size)
         key = samples, job.seed, job.world_size  # jobs that differ in others read alike
         if key not in self._orders:
-            table = table if table.is_whole else table.drawn(samples, job.seed)
-            mixing = Mixing.of(self.weights).scaled(len(table) / self.table.num_samples)
-            shards = _shards(table, job, self.shuffle, mixing)
-            self._orders[key] = table, shards
+            if not table.is_whole or samples < of_data:
+                table = table.drawn(min(samples, of_data), job.seed)
+            mixing = Mixing.of(self.weights).scaled(len(table) / of_data)
+            self._orders[key] = table, _shards(table, job, self.shuffle, mixing)
         return self._orders[key]
 
     def window(self, job: SimulationOptions) -> int:
@@ -339,24 +344,26 @@ class TableEpoch:
     def steps(self, job: SimulationOptions) -> Iterator[Step]:
         """Yield the steps. The `data` of a sample is its row in the table of `order(job)`."""
         table, shards = self.order(job)
-        knows_length = Mixing.of(self.weights).stop == "all_exhausted"
-        # Of streams some have keys, and some have none.
-        shares_rest = not table.streams
         return plan_steps(
-            table.costs, shards, job, shares_rest=shares_rest, knows_length=knows_length
+            table.costs,
+            shards,
+            job,
+            shares_rest=not table.streams,  # some have keys, and some have none
+            knows_length=Mixing.of(self.weights).stop == "all_exhausted",
         )
-
-    def scale(self, job: SimulationOptions) -> float:
-        """Return how many samples of the dataset one that is planned stands for."""
-        return self.table.num_samples / len(self.order(job)[0])
 
     def batches(self, job: SimulationOptions) -> Batches:
         """Return the batches of the steps."""
         return Batches.of(lengths_of(self.steps(job)), TokenBudget.of(job.budget))
 
-    def report(self, job: SimulationOptions) -> SimulationReport:
-        """Return the report of the steps, with the counts of the whole dataset."""
-        report = SimulationReport.of_batches(self.batches(job), TokenBudget.of(job.budget))
+    def scale(self, job: SimulationOptions) -> float:
+        """Return how many samples of the dataset one that is planned stands for."""
+        return self.table.num_samples / len(self.order(job)[0])
+
+    def report(self, job: SimulationOptions, batches: Batches | None = None) -> SimulationReport:
+        """Return the report of batches, those of the steps unless given; of the whole dataset."""
+        budget = TokenBudget.of(job.budget)
+        report = SimulationReport.of_batches(batches or self.batches(job), budget)
         return report.scaled(self.scale(job))
 
 

@@ -230,7 +230,7 @@ def test_lengths_have_the_variation_asked_for():
         ({"cost_fn": lambda group: 0.5}, TypeError, "`cost_fn`"),
         ({"budget": TokenBudget(8, oversize="error")}, SampleError, "9 tokens"),
         ({"budget": TokenBudget(1, oversize="drop")}, ValueError, "no step"),
-        ({"world_size": 3, "uneven": "stop"}, ValueError, "no step"),
+        ({"world_size": 3}, ValueError, "at most the 2 samples of the data, but is 3"),
     ],
 )
 def test_errors_name_what_is_wrong(change, error, words):

@@ -15,8 +15,8 @@ from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.simulation import SimulationKeywords
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observe, Sample, Skipped
-from odb_nodes.tools.estimate import LOOKED_AT, is_map_style, job_of
-from odb_nodes.tools.lengths import observe_lengths
+from odb_nodes.tools.estimate import LOOKED_AT, job_of
+from odb_nodes.tools.lengths import is_map_style, observe_lengths
 from odb_nodes.tools.simulate import MOST_DRAWN, TableEpoch
 
 if TYPE_CHECKING:

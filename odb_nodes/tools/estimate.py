@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset, Subset
-from torchdata.nodes import BaseNode
+from torch.utils.data import Subset
 
 from odb_nodes._core.checks import check_type
 from odb_nodes._core.text import counted
@@ -21,7 +18,7 @@ from odb_nodes.planning.options import JobOptions
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Sample
 from odb_nodes.sources import JsonlSource
-from odb_nodes.tools.lengths import LengthTable, observe_lengths
+from odb_nodes.tools.lengths import LengthTable, is_map_style, observe_lengths
 from odb_nodes.tools.simulate import SimulationReport, TableEpoch
 
 __all__ = ["EpochEstimate", "estimate_epoch", "table_of_loader"]
@@ -95,15 +92,6 @@ def job_of(options: LoaderOptions, processes: int) -> SimulationOptions:
         world_size=options.virtual_ranks or processes,
         budget=options.budget,
         **{field.name: getattr(options, field.name) for field in fields(JobOptions)},
-    )
-
-
-def is_map_style(dataset: Any) -> bool:
-    """Tell whether samples of a dataset can be looked at without disturbing who iterates it."""
-    return (
-        isinstance(dataset, Sized)
-        and hasattr(dataset, "__getitem__")
-        and not isinstance(dataset, (Mapping, BaseNode, IterableDataset))
     )
 
 

@@ -7,7 +7,7 @@ import json
 import os
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,6 @@ from odb_nodes.processing import WorkerOptions
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import ItemKey, Observation, Observe, Sample, Skipped, nested_name
 from odb_nodes.sources.datasets import source_of
-from odb_nodes.sources.iterable_source import is_stream
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import check_names
 
@@ -172,7 +171,7 @@ class LengthTable:
     def _tokens_of(self, source: str | None) -> IntArray:
         if source is None:
             return self.tokens
-        return self.tokens[self.sources == self.names.index(source)]
+        return np.asarray(self.tokens[self.sources == self.names.index(source)])
 
     def rows(self, rows: IntArray, sizes: tuple[int, ...] | None = None) -> LengthTable:
         """Return a table of some rows of this one, which may repeat, of sources of these sizes."""
@@ -340,7 +339,7 @@ def _drawn(
     dataset: Any, samples: int, rng: np.random.Generator
 ) -> tuple[Any, Sequence[int | None], int]:
     """Return items drawn at random from a dataset, the key of each, and how many it has."""
-    if not (_is_stream(dataset) or isinstance(dataset, BaseNode)):
+    if is_map_style(dataset):
         places = np.sort(rng.permutation(len(dataset))[:samples]).tolist()
         return Subset(dataset, places), places, len(dataset)
     source, _ = source_of(dataset, False, 0, None, (0, 1))
@@ -387,12 +386,20 @@ def files_read(dataset: Any) -> list[Path]:
     return [path for node in nodes if isinstance(node, JsonlSource) for path in node.paths]
 
 
+def is_map_style(dataset: Any) -> bool:
+    """Tell whether samples of a dataset can be looked at without disturbing who iterates it."""
+    return (
+        isinstance(dataset, Sized)
+        and hasattr(dataset, "__getitem__")
+        and not isinstance(dataset, (Mapping, BaseNode, IterableDataset))
+    )
+
+
 def _is_stream(dataset: Any) -> bool:
     """Tell whether a loader reads a dataset in its order."""
     if isinstance(dataset, JsonlSource):
         return not dataset.fingerprint()["shuffle"]
-    is_known = isinstance(dataset, (BaseNode, IterableDataset)) or is_stream(dataset)
-    return is_known or not hasattr(dataset, "__getitem__")
+    return not is_map_style(dataset)
 
 
 def _counts(observe: Observe | None, data: Any) -> Observation:

@@ -126,23 +126,14 @@ def budget_code(budget: TokenBudget) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """What the batches of a job hold, each (steps, ranks) float64; 0 where a rank has none.
-
-    Attributes:
-        samples: number of samples.
-        real: their tokens.
-        sample_squares: sum of their squared lengths.
-        rows: rows of the batch.
-        width: its width, in tokens.
-        squares: what attention grows with: rows x width^2; of a packed row, `sample_squares`.
-    """
+    """What the batches of a job hold, each (steps, ranks) float64; 0 where a rank has none."""
 
     samples: Floats
-    real: Floats
-    sample_squares: Floats
+    real: Floats  # tokens of the samples
+    sample_squares: Floats  # sum of their squared lengths
     rows: Floats
-    width: Floats
-    squares: Floats
+    width: Floats  # tokens
+    squares: Floats  # what attention grows with: rows x width^2; packed, `sample_squares`
 
     @classmethod
     def of(cls, steps: Iterable[Sequence[Sequence[int]]], budget: TokenBudget) -> Batches:
@@ -153,16 +144,21 @@ class Batches:
         # Floats: a sum of squares does not fit 64-bit integers.
         return cls(*np.moveaxis(np.array(found, dtype=np.float64), 2, 0))
 
+    @classmethod
+    def of_samples(
+        cls, steps: Iterable[Sequence[Sequence[Sample] | None]], budget: TokenBudget
+    ) -> Batches:
+        """Return the batches of steps: the samples of each rank, `None` for filler."""
+        lengths = (
+            [SampleBlock.of(group).tokens.tolist() if group else [] for group in step]
+            for step in steps
+        )
+        return cls.of(lengths, budget)
+
     @property
     def padded(self) -> Floats:
         """Tokens of the batches, padding included."""
         return self.rows * self.width
-
-
-def lengths_of(steps: Iterable[Sequence[Sequence[Sample] | None]]) -> Iterator[list[list[int]]]:
-    """Yield the lengths of the samples of each rank, step by step."""
-    for step in steps:
-        yield [SampleBlock.of(group).tokens.tolist() if group else [] for group in step]
 
 
 def _measure(lengths: Sequence[int], budget: TokenBudget) -> tuple[int, ...]:
@@ -233,7 +229,7 @@ class SimulationReport:
         Raises:
             ValueError: there is no step.
         """
-        return cls.of_batches(Batches.of(lengths_of(steps), budget), budget)
+        return cls.of_batches(Batches.of_samples(steps, budget), budget)
 
     @classmethod
     def of_batches(cls, batches: Batches, budget: TokenBudget) -> SimulationReport:
@@ -297,20 +293,14 @@ class SimulationReport:
 
 @dataclass(frozen=True, kw_only=True)
 class TableEpoch:
-    """The first epoch of a job whose samples cost what a table says.
-
-    Args:
-        table: the lengths.
-        shuffle: whether the samples are shuffled that are not those of streams.
-        weights: how the sources are mixed.
-        samples: number of samples that stand for the dataset. Default: all, of a whole table;
-            of others at least 20,000, and 8 windows on each rank.
-    """
+    """The first epoch of a job whose samples cost what a table says."""
 
     table: LengthTable
     shuffle: bool = True
     weights: Weights | Mixing = None
     samples: int | None = None
+    """How many stand for the dataset. Default: all of a whole table; of others at least 20,000, and
+    8 windows on each rank."""
     _orders: dict[Any, tuple[LengthTable, list[IntArray]]] = field(default_factory=dict, repr=False)
 
     def order(self, job: SimulationOptions) -> tuple[LengthTable, list[IntArray]]:
@@ -354,7 +344,7 @@ class TableEpoch:
 
     def batches(self, job: SimulationOptions) -> Batches:
         """Return the batches of the steps."""
-        return Batches.of(lengths_of(self.steps(job)), TokenBudget.of(job.budget))
+        return Batches.of_samples(self.steps(job), TokenBudget.of(job.budget))
 
     def scale(self, job: SimulationOptions) -> float:
         """Return how many samples of the dataset one that is planned stands for."""
@@ -386,15 +376,11 @@ def _shards(
         name: _InOrder(found) if name in table.streams else found for name, found in rows.items()
     }
     tokens, patches = table.tokens.tolist(), table.patches.tolist()
-
-    def look_up(row: int) -> Any:
-        return row if tokens[row] else Skipped("skipped")
-
     shards = []
     for one in VirtualTeam(job.world_size, LocalExchange(), PEER_TIMEOUT_S).ranks():
         options = LoaderOptions(
             token_budget=1,
-            process_fn=look_up,
+            process_fn=lambda row: row if tokens[row] else Skipped("skipped"),
             observe=lambda row: Observation(tokens[row], 0, patches[row]),
             shuffle=None if shuffle else False,
             seed=job.seed,
@@ -403,8 +389,12 @@ def _shards(
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of sizes: the loader says it
-            node = sample_node(sources, options)
-        shards.append(_rows_read(node, rows))
+            node: Any = sample_node(sources, options)
+        read = [
+            sample.data if isinstance(sample, Sample) else rows[sample.source][sample.key]
+            for sample in node
+        ]
+        shards.append(np.array(read, dtype=np.int64))
     return shards
 
 
@@ -419,12 +409,3 @@ class _InOrder:
 
     def __len__(self) -> int:
         return len(self._rows)
-
-
-def _rows_read(node: Any, rows: dict[str, list[int]]) -> IntArray:
-    """Return the rows that a node of samples yields in its first epoch."""
-    read = [
-        sample.data if isinstance(sample, Sample) else rows[sample.source][sample.key]
-        for sample in node
-    ]
-    return np.array(read, dtype=np.int64)

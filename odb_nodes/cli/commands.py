@@ -166,7 +166,7 @@ def step(args: Namespace) -> None:
     if args.ledger and args.step is None:
         raise UsageError("--ledger needs --step")
     check_outputs(args, ["out"], [args.ledger or args.checkpoint])
-    function = load_function(args.make_loader, "process_group")
+    function = load_function(args.make_loader)
     from odb_nodes.loader import Loader
     from odb_nodes.tools.lengths import files_read
     from odb_nodes.tools.steps import remake_from_checkpoint, remake_from_ledger

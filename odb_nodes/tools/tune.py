@@ -357,7 +357,12 @@ def tune(
     """
     step_time = StepTime() if log is None else StepTime.fitted(log)
     check_count("world_size", world_size)
-    limits, about = _limit(limit, table), str(table)
+    about = str(table)
+    if isinstance(limit, tuple):
+        model, limit_bytes = limit
+        limits = model.budget(limit_bytes)
+    else:
+        limits = TokenBudget.of(4 * int(table.tokens.max()) if limit is None else limit, "limit")
     table = table.kept(limits)  # all choices drop what the limit drops
     samples = max(MOST_DRAWN, _LEAST_OF_RANK * world_size)
     epoch = TableEpoch(table=table, weights=weights, samples=samples)
@@ -372,7 +377,9 @@ def tune(
     ]
     epoch.order(job)  # once, and not in each process
     tried = _outcomes(partial(outcome_of, epoch=epoch, job=job, step_time=step_time), choices)
-    front = sorted(_front(tried), key=lambda one: one.epoch_s)
+    unique = {one.objectives: one for one in reversed(tried)}.values()
+    best_in_something = [one for one in unique if not any(other.dominates(one) for other in unique)]
+    front = sorted(best_in_something, key=lambda one: one.epoch_s)
     near = [one for one in front if one.epoch_s <= (1 + AS_FAST) * front[0].epoch_s]
     best = min(near, key=lambda one: (one.held_samples, one.epoch_s))
     auto = replace(job, budget=best.choice.budget, window=AUTO)
@@ -394,25 +401,6 @@ def tune(
         weights=weights,
         job=job,
     )
-
-
-def _front(tried: list[Outcome]) -> Iterator[Outcome]:
-    """Yield the outcomes that are not worse than another one; of several that are alike, one."""
-    for place, one in enumerate(tried):
-        alike = any(other.objectives == one.objectives for other in tried[:place])
-        if not alike and not any(other.dominates(one) for other in tried):
-            yield one
-
-
-def _limit(
-    limit: int | TokenBudget | tuple[MemoryModel, int] | None, table: LengthTable
-) -> TokenBudget:
-    if isinstance(limit, tuple):
-        model, limit_bytes = limit
-        return model.budget(limit_bytes)
-    if limit is None:
-        limit = 4 * int(table.tokens.max())
-    return TokenBudget.of(limit, "limit")
 
 
 def _budgets(

@@ -96,8 +96,8 @@ WRONG = [
     ("simulate --cv 1 --timeline .", "`.` is a folder: name a file in it"),
     ("simulate --cv -1", "argument --cv: must be a number of at least 0"),
     ("simulate users:nothing", "`users:nothing` must return a dataset or a loader"),
-    ("simulate users:needs", "`needs()`, but is `needs(path)` ({here}/users.py, line 12)"),
-    ("simulate users.py:source", "must be `users:source`, without .py"),
+    ("simulate users:needs", "needs() missing 1 required positional argument: 'path'"),
+    ("simulate users.py:source", "No module named 'users.py'"),
     ("simulate users:loader --tokenizer x", "`users:loader` returns a loader"),
     ("simulate users:value", "ValueError: my value ({here}/users.py, line 3)"),
     ("simulate users:key", "KeyError: 'my key' ({here}/users.py, line 4)"),
@@ -113,13 +113,13 @@ WRONG = [
     ("inspect text.jsonl", "not a state file"),
     ("inspect .", "has no states, but folders ['data']"),
     ("inspect text.jsonl --diff nowhere", "--diff: there is no 'nowhere'"),
-    ("step nowhere:make --checkpoint nowhere", "no module `nowhere`"),
+    ("step nowhere:make --checkpoint nowhere", "No module named 'nowhere'"),
     ("step json:loads", "pass either --ledger or --checkpoint. See `odb-nodes step --help`"),
     ("step json:loads --checkpoint binary", "`binary` is no folder"),
     ("step json:loads --ledger x", "--step"),
     ("step json --checkpoint x", "module:function"),
     ("step users:number --checkpoint .", "no function `number`"),
-    ("step users:lacks --checkpoint .", "`lacks(process_group)`, but is `lacks()`"),
+    ("step users:lacks --checkpoint .", "lacks() takes 0 positional arguments but 1 was given"),
 ]
 
 

@@ -4,7 +4,6 @@ import gzip
 import itertools
 import json
 import re
-import shutil
 import sys
 
 import pytest
@@ -46,42 +45,34 @@ def cells(text):
     return [dict(zip(titles, row, strict=True)) for row in rows]
 
 
-def test_a_window_may_be_auto_and_is_shown_in_samples(capsys, table):
-    options = ["--lengths", table, "--budget", 1500]
-    assert run("simulate", *options, "--window", "auto", 16) == 0
-    auto, few = (row["window"] for row in cells(capsys.readouterr().out))
-    assert re.fullmatch(r"auto \(\d+\)", auto) and few == "16"
-    assert run("simulate", *options, "--timeline", "-") == 0  # the default
-    out = capsys.readouterr().out
-    assert f"| 1 | {auto} |" in re.sub(" +", " ", out)
-    assert f"1 rank, window {auto[6:-1]}, " in out
-    assert run("profile", *options) == 0
-    assert f"odb_nodes | {auto} |" in re.sub(" +", " ", capsys.readouterr().out)
+def test_simulate_prints_what_simulate_returns_and_draws_the_last(capsys, table, tmp_path):
+    lengths, job = LengthTable.load(table), {"budget": TokenBudget(1500, shapes=6), "seed": 3}
+    given = ["--ranks", 2, "--ranks", 3, "--window", "auto", 16, "--budget", 1500, "--seed", 3]
+    options = ["--lengths", table, *given, "--shapes", 6]
+    assert run("simulate", *options, "--timeline", "-") == 0
+    out, _, drawn = capsys.readouterr().out.rstrip().rpartition("\n\n")
+    rows = cells(out)
+    auto = rows[0]["window"]
+    assert re.fullmatch(r"auto \(\d+\)", auto)
+    assert rows == [
+        {"ranks": str(ranks), "window": auto if window == "auto" else str(window)}
+        | simulate(lengths, world_size=ranks, window=window, **job).as_row()
+        for ranks, window in itertools.product((2, 3), ("auto", 16))
+    ]
+    assert lengths.digest in out
+    assert drawn.startswith("3 ranks, window 16, ")
+    assert run("simulate", *options, "--timeline", tmp_path / "timeline.svg") == 0
+    picture = (tmp_path / "timeline.svg").read_text()
+    assert picture.startswith("<svg") and "3 ranks, window 16</title>" in picture
     assert run("simulate", *options, "--window", "Auto") == 2
     assert '`window` must be "auto" or a number' in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ranks", [["--ranks", 2, "--ranks", 3], ["--ranks", 2, 3]])
-def test_simulate_prints_what_simulate_returns_and_draws_the_last(capsys, table, tmp_path, ranks):
-    given = ["--window", 16, 32, "--budget", 1500, "--seed", 3, "--shapes", 6]
-    options = ["--lengths", table, *ranks, *given]
-    assert run("simulate", *options, "--timeline", "-") == 0
-    out, _, drawn = capsys.readouterr().out.rstrip().rpartition("\n\n")
-    jobs = itertools.product((2, 3), (16, 32))
-    lengths = LengthTable.load(table)
-    job = {"budget": TokenBudget(1500, shapes=6), "seed": 3}
-    assert cells(out) == [
-        {"ranks": str(ranks), "window": str(window)}
-        | simulate(lengths, world_size=ranks, window=window, **job).as_row()
-        for ranks, window in jobs
-    ]
-    assert lengths.digest in out
-    head, *lines = drawn.splitlines()
-    assert head.startswith("3 ranks, window 32, ")
-    assert [int(line[:5]) for line in lines] == [0, 1, 2]
-    assert run("simulate", *options, "--timeline", tmp_path / "timeline.svg") == 0
-    picture = (tmp_path / "timeline.svg").read_text()
-    assert picture.startswith("<svg") and "3 ranks, window 32</title>" in picture
+def test_lengths_may_be_drawn(capsys):
+    assert run("simulate", "--cv", 0.5, "--samples", 300, "--seed", 2) == 0
+    drawn = LengthTable.of(lognormal_lengths(300, cv=0.5, seed=2))
+    expected = simulate(drawn, world_size=1, budget=16_384, seed=2)
+    assert cells(capsys.readouterr().out)[0]["steps"] == str(expected.steps)
 
 
 CHAT = "\n".join(
@@ -258,29 +249,22 @@ def make_loader_of_group(process_group):
 
 def test_profile_writes_its_files(capsys, table, tmp_path):
     files = ["--json", tmp_path / "p.json", "--html", tmp_path / "p.html"]
-    options = ["--ranks", 1, 2, "--window", 32, "--budget", 1500]
+    options = ["--ranks", 1, 2, "--budget", 1500]  # and the default window, "auto"
     assert run("profile", "--lengths", table, *options, *files) == 0
     out = capsys.readouterr().out
-    expected = profile(LengthTable.load(table), budget=1500, world_sizes=(1, 2), windows=(32,))
+    expected = profile(LengthTable.load(table), budget=1500, world_sizes=(1, 2))
     assert (tmp_path / "p.json").read_text() == expected.to_json()
     assert (tmp_path / "p.html").read_text() == expected.to_html()
     assert out == f"{expected}\n" and cells(out) == expected.rows()
 
 
 def test_tune_prints_what_tune_returns(capsys, table, tmp_path):
-    log = tmp_path / "steps.jsonl"
+    log, model = tmp_path / "steps.jsonl", MemoryModel()
     write_log(log, 50)
-    options = ["--ranks", 2, "--limit", 1500, "--tokens-per-step", 6000, "--log", log]
-    assert run("tune", "--lengths", table, *options) == 0
-    out = capsys.readouterr().out
-    given = {"world_size": 2, "limit": 1500, "tokens_per_step": 6000, "log": log}
-    expected = tune(LengthTable.load(table), **given)
-    assert out.endswith(f"\n\n{expected.why}\n\n{expected.code()}")
-    assert cells(out.partition(expected.why)[0]) == expected.rows()
-
-
-def test_tune_takes_a_model_of_memory(capsys, table, tmp_path):
-    model = MemoryModel()
+    given = {"limit": 1500, "tokens_per_step": 6000, "log": log}
+    options = ["--limit", 1500, "--tokens-per-step", 6000, "--log", log]
+    assert run("tune", "--lengths", table, "--ranks", 2, *options) == 0
+    assert capsys.readouterr().out == str(tune(LengthTable.load(table), world_size=2, **given))
     for rows, width in [(1, 100), (4, 100), (1, 700), (4, 700)]:
         model.add(rows, width, 0, 10**9 + 10**6 * rows * width)
     (tmp_path / "model.json").write_text(model.to_json())
@@ -290,33 +274,21 @@ def test_tune_takes_a_model_of_memory(capsys, table, tmp_path):
     assert f" {largest:,} |" in capsys.readouterr().out
 
 
-@pytest.fixture
-def saved(tmp_path):
-    """Files of a state after one step, and after two."""
-    loader, files = make_loader_of_group(None), []
-    for step, _ in zip((1, 2), loader, strict=False):
-        files.append(tmp_path / f"step-{step}.pt")
-        save_state(loader.state_dict(), files[-1])
-    return files
-
-
-def test_inspect_prints_what_a_state_says_what_differs_and_whether_ranks_fit(
-    capsys, saved, tmp_path
-):
+def test_inspect_prints_what_a_state_says_what_differs_and_whether_ranks_fit(capsys, tmp_path):
+    loader, saved = make_loader_of_group(None), []
+    for rank, _ in zip(range(2), loader, strict=False):  # of which the second is a step ahead
+        saved.append(tmp_path / f"rank{rank:05d}-of-00002.pt")
+        save_state(loader.state_dict(), saved[-1])
     _, (found,) = read_inspections(saved[0])
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for rank, path in enumerate(saved):
-        shutil.copy(path, folder / f"rank{rank:05d}-of-00002.pt")
     for arguments, code, text in (
         ([saved[0]], 0, f"{saved[0]}\n{found}\n"),
         ([saved[0], "--diff", saved[1]], 1, "GroupCollator.step: 1 -> 2\n"),
         ([saved[0], "--diff", saved[0]], 0, "are the same"),
-        ([folder], 1, "rank 1: step 2, but 1 on rank 0"),
+        ([tmp_path], 1, "rank 1: step 2, but 1 on rank 0"),
     ):
         assert run("inspect", *arguments) == code
         assert text in capsys.readouterr().out
-    assert run("inspect", folder, "--rank", 2) == 2
+    assert run("inspect", tmp_path, "--rank", 2) == 2
     assert "--rank must be below 2" in capsys.readouterr().err
 
 

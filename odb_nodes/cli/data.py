@@ -90,12 +90,12 @@ class Data:
         self, args: Namespace, outputs: Sequence[str] = (), inputs: Sequence[Path | None] = ()
     ) -> None:
         self._args = args
-        in_place = {"--lengths FILE": args.lengths, "--cv NUMBER": vars(args).get("cv")}
-        given = [name for name, value in in_place.items() if value is not None]
+        in_place = [name for name in ("lengths", "cv") if name in args]
+        given = [f"--{name}" for name in in_place if vars(args)[name] is not None]
         if len(given) + (args.data is not None) != 1:
             raise ValueError(
                 "pass either the data (a file, a folder or module:function), or one option in "
-                f"place of them: {', '.join(in_place)}."
+                f"place of them: --{', --'.join(in_place)}."
             )
         reads = (args.tokenizer, args.field, args.workers, args.lengths and args.samples)
         if given and any(reads):
@@ -103,7 +103,7 @@ class Data:
                 f"{given[0]} is in place of data: leave out --tokenizer, --field and --workers, "
                 "and --samples of a file."
             )
-        found = None if args.data is None else _dataset_of(args.data)
+        found: Any = None if args.data is None else _dataset_of(args.data)
         from odb_nodes.loader import ODBDataLoader
         from odb_nodes.tools.lengths import files_read
         from odb_nodes.tools.simulate import budget_code
@@ -279,7 +279,7 @@ def is_function_name(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*", text) is not None
 
 
-def load_function(name: str) -> Callable[..., Any]:
+def load_function(name: str) -> Any:
     """Return what `module:function` names, in the current folder too."""
     if not is_function_name(name):
         raise ValueError(f"`{name}` must be `module:function`, such as `train:make_loader`.")

@@ -342,3 +342,40 @@ def num_items_divisor(trainer: Any) -> int:
     """
     is_averaged = getattr(trainer.args, "average_tokens_across_devices", False)
     return 1 if is_averaged else int(trainer.accelerator.num_processes)
+
+
+# --- its samplers ---------------------------------------------------------------------------------
+
+
+def sampler_class(name: str) -> Any:
+    """Return a sampler of the `Trainer` by its name; `None` where transformers lacks it."""
+    try:
+        from transformers import trainer_pt_utils
+    except ImportError:
+        return None
+    return getattr(trainer_pt_utils, name, None)
+
+
+def length_grouped_order(lengths: list[int], batch_size: int, seed: int) -> list[int]:
+    """Return the order of the samples in the first epoch of a `LengthGroupedSampler`."""
+    generator = torch.Generator().manual_seed(seed)
+    sampler = sampler_class("LengthGroupedSampler")
+    return [*sampler(batch_size, lengths=lengths, generator=generator)]
+
+
+def rebalanced_batches(
+    lengths: list[int], batch_size: int, *, world_size: int, accumulate: int, seed: int
+) -> list[tuple[list[int], ...]]:
+    """Return the batches of a `BatchRebalanceSampler` in its first epoch: those of all ranks.
+
+    Relies on `_assign` computing the batches of an optimizer step for all ranks, and on
+    `_yield_global_batch` choosing those of one rank: in turn for each would take as long for each.
+    """
+    sampler = sampler_class("BatchRebalanceSampler")(
+        lengths, batch_size * world_size * accumulate, world_size, accumulate, seed=seed,
+        drop_last=False,
+    )  # fmt: skip
+    sampler._yield_global_batch = lambda indices: zip(
+        *sampler._assign(indices, [lengths[index] for index in indices]), strict=True
+    )
+    return [*sampler]

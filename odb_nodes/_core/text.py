@@ -1,4 +1,4 @@
-"""Counts with their nouns, and tables and texts for notebooks."""
+"""Counts with their nouns; texts and tables, in Markdown and in the HTML of a notebook."""
 
 from __future__ import annotations
 
@@ -11,7 +11,26 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def html_table(rows: Sequence[Mapping[str, str]]) -> str:
+Rows = Sequence[Mapping[str, str]]
+"""A table: its rows, each title -> cell."""
+
+
+class Shown:
+    """Base of what is shown as texts and tables."""
+
+    def parts(self) -> Sequence[str | Rows]:
+        """Return the texts and tables, in their order."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        parts = self.parts()
+        return "\n\n".join(one if isinstance(one, str) else markdown_table(one) for one in parts)
+
+    def _repr_html_(self) -> str:
+        return "".join(map(_in_html, self.parts()))
+
+
+def html_table(rows: Rows) -> str:
     """Return rows as a table, with the keys of the first row as titles; "" if there are none."""
     if not rows:
         return ""
@@ -19,7 +38,7 @@ def html_table(rows: Sequence[Mapping[str, str]]) -> str:
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"
 
 
-def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
+def markdown_table(rows: Rows) -> str:
     """Return rows as a table in markdown whose columns are aligned, numbers to the right."""
     columns = []
     for title in rows[0]:
@@ -35,6 +54,12 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
 def html_text(text: str, tag: str = "p") -> str:
     """Return text as an element; `"pre"` keeps its lines."""
     return f"<{tag}>{escape(text)}</{tag}>"
+
+
+def _in_html(part: str | Rows) -> str:
+    if isinstance(part, str):
+        return html_text(part, "pre" if "\n" in part else "p")
+    return html_table(part)
 
 
 def _cells(tag: str, cells: Iterable[str]) -> str:

@@ -123,10 +123,12 @@ def _window(text: str) -> int | str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _file(text: str) -> Path:
-    if not (path := _existing(text)).is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder: pass a file")
-    return path
+def _weight(text: str) -> tuple[str, float]:
+    name, _, weight = text.rpartition("=")
+    try:
+        return name, float(weight if "=" in text else "")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be source=number, but is {text!r}") from None
 
 
 def _existing(text: str) -> Path:
@@ -163,13 +165,13 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--json": _option("file for the same as JSON", Path),
     "--layout": _option("padded or packed (padded)"),
     "--ledger": _option("folder of a ledger; with --epoch and --step"),
-    "--lengths": _option("a file of lengths, in place of data", _file),
+    "--lengths": _option("a file of lengths, in place of data", _existing),
     "--limit": _option("most tokens of a batch (4 x the longest, or the loader's)", _COUNT),
     "--log": _option("folder of a monitor, whose times are fitted to", _existing),
     "--max-patches": _option("most image patches of a batch", _COUNT),
     "--max-samples": _option("most samples of a batch", _COUNT),
     "--memory-gib": _option("memory of a device, with --memory-model", _positive),
-    "--memory-model": _option("a `MemoryModel` as JSON, in place of --limit", _file),
+    "--memory-model": _option("a `MemoryModel` as JSON, in place of --limit", _existing),
     "--pad-to-multiple-of": _option("what widths are a multiple of, in tokens (1)", _COUNT),
     "--rank": _option("rank of a folder to show (0)", _COUNT_OR_NONE, default=0),
     "--ranks": _option("number of ranks, or several (1)", _COUNT, **_SEVERAL),
@@ -196,7 +198,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     ),
     "--tokens-per-step": _option("padded tokens of an optimizer step of all ranks", _COUNT),
     "--uneven": _option("fill or stop (fill)"),
-    "--weight": _option("weight of a source, once for each", action="append", metavar="SOURCE=W"),
+    "--weight": _option(
+        "weight of a source, once for each", _weight, action="append", metavar="SOURCE=W"
+    ),
     "--window": _option("samples that wait, or auto; or several (auto)", _window, **_SEVERAL),
     "--workers": _option("worker processes (0)", _COUNT_OR_NONE, default=0),
 }

@@ -11,15 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from odb_nodes._core.text import counted
-from odb_nodes.cli.data import BUDGET_TOKENS, Data, UsageError, check_outputs
+from odb_nodes.cli.data import (
+    BUDGET_TOKENS,
+    Data,
+    UsageError,
+    check_is_writable,
+    check_outputs,
+    file_of,
+    load_function,
+)
 from odb_nodes.errors import StateError
 from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.auto_window import shown
-from odb_nodes.tools.command_line import check_is_writable, file_of, load_function
 
 if TYPE_CHECKING:
     from odb_nodes.planning import TokenBudget
-    from odb_nodes.tools.lengths import LengthTable
 
 __all__ = ["BUDGET_TOKENS", "UsageError"]
 
@@ -122,13 +128,14 @@ def reshard(args: Namespace) -> None:
 
 def simulate(args: Namespace) -> None:
     """Plan the first epoch on any number of ranks, without a model or a GPU."""
-    drawn_to = [] if args.timeline == "-" else ["timeline"]
-    data = Data(args, drawn_to, table=None if args.cv is None else _lognormal(args))
-    budget, options, weights = data.budget(args.budget), data.job(), data.weights()
-    windows = args.window or [options.pop("window")]
-    options.pop("window", None)
+    data = Data(args, [] if args.timeline == "-" else ["timeline"])
+    budget = data.budget(args.budget)
+    options = data.job() | {"budget": budget}
+    windows = args.window or [options["window"]]
     jobs = [
-        SimulationOptions(world_size=world_size, budget=budget, window=window, **options)
+        SimulationOptions(
+            **options | {"world_size": world_size, "budget": budget, "window": window}
+        )
         for world_size, window in product(args.ranks or [data.ranks], windows)
     ]
     from odb_nodes._core.text import markdown_table
@@ -138,7 +145,7 @@ def simulate(args: Namespace) -> None:
     table = data.table()
     print(table)
     shuffle = data.shuffles if args.shuffle is None else args.shuffle
-    epoch = TableEpoch(table=table, shuffle=shuffle, weights=weights)
+    epoch = TableEpoch(table=table, shuffle=shuffle, weights=data.weights())
     rows: list[dict[str, str]] = []
     for job in jobs:
         run = {"ranks": str(job.world_size), "window": shown(job.window, epoch.window(job))}
@@ -152,19 +159,6 @@ def simulate(args: Namespace) -> None:
             Path(args.timeline).write_text(drawn.to_svg())
 
 
-def _lognormal(args: Namespace) -> LengthTable:
-    if Data.reads_data(args) or args.data is not None or args.lengths is not None:
-        raise ValueError(
-            "--cv makes lengths in place of data: leave out the data, --lengths, --tokenizer, "
-            "--field, --workers and --save-lengths."
-        )
-    from odb_nodes.tools.lengths import LengthTable
-    from odb_nodes.tools.simulate import lognormal_lengths
-
-    lengths = lognormal_lengths(args.samples or 40_000, cv=args.cv, seed=args.seed or 0)
-    return LengthTable.of(lengths, distribution=f"lognormal, CV {args.cv}")
-
-
 def step(args: Namespace) -> None:
     """Make a step of a run again, of all its ranks: its samples, and its batches."""
     if (args.ledger is None) == (args.checkpoint is None):
@@ -172,7 +166,7 @@ def step(args: Namespace) -> None:
     if args.ledger and args.step is None:
         raise UsageError("--ledger needs --step")
     check_outputs(args, ["out"], [args.ledger or args.checkpoint])
-    function = load_function(args.make_loader, "process_group")
+    function = load_function(args.make_loader)
     from odb_nodes.loader import Loader
     from odb_nodes.tools.lengths import files_read
     from odb_nodes.tools.steps import remake_from_checkpoint, remake_from_ledger
@@ -197,35 +191,30 @@ def step(args: Namespace) -> None:
 
 def tune(args: Namespace) -> None:
     """Propose budget, window, accumulation and rounds for a dataset, with code to paste."""
-    if (args.memory_model is None) != (args.memory_gib is None) or (
-        args.memory_model and args.limit
-    ):
+    model = args.memory_model
+    if (model is None) != (args.memory_gib is None) or (model and args.limit):
         raise ValueError("pass --limit, or --memory-model FILE and --memory-gib N, or none.")
-    data = Data(args, inputs=[args.memory_model, args.log])
-    job, of_loader = data.job(), data.loader_budget
+    data = Data(args, inputs=[model, args.log])
+    job, limit = data.job(), data.loader_budget
     world_size, accumulate = args.ranks or data.ranks, job.pop("accumulate")
     tokens_per_step = args.tokens_per_step
-    if tokens_per_step is None and of_loader is not None:
-        tokens_per_step = of_loader.tokens * accumulate * world_size
-    limit = of_loader if args.limit is None else data.budget(args.limit)
-    if args.memory_model is not None:
-        limit = _budget_of_model(args.memory_model, args.memory_gib, of_loader)
+    if tokens_per_step is None and limit is not None:
+        tokens_per_step = limit.tokens * accumulate * world_size
+    if args.limit is not None:
+        limit = data.budget(args.limit)
+    elif model is not None:
+        limit = _budget_of_model(model, args.memory_gib, limit)
     from odb_nodes.tools.tune import tune as choose
 
-    try:
-        tuned = choose(
-            data.table(),
-            world_size=world_size,
-            tokens_per_step=tokens_per_step,
-            limit=limit,
-            log=args.log,
-            weights=data.weights(),
-            **job,
-        )
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"--log `{args.log}` is no text: pass the folder of a monitor, or lines of JSON."
-        ) from error
+    tuned = choose(
+        data.table(),
+        world_size=world_size,
+        tokens_per_step=tokens_per_step,
+        limit=limit,
+        log=args.log,
+        weights=data.weights(),
+        **job,
+    )
     print(tuned, end="")
 
 

@@ -38,6 +38,8 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.state import GradientState  # noqa: E402
 from accelerate.utils import send_to_device  # noqa: E402
 
+__all__ = ["AcceleratedLoader", "configure_accelerator"]
+
 MONITOR = "odb_nodes-monitor"  # folder in a checkpoint
 NOT_SAVED = (
     "it was saved before `configure_accelerator` was called, or without it. To begin a run with "

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sized
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch.utils.data import IterableDataset
-from torchdata.nodes import BaseNode
 
 from odb_nodes._core.seeds import preserved_rngs
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.planning import SimulationOptions
-from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.simulation import SimulationKeywords
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observe, Sample, Skipped
-from odb_nodes.tools.estimate import LOOKED_AT
-from odb_nodes.tools.lengths import LengthTable
-from odb_nodes.tools.simulate import TableEpoch
+from odb_nodes.tools.estimate import LOOKED_AT, job_of
+from odb_nodes.tools.lengths import is_map_style, observe_lengths
+from odb_nodes.tools.simulate import MOST_DRAWN, TableEpoch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,8 +29,7 @@ def check_can_estimate(
     dataset: Any, remedy: str, what: str = "the steps of an epoch can be estimated"
 ) -> None:
     """Reject a dataset that cannot be looked at, on all ranks, though one rank may do so."""
-    is_map_style = isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")
-    if not is_map_style or isinstance(dataset, (Mapping, BaseNode, IterableDataset)):
+    if not is_map_style(dataset):
         raise TypeError(
             f"{what} only where the dataset is map-style and has a length, but it is "
             f"`{type(dataset).__name__}`. {remedy}"
@@ -83,14 +79,12 @@ def estimate_steps(
         TypeError, ValueError: an option is not valid.
     """
     job = SimulationOptions(**options)
-    rng = np.random.default_rng(job.seed)
-    observed = look_at(dataset, process_fn, observe, looked_at, rng)
-    seen = np.array([one.tokens for one in observed if not isinstance(one, Skipped)])
-    if not len(seen):
-        return 1
-    share = math.ceil(len(dataset) / job.world_size * len(seen) / len(observed))
-    table = replace(LengthTable.of(seen[:share]), sizes=(share,))
-    epoch = TableEpoch(table=table, shuffle=False, least_windows=0)
+    table = observe_lengths(
+        dataset, process_fn=process_fn, observe=observe, samples=looked_at, seed=job.seed
+    )
+    # One rank with its share of the samples: as many steps, at the same cost for any number.
+    share = math.ceil(table.num_samples / job.world_size)
+    epoch = TableEpoch(table=replace(table, sizes=(share,)), shuffle=False, samples=MOST_DRAWN)
     report = epoch.report(replace(job, world_size=1, cost_fn=None))
     return max(1, math.ceil(report.steps / job.accumulate))
 
@@ -105,7 +99,5 @@ def estimate_loader_steps(
         process_fn=process_fn,
         observe=options.observe,
         looked_at=looked_at,
-        world_size=options.virtual_ranks or world_size,
-        budget=options.budget,
-        **{field.name: getattr(options, field.name) for field in fields(JobOptions)},
+        **vars(job_of(options, world_size)),
     )

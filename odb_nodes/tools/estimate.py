@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 from torch.utils.data import Subset
@@ -12,13 +11,14 @@ from odb_nodes._core.checks import check_type
 from odb_nodes._core.text import counted
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.loader import ODBDataLoader
+from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Sample
 from odb_nodes.sources import JsonlSource
-from odb_nodes.tools.lengths import LengthTable, observe_lengths
+from odb_nodes.tools.lengths import LengthTable, is_map_style, observe_lengths
 from odb_nodes.tools.simulate import SimulationReport, TableEpoch
 
 __all__ = ["EpochEstimate", "estimate_epoch", "table_of_loader"]
@@ -73,11 +73,7 @@ def estimate_epoch(loader: ODBDataLoader, samples: int | None = LOOKED_AT) -> Ep
     """
     table, options = table_of_loader(loader, samples), loader.options
     processes = group_rank(options.process_group)[1]
-    job = SimulationOptions(
-        world_size=options.virtual_ranks or processes,
-        budget=options.budget,
-        **{field.name: getattr(options, field.name) for field in fields(JobOptions)},
-    )
+    job = job_of(options, processes)
     shuffle = options.shuffle is not False and options.sampler is None
     report = TableEpoch(table=table, shuffle=shuffle, weights=options.weights).report(job)
     return EpochEstimate(
@@ -87,6 +83,15 @@ def estimate_epoch(loader: ODBDataLoader, samples: int | None = LOOKED_AT) -> Ep
         padding_share=report.padding_share,
         balance=report.balance,
         report=report,
+    )
+
+
+def job_of(options: LoaderOptions, processes: int) -> SimulationOptions:
+    """Return the job of loaders with these options in so many processes."""
+    return SimulationOptions(
+        world_size=options.virtual_ranks or processes,
+        budget=options.budget,
+        **{field.name: getattr(options, field.name) for field in fields(JobOptions)},
     )
 
 
@@ -108,7 +113,12 @@ def table_of_loader(
     check_type("loader", loader, ODBDataLoader)
     options, dataset = loader.options, loader.dataset
     for one in dataset.values() if type(dataset) is dict else [dataset]:
-        _check_is_readable(one)
+        if not (is_map_style(one) or isinstance(one, JsonlSource)):
+            raise TypeError(
+                "an epoch can be estimated where the dataset is map-style or a `JsonlSource`, but "
+                f"it is a `{type(one).__name__}`, which the loader itself iterates. Make a second "
+                "one of it, and pass that to `observe_lengths` and `simulate`."
+            )
     indices = None if options.sampler is None else [*options.sampler]
     if indices is not None:
         dataset = Subset(dataset, indices)
@@ -126,16 +136,6 @@ def table_of_loader(
         world_size = group_rank(options.process_group)[1]
         table = replace(table, sizes=tuple(size * world_size for size in table.sizes))
     return _without_excluded(table, ExcludedKeys.of(options.exclude))
-
-
-def _check_is_readable(dataset: Any) -> None:
-    is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if not (is_map_style or isinstance(dataset, JsonlSource)):
-        raise TypeError(
-            "an epoch can be estimated where the dataset is map-style or a `JsonlSource`, but it "
-            f"is a `{type(dataset).__name__}`, which the loader itself iterates. Make a second "
-            "one of it, and pass that to `observe_lengths` and `simulate`."
-        )
 
 
 def _without_excluded(table: LengthTable, exclude: ExcludedKeys) -> LengthTable:

@@ -122,17 +122,26 @@ def _inspections(state: Any, name: str) -> Iterator[Inspection]:
 def _inspection(found: Mapping[str, Any], damage: str) -> Inspection:
     nodes = [*_nodes(found["root"])]
     by_name = dict(reversed([(one["node"], one) for _, one in nodes]))
-    bucketer, aligner = by_name.get("WindowBucketer", {}), by_name.get("RankAligner", {})
-    held, round_digest, rounds = _round(aligner)
-    pool = _pool(bucketer)
+    facts, round_digest = _position(found, by_name), 0
+    pool, held = by_name.get("WindowBucketer", {}).get("pool"), None
+    if aligner := by_name.get("RankAligner"):
+        steps = AlignedRound.from_bytes(aligner["plan"])
+        held, round_digest = aligner["held"], steps.digest()
+        last = ", the last" if aligner["last"] else ""
+        facts["round"] = f"{aligner['round']}, {aligner['emitted']} of {len(steps)} steps out{last}"
+    values: dict[str, str] = {}
+    for name, node in [("Loader", found), *nodes]:
+        values |= dict(_flat(node["config"], f"{name} config"))
+        for key in [key for key in node if key not in _NOT_VALUES]:
+            values |= dict(_flat(node[key], f"{name}.{key}"))
     return Inspection(
         damage=damage,
-        facts=_position(found, by_name) | rounds,
-        pool=pool,
-        held=held,
+        facts=facts,
+        pool=_lengths(pool),
+        held=_lengths(held),
         config={place: one["config"] for place, one in nodes},
         round_digest=round_digest,
-        values=dict(_values(found)),
+        values=values,
     )
 
 
@@ -163,10 +172,9 @@ def misfits(ranks: Sequence[Inspection]) -> list[str]:
 
 def differences(one: Inspection, other: Inspection) -> list[str]:
     """Return what two states differ in, by the place of each value."""
-    places = [*one.values, *(place for place in other.values if place not in one.values)]
     return [
         f"{place}: {one.values.get(place, '-')} -> {other.values.get(place, '-')}"
-        for place in places
+        for place in {**one.values, **other.values}
         if one.values.get(place) != other.values.get(place)
     ]
 
@@ -189,17 +197,10 @@ def _nodes(state: Any, source: str = "") -> Iterator[tuple[str, dict[str, Any]]]
         return
     if "node" in state:
         yield f"{source}{state['node']}", state
-    for name, inner in _sources(state, source):
+    below = [(source, state[key]) for key in ("root", "source") if key in state]
+    below += [(f"{source}{name}.", inner) for name, inner in state.get("sources", {}).items()]
+    for name, inner in below:
         yield from _nodes(inner, name)
-
-
-def _sources(state: Mapping[str, Any], source: str) -> Iterator[tuple[str, Any]]:
-    """Yield the states below that of a node, each with the name of its source and a dot."""
-    for key in ("root", "source"):
-        if key in state:
-            yield source, state[key]
-    for name, inner in state.get("sources", {}).items():
-        yield f"{source}{name}.", inner
 
 
 def _position(loader: Mapping[str, Any], nodes: Mapping[str, Any]) -> dict[str, str]:
@@ -217,36 +218,12 @@ def _position(loader: Mapping[str, Any], nodes: Mapping[str, Any]) -> dict[str, 
     return {name: str(value) for name, value in facts.items()}
 
 
-def _round(aligner: Mapping[str, Any]) -> tuple[IntArray, int, dict[str, str]]:
-    """Return lengths of what a round holds, a digest of its plan, and where it stands."""
-    if not aligner:
-        return _lengths((None, None)), 0, {}
-    steps = AlignedRound.from_bytes(aligner["plan"])
-    fact = f"{aligner['round']}, {aligner['emitted']} of {len(steps)} steps out"
-    if aligner["last"]:
-        fact += ", the last"
-    return _lengths((aligner["held"] or (None, None, None))[1:]), steps.digest(), {"round": fact}
-
-
-def _pool(bucketer: Mapping[str, Any]) -> IntArray:
-    return _lengths(bucketer["pool"][1:] if bucketer else (None, None))
-
-
 def _lengths(held: Any) -> IntArray:
     """Return the lengths of samples that a state has as records, or encoded."""
-    records, payload = held
+    records, payload = (None, None) if held is None else held[1:]
     if records is not None:
         return from_records(records).tokens
     return np.array([decode_sample(one).tokens for one in payload or ()], dtype=np.int64)
-
-
-def _values(state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the values of the state of a loader as text, each with its place."""
-    for name, node in [("Loader", state), *_nodes(state["root"])]:
-        yield from _flat(node["config"], f"{name} config")
-        for key, value in node.items():
-            if key not in _NOT_VALUES:
-                yield from _flat(value, f"{name}.{key}")
 
 
 def _flat(value: Any, place: str) -> Iterator[tuple[str, str]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zipfile
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count, check_integer
@@ -36,7 +35,6 @@ from odb_nodes.processing import WorkerOptions
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import ItemKey, Observation, Observe, Sample, Skipped, nested_name
 from odb_nodes.sources.datasets import source_of
-from odb_nodes.sources.iterable_source import is_stream
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import check_names
 
@@ -163,16 +161,17 @@ class LengthTable:
         Args:
             source: the name of a source; `None` for all.
         """
-        tokens = self.tokens if source is None else self.tokens[self._are_of(source)]
+        tokens = self._tokens_of(source)
         return tokens[tokens > 0]
 
     def skipped(self, source: str | None = None) -> int:
         """Return how many samples of a source, or of all, processing skips."""
-        tokens = self.tokens if source is None else self.tokens[self._are_of(source)]
-        return int(np.count_nonzero(tokens == 0))
+        return int(np.count_nonzero(self._tokens_of(source) == 0))
 
-    def _are_of(self, source: str) -> npt.NDArray[np.bool_]:
-        return np.asarray(self.sources == self.names.index(source))
+    def _tokens_of(self, source: str | None) -> IntArray:
+        if source is None:
+            return self.tokens
+        return np.asarray(self.tokens[self.sources == self.names.index(source)])
 
     def rows(self, rows: IntArray, sizes: tuple[int, ...] | None = None) -> LengthTable:
         """Return a table of some rows of this one, which may repeat, of sources of these sizes."""
@@ -225,36 +224,20 @@ class LengthTable:
             FileNotFoundError: there is no such file.
             StateError: it holds something else.
         """
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                about = json.loads(str(file["about"]))
-                columns: Any = {column: file[column] for column in _COLUMNS}
-            if about.pop("version") != VERSION:
-                raise ValueError("another version")
-            about |= {name: tuple(about[name]) for name in ("names", "sizes", "streams")}
-            table = cls(**columns, **about)
-            table._check()
-        except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            # numpy's advice to allow pickles is none for a file that is no table.
-            reason = "" if "pickle" in str(error) else f" ({error})"
-            raise StateError(
-                f"`{path}` is no table of lengths of version {VERSION}{reason}. Make it by "
-                "`observe_lengths(...).save(path)`, or `odb-nodes profile --save-lengths`."
-            ) from error
-        return table
-
-    def _check(self) -> None:
-        """Raise a `ValueError` unless the columns go together."""
-        columns = [getattr(self, column) for column in _COLUMNS]
-        if {(column.dtype.kind, column.shape) for column in columns} != {("i", (len(self),))}:
-            raise ValueError(f"the columns {_COLUMNS} must be integers, one for each sample")
-        if not len(self) or min(self.tokens.min(), self.targets.min(), self.patches.min()) < 0:
-            raise ValueError("there must be samples, and no count below 0")
-        counts = np.bincount(self.sources, minlength=len(self.names))
-        if len(self.names) != len(self.sizes) or len(counts) != len(self.names):
-            raise ValueError(f"`sources` must be numbers of {self.names}, each with a size")
-        if any(has > size for has, size in zip(counts.tolist(), self.sizes, strict=True)):
-            raise ValueError(f"there must be at most {self.sizes} samples of {self.names}")
+        with open(path, "rb") as opened:  # an error of the path is one of its own
+            try:
+                with np.load(opened, allow_pickle=False) as file:
+                    about = json.loads(str(file["about"]))
+                    columns: Any = {column: file[column] for column in _COLUMNS}
+                if about.pop("version") != VERSION:
+                    raise ValueError("another version")
+                about |= {name: tuple(about[name]) for name in ("names", "sizes", "streams")}
+                return cls(**columns, **about)
+            except Exception as error:  # numpy and zipfile raise any of damaged bytes
+                raise StateError(
+                    f"`{path}` is no table of lengths of version {VERSION}. Make it by "
+                    "`observe_lengths(...).save(path)`, or `odb-nodes profile --save-lengths`."
+                ) from error
 
     def _about(self) -> str:
         about = {
@@ -308,8 +291,16 @@ def observe_lengths(
     if not isinstance(process_fn, Mapping):
         functions = dict.fromkeys(named, process_fn)
     check_names("process_fn", functions, "dataset", named)
-    rows = _Rows()
-    for number, (name, one) in enumerate(named.items()):
+    made_by = {"seed": str(seed)}
+    for name, function in {**functions, "observe": observe}.items():
+        if function is not None:
+            label = name if name == "observe" else f"process_fn{name and f' of {name}'}"
+            made_by[label] = stable_name(function)
+    rows = array("q")  # of 5 columns each
+    numbers: dict[str, int] = {}  # of the sources, by name
+    sizes: dict[str, float] = {}
+    streams: list[str] = []
+    for place, (name, one) in enumerate(named.items()):
         options = LoaderOptions(
             token_budget=1,
             process_fn=functions[name],
@@ -319,79 +310,65 @@ def observe_lengths(
             workers=workers,
             sharded=True,
         )
-        rng = np.random.default_rng((abs(seed), number))
-        rows.read(one, options, name, samples, rng)
-    made_by = {"seed": str(seed)}
-    functions |= {"observe": observe}
-    for name, function in functions.items():
-        if function is not None:
-            label = name if name == "observe" else f"process_fn{name and f' of {name}'}"
-            made_by[label] = stable_name(function)
-    return rows.table(made_by)
-
-
-class _Rows:
-    """Collects the rows of a table, source by source."""
-
-    def __init__(self) -> None:
-        self._rows = array("q")  # of 5 columns each
-        self._numbers: dict[str, int] = {}  # of the sources, by name
-        self._streams: list[str] = []
-        self._sizes: dict[str, float] = {}  # samples of each in the data
-
-    def read(
-        self,
-        dataset: Any,
-        options: LoaderOptions,
-        name: str,
-        samples: int | None,
-        rng: np.random.Generator,
-    ) -> None:
-        """Add the samples of one dataset, or so many of them, drawn at random."""
-        keys: list[int | None] | None = None
-        size: int | None = None
-        is_stream = _is_stream(dataset)
-        if samples is not None and (is_stream or isinstance(dataset, BaseNode)):
-            dataset, keys, size = _drawn(dataset, samples, rng)  # which loses the keys
-        elif samples is not None:
-            size = len(dataset)
-            places = np.sort(rng.permutation(size)[:samples]).tolist()
-            options = replace(options, sampler=places)
+        rng = np.random.default_rng((abs(seed), place))
+        drawn, keys, size = (one, None, None) if samples is None else _drawn(one, samples, rng)
         read: Counter[str] = Counter()  # samples of each source
-        node = sample_node(dataset, options, _nothing)
-        try:
-            node.reset(None)
-            for place, sample in enumerate(_with_bar(node, name)):
-                key = sample.key if keys is None else keys[place]
-                counts = (0, 0, 0) if isinstance(sample, Skipped) else sample[1:4]
-                source = nested_name(name, sample.source) if sample.source else name
-                number = self._numbers.setdefault(source, len(self._numbers))
-                self._rows.extend((*counts, number, NO_KEY if key is None else key))
-                read[source] += 1
-        finally:
-            close_nodes(node, _STOP_TIMEOUT_S)
-        weight = 1.0 if size is None else size / max(read.total(), 1)
-        self._sizes.update({source: count * weight for source, count in read.items()})
-        if is_stream and keys is None:
-            self._streams += read
+        for at, sample in enumerate(_processed(drawn, options, f"lengths{name and f' of {name}'}")):
+            counts = (0, 0, 0) if isinstance(sample, Skipped) else sample[1:4]
+            source = nested_name(name, sample.source) if sample.source else name
+            key = sample.key if keys is None else keys[at]
+            number = numbers.setdefault(source, len(numbers))
+            rows.extend((*counts, number, NO_KEY if key is None else key))
+            read[source] += 1
+        stands_for = 1.0 if size is None else size / max(read.total(), 1)
+        sizes |= {source: count * stands_for for source, count in read.items()}
+        streams += read if keys is None and _is_stream(one) else ()
+    columns = np.frombuffer(rows, dtype=np.int64).reshape(-1, 5).T
+    if not columns[0].any():
+        raise ValueError("`dataset` must have a sample that is not skipped, but has none.")
+    return LengthTable(
+        **dict(zip(_COLUMNS, np.ascontiguousarray(columns), strict=True)),
+        names=tuple(numbers),
+        sizes=tuple(round(sizes[name]) for name in numbers),
+        streams=tuple(streams),
+        made_by=made_by,
+    )
 
-    def table(self, made_by: Mapping[str, str]) -> LengthTable:
-        """Return the table."""
-        columns = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, 5).T
-        if not columns[0].any():
-            raise ValueError("`dataset` must have a sample that is not skipped, but has none.")
-        tokens, targets, patches, sources, keys = np.ascontiguousarray(columns)
-        return LengthTable(
-            tokens=tokens,
-            targets=targets,
-            patches=patches,
-            sources=sources,
-            keys=keys,
-            names=tuple(self._numbers),
-            sizes=tuple(round(self._sizes[name]) for name in self._numbers),
-            streams=tuple(self._streams),
-            made_by=made_by,
-        )
+
+def _drawn(
+    dataset: Any, samples: int, rng: np.random.Generator
+) -> tuple[Any, Sequence[int | None], int]:
+    """Return items drawn at random from a dataset, the key of each, and how many it has."""
+    if is_map_style(dataset):
+        places = np.sort(rng.permutation(len(dataset))[:samples]).tolist()
+        return Subset(dataset, places), places, len(dataset)
+    source, _ = source_of(dataset, False, 0, None, (0, 1))
+    drawn: list[tuple[int, Any, int | None]] = []
+    size = 0
+    source.reset(None)
+    for item in source:
+        size += 1
+        # Every item so far is among those drawn with the same chance (Vitter, 1985, algorithm R).
+        place = len(drawn) if len(drawn) < samples else int(rng.integers(size))
+        if place < samples:
+            key: ItemKey | None = call_member(source, "item_key")
+            drawn[place : place + 1] = [(size, item, None if key is None else key.key)]
+    close_nodes(source, _STOP_TIMEOUT_S)
+    drawn.sort(key=lambda one: one[0])
+    return [item for _, item, _ in drawn], [key for _, _, key in drawn], size
+
+
+def _processed(dataset: Any, options: LoaderOptions, label: str) -> Iterator[Sample | Skipped]:
+    node = sample_node(dataset, options, _nothing)
+    try:
+        node.reset(None)
+        try:
+            total: int | None = length_of(node)
+        except TypeError:  # a stream
+            total = None
+        yield from Bar(node, label, total)
+    finally:
+        close_nodes(node, _STOP_TIMEOUT_S)
 
 
 def histogram(lengths: IntArray, bins: int) -> tuple[list[int], list[int]]:
@@ -409,12 +386,20 @@ def files_read(dataset: Any) -> list[Path]:
     return [path for node in nodes if isinstance(node, JsonlSource) for path in node.paths]
 
 
+def is_map_style(dataset: Any) -> bool:
+    """Tell whether samples of a dataset can be looked at without disturbing who iterates it."""
+    return (
+        isinstance(dataset, Sized)
+        and hasattr(dataset, "__getitem__")
+        and not isinstance(dataset, (Mapping, BaseNode, IterableDataset))
+    )
+
+
 def _is_stream(dataset: Any) -> bool:
     """Tell whether a loader reads a dataset in its order."""
     if isinstance(dataset, JsonlSource):
         return not dataset.fingerprint()["shuffle"]
-    is_known = isinstance(dataset, (BaseNode, IterableDataset)) or is_stream(dataset)
-    return is_known or not hasattr(dataset, "__getitem__")
+    return not is_map_style(dataset)
 
 
 def _counts(observe: Observe | None, data: Any) -> Observation:
@@ -425,31 +410,3 @@ def _counts(observe: Observe | None, data: Any) -> Observation:
 
 def _nothing(_: Any) -> None:
     """Stand for the data of a sample, which workers need not send."""
-
-
-def _drawn(
-    dataset: Any, samples: int, rng: np.random.Generator
-) -> tuple[list[Any], list[int | None], int]:
-    """Return items drawn from what is not map-style, the key of each, and how many it has."""
-    source, _ = source_of(dataset, False, 0, None, (0, 1))
-    drawn: list[tuple[int, Any, int | None]] = []
-    size = 0
-    source.reset(None)
-    for item in source:
-        size += 1
-        # Every item so far is among those drawn with the same chance (Vitter, 1985, algorithm R).
-        place = len(drawn) if len(drawn) < samples else int(rng.integers(size))
-        if place < samples:
-            key: ItemKey | None = call_member(source, "item_key")
-            drawn[place : place + 1] = [(size, item, None if key is None else key.key)]
-    close_nodes(source, _STOP_TIMEOUT_S)
-    drawn.sort(key=lambda one: one[0])
-    return [item for _, item, _ in drawn], [key for _, _, key in drawn], size
-
-
-def _with_bar(node: BaseNode[Any], name: str) -> Iterable[Any]:
-    try:
-        total: int | None = length_of(node)
-    except TypeError:  # a stream
-        total = None
-    return Bar(node, f"lengths{name and f' of {name}'}", total)

@@ -11,13 +11,13 @@ import numpy as np
 
 from odb_nodes._core.checks import check_type, import_extra
 from odb_nodes._core.progress import Bar
-from odb_nodes._core.text import counted, html_table, html_text, markdown_table
+from odb_nodes._core.text import Rows, Shown, counted
 from odb_nodes.planning import SimulationOptions, TokenBudget
 from odb_nodes.planning.auto_window import AUTO, WindowSize, shown
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sources import Mixing
 from odb_nodes.sources.mixing import Weights
-from odb_nodes.tools.baselines import STRATEGIES, WINDOWED, Baselines, Strategy
+from odb_nodes.tools.baselines import STRATEGIES, WINDOWED, Baselines, Strategy, is_available
 from odb_nodes.tools.lengths import LengthTable, histogram
 from odb_nodes.tools.simulate import SimulationReport, TableEpoch, budget_code
 from odb_nodes.tools.svg import Level, bars, levels
@@ -160,7 +160,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class Profile(Shown):
     """What a dataset is like, and what batches of it come to.
 
     Attributes:
@@ -177,14 +177,9 @@ class Profile:
     lengths: tuple[LengthSummary, ...]
     comparisons: tuple[Comparison, ...]
 
-    def __str__(self) -> str:
-        lengths, rows = markdown_table(self.length_rows()), markdown_table(self.rows())
-        return "\n\n".join([self.about, lengths, self.heading, rows, self.why])
-
-    def _repr_html_(self) -> str:
-        lengths = html_table(self.length_rows())
-        comparisons = html_text(self.heading) + html_table(self.rows()) + html_text(self.why)
-        return html_text(self.about) + lengths + comparisons
+    def parts(self) -> list[str | Rows]:
+        """Return the texts and tables, in their order."""
+        return [self.about, self.length_rows(), self.heading, self.rows(), self.why]
 
     @property
     def why(self) -> str:
@@ -224,13 +219,9 @@ class Profile:
         batches = f"fixed batches of {counted(self.batch_size, 'sample')}"
         return f"token_budget={budget_code(self.budget)}; {batches}"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the profile as plain data."""
-        return asdict(self)
-
     def to_json(self) -> str:
         """Return the profile as JSON."""
-        return json.dumps(self.as_dict(), indent=1) + "\n"
+        return json.dumps(asdict(self), indent=1) + "\n"
 
     def to_html(self) -> str:
         """Return the profile as one page of HTML that needs no other file.
@@ -313,21 +304,20 @@ def profile(
             raise TypeError(
                 f"`{name}` must be a `Sequence`, as `({values!r},)`, but is {values!r}."
             )
+    base = SimulationOptions(
+        world_size=1, budget=budget, accumulate=accumulate, seed=seed, **options
+    )
     baselines = Baselines(epoch=TableEpoch(table=table, weights=weights), batch_size=batch_size)
     wanted: list[tuple[int, Strategy, WindowSize | None]] = [
         (world_size, strategy, window)
         for world_size in world_sizes
         for strategy in STRATEGIES
+        if is_available(strategy)
         for window in (windows if strategy in WINDOWED else (None,))
     ]
-    base = SimulationOptions(
-        world_size=1, budget=budget, accumulate=accumulate, seed=seed, **options
-    )
     comparisons = []
     for world_size, strategy, window in Bar(wanted, "comparing", len(wanted)):
-        job = replace(base, world_size=world_size)
-        if window is not None:
-            job = replace(job, window=window)
+        job = replace(base, world_size=world_size, window=window or base.window)
         comparisons.append(
             Comparison(
                 world_size=world_size,

@@ -20,7 +20,7 @@ from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.planning import SimulationOptions, TokenBudget, simulate_steps
 from odb_nodes.planning.auto_window import window_samples
 from odb_nodes.planning.budget import ATTENTION_TOKENS
-from odb_nodes.planning.simulation import SimulationKeywords, Step, plan_steps, steps_of
+from odb_nodes.planning.simulation import SimulationKeywords, Step, plan_steps
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Observation, Sample, Skipped
 from odb_nodes.sample_block import SampleBlock
@@ -43,8 +43,7 @@ __all__ = [
 
 MOST_DRAWN = 20_000
 """Samples that stand for a dataset of which some are known, unless the windows need more."""
-LEAST_WINDOWS = 8
-"""Windows that each rank then has at least, or what it has of the dataset."""
+_LEAST_WINDOWS = 8
 _COUNTS = ("steps", "samples", "rows", "real_tokens", "padded_tokens", "filler_slots")
 
 Floats = NDArray[np.float64]
@@ -77,12 +76,12 @@ def simulate(
         TypeError, ValueError: an option is not valid, or there is no step.
         SampleError: a sample is too long under `oversize="error"`.
     """
-    job = SimulationOptions(**options)
     if isinstance(lengths, LengthTable):
-        return TableEpoch(table=lengths, shuffle=shuffle, weights=weights).report(job)
-    if weights is not None:
-        raise ValueError("`weights` must be None: mere lengths have no sources. Pass a table.")
-    return SimulationReport.of(steps_of(lengths, job), TokenBudget.of(job.budget))
+        table = lengths
+    else:
+        table, shuffle = LengthTable.of(lengths), False
+    epoch = TableEpoch(table=table, shuffle=shuffle, weights=weights)
+    return epoch.report(SimulationOptions(**options))
 
 
 def lognormal_lengths(
@@ -127,23 +126,14 @@ def budget_code(budget: TokenBudget) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """What the batches of a job hold, each (steps, ranks) float64; 0 where a rank has none.
-
-    Attributes:
-        samples: number of samples.
-        real: their tokens.
-        sample_squares: sum of their squared lengths.
-        rows: rows of the batch.
-        width: its width, in tokens.
-        squares: what attention grows with: rows x width^2; of a packed row, `sample_squares`.
-    """
+    """What the batches of a job hold, each (steps, ranks) float64; 0 where a rank has none."""
 
     samples: Floats
-    real: Floats
-    sample_squares: Floats
+    real: Floats  # tokens of the samples
+    sample_squares: Floats  # sum of their squared lengths
     rows: Floats
-    width: Floats
-    squares: Floats
+    width: Floats  # tokens
+    squares: Floats  # what attention grows with: rows x width^2; packed, `sample_squares`
 
     @classmethod
     def of(cls, steps: Iterable[Sequence[Sequence[int]]], budget: TokenBudget) -> Batches:
@@ -154,16 +144,21 @@ class Batches:
         # Floats: a sum of squares does not fit 64-bit integers.
         return cls(*np.moveaxis(np.array(found, dtype=np.float64), 2, 0))
 
+    @classmethod
+    def of_samples(
+        cls, steps: Iterable[Sequence[Sequence[Sample] | None]], budget: TokenBudget
+    ) -> Batches:
+        """Return the batches of steps: the samples of each rank, `None` for filler."""
+        lengths = (
+            [SampleBlock.of(group).tokens.tolist() if group else [] for group in step]
+            for step in steps
+        )
+        return cls.of(lengths, budget)
+
     @property
     def padded(self) -> Floats:
         """Tokens of the batches, padding included."""
         return self.rows * self.width
-
-
-def lengths_of(steps: Iterable[Sequence[Sequence[Sample] | None]]) -> Iterator[list[list[int]]]:
-    """Yield the lengths of the samples of each rank, step by step."""
-    for step in steps:
-        yield [SampleBlock.of(group).tokens.tolist() if group else [] for group in step]
 
 
 def _measure(lengths: Sequence[int], budget: TokenBudget) -> tuple[int, ...]:
@@ -234,7 +229,7 @@ class SimulationReport:
         Raises:
             ValueError: there is no step.
         """
-        return cls.of_batches(Batches.of(lengths_of(steps), budget), budget)
+        return cls.of_batches(Batches.of_samples(steps, budget), budget)
 
     @classmethod
     def of_batches(cls, batches: Batches, budget: TokenBudget) -> SimulationReport:
@@ -303,30 +298,30 @@ class TableEpoch:
     table: LengthTable
     shuffle: bool = True
     weights: Weights | Mixing = None
-    most_drawn: int = MOST_DRAWN
-    least_windows: int = LEAST_WINDOWS
+    samples: int | None = None
+    """How many stand for the dataset. Default: all of a whole table; of others at least 20,000, and
+    8 windows on each rank."""
     _orders: dict[Any, tuple[LengthTable, list[IntArray]]] = field(default_factory=dict, repr=False)
 
     def order(self, job: SimulationOptions) -> tuple[LengthTable, list[IntArray]]:
-        """Return a whole table, and the rows of it that each rank reads, in their order.
-
-        The table is this one, or one that is drawn from it.
-        """
-        table, samples = self.table, len(self.table)
-        if job.world_size > table.num_samples:
+        """Return a whole table, this or one drawn from it, and the rows each rank reads in turn."""
+        table, of_data = self.table, self.table.num_samples
+        if job.world_size > of_data:
             raise ValueError(
-                f"`world_size` must be at most the {table.num_samples} samples of the data, but is "
+                f"`world_size` must be at most the {of_data} samples of the data, but is "
                 f"{job.world_size}."
             )
-        if not table.is_whole:
-            least = self.least_windows * self.window(job) * job.world_size
-            samples = min(table.num_samples, max(self.most_drawn, least))
+        samples = self.samples
+        if samples is None and table.is_whole:
+            samples = of_data
+        elif samples is None:
+            samples = max(MOST_DRAWN, _LEAST_WINDOWS * self.window(job) * job.world_size)
         key = samples, job.seed, job.world_size  # jobs that differ in others read alike
         if key not in self._orders:
-            table = table if table.is_whole else table.drawn(samples, job.seed)
-            mixing = Mixing.of(self.weights).scaled(len(table) / self.table.num_samples)
-            shards = _shards(table, job, self.shuffle, mixing)
-            self._orders[key] = table, shards
+            if not table.is_whole or samples < of_data:
+                table = table.drawn(min(samples, of_data), job.seed)
+            mixing = Mixing.of(self.weights).scaled(len(table) / of_data)
+            self._orders[key] = table, _shards(table, job, self.shuffle, mixing)
         return self._orders[key]
 
     def window(self, job: SimulationOptions) -> int:
@@ -339,24 +334,26 @@ class TableEpoch:
     def steps(self, job: SimulationOptions) -> Iterator[Step]:
         """Yield the steps. The `data` of a sample is its row in the table of `order(job)`."""
         table, shards = self.order(job)
-        knows_length = Mixing.of(self.weights).stop == "all_exhausted"
-        # Of streams some have keys, and some have none.
-        shares_rest = not table.streams
         return plan_steps(
-            table.costs, shards, job, shares_rest=shares_rest, knows_length=knows_length
+            table.costs,
+            shards,
+            job,
+            shares_rest=not table.streams,  # some have keys, and some have none
+            knows_length=Mixing.of(self.weights).stop == "all_exhausted",
         )
+
+    def batches(self, job: SimulationOptions) -> Batches:
+        """Return the batches of the steps."""
+        return Batches.of_samples(self.steps(job), TokenBudget.of(job.budget))
 
     def scale(self, job: SimulationOptions) -> float:
         """Return how many samples of the dataset one that is planned stands for."""
         return self.table.num_samples / len(self.order(job)[0])
 
-    def batches(self, job: SimulationOptions) -> Batches:
-        """Return the batches of the steps."""
-        return Batches.of(lengths_of(self.steps(job)), TokenBudget.of(job.budget))
-
-    def report(self, job: SimulationOptions) -> SimulationReport:
-        """Return the report of the steps, with the counts of the whole dataset."""
-        report = SimulationReport.of_batches(self.batches(job), TokenBudget.of(job.budget))
+    def report(self, job: SimulationOptions, batches: Batches | None = None) -> SimulationReport:
+        """Return the report of batches, those of the steps unless given; of the whole dataset."""
+        budget = TokenBudget.of(job.budget)
+        report = SimulationReport.of_batches(batches or self.batches(job), budget)
         return report.scaled(self.scale(job))
 
 
@@ -379,15 +376,11 @@ def _shards(
         name: _InOrder(found) if name in table.streams else found for name, found in rows.items()
     }
     tokens, patches = table.tokens.tolist(), table.patches.tolist()
-
-    def look_up(row: int) -> Any:
-        return row if tokens[row] else Skipped("skipped")
-
     shards = []
     for one in VirtualTeam(job.world_size, LocalExchange(), PEER_TIMEOUT_S).ranks():
         options = LoaderOptions(
             token_budget=1,
-            process_fn=look_up,
+            process_fn=lambda row: row if tokens[row] else Skipped("skipped"),
             observe=lambda row: Observation(tokens[row], 0, patches[row]),
             shuffle=None if shuffle else False,
             seed=job.seed,
@@ -396,8 +389,12 @@ def _shards(
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of sizes: the loader says it
-            node = sample_node(sources, options)
-        shards.append(_rows_read(node, rows))
+            node: Any = sample_node(sources, options)
+        read = [
+            sample.data if isinstance(sample, Sample) else rows[sample.source][sample.key]
+            for sample in node
+        ]
+        shards.append(np.array(read, dtype=np.int64))
     return shards
 
 
@@ -412,12 +409,3 @@ class _InOrder:
 
     def __len__(self) -> int:
         return len(self._rows)
-
-
-def _rows_read(node: Any, rows: dict[str, list[int]]) -> IntArray:
-    """Return the rows that a node of samples yields in its first epoch."""
-    read = [
-        sample.data if isinstance(sample, Sample) else rows[sample.source][sample.key]
-        for sample in node
-    ]
-    return np.array(read, dtype=np.int64)

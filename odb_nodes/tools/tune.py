@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.progress import Bar
-from odb_nodes._core.text import counted, html_table, html_text, markdown_table
+from odb_nodes._core.text import Rows, Shown, counted
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.memory import MemoryModel
 from odb_nodes.memory.model import non_negative_fit
@@ -26,20 +27,19 @@ from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sources import IterableSource
 from odb_nodes.sources.mixing import Mixing, Weights
 from odb_nodes.tools.lengths import LengthTable
-from odb_nodes.tools.simulate import Floats, TableEpoch, budget_code
+from odb_nodes.tools.simulate import MOST_DRAWN, Floats, TableEpoch, budget_code
 
 __all__ = ["Choice", "Outcome", "StepTime", "Tuning", "tune"]
 
 AS_FAST = 0.01
 """Of choices whose times differ by no more than this share, the one that holds least is taken."""
 
-_MOST_SAMPLES = 20_000  # of a simulation
 _LEAST_OF_RANK = 2_048  # samples; more where there are many ranks
 _POOLS = (8, 16, 32, 64)  # budgets that a pool holds
 _ROUNDS = (16, 32, 64)
 _MOST_BUDGETS = 5  # of at most 60 choices with 4 windows and 3 rounds, and those that are given
 _AT_ONCE = 2
-COUNT, TOKENS, _SQUARES, SECONDS = range(4)  # columns of what a log says
+_COUNT, _TOKENS, _, _SECONDS = range(4)  # columns of what a log says
 
 _LEAST_LINES = 8
 _KEYS = ("rows", "width", "step_s")
@@ -92,27 +92,28 @@ class StepTime:
             ValueError: it has fewer than 8 such records or lines.
         """
         path = Path(log)
-        steps = _of_monitor(path) if path.is_dir() else _of_lines(path)
-        if len(steps) < _LEAST_LINES:
+        found = [*(_of_monitor(path) if path.is_dir() else _of_lines(path))]
+        if len(found) < _LEAST_LINES:
             what = "records of steps" if path.is_dir() else f"lines with the keys {_KEYS}"
             raise ValueError(
-                f"`{log}` must have at least {_LEAST_LINES} {what}, but has {len(steps)}. Log more "
+                f"`{log}` must have at least {_LEAST_LINES} {what}, but has {len(found)}. Log more "
                 "steps, or leave out `log`."
             )
-        per_token = steps[:, SECONDS] / steps[:, TOKENS]
+        steps = np.array(found, dtype=np.float64)
+        per_token = steps[:, _SECONDS] / steps[:, _TOKENS]
         steps = steps[per_token <= _OUTLIER * np.median(per_token)]
-        origin = f"fitted to {int(steps[:, COUNT].sum()):,} steps of {path.name}"
-        design = np.column_stack((steps[:, :SECONDS], np.zeros(len(steps))))
-        low, high = np.quantile(steps[:, TOKENS] / steps[:, COUNT], _MIDDLE)
+        origin = f"fitted to {int(steps[:, _COUNT].sum()):,} steps of {path.name}"
+        design = np.column_stack((steps[:, :_SECONDS], np.zeros(len(steps))))
+        low, high = np.quantile(steps[:, _TOKENS] / steps[:, _COUNT], _MIDDLE)
         is_known = high >= _SPREAD * low
         if not is_known:
-            design[:, TOKENS] += _CONSTANT_TOKENS * design[:, COUNT]
-            design[:, COUNT] = 0.0
+            design[:, _TOKENS] += _CONSTANT_TOKENS * design[:, _COUNT]
+            design[:, _COUNT] = 0.0
             origin += (
                 ", whose tokens are too much alike to tell what a step takes whatever its batch: "
                 f"taken as that of {_CONSTANT_TOKENS:,.0f} tokens"
             )
-        constant, token, square, _ = non_negative_fit(design, steps[:, SECONDS]).tolist()
+        constant, token, square, _ = non_negative_fit(design, steps[:, _SECONDS]).tolist()
         return cls(
             constant_s=constant if is_known else _CONSTANT_TOKENS * token,
             token_s=token,
@@ -131,10 +132,9 @@ class StepTime:
         return np.asarray(np.where(padded_tokens > 0, times, 0.0))
 
 
-def _of_lines(path: Path) -> Floats:
-    """Return number, tokens, squares and seconds of the steps in each line of a log, (N, 4)."""
-    found = []
-    with path.open() as lines:
+def _of_lines(path: Path) -> Iterator[tuple[float, ...]]:
+    """Yield number, tokens, squares and seconds of the steps in each line of a log."""
+    with path.open(errors="replace") as lines:
         for line in lines:
             try:
                 record = json.loads(line)
@@ -143,13 +143,11 @@ def _of_lines(path: Path) -> Floats:
             except (KeyError, TypeError, ValueError):  # of another kind, or cut off
                 continue
             if min(rows, width, seconds) > 0:
-                found.append((1.0, rows * width, squares, seconds))
-    return np.array(found, dtype=np.float64).reshape(-1, SECONDS + 1)
+                yield 1.0, rows * width, squares, seconds
 
 
-def _of_monitor(folder: Path) -> Floats:
-    """Return the same for each record of steps that a `Monitor` has written."""
-    found = []
+def _of_monitor(folder: Path) -> Iterator[tuple[float, ...]]:
+    """Yield the same for each record of steps that a `Monitor` has written."""
     for record in read_run(folder).steps:
         sums = record["sum"]
         if not sums.get("dearest_squares") or not sums["rank_seconds"]:  # shapes are not known
@@ -157,8 +155,7 @@ def _of_monitor(folder: Path) -> Floats:
         seconds = sums["seconds"] * (1 - sums["data_wait_s"] / sums["rank_seconds"])
         steps = sum(record["shapes"].values())
         if steps and seconds > 0:
-            found.append((steps, sums["dearest_tokens"], sums["dearest_squares"], seconds))
-    return np.array(found, dtype=np.float64).reshape(-1, SECONDS + 1)
+            yield steps, sums["dearest_tokens"], sums["dearest_squares"], seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,34 +228,28 @@ class Outcome:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Simulator:
-    """Plans an epoch for a choice, and measures it; may be sent to another process."""
-
-    epoch: TableEpoch
-    job: SimulationOptions
-    step_time: StepTime
-
-    def __call__(self, choice: Choice) -> Outcome:
-        """Return what a choice comes to."""
-        job, epoch = replace(self.job, **vars(choice)), self.epoch
-        batches, scale = epoch.batches(job), epoch.scale(job)
-        steps, samples, padded = len(batches.rows), batches.samples, batches.padded
-        times = self.step_time.seconds(padded, batches.squares)
-        slowest_s = times.max(axis=1).sum()
-        of_rank = -(-epoch.table.num_samples // job.world_size)
-        replayed = min(choice.window + _most_of_a_round(samples, job), of_rank)
-        ahead = LoaderOptions.prefetch * samples.max(axis=0).mean()
-        return Outcome(
-            choice=choice,
-            epoch_s=float(slowest_s * scale),
-            steps=round(steps * scale),
-            padding_share=float(1 - batches.real.sum() / padded.sum()),
-            balance=float(times.mean(axis=1).sum() / slowest_s),
-            held_samples=min(replayed + choice.window + round(float(ahead)), of_rank),
-            replayed_samples=replayed,
-            samples_per_step=float(samples.sum() / -(-steps // choice.accumulate)),
-        )
+def outcome_of(
+    choice: Choice, *, epoch: TableEpoch, job: SimulationOptions, step_time: StepTime
+) -> Outcome:
+    """Plan an epoch for a choice, and return what it comes to."""
+    job = replace(job, **vars(choice))
+    batches, scale = epoch.batches(job), epoch.scale(job)
+    steps, samples, padded = len(batches.rows), batches.samples, batches.padded
+    times = step_time.seconds(padded, batches.squares)
+    slowest_s = times.max(axis=1).sum()
+    of_rank = -(-epoch.table.num_samples // job.world_size)
+    replayed = min(choice.window + _most_of_a_round(samples, job), of_rank)
+    ahead = LoaderOptions.prefetch * samples.max(axis=0).mean()
+    return Outcome(
+        choice=choice,
+        epoch_s=float(slowest_s * scale),
+        steps=round(steps * scale),
+        padding_share=float(1 - batches.real.sum() / padded.sum()),
+        balance=float(times.mean(axis=1).sum() / slowest_s),
+        held_samples=min(replayed + choice.window + round(float(ahead)), of_rank),
+        replayed_samples=replayed,
+        samples_per_step=float(samples.sum() / -(-steps // choice.accumulate)),
+    )
 
 
 def _most_of_a_round(samples: Floats, job: SimulationOptions) -> int:
@@ -272,7 +263,7 @@ def _most_of_a_round(samples: Floats, job: SimulationOptions) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning:
+class Tuning(Shown):
     """What was tried, and what is best of it.
 
     Attributes:
@@ -297,12 +288,9 @@ class Tuning:
     weights: Weights | Mixing
     job: SimulationOptions
 
-    def __str__(self) -> str:
-        return "\n\n".join([self.about, markdown_table(self.rows()), self.why, self.code()])
-
-    def _repr_html_(self) -> str:
-        code = html_text(self.code(), "pre")
-        return html_text(self.about) + html_table(self.rows()) + html_text(self.why) + code
+    def parts(self) -> list[str | Rows]:
+        """Return the texts and tables, in their order."""
+        return [self.about, self.rows(), self.why, self.code()]
 
     def rows(self) -> list[dict[str, str]]:
         """Return the front as rows of a table, the best one first and marked: title -> cell."""
@@ -369,13 +357,15 @@ def tune(
     """
     step_time = StepTime() if log is None else StepTime.fitted(log)
     check_count("world_size", world_size)
-    limits, about = _limit(limit, table), str(table)
+    about = str(table)
+    if isinstance(limit, tuple):
+        model, limit_bytes = limit
+        limits = model.budget(limit_bytes)
+    else:
+        limits = TokenBudget.of(4 * int(table.tokens.max()) if limit is None else limit, "limit")
     table = table.kept(limits)  # all choices drop what the limit drops
-    samples = max(_MOST_SAMPLES, _LEAST_OF_RANK * world_size)
-    known = table
-    if table.is_whole and len(table) > samples:
-        known = replace(table.drawn(samples, seed), sizes=table.sizes)
-    epoch = TableEpoch(table=known, weights=weights, most_drawn=samples, least_windows=0)
+    samples = max(MOST_DRAWN, _LEAST_OF_RANK * world_size)
+    epoch = TableEpoch(table=table, weights=weights, samples=samples)
     job = SimulationOptions(world_size=world_size, budget=limits, seed=seed, **options)
     pairs = [*_budgets(limits, table, world_size, tokens_per_step)][:_MOST_BUDGETS]
     rounds = sorted({*(_ROUNDS if world_size > 1 else ()), job.round_size})
@@ -386,8 +376,10 @@ def tune(
         for round_size in rounds
     ]
     epoch.order(job)  # once, and not in each process
-    tried = [*_outcomes(Simulator(epoch=epoch, job=job, step_time=step_time), choices)]
-    front = sorted(_front(tried), key=lambda one: one.epoch_s)
+    tried = _outcomes(partial(outcome_of, epoch=epoch, job=job, step_time=step_time), choices)
+    unique = {one.objectives: one for one in reversed(tried)}.values()
+    best_in_something = [one for one in unique if not any(other.dominates(one) for other in unique)]
+    front = sorted(best_in_something, key=lambda one: one.epoch_s)
     near = [one for one in front if one.epoch_s <= (1 + AS_FAST) * front[0].epoch_s]
     best = min(near, key=lambda one: (one.held_samples, one.epoch_s))
     auto = replace(job, budget=best.choice.budget, window=AUTO)
@@ -409,25 +401,6 @@ def tune(
         weights=weights,
         job=job,
     )
-
-
-def _front(tried: list[Outcome]) -> Iterator[Outcome]:
-    """Yield the outcomes that are not worse than another one; of several that are alike, one."""
-    for place, one in enumerate(tried):
-        alike = any(other.objectives == one.objectives for other in tried[:place])
-        if not alike and not any(other.dominates(one) for other in tried):
-            yield one
-
-
-def _limit(
-    limit: int | TokenBudget | tuple[MemoryModel, int] | None, table: LengthTable
-) -> TokenBudget:
-    if isinstance(limit, tuple):
-        model, limit_bytes = limit
-        return model.budget(limit_bytes)
-    if limit is None:
-        limit = 4 * int(table.tokens.max())
-    return TokenBudget.of(limit, "limit")
 
 
 def _budgets(
@@ -462,12 +435,12 @@ def _windows(budget: TokenBudget, table: LengthTable, given: WindowSize) -> list
     return sorted({*(min(max(one, LEAST_WINDOW), MOST_WINDOW) for one in windows), *own})
 
 
-def _outcomes(simulator: Simulator, choices: list[Choice]) -> Iterator[Outcome]:
-    """Yield the outcome of each choice, simulated two at a time."""
+def _outcomes(simulate: Callable[[Choice], Outcome], choices: list[Choice]) -> list[Outcome]:
+    """Return the outcome of each choice, simulated two at a time."""
     workers = WorkerOptions(num_workers=_AT_ONCE, chunk_size=1)
-    node: Any = ParallelProcessor(IterableSource(choices, 0, 1), simulator, workers=workers)
+    node: Any = ParallelProcessor(IterableSource(choices, 0, 1), simulate, workers=workers)
     try:
         node.reset(None)
-        yield from Bar(node, "simulating", len(choices))
+        return [*Bar(node, "simulating", len(choices))]
     finally:
         node.close()

@@ -9,8 +9,9 @@ import torch
 from odb_nodes import TokenBudget
 from odb_nodes.planning import SimulationOptions
 from odb_nodes.sources import Mixing
-from odb_nodes.tools.baselines import STRATEGIES, Baselines, rebalanced_batches
+from odb_nodes.tools.baselines import _SAMPLERS, STRATEGIES, Baselines, fixed_batches
 from odb_nodes.tools.lengths import LengthTable
+from odb_nodes.tools.profile import profile
 from odb_nodes.tools.simulate import TableEpoch, lognormal_lengths
 
 
@@ -48,60 +49,46 @@ def measured(*args, **options):
 
 
 @pytest.mark.parametrize(
-    ("samples", "world_size", "accumulate"),
-    [(400, 4, 1), (397, 2, 3), (64, 4, 3), (5, 4, 3), (5, 1, 1), (397, 1, 1)],
+    ("samples", "world_size", "accumulate"), [(397, 2, 3), (5, 4, 3), (5, 1, 1), (397, 1, 1)]
 )
-class TestAgainstTransformers:
-    """The figures are those of the batches that its own samplers make."""
+def test_fixed_batches_are_those_of_the_trainer(samples, world_size, accumulate):
+    """Of its samplers, and of what Accelerate makes of them for each rank."""
+    utils = pytest.importorskip("transformers.trainer_pt_utils")
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler
 
-    lengths = lognormal_lengths(400, cv=1.2, mean_tokens=90, longest_tokens=700, seed=4).tolist()
-
-    def test_batch_rebalance(self, samples, world_size, accumulate):
-        utils = pytest.importorskip("transformers.trainer_pt_utils")
-        if not hasattr(utils, "BatchRebalanceSampler"):
-            pytest.skip("is of later versions of transformers")
-        lengths = self.lengths[:samples]
-        ranks = [
-            [
-                *utils.BatchRebalanceSampler(
-                    lengths,
-                    effective_batch_size=4 * world_size * accumulate,
-                    dp_size=world_size,
-                    grad_accum=accumulate,
-                    rank=rank,
-                    seed=7,
-                    drop_last=False,  # as the Trainer does by default
-                )
-            ]
-            for rank in range(world_size)
-        ]
-        options = {"world_size": world_size, "accumulate": accumulate}
-        order = torch.randperm(samples, generator=torch.Generator().manual_seed(7)).tolist()
-        ours = [*rebalanced_batches(lengths, order, 4, **options)]
-        assert ours == [[*step] for step in zip(*ranks, strict=True)]
-        batches = [batch for step in zip(*ranks, strict=True) for batch in step]
-        expected = figures_by_hand(batches, lengths, world_size, 2800)
-        assert measured("batch_rebalance", lengths, 4, budget=2800, seed=7, **options) == expected
-
-    def test_group_by_length(self, samples, world_size, accumulate):
-        utils = pytest.importorskip("transformers.trainer_pt_utils")
-        from accelerate.data_loader import BatchSamplerShard
-        from torch.utils.data import BatchSampler
-
-        lengths = self.lengths[:samples]
-        ranks = []
-        for rank in range(world_size):
-            sampler = utils.LengthGroupedSampler(
-                4 * accumulate, lengths=lengths, generator=torch.Generator().manual_seed(7)
+    lengths = lognormal_lengths(samples, cv=1.2, mean_tokens=90, longest_tokens=700).tolist()
+    job = {"world_size": world_size, "accumulate": accumulate, "seed": 7, "budget": 2800}
+    grouped, rebalanced = [], []
+    for rank in range(world_size):
+        sampler = utils.LengthGroupedSampler(
+            4 * accumulate, lengths=lengths, generator=torch.Generator().manual_seed(7)
+        )
+        batches = BatchSampler(sampler, 4, drop_last=False)
+        if world_size > 1:
+            batches = BatchSamplerShard(batches, world_size, rank)
+        grouped.append([*batches])
+        rebalanced.append(
+            utils.BatchRebalanceSampler(
+                lengths, 4 * world_size * accumulate, world_size, accumulate, seed=7, rank=rank,
+                drop_last=False,  # as the Trainer does by default
             )
-            batches = BatchSampler(sampler, 4, drop_last=False)
-            if world_size > 1:
-                batches = BatchSamplerShard(batches, world_size, rank)
-            ranks.append([*batches])
-        batches = [batch for step in zip(*ranks, strict=True) for batch in step]
+        )  # fmt: skip
+    for strategy, ranks in (("group_by_length", grouped), ("batch_rebalance", rebalanced)):
+        steps = [[*step] for step in zip(*ranks, strict=True)]
+        made = fixed_batches(strategy, lengths, 4, SimulationOptions(**job))
+        assert [[*step] for step in made] == steps, strategy
+        batches = [batch for step in steps for batch in step]
         expected = figures_by_hand(batches, lengths, world_size, 2800)
-        options = {"world_size": world_size, "accumulate": accumulate, "seed": 7}
-        assert measured("group_by_length", lengths, 4, budget=2800, **options) == expected
+        assert measured(strategy, lengths, 4, **job) == expected, strategy
+
+
+def test_strategies_of_the_trainer_need_transformers(monkeypatch):
+    monkeypatch.setattr("odb_nodes._compat.transformers.sampler_class", lambda name: None)
+    with pytest.raises(ImportError, match="BatchRebalanceSampler of transformers"):
+        figures("batch_rebalance", [3], world_size=1, budget=20)
+    made = profile(LengthTable.of([3, 4]), budget=20)
+    assert {one.strategy for one in made.comparisons} == {*STRATEGIES} - {*_SAMPLERS}
 
 
 def test_random_batches_by_hand():

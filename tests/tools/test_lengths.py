@@ -130,15 +130,18 @@ def test_what_is_no_table_is_refused(tmp_path):
     path = tmp_path / "lengths.npz"
     with pytest.raises(FileNotFoundError):
         LengthTable.load(path)
-    table = LengthTable.of([3, 4])
-    for write, match in (
-        (lambda: path.write_bytes(b""), "no table of lengths"),
-        (lambda: np.savez(path, tokens=np.array([1])), "observe_lengths"),
-        (lambda: replace(table, patches=np.array([-1, 0])).save(path), "no count below 0"),
-    ):
-        write()
-        with pytest.raises(StateError, match=match):
-            LengthTable.load(path)
+    np.savez(path, tokens=np.array([1]))
+    with pytest.raises(StateError, match="no table of lengths .* `observe_lengths"):
+        LengthTable.load(path)
+    table = LengthTable.of([3, 4, 9])
+    table.save(path)
+    content = path.read_bytes()
+    for place in range(0, len(content), 7):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 85]) + content[place + 1 :])
+        try:
+            assert LengthTable.load(path).digest == table.digest  # a byte that says nothing
+        except StateError:
+            pass
 
 
 @pytest.mark.parametrize(

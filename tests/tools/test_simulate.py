@@ -214,35 +214,28 @@ def test_lengths_have_the_variation_asked_for():
     assert lengths.std() / lengths.mean() == pytest.approx(0.5, rel=0.02)
     clipped = lognormal_lengths(1_000, cv=2.0, longest_tokens=900)
     assert (clipped.min(), clipped.max()) == (16, 900)
+    for cv in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="`cv` must be a number of at least 0"):
+            lognormal_lengths(10, cv=cv)
 
 
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
         ({"lengths": []}, ValueError, "`lengths`"),
-        ({"lengths": [3, 0]}, ValueError, "`lengths`"),
         ({"lengths": [1.5]}, ValueError, "`lengths`"),
-        ({"world_size": 0}, ValueError, "`world_size`"),
+        ({"weights": {"a": 1}}, ValueError, "`weights` must be None"),
         ({"window": "Auto"}, ValueError, "`window`"),
-        ({"round_size": 0}, ValueError, "`round_size`"),
-        ({"accumulate": 1.5}, TypeError, "`accumulate`"),
-        ({"uneven": "pad"}, ValueError, "`uneven`"),
         ({"cost_fn": lambda group: 0.5}, TypeError, "`cost_fn`"),
         ({"budget": TokenBudget(8, oversize="error")}, SampleError, "9 tokens"),
         ({"budget": TokenBudget(1, oversize="drop")}, ValueError, "no step"),
-        ({"world_size": 3, "uneven": "stop"}, ValueError, "no step"),
+        ({"world_size": 3}, ValueError, "at most the 2 samples of the data, but is 3"),
     ],
 )
 def test_errors_name_what_is_wrong(change, error, words):
     options = {"lengths": [9, 4], "world_size": 2, "budget": 10, **change}
     with pytest.raises(error, match=words):
         simulate(**options)
-
-
-@pytest.mark.parametrize("cv", [-1.0, float("nan"), float("inf")])
-def test_a_variation_is_a_number(cv):
-    with pytest.raises(ValueError, match="`cv` must be a number of at least 0"):
-        lognormal_lengths(10, cv=cv)
 
 
 # --- over a table of lengths ----------------------------------------------------------------------
@@ -338,32 +331,12 @@ SCHEDULE = WeightSchedule([(0, WEIGHTS), (100, {"code": 0, "text": 1}), (200, WE
 IN_TOKENS = WeightSchedule([(0, WEIGHTS), (20_000, {"code": 3, "text": 1})], ramp=True)
 
 
-@pytest.mark.parametrize(
-    "weights",
-    [
-        None,
-        "proportional",
-        WEIGHTS,
-        Mixing(by="tokens"),
-        SCHEDULE,
-        Mixing(weights=IN_TOKENS, by="tokens"),
-        Mixing(stop="first_exhausted"),
-    ],
-)
-def test_the_steps_of_a_mixture_are_those_of_a_real_loader(weights):
-    dataset = {"code": make_dataset(150), "text": make_dataset(250, seed=1)}
-    options = {"window": 40, "weights": weights, "accumulate": 2}
-    expected = loader_steps(dataset, 2, token_budget=1500, **options)
-    table = observe_lengths(dataset, process_fn=process, observe=observe)
-    assert planned_steps(table, 2, 1500, **options) == expected
-
-
 def test_a_schedule_has_its_places_in_the_share_of_the_data_that_is_drawn():
     half = {"code": 1, "text": 0}, {"code": 0, "text": 1}
     weights = WeightSchedule([(0, half[0]), (15_000, half[1]), (30_000, {"code": 1, "text": 1})])
     dataset = {name: make_dataset(20_000, seed) for seed, name in enumerate(("code", "text"))}
     known = observe_lengths(dataset, process_fn=process, observe=observe, samples=500)
-    epoch = TableEpoch(table=known, weights=weights, most_drawn=4000, least_windows=0)
+    epoch = TableEpoch(table=known, weights=weights, samples=4000)
     table, (rows,) = epoch.order(SimulationOptions(world_size=1, budget=1500))
     assert len(table) == 4000
     assert set(table.sources[rows[:1500]]) == {0} and set(table.sources[rows[1500:3000]]) == {1}
@@ -385,35 +358,30 @@ class Sized(Stream):
         return len(self.items)
 
 
+MIXTURE = {"code": make_dataset(150), "text": make_dataset(250, seed=1)}
+SIZED = {name: Sized(items) for name, items in MIXTURE.items()}
+
+
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [
         (make_dataset(200), {"shuffle": False}),
         (Stream(make_dataset(200)), {}),
         ({"alone": make_dataset(200)}, {}),
-        ({"code": make_dataset(150), "text": Stream(make_dataset(120, seed=1))}, {}),
-        (
-            {"code": Sized(make_dataset(150)), "text": Sized(make_dataset(250, seed=1))},
-            {"weights": "proportional"},
-        ),
+        (MIXTURE | {"text": Stream(make_dataset(120, seed=1))}, {}),
+        (SIZED, {"weights": "proportional"}),
+        (MIXTURE, {"weights": WEIGHTS, "accumulate": 2}),
+        (MIXTURE, {"weights": SCHEDULE}),
+        (MIXTURE, {"weights": Mixing(weights=IN_TOKENS, by="tokens")}),
+        (MIXTURE, {"weights": Mixing(stop="first_exhausted")}),
     ],
-    ids=["not shuffled", "stream", "alone", "mixed", "sized"],
 )
-def test_streams_and_what_is_not_shuffled_are_read_in_their_order(dataset, options, tmp_path):
+def test_the_samples_of_streams_and_mixtures_are_read_as_a_loader_does(dataset, options, tmp_path):
     options = {"window": 40, "seed": 3} | options
     expected = loader_steps(dataset, 2, token_budget=1500, **options)
     observe_lengths(dataset, process_fn=process, observe=observe).save(tmp_path / "lengths.npz")
     table = LengthTable.load(tmp_path / "lengths.npz")
     assert planned_steps(table, 2, 1500, **options) == expected
-
-
-def test_more_ranks_than_samples_and_weights_without_sources_are_refused():
-    table = LengthTable.of([3, 4])
-    with pytest.raises(ValueError, match="the 2 samples of the data, but is 3"):
-        simulate(table, world_size=3, budget=9)
-    for lengths in (table, [3, 4]):
-        with pytest.raises(ValueError, match="`weights` must be None"):
-            simulate(lengths, world_size=1, budget=9, weights={"a": 1})
 
 
 def test_jobs_that_differ_in_seed_or_ranks_are_read_anew():

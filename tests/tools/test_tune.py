@@ -12,7 +12,7 @@ from odb_nodes.planning import SimulationOptions
 from odb_nodes.sources import Mixing
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import TableEpoch, lognormal_lengths, simulate
-from odb_nodes.tools.tune import AS_FAST, Choice, Simulator, StepTime, tune
+from odb_nodes.tools.tune import AS_FAST, Choice, StepTime, outcome_of, tune
 
 LENGTHS = lognormal_lengths(2_000, cv=1.0, mean_tokens=90, longest_tokens=700)
 TABLE = LengthTable.of(LENGTHS)
@@ -23,32 +23,32 @@ def tuned():
     return tune(TABLE, world_size=2, limit=3000)
 
 
-def outcome_of(lengths, time, world_size=1, accumulate=1, window=4, budget=20):
+def outcome(lengths, time, world_size=1, accumulate=1, window=4, budget=20):
     epoch = TableEpoch(table=LengthTable.of(lengths), shuffle=False)
     job = SimulationOptions(world_size=world_size, budget=budget)
     budget = TokenBudget.of(budget)
     choice = Choice(budget=budget, window=window, accumulate=accumulate, round_size=32)
     names = ("constant_s", "token_s", "square_s")
     time = StepTime(**dict(zip(names, time, strict=True)))
-    return Simulator(epoch=epoch, job=job, step_time=time)(choice)
+    return outcome_of(choice, epoch=epoch, job=job, step_time=time)
 
 
 def test_an_outcome_by_hand():
     # One rank, in order: 10 9 | 8 8, of 2 rows each.
     time = 1.0, 0.1, 0.01
-    outcome = outcome_of([10, 8, 9, 8], time, accumulate=2)
-    assert outcome.epoch_s == pytest.approx(1 + 2 + 2 + 1 + 1.6 + 1.28)
-    assert (outcome.steps, outcome.balance, outcome.samples_per_step) == (2, 1.0, 4.0)
-    assert outcome.padding_share == pytest.approx(1 / 36)
-    assert (outcome.replayed_samples, outcome.held_samples) == (4, 4)  # all that there are
-    outcome = outcome_of([10, 8, 9, 8] * 9, time, accumulate=2)
-    assert outcome.replayed_samples == 4 + 8  # the pool, and a round of four steps
-    assert outcome.held_samples == 12 + 4 + 4 * 2  # in flight; four batches ahead
+    found = outcome([10, 8, 9, 8], time, accumulate=2)
+    assert found.epoch_s == pytest.approx(1 + 2 + 2 + 1 + 1.6 + 1.28)
+    assert (found.steps, found.balance, found.samples_per_step) == (2, 1.0, 4.0)
+    assert found.padding_share == pytest.approx(1 / 36)
+    assert (found.replayed_samples, found.held_samples) == (4, 4)  # all that there are
+    found = outcome([10, 8, 9, 8] * 9, time, accumulate=2)
+    assert found.replayed_samples == 4 + 8  # the pool, and a round of four steps
+    assert found.held_samples == 12 + 4 + 4 * 2  # in flight; four batches ahead
     # Attention in a packed row is that of its samples; a step takes as long as its slowest rank.
     packed = TokenBudget(7, layout="packed")
-    assert outcome_of([3, 4], (0.0, 0.0, 1.0), budget=packed).epoch_s == 9 + 16
-    outcome = outcome_of([10, 4], (0.0, 1.0, 0.0), world_size=2, budget=10)
-    assert (outcome.epoch_s, outcome.balance) == (10.0, 0.7)
+    assert outcome([3, 4], (0.0, 0.0, 1.0), budget=packed).epoch_s == 9 + 16
+    found = outcome([10, 4], (0.0, 1.0, 0.0), world_size=2, budget=10)
+    assert (found.epoch_s, found.balance) == (10.0, 0.7)
 
 
 def test_what_is_held_bounds_what_a_real_restore_makes_again(tuned):
@@ -77,13 +77,12 @@ def test_the_outcomes_are_those_of_simulations(tuned):
         assert outcome.padding_share == pytest.approx(1 - report.density)
 
 
-def test_an_optimizer_step_has_the_tokens_that_are_asked_for():
-    tuned = tune(TABLE, world_size=2, limit=3000, tokens_per_step=16_000)
+def test_an_optimizer_step_has_the_tokens_that_are_asked_for(tuned):
     pairs = {(one.choice.budget.tokens, one.choice.accumulate) for one in tuned.tried}
-    assert pairs == {(2667, 3), (1334, 6)}
-    default = tune(TABLE, world_size=2, limit=3000)
-    pairs = {(one.choice.budget.tokens, one.choice.accumulate) for one in default.tried}
     assert pairs == {(3000, 1), (1500, 2), (750, 4)}
+    more = tune(TABLE, world_size=2, limit=3000, tokens_per_step=16_000)
+    pairs = {(one.choice.budget.tokens, one.choice.accumulate) for one in more.tried}
+    assert pairs == {(2667, 3), (1334, 6)}
 
 
 def test_the_front_holds_what_is_best_in_something_and_the_best_holds_least(tuned):
@@ -196,12 +195,6 @@ def terms(one):
     return [one.constant_s, one.token_s, one.square_s]
 
 
-def test_the_time_of_batches_by_hand():
-    time = StepTime(constant_s=1.0, token_s=0.5, square_s=0.25)
-    padded, squares = np.array([[6.0, 0.0]]), np.array([[18.0, 0.0]])
-    assert time.seconds(padded, squares).tolist() == [[1 + 3 + 4.5, 0.0]]
-
-
 def test_the_times_of_a_run_are_found_again(tmp_path):
     write_log(tmp_path / "steps.jsonl", 200)
     found = StepTime.fitted(tmp_path / "steps.jsonl")
@@ -211,11 +204,17 @@ def test_the_times_of_a_run_are_found_again(tmp_path):
     assert terms(StepTime.fitted(tmp_path / "noisy.jsonl")) == pytest.approx(terms(TRUE), rel=0.1)
 
 
-def test_steps_that_took_far_longer_and_other_lines_are_left_out(tmp_path):
+def test_slow_steps_and_other_lines_are_left_out_and_packed_rows_say_their_squares(tmp_path):
     path = tmp_path / "steps.jsonl"
-    records = write_log(path, 100)
-    slow = {**records[0], "step_s": 60.0}
+    slow = {**write_log(path, 100)[0], "step_s": 60.0}
     others = [json.dumps(slow), "{}", "cut", '{"rows": 0, "width": 3, "step_s": 1}', "3"]
+    rng = np.random.default_rng(0)
+    tokens, samples = rng.integers(100, 9000, 40), rng.integers(1, 20, 40)
+    times = TRUE.seconds(tokens, tokens**2 / samples)
+    others += [
+        json.dumps({"rows": 1, "width": int(width), "squares": width**2 / count, "step_s": time})
+        for width, count, time in zip(tokens, samples, times, strict=True)
+    ]
     path.write_text("\n".join([*others, path.read_text()]))
     assert terms(StepTime.fitted(path)) == pytest.approx(terms(TRUE), rel=1e-6)
 
@@ -235,18 +234,6 @@ def test_the_records_of_a_monitor_are_a_log(tmp_path):
     found = StepTime.fitted(tmp_path)
     assert terms(found) == pytest.approx(terms(TRUE), rel=1e-4)  # waits are whole microseconds
     assert found.origin == f"fitted to 80 steps of {tmp_path.name}"
-
-
-def test_a_log_may_say_the_squares_of_packed_rows(tmp_path):
-    rng = np.random.default_rng(0)
-    tokens, samples = rng.integers(100, 9000, 40), rng.integers(1, 20, 40)
-    times = TRUE.seconds(tokens, tokens**2 / samples)
-    lines = [
-        {"rows": 1, "width": int(width), "squares": float(width**2 / count), "step_s": float(time)}
-        for width, count, time in zip(tokens, samples, times, strict=True)
-    ]
-    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    assert terms(StepTime.fitted(tmp_path / "steps.jsonl")) == pytest.approx(terms(TRUE), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -273,7 +260,8 @@ def test_a_run_under_one_budget_tells_the_times_under_smaller_ones(
             budget=TokenBudget(smaller, layout=layout), window=window, accumulate=1, round_size=32
         )
         found, expected = (
-            Simulator(epoch=epoch, job=job, step_time=one)(choice).epoch_s for one in (fitted, TRUE)
+            outcome_of(choice, epoch=epoch, job=job, step_time=one).epoch_s
+            for one in (fitted, TRUE)
         )
         assert found == pytest.approx(expected, rel=0.15)
 

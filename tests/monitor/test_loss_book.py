@@ -21,7 +21,7 @@ from odb_nodes.monitor import (
     row_losses,
     worst_samples,
 )
-from odb_nodes.monitor.loss_book import LossBook
+from odb_nodes.monitor.losses import SampleLossWriter as LossBook
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")
 SAMPLES = [

@@ -15,8 +15,6 @@ from monitors import loader_of, loss_of, train
 from odb_nodes import Ledger, pop_step_info
 from odb_nodes.cli import main
 from odb_nodes.monitor import Monitor, read_run, report
-from odb_nodes.monitor.reporting.summary import thinned
-from odb_nodes.monitor.reporting.svg import HEIGHT, WIDTH, Axis, Curve, line_chart, number
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")
 

@@ -39,7 +39,8 @@ figure text:not(.hovertext text) {{ fill: var(--text) !important; }}
 .scroll {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-size: .9rem; }}
 th, td {{ padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align: right;
   font-variant-numeric: tabular-nums; white-space: nowrap; }}
-th:first-child, td:first-child {{ text-align: left; }} pre {{ overflow-x: auto; }}
+th:first-child, td:first-child {{ text-align: left; padding-left: 0; white-space: normal; }}
+pre {{ overflow-x: auto; }}
 </style><script>{script}</script></head><body>
 <button onclick="const root = document.documentElement, dark = matchMedia(
 '(prefers-color-scheme: dark)').matches; root.dataset.theme = (root.dataset.theme ||
@@ -161,9 +162,9 @@ def _figure(title: str, x_title: str, y_title: str = "", **layout: Any) -> Figur
             "margin": {"l": 40, "r": 12, "t": 48, "b": 40},
             "paper_bgcolor": "rgba(0,0,0,0)",
             "plot_bgcolor": "rgba(0,0,0,0)",
-            "xaxis": {**axis, "title": {"text": x_title}},
+            "xaxis": {**axis, "title": {"text": x_title, "standoff": 4}},
             "yaxis": {**axis, "title": {"text": y_title}},
-            "legend": {"orientation": "h", "y": -0.2, "yanchor": "top"},
+            "legend": {"orientation": "h", "y": -0.25, "yanchor": "top"},
             **layout,
         }
     )

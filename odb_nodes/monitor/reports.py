@@ -241,7 +241,7 @@ class Report:
         first, *runs = [run.name for run in self.runs]
         title = f"{1 + len(runs)} training runs" if runs else f"Training of {first}"
         told = "Each point is one record: a mean over its steps, or the value of its last step for "
-        told += "learning rates, memory and what `values` told. A dotted line is a resume."
+        told += "learning rates, memory and further values. A dotted line is a resume."
         facts, *tables = self._tables()
         return page(
             title,

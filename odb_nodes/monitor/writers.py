@@ -188,8 +188,9 @@ def _settings(attempt: Record) -> dict[str, Any]:
 
 
 def _metric(name: str) -> str:
-    """Return a name with the characters that MLflow allows."""
-    return re.sub(r"[^\w\-. /]", "_", name)
+    """Return a name that MLflow allows; its files cannot hold both `loss` and `loss/web`."""
+    group, slash, rest = name.partition("/")
+    return re.sub(r"[^\w\-. /]", "_", f"{group}{slash}{rest.replace('/', '.')}")
 
 
 def _tensorboard() -> Any:

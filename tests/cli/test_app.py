@@ -100,7 +100,7 @@ def slow(*given):
         ("simulate text.jsonl --cv 1", "in place of data: leave out the data"),
         ("simulate --cv 1 --layout odd", "`layout`"),
         ("simulate --cv 1 --weight a", "source=number"),
-        ("simulate --cv 1 --timeline no/where.svg", "'--timeline': there is no folder"),
+        ("simulate --cv 1 --timeline no/where.html", "'--timeline': there is no folder"),
         ("simulate --cv 1 --timeline .", "`.` is a folder: name a file in it"),
         ("simulate --cv -1", "argument --cv: must be a number of at least 0"),
         ("simulate --lengths .", "--lengths: '.' is a folder"),

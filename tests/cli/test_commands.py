@@ -79,9 +79,9 @@ def test_simulate_prints_what_simulate_returns_and_draws_the_last(capsys, table,
     head, *lines = drawn.splitlines()
     assert head.startswith("3 ranks, window 32, ")
     assert [int(line[:5]) for line in lines] == [0, 1, 2]
-    assert run("simulate", *options, "--timeline", tmp_path / "timeline.svg") == 0
-    picture = (tmp_path / "timeline.svg").read_text()
-    assert picture.startswith("<svg") and "3 ranks, window 32</title>" in picture
+    assert run("simulate", *options, "--timeline", tmp_path / "timeline.html") == 0
+    page = (tmp_path / "timeline.html").read_text()
+    assert "step by step: 3 ranks, window 32</h3>" in page and "Plotly.newPlot" in page
 
 
 def test_lengths_come_from_json_lines_and_their_tokenizer(tmp_path):

@@ -1,7 +1,7 @@
 """Every writer is told the numbers that are in the records, each step once, also after a resume."""
 
-import os
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -101,23 +101,28 @@ def offline_records(data):
 @pytest.mark.slow
 def test_weights_and_biases_has_the_scalars_over_the_optimizer_step(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="wandb is not installed")
-    from wandb.proto import wandb_internal_pb2
+    from wandb.proto import wandb_internal_pb2 as internal
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     options = {"project": "tests", "dir": str(tmp_path), "id": "run-1", "resume": "allow"}
     resumed_run(tmp_path / "run", lambda: WandbWriter(**options))
-    found, config = {}, {}
-    for path in sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"), key=os.path.getmtime):
-        for data in offline_records(path.read_bytes()):
-            record = wandb_internal_pb2.Record.FromString(data)
-            config |= {one.key: one.value_json for one in record.run.config.update}
-            row = {
-                one.key or "/".join(one.nested_key): one.value_json for one in record.history.item
-            }
-            for name, value in row.items():
-                if "/" in name:
-                    found[name, int(row["optimizer_step"])] = float(np.float32(float(value)))
+    found, config, ends = {}, {}, 0
+    end_s = time.monotonic() + 30
+    while ends < 2 and time.monotonic() < end_s:  # its service writes on after `finish`
+        paths = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+        records = [
+            internal.Record.FromString(data)
+            for path in sorted(paths)
+            for data in offline_records(path.read_bytes())
+        ]
+        ends = sum(one.WhichOneof("record_type") == "exit" for one in records)
+        time.sleep(0.1)
+    for record in records:
+        config |= {one.key: one.value_json for one in record.run.config.update}
+        row = {one.key or one.nested_key[0]: one.value_json for one in record.history.item}
+        for name in (one for one in row if "/" in one):
+            found[name, int(row["optimizer_step"])] = float(np.float32(float(row[name])))
     assert {*values_of(tmp_path / "run").items()} <= {*found.items()}
     assert config["lr"] == "0.1" and config["token_budget"] == "96"
 

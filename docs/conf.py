@@ -132,6 +132,19 @@ def reference_page() -> str:
     return "\n".join(lines)
 
 
+def tutorial_page() -> str:
+    """Return the notebook of first steps as a page: the cells of its script."""
+    script = Path(__file__).parents[1] / "examples/notebooks/first_steps.py"
+    page = []
+    for cell in script.read_text().split("\n# %%")[1:]:
+        kind, _, text = cell.partition("\n")
+        if "[markdown]" in kind:
+            page.append("\n".join(line[2:] for line in text.splitlines()))
+        else:
+            page.append(f"```python\n{text.strip()}\n```")
+    return "\n\n".join(page)
+
+
 def setup(app: Any) -> None:
     """Read docstrings as they are written."""
 
@@ -142,6 +155,8 @@ def setup(app: Any) -> None:
         text[0] = text[0].replace("(../CHANGELOG.md)", "(changelog.md)")
         if name == "reference":
             text[0] = reference_page()
+        if name == "tutorial":
+            text[0] = tutorial_page()
 
     app.connect("autodoc-process-docstring", of_docstring, priority=400)  # before napoleon
     app.connect("source-read", of_page)

@@ -53,22 +53,19 @@ class Sample(NamedTuple):
     """A processed sample and its cost.
 
     Attributes:
-        data: the result of processing; the collate function gets it as it is. Within a loader that
-            collates in its workers, a `StoredData`: `data_of` loads it.
+        data: the result of processing, which the collate function gets. In a loader whose workers
+            collate, a `StoredData`: `data_of` loads it.
         tokens: length in tokens, without padding.
-        targets: supervised tokens after the causal shift; 1 if it has one label as a whole.
+        targets: supervised tokens after the causal shift; 1 for a single label.
         patches: image patches, 0 for text.
         source: name of the sample's source, "" if sources have no names.
-        counted: what `targets` counts, one of `COUNTED`; "" where nobody has said.
-        key: which sample of its source it is, 63 bits, the same in every epoch; `None` where the
-            source does not know: see `ItemKey`.
-        item: the item of the data that it was made of, which a restore reads again; filled in by
-            the nodes, as is the next.
-        digest: a CRC-32 of data, tokens, targets and patches, which a restore compares; `None`
-            where it was not needed yet.
-        task: name of its task, where `observe` has told one; see `task_name`.
-        ordinal: its number in the epoch of its rank, where a restore counts by it: the source
-            cannot read items by their keys.
+        counted: what `targets` counts, one of `COUNTED`, or "".
+        key: number of the sample in its source, 63 bits, the same in every epoch; `None` if the
+            source has no keys: see `ItemKey`.
+        item: key of the item that it was made of; filled in by the nodes, like what follows.
+        digest: CRC-32 of data, tokens, targets and patches, which a restore compares, or `None`.
+        task: name of its task, if `observe` returned one; see `task_name`.
+        ordinal: its number in the epoch of this rank, if the source cannot read items by key.
     """
 
     data: Any
@@ -85,29 +82,29 @@ class Sample(NamedTuple):
 
     @property
     def task_name(self) -> str:
-        """Name of its task: what `observe` has told, or else the name of its source."""
+        """Name of its task: from `observe`, or else the name of its source."""
         return self.task or self.source
 
     def of_source(self, name: str) -> Sample:
-        """Return this sample with the name of its source, put before a name that it has already."""
+        """Return this sample with a name of its source, before the name that it has already."""
         item = None if self.item is None else self.item.of_source(name)
         return self._replace(source=nested_name(name, self.source), item=item)
 
     @property
     def repeat(self) -> int:
-        """What tells it from itself where it comes more than once in an epoch: see `ItemKey`."""
+        """Which occurrence of the sample in the epoch this is: see `ItemKey`."""
         return 0 if self.item is None else self.item.repeat
 
 
 class ItemKey(NamedTuple):
-    """Which item of the data a node has yielded last, whatever the rank and the order.
+    """Identifies an item of the data, on any rank and in any order.
 
     Attributes:
         source: name of its source, "" if sources have no names.
         key: its number in the source: the index in a map-style dataset; `(file << 40) + offset` in
             JSON Lines; the number of the item in the epoch for any other iterable.
-        world_size: ranks that share the numbers; 1 where each rank has data of its own.
-        repeat: what tells it from itself where it comes more than once in an epoch.
+        world_size: number of ranks that share the numbers; 1 if each rank has its own data.
+        repeat: tells occurrences apart if the item comes more than once in an epoch.
     """
 
     source: str
@@ -116,7 +113,7 @@ class ItemKey(NamedTuple):
     repeat: int = 0
 
     def of_source(self, name: str) -> ItemKey:
-        """Return this key with the name of the source, put before a name that it has already."""
+        """Return this key with a name of its source, before the name that it has already."""
         return self._replace(source=nested_name(name, self.source))
 
 
@@ -124,10 +121,10 @@ class LeftOut(NamedTuple):
     """A sample that is in no step.
 
     Attributes:
-        key: which sample of its source; `None` where the source does not know.
+        key: number of the sample in its source, or `None`.
         source: name of its source.
-        reason: that of its `Skipped`; "dropped", where it exceeds the budget; "excluded", where its
-            key is; or "unemitted", where another rank has ended (`uneven="stop"`).
+        reason: the reason of its `Skipped`; "dropped" if it exceeds the budget; "excluded" if its
+            key is excluded; "unemitted" if another rank has ended (`uneven="stop"`).
     """
 
     key: int | None
@@ -188,7 +185,7 @@ class Skipped:
         return f"({self.reason}){': ' if self.message else ''}{self.message or '.'}"
 
     def of_source(self, name: str) -> Skipped:
-        """Return this with the name of its source, put before a name that it has already."""
+        """Return this with a name of its source, before the name that it has already."""
         return replace(self, source=nested_name(name, self.source))
 
 

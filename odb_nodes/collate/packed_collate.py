@@ -29,34 +29,33 @@ _CHECKED_KEYS = (*_IMAGE_KEYS, *_KEPT)
 class PackedCollate(TokenRows):
     """Packs text samples into one row; the default collate function of a packed budget.
 
-    The keys with a value per token become (1, T) tensors, int64 where they are integers. Among them
-    are always `labels`, by default the `input_ids`, with the first label of each sample -100: no
-    token is predicted from another sample. `position_ids`, (1, T) int64, begin at 0 in each sample;
-    models of transformers tell the samples apart by them, and keep attention within each. Padding
-    has position 0 throughout, so that each token of it is a sample of its own to them. Numbers
-    become (n,) tensors. Any other key becomes a list of n values.
+    Keys with a value per token become (1, T) tensors, integers as int64. `labels` are always among
+    them, by default the `input_ids`; the first label of each sample is -100, so no token is
+    predicted from another sample. `position_ids`, (1, T) int64, begin at 0 in each sample: models
+    of transformers keep attention within samples by them. Padding has position 0 throughout.
+    Numbers become (n,) tensors, and other values lists of n.
 
     Models of transformers take a batch as it is: `model(**batch)`. Others find the samples by
-    `cu_seq_lens_q`, or by `position_ids`.
+    `cu_seq_lens_q` or `position_ids`.
 
     Args:
         pad_token_id: the value that fills `input_ids`; `labels` are filled with -100, other keys
             with 0.
         token_keys: the keys with a value per token: a list, an array or a tensor, (L,) or (1, L).
-        pad_to_multiple_of: tokens; T is a multiple of it. As in the `TokenBudget`.
-        shapes: the only (1, T) that batches have, from `TokenBudget.shape_ladder()`; `()` for any.
+        pad_to_multiple_of: tokens; T is a multiple of it, as in the `TokenBudget`.
+        shapes: the only shapes (1, T) of batches, from `TokenBudget.shape_ladder()`; `()` for any.
             An oversize sample has its own.
         max_samples: most samples of a group, which bounds the shape of `cu_seq_lens` too.
         model_arguments: whether to add further arguments of transformers' models: `cu_seq_lens_q`
             and `cu_seq_lens_k`, (n + 1,) int32, the starts of the samples and the end of the last
-            one, with the padding as one sample more; `max_length_q` and `max_length_k`, the longest
-            of them in tokens; and `use_cache=False`, since with a cache the models do not tell
-            samples apart. With `shapes`, `cu_seq_lens` is filled up to `max_samples + 2` with
-            samples of no tokens; without `max_samples` it is left out, and so are the lengths.
-        mask_dtype: dtype of an `attention_mask`, (1, 1, T, T), that lets each token attend to its
-            own sample up to itself, for models that do not use `position_ids`. `torch.bool` for
-            "sdpa": True where a token may attend. The model's dtype for "eager" and "sdpa": a mask
-            to add to the scores. `None` for no mask.
+            one, with padding as one more sample; `max_length_q` and `max_length_k`, the longest in
+            tokens; and `use_cache=False`, since with a cache samples attend to each other. With
+            `shapes`, `cu_seq_lens` is filled up to `max_samples + 2` with empty samples; without
+            `max_samples`, it and the lengths are left out.
+        mask_dtype: dtype of an `attention_mask`, (1, 1, T, T), in which each token attends to its
+            own sample up to itself, for models that ignore `position_ids`: `torch.bool` for "sdpa"
+            (True: may attend), or the model's dtype for "eager" and "sdpa" (added to the scores).
+            `None`: no mask.
     """
 
     draws_random_numbers: ClassVar[bool] = False

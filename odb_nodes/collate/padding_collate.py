@@ -20,9 +20,9 @@ from odb_nodes.sample import IGNORE_INDEX
 class PaddingCollate(TokenRows):
     """Pads text samples into a batch; the default collate function of a padded budget.
 
-    The keys with a value per token become (B, T) tensors, int64 where they are integers;
-    `attention_mask`, (B, T) int64, is made where there is none. Numbers become (n,) tensors. Any
-    other key becomes a list of n values. B is n, the number of samples, unless there are `shapes`.
+    Keys with a value per token become (B, T) tensors, integers as int64. `attention_mask`, (B, T)
+    int64, is added if samples have none. Numbers become (n,) tensors, and other values lists of n.
+    B is n, the number of samples, unless there are `shapes`.
 
     Args:
         pad_token_id: the value that fills `input_ids`; `labels` are filled with -100, other keys

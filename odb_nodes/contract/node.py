@@ -45,8 +45,8 @@ class EpochState(NodeState):
 
     Attributes:
         epoch: the number of the epoch, from 0.
-        cycle: how often it was begun again.
-        started: `next` was called in it.
+        cycle: how often the epoch was begun again.
+        started: whether `next` was called in it.
     """
 
     epoch: int = 0
@@ -110,34 +110,33 @@ class EpochCounter:
 class StatefulNode(BaseNode[T], Generic[T, S]):
     """A node whose state is declared, sealed when it is saved, and checked when it is loaded.
 
-    A node derives from it, declares its state as a dataclass, and defines `next`. Each field of the
-    state is an attribute of the node of the same name: a source, a dict of sources, or a value,
-    whose default an epoch begins with. A node whose state is something else defines `begin_epoch`,
-    `save` and `restore` as well. It gets these in return:
+    A subclass declares its state as a dataclass and defines `next`. Each field of the state is an
+    attribute of the node with the same name: a source, a dict of sources, or a value, whose default
+    an epoch begins with. A node whose state is something else also defines `begin_epoch`, `save`
+    and `restore`. In return:
 
-    - A state of another version, node or configuration, one that lacks a field, and one that was
-      changed or damaged since is a `StateError` that names the node, and what it found.
-    - No list or dict of the node's own is shared with a state that was handed out.
-    - An error in `next` is raised again until the next reset, so the item that caused it cannot
-      pass unseen; and no state is given out that would stand after that item.
+    - A state of another version, node or configuration, a state without a field, and a damaged
+      state are a `StateError` that names the node and what is wrong.
+    - A state that was handed out shares no list or dict with the node.
+    - An error in `next` is raised again until the next reset, and no state skips its item.
 
     A node that reads data may define `read(key) -> item` beside `item_key`: a restore then reads
-    just the items that it needs. A node in between may pass that on by `can_restore`,
+    only the items that it needs. A node in between passes that on by `can_restore`,
     `restore_items(items)` and `select(wanted)`, as `LengthObserver` does.
 
-    A node of many small items may define `next_chunk` beside `next`: a `SampleBlock`, where they
-    are samples, and `ItemKeys` spare an object for each. It is not used in a class that defines
-    `next`, `item_key` or `item_location` anew, or takes it from a mixin, without `next_chunk`.
+    A node of many small items may define `next_chunk` beside `next`, which returns a `SampleBlock`
+    (for samples) and `ItemKeys`, without an object for each. A subclass that redefines `next`,
+    `item_key` or `item_location` must define `next_chunk` too, or it is not used.
 
-    Sources are attributes of the node, or are in a list or dict that is one. A plain node of
-    torchdata may stand anywhere in a graph, and may have any of the methods of this class.
+    Sources are attributes of the node, or items of a list or dict that is an attribute. A plain
+    node of torchdata may stand anywhere in a graph and may have any of these methods.
 
     Class attributes:
         STATE: the dataclass that declares the state, see `NodeState`.
-        retries_errors: the node stands before the item whose `next` raised, and the next call tries
-            again.
-        keeps_failed_items: `save` is right also after `next` raised.
-        same_on_all_ranks: ranks that share data must have a node with an equal `fingerprint`.
+        retries_errors: whether the node stands before the item whose `next` raised, so that the
+            next call tries again.
+        keeps_failed_items: whether `save` is also right after `next` raised.
+        same_on_all_ranks: whether ranks that share data must have equal fingerprints.
     """
 
     STATE: ClassVar[type[Any]] = NodeState
@@ -405,10 +404,10 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 
 
 class EpochNode(StatefulNode[T, S]):
-    """A node that counts epochs: one that draws its order, or random numbers, from their number.
+    """A node that counts epochs, because its order or random numbers depend on the epoch.
 
-    Its `STATE` derives from `EpochState`, whose fields it fills in itself: `save` leaves them out.
-    By the time `begin_epoch` and `restore` are called, `_epochs` stands where they begin.
+    Its `STATE` derives from `EpochState`, whose fields this class fills in: `save` leaves them out.
+    `_epochs` is set before `begin_epoch` and `restore` are called.
     """
 
     STATE: ClassVar[type[Any]] = EpochState
@@ -492,10 +491,10 @@ def format_location(location: ItemLocation | None) -> str:
 
 
 def snapshot(node: BaseNode[Any]) -> dict[str, Any]:
-    """Return where any node stands, to be kept in a state: it never changes, and is cheap to take.
+    """Return the state of any node, to keep in a state: it never changes and is cheap to take.
 
     Raises:
-        TypeError: a plain node does not say where it stands.
+        TypeError: a plain node has no `get_state`.
     """
     own = getattr(node, "_snapshot_of_own", None)
     state: dict[str, Any] | None = own() if own is not None else None
@@ -564,9 +563,9 @@ def _name(holder: object) -> str:
 
 
 def can_restore(node: BaseNode[Any]) -> bool:
-    """Tell whether a node can make each of its items again from what `item_key` said of it.
+    """Tell whether a node can make its items again from their keys.
 
-    A node that reads data can if it has `read(key)`; one of another kind says so by `can_restore`.
+    A source can if it has `read(key)`; other nodes say so by `can_restore`.
     """
     if isinstance(said := getattr(node, "can_restore", None), bool):
         return said
@@ -576,7 +575,7 @@ def can_restore(node: BaseNode[Any]) -> bool:
 
 
 def restore_items(node: BaseNode[Any], items: Sequence[ItemKey]) -> Iterator[Any]:
-    """Yield items of this epoch again, of a node that can; it goes on where it stands."""
+    """Yield items of this epoch again by their keys. The node keeps its position."""
     if callable(own := getattr(node, "restore_items", None)):
         yield from own(items)
     else:

@@ -40,10 +40,10 @@ SourceStates = dict[str, SourceState]
 
 @dataclass(kw_only=True)
 class NodeState:
-    """What the state of a node holds: a subclass declares a field for each part.
+    """The state of a node: a subclass declares a field for each part.
 
-    Values are plain data and tensors, see `check_saved`. A field with the state of a source is
-    annotated as `SourceState` or `SourceStates`; other annotations are for the reader.
+    Values are plain data and tensors. A field that holds the state of a source is annotated as
+    `SourceState` or `SourceStates`; other annotations are for the reader.
     """
 
 

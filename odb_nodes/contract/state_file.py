@@ -21,7 +21,7 @@ __all__ = ["load_state", "save_state"]
 
 
 def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a state to a file, atomically: a reader finds the old file or the new one, whole.
+    """Write a state to a file, atomically: a reader finds the whole old file or the whole new one.
 
     Args:
         state: what `Loader.state_dict()` returned, alone or in a dict with other plain data and
@@ -35,8 +35,7 @@ def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         StateError: `state` holds something else than plain data and tensors, or is nested too
             deeply.
 
-    Whatever is raised, Ctrl-C included: a file that was at `path` before is kept, and no temporary
-    file stays.
+    After any error, Ctrl-C included, an earlier file at `path` is kept and no temporary file stays.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(

@@ -40,34 +40,34 @@ _VERSION = 2
 
 
 class Checkpoints:
-    """The checkpoints of a job of one rank or many, of which the newest complete ones are kept.
+    """Saves all parts of a training loop, on one rank or many, and loads the newest checkpoint.
 
         parts = {"model": model, "optimizer": optimizer, "loader": loader}
         checkpoints = Checkpoints(folder, parts)
-        step = checkpoints.load()  # 0 where there is none
+        step = checkpoints.load()  # 0 if there is none
         ...
         checkpoints.save(step)  # where an optimizer step ends
 
-    Every rank calls `load` and `save`, at the same steps, and writes a file of its own. A
-    checkpoint counts once the files of all ranks are there, so a job may be killed at any time. The
-    states of the global random generators (Python's, numpy's, torch's) are saved with the parts.
+    Every rank calls `load` and `save`, at the same steps, and writes its own file. A checkpoint
+    counts when the files of all ranks are there, so a job may be killed at any time. The global
+    random generators (Python's, numpy's, torch's) are saved with the parts.
 
     Args:
-        folder: where the checkpoints go, on a disk that all ranks share; made where it does not
-            exist. Each checkpoint is a folder in it.
-        parts: by name, what is saved: objects with `state_dict` and `load_state_dict`, and dicts of
-            plain data and tensors, which `load` makes equal to what was saved, in place. A key that
-            is newer than the checkpoint is an error: set it after `load`. One that differs between
-            ranks may have a method `reshard_states(states, world_size)`, which returns the states
-            of so many ranks, given those of all that have saved.
-        keep: number of complete checkpoints that are kept. Older ones are removed.
-        replicated: names of parts that are equal on all ranks, which rank 0 alone writes: under
-            DDP the model and the optimizer. Not what is sharded (FSDP, ZeRO), and not the loader.
-            A checkpoint says which of its parts were, so `load` needs no names.
-        timeout_s: seconds until a rank that does not come is an error.
+        folder: folder of the checkpoints, on a disk that all ranks share; created if needed. Each
+            checkpoint is a folder in it.
+        parts: name -> object with `state_dict` and `load_state_dict`, or dict of plain data and
+            tensors, which `load` updates in place. A key that the checkpoint lacks is an error: set
+            it after `load`. A part that differs between ranks may have a method
+            `reshard_states(states, world_size)`: the states of all ranks that saved -> one state
+            for each of `world_size` ranks.
+        keep: number of complete checkpoints to keep. Older ones are removed.
+        replicated: names of parts that are equal on all ranks, and that rank 0 alone writes: under
+            DDP the model and the optimizer; never sharded ones (FSDP, ZeRO), nor the loader. The
+            checkpoint records them, so `load` needs no names.
+        timeout_s: seconds to wait for another rank before it is an error.
 
     Raises:
-        TypeError, ValueError: an argument is not what is said above.
+        TypeError, ValueError: an argument is not valid.
     """
 
     # Why nothing is mixed up: the ranks agree on the number of the next save and on an identifier

@@ -68,29 +68,28 @@ class LoaderState(NodeState):
 class Loader(Generic[T]):
     """Iterates a graph, one epoch per `iter()`; torchdata's `Loader` with its faults repaired.
 
-    The sequence of items and ends of epochs after loading a state is the one that would have
-    followed in the run that saved it. So a state saved after an epoch's last item, but before its
-    end was seen, gives an empty rest of that epoch, and then the next one; a state saved after the
-    end gives the next one.
+    After loading a state, items and ends of epochs follow as in the run that saved it. A state that
+    was saved after the last item of an epoch, but before its end was seen, gives an empty rest of
+    that epoch and then the next one; a state saved after the end gives the next one.
 
-    `iter()` goes on with a loaded state, or where the graph raised; it returns the present iterator
-    if that has not yielded yet; otherwise it leaves the present epoch and begins the next, whether
-    or not the loader was closed in between. An older iterator is then no longer valid. One thread
-    takes all items; `close` may be called by another one.
+    `iter()` continues from a loaded state, or from where the graph raised. It returns the present
+    iterator if that has not yielded yet. Otherwise it leaves the present epoch, also after `close`,
+    and begins the next one; older iterators become invalid. One thread takes all items; another one
+    may call `close`.
 
-    After `close`, and after an exception in the graph, the workers are gone, and `state_dict`
-    returns where the loader stood. For that, the state is taken before each item.
+    `close`, and an exception in the graph, stop the workers and keep the position: `state_dict`
+    returns it.
 
     Args:
         root: last node of the graph.
-        restart_on_stop_iteration: what a state gives that was saved after the end of an epoch: the
-            next epoch, or nothing.
+        restart_on_stop_iteration: whether a state that was saved after the end of an epoch gives
+            the next epoch, or nothing.
         stop_timeout_s: seconds to wait for a thread of the graph to finish what it is doing.
 
     Raises:
         TypeError: `root` is no node.
-        ValueError: a node has `in_order=False`, a sampler that cannot yield its order again, or
-            takes items once more on resume that `exclude` changes: these lose and repeat items.
+        ValueError: a node would lose or repeat items: it has `in_order=False`, a sampler that
+            cannot yield its order again, or snapshots that `exclude` would change.
     """
 
     def __init__(
@@ -161,19 +160,17 @@ class Loader(Generic[T]):
     def load_state_dict(
         self, state_dict: dict[str, Any], *, strict: bool = True, change_budget: bool = False
     ) -> None:
-        """Make the next `iter()` go on from a state, which is copied.
+        """Make the next `iter()` continue from a state, which is copied.
 
         Args:
             state_dict: what `state_dict` returned.
-            strict: refuse a state that was saved with another configuration; else warn.
-            change_budget: whether `tokens`, `max_samples` and `max_patches` of the budget may be
-                lower than they were. Batches that were planned keep their samples, and may be
-                computed in parts (`odb_nodes.memory.OomGuard`); later ones are smaller. All ranks
-                load with the same budget. Not for padded batches of a budget with `shapes`.
+            strict: whether a state of another configuration is an error, or only a warning.
+            change_budget: whether the budget may have lower `tokens`, `max_samples` and
+                `max_patches` than before, on all ranks. Not for padded budgets with `shapes`.
 
         Raises:
-            StateError: it is no state of a `Loader`, or is damaged. What does not fit the nodes is
-                raised by `iter()`.
+            StateError: it is no state of a `Loader`, or is damaged. `iter()` raises if the state
+                does not fit the nodes.
             TypeError: `change_budget` is no bool.
         """
         check_bool("change_budget", change_budget)
@@ -185,7 +182,7 @@ class Loader(Generic[T]):
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one that begins, in every node that counts epochs.
 
-        A loaded state that stands within an epoch wins: it says itself which epoch it is in.
+        A loaded state within an epoch takes precedence.
         """
         epoch = check_count("epoch", epoch, 0)
         if self._it is not None:
@@ -200,15 +197,15 @@ class Loader(Generic[T]):
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Mix by other weights from the next epoch on. All ranks set the same.
 
-        States have them. A state that is loaded later replaces them by its own.
+        States contain them, and a state that is loaded later replaces them. If ranks set different
+        weights, all raise a `StateError` at the first step of the epoch.
 
         Args:
             weights: name of the source -> weight, any positive numbers.
 
         Raises:
             TypeError, ValueError: the weights are not valid, they follow a schedule, or the graph
-                has no `SourceMixer`. That ranks have set different weights is a `StateError`, which
-                all of them raise at the first step of the epoch.
+                has no `SourceMixer`.
         """
         mixers = _outermost_mixers(self.root)
         if not mixers:
@@ -222,9 +219,8 @@ class Loader(Generic[T]):
     def close(self) -> None:
         """Stop all threads and workers of the graph and keep the position. Idempotent.
 
-        The next `iter()` begins an epoch, as it does after `break`; to go on with this one, load
-        `state_dict()`. In a forked child this does nothing: they belong to the process that
-        started them.
+        The next `iter()` begins an epoch, as after `break`; to continue this one, load
+        `state_dict()`. In a forked child this does nothing.
 
         Raises:
             TimeoutError: a thread did not finish within `stop_timeout_s`.

@@ -40,7 +40,7 @@ def save_rank_state(
 
     Args:
         state: what `state_dict()` of a loader returned, alone or in a dict with other plain data.
-        folder: the folder of the checkpoint, the same on all ranks; made where it does not exist.
+        folder: the folder of the checkpoint, the same on all ranks; created if needed.
         process_group: the ranks that share the data. Default: all of the job.
 
     Returns:
@@ -67,17 +67,16 @@ def save_rank_state(
 def load_rank_state(folder: str | os.PathLike[str], process_group: Any = None) -> Any:
     """Read this rank's state from a checkpoint folder.
 
-    If another number of ranks has written it, the states of all of them are read, and made into
-    those of the present ranks: see `reshard`.
+    If another number of ranks wrote it, the states of all of them are read and resharded: see
+    `reshard`.
 
     Args:
         folder: the folder that `save_rank_state` wrote into.
-        process_group: the ranks that share the data, as they were given there.
+        process_group: the ranks that share the data, as for `save_rank_state`.
 
     Raises:
         FileNotFoundError: the folder has no state of any rank.
-        StateError: it is incomplete, a file is damaged, or it was written by another number of
-            ranks, and cannot be resharded.
+        StateError: it is incomplete or damaged, or cannot be resharded to this number of ranks.
     """
     rank, world_size = group_rank(process_group)
     states, is_own = saved_states(folder, rank, world_size)
@@ -154,19 +153,18 @@ def names_in(folder: Path) -> list[re.Match[str]]:
 class DistributedState:
     """A loader as a `Stateful` of torch.distributed.checkpoint.
 
-    Each rank's state is one `BytesIO` under a key of its own: shared keys would give every
-    rank the state of rank 0, and a nested dict loses what a fresh loader does not have yet.
-    `dcp.load` gives a rank just the keys that it has itself: where another number of ranks has
-    saved, say how many by `saved_by`, and each rank gets the states of all of them.
+    Each rank's state is one `BytesIO` under its own key: shared keys would give every rank the
+    state of rank 0, and a nested dict would lose what a fresh loader does not have yet. `dcp.load`
+    reads only keys that a rank has itself: if another number of ranks saved, pass it as `saved_by`,
+    and each rank reads the states of all of them.
 
         dcp.save({"model": ..., "loader": DistributedState(loader)}, checkpoint_id=folder)
         dcp.load({"model": ..., "loader": DistributedState(loader)}, checkpoint_id=folder)
 
     Args:
-        loader: a `Loader`, an `ODBDataLoader`, or another with `state_dict` and `load_state_dict`.
+        loader: a loader, with `state_dict` and `load_state_dict`.
         process_group: the ranks that share the data. Default: all of the job.
-        saved_by: the number of ranks that have saved what is to be loaded. Default: as many as
-            there are now.
+        saved_by: number of ranks that saved the checkpoint to load. Default: as many as now.
     """
 
     def __init__(
@@ -195,12 +193,12 @@ class DistributedState:
         return {self._key: io.BytesIO(hashlib.sha256(data).digest() + data)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's state, or what it becomes of those of another number of ranks.
+        """Load this rank's state, resharded if another number of ranks saved it.
 
         Raises:
-            StateError: it is damaged, is not what `state_dict` returned, was saved by another
-                number of ranks than `saved_by`, or cannot be resharded. (`dcp.load` finds a key
-                missing first, and raises an error of its own.)
+            StateError: it is damaged, is not what `state_dict` returned, was not saved by
+                `saved_by` ranks, or cannot be resharded. (For a missing key, `dcp.load` raises its
+                own error first.)
         """
         states = [_from_buffer(state_dict, key) for key in self._wanted]
         if self._wanted != [self._key]:

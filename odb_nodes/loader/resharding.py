@@ -43,27 +43,26 @@ _VIRTUAL = "VirtualRanks"
 
 @bounded_depth("each rank")
 def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
-    """Return the states of all ranks of a job that goes on with another number of ranks.
+    """Return the states with which a job resumes on another number of ranks.
 
-    The samples that no step has had are dealt to the ranks, by a rule that depends on the states
-    alone: those that wait in pools and rounds by their tokens, those that nobody has read in turn.
-    So each sample of the epoch comes once. The ranks begin a round at the same step; their next
-    epochs are as in any run of as many ranks. States for as many ranks as before are only copied.
+    The remaining samples of the epoch are dealt to the new ranks: those that wait in pools and
+    rounds by their tokens, unread ones in turn. So each sample of the epoch comes once. The result
+    depends on the states alone. If the number of ranks stays the same, states are only copied.
 
     Args:
-        states: what `state_dict()` of a loader returned on each rank between the same two optimizer
-            steps, in any order; alone or in a dict, beside data that are equal on all ranks.
-        world_size: number of ranks from now on.
+        states: `state_dict()` of the loader of each rank, saved between the same two optimizer
+            steps, in any order; alone, or in dicts whose other values are equal on all ranks.
+        world_size: the new number of ranks.
 
     Returns:
-        The state of each rank, in their order. With another number of ranks, data beside a loader
-        are the first rank's, and not copied.
+        The state of each new rank, in order. For another number of ranks, values beside the loader
+        are those of the first rank, not copied.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
-        StateError: the state of a rank is missing or damaged; the states are of different places,
-            or within an optimizer step; or a node cannot be resharded within an epoch, which is
-            named: `IterableSource`, compressed files, data that each rank has for itself, pools of
+        StateError: the state of a rank is missing or damaged; the states are of different steps, or
+            within an optimizer step; or a node cannot be resharded within an epoch, which is named:
+            `IterableSource`, compressed files, data of a rank of its own, pools of
             `state="payload"`, and nodes that this library does not know.
     """
     check_type("states", states, Sequence, "Give the states of all ranks.")

@@ -29,14 +29,14 @@ class ObserverState(NodeState):
 class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
     """Yields a `Sample` for each item: the item with its tokens, targets and patches.
 
-    What processing has `Skipped` comes out as it is, and the `WindowBucketer` counts it.
+    A `Skipped` passes through, and the `WindowBucketer` counts it.
 
-    State: the source's, and the position for errors.
+    State: the source's, and the position, for errors.
 
     Args:
         source: node that yields processed samples.
-        observe: item -> tokens, or -> `Observation`; by default `input_ids`, `labels` and the image
-            fields are looked at, see `observe_sample`.
+        observe: item -> tokens or `Observation`. Default: by `input_ids`, `labels` and image
+            fields, see `observe_sample`.
     """
 
     STATE = ObserverState

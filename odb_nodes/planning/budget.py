@@ -54,14 +54,14 @@ few shapes lie close together at the wide end, where padding costs most."""
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """What a group may cost: the rows times the width of the batch that it becomes.
+    """The largest cost of a group: the padded tokens of its batch, rows times width.
 
     With `attention_tokens`, c, a row costs more than its tokens: a padded group of n rows that are
     w tokens wide costs n * (w + w * w // c), and a packed one the width of its row plus, of each
     sample of l tokens, l * l // c.
 
     Args:
-        tokens: most that a group may cost: tokens, padding included, and what attention adds.
+        tokens: the largest cost of a group: padded tokens, and what attention adds.
         max_samples: most samples of a group; `None` for no limit.
         max_patches: most image patches of a group, summed over its samples; `None` for no limit.
         pad_to_multiple_of: tokens; the width of a batch is rounded up to a multiple of this. The

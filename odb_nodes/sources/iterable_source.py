@@ -54,23 +54,22 @@ class IterableState(EpochState):
 class IterableSource(EpochNode[T, IterableState]):
     """Yields this rank's items of an iterable, iterated anew in every epoch.
 
-    Rank r takes every `world_size`-th item, from the r-th on. An iterable with `set_epoch` is told
-    the epoch, and where a mixer begins it again within one, a number of 31 bits instead; one with
-    `state_dict` and `load_state_dict` is restored by them, any other by reading it again up to the
-    position, as is one whose `state_dict` takes arguments, such as those of LitData and MosaicML
-    Streaming. It must yield the same items in the same order when iterated again; a digest of them
-    tells whether it did.
+    Rank r takes every `world_size`-th item, starting with the r-th. An iterable's `set_epoch` is
+    called with the epoch (or with a 31-bit number when a mixer begins the source again). If it has
+    `state_dict` and `load_state_dict` without further arguments, these restore it; otherwise it is
+    read again up to the position. It must yield the same items in the same order when it is
+    iterated again, which a digest checks.
 
     A streaming dataset of Hugging Face `datasets` is restored by its own state, unless it has a
-    shuffle buffer, whose contents that state loses: then it is read again up to the position. Where
-    its shards divide evenly, each rank reads only its own; which items it gets is decided by those.
+    shuffle buffer, which that state loses: then it is read again. If its shards divide evenly, each
+    rank reads only its own shards.
 
-    State: epoch and position, and the iterable's own where it has one.
+    State: epoch and position, and the iterable's own state if it has one.
 
     Args:
         iterable: an `IterableDataset`, a sampler, or any other iterable that can be iterated again.
-        rank: this rank; by default that of torch.distributed, or of `RANK`. Give 0 (and a world
-            size of 1) where the iterable shards itself.
+        rank: this rank; by default that of torch.distributed, or of `RANK`. Pass 0 (and a world
+            size of 1) if the iterable shards itself.
         world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
         yields_indices: the items are indices into a dataset, and so are the keys of the samples.
             Default: the key is the number of the item in the epoch.

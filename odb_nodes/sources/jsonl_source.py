@@ -42,31 +42,30 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 class JsonlSource(ShardedOrder[Any]):
     """Yields this rank's records of JSON Lines files, shuffled anew in every epoch.
 
-    The records of all files together are numbered, and read in the order of a `ShardedSampler`: it
-    is the order of a list of these records. A record is a line with anything but white space.
+    The records of all files are read in the order that a `ShardedSampler` gives a list of them. A
+    record is a line that is not blank.
 
-    State: as of a `ShardedSampler`, epoch and position. Memory: 8 bytes a record, and one record.
-    All files are read once when the source is made, to find where the records begin.
+    State: epoch and position. Memory: 8 bytes a record, and one record. All files are read once
+    when the source is made, to find where records begin.
 
-    A file whose name ends in `.gz` is decompressed while it is read, so it can be read only in its
-    order (`shuffle=False`); restoring decompresses up to the position.
+    A file whose name ends in `.gz` is decompressed while it is read, so it needs `shuffle=False`,
+    and restoring decompresses up to the position.
 
     Args:
-        paths: a file, a folder, or a pattern such as `"data/*.jsonl"`; or several in their order. A
-            folder stands for its files that end in `.jsonl` or `.jsonl.gz`; these and those of a
+        paths: a file, a folder, or a pattern such as `"data/*.jsonl"`; or several of these, in
+            order. A folder stands for its `.jsonl` and `.jsonl.gz` files. Files of a folder or
             pattern are sorted by name. UTF-8.
         rank: this rank; by default that of torch.distributed, or of `RANK`.
         world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
-        shuffle: permute the records, differently in every epoch; else file after file. An
-            `ODBDataLoader` with `shuffle=False` reads it in the order of the files, too.
-        seed: seed of the order; the same on all ranks. An `ODBDataLoader` adds its own.
+        shuffle: whether to permute the records, differently in every epoch; otherwise they come
+            file after file. `ODBDataLoader(shuffle=False)` overrides it.
+        seed: seed of the order; the same on all ranks. An `ODBDataLoader` adds its own seed.
 
     Raises:
-        FileNotFoundError: a file does not exist, also where a link in a folder leads to it; or a
-            folder or pattern has none.
-        ValueError: there is no path; a file is compressed, and `shuffle` is True; it cannot be
-            decompressed; or all files are empty, unless this is one of several ranks that each have
-            files of their own (`rank=0, world_size=1`).
+        FileNotFoundError: a file does not exist, or a folder or pattern has none.
+        ValueError: there is no path; a file is compressed and `shuffle` is True; it cannot be
+            decompressed; or all files are empty, unless each rank has its own files
+            (`rank=0, world_size=1` in a job of several ranks).
     """
 
     retries_errors = True  # the file may be mended meanwhile

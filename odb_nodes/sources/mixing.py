@@ -25,14 +25,14 @@ class WeightSchedule:
     """Weights of the sources of a mixture that change within an epoch.
 
     Args:
-        places: (place, weights) pairs, the first at 0. A place is what all ranks have drawn in the
-            epoch when its weights begin: a number of samples, or of tokens where `by="tokens"`.
-            Weights are a dict by name of the source; 0 turns a source off.
-        ramp: whether shares change in a straight line from one place to the next, not at once.
+        places: (place, weights) pairs, the first at place 0. The weights apply from when all ranks
+            together have drawn so many samples of the epoch (tokens, if `by="tokens"`). Weights
+            are a dict by name of the source; 0 turns a source off.
+        ramp: whether shares change linearly from one place to the next instead of at once.
 
     Raises:
-        TypeError, ValueError: a place or a weight is not valid, places do not grow, or they have
-            weights of different names.
+        TypeError, ValueError: a place or a weight is not valid, places do not increase, or names
+            differ between places.
     """
 
     places: Sequence[tuple[int, Mapping[str, float]]]
@@ -108,8 +108,8 @@ class Mixing:
     """How an `ODBDataLoader` mixes its datasets; see `SourceMixer`.
 
     Args:
-        weights: name -> weight, any positive numbers; or `"proportional"` to the number of samples
-            of each dataset; or a `WeightSchedule`. Default: equal.
+        weights: name -> weight, any positive numbers; `"proportional"` to the number of samples of
+            each dataset; or a `WeightSchedule`. Default: equal.
         by: what the weights are shares of, `"samples"` or `"tokens"`.
         stop: when the epoch ends: `"first_exhausted"`, `"all_exhausted"` or `"cycle"`.
 

@@ -253,23 +253,23 @@ class ShardedOrder(EpochNode[T, SamplerState]):
 class ShardedSampler(ShardedOrder[int]):
     """Yields this rank's indices into `range(size)`, shuffled anew in every epoch.
 
-    Rank r takes every `world_size`-th element of the epoch's permutation, from the r-th on: the
-    shards differ by at most one index and share none.
+    Rank r takes every `world_size`-th element of the epoch's permutation, starting with the r-th:
+    shards are disjoint and differ in size by at most one.
 
-    State: epoch and position, whatever the size; in an epoch that another number of ranks has
-    begun, also 8 bytes for each index that some of them had read beyond others. Memory: constant.
+    State: epoch and position. In an epoch that another number of ranks began, also 8 bytes for each
+    index that some of these had read ahead of others. Memory: constant.
 
     Args:
         size: number of samples, or anything with a length (a dataset).
-        shuffle: permute the indices, differently in every epoch; else 0, 1, 2, ...
+        shuffle: whether to permute the indices, differently in every epoch; otherwise 0, 1, 2, ...
         seed: any integer; the same on all ranks.
         rank: this rank; by default that of torch.distributed, or of `RANK`.
         world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
 
     Raises:
         TypeError: `size` is neither an integer nor sized, or `shuffle` is no bool.
-        ValueError: `rank` is not in `range(world_size)`; or `size` is 0, unless this is one of
-            several ranks that each have data of their own (`rank=0, world_size=1`).
+        ValueError: `rank` is not in `range(world_size)`; or `size` is 0, unless each rank has its
+            own data (`rank=0, world_size=1` in a job of several ranks).
     """
 
     def next(self) -> int:

@@ -59,27 +59,27 @@ class MixerState(NodeState):
 
 
 class SourceMixer(StatefulNode[Any, MixerState]):
-    """Yields items of several named sources, in shares that follow their weights all along.
+    """Yields items of several named sources in proportion to their weights.
 
-    The next item comes from the source that has had the least for its weight so far (weighted fair
-    queueing). That needs no random numbers, and as long as no source is exhausted, the shares stay
-    within a few items of the weights.
+    The next item comes from the source that has had the least relative to its weight (weighted fair
+    queueing). No random numbers are drawn, and until a source is exhausted the shares stay within a
+    few items of the weights.
 
-    Items come out as `SourceItem`; process them with `PerSource`. Items that are a `Sample` already
-    come out as one that knows its source. Either way `StepInfo.local_sources` counts them.
+    Items come out as `SourceItem`, for `PerSource`. A `Sample` comes out with the name of its
+    source. `StepInfo.local_sources` counts both.
 
-    State: that of every source, what each has had, and weights that were set; plain numbers.
+    State: the states of the sources, what each has had, and weights that were set.
 
     Args:
         sources: name -> node.
         weights: name -> weight, any positive numbers; or a `WeightSchedule`. Default: equal.
-        by: what the weights are shares of: `"samples"`, or `"tokens"`, for which the sources must
-            yield `Sample`.
-        stop: when the epoch ends: with the `"first_exhausted"` source; when `"all_exhausted"`, each
-            once; or when all were exhausted and those that were earlier begin again, in another
-            order (`"cycle"`).
-        world_size: number of ranks; the places of a schedule count what all of them draw. Default:
-            that of torch.distributed, or of `WORLD_SIZE`.
+        by: what the weights are shares of: `"samples"`, or `"tokens"` if the sources yield
+            `Sample`.
+        stop: when the epoch ends. `"first_exhausted"`: with the first source that ends;
+            `"all_exhausted"`: when all have ended; `"cycle"`: likewise, but sources that end
+            earlier begin again in another order.
+        world_size: number of ranks; places of a schedule count what all ranks draw. Default: that
+            of torch.distributed, or of `WORLD_SIZE`.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -150,7 +150,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
 
     @property
     def dry_sources(self) -> tuple[str, ...]:
-        """The sources that have no more items in this epoch, where others have."""
+        """The sources that have ended in this epoch while others have not."""
         goes_on = self._stop == "all_exhausted" and not self._ended
         return tuple(self._exhausted) if goes_on else ()
 

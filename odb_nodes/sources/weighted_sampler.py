@@ -16,20 +16,20 @@ _CHUNK = 1 << 16  # indices made into Python integers at a time
 class WeightedSampler:
     """Yields indices in proportion to weights, drawn anew in each epoch from seed and epoch alone.
 
-    Pass it as `ODBDataLoader(sampler=WeightedSampler(weights))`: the ranks share its indices, and a
-    run that is resumed goes on with the same ones. Memory: 16 bytes per weight, and 8 per index.
+    Pass it as `ODBDataLoader(sampler=WeightedSampler(weights))`: ranks share its indices, and a
+    resumed run draws the same ones. Memory: 16 bytes per weight, and 8 per index.
 
     Args:
         weights: weight of each sample, (n,), not negative.
         num_samples: number of indices of an epoch, over all ranks. Default: n.
-        replacement: whether an index may come more than once in an epoch. If not, the order is that
-            of drawing one after the other from those that are left (by exponential keys: Efraimidis
-            and Spirakis, 2006), so `num_samples` = n yields each index once, heavy ones first.
+        replacement: whether an index may come more than once in an epoch. Without it, indices are
+            drawn one after the other from the remaining ones (by exponential keys: Efraimidis and
+            Spirakis, 2006); `num_samples` = n yields each index once, heavy ones early.
         seed: seed of the indices.
 
     Raises:
-        ValueError: a weight is negative or not finite, all are 0, or there are fewer of more than 0
-            than `num_samples` without replacement.
+        ValueError: a weight is negative or not finite, all are 0, or fewer than `num_samples` are
+            above 0 without replacement.
     """
 
     def __init__(

@@ -96,8 +96,9 @@ class Monitor:
     Args:
         folder: where the records are; the same for all restarts of a run, and for no other run.
         every: optimizer steps in a record.
-        writers: what records are written as: `"jsonl"`, which `read_run` and `report` read, and
-            `"tensorboard"`, which needs the extra `tools`; and any `RecordWriter` of your own.
+        writers: what takes the records: `"jsonl"`, which `read_run` and `report` read,
+            `"tensorboard"`, which needs the extra `tools`, a `WandbWriter`, a `MlflowWriter`, or a
+            `RecordWriter` of your own.
         config: settings of your own by name, such as `vars(args)`, which records and reports show
             beside the options of the loader and versions. What JSON does not have is kept as text.
         losses_by_sample: whether the losses that `step(row_losses=)` is told are kept for each

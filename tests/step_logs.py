@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from odb_nodes.monitor.window import Share, Totals
+from odb_nodes.monitor.window import Counts
 from odb_nodes.tools.tune import StepTime
 
 TRUE = StepTime(constant_s=0.03, token_s=4e-5, square_s=3e-9)
@@ -42,20 +42,22 @@ def write_records(folder, seconds, tokens, squares, *, every, waits=None):
     for start in range(0, len(seconds), every):
         part = slice(start, start + every)
         shares = [
-            Share(
+            Counts(
                 rows=[
                     one
                     for count, wait_s in zip(tokens[part, rank], waits[part], strict=True)
                     for one in (1, int(count), int(count), 0, round(wait_s * 1e6))
                 ],
                 squares=squares[part, rank].astype(int).tolist(),
-                sums={"targets": 1},
-                seconds=float(seconds[part].sum()),
-                optimizer_steps=len(seconds[part]),
+                sums={
+                    "targets": 1,
+                    "rank_seconds": float(seconds[part].sum()),
+                    "optimizer_steps": len(seconds[part]),
+                },
             )
             for rank in range(ranks)
         ]
         place = {"first_step": start + 1, "step": start + len(seconds[part]), "epoch": 0}
         shapes = {"shapes": {"1x1": len(seconds[part])}, "seconds": 0.0}
-        lines.append({"kind": "steps"} | place | Totals.of(shares).groups() | shapes)
+        lines.append({"kind": "steps"} | place | Counts.over_ranks(shares).groups() | shapes)
     (folder / "monitor.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))

@@ -52,12 +52,14 @@ FRAMEWORKS = {
     "PIL": ("_compat", "integrations", "vision"),
     "accelerate": ("_compat", "integrations"),
     "datasets": ("_compat", "cli", "integrations"),
-    "jinja2": ("monitor", "tools"),
     "lightning": ("_compat", "integrations"),
     "llamafactory": ("_compat", "integrations"),
+    "mlflow": ("monitor",),
+    "plotly": ("monitor",),
     "ray": ("processing",),
     "tokenizers": ("cli",),
     "transformers": ("_compat", "cli", "integrations", "vision"),
+    "wandb": ("monitor",),
 }
 """Optional package -> the rooms that may import it."""
 

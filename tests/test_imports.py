@@ -5,9 +5,11 @@ import sys
 
 import pytest
 
-FRAMEWORKS = "PIL transformers accelerate lightning datasets jinja2 matplotlib ray rich tensorboard"
-FRAMEWORKS = {*FRAMEWORKS.split()}
-TOOLS = {"jinja2", "matplotlib", "rich", "tensorboard"}
+FRAMEWORKS = {
+    *"PIL transformers accelerate lightning datasets matplotlib ray rich".split(),
+    *"plotly tensorboard wandb mlflow".split(),
+}
+TOOLS = {"matplotlib", "plotly", "rich", "tensorboard"}
 
 
 def run(code, *arguments, without=()):
@@ -115,4 +117,4 @@ def test_commands_need_no_extra_and_a_page_says_what_to_install():
     page = "from odb_nodes.tools.profile import *; from odb_nodes.tools.lengths import *\n"
     page += "profile(LengthTable.of([1, 2]), budget=9).to_html()"
     done = run(page, without=TOOLS)
-    assert done.stderr.splitlines()[-1].endswith("pip install 'odb-nodes[tools]'")
+    assert done.stderr.splitlines()[-1].endswith("pip install 'odb-nodes[report]'")

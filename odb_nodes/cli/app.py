@@ -190,8 +190,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--step": _option("number of the step in it", _COUNT_OR_NONE),
     "--steps": _option("also print the digest of the first so many steps of each epoch", _COUNT),
     "--timeline": _option(
-        "draw each rank's cost, step by step, of the last ranks and window: a file for SVG, - for "
-        "text"
+        "draw each rank's cost, step by step, of the last ranks and window: a file for a page, - "
+        "for text"
     ),
     "--tokenizer": _option(
         "name or folder of a tokenizer, or a tokenizer.json, which has no chat template"

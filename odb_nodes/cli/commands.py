@@ -156,7 +156,7 @@ def simulate(args: Namespace) -> None:
         if args.timeline == "-":
             print(f"\n{drawn}")
         else:
-            Path(args.timeline).write_text(drawn.to_svg())
+            Path(args.timeline).write_text(drawn.to_html())
 
 
 def step(args: Namespace) -> None:

@@ -14,7 +14,7 @@ from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.rank_states import saved_states
 from odb_nodes.loader.reshard_nodes import check_same
 from odb_nodes.loader.resharding import reshard
-from odb_nodes.monitor.resharding import reshard_monitor
+from odb_nodes.monitor import Monitor
 
 __all__ = [
     "begin_or_resume",
@@ -57,7 +57,9 @@ def resharded_run(
     if positions[0].loader is not None:
         own["loader"] = reshard([one.loader for one in positions], world_size)[rank]
     if positions[0].monitor is not None:
-        own["monitor"] = reshard_monitor([one.monitor for one in positions], world_size)[rank]
+        own["monitor"] = Monitor.reshard_states([one.monitor for one in positions], world_size)[
+            rank
+        ]
     run: S = replace(positions[0], **own)
     return run
 

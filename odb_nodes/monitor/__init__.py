@@ -1,14 +1,20 @@
 """What a run does while it trains, and what it did; knows `StepInfo`, and no trainer."""
 
-from odb_nodes.monitor.loss_book import SampleLoss, read_losses, worst_samples
+from odb_nodes.monitor.losses import (
+    RowLosses,
+    SampleLoss,
+    read_losses,
+    row_losses,
+    worst_samples,
+)
 from odb_nodes.monitor.metrics import StepMeter, summarize, timed
 from odb_nodes.monitor.monitor import Monitor
 from odb_nodes.monitor.records import Record, RunRecords, read_run, scalars
-from odb_nodes.monitor.reporting import Report, RunSummary, report
-from odb_nodes.monitor.row_losses import RowLosses, row_losses
-from odb_nodes.monitor.writers import RecordWriter
+from odb_nodes.monitor.reports import Report, RunSummary, report
+from odb_nodes.monitor.writers import MlflowWriter, RecordWriter, WandbWriter
 
 __all__ = [
+    "MlflowWriter",
     "Monitor",
     "Record",
     "RecordWriter",
@@ -18,6 +24,7 @@ __all__ = [
     "RunSummary",
     "SampleLoss",
     "StepMeter",
+    "WandbWriter",
     "read_losses",
     "read_run",
     "report",

@@ -2,35 +2,75 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from odb_nodes._core.checks import check_bool, check_count, check_seconds, check_type
-from odb_nodes.alignment.exchange import group_rank
+from odb_nodes._core.user_warning import warn_user
+from odb_nodes.alignment.exchange import Meeting, group_rank
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S
+from odb_nodes.contract import NodeState
 from odb_nodes.contract.state import seal_whole, unseal_whole
-from odb_nodes.monitor.batch_order import BatchOrder
-from odb_nodes.monitor.device_memory import note_memory
-from odb_nodes.monitor.loss_book import LossBook, SampleLoss
-from odb_nodes.monitor.meeting import Meeting
+from odb_nodes.errors import StateError
+from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.loader.reshard_nodes import Ranks, check_same
+from odb_nodes.loader.resharding import add_rule
+from odb_nodes.monitor.losses import RowLosses, SampleLoss, SampleLossWriter
 from odb_nodes.monitor.metrics import timed
-from odb_nodes.monitor.notices import Notices
-from odb_nodes.monitor.numbers import Number, Told, not_negative
-from odb_nodes.monitor.records import EPOCH, STEPS, Record
-from odb_nodes.monitor.resharding import reshard_monitor
-from odb_nodes.monitor.row_losses import RowLosses
-from odb_nodes.monitor.settings import checked_config, loader_settings, versions
-from odb_nodes.monitor.state import MonitorState
-from odb_nodes.monitor.watched import AnyLoader, RunProgress, Watched
-from odb_nodes.monitor.window import Share, Totals, Window
-from odb_nodes.monitor.writers import RecordWriter, Writers
+from odb_nodes.monitor.records import (
+    ATTEMPT,
+    EPOCH,
+    STEPS,
+    VERSION,
+    Record,
+    checked_config,
+    loader_settings,
+    versions,
+)
+from odb_nodes.monitor.watching import AnyLoader, LoaderStats, RunProgress, RunWarnings
+from odb_nodes.monitor.window import (
+    Counts,
+    Number,
+    Window,
+    check_row_losses,
+    not_negative,
+    told_last,
+    told_values,
+)
+from odb_nodes.monitor.writers import RecordWriter, check_writers, make_writer
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo
 
 __all__ = ["Monitor"]
+
+
+@dataclass(kw_only=True)
+class MonitorState(NodeState):
+    """Where a monitor stands on one rank.
+
+    Attributes:
+        step: optimizer steps of the run so far.
+        written: those that are in records.
+        epoch: number of the epoch.
+        epoch_written: optimizer steps in records before this epoch.
+        seconds: duration of the steps that are in records.
+        counts: what was counted since, `Counts` of this rank.
+        totals: `Counts` of all ranks in the records of this epoch; of rank 0.
+        samples: losses of samples since, the fields of `SampleLoss`.
+    """
+
+    step: int = 0
+    written: int = 0
+    epoch: int = 0
+    epoch_written: int = 0
+    seconds: float = 0.0
+    counts: dict[str, Any] = field(default_factory=lambda: asdict(Counts()))
+    totals: dict[str, Any] = field(default_factory=lambda: asdict(Counts()))
+    samples: list[tuple[str, int, int, int, int, float, int]] = field(default_factory=list)
 
 
 class Monitor:
@@ -56,8 +96,9 @@ class Monitor:
     Args:
         folder: where the records are; the same for all restarts of a run, and for no other run.
         every: optimizer steps in a record.
-        writers: what records are written as: `"jsonl"`, which `read_run` and `report` read, and
-            `"tensorboard"`, which needs the extra `tools`; and any `RecordWriter` of your own.
+        writers: what takes the records: `"jsonl"`, which `read_run` and `report` read,
+            `"tensorboard"`, which needs the extra `tools`, a `WandbWriter`, a `MlflowWriter`, or a
+            `RecordWriter` of your own.
         config: settings of your own by name, such as `vars(args)`, which records and reports show
             beside the options of the loader and versions. What JSON does not have is kept as text.
         losses_by_sample: whether the losses that `step(row_losses=)` is told are kept for each
@@ -93,17 +134,17 @@ class Monitor:
         self._every = check_count("every", every)
         self._progress = RunProgress(check_bool("progress", progress), process_group)
         self._process_group = process_group
-        self._meeting = Meeting(process_group, timeout_s)
-        self._notices = Notices()
-        self._writers = Writers(self.folder, writers)
+        self._meeting = Meeting("Monitor", process_group, timeout_s)
+        self._warnings = RunWarnings()
+        self._kinds, self._writers = check_writers(writers), list[RecordWriter]()
         self._config = checked_config(config)
-        self._has_book = check_bool("losses_by_sample", losses_by_sample)
-        self._book: LossBook | None = None
-        self._watched: Watched | None = None
+        self._keeps_losses = check_bool("losses_by_sample", losses_by_sample)
+        self._losses: SampleLossWriter | None = None
+        self._stats: LoaderStats | None = None
         self._watch: object = None  # the newest call of `watch`
-        self._is_closed = False
-        self._order = BatchOrder()
+        self._order = _BatchOrder()
         self._wait_s = 0.0  # for the next batch
+        self._is_closed = False
         self._restart(MonitorState())
 
     def watch(self, loader: AnyLoader) -> Iterator[Any]:
@@ -119,14 +160,14 @@ class Monitor:
             RuntimeError: another `watch` of this monitor has begun meanwhile.
             TypeError, ValueError: see `attach`.
         """
-        watched = self.attach(loader)
+        stats = self.attach(loader)
         self._watch = watch = object()
         self.start_clock()
         try:
             for batch, wait_s in timed(iter(loader)):
-                self._progress.begin(watched, batch)
+                self._progress.begin(stats, batch[STEP_INFO_KEY])
                 self.waited(wait_s)
-                self._order.follow(batch[STEP_INFO_KEY])
+                self._order.yielded = batch[STEP_INFO_KEY]
                 yield batch
                 if self._watch is not watch:
                     raise RuntimeError(
@@ -148,7 +189,7 @@ class Monitor:
         """Add to the seconds of waiting for the next batch, as `watch` does."""
         self._wait_s += wait_s
 
-    def attach(self, loader: AnyLoader) -> Watched:
+    def attach(self, loader: AnyLoader) -> LoaderStats:
         """Take from a loader how long ranks wait for each other's plans; `watch` does so, too.
 
         The next batch that `step` is told of may be any of the loader's.
@@ -159,10 +200,10 @@ class Monitor:
         Raises:
             TypeError: it is none.
         """
-        if self._watched is None or loader is not self._watched.loader:
-            self._watched = Watched(loader)
+        if self._stats is None or loader is not self._stats.loader:
+            self._stats = LoaderStats(loader)
         self._order.begin()
-        return self._watched
+        return self._stats
 
     def step(
         self,
@@ -208,44 +249,39 @@ class Monitor:
         """
         check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
         weight = info.local_targets if loss_weight is None else loss_weight
-        told = Told.of(loss, weight, loss_by_source, grad_norm, lr, values)
+        if row_losses is not None:
+            check_row_losses(row_losses, info)
+            if loss is None:
+                loss = row_losses.sums.detach().sum() / max(weight, 1)
+        values_told = told_values(loss, weight, loss_by_source, grad_norm)
+        last_told = told_last(lr, values)
         check_count("ooms", ooms, 0)
-        if wait_s is not None:
-            not_negative("wait_s", wait_s)
+        waited_s = self._wait_s if wait_s is None else not_negative("wait_s", wait_s)
         if self._is_closed:
             raise ValueError("the monitor is closed: it records nothing. Make a new one.")
         self._order.note(info)
-        at = self._at
+        self._wait_s, at = 0.0, self._at
         if info.epoch != at.epoch:
             self._end_epoch()
             at.epoch = info.epoch
         window = self._window  # a record begins another
-        waited_s, self._wait_s = self._wait_s, 0.0
-        window.add_batch(batch, info, waited_s if wait_s is None else wait_s)
+        window.add_batch(batch, info, waited_s, ooms)
+        window.add_values(values_told, last_told)
         if row_losses is not None:
-            window.rank = group_rank(self._process_group)[0]
-            window.add_rows(row_losses, info)
-            if loss is None:
-                told = told._replace(loss=row_losses.sums.detach().sum() / max(told.weight, 1))
-        window.add_told(told)
-        if ooms:
-            window.count("ooms", ooms)
+            window.add_rows(row_losses, info, group_rank(self._process_group)[0])
         at.step += info.ends_optimizer_step
         if at.step - at.written >= self._every:
             self._write()
         if info.ends_epoch:
             self._end_epoch()
-        self._progress.update(info, at.step, self._watched)
+        self._progress.update(info, at.step, self._stats)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where this rank stands; waits for losses that are being computed."""
-        share = self._window.share(time.perf_counter() - self._start_s)
-        state = replace(
-            self._at,
-            share=asdict(share),
-            totals=asdict(self._totals),
-            samples=[tuple(one) for one in self._window.samples or ()],  # type: ignore[misc]
-        )
+        counts = self._window.read(time.perf_counter() - self._start_s)
+        samples: list[Any] = [tuple(one) for one in self._window.samples or ()]
+        parts: dict[str, Any] = {"counts": asdict(counts), "totals": asdict(self._totals)}
+        state = replace(self._at, samples=samples, **parts)
         return seal_whole(type(self).__name__, state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -256,7 +292,41 @@ class Monitor:
         """
         self._restart(unseal_whole(state_dict, type(self).__name__, MonitorState))
 
-    reshard_states = staticmethod(reshard_monitor)
+    @staticmethod
+    def reshard_states(
+        states: Sequence[Mapping[str, Any]], world_size: int
+    ) -> list[dict[str, Any]]:
+        """Return the states of a job that goes on with another number of ranks.
+
+        What was counted since the last record is of ranks that are no more: it counts in the record
+        of the epoch, and the next record of steps begins after it. Losses of samples are dealt.
+
+        Raises:
+            StateError: the states are damaged, or were not saved at the same step.
+        """
+        found = [unseal_whole(state, "Monitor", MonitorState) for state in states]
+        check_same("Monitor", found, "step", "written", "epoch", "epoch_written")
+        first, ranks = found[0], [Counts(**one.counts) for one in found]
+        totals = Counts(**first.totals)
+        if ranks[0].rows:
+            if len({len(one.rows) for one in ranks}) > 1:
+                raise StateError(
+                    "the states of Monitor are of different places: the ranks have counted "
+                    "different numbers of steps. Reshard the states of one checkpoint."
+                )
+            totals.add(Counts.over_ranks(ranks))
+        at = MonitorState(
+            step=first.step,
+            written=first.step,
+            epoch=first.epoch,
+            epoch_written=first.epoch_written,
+            seconds=first.seconds + ranks[0].sums.get("rank_seconds", 0.0),
+            totals=asdict(totals),
+        )
+        return [
+            seal_whole("Monitor", replace(at, samples=[one for s in own for one in s.samples]))
+            for own in Ranks(len(states), world_size).redistribute(found)
+        ]
 
     def reset(self, step: int = 0) -> None:
         """Begin a run, or go on with one without a state. Also after `close`.
@@ -280,15 +350,16 @@ class Monitor:
         """
         if write and not self._is_closed and len(self._window):
             self._write()
-        self._writers.close()
-        if self._book is not None:
-            self._book.close()
-        self._book, self._is_closed = None, True
+        for writer in self._writers:
+            writer.close()
+        if self._losses is not None:
+            self._losses.close()
+        self._writers, self._losses, self._is_closed = [], None, True
 
     @property
     def place(self) -> tuple[int, int] | None:
         """The epoch, and the number in it, of the batch that was counted last."""
-        return self._order.place
+        return None if self._order.last is None else _place(self._order.last)
 
     def __enter__(self) -> Monitor:
         return self
@@ -299,58 +370,75 @@ class Monitor:
     # --- parts ------------------------------------------------------------------------------------
 
     def _restart(self, at: MonitorState) -> None:
-        self._at, self._totals = at, Totals(**at.totals)
-        share = Share(**at.share)
-        self._window = self._new_window(share, [SampleLoss(*one) for one in at.samples])
-        self._start_s = time.perf_counter() - share.seconds
+        self._at, self._totals = at, Counts(**at.totals)
+        counts = Counts(**at.counts)
+        self._window = self._new_window(counts, [SampleLoss(*one) for one in at.samples])
+        self._start_s = time.perf_counter() - counts.sums.get("rank_seconds", 0.0)
         self._resumed_at = at.step
         self._order.begin()
         self._has_begun = self._is_closed = False
         self._meeting.begin()
 
+    def _new_window(self, counts: Counts, samples: list[SampleLoss]) -> Window:
+        return Window(counts, samples if self._keeps_losses else None)
+
     def _write(self) -> None:
         """Have rank 0 write a record of the steps since the last one. All ranks call it."""
         at, window, meeting = self._at, self._window, self._meeting
         self._meet()
-        note_memory(window)
-        if self._watched is not None:
-            window.count("rank_wait_s", self._watched.take_rank_wait_s())
-        now_s = time.perf_counter()
-        share = window.share(now_s - self._start_s)
-        waited_s = meeting.wait_s
-        shares = meeting.gather(share, f"the monitor's record of optimizer step {at.step}")
+        window.note_memory()
+        if self._stats is not None:
+            window.count("rank_wait_s", self._stats.take_rank_wait_s())
+        now_s, waited_s = time.perf_counter(), meeting.wait_s
+        counts = window.read(now_s - self._start_s)
+        where = f"the monitor's record of optimizer step {at.step}"
+        parts = meeting.gather_bytes(json.dumps(asdict(counts)).encode(), where)
         if window.samples is not None:
-            self._book = self._book or LossBook(self.folder, meeting.rank or 0)
-            self._book.write(window.samples, at.written, at.step)
+            self._losses = self._losses or SampleLossWriter(self.folder, meeting.rank)
+            self._losses.write(window.samples, at.written, at.step)
         first, at.written = at.written + 1, at.step
-        at.seconds += share.seconds
-        self._window, self._start_s = self._new_window(Share(), []), now_s
+        at.seconds += counts.sums["rank_seconds"]
+        self._window, self._start_s = self._new_window(Counts(), []), now_s
         self._window.count("record_wait_s", meeting.wait_s - waited_s)
         if meeting.rank == 0:
-            totals = Totals.of(shares)
-            self._record(STEPS, first, totals, {"shapes": share.shapes})
-            self._totals.add(totals)
-            self._notices.look(shares, totals, self._watched)
-            self._progress.note(totals)
-
-    def _new_window(self, share: Share, samples: list[SampleLoss]) -> Window:
-        return Window(share, samples if self._has_book else None)
+            ranks = [Counts(**json.loads(part)) for part in parts]
+            whole = Counts.over_ranks(ranks)
+            self._progress.note(self._record(STEPS, first, whole, {"shapes": counts.shapes}))
+            self._totals.add(whole)
+            self._warnings.look(ranks, whole, self._stats)
 
     def _meet(self) -> None:
         at = self._at
-        self._meeting.meet({"step": at.step, "written": at.written, "every": self._every})
+        self._meeting.agree({"step": at.step, "written": at.written, "every": self._every})
 
-    def _record(self, kind: str, first: int, totals: Totals, more: dict[str, Any]) -> None:
-        at = self._at
+    def _record(self, kind: str, first: int, whole: Counts, more: Record) -> Record:
+        """Write a record, on rank 0, and before the first one since a start what begins there."""
+        at, time_s = self._at, time.time()
         if not self._has_begun:
             self._has_begun = True
             step = first - 1 if kind == STEPS else at.written
-            attempt: Record = {"step": step, "resumed_at": self._resumed_at, "every": self._every}
-            attempt["world_size"] = self._meeting.world_size
-            attempt["loader"] = loader_settings(self._watched and self._watched.loader)
-            self._writers.begin(attempt | {"config": self._config, "versions": versions()})
+            self._begin_attempt({"step": step, "resumed_at": self._resumed_at, "time_s": time_s})
         place = {"first_step": first, "step": at.written, "epoch": at.epoch, "seconds": at.seconds}
-        self._writers.write({"kind": kind} | place | totals.groups() | more)
+        record = {"kind": kind, **place, **whole.groups(), **more, "time_s": time_s}
+        for writer in self._writers:
+            writer.write(record)
+        return record
+
+    def _begin_attempt(self, place: Record) -> None:
+        loader = None if self._stats is None else self._stats.loader
+        attempt = {
+            "kind": ATTEMPT,
+            "version": VERSION,
+            **place,
+            "every": self._every,
+            "world_size": self._meeting.world_size,
+            "loader": loader_settings(loader.options) if isinstance(loader, ODBDataLoader) else {},
+            "config": self._config,
+            "versions": versions(),
+        }
+        self._writers = self._writers or [make_writer(one, self.folder) for one in self._kinds]
+        for writer in self._writers:
+            writer.begin(attempt)
 
     def _end_epoch(self) -> None:
         """Write the record of an epoch that has ended. All ranks call it."""
@@ -361,5 +449,72 @@ class Monitor:
             self._meet()
         if self._meeting.rank == 0 and self._totals.sums:
             self._record(EPOCH, at.epoch_written + 1, self._totals, {})
-            self._notices.look_at_epoch(at.epoch, self._totals)
-        self._totals, at.epoch_written = Totals(), at.written
+            self._warnings.look_at_epoch(at.epoch, self._totals)
+        self._totals, at.epoch_written = Counts(), at.written
+
+
+add_rule("Monitor", Monitor.reshard_states)
+
+
+class _BatchOrder:
+    """Makes sure that a monitor is told of each batch of its loader once, and of no other."""
+
+    _REMEDY = (
+        "A monitor counts the batches of one loader: do not call `step` for those of an "
+        "evaluation, or give that a `Monitor` with a folder of its own. Where the loader begins "
+        "anew without `watch`, call `attach` before."
+    )
+
+    def __init__(self) -> None:
+        self.last: StepInfo | None = None
+        """Of the batch that was told last."""
+        self.yielded: StepInfo | None = None
+        """Of the last batch of `watch`: no later one can be told before the next is yielded."""
+        self._is_warned = False
+
+    def begin(self) -> None:
+        """Let the next batch be any one: a loader begins, or goes on from a state."""
+        self.last = self.yielded = None
+
+    def note(self, info: StepInfo) -> None:
+        """Note that a batch is told. Warn, once, where others are missing before it."""
+        last, now, where = self.last, _place(info), f"step {info.step} of epoch {info.epoch}"
+        known = None
+        if self.yielded is not None and now > _place(self.yielded):
+            known, text = self.yielded, ", but its loader stands at"
+        elif last is not None and now < _place(last):
+            known, text = last, " after"
+        if known is not None:
+            raise ValueError(
+                f"`step` of the monitor came for {where}{text} step {known.step} of epoch "
+                f"{known.epoch}. {self._REMEDY}"
+            )
+        # A step that a trainer repeats has further micro-steps.
+        if last is not None and (now, info.micro_step) == (_place(last), last.micro_step):
+            raise ValueError(
+                f"`step` of the monitor must be called once for each batch, but was called again "
+                f"for {where}. {self._REMEDY}"
+            )
+        self.last = info
+        expected = last.step + 1 if last is not None and info.epoch == last.epoch else 0
+        if last is not None and info.step > expected:
+            self._warn(f"step {expected} of epoch {info.epoch}")
+
+    def end(self) -> None:
+        """Note that the epoch of `watch` ends. Warn, once, if its last batch was not told."""
+        last, end = self.last, self.yielded
+        if end is not None and (last is None or _place(last) != _place(end)):
+            step = "any step" if last is None else f"step {end.step}"
+            self._warn(f"{step} of epoch {end.epoch}")
+
+    def _warn(self, untold: str) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            warn_user(
+                f"`step` of the monitor was not called for {untold}: its samples are missing in "
+                "the records. Call it for each batch; without `loss` for one that you leave out."
+            )
+
+
+def _place(info: StepInfo) -> tuple[int, int]:
+    return info.epoch, info.step

@@ -1,15 +1,18 @@
-"""The records of a run: a file with a line of JSON for each, and what reads it."""
+"""The records of a run: what is in them, and what reads the file that has a line for each."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from dataclasses import dataclass
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
-from odb_nodes._core.files import LockedFile
+from odb_nodes._core.checks import check_named, check_type
 from odb_nodes._core.user_warning import warn_user
 
 __all__ = ["Record", "RunRecords", "read_run", "scalars"]
@@ -19,73 +22,16 @@ VERSION = 1
 STEPS, EPOCH, ATTEMPT = "steps", "epoch", "attempt"  # kinds of records
 
 GROUPS = ("mean", "sum", "peak", "last")  # of values in a record
-_PLACE = {"first_step", "step", "epoch", "seconds"}
-_KEYS = {
-    STEPS: {*GROUPS, *_PLACE, "shapes"},
-    EPOCH: {*GROUPS, *_PLACE},
-    ATTEMPT: {"version", "step", "resumed_at", "world_size"},
-}
-_NUMBERS = ("version", "resumed_at", "world_size", *sorted(_PLACE), "time_s")
-_SUMS = {
+_PLACE = ("first_step", "step", "epoch", "seconds")
+_ATTEMPT = ("version", "step", "resumed_at", "world_size")
+_SUMS = (
     *("samples", "tokens", "padded_tokens", "busiest_tokens", "targets"),
     *("optimizer_steps", "micro_steps", "filler_steps"),
     *("seconds", "rank_seconds", "data_wait_s"),
-}
+)
 
 Record = dict[str, Any]
 """A record as JSON data; its `kind` is "steps", "epoch" or "attempt"."""
-
-
-class JsonlWriter:
-    """Appends records to a file. A disk that is full warns once and leaves a gap.
-
-    So does a file that is deleted; it is made anew.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._file = LockedFile(
-            folder / FILE,
-            "Give each run a folder of its own, and `close()` its monitor before it makes another.",
-        )
-        self._file.open()
-        self._is_torn = self._file.size() > 0 and not _ends_line(self._file.path)
-        self._attempt: Record | None = None  # that is not written yet
-        self._begun: Record | None = None  # the last one
-
-    def begin(self, attempt: Record) -> None:
-        """Begin an attempt: records of later steps that are in the file do not count any more."""
-        if not attempt["resumed_at"] and self._file.size():
-            warn_user(
-                f"a run begins anew in `{self._file.path.parent}`, which has records of a run: "
-                "they do not count any more. To go on with that run, load the monitor's state; "
-                "otherwise give each run a folder of its own."
-            )
-        self._attempt = self._begun = attempt
-
-    def write(self, record: Record) -> None:
-        """Append a record, and before it the attempt that it is the first of, in one piece."""
-        lines = [record] if self._attempt is None else [self._attempt, record]
-        text = "".join(json.dumps(one, allow_nan=False) + "\n" for one in lines)
-        try:
-            self._file.open()  # where it was deleted
-            # A line that was cut short stands alone, and is skipped by readers.
-            self._file.write(b"\n" * self._is_torn + text.encode())
-            self._is_torn, self._attempt = False, None
-        except OSError as error:
-            self._is_torn = self._file.is_open
-            if not self._is_torn:
-                self._attempt = self._begun
-            self._file.warn(error, "steps that are not recorded are a gap")
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        self._file.close()
-
-
-def _ends_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
 
 
 def scalars(record: Record) -> dict[str, float]:
@@ -103,6 +49,9 @@ def scalars(record: Record) -> dict[str, float]:
         for name, value in record[group].items()
         if value is not None
     }
+
+
+# --- reading --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,100 +79,141 @@ class RunRecords:
 def read_run(folder: str | os.PathLike[str]) -> RunRecords:
     """Read the records of a run, also while it goes on.
 
-    Lines that were cut short by a kill are skipped. Records of steps after the one that a later
-    attempt goes on from do not count.
+    Lines that were cut short by a kill are skipped; of others that are damaged it warns. Records
+    of steps after the one that a later attempt goes on from do not count.
 
     Args:
         folder: the folder that a `Monitor` wrote into.
 
     Raises:
         FileNotFoundError: it has no records.
-        ValueError: they were written by a later version, or were changed: a field has something
-            else than the number that it should have.
+        ValueError: they were written by a later version.
     """
     run, damaged = parse_run(Path(folder))
     if damaged:
-        warn_user(f"{damaged} lines of `{run.folder / FILE}` are damaged, and left out.")
+        lines = ", ".join(map(str, damaged))
+        warn_user(f"lines of `{run.folder / FILE}` are damaged, and left out: {lines}.")
     return run
 
 
-def parse_run(folder: Path) -> tuple[RunRecords, int]:
-    """Return the same as `read_run`, and the number of damaged lines, without a warning."""
+def parse_run(folder: Path) -> tuple[RunRecords, list[int]]:
+    """Return the same as `read_run`, and the numbers of damaged lines, without a warning."""
     if not (folder / FILE).is_file():
         raise FileNotFoundError(f"`{folder}` has no `{FILE}`: no `Monitor` has written into it.")
-    attempts: list[Record] = []
-    found: dict[str, list[Record]] = {STEPS: [], EPOCH: []}
-    damaged, is_cut = 0, False  # a kill cuts the last line of an attempt
+    run = RunRecords(folder=folder, attempts=[], steps=[], epochs=[])
+    damaged: list[int] = []
+    cut: list[int] = []  # the line before, which a kill may have cut short
     for number, line in enumerate((folder / FILE).read_bytes().splitlines(), start=1):
         if not line:
             continue
         record = _parsed(line)
         if record is None:
-            damaged, is_cut = damaged + is_cut, True
+            damaged, cut = damaged + cut, [number]
             continue
-        _check_numbers(record, f"line {number} of `{folder / FILE}`")
         kind = record["kind"]
-        damaged, is_cut = damaged + (is_cut and kind != ATTEMPT), False
-        if kind == ATTEMPT:
-            if _is_later(record):
-                raise ValueError(
-                    f"`{folder / FILE}` has version {record['version']}, but this odb_nodes reads "
-                    f"{VERSION}. Read it with the odb_nodes that wrote it."
-                )
-            if attempts[-1:] != [record]:  # the same where a disk was full within what follows it
-                attempts.append(record)
-            for name, records in found.items():
-                found[name] = [one for one in records if one["step"] <= record["step"]]
-        elif kind in found:
-            found[kind].append(record)
-    run = RunRecords(folder=folder, attempts=attempts, steps=found[STEPS], epochs=found[EPOCH])
+        if kind != ATTEMPT:
+            damaged += cut
+        elif record["version"] > VERSION:
+            raise ValueError(
+                f"`{folder / FILE}` has version {record['version']}, but this odb_nodes reads "
+                f"{VERSION}. Read it with the odb_nodes that wrote it."
+            )
+        cut = []
+        last = record["step"] if kind == ATTEMPT else record["first_step"] - 1
+        for records in (run.steps, run.epochs) if kind != EPOCH else (run.epochs,):
+            while records and records[-1]["step"] > last:
+                records.pop()
+        if kind != ATTEMPT:
+            (run.steps if kind == STEPS else run.epochs).append(record)
+        elif run.attempts[-1:] != [record]:  # the same where a disk was full within what follows it
+            run.attempts.append(record)
     return run, damaged
 
 
 def _parsed(line: bytes) -> Record | None:
-    """Return the record of a line; None where it is damaged, or lacks what its kind has."""
+    """Return the record of a line; None where it is damaged: it has not what its kind has."""
     try:
         record: Record = json.loads(line)
-        kind = record["kind"]
-        if kind == ATTEMPT and _is_later(record):
-            return record  # which may have other keys
-        is_whole = _KEYS.get(kind, set()) <= record.keys()
-        if kind in (STEPS, EPOCH):
-            is_whole = is_whole and record["sum"].keys() >= _SUMS
-        return record if is_whole else None
+        if record["kind"] == ATTEMPT:
+            later = record["version"] > VERSION  # and may have other keys
+            numbers = [record[name] for name in (_ATTEMPT[:1] if later else _ATTEMPT)]
+        else:
+            numbers = [record[name] for name in _PLACE] + [record["sum"][name] for name in _SUMS]
+            values = [one for group in (*GROUPS, "weight") for one in record[group].values()]
+            numbers += [one for one in values if one is not None]  # what was not finite
+            shapes = record["shapes"] if record["kind"] == STEPS else {}
+            numbers += [*map(int, "x".join(shapes).split("x"))] if shapes else []
+            numbers += shapes.values()
+        is_whole = record["kind"] in (ATTEMPT, STEPS, EPOCH)
+        are_numbers = all(isinstance(one, int | float) for one in numbers)
+        return record if is_whole and are_numbers else None
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
 
-def _is_later(attempt: Record) -> bool:
-    return isinstance(attempt["version"], int) and attempt["version"] > VERSION
+# --- what a run was made with ---------------------------------------------------------------------
+
+_PACKAGES = ("odb_nodes", "torch", "torchdata", "numpy", "transformers", "accelerate", "lightning")
+_ALWAYS = ("token_budget", "window", "seed", "accumulate")
+_MOST_ITEMS = 100  # of a list that is written out
+_LEFT_OUT = ("exclude", "process_group")  # keys of samples, of which there may be many; an object
 
 
-def _check_numbers(record: Record, place: str) -> None:
-    """Check that a record has numbers where its kind has them."""
-    if record["kind"] not in _KEYS or (record["kind"] == ATTEMPT and _is_later(record)):
-        return
-    fields = {name: record[name] for name in _NUMBERS if name in record}
-    for group in (*GROUPS, "weight", "shapes"):
-        values = record.get(group, {})
-        if not isinstance(values, dict):
-            fields[group] = values
-            continue
-        fields |= {
-            f"{group}.{name}": value
-            for name, value in values.items()
-            # What was not finite is null; no sum of a count is.
-            if value is not None or group not in GROUPS or name in _SUMS
-        }
-    for name, value in fields.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
+def checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a copy of the user's own settings as JSON data; text in place of other values."""
+    remedy = 'Pass values by name, such as {"lr": 1e-4}, or `vars(args)`.'
+    check_type("config", config, Mapping | None, remedy)
+    check_named("config", config or {})
+    found: dict[str, Any] = {}
+    for name, value in (config or {}).items():
+        try:
+            found[name] = _as_json(value)
+        except (TypeError, ValueError) as error:
             raise ValueError(
-                f"{place} (step {record['step']!r}): `{name}` must be a number, but is "
-                f"{value!r:.80} instead. The file was changed: mend the line, or remove it."
-            )
-    for shape in record.get("shapes", {}):
-        if not re.fullmatch("[0-9]+x[0-9]+", shape):
-            raise ValueError(
-                f"{place} (step {record['step']!r}): `shapes` must name rows and width, as `8x512` "
-                f"does, but has {shape!r:.80}. The file was changed: mend the line, or remove it."
-            )
+                f"`config[{name!r}]` must be data that JSON can hold, but: {error}. {remedy}"
+            ) from None
+    return found
+
+
+def loader_settings(options: Any) -> dict[str, Any]:
+    """Return the main options of a loader, and those that differ from their defaults, as JSON."""
+    given = {name: getattr(options, name) for name in _ALWAYS} | _differing(options)
+    found = {}
+    for name, value in given.items():
+        if isinstance(value, list | tuple) and len(value) > _MOST_ITEMS:  # of indices, say
+            value = f"{len(value)} items"
+        if name not in _LEFT_OUT:
+            found[name] = _as_json(value)
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, and of the packages that take part."""
+    known = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
+    return {"python": python_version()} | {name: str(one) for name, one in known.items() if one}
+
+
+def _differing(options: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that differ from their defaults, by name."""
+    found = {}
+    for field in fields(options):
+        value = getattr(options, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if type(value) is not type(default) or value != default:
+            found[field.name] = value
+    return found
+
+
+def _as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=_as_plain, allow_nan=False))
+
+
+def _as_plain(value: Any) -> Any:
+    """Return an object as JSON has it: the same in a run that resumes, so without its address."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _differing(value)
+    if name := getattr(value, "__qualname__", ""):
+        return f"{value.__module__}.{name}"
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))

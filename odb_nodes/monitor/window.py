@@ -1,39 +1,44 @@
-"""What a rank counts between two records, and what all of them have counted together."""
+"""What a rank counts between two records, and what all ranks have counted together."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
 
-from odb_nodes.monitor.loss_book import ALL_RANKS, SampleLoss
+from odb_nodes._core.checks import check_named, check_type, describe
+from odb_nodes.monitor.losses import ALL_RANKS, RowLosses, SampleLoss
 from odb_nodes.monitor.metrics import COLUMNS, rates, row_of, sum_rows
-from odb_nodes.monitor.numbers import Number, Told, to_floats
-from odb_nodes.monitor.row_losses import RowLosses
 from odb_nodes.planning.budget import ATTENTION_TOKENS
 from odb_nodes.step_info import StepInfo
 
+Number = float | int | torch.Tensor
+Value = tuple[str, Number, float]
+"""Name, value and weight of what goes into a mean."""
+
+LOSS_OF = "loss/"  # before the name of a task
+_OWN_NAMES = {"grad_norm", "lr", "memory_allocated_bytes", "memory_reserved_bytes"}
+"""Names in `last` that are not free."""
+
 
 @dataclass(kw_only=True)
-class Share:
-    """What one rank has counted, as plain numbers.
+class Counts:
+    """What some steps come to, of one rank or of all, as plain numbers.
 
     Attributes:
-        rows: 5 integers for each micro-step; see `StepMeter.take`.
-        squares: pairs of tokens that attend to each other, for each micro-step; see `_squares_of`.
-        sums: counts by name, besides those of `rows`.
+        rows: of one rank, 5 integers for each micro-step; see `StepMeter.take`.
+        squares: of one rank, pairs of tokens that attend to each other, for each micro-step.
+        sums: counts by name.
         totals: name -> sum of values times their weights.
         weights: name -> sum of these weights.
         peaks: largest values by name.
-        last: latest values by name.
-        sources: samples by name of the source, which need not be that of their task.
-        shapes: rows and width of a batch, as in "4x128" -> number of such batches.
-        optimizer_steps: optimizer steps that have ended.
-        seconds: duration.
+        last: latest values by name; of all ranks, those of rank 0.
+        sources: of one rank, samples by source, which need not be that of their task.
+        shapes: of one rank, rows and width of a batch ("4x128") -> number of such batches.
     """
 
     rows: list[int] = field(default_factory=list)
@@ -45,145 +50,174 @@ class Share:
     last: dict[str, float] = field(default_factory=dict)
     sources: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, int] = field(default_factory=dict)
-    optimizer_steps: int = 0
-    seconds: float = 0.0
-
-    def to_bytes(self) -> bytes:
-        """Return a message for another rank."""
-        return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Share:
-        """Return what `to_bytes` made a message of."""
-        return cls(**json.loads(data))
+    def over_ranks(cls, ranks: Sequence[Counts]) -> Counts:
+        """Return the counts of all ranks, in their order, together."""
+        first = ranks[0]
+        rows = torch.tensor([one.rows for one in ranks], dtype=torch.int64)
+        rows = rows.reshape(len(ranks), -1, COLUMNS)
+        squares = torch.tensor([one.squares for one in ranks], dtype=torch.int64)
+        found = cls(sums=sum_rows(rows) | _sum_slowest(rows[:, :, 2], squares))
+        found.peaks = {"padded_tokens": int(rows[:, :, 2].max())} if rows.numel() else {}
+        for one in ranks:
+            found.add(one)
+        steps, seconds = first.sums.get("optimizer_steps", 0), first.sums.get("rank_seconds", 0.0)
+        found.sums |= {"optimizer_steps": steps, "seconds": seconds}
+        found.last = first.last
+        return found
+
+    def add(self, other: Counts) -> None:
+        """Add what was counted later, or on another rank."""
+        for own, more in (
+            (self.sums, other.sums),
+            (self.totals, other.totals),
+            (self.weights, other.weights),
+        ):
+            for name, number in more.items():
+                own[name] = own.get(name, 0) + number
+        for name, number in other.peaks.items():
+            self.raise_peak(name, number)
+        self.last |= other.last
+
+    def count(self, name: str, number: float) -> None:
+        """Add to a sum."""
+        self.sums[name] = self.sums.get(name, 0) + number
+
+    def add_to_mean(self, name: str, total: float, weight: float) -> None:
+        """Add to a mean values whose sum, each times its weight, is `total`."""
+        self.totals[name] = self.totals.get(name, 0.0) + total
+        self.weights[name] = self.weights.get(name, 0) + weight
+
+    def raise_peak(self, name: str, value: float) -> None:
+        """Note a value that may be the largest so far; NaN is larger than all others."""
+        old = self.peaks.get(name, value)
+        self.peaks[name] = old if math.isnan(old) or old > value else value
+
+    def groups(self) -> dict[str, dict[str, float | None]]:
+        """Return the groups of a record, and the `weight` of its means; not finite is None."""
+        means = {name: total / self.weights[name] for name, total in self.totals.items()}
+        means |= rates(self.sums)
+        if "rank_wait_s" in self.sums:
+            means["rank_wait_share"] = self.sums["rank_wait_s"] / self.sums["rank_seconds"]
+        losses = [name for name in self.weights if name.startswith(LOSS_OF)]
+        targets = {f"targets/{one.removeprefix(LOSS_OF)}": self.weights[one] for one in losses}
+        groups = {"mean": means, "sum": self.sums | targets, "peak": self.peaks, "last": self.last}
+        return {
+            group: {name: one if math.isfinite(one) else None for name, one in values.items()}
+            for group, values in (groups | {"weight": self.weights}).items()
+        }
+
+
+def _sum_slowest(padded: torch.Tensor, squares: torch.Tensor) -> dict[str, float]:
+    """Return tokens and squares, (R, S) int64, of each micro-step's rank that is likely slowest."""
+    if not padded.numel():
+        return {}
+    slowest = (padded + squares // ATTENTION_TOKENS).argmax(dim=0, keepdim=True)
+    return {
+        "dearest_tokens": int(padded.gather(0, slowest).sum()),
+        "dearest_squares": int(squares.gather(0, slowest).sum()),
+    }
 
 
 class Window:
-    """Counts the micro-steps of this rank. Values on a device stay there until `share`."""
+    """Counts the micro-steps of this rank since the last record; `read` reads the tensors."""
 
-    def __init__(self, share: Share, samples: list[SampleLoss] | None = None) -> None:
-        self._share = share
+    def __init__(self, counts: Counts, samples: list[SampleLoss] | None) -> None:
+        self._counts = counts
         self.samples = samples
-        """The losses of samples, once `share` has read them."""
-        self.rank = 0
-        """This rank, which the keys of its own sources are of."""
+        """The losses of samples, once `read` has read them; `None` if nobody wants them."""
         self._squares: list[Number] = []
-        self._values: list[tuple[str, Number, float]] = []  # name, value, weight
+        self._values: list[Value] = []
         self._last: dict[str, Number] = {}
-        self._rows: list[tuple[RowLosses, StepInfo]] = []
+        self._rows: list[tuple[RowLosses, StepInfo, int]] = []
 
     def __len__(self) -> int:
-        return len(self._share.rows) // COLUMNS
+        return len(self._counts.rows) // COLUMNS
 
-    def add_batch(self, batch: Mapping[str, Any], info: StepInfo, wait_s: float) -> None:
+    def add_batch(self, batch: Mapping[str, Any], info: StepInfo, wait_s: float, ooms: int) -> None:
         """Count a micro-step."""
-        share, ids = self._share, batch.get("input_ids")
+        counts, ids = self._counts, batch.get("input_ids")
         padded = info.local_padded_tokens
         if isinstance(ids, torch.Tensor) and ids.ndim > 1:
             padded = padded or ids.numel()
             shape = f"{ids.shape[0]}x{ids.shape[1]}"
-            share.shapes[shape] = share.shapes.get(shape, 0) + 1
-        share.rows += row_of(info, info.local_tokens, padded, wait_s)
+            counts.shapes[shape] = counts.shapes.get(shape, 0) + 1
+        counts.rows += row_of(info, info.local_tokens, padded, wait_s)
         self._squares.append(_squares_of(batch))
-        share.optimizer_steps += info.ends_optimizer_step
-        self.count("targets", 0 if info.is_filler else info.local_targets)
-        if info.left_out:
-            self.count("left_out", len(info.left_out))
+        counts.count("optimizer_steps", info.ends_optimizer_step)
+        counts.count("targets", 0 if info.is_filler else info.local_targets)
+        for name, number in (("left_out", len(info.left_out)), ("ooms", ooms)):
+            if number:
+                counts.count(name, number)
         for name in info.task_targets:
-            self.count(f"samples/{name}", 0)  # a task without a sample is told, too
+            counts.count(f"samples/{name}", 0)  # a task without a sample is told, too
         for name, (samples, tokens) in info.local_tasks.items():
-            self.count(f"samples/{name}", samples)
-            self.count(f"tokens/{name}", tokens)
+            counts.count(f"samples/{name}", samples)
+            counts.count(f"tokens/{name}", tokens)
         for name, (samples, _) in info.local_sources.items():
-            share.sources[name] = share.sources.get(name, 0) + samples
+            counts.sources[name] = counts.sources.get(name, 0) + samples
 
-    def count(self, name: str, number: float) -> None:
-        """Add to a sum."""
-        self._share.sums[name] = self._share.sums.get(name, 0) + number
+    def add_values(self, values: Iterable[Value], last: Mapping[str, Number]) -> None:
+        """Add values to means, but for those without weight, which may be NaN; note the latest."""
+        self._values += [one for one in values if one[2]]
+        self._last |= last
 
-    def add_told(self, told: Told) -> None:
-        """Add what the monitor was told of a batch."""
-        if told.loss is not None:
-            self.add_value("loss", told.loss, told.weight)
-        for name, (total, targets) in told.losses.items():
-            if targets:
-                self.add_value(f"loss/{name}", total / targets, targets)
-                self.count(f"targets/{name}", targets)
-        if told.grad_norm is not None:
-            self.add_value("grad_norm", told.grad_norm)
-        self._last |= told.last
-
-    def add_value(self, name: str, value: Number, weight: float = 1.0) -> None:
-        """Add a value to a mean; one without weight, which may be NaN, is left out."""
-        if weight:
-            self._values.append((name, value, weight))
-
-    def add_rows(self, losses: RowLosses, info: StepInfo) -> None:
+    def add_rows(self, losses: RowLosses, info: StepInfo, rank: int) -> None:
         """Add the losses of the samples of a batch, also by their tasks."""
         count = len(info.keys)
-        if len(losses.sums) < count:
-            raise ValueError(
-                f"`row_losses` must have a sum for each of the {count} samples of the batch, but "
-                f'has {len(losses.sums)} instead. Pass `position_ids=batch["position_ids"]` to '
-                "`row_losses` for a packed batch."
-            )
         if count:
             sums, targets = losses.sums.detach()[:count], losses.targets[:count]
-            self._rows.append((RowLosses(sums, targets), info))
+            self._rows.append((RowLosses(sums, targets), info, rank))
+
+    def read(self, seconds: float) -> Counts:
+        """Return what was counted in so many seconds; waits for devices that values are on."""
+        counts, values = self._counts, self._values
+        numbers = _to_floats([value for _, value, _ in values])
+        for (name, _, weight), number in zip(values, numbers, strict=True):
+            counts.add_to_mean(name, number * weight, weight)
+            if name == "grad_norm":
+                counts.last[name] = number
+                counts.raise_peak(name, number)
+        counts.last |= zip(self._last, _to_floats([*self._last.values()]), strict=True)
+        counts.squares += map(int, _to_floats(self._squares))
+        self._read_rows()
+        self._values, self._squares, self._last, self._rows = [], [], {}, []
+        counts.sums["rank_seconds"] = seconds
+        return counts
 
     def _read_rows(self) -> None:
-        """Read the losses of samples from their device, in one piece."""
         if not self._rows:
             return
-        columns = [
-            torch.cat(part).tolist() for part in zip(*(one for one, _ in self._rows), strict=True)
-        ]
-        rows = zip(*columns, strict=True)
-        for _, info in self._rows:
+        parts = zip(*(losses for losses, *_ in self._rows), strict=True)
+        rows = zip(*(torch.cat(part).tolist() for part in parts), strict=True)
+        for _, info, rank in self._rows:
             for key, source, task, repeat in zip(
                 info.keys, info.row_sources, info.row_tasks, info.row_repeats, strict=True
             ):
                 total, targets = next(rows)
-                if task and targets:
-                    self.count(f"targets/{task}", targets)
-                    self._add_to_mean(f"loss/{task}", total, targets)
-                if self.samples is not None and key is not None and targets:
-                    loss = total / targets
+                if not targets:
+                    continue
+                if task:
+                    self._counts.add_to_mean(f"{LOSS_OF}{task}", total, targets)
+                if self.samples is not None and key is not None:
                     is_own = info.world_size > 1 and source in info.own_sources
-                    rank = self.rank if is_own else ALL_RANKS
-                    self.samples.append(
-                        SampleLoss(source, key, repeat, info.epoch, targets, loss, rank)
-                    )
-        self._rows = []
+                    place = source, key, repeat, info.epoch, targets
+                    whose = rank if is_own else ALL_RANKS
+                    self.samples.append(SampleLoss(*place, total / targets, whose))
 
-    def _add_to_mean(self, name: str, total: float, weight: float) -> None:
-        share = self._share
-        share.totals[name] = share.totals.get(name, 0.0) + total
-        share.weights[name] = share.weights.get(name, 0.0) + weight
+    def note_memory(self) -> None:
+        """Note the bytes of the current GPU as torch's allocator has them; resets no peak."""
+        if not torch.cuda.is_initialized():
+            return
+        now = torch.cuda.memory_stats()
+        for part in ("allocated_bytes", "reserved_bytes"):
+            self._last[f"memory_{part}"] = now.get(f"{part}.all.current", 0)
+            self._counts.raise_peak(f"memory_{part}", now.get(f"{part}.all.peak", 0))
 
-    def set_last(self, name: str, value: Number) -> None:
-        """Note the latest of some values."""
-        self._last[name] = value
-
-    def set_peak(self, name: str, value: float) -> None:
-        """Note a value that may be the largest so far."""
-        self._share.peaks[name] = _larger(self._share.peaks.get(name, value), value)
-
-    def share(self, seconds: float) -> Share:
-        """Return all that was counted; waits for devices that values are on."""
-        share, values = self._share, self._values
-        numbers = to_floats([value for _, value, _ in values])
-        for (name, _, weight), number in zip(values, numbers, strict=True):
-            self._add_to_mean(name, number * weight, weight)
-            if name == "grad_norm":
-                share.last[name] = number
-                self.set_peak(name, number)
-        share.last |= zip(self._last, to_floats([*self._last.values()]), strict=True)
-        share.squares += map(int, to_floats(self._squares))
-        self._values, self._squares, self._last = [], [], {}
-        self._read_rows()
-        share.seconds = seconds
-        return share
+    def count(self, name: str, number: float) -> None:
+        """Add to a sum."""
+        self._counts.count(name, number)
 
 
 def _squares_of(batch: Mapping[str, Any]) -> Number:
@@ -199,97 +233,82 @@ def _squares_of(batch: Mapping[str, Any]) -> Number:
     return rows * width * width
 
 
-@dataclass(kw_only=True)
-class Totals:
-    """What all ranks have counted together.
-
-    Attributes:
-        sums: counts by name, over ranks and micro-steps.
-        totals: name -> sum of values times their weights.
-        weights: name -> sum of these weights.
-        peaks: largest values by name.
-        last: latest values by name, those of rank 0.
-    """
-
-    sums: dict[str, float] = field(default_factory=dict)
-    totals: dict[str, float] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)
-    peaks: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, shares: Sequence[Share]) -> Totals:
-        """Return the totals of the shares of all ranks, in the order of the ranks."""
-        first = shares[0]
-        rows = torch.tensor([share.rows for share in shares], dtype=torch.int64)
-        rows = rows.reshape(len(shares), -1, COLUMNS)
-        sums = sum_rows(rows) | {
-            "optimizer_steps": first.optimizer_steps,
-            "seconds": first.seconds,
-            "rank_seconds": sum(share.seconds for share in shares),
-        }
-        found = cls(sums=sums, last=first.last)
-        found.peaks = {"padded_tokens": int(rows[:, :, 2].max())} if rows.numel() else {}
-        if all(len(share.squares) == rows.shape[1] for share in shares):  # not so in old states
-            squares = torch.tensor([share.squares for share in shares], dtype=torch.int64)
-            found.sums |= sum_dearest(rows[:, :, 2], squares)
-        for share in shares:
-            _add(found.sums, share.sums)
-            _add(found.totals, share.totals)
-            _add(found.weights, share.weights)
-            _raise(found.peaks, share.peaks)
-        return found
-
-    def add(self, later: Totals) -> None:
-        """Add what was counted afterwards."""
-        _add(self.sums, later.sums)
-        _add(self.totals, later.totals)
-        _add(self.weights, later.weights)
-        _raise(self.peaks, later.peaks)
-        self.last |= later.last
-
-    def groups(self) -> dict[str, dict[str, float | None]]:
-        """Return the groups of a record, and the `weight` of its means, each by name."""
-        means = {name: total / self.weights[name] for name, total in self.totals.items()}
-        means |= rates(self.sums)
-        if "rank_wait_s" in self.sums:
-            means["rank_wait_share"] = self.sums["rank_wait_s"] / self.sums["rank_seconds"]
-        groups = {"mean": means, "sum": self.sums, "peak": self.peaks, "last": self.last}
-        groups["weight"] = self.weights
-        return {name: _finite(values.items()) for name, values in groups.items()}
+# --- what a monitor is told -----------------------------------------------------------------------
 
 
-def sum_dearest(padded: torch.Tensor, squares: torch.Tensor) -> dict[str, float]:
-    """Return the tokens and the squares of the rank of each micro-step that is likely the slowest.
-
-    Args:
-        padded: (R, S) int64, tokens of R ranks in S micro-steps, padding included.
-        squares: (R, S) int64, those of `Share.squares`.
-    """
-    if not padded.numel():
-        return {}
-    dearest = (padded + squares // ATTENTION_TOKENS).argmax(dim=0, keepdim=True)
-    return {
-        "dearest_tokens": int(padded.gather(0, dearest).sum()),
-        "dearest_squares": int(squares.gather(0, dearest).sum()),
-    }
-
-
-def _add(sums: dict[str, float], more: Mapping[str, float]) -> None:
-    for name, number in more.items():
-        sums[name] = sums.get(name, 0) + number
-
-
-def _raise(peaks: dict[str, float], more: Mapping[str, float]) -> None:
-    for name, number in more.items():
-        peaks[name] = _larger(peaks.get(name, number), number)
+def told_values(
+    loss: Any, weight: Any, loss_by_source: Any, grad_norm: Any
+) -> list[tuple[str, Number, float]]:
+    """Return what `Monitor.step` is told of a batch, for means; tensors are not read."""
+    remedy = 'Pass names with (sum of losses, targets), such as {"chat": (12.5, 40)}.'
+    check_type("loss_by_source", loss_by_source, Mapping | None, remedy)
+    check_named("loss_by_source", loss_by_source or {})
+    weight = not_negative("loss_weight", weight)
+    found = [] if loss is None else [("loss", _number("loss", loss), weight)]
+    for name, pair in (loss_by_source or {}).items():
+        entry = f"loss_by_source[{name!r}]"
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"`{entry}` must be a pair, but is {describe(pair)} instead. {remedy}")
+        total, targets = _number(f"{entry}[0]", pair[0]), not_negative(f"{entry}[1]", pair[1])
+        found.append((f"{LOSS_OF}{name}", total / max(targets, 1), targets))
+    if grad_norm is not None:
+        found.append(("grad_norm", _number("grad_norm", grad_norm), 1))
+    return found
 
 
-def _larger(one: float, other: float) -> float:
-    """Return the larger of two numbers; NaN where one of them is."""
-    return one if math.isnan(one) or one > other else other
+def told_last(lr: Any, values: Any) -> dict[str, Number]:
+    """Return the further numbers that `Monitor.step` is told of an optimizer step."""
+    check_type("values", values, Mapping | None, 'Pass numbers by name, such as {"weight": 0.5}.')
+    check_named("values", values or {})
+    if own := _OWN_NAMES & {*(values or {})}:
+        raise ValueError(
+            f"`values` must not have names that records use themselves, but has {sorted(own)}. "
+            "Pass `lr` and `grad_norm` as arguments, or choose another name."
+        )
+    found = {name: _number(f"values[{name!r}]", one) for name, one in (values or {}).items()}
+    return found if lr is None else {"lr": _number("lr", lr)} | found
 
 
-def _finite(values: Iterable[tuple[str, float]]) -> dict[str, float | None]:
-    """Return values by name; None for what JSON does not have."""
-    return {name: value if math.isfinite(value) else None for name, value in values}
+def check_row_losses(losses: RowLosses, info: StepInfo) -> None:
+    """Raise a `ValueError` unless there is a loss for each sample of a batch."""
+    if len(losses.sums) < len(info.keys):
+        raise ValueError(
+            f"`row_losses` must have a sum for each of the {len(info.keys)} samples of the batch, "
+            f"but has {len(losses.sums)} instead. Pass "
+            '`position_ids=batch["position_ids"]` to `row_losses` for a packed batch.'
+        )
+
+
+def not_negative(name: str, value: Any) -> float:
+    """Return a number, as an integer where it is whole; raise unless it is 0 or more."""
+    if not isinstance(value, Real):
+        raise TypeError(f"`{name}` must be a number, but is {describe(value)} instead.")
+    number = float(value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"`{name}` must be 0 or more, and finite, but is {number:g} instead.")
+    return int(number) if number.is_integer() else number
+
+
+def _number(name: str, value: Any) -> Number:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            shape = tuple(value.shape)
+            raise ValueError(f"`{name}` must be one number, but has the shape {shape}.")
+        return value.detach()
+    if not isinstance(value, Real):
+        rule = "must be a number or a tensor of one element"
+        raise TypeError(f"`{name}` {rule}, but is {describe(value)} instead.")
+    return float(value)
+
+
+def _to_floats(values: Sequence[Number]) -> list[float]:
+    """Return numbers and tensors of one element as floats; waits once for each device."""
+    tensors: dict[torch.device, dict[int, torch.Tensor]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            tensors.setdefault(value.device, {})[index] = value.reshape(1).double()
+    found: list[Any] = list(values)
+    for parts in tensors.values():
+        for index, number in zip(parts, torch.cat([*parts.values()]).tolist(), strict=True):
+            found[index] = number
+    return list(map(float, found))

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from odb_nodes._compat.torch import is_dtensor
-from odb_nodes._core.checks import check_type, describe
+from odb_nodes._core.checks import check_seconds, check_type, describe
+from odb_nodes.alignment.exchange import Meeting
+from odb_nodes.errors import StateError
 from odb_nodes.step_info import StepInfo
-from odb_nodes.tasks.step_meeting import StepMeeting
 from odb_nodes.tasks.weights import TaskWeights
 
 
@@ -31,10 +32,16 @@ class TaskGradients:
         timeout_s: float,
     ) -> None:
         check_type("weights", weights, TaskWeights, "Pass `TaskWeights(...)`.")
+        owner = type(self).__name__
         self._weights, self._parameters = weights, _trained(parameters, self.option)
         self._elements = sum(one.numel() for one in self._parameters)
         self._process_group = process_group
-        self._meeting = StepMeeting(type(self).__name__, process_group, timeout_s)
+        if process_group is not None:
+            remedy = "Pass one of `torch.distributed.new_group`, or None for all ranks of the job."
+            check_type("process_group", process_group, dist.ProcessGroup, remedy)
+        check_seconds("timeout_s", timeout_s)
+        remedy = f"Make `{owner}` with the same weights and options on all of them."
+        self._owner, self._meeting = owner, Meeting(owner, process_group, timeout_s, remedy=remedy)
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -117,10 +124,21 @@ class TaskGradients:
         sums = self._sums
         assert sums is not None
         self._begin_step()
-        self._meeting.meet(info)
+        self._meet(info)
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(sums, group=self._process_group)
         return sums
+
+    def _meet(self, info: StepInfo) -> None:
+        """Make sure that all ranks end the same step."""
+        where = f"`{self._owner}.step` of epoch {info.epoch}, step {info.step}"
+        rows = self._meeting.gather([info.epoch, info.step], where)
+        if (rows != rows[0]).any():
+            raise StateError(
+                f"all ranks must call `{self._owner}.step` after the same optimizer steps, but are "
+                f"at (epoch, step) {[*map(tuple, rows.tolist())]} instead, in the order of the "
+                "ranks: one has left a call out. Restart all ranks from a checkpoint."
+            )
 
 
 def _place(info: StepInfo | None) -> str:

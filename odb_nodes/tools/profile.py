@@ -9,18 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from odb_nodes._core.checks import check_type, import_extra
+from odb_nodes._core.checks import check_type
 from odb_nodes._core.progress import Bar
-from odb_nodes._core.text import Rows, Shown, counted
+from odb_nodes._core.text import Rows, Shown, counted, html_table, html_text
+from odb_nodes.monitor.figures import Figure, histogram, levels, page
 from odb_nodes.planning import SimulationOptions, TokenBudget
 from odb_nodes.planning.auto_window import AUTO, WindowSize, shown
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sources import Mixing
 from odb_nodes.sources.mixing import Weights
 from odb_nodes.tools.baselines import STRATEGIES, WINDOWED, Baselines, Strategy, is_available
-from odb_nodes.tools.lengths import LengthTable, histogram
+from odb_nodes.tools.lengths import LengthTable
+from odb_nodes.tools.lengths import histogram as count_lengths
 from odb_nodes.tools.simulate import SimulationReport, TableEpoch, budget_code
-from odb_nodes.tools.svg import Level, bars, levels
 
 __all__ = ["Comparison", "LengthSummary", "Profile", "profile"]
 
@@ -30,40 +31,6 @@ AS_GOOD = 0.01
 PERCENTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
 BINS = 32
 _MOST_HISTOGRAMS = 40  # of a page; tables have all sources
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Profile of lengths</title>
-<meta name="viewport" content="width=device-width,initial-scale=1">
-<style>
-:root{color-scheme:light dark}
-body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
-table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}
-th,td{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #8885}
-th:first-child,td:first-child{text-align:left}
-tr.own td{font-weight:600}
-</style></head><body>
-<h1>Profile of lengths</h1>
-<p>{{ profile.about }}</p>
-{% macro table(rows) %}<table><thead><tr>{% for title in rows[0] %}<th scope="col">{{ title }}</th>
-{%- endfor %}</tr></thead><tbody>
-{% for row in rows %}<tr{% if row.batches == "odb_nodes" %} class="own"{% endif %}>
-{%- for cell in row.values() %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}</tbody></table>{% endmacro %}
-<h2>Batches</h2>
-<p>{{ profile.heading }}</p>
-<div>{{ chart | safe }}</div>
-<p>{{ profile.why }}</p>
-<details><summary>All figures</summary>
-{{ table(profile.rows()) }}
-<p>Padding: share of all tokens. Fill: tokens of a batch / budget, padding included. Efficiency:
-real tokens / (ranks &times; sum over the steps of the largest batch).</p>
-</details>
-<h2>Lengths, in tokens</h2>
-{{ table(profile.length_rows()) }}
-{% for figure in figures %}<div>{{ figure | safe }}</div>
-{% endfor %}
-</body></html>
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +62,7 @@ class LengthSummary:
     @classmethod
     def of(cls, source: str, lengths: IntArray, skipped: int) -> LengthSummary:
         """Return the summary of lengths, at least one."""
-        edges, counts = histogram(lengths, BINS)
+        edges, counts = count_lengths(lengths, BINS)
         values = np.percentile(lengths, PERCENTILES, method="nearest")
         return cls(
             source=source,
@@ -223,50 +190,46 @@ class Profile(Shown):
         """Return the profile as JSON."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
+    def figures(self) -> list[Figure]:
+        """Return the figures of the page, which a notebook shows: `plotly.graph_objects.Figure`.
+
+        Raises:
+            ImportError: the extra `report` is not installed.
+        """
+        groups: dict[str, dict[str, float]] = {}
+        for one in self.comparisons:
+            name = f"{one.strategy} {one.as_row()['window']}".rstrip()
+            name += " <- take" if one in self.best else ""
+            group = groups.setdefault(counted(one.world_size, "rank"), {})
+            group[name] = one.figures.efficiency
+        axis = "efficiency: real tokens / (ranks x largest batch of each step)"
+        chart = levels("Efficiency by ranks, batches and window", axis, groups)
+        axes = ("tokens of a sample", "samples")
+        return [
+            chart,
+            *(
+                histogram(f"Lengths of {one.source}", axes, one.counts, one.edges)
+                for one in self.lengths[:_MOST_HISTOGRAMS]
+            ),
+        ]
+
     def to_html(self) -> str:
         """Return the profile as one page of HTML that needs no other file.
 
         Raises:
-            ImportError: the extra `tools` is not installed.
+            ImportError: the extra `report` is not installed.
         """
-        jinja2 = import_extra("jinja2", "tools")
-        environment = jinja2.Environment(autoescape=True)
-        figures = [_picture(one) for one in self.lengths[:_MOST_HISTOGRAMS]]
-        page = environment.from_string(_PAGE)
-        return str(page.render(profile=self, chart=self._chart(), figures=figures))
-
-    def _chart(self) -> str:
-        """Return a picture of the efficiencies, by number of ranks."""
-        best, groups, marked = self.best, dict[str, list[Level]](), []
-        for one in self.comparisons:
-            name = f"{one.strategy} {one.as_row()['window']}".rstrip()
-            ranks, efficiency = counted(one.world_size, "rank"), one.figures.efficiency
-            mark = "<- take" if one in best else ""
-            groups.setdefault(ranks, []).append(
-                Level(name, efficiency, one.strategy == "odb_nodes", mark)
-            )
-            if mark:
-                marked.append(f"{ranks}: {name}, {efficiency:.3f}")
-        return levels(
-            groups,
-            axis="efficiency: real tokens / (ranks x largest batch of each step)",
-            title="Efficiency by ranks, batches and window",
-            text=f"To take: {'; '.join(marked)}",
+        chart, *lengths = self.figures()
+        terms = "Padding: share of all tokens. Fill: tokens of a batch / budget, padding included."
+        table = html_text(self.why) + html_table(self.rows()) + html_text(terms)
+        return page(
+            "Profile of lengths",
+            [
+                ("", [html_text(self.about)]),
+                ("Batches", [html_text(self.heading), chart, table]),
+                ("Lengths, in tokens", [html_table(self.length_rows()), *lengths]),
+            ],
         )
-
-
-def _picture(summary: LengthSummary) -> str:
-    """Return the histogram of a summary."""
-    edges, counts = summary.edges, summary.counts
-    peak = max(range(len(counts)), key=counts.__getitem__)
-    return bars(
-        counts,
-        [f"{edge:,}" for edge in edges],
-        axes=("tokens of a sample", "samples"),
-        title=f"Lengths of {summary.source}",
-        text=f"{counted(sum(counts), 'sample')} from {edges[0]:,} to {edges[-1] - 1:,} tokens, "
-        f"most of them ({counts[peak]:,}) from {edges[peak]:,} to {edges[peak + 1] - 1:,}",
-    )
 
 
 def profile(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import odb_nodes.monitor.resharding  # noqa: F401  its rule is followed
+import odb_nodes.monitor.monitor  # noqa: F401  its rule is followed
 from odb_nodes._core.checks import check_count
 from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import StateError

@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_nodes._core.text import counted
+from odb_nodes.monitor.figures import Figure, heat_map, page
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.simulation import Step
-from odb_nodes.tools.svg import heat_map
 
 __all__ = ["Timeline"]
 
 _SHADES = " ▁▂▃▄▅▆▇█"
 _TEXT_COLUMNS = 80
-_SVG_COLUMNS = 240
+_MOST_COLUMNS = 240
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,11 +57,15 @@ class Timeline:
         ]
         return "\n".join([f"{self._job}, {self._words(shares.shape[1])}", *ranks])
 
-    def to_svg(self) -> str:
-        """Return a picture with a row for each rank."""
-        shares = self._shares(_SVG_COLUMNS)
+    def figure(self) -> Figure:
+        """Return a figure of plotly with a row for each rank; costs as shares of the dearest."""
+        shares = self._shares(_MOST_COLUMNS)
         title = f"Cost of each rank's batch, step by step: {self._job}"
-        return heat_map(shares, title=title, text=self._words(shares.shape[1]))
+        return heat_map(title, (self._words(shares.shape[1]), "rank"), shares)
+
+    def to_html(self) -> str:
+        """Return a page with the figure, which needs no network to be looked at."""
+        return page("Timeline", [("", [self.figure()])])
 
     @property
     def _job(self) -> str:

@@ -92,7 +92,7 @@ WRONG = [
     ("simulate --lengths .", "Is a directory: '.'"),
     ("simulate --cv 1 --layout odd", "`layout`"),
     ("simulate --cv 1 --weight a", "--weight: must be source=number"),
-    ("simulate --cv 1 --timeline no/where.svg", "'--timeline': there is no folder"),
+    ("simulate --cv 1 --timeline no/where.html", "'--timeline': there is no folder"),
     ("simulate --cv 1 --timeline .", "`.` is a folder: name a file in it"),
     ("simulate --cv -1", "argument --cv: must be a number of at least 0"),
     ("simulate users:nothing", "`users:nothing` must return a dataset or a loader"),

@@ -61,9 +61,9 @@ def test_simulate_prints_what_simulate_returns_and_draws_the_last(capsys, table,
     ]
     assert lengths.digest in out
     assert drawn.startswith("3 ranks, window 16, ")
-    assert run("simulate", *options, "--timeline", tmp_path / "timeline.svg") == 0
-    picture = (tmp_path / "timeline.svg").read_text()
-    assert picture.startswith("<svg") and "3 ranks, window 16</title>" in picture
+    assert run("simulate", *options, "--timeline", tmp_path / "timeline.html") == 0
+    page = (tmp_path / "timeline.html").read_text()
+    assert "step by step: 3 ranks, window 16</h3>" in page and "Plotly.newPlot" in page
     assert run("simulate", *options, "--window", "Auto") == 2
     assert '`window` must be "auto" or a number' in capsys.readouterr().err
 

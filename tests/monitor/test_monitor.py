@@ -203,7 +203,7 @@ def test_an_attempt_says_what_the_run_was_made_with(tmp_path):
     assert attempt["loader"] == {
         "token_budget": {"tokens": 96, "layout": "packed"},
         **{"window": 12, "seed": 3, "accumulate": 2},
-        **{"observe": "observe", "weights": weights},
+        **{"observe": f"{__name__}.observe", "weights": weights},
     }
     assert attempt["versions"]["torch"] == torch.__version__
     assert attempt["versions"]["odb_nodes"] == odb_nodes.__version__

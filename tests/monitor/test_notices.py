@@ -8,8 +8,8 @@ from monitors import loader_of
 
 from odb_nodes import Observation, ODBDataLoader, pop_step_info
 from odb_nodes.monitor import Monitor, report
-from odb_nodes.monitor.notices import Notices
-from odb_nodes.monitor.window import Share, Totals
+from odb_nodes.monitor.watching import RunWarnings
+from odb_nodes.monitor.window import Counts
 
 
 def warned(loader, folder, losses=(), **options):
@@ -30,7 +30,7 @@ def test_what_holds_a_run_up_is_warned_of_once_and_nothing_else(tmp_path):
     nan = float("nan")
     (said,) = warned(loader_of(accumulate=1), tmp_path / "nan", [1.0, nan, 1, 1, nan], wait_s=0.0)
     assert said.startswith("the loss is nan in a record")
-    assert re.search(r"loss that is not finite +2\n", str(report([str(tmp_path / "nan")])))
+    assert re.search(r"loss that is not finite \| +2 \|\n", str(report([str(tmp_path / "nan")])))
 
 
 @pytest.mark.parametrize("observe", [None, lambda sample: Observation(8, task="small")])
@@ -42,9 +42,12 @@ def test_a_source_that_runs_dry_is_warned_of_once(tmp_path, observe):
     assert said.startswith("source 'small' ran dry before ")
 
 
-WAITS = [Share(rows=[1, 8, 8, 0, wait], seconds=10.0, optimizer_steps=1) for wait in (0, 6_000_000)]
+WAITS = [
+    Counts(rows=[1, 8, 8, 0, wait], squares=[8], sums={"rank_seconds": 10.0})
+    for wait in (0, 6_000_000)
+]
 LATE = [
-    Share(rows=[1, 8, 8, 0, 0], sums={"record_wait_s": wait_s}, seconds=1.0)
+    Counts(rows=[1, 8, 8, 0, 0], squares=[8], sums={"record_wait_s": wait_s, "rank_seconds": 1.0})
     for wait_s in (0.3, 0.0, 0.3)
 ]
 
@@ -58,10 +61,10 @@ LATE = [
     ],
 )
 def test_a_rank_that_the_others_wait_for_is_named(shares, said):
-    notices = Notices()
+    notices = RunWarnings()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            notices.look(shares, Totals.of(shares), None)
+            notices.look(shares, Counts.over_ranks(shares), None)
     found = [str(one.message) for one in caught if str(one.message).startswith("rank")]
     assert len(found) == (said is not None) and all(one.startswith(said) for one in found)

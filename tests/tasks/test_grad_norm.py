@@ -175,7 +175,7 @@ def test_a_step_in_which_a_rank_is_lost_is_not_counted(monkeypatch):
         raise PeerError("rank 1 did not come")
 
     with monkeypatch.context() as patch:
-        patch.setattr("odb_nodes.tasks.step_meeting.StepMeeting.meet", lost)
+        patch.setattr("odb_nodes.tasks.task_gradients.Meeting.gather", lost)
         with pytest.raises(PeerError, match="rank 1 did not come"):
             balance.step()
     assert balance.state_dict() == before

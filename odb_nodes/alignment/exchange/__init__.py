@@ -3,6 +3,7 @@
 from odb_nodes.alignment.exchange.base import Exchange, Interrupted, LocalExchange
 from odb_nodes.alignment.exchange.channel import Channel
 from odb_nodes.alignment.exchange.gloo import GlooExchange, group_rank, resolve_exchange
+from odb_nodes.alignment.exchange.meeting import Meeting
 from odb_nodes.alignment.exchange.watch import FailureWatch
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "GlooExchange",
     "Interrupted",
     "LocalExchange",
+    "Meeting",
     "group_rank",
     "resolve_exchange",
 ]

@@ -21,7 +21,7 @@ from odb_nodes.monitor import (
     row_losses,
     worst_samples,
 )
-from odb_nodes.monitor.loss_book import LossBook
+from odb_nodes.monitor.losses import SampleLossWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")
 SAMPLES = [
@@ -211,8 +211,8 @@ def test_samples_of_ranks_with_data_of_their_own_are_told_apart(tmp_path):
     report(tmp_path / "run", html=tmp_path / "r.html", json=tmp_path / "r.json")
     (run,) = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert run["worst"][0][-1]["loss"] == 120.0
-    worst = (tmp_path / "r.html").read_text().partition("Samples with the highest loss")[2]
-    assert '<th scope="row"></th><td>1</td><td>19</td>' in worst
+    worst = (tmp_path / "r.html").read_text().partition("with the highest loss")[2]
+    assert "<td>19</td><td>0</td><td>1</td>" in worst  # key, repeat, rank
 
 
 def test_files_of_ranks_that_the_run_has_no_more_do_not_count(tmp_path):
@@ -221,12 +221,12 @@ def test_files_of_ranks_that_the_run_has_no_more_do_not_count(tmp_path):
         folder = tmp_path / str(begins_at)
         folder.mkdir()
         for rank in range(2):
-            part = LossBook(folder, rank)
+            part = SampleLossWriter(folder, rank)
             part.write([SampleLoss("", rank, 0, 0, 5, 9.0 - (rank == 0))], 0, 1)
             part.write([SampleLoss("", rank, 0, 0, 5, 8.0)], 1, 2)
             part.write([SampleLoss("", rank, 0, 0, 5, 7.0)], 2, 3)
             part.close()
-        part = LossBook(folder, 0)
+        part = SampleLossWriter(folder, 0)
         part.write([SampleLoss("", 0, 0, 0, 5, 1.0)], 0, 4)
         part.close()
         attempts = [

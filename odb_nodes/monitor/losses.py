@@ -1,0 +1,220 @@
+"""The loss of each sample: computed with its batch, and kept over epochs in a file of each rank.
+
+A file is a sequence of blocks, one for each record that had samples: magic, the number of bytes
+that follow, and these, deflated by zlib, whose checksum finds damage. They are a line of JSON
+(steps before the block, its last step, epoch, names of the sources), then a row of 26 bytes for
+each sample, stored as 26 columns, which deflates well.
+
+A block ends the validity of those before it that are of later steps than it begins after: they are
+of an attempt that was gone back behind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from odb_nodes._core.files import LockedFile
+from odb_nodes.monitor.records import FILE, parse_run
+from odb_nodes.sample import IGNORE_INDEX
+
+__all__ = ["RowLosses", "SampleLoss", "read_losses", "row_losses", "worst_samples"]
+
+ALL_RANKS = -1  # in place of a rank, where a key means the same sample on all of them
+
+_MAGIC, _SIZE = b"ODBLOSS2", 4  # bytes of the size behind it
+_ROW = np.dtype(
+    [("key", "<i8"), ("repeat", "<i8"), ("source", "<u2"), ("targets", "<u4"), ("loss", "<f4")]
+)
+
+
+class RowLosses(NamedTuple):
+    """Losses of the samples of a batch, in the order of `StepInfo.keys`.
+
+    Attributes:
+        sums: (n,) float, the sum of the losses over the supervised tokens of each sample, with
+            gradients. What is beyond the samples of the batch does not count.
+        targets: (n,) int64, the number of these tokens.
+    """
+
+    sums: torch.Tensor
+    targets: torch.Tensor
+
+
+def row_losses(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    position_ids: torch.Tensor | None = None,
+    shift: bool = True,
+) -> RowLosses:
+    """Return the loss of each sample of a batch of a language model; waits for no device.
+
+    `losses.sums.sum() / max(info.local_targets, 1)` is the mean loss of the batch, with its
+    gradient: nothing needs to be computed twice.
+
+    Args:
+        logits: (B, T, vocabulary) float.
+        labels: (B, T) int64; -100 where there is no target.
+        position_ids: (1, T) int64, those of a packed batch, which begin at 0 in each sample.
+        shift: whether the logits of a token predict the label of the next one.
+
+    Raises:
+        ValueError: the shapes do not go together.
+    """
+    if logits.ndim != 3 or logits.shape[:2] != labels.shape:
+        raise ValueError(
+            "`logits` must be (B, T, vocabulary) for `labels` of (B, T), but are "
+            f"{tuple(logits.shape)} for {tuple(labels.shape)} instead."
+        )
+    if shift:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    losses = cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
+    ).view(labels.shape)
+    is_target = labels.ne(IGNORE_INDEX)
+    if position_ids is None:
+        return RowLosses(losses.sum(1), is_target.sum(1))
+    # As many as there are tokens, since how many there are is known on the device alone.
+    sample = position_ids[0].eq(0).cumsum(0)[-labels.shape[1] :] - 1
+    sums = losses.new_zeros(position_ids.shape[1]).index_add(0, sample, losses[0])
+    targets = torch.zeros_like(position_ids[0]).index_add(0, sample, is_target[0].long())
+    return RowLosses(sums, targets)
+
+
+class SampleLoss(NamedTuple):
+    """The loss of a sample when it was trained on.
+
+    Attributes:
+        source: name of its source.
+        key: its key in the source.
+        repeat: what tells it from itself, where it comes more than once in an epoch.
+        epoch: number of the epoch.
+        targets: its supervised tokens.
+        loss: mean over them.
+        rank: the rank whose key it is, where each has data of its own; -1 for a key of all ranks.
+    """
+
+    source: str
+    key: int
+    repeat: int
+    epoch: int
+    targets: int
+    loss: float
+    rank: int = ALL_RANKS
+
+
+class SampleLossWriter:
+    """Appends the losses of samples to the file of a rank."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        path = folder / f"losses-{rank:05d}.bin"
+        self._file = LockedFile(path, "Give each run a folder of its own.")
+        self._file.open()
+
+    def write(self, samples: Sequence[SampleLoss], before: int, step: int) -> None:
+        """Append the losses of the steps after `before` up to `step`, of one epoch."""
+        if not samples:
+            return
+        sources = sorted({(one.source, one.rank) for one in samples})
+        numbers = {source: number for number, source in enumerate(sources)}
+        rows = np.array(
+            [(s.key, s.repeat, numbers[s.source, s.rank], s.targets, s.loss) for s in samples],
+            dtype=_ROW,
+        )
+        head = {"before": before, "step": step, "epoch": samples[0].epoch, "sources": sources}
+        columns = rows.view(np.uint8).reshape(-1, _ROW.itemsize).T.tobytes()
+        body = zlib.compress(json.dumps(head).encode() + b"\n" + columns, 1)
+        try:
+            self._file.open()  # where it was deleted
+            self._file.write(_MAGIC + len(body).to_bytes(_SIZE, "little") + body)
+        except OSError as error:
+            self._file.warn(error, "the losses of these samples are missing")
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._file.close()
+
+
+def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
+    """Return the losses of all samples, rank by rank in the order of the steps.
+
+    Blocks that a kill has cut short, or that are damaged, are left out, and those of steps that a
+    later attempt does not count any more.
+
+    Args:
+        folder: the folder of a run under `Monitor(losses_by_sample=True)`; others have none.
+
+    Raises:
+        ValueError: the records of the run were written by a later version.
+    """
+    found: list[SampleLoss] = []
+    folder = Path(folder)
+    attempts = parse_run(folder)[0].attempts if (folder / FILE).is_file() else []
+    for path in sorted(folder.glob("losses-[0-9][0-9][0-9][0-9][0-9].bin")):
+        last = math.inf  # step up to which the file counts: the last attempts may be without it
+        for attempt in reversed(attempts):
+            if attempt["world_size"] > int(path.stem.partition("-")[2]):
+                break
+            last = min(last, attempt["step"])
+        blocks: list[tuple[dict[str, Any], bytes]] = []
+        for head, columns in _blocks(path.read_bytes()):
+            blocks = [one for one in blocks if one[0]["step"] <= head["before"]]
+            blocks.append((head, columns))
+        for head, columns in blocks:
+            if head["step"] <= last:
+                found += _samples(head, columns)
+    return found
+
+
+def _blocks(data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """Yield head and columns of each block that is whole."""
+    at = data.find(_MAGIC)
+    while at >= 0:
+        start = at + len(_MAGIC) + _SIZE
+        end = start + int.from_bytes(data[start - _SIZE : start], "little")
+        try:
+            head, _, columns = zlib.decompress(data[start:end]).partition(b"\n")
+            yield json.loads(head), columns
+            at = end
+        except zlib.error:
+            at += 1
+        at = data.find(_MAGIC, at)
+
+
+def _samples(head: dict[str, Any], columns: bytes) -> Iterator[SampleLoss]:
+    rows = np.frombuffer(columns, np.uint8).reshape(_ROW.itemsize, -1).T.copy().view(_ROW)
+    for key, repeat, number, targets, loss in rows[:, 0].tolist():
+        source, rank = head["sources"][number]
+        yield SampleLoss(source, key, repeat, head["epoch"], targets, loss, rank)
+
+
+def worst_samples(losses: Sequence[SampleLoss], count: int) -> list[list[SampleLoss]]:
+    """Return the samples with the highest loss in the last epoch that they were trained on in.
+
+    Args:
+        losses: what `read_losses` returned.
+        count: how many samples.
+
+    Returns:
+        For each sample, from the highest loss down, its losses in the order of the epochs. What is
+        not a number counts as the highest.
+    """
+    samples: dict[tuple[str, int, int, int], list[SampleLoss]] = {}
+    for one in sorted(losses, key=lambda one: one.epoch):
+        if one.targets:
+            samples.setdefault((one.source, one.rank, one.key, one.repeat), []).append(one)
+
+    def last_loss(history: list[SampleLoss]) -> float:
+        return math.inf if math.isnan(history[-1].loss) else history[-1].loss
+
+    return sorted(samples.values(), key=last_loss, reverse=True)[:count]

@@ -1,82 +1,44 @@
-"""Read the file of one rank, and say where it was torn or changed."""
+"""Read the files of a ledger: their attempts, their steps, and where they were torn or changed."""
 
 from __future__ import annotations
 
-import mmap
+import json
 import os
 import re
 import zlib
-from array import array
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from odb_nodes.ledger.records import (
-    END,
-    ENDED_MAGIC,
-    HEAD,
-    HEADER_BYTES,
-    KINDS,
+    END_ROW,
+    ENDS_EPOCH,
+    FILLER,
+    HEADER,
     MAGIC,
+    MARK,
     NAME,
-    RESUMED,
+    NO_KEY,
+    ROW_BYTES,
+    SAMPLE_ROW,
     STEP,
     VERSION,
     Header,
-    record_bytes,
-    unpack_header,
+    Name,
 )
 
-HEAD_DTYPE = np.dtype(
-    [(name, "=u4") for name in ("kind", "code", "samples", "left_out", "epoch", "step")]
+STEP_DTYPE = np.dtype(
+    [
+        *[("epoch", np.int64), ("step", np.int64), ("rank", np.int32), ("attempt", np.int32)],
+        *[("flags", np.uint8), ("samples", np.int32), ("first_row", np.int64)],
+    ]
 )
-FARTHEST_STEPS = 1 << 16
-"""A record that does not continue the one before it, and is so much later, is not believed."""
-NO_HEAD = (0,) * 7
-LONGEST_SOUGHT_BYTES = 1 << 20
-"""Records of more bytes are not looked for behind damage, which would take long."""
-
-
-@dataclass(kw_only=True)
-class Attempt:
-    """The records of one attempt of one rank.
-
-    Attributes:
-        header: where it begins, and of which rank it is.
-        number: in the file, from 1.
-        names: number -> (text, flags) of sources and reasons.
-        offsets: places of the step records in the file, (n,) int64.
-        heads: their fields, (n,) of `HEAD_DTYPE`.
-        is_closed: whether its end was recorded, and no other attempt has gone on.
-        is_resumed: whether its end was recorded, and another attempt has gone on.
-        data: the bytes of the file.
-    """
-
-    header: Header
-    number: int
-    names: dict[int, tuple[str, int]]
-    offsets: npt.NDArray[np.int64]
-    heads: npt.NDArray[np.void]
-    is_closed: bool
-    is_resumed: bool
-    data: memoryview
-
-    @property
-    def positions(self) -> npt.NDArray[np.int64]:
-        """Epoch and step of each record as one number that grows, (n,) int64."""
-        return position(self.heads["epoch"].astype(np.int64), self.heads["step"])
-
-
-def position(epoch: npt.ArrayLike, step: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Return epoch and step as one number that grows with both."""
-    return (np.asarray(epoch, np.int64) << 32) + np.asarray(step, np.int64)
-
-
-def place(at: int) -> str:
-    """Return the epoch and step of a `position` as text."""
-    return f"epoch {at >> 32} step {at & 0xFFFFFFFF}"
+"""A step that is recorded: `attempt` is an index, `first_row` where its samples are in the file."""
+Ints = npt.NDArray[np.int64]
+_KIND = 0xFF ^ (FILLER | ENDS_EPOCH)
 
 
 def rank_files(folder: str | os.PathLike[str]) -> list[RankFile]:
@@ -96,9 +58,12 @@ class RankFile:
     """What the file of one rank says.
 
     Attributes:
+        path: where it is.
         rank: whose file it is, by its name.
-        data: its bytes.
-        attempts: in the order in which they were written.
+        headers: of its attempts, in the order in which they were written.
+        names: number -> name, of each attempt.
+        steps: that are recorded whole, by attempt, (n,) of `STEP_DTYPE`.
+        has_ended: whether the run has ended, and nobody has gone on.
         problems: where it was changed or damaged.
         notes: where a record was torn by the end of the process that wrote it.
     """
@@ -111,160 +76,127 @@ class RankFile:
                 f"`{name}` must be named as `rank-00000.ledger`, but is not. Rename it, or move it "
                 "out of the folder."
             )
-        self.rank = int(match[1])
-        self.attempts: list[Attempt] = []
+        self.path, self.rank = path, int(match[1])
+        self.headers: list[Header] = []
+        self.names: list[dict[int, Name]] = []
+        self.steps = np.empty(0, STEP_DTYPE)
+        self.has_ended = False
         self.problems: list[str] = []
         self.notes: list[str] = []
-        self._map: mmap.mmap | None = None
         if path.stat().st_size:  # what is empty cannot be mapped
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.data = memoryview(b"" if self._map is None else self._map)
-        self._read()
-        self.forget_pages()
+            self._read(np.memmap(path, np.uint8, "r"))
 
-    def forget_pages(self) -> None:
-        """Let the system take back the memory of what was read; it is read again if need be."""
-        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+    def _read(self, data: npt.NDArray[np.uint8]) -> None:
+        start = data[: len(MAGIC)].tobytes()
+        if not MAGIC.startswith(start):
+            self._problem(
+                f"it begins with {start!r}: it is damaged, or not of version {VERSION} of a "
+                "ledger, which this library reads"
+            )
+            return
+        size = int.from_bytes(data[len(MAGIC) : ROW_BYTES].tobytes(), "little")
+        self.has_ended = size == len(data)
+        if size and not self.has_ended:
+            what = "missing: it was cut" if size > len(data) else "too many"
+            self._problem(f"the run has ended, but {abs(size - len(data)):,} bytes are {what}")
+        rows = data[: len(data) // ROW_BYTES * ROW_BYTES].view(END_ROW)
+        stops = np.flatnonzero(rows["mark"][1:] == MARK) + 2
+        starts = np.append(1, stops)
+        self._read_records(data, rows[stops - 1], starts)
+        if len(rest := data[int(starts[-1]) * ROW_BYTES :].tobytes()):
+            if _is_torn(rest, len(self.names[-1]) if self.names else 0):
+                text = f"rank {self.rank}: a torn record of {len(rest):,} bytes is ignored."
+                self.notes.append(text)
+            else:
+                self._problem(f"the last {len(rest):,} bytes are damaged")
 
-    def _read(self) -> None:
-        magic = b"|".join(map(re.escape, (MAGIC, ENDED_MAGIC)))
-        starts = [match.start() for match in re.finditer(magic, self.data)]
-        found = [(at, *read) for at in starts if (read := unpack_header(self.data, at))]
-        ends = [*(at for at, *_ in found), len(self.data)]
-        if ends[0] and not self._is_torn(0, ends[0]):
-            self._problem(f"the first {ends[0]} bytes belong to no attempt: they are damaged")
-        shift = 0
-        for (at, header, crc), end in zip(found, ends[1:], strict=True):
-            if header.version != VERSION:
-                raise ValueError(
-                    f"rank {self.rank}: the ledger is of version {header.version}, but this "
-                    f"library reads version {VERSION}. Use the library that wrote it."
+    def _read_records(
+        self, data: npt.NDArray[np.uint8], ends: npt.NDArray[np.void], starts: Ints
+    ) -> None:
+        """Read records, given their end rows, and the first rows of each and of what follows."""
+        bounds, view = (starts * ROW_BYTES).tolist(), data.data
+        crcs = [zlib.crc32(view[a : b - 4]) for a, b in pairwise(bounds)]
+        kinds, numbers = ends["kind"], ends["number"].astype(np.int64)
+        is_header, is_step = kinds == HEADER, kinds & _KIND == STEP
+        is_whole = (ends["crc"] == np.array(crcs, np.uint32)) & (
+            is_header | is_step | (kinds == NAME)
+        )
+        is_next = np.diff(numbers, prepend=-1) % (1 << 16) == 1
+        is_next[1:] |= ~is_whole[:-1]  # what is damaged is said on its own
+        is_step &= is_whole
+        attempts = np.cumsum(is_header)  # from 1
+        step_indices = np.flatnonzero(is_step)
+        is_readable = [False]  # by attempt
+        damaged_until = 0
+        for at in np.flatnonzero(~(is_step & is_next)).tolist():
+            before = np.searchsorted(step_indices, at) - 1
+            where = f"attempt {max(attempts[at], 1)}, at its beginning"
+            if before >= 0 and attempts[last := step_indices[before]] == attempts[at]:
+                where = f"attempt {attempts[at]}, after {place(*_place(ends[last]))}"
+            if is_header[at]:
+                is_readable.append(bool(is_whole[at]))
+            if not is_whole[at]:
+                if at >= damaged_until:  # with all that follow it
+                    whole = np.flatnonzero(is_whole[at:])
+                    damaged_until = at + int(whole[0]) if len(whole) else len(ends)
+                    a, b = bounds[at], bounds[damaged_until]
+                    self._problem(f"{where}: {b - a:,} bytes from byte {a:,} on are damaged")
+                continue
+            if not is_next[at]:
+                what = "a name" if kinds[at] == NAME else "the beginning of the attempt"
+                if is_step[at]:
+                    what = f"the record of {place(*_place(ends[at]))}"
+                self._problem(
+                    f"{where}: {what} does not continue the record before it: one of them was "
+                    "removed, doubled or moved"
                 )
-            self._check_header(header, at, shift)
-            shift = at - header.offset
-            self._read_attempt(header, crc, at + HEADER_BYTES, end)
-        if self.attempts and self.attempts[-1].is_resumed:
-            self._problem("another attempt has gone on, but is missing: the file was cut")
+            text = bytes(view[bounds[at] : bounds[at + 1] - ROW_BYTES])
+            if is_header[at]:
+                self._begin(json.loads(text))
+            elif kinds[at] == NAME and is_readable[-1]:
+                self.names[-1][int(ends["step"][at])] = Name(*json.loads(text))
+        readable = np.array(is_readable)
+        chosen = step_indices[readable[attempts[step_indices]]]
+        self.steps = np.zeros(len(chosen), STEP_DTYPE)
+        self.steps["epoch"], self.steps["step"] = ends["epoch"][chosen], ends["step"][chosen]
+        self.steps["attempt"] = (np.cumsum(readable) - 1)[attempts[chosen]]
+        self.steps["flags"] = kinds[chosen] - STEP
+        self.steps["first_row"] = starts[chosen]
+        self.steps["samples"] = np.diff(starts)[chosen] - 1
 
-    def _check_header(self, header: Header, at: int, shift: int) -> None:
-        where = f"attempt {len(self.attempts) + 1} ({place(_start(header))})"
+    def _begin(self, fields: dict[str, Any]) -> None:
+        if fields["version"] != VERSION:
+            raise ValueError(
+                f"`{self.path}` is of version {fields['version']} of a ledger, but this library "
+                f"reads version {VERSION}. Use the library that wrote it."
+            )
+        header = Header(**fields)
+        self.headers.append(header)
+        self.names.append({})
+        where = f"attempt {len(self.headers)} ({place(header.epoch, header.step)})"
         if header.rank != self.rank:
             self._problem(f"{where} was written by rank {header.rank}: the file was renamed")
-        if at - header.offset != shift:
-            moved = at - header.offset - shift
-            self._problem(
-                f"before {where} the file was changed: {abs(moved)} bytes "
-                f"{'too many' if moved > 0 else 'are missing'}"
-            )
-
-    def _read_attempt(self, header: Header, crc: int | None, at: int, end: int) -> None:
-        number, names, kind = len(self.attempts) + 1, {0: ("", 0)}, 0
-        offsets, heads = array("q"), array("I")
-        was_ended = self.data[at - HEADER_BYTES :][: len(MAGIC)] == ENDED_MAGIC
-        where = f"attempt {number}, at its beginning"
-        epoch, step = header.epoch, header.step
-        data, unpack = self.data, HEAD.unpack_from
-        while at < end:
-            head = unpack(data, at) if at + HEAD.size <= end else NO_HEAD
-            stop = at + record_bytes(*head[1:5])
-            if stop > end:
-                at, crc = self._skip(where, at, end, crc)
-                continue
-            continues = crc is None or zlib.crc32(data[at + 4 : stop], crc) == head[0]
-            if not continues:
-                self._problem(
-                    f"{where}: {_what(head)} does not continue the record before it: one of them "
-                    "was changed, removed, doubled or moved"
-                )
-            crc, kind = head[0], head[1]
-            if kind == NAME and (continues or head[3] <= len(names)):  # they are numbered in turn
-                text = bytes(data[at + HEAD.size : stop])
-                names[head[3]] = (text.decode("utf-8", "replace"), head[5])
-            elif kind >= STEP and (continues or _is_near(head, epoch, step)):
-                epoch, step = head[5:]
-                offsets.append(at)
-                heads.extend(head[1:])
-                where = f"attempt {number}, after {place(head[5] << 32 | head[6])}"
-            at = stop
-        if was_ended and kind not in (END, RESUMED):
-            self._problem(f"{where}: the end of the run is missing: the file was cut")
-        attempt = Attempt(
-            header=header,
-            number=number,
-            names=names,
-            offsets=np.frombuffer(offsets, np.int64),
-            heads=np.frombuffer(heads, HEAD_DTYPE),
-            is_closed=kind == END,
-            is_resumed=kind == RESUMED,
-            data=data,
-        )
-        self.attempts.append(attempt)
-
-    def _skip(self, where: str, at: int, end: int, crc: int | None) -> tuple[int, int | None]:
-        """Return where the next record is after bytes that are none, and the CRC it continues.
-
-        That CRC is `None` where the record is known only by the one that follows it.
-        """
-        before = [int.from_bytes(self.data[at : at + 4], "little")]
-        before += [] if crc is None else [crc]
-        for there in range(at + 1, end - HEAD.size + 1):
-            if not self._size(there, end):
-                continue
-            known = [one for one in before if self._continues(there, end, one)]
-            follower = there + self._size(there, end)
-            stored = int.from_bytes(self.data[there : there + 4], "little")
-            if known or self._continues(follower, end, stored):
-                self._problem(f"{where}: {there - at} bytes are damaged")
-                return there, known[0] if known else None
-        if self._is_torn(at, end):
+        if header.cut_bytes:
             self.notes.append(
-                f"rank {self.rank}: {where}: a torn record of {end - at} bytes is ignored."
+                f"rank {self.rank}: {where}: a torn record of {header.cut_bytes:,} bytes before it "
+                "was cut off."
             )
-        else:
-            self._problem(f"{where}: {end - at} bytes are damaged")
-        return end, crc
-
-    def _size(self, at: int, end: int) -> int:
-        """Return the size of the record that may be at a place, 0 where there is none."""
-        if at + HEAD.size > end or self.data[at + 4] not in KINDS:
-            return 0
-        size = record_bytes(*HEAD.unpack_from(self.data, at)[1:5])
-        return size if size <= min(end - at, LONGEST_SOUGHT_BYTES) else 0
-
-    def _continues(self, at: int, end: int, crc: int) -> bool:
-        """Tell whether there is a record at a place that continues one with this CRC."""
-        size = self._size(at, end)
-        stored = int.from_bytes(self.data[at : at + 4], "little")
-        return bool(size) and zlib.crc32(self.data[at + 4 : at + size], crc) == stored
-
-    def _is_torn(self, at: int, end: int) -> bool:
-        """Tell whether bytes can be the beginning of a record, or zeros after a loss of power."""
-        rest = bytes(self.data[at : min(end, at + HEADER_BYTES)])
-        if not any(self.data[at:end]):
-            return True
-        if MAGIC.startswith(rest[: len(MAGIC)]):
-            return len(rest) < HEADER_BYTES
-        if len(rest) < HEAD.size:
-            return True
-        head = HEAD.unpack_from(rest, 0)
-        return head[1] in KINDS and at + record_bytes(*head[1:5]) > end
 
     def _problem(self, text: str) -> None:
         self.problems.append(f"rank {self.rank}: {text}.")
 
 
-def _what(head: tuple[int, ...]) -> str:
-    if head[1] in (NAME, END, RESUMED):
-        return "a name" if head[1] == NAME else "the end of the attempt"
-    return f"the record of {place(head[5] << 32 | head[6])}"
+def place(epoch: int, step: int) -> str:
+    """Return epoch and step as text."""
+    return f"epoch {epoch} step {step}"
 
 
-def _is_near(head: tuple[int, ...], epoch: int, step: int) -> bool:
-    """Tell whether the place of a record, which may be damaged, is a likely one after another."""
-    return head[6] < FARTHEST_STEPS + step * (head[5] == epoch) and 0 <= head[5] - epoch <= 1
+def _place(row: np.void) -> tuple[int, int]:
+    return int(row["epoch"]), int(row["step"])
 
 
-def _start(header: Header) -> int:
-    return header.epoch << 32 | header.step
+def _is_torn(rest: bytes, names: int) -> bool:
+    """Tell whether bytes can be the beginning of a record, or zeros after a loss of power."""
+    rest = rest[: len(rest) // ROW_BYTES * ROW_BYTES]
+    rows = np.frombuffer(rest, SAMPLE_ROW)
+    return rest.isascii() or bool(((rows["name"] < names) & (rows["key"] >= NO_KEY)).all())

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from odb_nodes.errors import StateError
-from odb_nodes.ledger.entries import TRAINED, Entries, Names, entries_of
-from odb_nodes.ledger.history import gaps_of, stretches
-from odb_nodes.ledger.rank_records import records_by_rank
-from odb_nodes.ledger.reading import rank_files
-from odb_nodes.ledger.records import ENDS_EPOCH, FILLER, NO_KEY, STEP
+from odb_nodes.ledger.history import Run
+from odb_nodes.ledger.records import ENDS_EPOCH, FILLER, NO_KEY
 from odb_nodes.sample import LeftOut
 
 
@@ -51,52 +48,37 @@ def read_steps(
 
     A step that a rank has no record of is left out.
     """
-    files = rank_files(folder)
-    ranks = records_by_rank(files)
-    if problems := [text for file in files for text in file.problems] + gaps_of(ranks):
+    run = Run(folder)
+    if problems := run.damage():
         raise StateError(
             f"the ledger in `{folder}` is damaged, so nothing is made of it: {problems[0]} See its "
             "audit."
         )
-    names = Names.of(ranks)
     found: dict[int, list[StepRecord]] = {}
-    for part in stretches(ranks):
-        if part.epoch != epoch:
-            continue
-        by_rank: dict[int, dict[int, StepRecord]] = {rank: {} for rank in range(part.world_size)}
-        for rank, blocks in part.blocks.items():
-            for block in blocks:
-                indices = block.indices[np.isin(block.steps, steps)]
-                for at in range(len(indices)):
-                    one = replace(block, indices=indices[at : at + 1])
-                    alone = replace(part, blocks={rank: [one]}, replaced={})
-                    record = _record(entries_of([alone], names), one.attempt.heads[indices[at]])
-                    by_rank[rank][record.step] = replace(record, epoch=epoch)
-        for step in steps:
-            if all(step in records for records in by_rank.values()):
-                found[step] = [records[step] for records in by_rank.values()]
+    for segment in run.segments:
+        for step in steps if segment.epoch == epoch else ():
+            records = segment.steps[segment.steps["step"] == step]
+            if records["rank"].tolist() == [*range(segment.world_size)]:
+                found[step] = [_record(run, records[at : at + 1]) for at in range(len(records))]
     return found
 
 
-def _record(entries: Entries, head: np.void) -> StepRecord:
-    """Return the only step of some entries; its epoch is not known here."""
-    sources = {number: (name, rank >= 0) for (name, rank), number in entries.names.sources.items()}
-    reasons = {number: text for text, number in entries.names.reasons.items()}
-    origins = [sources[number] for number in entries.sources.tolist()]
-    keys = [None if key == NO_KEY else key for key in entries.keys.tolist()]
-    repeats = [0] * len(keys) if entries.repeats is None else entries.repeats.tolist()
-    fates = entries.fates.tolist()
-    rows = fates.count(TRAINED)
-    left = zip(keys[rows:], origins[rows:], fates[rows:], strict=True)
-    flags = int(head["kind"]) - STEP
+def _record(run: Run, step: np.ndarray[tuple[int], np.dtype[np.void]]) -> StepRecord:
+    samples = run.samples(step)
+    names = [run.names[number] for number in samples.names.tolist()]
+    keys = [None if key == NO_KEY else key for key in samples.keys.tolist()]
+    rows = sum(not name.reason for name in names)
+    left = zip(keys[rows:], names[rows:], strict=True)
+    sources = tuple(name.source for name in names[:rows])
+    (flags,) = step["flags"].tolist()
     return StepRecord(
-        epoch=0,
-        step=int(head["step"]),
+        epoch=int(step["epoch"][0]),
+        step=int(step["step"][0]),
         keys=tuple(keys[:rows]),
-        sources=tuple(name for name, _ in origins[:rows]),
-        repeats=tuple(repeats[:rows]),
-        is_own=tuple(is_own for _, is_own in origins[:rows]),
-        left_out=tuple(LeftOut(key, name, reasons[fate]) for key, (name, _), fate in left),
+        sources=sources,
+        repeats=tuple(samples.repeats[:rows].tolist()),
+        is_own=tuple(source in run.own for source in sources),
+        left_out=tuple(LeftOut(key, name.source, name.reason) for key, name in left),
         is_filler=bool(flags & FILLER),
         ends_epoch=bool(flags & ENDS_EPOCH),
     )

@@ -12,15 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_nodes._core.checks import MAX_KEY, check_count, check_type
-from odb_nodes.ledger.history import Run, Samples, Segment, Steps, ranges, text_of_spans
-from odb_nodes.ledger.reading import Ints
+from odb_nodes.ledger.history import Run, Samples, Segment
+from odb_nodes.ledger.reading import Ints, Steps
 from odb_nodes.ledger.records import ENDS_EPOCH, FILLER, Name
 from odb_nodes.ledger.report import DIGEST_BYTES, Audit, EpochAudit, digest_of
 
 MOST_PROBLEMS = 100
 """Problems that are named of the steps of an epoch."""
 MOST_NAMED = 20
-"""Keys that are named where more are wrong in the same way."""
+"""Keys, or ranges of numbers, that are named where more are wrong in the same way."""
 MOST_STEPS_BEHIND = 16
 """Steps that the file of a killed rank may lack of those of another.
 
@@ -97,20 +97,20 @@ class _Killed:
 
     def __init__(self, run: Run) -> None:
         first = run.segments[0] if run.segments else None
-        self.last_epochs = dict.fromkeys(run.ranks, first.epoch - 1 if first else 0)
-        done = dict.fromkeys(run.ranks, first.first if first else 0)
+        self.last_epochs = dict.fromkeys(run.by_rank, first.epoch - 1 if first else 0)
+        done = dict.fromkeys(run.by_rank, first.first if first else 0)
         begun = before = 0  # steps, as those of `done`, are counted over epochs
         for epoch, group in groupby(run.segments, key=lambda one: one.epoch):
             segments = [*group]
-            covers = [one for segment in segments for one in segment.ranks.items()]
-            stop = before + 1 + max(one.last for _, one in covers)
-            for rank, one in covers:
-                self.last_epochs[rank] = epoch
-                done[rank] = stop if one.ends else before + one.last + 1
-            begun = max([begun, *(before + step for one in segments for step in one.begun)])
+            stop = before + 1 + max(max(one.lasts.values()) for one in segments)
+            for one in segments:
+                self.last_epochs |= dict.fromkeys(one.ranks, epoch)
+                done |= {rank: before + last + 1 for rank, last in one.lasts.items()}
+                done |= dict.fromkeys(one.ending, stop)
+                begun = max([begun, *(before + step for step in one.begun)])
             before = stop
         # A checkpoint that an attempt begins at is of all ranks; so is the end of a run.
-        closed = [done[rank] for rank in run.ranks if run.has_ended(rank)]
+        closed = [done[rank] for rank, own in run.by_rank.items() if own and own[-1].has_ended]
         least = max([begun, before - MOST_STEPS_BEHIND, *closed])
         self.ranks = {rank for rank, steps in done.items() if steps >= least}
         self.has_ends = bool((run.steps["flags"] & ENDS_EPOCH).any())
@@ -143,29 +143,21 @@ class _EpochCheck:
             text = f"epoch {epoch}: what was before step {first} is not recorded."
             (self.notes if before is None else found).append(text)
         for one in self.segments:
-            for rank, cover in sorted(one.ranks.items()):
-                found += _holes(one, rank, cover.steps)
-            behind = {rank for rank in range(one.world_size) if killed.may_be_behind(rank, epoch)}
-            if absent := [*{*range(one.world_size)} - one.ranks.keys() - behind]:
+            for rank, steps in one.ranks.items():
+                found += _holes(one, rank, steps["step"])
+            ranks = {*range(one.world_size)}
+            behind = {rank for rank in ranks if killed.may_be_behind(rank, epoch)}
+            if absent := sorted(ranks - one.ranks.keys() - behind):
                 found.append(
-                    f"epoch {epoch}: rank {ranges(sorted(absent))} of {one.world_size} has no "
-                    "record: put the files of all ranks into the folder."
+                    f"epoch {epoch}: rank {ranges(absent)} of {one.world_size} has no record: put "
+                    "the files of all ranks into the folder."
                 )
         last = self.segments[-1]
-        lasts = {
-            rank: last.ranks[rank].last if rank in last.ranks else last.first - 1
-            for rank in range(last.world_size)
-        }
-        ending = {rank for rank, cover in last.ranks.items() if cover.ends}
-        if len(ending) < len(lasts) and len({*lasts.values()}) > 1:
-            counts = [
-                f"rank {rank} {len(last.ranks[rank].steps) if rank in last.ranks else 0}"
-                for rank in lasts
-            ]
-            self.notes.append(
-                f"epoch {epoch}: not all ranks have recorded as many steps: {', '.join(counts)}."
-            )
-        if left := sorted(last.ranks.keys() - ending - behind):
+        is_ended = last.ending >= ranks
+        if not is_ended and len({last.lasts.get(rank) for rank in ranks}) > 1:
+            counts = [f"rank {rank} {len(last.ranks.get(rank, ()))}" for rank in sorted(ranks)]
+            self._note(f"not all ranks have recorded as many steps: {', '.join(counts)}.")
+        if left := sorted(last.ranks.keys() - last.ending - behind):
             text = (
                 f"epoch {epoch}: rank {ranges(left)}: the epoch has no end: it was left, or its "
                 "last steps are not recorded"
@@ -177,7 +169,7 @@ class _EpochCheck:
         self.problems += found[:MOST_PROBLEMS]
         if (more := len(found) - MOST_PROBLEMS) > 0:
             self.problems.append(f"epoch {epoch}: {more:,} more problems of its steps.")
-        return not first and not found and len(ending) == len(lasts)
+        return not first and not found and is_ended
 
     def compare_replaced(self) -> None:
         """Say which steps had other samples in an attempt before: a resume repeats them."""
@@ -248,14 +240,15 @@ class _EpochCheck:
         is_new = np.append(True, keys[1:] != keys[:-1])
         is_new[:without] = True
         if not is_new.all():
-            order = at[np.lexsort((self.samples.repeats[at], self.samples.keys[at]))]
+            order: Ints = at[np.lexsort((self.samples.repeats[at], self.samples.keys[at]))]
             if self.samples.repeats[at].any():
                 order = self._trained_again(source, order[~is_new | np.append(~is_new[1:], False)])
             keys_of, repeats_of = self.samples.keys[order], self.samples.repeats[order]
             is_same = (keys_of[1:] == keys_of[:-1]) & (repeats_of[1:] == repeats_of[:-1])
             same = np.flatnonzero(is_same & (keys_of[1:] >= 0))
             self._name_several(source, order[np.union1d(same, same + 1)])
-        return keys[is_new]
+        found: Ints = keys[is_new]
+        return found
 
     def _trained_again(self, source: str, at: Ints) -> Ints:
         """Note that keys come more than once by intent, and return which samples are compared."""
@@ -265,7 +258,8 @@ class _EpochCheck:
             "intent: their source begins again, or a sampler draws them. Each repeat has one fate"
             f"{'' if is_trained.all() else ', but those of left-out samples are not told apart'}."
         )
-        return at[is_trained]
+        compared: Ints = at[is_trained]
+        return compared
 
     def _name_several(self, source: str, at: Ints) -> None:
         """Say where the samples of each key that has several fates are, and which fates."""
@@ -356,21 +350,28 @@ def _digests(steps: Steps, samples: Samples, names: Sequence[Name]) -> npt.NDArr
 def _holes(segment: Segment, rank: int, steps: Ints) -> Iterator[str]:
     """Say which steps of a segment a rank has not recorded, or more than once."""
     stop = int(steps[-1]) + 1 if segment.stop is None else segment.stop
-    ends = np.array([segment.first - 1, *steps, stop])
-    gaps = np.flatnonzero(np.diff(ends) > 1)
-    spans = list(zip((ends[gaps] + 1).tolist(), (ends[gaps + 1] - 1).tolist(), strict=True))
     wrong = {
-        "recorded more than once": ranges(np.unique(steps[1:][np.diff(steps) == 0])),
-        "not recorded": text_of_spans(spans),
+        "recorded more than once": np.unique(steps[1:][steps[1:] == steps[:-1]]),
+        "not recorded": np.setdiff1d(np.arange(segment.first, stop), steps),
     }
     for text, which in wrong.items():
-        if which:
-            yield f"rank {rank}, epoch {segment.epoch}: {text}: step {which}."
+        if len(which):
+            yield f"rank {rank}, epoch {segment.epoch}: {text}: step {ranges(which)}."
 
 
 def _places(steps: Steps) -> Iterator[tuple[int, int]]:
     """Yield rank and step of each."""
     return zip(steps["rank"].tolist(), steps["step"].tolist(), strict=True)
+
+
+def ranges(numbers: npt.ArrayLike) -> str:
+    """Return sorted numbers without repeats as text: `3, 7 to 9`; of many, the first are named."""
+    parts = np.split(found := np.asarray(numbers), np.flatnonzero(np.diff(found) > 1) + 1)
+    named = [
+        str(one[0]) if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in parts[:MOST_NAMED]
+    ]
+    more = sum(map(len, parts[MOST_NAMED:]))
+    return ", ".join(named + [f"{more:,} more"] * bool(more))
 
 
 def _fate_of(reason: str) -> str:

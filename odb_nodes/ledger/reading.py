@@ -1,4 +1,4 @@
-"""Read the files of a ledger: their attempts, their steps, and where they were torn or changed."""
+"""Read the file of one rank: its attempts, its steps, and where it was torn or changed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ STEP_DTYPE = np.dtype(
     ]
 )
 """A step that is recorded: `attempt` is an index, `first_row` where its samples are in the file."""
+Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
-_KIND = 0xFF ^ (FILLER | ENDS_EPOCH)
+Steps = npt.NDArray[np.void]
+_KIND_BITS = 0xFF ^ (FILLER | ENDS_EPOCH)
 
 
 def rank_files(folder: str | os.PathLike[str]) -> list[RankFile]:
@@ -58,11 +60,9 @@ class RankFile:
     """What the file of one rank says.
 
     Attributes:
-        path: where it is.
-        rank: whose file it is, by its name.
         headers: of its attempts, in the order in which they were written.
         names: number -> name, of each attempt.
-        steps: that are recorded whole, by attempt, (n,) of `STEP_DTYPE`.
+        steps: that are recorded and whole, of `STEP_DTYPE`.
         has_ended: whether the run has ended, and nobody has gone on.
         problems: where it was changed or damaged.
         notes: where a record was torn by the end of the process that wrote it.
@@ -79,14 +79,14 @@ class RankFile:
         self.path, self.rank = path, int(match[1])
         self.headers: list[Header] = []
         self.names: list[dict[int, Name]] = []
-        self.steps = np.empty(0, STEP_DTYPE)
+        self.steps: Steps = np.empty(0, STEP_DTYPE)
         self.has_ended = False
         self.problems: list[str] = []
         self.notes: list[str] = []
         if path.stat().st_size:  # what is empty cannot be mapped
             self._read(np.memmap(path, np.uint8, "r"))
 
-    def _read(self, data: npt.NDArray[np.uint8]) -> None:
+    def _read(self, data: Bytes) -> None:
         start = data[: len(MAGIC)].tobytes()
         if not MAGIC.startswith(start):
             self._problem(
@@ -100,52 +100,45 @@ class RankFile:
             what = "missing: it was cut" if size > len(data) else "too many"
             self._problem(f"the run has ended, but {abs(size - len(data)):,} bytes are {what}")
         rows = data[: len(data) // ROW_BYTES * ROW_BYTES].view(END_ROW)
-        stops = np.flatnonzero(rows["mark"][1:] == MARK) + 2
-        starts = np.append(1, stops)
-        self._read_records(data, rows[stops - 1], starts)
-        if len(rest := data[int(starts[-1]) * ROW_BYTES :].tobytes()):
+        starts = np.append(1, np.flatnonzero(rows["mark"][1:] == MARK) + 2)
+        self._read_records(data, starts, rows[starts[1:] - 1])
+        if rest := data[int(starts[-1]) * ROW_BYTES :].tobytes():
             if _is_torn(rest, len(self.names[-1]) if self.names else 0):
                 text = f"rank {self.rank}: a torn record of {len(rest):,} bytes is ignored."
                 self.notes.append(text)
             else:
                 self._problem(f"the last {len(rest):,} bytes are damaged")
 
-    def _read_records(
-        self, data: npt.NDArray[np.uint8], ends: npt.NDArray[np.void], starts: Ints
-    ) -> None:
-        """Read records, given their end rows, and the first rows of each and of what follows."""
+    def _read_records(self, data: Bytes, starts: Ints, ends: npt.NDArray[np.void]) -> None:
+        """Read records, by the first rows of each and of what follows, and their end rows."""
         bounds, view = (starts * ROW_BYTES).tolist(), data.data
         crcs = [zlib.crc32(view[a : b - 4]) for a, b in pairwise(bounds)]
-        kinds, numbers = ends["kind"], ends["number"].astype(np.int64)
-        is_header, is_step = kinds == HEADER, kinds & _KIND == STEP
-        is_whole = (ends["crc"] == np.array(crcs, np.uint32)) & (
-            is_header | is_step | (kinds == NAME)
-        )
-        is_next = np.diff(numbers, prepend=-1) % (1 << 16) == 1
+        kinds = ends["kind"]
+        is_header, is_name, is_step = kinds == HEADER, kinds == NAME, kinds & _KIND_BITS == STEP
+        is_whole = (ends["crc"] == np.array(crcs, np.uint32)) & (is_header | is_name | is_step)
+        is_next = np.diff(ends["number"].astype(np.int64), prepend=-1) % (1 << 16) == 1
         is_next[1:] |= ~is_whole[:-1]  # what is damaged is said on its own
-        is_step &= is_whole
-        attempts = np.cumsum(is_header)  # from 1
-        step_indices = np.flatnonzero(is_step)
-        is_readable = [False]  # by attempt
-        damaged_until = 0
-        for at in np.flatnonzero(~(is_step & is_next)).tolist():
-            before = np.searchsorted(step_indices, at) - 1
-            where = f"attempt {max(attempts[at], 1)}, at its beginning"
-            if before >= 0 and attempts[last := step_indices[before]] == attempts[at]:
-                where = f"attempt {attempts[at]}, after {place(*_place(ends[last]))}"
+        attempts, steps = np.cumsum(is_header), np.flatnonzero(is_step & is_whole)
+        is_read = [False]  # of each attempt, from 1: not where its header is damaged
+        damaged_to = 0
+        for at in np.flatnonzero(~(is_step & is_whole & is_next)).tolist():
             if is_header[at]:
-                is_readable.append(bool(is_whole[at]))
+                is_read.append(bool(is_whole[at]))
+            before = steps[: np.searchsorted(steps, at)][-1:]
+            where = f"attempt {max(attempts[at], 1)}, at its beginning"
+            if len(before) and attempts[before[0]] == attempts[at]:
+                where = f"attempt {attempts[at]}, after {_place(ends[before[0]])}"
             if not is_whole[at]:
-                if at >= damaged_until:  # with all that follow it
-                    whole = np.flatnonzero(is_whole[at:])
-                    damaged_until = at + int(whole[0]) if len(whole) else len(ends)
-                    a, b = bounds[at], bounds[damaged_until]
-                    self._problem(f"{where}: {b - a:,} bytes from byte {a:,} on are damaged")
+                if at >= damaged_to:  # with all that follow it
+                    damaged_to = at + int(np.argmax(np.append(is_whole[at:], True)))
+                    size = bounds[damaged_to] - bounds[at]
+                    self._problem(
+                        f"{where}: {size:,} bytes from byte {bounds[at]:,} on are damaged"
+                    )
                 continue
             if not is_next[at]:
-                what = "a name" if kinds[at] == NAME else "the beginning of the attempt"
-                if is_step[at]:
-                    what = f"the record of {place(*_place(ends[at]))}"
+                what = "a name" if is_name[at] else "the beginning of the attempt"
+                what = f"the record of {_place(ends[at])}" if is_step[at] else what
                 self._problem(
                     f"{where}: {what} does not continue the record before it: one of them was "
                     "removed, doubled or moved"
@@ -153,16 +146,14 @@ class RankFile:
             text = bytes(view[bounds[at] : bounds[at + 1] - ROW_BYTES])
             if is_header[at]:
                 self._begin(json.loads(text))
-            elif kinds[at] == NAME and is_readable[-1]:
+            elif is_name[at] and is_read[-1]:
                 self.names[-1][int(ends["step"][at])] = Name(*json.loads(text))
-        readable = np.array(is_readable)
-        chosen = step_indices[readable[attempts[step_indices]]]
-        self.steps = np.zeros(len(chosen), STEP_DTYPE)
-        self.steps["epoch"], self.steps["step"] = ends["epoch"][chosen], ends["step"][chosen]
-        self.steps["attempt"] = (np.cumsum(readable) - 1)[attempts[chosen]]
-        self.steps["flags"] = kinds[chosen] - STEP
-        self.steps["first_row"] = starts[chosen]
-        self.steps["samples"] = np.diff(starts)[chosen] - 1
+        steps = steps[np.array(is_read)[attempts[steps]]]
+        self.steps = np.zeros(len(steps), STEP_DTYPE)
+        self.steps["epoch"], self.steps["step"] = ends["epoch"][steps], ends["step"][steps]
+        self.steps["attempt"] = (np.cumsum(is_read) - 1)[attempts[steps]]
+        self.steps["flags"] = kinds[steps] - STEP
+        self.steps["first_row"], self.steps["samples"] = starts[steps], np.diff(starts)[steps] - 1
 
     def _begin(self, fields: dict[str, Any]) -> None:
         if fields["version"] != VERSION:
@@ -173,7 +164,7 @@ class RankFile:
         header = Header(**fields)
         self.headers.append(header)
         self.names.append({})
-        where = f"attempt {len(self.headers)} ({place(header.epoch, header.step)})"
+        where = f"attempt {len(self.headers)} ({place_of(header.epoch, header.step)})"
         if header.rank != self.rank:
             self._problem(f"{where} was written by rank {header.rank}: the file was renamed")
         if header.cut_bytes:
@@ -186,13 +177,13 @@ class RankFile:
         self.problems.append(f"rank {self.rank}: {text}.")
 
 
-def place(epoch: int, step: int) -> str:
+def place_of(epoch: int, step: int) -> str:
     """Return epoch and step as text."""
     return f"epoch {epoch} step {step}"
 
 
-def _place(row: np.void) -> tuple[int, int]:
-    return int(row["epoch"]), int(row["step"])
+def _place(end: np.void) -> str:
+    return place_of(int(end["epoch"]), int(end["step"]))
 
 
 def _is_torn(rest: bytes, names: int) -> bool:

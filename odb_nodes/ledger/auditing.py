@@ -17,8 +17,6 @@ from odb_nodes.ledger.reading import Ints, Steps
 from odb_nodes.ledger.records import ENDS_EPOCH, FILLER, Name
 from odb_nodes.ledger.report import DIGEST_BYTES, Audit, EpochAudit, digest_of
 
-MOST_PROBLEMS = 100
-"""Problems that are named of the steps of an epoch."""
 MOST_NAMED = 20
 """Keys, or ranges of numbers, that are named where more are wrong in the same way."""
 MOST_STEPS_BEHIND = 16
@@ -166,9 +164,7 @@ class _EpochCheck:
                 found.append(f"{text}.")
             else:
                 self.notes.append(f"{text}; or the graph has no `RankAligner`, which knows it.")
-        self.problems += found[:MOST_PROBLEMS]
-        if (more := len(found) - MOST_PROBLEMS) > 0:
-            self.problems.append(f"epoch {epoch}: {more:,} more problems of its steps.")
+        self.problems += found
         return not first and not found and is_ended
 
     def compare_replaced(self) -> None:
@@ -206,47 +202,41 @@ class _EpochCheck:
             keys = [self._check_source(source, at) for at in parts]
             if source in sizes:
                 self._compare_size(source, sizes[source], keys, is_complete)
-        for source in sizes.keys() - sources.keys() if is_complete else ():
-            if sizes[source]:
+        for source in sizes if is_complete else ():
+            if sizes[source] and source not in sources:
                 self._problem(f"no sample{_of(source)} has a fate, of {sizes[source]:,}.")
 
     def _by_source(self) -> dict[str, list[Ints]]:
-        """Return which samples are of each source; apart for each rank that has it for itself."""
-        names, of_samples = self.run.names, self.samples.names
-        present = np.flatnonzero(np.bincount(of_samples, minlength=len(names))).tolist()
+        """Return the samples of each source, by key; apart for each rank that has it for itself."""
+        names, samples = self.run.names, self.samples
         numbers: dict[str, int] = {}
-        for name in present:
-            numbers.setdefault(names[name].source, len(numbers))
-        own = self.run.own & numbers.keys()
-        if len(numbers) <= 1 and not own:
-            return {source: [np.arange(len(of_samples))] for source in numbers}
-        group = np.array([numbers.get(name.source, 0) for name in names])[of_samples]
-        if own:
+        of_names = [numbers.setdefault(name.source, len(numbers)) for name in names]
+        group = np.array(of_names)[samples.names]
+        if self.run.own:
             ranks = np.repeat(self.steps["rank"] + 1, self.steps["samples"])
-            ranks *= np.array([name.source in own for name in names])[of_samples]
-            group = group * (int(ranks.max()) + 1) + ranks
-        order = np.argsort(group, kind="stable")
-        found: dict[str, list[Ints]] = {source: [] for source in numbers}
-        for at in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
-            found[names[of_samples[at[0]]].source].append(at)
+            is_own = np.array([name.source in self.run.own for name in names])[samples.names]
+            group = group * (int(ranks.max(initial=0)) + 1) + ranks * is_own
+        order = np.lexsort((samples.repeats, samples.keys, group))
+        found: dict[str, list[Ints]] = {}
+        for at in np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if len(order) else ():
+            found.setdefault(names[samples.names[at[0]]].source, []).append(at)
         return found
 
     def _check_source(self, source: str, at: Ints) -> Ints:
         """Find the keys of a source that have several fates; return its keys, sorted, each once."""
-        keys = np.sort(self.samples.keys[at])
+        keys = self.samples.keys[at]
         without = int(np.searchsorted(keys, 0))  # `NO_KEY` is below all keys
         if without:
             self._note(f"{without:,} samples{_of(source)} have no key: they are only counted.")
         is_new = np.append(True, keys[1:] != keys[:-1])
         is_new[:without] = True
-        if not is_new.all():
-            order: Ints = at[np.lexsort((self.samples.repeats[at], self.samples.keys[at]))]
+        if len(several := at[~is_new | np.append(~is_new[1:], False)]):
             if self.samples.repeats[at].any():
-                order = self._trained_again(source, order[~is_new | np.append(~is_new[1:], False)])
-            keys_of, repeats_of = self.samples.keys[order], self.samples.repeats[order]
+                several = self._trained_again(source, several)
+            keys_of, repeats_of = self.samples.keys[several], self.samples.repeats[several]
             is_same = (keys_of[1:] == keys_of[:-1]) & (repeats_of[1:] == repeats_of[:-1])
-            same = np.flatnonzero(is_same & (keys_of[1:] >= 0))
-            self._name_several(source, order[np.union1d(same, same + 1)])
+            same = np.flatnonzero(is_same)
+            self._name_several(source, several[np.union1d(same, same + 1)])
         found: Ints = keys[is_new]
         return found
 

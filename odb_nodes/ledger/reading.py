@@ -31,10 +31,10 @@ from odb_nodes.ledger.records import (
 )
 
 STEP_DTYPE = np.dtype(
-    [
-        *[("epoch", np.int64), ("step", np.int64), ("rank", np.int32), ("attempt", np.int32)],
-        *[("flags", np.uint8), ("samples", np.int32), ("first_row", np.int64)],
-    ]
+    {
+        "names": ["epoch", "step", "rank", "attempt", "flags", "samples", "first_row"],
+        "formats": ["i8", "i8", "i4", "i4", "u1", "i4", "i8"],
+    }
 )
 """A step that is recorded: `attempt` is an index, `first_row` where its samples are in the file."""
 Bytes = npt.NDArray[np.uint8]
@@ -116,7 +116,7 @@ class RankFile:
         kinds = ends["kind"]
         is_header, is_name, is_step = kinds == HEADER, kinds == NAME, kinds & _KIND_BITS == STEP
         is_whole = (ends["crc"] == np.array(crcs, np.uint32)) & (is_header | is_name | is_step)
-        is_next = np.diff(ends["number"].astype(np.int64), prepend=-1) % (1 << 16) == 1
+        is_next = np.diff(ends["number"], prepend=np.uint16(0xFFFF)) == 1  # modulo 2**16
         is_next[1:] |= ~is_whole[:-1]  # what is damaged is said on its own
         attempts, steps = np.cumsum(is_header), np.flatnonzero(is_step & is_whole)
         is_read = [False]  # of each attempt, from 1: not where its header is damaged

@@ -15,7 +15,6 @@ missed. All integers are little-endian. An attempt numbers its names anew.
 from __future__ import annotations
 
 import json
-import os
 import struct
 import zlib
 from collections.abc import Sequence
@@ -40,10 +39,10 @@ MAX_REPEAT = 2**32 - 1
 
 SAMPLE_ROW = np.dtype([("name", "<u4"), ("repeat", "<u4"), ("key", "<i8")])
 END_ROW = np.dtype(
-    [
-        *[("number", "<u2"), ("kind", "u1"), ("mark", "u1")],
-        *[("epoch", "<u4"), ("step", "<u4"), ("crc", "<u4")],
-    ]
+    {
+        "names": ["number", "kind", "mark", "epoch", "step", "crc"],
+        "formats": ["<u2", "u1", "u1", "<u4", "<u4", "<u4"],
+    }
 )
 """Of a name, `step` is its number."""
 _END = struct.Struct("<HBBII")  # without the CRC
@@ -51,49 +50,31 @@ _CHUNK_ROWS = 1 << 16
 
 
 class Header(NamedTuple):
-    """The beginning of an attempt.
-
-    Attributes:
-        version: of the format.
-        rank: of the process that wrote it.
-        world_size: number of ranks.
-        batches: virtual ranks that the process hosts: so many records of a step.
-        epoch: of its first step.
-        step: its first step.
-        time_s: seconds since 1970.
-        lost: records before it that could not be written.
-        lost_epoch: epoch of the first of them.
-        lost_step: its step.
-        cut_bytes: what was cut from the file, since it was no whole record.
-    """
+    """The beginning of an attempt."""
 
     version: int
-    rank: int
+    rank: int  # of the process that wrote it
     world_size: int
-    batches: int
+    batches: int  # virtual ranks that the process hosts: so many records of a step
     epoch: int
-    step: int
+    step: int  # its first one
     time_s: float
-    lost: int
+    lost: int  # records before it that could not be written
     lost_epoch: int
-    lost_step: int
-    cut_bytes: int
+    lost_step: int  # the first of them
+    cut_bytes: int  # of a torn record before it
 
 
 class Name(NamedTuple):
     """What the rows of samples refer to by number.
 
-    Attributes:
-        source: name of the source.
-        reason: why it was left out; "" of what was in a batch.
-        is_own: whether the keys of the source are of this rank alone. What is left out before any
-            row of the source is written without it: it holds for the source, whatever the record,
-            rank or attempt.
+    What is left out before any row of its source is written without `is_own`: that holds for the
+    source, whatever the record, rank or attempt.
     """
 
     source: str
-    reason: str
-    is_own: bool
+    reason: str  # why it was left out; "" of what was in a batch
+    is_own: bool  # the keys of the source are of this rank alone
 
 
 def preamble(size: int = 0) -> bytes:
@@ -103,9 +84,8 @@ def preamble(size: int = 0) -> bytes:
 
 def last_record(path: Path) -> tuple[int, int]:
     """Return the bytes of a file up to its last whole record, and the number of the next one."""
-    if not (size := os.path.getsize(path) // ROW_BYTES):
-        return 0, 0
-    rows = np.memmap(path, END_ROW, "r", shape=size)
+    size = path.stat().st_size // ROW_BYTES
+    rows = np.memmap(path, END_ROW, "r", shape=size) if size else np.empty(0, END_ROW)
     for stop in range(size, 0, -_CHUNK_ROWS):
         first = max(0, stop - _CHUNK_ROWS)
         if len(ends := np.flatnonzero(rows["mark"][first:stop] == MARK)):
@@ -115,15 +95,10 @@ def last_record(path: Path) -> tuple[int, int]:
 
 
 class Encoder:
-    """Turns the steps of one attempt into records.
-
-    Args:
-        number: of its first record.
-        is_shared: whether there are several ranks, so that a source may be of one of them.
-    """
+    """Turns the steps of one attempt into records."""
 
     def __init__(self, number: int, *, is_shared: bool) -> None:
-        self._number = number
+        self._number = number  # of the next record
         self._is_shared = is_shared
         self._names: dict[Name, int] = {}
         self._own: set[str] = set()

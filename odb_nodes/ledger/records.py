@@ -102,6 +102,7 @@ class Encoder:
         self._is_shared = is_shared
         self._names: dict[Name, int] = {}
         self._own: set[str] = set()
+        self._trained: dict[str, int] = {}  # source -> number of its name without a reason
 
     def header(self, header: Header) -> bytes:
         """Return the record that begins the attempt."""
@@ -110,14 +111,18 @@ class Encoder:
     def step(self, info: StepInfo) -> bytes:
         """Return the record of a step, after those of the names that it is the first to need."""
         left, samples, names = info.left_out, len(info.keys), list[bytes]()
-        if self._is_shared:
+        if self._is_shared and not info.own_sources <= self._own:
             self._own |= info.own_sources
+            self._trained.clear()
         rows = np.zeros(samples + len(left), SAMPLE_ROW)
-        numbers = {one: self._name(one, "", names) for one in dict.fromkeys(info.row_sources)}
-        if len(numbers) == 1:
-            (rows["name"][:samples],) = numbers.values()
-        elif numbers:
+        numbers, sources = self._trained, dict.fromkeys(info.row_sources)
+        for one in sources:
+            if one not in numbers:
+                numbers[one] = self._name(one, "", names)
+        if len(sources) > 1:
             rows["name"][:samples] = [numbers[one] for one in info.row_sources]
+        elif sources:
+            rows["name"][:samples] = numbers[one]
         keys: Sequence[int | None] = info.keys
         if left:
             keys = (*keys, *(one.key for one in left))

@@ -47,7 +47,7 @@ STALLED_TOKENS = 2**22  # of a batch that takes no more than the smallest one: n
 LEAST_TRIALS = 2  # of each width: one that fits and one that does not
 TRIALS_TO_SEE = 3  # after which a meter that has seen nothing is one that sees nothing
 ENOUGH_POINTS = 4  # for a model of large batches alone
-MISFIT = 0.05  # relative error of a model of all batches, from which on there is one
+MISFIT = 0.1  # relative error of a model of all batches, from which on there is one
 CANDIDATES = 512  # widths that are looked at for the fullest batch
 
 

@@ -183,7 +183,7 @@ class LockedFile:
 
     def tail(self, size: int) -> bytes:
         """Return the last `size` bytes of the file, or all of a shorter one."""
-        self._check_exists()
+        self.check_exists()
         with self.path.open("rb") as file:
             file.seek(max(0, self.size() - size))
             return file.read()

@@ -66,7 +66,7 @@ def check_is_writable(path: str | Path, inputs: Iterable[str | Path] = (), *, fo
         same = [other for other in (one, *one.glob("*")) if other.exists() and path.exists()]
         if (
             path.resolve() == one.resolve()
-            or (one.is_dir() and one.resolve() in folders)
+            or (path.exists() and one.is_dir() and one.resolve() in folders)
             or any(path.samefile(other) for other in same)  # a link to it, too
         ):
             raise FileExistsError(

@@ -50,7 +50,6 @@ class Dataset:
     def __getitem__(self, index): return {"input_ids": {}["my key"]}
 number = 3
 def needs(path): return []
-def lacks(): return None
 def source(*_):
     from odb_nodes import JsonlSource
     return JsonlSource("data/ids.jsonl", 0, 1)
@@ -119,7 +118,6 @@ WRONG = [
     ("step json:loads --ledger x", "--step"),
     ("step json --checkpoint x", "module:function"),
     ("step users:number --checkpoint .", "no function `number`"),
-    ("step users:lacks --checkpoint .", "lacks() takes 0 positional arguments but 1 was given"),
 ]
 
 

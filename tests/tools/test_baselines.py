@@ -49,7 +49,7 @@ def measured(*args, **options):
 
 
 @pytest.mark.parametrize(
-    ("samples", "world_size", "accumulate"), [(397, 2, 3), (5, 4, 3), (5, 1, 1), (397, 1, 1)]
+    ("samples", "world_size", "accumulate"), [(420, 2, 3), (5, 4, 3), (5, 1, 1), (397, 1, 1)]
 )
 def test_fixed_batches_are_those_of_the_trainer(samples, world_size, accumulate):
     """Of its samplers, and of what Accelerate makes of them for each rank."""

@@ -6,6 +6,7 @@ import torch
 from in_process import InProcessHub
 
 from odb_nodes import IterableSource, JsonlSource, ODBDataLoader, TokenBudget
+from odb_nodes.integrations.step_estimate import estimate_steps
 from odb_nodes.tools.estimate import estimate_epoch, table_of_loader
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import lognormal_lengths, simulate
@@ -62,6 +63,15 @@ def test_some_samples_give_it_about():
     assert estimate.steps == pytest.approx(whole.steps, rel=3 * estimate.relative_error)
     text = str(estimate)
     assert f"{estimate.steps:,} steps (+- " in text and "padding" in text
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_optimizer_steps_are_estimated_without_a_loader(world_size):
+    options = {"world_size": world_size, "budget": 1500, "window": 64, "accumulate": 2}
+    steps = simulate(LENGTHS, **options).steps / 2
+    for looked_at, error in ((900, 0.05), (300, 0.15)):
+        estimate = estimate_steps(DATASET, looked_at=looked_at, **options)
+        assert estimate == pytest.approx(steps, rel=error)
 
 
 def test_the_error_is_that_of_the_mean_of_draws():

@@ -126,7 +126,7 @@ def test_the_digest_is_of_all_that_the_table_holds():
     assert len({one.digest for one in (table, *changed)}) == 6
 
 
-def test_what_is_no_table_is_refused(tmp_path):
+def test_what_is_no_table_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "lengths.npz"
     with pytest.raises(FileNotFoundError):
         LengthTable.load(path)
@@ -142,6 +142,10 @@ def test_what_is_no_table_is_refused(tmp_path):
             assert LengthTable.load(path).digest == table.digest  # a byte that says nothing
         except StateError:
             pass
+    path.write_bytes(content)
+    monkeypatch.setattr("odb_nodes.tools.lengths.VERSION", 2)
+    with pytest.raises(StateError, match="of version 2"):
+        LengthTable.load(path)
 
 
 @pytest.mark.parametrize(

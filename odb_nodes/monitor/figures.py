@@ -16,6 +16,12 @@ Points = Sequence[tuple[float, float]]
 
 COLORS = ("#3b82c4", "#e0702f", "#35a06b", "#b463c9", "#b8901f", "#e0566f", "#1f9e97", "#7c8896")
 """Readable on white and on black."""
+_CONFIG = {
+    "responsive": True,
+    "displaylogo": False,
+    "modeBarButtonsToRemove": ["sendChartToCloud"],  # which uploads a figure
+    "plotlyServerURL": "",
+}
 _GREY = "rgba(128,128,128,0.25)"
 _MOST_POINTS = 2000  # of a curve, which keeps a page small
 
@@ -36,6 +42,8 @@ button {{ position: absolute; right: 1rem; top: 1rem; font: inherit; }}
 figure {{ margin: 0; padding: .75rem; border: 1px solid var(--line); border-radius: .4rem;
   min-width: 0; }}
 figure text:not(.hovertext text) {{ fill: var(--text) !important; }}
+.hoverlayer .legend .bg {{ fill: var(--page) !important; stroke: var(--line) !important; }}
+.hoverlayer .spikeline {{ stroke: #888 !important; stroke-width: 1px !important; }}
 .scroll {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-size: .9rem; }}
 th, td {{ padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align: right;
   font-variant-numeric: tabular-nums; white-space: nowrap; }}
@@ -143,7 +151,7 @@ def page(title: str, sections: Iterable[tuple[str, Sequence[Figure | str]]]) -> 
                 include_plotlyjs=False,
                 div_id=f"figure-{number}",
                 default_height=f"{member.layout.height}px",
-                config={"responsive": True, "displaylogo": False},
+                config=_CONFIG,
             )
             cells.append(f'<figure aria-label="{escape(name)}"><h3>{name}</h3>{html}</figure>')
         parts.append(f'<div class="grid">{"".join(cells)}</div>' * bool(cells))
@@ -164,6 +172,7 @@ def _figure(title: str, x_title: str, y_title: str = "", **layout: Any) -> Figur
             "plot_bgcolor": "rgba(0,0,0,0)",
             "xaxis": {**axis, "title": {"text": x_title, "standoff": 4}},
             "yaxis": {**axis, "title": {"text": y_title}},
+            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#888", "activecolor": COLORS[0]},
             "legend": {"orientation": "h", "y": -0.25, "yanchor": "top"},
             **layout,
         }

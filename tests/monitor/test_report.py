@@ -96,7 +96,7 @@ def test_a_page_has_all_tables_and_figures_and_asks_for_nothing(tmp_path, runs):
         assert table in body
     drawn = [one.layout.title.text for one in found.figures()]
     assert re.findall("<h3>(.*?)</h3>", body) == drawn and len(drawn) >= 9
-    assert body.count("Plotly.newPlot") == len(drawn)
+    assert body.count("Plotly.newPlot") == body.count('["sendChartToCloud"]') == len(drawn)
 
 
 def test_figures_have_a_series_for_each_run_with_the_values_of_the_records(runs):

@@ -60,9 +60,7 @@ class TaskGradients:
         )
         if was_broken_off:
             self._begin_step()
-        elif (last is not None and last.ends_optimizer_step) or (
-            info.micro_step != (0 if last is None else last.micro_step + 1)
-        ):
+        elif info.micro_step != (0 if last is None else last.micro_step + 1):
             raise RuntimeError(
                 f"`{self.method}` must be called once for each batch of an optimizer step, and "
                 f"`step` after its last, but it came for {_place(info)} after {_place(last)}."

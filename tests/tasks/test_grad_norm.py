@@ -155,6 +155,17 @@ def test_there_is_no_state_within_an_optimizer_step_also_of_one_that_measures_no
             assert balance.state_dict()["steps"] == info.step // 3 + 1
 
 
+def test_a_state_that_is_loaded_within_an_optimizer_step_begins_it_again():
+    balance, observe, given = added(GradNorm, accumulate=3)
+    state = balance.state_dict()
+    observe(*given[0])
+    balance.load_state_dict(state)
+    for one in given:
+        observe(*one)
+    balance.step()
+    assert balance.state_dict()["steps"] == 1
+
+
 def test_a_state_that_is_none_is_refused():
     balance = GradNorm(even(), Model().trunk.parameters())
     state = balance.state_dict()

@@ -109,6 +109,15 @@ def test_tasks_are_those_of_sources_unless_observe_tells():
         assert info.local_task_targets == {k: v for k, v in info.task_targets.items() if v}
 
 
+def test_a_loss_that_is_not_finite_stays_with_its_task():
+    losses, info = one_batch()
+    spoiled = info.row_tasks[0]
+    assert len({*info.row_tasks}) > 1
+    losses[0] = float("nan")
+    for task, (total, _) in TaskWeights(WEIGHTS).by_task(losses, info).items():
+        assert total.isnan() == (task == spoiled)
+
+
 def test_a_state_keeps_the_weights_in_the_order_of_names():
     weights = TaskWeights({"c": np.float32(0.25), "b": 1, "a": np.int64(3)})
     weights.set({"b": 2.0})

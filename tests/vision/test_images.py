@@ -47,6 +47,7 @@ def test_an_image_is_read_from_paths_bytes_and_images(tmp_path, monkeypatch):
     for source in (path, str(path), "data.png", path.read_bytes(), image):
         assert np.array_equal(read(source), expected)
     assert image.size == (90, 61)
+    assert read(fitting := noise(84, 56)) is not fitting  # which is the user's
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16"])

@@ -87,6 +87,13 @@ def test_images_that_do_not_fit_the_text_or_the_batch_are_an_error(second, messa
             one([FIRST, second])
 
 
+def test_a_dummy_or_an_image_processor_tells_how_many_patches_make_a_token():
+    one = {**SECOND, **{key: SECOND[key][: END - 2] for key in TOKENS}}  # a token for all
+    for given in ({"dummy": DUMMY}, {"dummy": None, "image_processor": made.image_processor}):
+        with pytest.raises(SampleError, match="for each 4 of the .* has 1 of them"):
+            VisionLanguageCollate(**given)([one])
+
+
 def test_tokens_that_only_the_model_knows_are_not_counted():
     plain = {key: value for key, value in CUT.items() if key != "mm_token_type_ids"}
     VisionLanguageCollate(dummy=None)([plain])

@@ -170,6 +170,10 @@ def test_several_answers_are_supervised():
     sample = make(template=ChatTemplate(system=None))({"messages": messages})
     assert decode(sample["labels"][sample["labels"] != -100]) == "red<|im_end|>blue<|im_end|>"
     assert decode(sample["input_ids"]).startswith("<|im_start|>user\na<|im_end|>\n")
+    own = make()({"messages": [{"role": "system", "content": "Be brief."}, *messages]})
+    assert decode(own["input_ids"]).startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>u"
+    )
 
 
 # --- images that cannot be used -------------------------------------------------------------------

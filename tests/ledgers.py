@@ -2,11 +2,11 @@
 
 from itertools import pairwise
 
+import numpy as np
+
 from odb_nodes import Ledger, LeftOut, StepInfo, audit
-from odb_nodes.ledger.entries import Names, entries_of
-from odb_nodes.ledger.history import stretches
-from odb_nodes.ledger.reading import RankFile
-from odb_nodes.ledger.records import ENDED_MAGIC, HEAD, HEADER_BYTES, MAGIC, record_bytes
+from odb_nodes.ledger.history import Run
+from odb_nodes.ledger.records import END_ROW, MAGIC, MARK, ROW_BYTES
 
 SIZE = 90
 
@@ -105,39 +105,42 @@ def write_run(folder, world_size=1, epochs=2, kills=(), **options):
 
 
 def pieces_of(path):
-    """The headers and records of a file, one after the other, as bytes."""
+    """The preamble and the records of a file, one after the other, as bytes."""
     data = path.read_bytes()
-    pieces, at = [], 0
-    while at < len(data):
-        if data[at : at + len(MAGIC)] in (MAGIC, ENDED_MAGIC):
-            size = HEADER_BYTES
-        else:
-            size = record_bytes(*HEAD.unpack_from(data, at)[1:5])
-        pieces.append(data[at : at + size])
-        at += size
-    assert b"".join(pieces) == data
-    return pieces
+    rows = np.frombuffer(data, END_ROW)
+    cuts = [0, 1, *(np.flatnonzero(rows["mark"][1:] == MARK) + 2).tolist()]
+    assert cuts[-1] == len(rows)
+    return [data[a * ROW_BYTES : b * ROW_BYTES] for a, b in pairwise(cuts)]
+
+
+def kind_of(piece):
+    """The kind of a record; 0 of the preamble."""
+    return 0 if piece.startswith(MAGIC) else int(np.frombuffer(piece, END_ROW)["kind"][-1])
+
+
+def write_pieces(folder, ranks):
+    """Write the file of each rank."""
+    folder.mkdir(exist_ok=True)
+    for rank, pieces in enumerate(ranks):
+        (folder / f"rank-{rank:05d}.ledger").write_bytes(b"".join(pieces))
 
 
 def rows_of(folder):
     """Per step that counts: (key, source, repeat, reason) of each sample."""
-    files = [RankFile(path) for path in sorted(folder.iterdir())]
-    names = Names.of(files)
-    entries = entries_of(stretches(files), names)
-    sources, reasons = list(names.sources), list(names.reasons)
-    repeats = [0] * len(entries.keys) if entries.repeats is None else entries.repeats.tolist()
-    rows = [
-        (None if key < 0 else key, sources[source][0], repeat, reasons[fate])
-        for key, source, repeat, fate in zip(
-            entries.keys.tolist(),
-            entries.sources.tolist(),
-            repeats,
-            entries.fates.tolist(),
-            strict=True,
+    run = Run(folder)
+    found = []
+    for step in (
+        step for segment in run.segments for step in np.split(segment.steps, len(segment.steps))
+    ):
+        keys, repeats, names = (one.tolist() for one in run.samples(step).of_step(0))
+        origins = [run.names[one][:2] for one in names]
+        found.append(
+            [
+                (None if key < 0 else key, source, repeat, reason)
+                for key, (source, reason), repeat in zip(keys, origins, repeats, strict=True)
+            ]
         )
-    ]
-    starts = [0, *entries.ends.tolist()]
-    return [rows[a:b] for a, b in pairwise(starts)]
+    return found
 
 
 def check_ledger(folder, size, attempts=None, epochs=2):

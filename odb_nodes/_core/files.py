@@ -148,9 +148,22 @@ class LockedFile:
         """Return the bytes of the file."""
         return os.lseek(self._handle, 0, os.SEEK_END)
 
+    def check_exists(self) -> None:
+        """Raise an `OSError` if the file was deleted, and close it."""
+        found = os.fstat(self._handle)
+        if found.st_nlink:
+            return
+        with contextlib.suppress(OSError):  # some file systems count no links
+            if os.path.samestat(found, os.stat(self.path)):
+                return
+        self.forget()
+        raise FileNotFoundError(
+            errno.ENOENT, "it was deleted while it was being written", str(self.path)
+        )
+
     def write(self, data: bytes) -> None:
         """Append bytes, or raise an `OSError`; a file that was deleted is closed by that."""
-        self._check_exists()
+        self.check_exists()
         if os.write(self._handle, data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
@@ -158,12 +171,9 @@ class LockedFile:
         """Wait until the disk has all that was written."""
         os.fsync(self._handle)
 
-    def tail(self, size: int) -> bytes:
-        """Return the last `size` bytes of the file, or all of a shorter one."""
-        self._check_exists()
-        with self.path.open("rb") as file:
-            file.seek(max(0, self.size() - size))
-            return file.read()
+    def cut(self, size: int) -> None:
+        """Cut off what is behind the first `size` bytes."""
+        os.ftruncate(self._handle, size)
 
     def replace(self, at: int, data: bytes) -> None:
         """Write bytes over others, in place."""
@@ -192,18 +202,6 @@ class LockedFile:
 
     def __del__(self) -> None:
         self.forget()
-
-    def _check_exists(self) -> None:
-        found = os.fstat(self._handle)
-        if found.st_nlink:
-            return
-        with contextlib.suppress(OSError):  # some file systems count no links
-            if os.path.samestat(found, os.stat(self.path)):
-                return
-        self.forget()
-        raise FileNotFoundError(
-            errno.ENOENT, "it was deleted while it was being written", str(self.path)
-        )
 
     @property
     def _handle(self) -> int:

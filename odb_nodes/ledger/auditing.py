@@ -2,96 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from hashlib import blake2b
+from itertools import groupby, pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from odb_nodes._core.checks import MAX_KEY, check_count, check_type
-from odb_nodes.ledger.checks import Findings, check_keys, fate_of
-from odb_nodes.ledger.entries import Entries, Names, entries_of, merkle_root
-from odb_nodes.ledger.history import (
-    Stretch,
-    extent_of,
-    gaps_of,
-    open_ranks,
-    ranges,
-    stretches,
-)
-from odb_nodes.ledger.rank_records import RankRecords, records_by_rank
-from odb_nodes.ledger.reading import rank_files
-from odb_nodes.ledger.records import ENDS_EPOCH, STEP
-from odb_nodes.ledger.report import Audit, EpochAudit
+from odb_nodes.ledger.history import Run, Samples, Segment
+from odb_nodes.ledger.reading import Ints, Steps
+from odb_nodes.ledger.records import ENDS_EPOCH, FILLER, Name
+from odb_nodes.ledger.report import DIGEST_BYTES, Audit, EpochAudit, digest_of
 
-MOST_PROBLEMS = 100
-"""Problems that are named of the steps of an epoch."""
-
-
+MOST_NAMED = 20
+"""Keys, or ranges of numbers, that are named where more are wrong in the same way."""
 MOST_STEPS_BEHIND = 16
 """Steps that the file of a killed rank may lack of those of another.
 
 Ranks meet at each optimizer step, so that one is ahead of another by a few steps at most.
 """
+OWN_FATES = ("dropped", "unemitted", "excluded")
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """What is known of all epochs.
-
-    Attributes:
-        last_epochs: rank -> the last epoch that it has recorded; of ranks that have a file.
-        may_be_killed: ranks that have so few steps less than another that they may have been
-            killed before they recorded them.
-        has_ends: whether any step is known to end its epoch.
-    """
-
-    last_epochs: dict[int, int]
-    may_be_killed: frozenset[int]
-    has_ends: bool
-
-    @classmethod
-    def of(cls, ranks: Sequence[RankRecords], parts: Sequence[Stretch]) -> _Run:
-        """Return what is known of all epochs."""
-        last_epochs = {one.rank: parts[0].epoch - 1 if parts else 0 for one in ranks}
-        done = {one.rank: parts[0].first if parts else 0 for one in ranks}
-        begun = before = 0  # steps, as those of `done`, are counted over epochs
-        for epoch, group in groupby(parts, key=lambda one: one.epoch):
-            own = list(group)
-            extents = {rank: extent_of(part, rank) for part in own for rank in part.blocks}
-            stop = before + 1 + max(one.last for one in extents.values())
-            for rank, one in extents.items():
-                last_epochs[rank] = epoch
-                done[rank] = stop if one.ends else before + one.last + 1
-            headers = [
-                block.attempt.header
-                for part in own
-                for blocks in part.blocks.values()
-                for block in blocks
-            ]
-            starts = [before + header.step for header in headers if header.epoch == epoch]
-            begun, before = max([begun, *starts]), stop
-        closed = [done[one.rank] for one in ranks if one.attempts and one.attempts[-1].is_closed]
-        # A checkpoint that an attempt begins at is of all ranks; so is the end of a run.
-        least = max([begun, before - MOST_STEPS_BEHIND, *closed])
-        heads = [attempt.heads for one in ranks for attempt in one.attempts]
-        return cls(
-            last_epochs=last_epochs,
-            may_be_killed=frozenset(rank for rank, steps in done.items() if steps >= least),
-            has_ends=any(bool(((head["kind"] - STEP) & ENDS_EPOCH).any()) for head in heads),
-        )
-
-    def may_be_behind(self, rank: int, epoch: int) -> bool:
-        """Tell whether a rank that was killed may have no further record from this epoch on.
-
-        Others may have gone on by some steps, perhaps into the next epoch.
-        """
-        return rank in self.may_be_killed and self.last_epochs[rank] <= epoch
-
-    def lacks_steps(self, rank: int, epoch: int) -> bool:
-        """Tell whether a rank has its last record in this epoch, too far behind others."""
-        return rank not in self.may_be_killed and self.last_epochs.get(rank) == epoch
+Size = int | Mapping[str, int] | None
 
 
 def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None = None) -> Audit:
@@ -110,98 +45,40 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
 
     Raises:
         TypeError, ValueError: `size` is not that of the sources, `folder` or what is in it is not
-            that of a ledger, or a file is of a later version.
+            that of a ledger, or a file is of another version.
         FileNotFoundError: there is no ledger in the folder.
     """
     _check_size(size)
-    files = rank_files(folder)
-    found = Findings(
-        [text for file in files for text in file.problems],
-        [text for file in files for text in file.notes],
-    )
-    found.notes += [
-        f"rank {file.rank}: nothing is recorded." for file in files if not file.attempts
-    ]
-    ranks = records_by_rank(files)
-    found.notes += [text for one in ranks for text in _begun_anew(one)]
-    found.problems += gaps_of(ranks)
-    if left := open_ranks(ranks):
-        found.notes.append(
-            f"rank {ranges(np.array(left))}: no end of the run is recorded. It goes on, or was "
-            "killed, or its last records are missing: the files cannot tell. A run that ends "
-            "calls `Ledger.close`."
+    run = Run(folder)
+    problems, notes = run.damage(), [text for file in run.files for text in file.notes]
+    notes += [f"rank {one.rank}: nothing is recorded." for one in run.files if not one.headers]
+    notes += run.begun_anew()
+    if left := run.open_ranks():
+        notes.append(
+            f"rank {ranges(left)}: no end of the run is recorded. It goes on, or was killed, or "
+            "its last records are missing: the files cannot tell. A run that ends calls "
+            "`Ledger.close`."
         )
-    is_damaged = any(file.problems for file in files)
-    parts = stretches(ranks)
-    if not parts and (total := sum(size.values()) if isinstance(size, Mapping) else size):
-        found.problems.append(f"no sample has a fate, of {total:,}: nothing is recorded.")
-    run = _Run.of(ranks, parts)
+    if not run.segments and (total := sum(size.values()) if isinstance(size, Mapping) else size):
+        problems.append(f"no sample has a fate, of {total:,}: nothing is recorded.")
+    killed = _Killed(run)
     epochs: list[EpochAudit] = []
-    names = Names.of(ranks)
-    for epoch, group in groupby(parts, key=lambda one: one.epoch):
-        own = list(group)
-        is_complete = _check_steps(own, epochs[-1] if epochs else None, run, found)
-        entries = entries_of(own, names)
-        found.notes += _repeated_otherwise(own, entries)
-        entries.digests.clear()
-        in_keys = check_keys(entries, size, is_complete, is_damaged)
-        found.problems += [f"epoch {epoch}: {text}" for text in in_keys.problems]
-        found.notes += [f"epoch {epoch}: {text}" for text in in_keys.notes]
-        epochs.append(_facts(epoch, own, entries, is_complete))
+    for _, own in groupby(run.segments, key=lambda one: one.epoch):
+        one = _EpochCheck(run, [*own])
+        is_complete = one.check_steps(epochs[-1].epoch if epochs else None, killed)
+        one.compare_replaced()
+        one.check_keys(size, is_complete)
+        problems += one.problems
+        notes += one.notes
+        epochs.append(one.facts(is_complete))
     return Audit(
         folder=str(folder),
-        attempts={
-            one.rank: tuple(
-                (own.header.epoch, own.header.step)
-                for own in one.attempts
-                if len(own.heads) or not own.header.lost  # else it only says what was lost
-            )
-            for one in ranks
-        },
+        attempts=run.starts(),
         epochs=tuple(epochs),
         open_ranks=tuple(left),
-        problems=tuple(found.problems),
-        notes=tuple(found.notes),
+        problems=tuple(problems),
+        notes=tuple(notes),
     )
-
-
-def _repeated_otherwise(parts: Sequence[Stretch], entries: Entries) -> Iterator[str]:
-    """Say which steps had other samples in an attempt that was replaced: a resume repeats them."""
-    replaced = [replace(part, blocks=part.replaced) for part in parts if part.replaced]
-    if not replaced:
-        return
-    before = entries_of(replaced, entries.names)
-    others: dict[tuple[int, int], set[bytes]] = {}
-    for rank, step, digest in _records(before):
-        others.setdefault((rank, step), set()).add(digest)
-    steps: dict[int, list[int]] = {}
-    for rank, step, digest in _records(entries):
-        if others.get((rank, step), set()) - {digest}:
-            steps.setdefault(rank, []).append(step)
-    for rank, differing in steps.items():
-        yield (
-            f"epoch {parts[0].epoch}: rank {rank}: an earlier attempt had other samples at step "
-            f"{ranges(np.array(differing))}: it is of another run, or data or configuration have "
-            "changed since."
-        )
-
-
-def _records(entries: Entries) -> Iterator[tuple[int, int, bytes]]:
-    """Yield rank, step and digest of each record."""
-    return zip(entries.ranks.tolist(), entries.steps.tolist(), entries.digests, strict=True)
-
-
-def _begun_anew(records: RankRecords) -> Iterator[str]:
-    """Say which attempts leave nothing of those before them: perhaps they are of another run."""
-    starts = [(attempt.header.epoch, attempt.header.step) for attempt in records.attempts]
-    for number in range(1, len(starts)):
-        if starts[number] <= min(starts[:number]):
-            where = "epoch {} step {}".format(*starts[number])
-            yield (
-                f"rank {records.rank}: attempt {number + 1} begins at {where}, so that nothing "
-                "counts that was recorded before. If it is of another run, give each a folder of "
-                "its own."
-            )
 
 
 def _check_size(size: object) -> None:
@@ -213,62 +90,285 @@ def _check_size(size: object) -> None:
         check_count("size", size, 0, MAX_KEY)
 
 
-def _check_steps(
-    parts: Sequence[Stretch], before: EpochAudit | None, run: _Run, found: Findings
-) -> bool:
-    """Check the steps of an epoch on each rank, and return whether it is complete."""
-    epoch = parts[0].epoch
-    problems: list[str] = []
-    if before is not None and epoch > before.epoch + 1:
-        problems.append(f"epoch {before.epoch + 1} has no record, but epoch {epoch} has.")
-    if not (is_whole := parts[0].first == 0):
-        text = f"epoch {epoch}: what was before step {parts[0].first} is not recorded."
-        (found.notes if before is None else problems).append(text)
-    for part in parts:
-        extents = {rank: extent_of(part, rank) for rank in range(part.world_size)}
-        problems += [text for one in extents.values() for text in one.problems]
-        behind = {rank for rank in extents if run.may_be_behind(rank, epoch)}
-        absent = [rank for rank in extents if rank not in {*part.blocks} | behind]
-        if absent:
-            problems.append(
-                f"epoch {epoch}: rank {ranges(np.array(absent))} of {part.world_size} has no "
-                "record: put the files of all ranks into the folder."
+class _Killed:
+    """Which ranks may lack steps of others, since they were killed before they recorded them."""
+
+    def __init__(self, run: Run) -> None:
+        first = run.segments[0] if run.segments else None
+        self.last_epochs = dict.fromkeys(run.by_rank, first.epoch - 1 if first else 0)
+        done = dict.fromkeys(run.by_rank, first.first if first else 0)
+        begun = before = 0  # steps, as those of `done`, are counted over epochs
+        for epoch, group in groupby(run.segments, key=lambda one: one.epoch):
+            segments = [*group]
+            stop = before + 1 + max(max(one.lasts.values()) for one in segments)
+            for one in segments:
+                self.last_epochs |= dict.fromkeys(one.ranks, epoch)
+                done |= {rank: before + last + 1 for rank, last in one.lasts.items()}
+                done |= dict.fromkeys(one.ending, stop)
+                begun = max([begun, *(before + step for step in one.begun)])
+            before = stop
+        # A checkpoint that an attempt begins at is of all ranks; so is the end of a run.
+        closed = [done[rank] for rank, own in run.by_rank.items() if own and own[-1].has_ended]
+        least = max([begun, before - MOST_STEPS_BEHIND, *closed])
+        self.ranks = {rank for rank, steps in done.items() if steps >= least}
+        self.has_ends = bool((run.steps["flags"] & ENDS_EPOCH).any())
+
+    def may_be_behind(self, rank: int, epoch: int) -> bool:
+        """Tell whether a rank that was killed may have no further record from this epoch on."""
+        return rank in self.ranks and self.last_epochs[rank] <= epoch
+
+    def lacks_steps(self, rank: int, epoch: int) -> bool:
+        """Tell whether a rank has its last record in this epoch, too far behind others."""
+        return rank not in self.ranks and self.last_epochs.get(rank) == epoch
+
+
+class _EpochCheck:
+    """What is found out of the segments of one epoch."""
+
+    def __init__(self, run: Run, segments: Sequence[Segment]) -> None:
+        self.run, self.segments, self.epoch = run, segments, segments[0].epoch
+        self.steps = np.concatenate([one.steps for one in segments])
+        self.samples = run.samples(self.steps)
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+
+    def check_steps(self, before: int | None, killed: _Killed) -> bool:
+        """Check the steps on each rank, and return whether the epoch is complete."""
+        epoch, found = self.epoch, list[str]()
+        if before is not None and epoch > before + 1:
+            found.append(f"epoch {before + 1} has no record, but epoch {epoch} has.")
+        if first := self.segments[0].first:
+            text = f"epoch {epoch}: what was before step {first} is not recorded."
+            (self.notes if before is None else found).append(text)
+        for one in self.segments:
+            for rank, steps in one.ranks.items():
+                found += _holes(one, rank, steps["step"])
+            ranks = {*range(one.world_size)}
+            behind = {rank for rank in ranks if killed.may_be_behind(rank, epoch)}
+            if absent := sorted(ranks - one.ranks.keys() - behind):
+                found.append(
+                    f"epoch {epoch}: rank {ranges(absent)} of {one.world_size} has no record: put "
+                    "the files of all ranks into the folder."
+                )
+        last = self.segments[-1]
+        is_ended = last.ending >= ranks
+        if not is_ended and len({last.lasts.get(rank) for rank in ranks}) > 1:
+            counts = [f"rank {rank} {len(last.ranks.get(rank, ()))}" for rank in sorted(ranks)]
+            self._note(f"not all ranks have recorded as many steps: {', '.join(counts)}.")
+        if left := sorted(last.ranks.keys() - last.ending - behind):
+            text = (
+                f"epoch {epoch}: rank {ranges(left)}: the epoch has no end: it was left, or its "
+                "last steps are not recorded"
             )
-    is_open = [rank for rank, one in extents.items() if not one.ends]
-    if is_open and len({one.last for one in extents.values()}) > 1:
-        lasts = [f"rank {rank} {one.steps}" for rank, one in extents.items()]
-        found.notes.append(
-            f"epoch {epoch}: not all ranks have recorded as many steps: {', '.join(lasts)}."
+            if killed.has_ends or any(killed.lacks_steps(rank, epoch) for rank in left):
+                found.append(f"{text}.")
+            else:
+                self.notes.append(f"{text}; or the graph has no `RankAligner`, which knows it.")
+        self.problems += found
+        return not first and not found and is_ended
+
+    def compare_replaced(self) -> None:
+        """Say which steps had other samples in an attempt before: a resume repeats them."""
+        replaced = self.run.replaced[self.run.replaced["epoch"] == self.epoch]
+        before, differing = self.run.samples(replaced), dict[int, list[int]]()
+        index_of = {place: at for at, place in enumerate(_places(self.steps))}
+        for old, place in enumerate(_places(replaced)):
+            new = index_of.get(place)
+            if new is not None and not (
+                (replaced["flags"][old] ^ self.steps["flags"][new]) & FILLER == 0
+                and all(map(np.array_equal, before.of_step(old), self.samples.of_step(new)))
+            ):
+                differing.setdefault(place[0], []).append(place[1])
+        for rank, steps in sorted(differing.items()):
+            self._note(
+                f"rank {rank}: an earlier attempt had other samples at step "
+                f"{ranges(np.unique(steps))}: it is of another run, or data or configuration have "
+                "changed since."
+            )
+
+    def check_keys(self, size: Size, is_complete: bool) -> None:
+        """Find the samples that have several fates, and those that have none."""
+        sources = self._by_source()
+        if isinstance(size, int) and len(sources) > 1:
+            if not any(one.problems for one in self.run.files):
+                raise ValueError(
+                    f"`size` must be a dict, with the sizes of the sources {sorted(sources)} by "
+                    f"name, but is {size} instead."
+                )
+            self._problem(f"the size {size:,} is not compared: names of sources are damaged.")
+            size = None
+        sizes = dict.fromkeys(sources, size) if isinstance(size, int) else size or {}
+        for source, parts in sources.items():
+            keys = [self._check_source(source, at) for at in parts]
+            if source in sizes:
+                self._compare_size(source, sizes[source], keys, is_complete)
+        for source in sizes if is_complete else ():
+            if sizes[source] and source not in sources:
+                self._problem(f"no sample{_of(source)} has a fate, of {sizes[source]:,}.")
+
+    def _by_source(self) -> dict[str, list[Ints]]:
+        """Return the samples of each source, by key; apart for each rank that has it for itself."""
+        names, samples = self.run.names, self.samples
+        numbers: dict[str, int] = {}
+        of_names = [numbers.setdefault(name.source, len(numbers)) for name in names]
+        group = np.array(of_names)[samples.names]
+        if self.run.own:
+            ranks = np.repeat(self.steps["rank"] + 1, self.steps["samples"])
+            is_own = np.array([name.source in self.run.own for name in names])[samples.names]
+            group = group * (int(ranks.max(initial=0)) + 1) + ranks * is_own
+        order = np.lexsort((samples.repeats, samples.keys, group))
+        found: dict[str, list[Ints]] = {}
+        for at in np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if len(order) else ():
+            found.setdefault(names[samples.names[at[0]]].source, []).append(at)
+        return found
+
+    def _check_source(self, source: str, at: Ints) -> Ints:
+        """Find the keys of a source that have several fates; return its keys, sorted, each once."""
+        keys = self.samples.keys[at]
+        without = int(np.searchsorted(keys, 0))  # `NO_KEY` is below all keys
+        if without:
+            self._note(f"{without:,} samples{_of(source)} have no key: they are only counted.")
+        is_new = np.append(True, keys[1:] != keys[:-1])
+        is_new[:without] = True
+        if len(several := at[~is_new | np.append(~is_new[1:], False)]):
+            if self.samples.repeats[at].any():
+                several = self._trained_again(source, several)
+            keys_of, repeats_of = self.samples.keys[several], self.samples.repeats[several]
+            is_same = (keys_of[1:] == keys_of[:-1]) & (repeats_of[1:] == repeats_of[:-1])
+            same = np.flatnonzero(is_same)
+            self._name_several(source, several[np.union1d(same, same + 1)])
+        found: Ints = keys[is_new]
+        return found
+
+    def _trained_again(self, source: str, at: Ints) -> Ints:
+        """Note that keys come more than once by intent, and return which samples are compared."""
+        is_trained = np.array([not name.reason for name in self.run.names])[self.samples.names[at]]
+        self._note(
+            f"{len(np.unique(self.samples.keys[at])):,} keys{_of(source)} come more than once by "
+            "intent: their source begins again, or a sampler draws them. Each repeat has one fate"
+            f"{'' if is_trained.all() else ', but those of left-out samples are not told apart'}."
         )
-    if left := [rank for rank in is_open if rank in {*part.blocks} - behind]:
-        text = (
-            f"epoch {epoch}: rank {ranges(np.array(left))}: the epoch has no end: it was left, "
-            "or its last steps are not recorded"
+        compared: Ints = at[is_trained]
+        return compared
+
+    def _name_several(self, source: str, at: Ints) -> None:
+        """Say where the samples of each key that has several fates are, and which fates."""
+        keys = self.samples.keys[at]
+        groups = np.split(at, np.flatnonzero(np.diff(keys)) + 1) if len(at) else []
+        for group in groups[:MOST_NAMED]:
+            fates = []
+            for one in group[:MOST_NAMED].tolist():
+                step = self.steps[np.searchsorted(self.samples.stops, one, side="right")]
+                fate = _fate_of(self.run.names[self.samples.names[one]].reason)
+                fates.append(f"{fate} at rank {step['rank']} step {step['step']}")
+            fates += [f"{len(group) - MOST_NAMED:,} more"] * (len(group) > MOST_NAMED)
+            self._problem(
+                f"key {self.samples.keys[group[0]]}{_of(source)} has {len(group)} fates: "
+                f"{'; '.join(fates)}."
+            )
+        if (more := len(groups) - MOST_NAMED) > 0:
+            self._problem(f"{more:,} more keys{_of(source)} have several fates.")
+
+    def _compare_size(
+        self, source: str, size: int, parts: Sequence[Ints], is_complete: bool
+    ) -> None:
+        """Compare the keys of a source, and of each rank that has it for itself, with its size."""
+        have = sum(map(len, parts))
+        if have > size:
+            self._problem(f"{have:,} samples{_of(source)} have a fate, but it has {size:,}.")
+        if have >= size or not is_complete:
+            return
+        text = f"{size - have:,} of {size:,} samples{_of(source)} have no fate"
+        keys = parts[0]
+        if len(parts) == 1 and (not have or (keys[0] >= 0 and keys[-1] < size)):  # indices
+            missing = np.ones(size, bool)
+            missing[keys] = False
+            text += f": {'key' if have == size - 1 else 'keys'} {ranges(np.flatnonzero(missing))}"
+        self._problem(f"{text}.")
+
+    def facts(self, is_complete: bool) -> EpochAudit:
+        """Return what the ledger says of the epoch."""
+        names = self.run.names
+        counts = np.bincount(self.samples.names, minlength=len(names)).tolist()
+        fates: dict[str, int] = {}
+        for name, count in sorted(zip(names, counts, strict=True), key=lambda one: one[0].reason):
+            if count:
+                fate = _fate_of(name.reason)
+                fates[fate] = fates.get(fate, 0) + count
+        digests = _digests(self.steps, self.samples, names)
+        return EpochAudit(
+            epoch=self.epoch,
+            steps=len(digests),
+            last_step=int(self.steps["step"][-1]),
+            world_sizes=tuple(dict.fromkeys(one.world_size for one in self.segments)),
+            is_complete=is_complete,
+            fates=fates,
+            filler=int((self.steps["flags"] & FILLER > 0).sum()),
+            digest=digest_of(digests),
+            step_digests=digests,
         )
-        if run.has_ends or any(run.lacks_steps(rank, epoch) for rank in left):
-            problems.append(f"{text}.")
-        else:
-            found.notes.append(f"{text}; or the graph has no `RankAligner`, which knows it.")
-    found.problems += problems[:MOST_PROBLEMS]
-    if (more := len(problems) - MOST_PROBLEMS) > 0:
-        found.problems.append(f"epoch {epoch}: {more:,} more problems of its steps.")
-    return is_whole and not problems and all(one.ends for one in extents.values())
+
+    def _problem(self, text: str) -> None:
+        self.problems.append(f"epoch {self.epoch}: {text}")
+
+    def _note(self, text: str) -> None:
+        self.notes.append(f"epoch {self.epoch}: {text}")
 
 
-def _facts(epoch: int, parts: Sequence[Stretch], entries: Entries, is_complete: bool) -> EpochAudit:
-    counts = np.bincount(entries.fates, minlength=len(entries.names.reasons)).tolist()
-    fates: dict[str, int] = {}
-    for reason, number in sorted(entries.names.reasons.items()):
-        if counts[number]:
-            fates[fate_of(reason)] = counts[number]
-    return EpochAudit(
-        epoch=epoch,
-        steps=len(entries.leaves),
-        last_step=int(entries.steps.max()),
-        world_sizes=tuple(dict.fromkeys(part.world_size for part in parts)),
-        is_complete=is_complete,
-        fates=fates,
-        filler=entries.filler,
-        digest=merkle_root(entries.leaves).hex(),
-        leaves=entries.leaves,
+def _digests(steps: Steps, samples: Samples, names: Sequence[Name]) -> npt.NDArray[np.uint8]:
+    """Return a digest of what all ranks had at each step, (steps, DIGEST_BYTES) uint8."""
+    of_names = [blake2b(json.dumps([*one]).encode(), digest_size=8).digest() for one in names]
+    columns = (
+        samples.keys,
+        samples.repeats,
+        np.frombuffer(b"".join(of_names), np.int64)[samples.names],
     )
+    heads = np.column_stack(
+        (steps["step"], steps["rank"], steps["samples"], steps["flags"] & FILLER)
+    )
+    cuts = [0, *(np.flatnonzero(np.diff(steps["step"])) + 1).tolist(), len(steps)]
+    stops = [0, *samples.stops.tolist()]
+    digests = []
+    for a, b in pairwise(cuts):
+        digest = blake2b(heads[a:b].tobytes(), digest_size=DIGEST_BYTES)
+        for column in columns:
+            digest.update(column[stops[a] : stops[b]].tobytes())
+        digests.append(digest.digest())
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES)
+
+
+def _holes(segment: Segment, rank: int, steps: Ints) -> Iterator[str]:
+    """Say which steps of a segment a rank has not recorded, or more than once."""
+    stop = int(steps[-1]) + 1 if segment.stop is None else segment.stop
+    wrong = {
+        "recorded more than once": np.unique(steps[1:][steps[1:] == steps[:-1]]),
+        "not recorded": np.setdiff1d(np.arange(segment.first, stop), steps),
+    }
+    for text, which in wrong.items():
+        if len(which):
+            yield f"rank {rank}, epoch {segment.epoch}: {text}: step {ranges(which)}."
+
+
+def _places(steps: Steps) -> Iterator[tuple[int, int]]:
+    """Yield rank and step of each."""
+    return zip(steps["rank"].tolist(), steps["step"].tolist(), strict=True)
+
+
+def ranges(numbers: npt.ArrayLike) -> str:
+    """Return sorted numbers without repeats as text: `3, 7 to 9`; of many, the first are named."""
+    parts = np.split(found := np.asarray(numbers), np.flatnonzero(np.diff(found) > 1) + 1)
+    named = [
+        str(one[0]) if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in parts[:MOST_NAMED]
+    ]
+    more = sum(map(len, parts[MOST_NAMED:]))
+    return ", ".join(named + [f"{more:,} more"] * bool(more))
+
+
+def _fate_of(reason: str) -> str:
+    if not reason:
+        return "trained"
+    return reason if reason in OWN_FATES else f"skipped ({reason})"
+
+
+def _of(source: str) -> str:
+    return f" of source {source!r}" if source else ""

@@ -11,13 +11,12 @@ from odb_nodes._core.checks import check_bool, check_type
 from odb_nodes._core.files import LockedFile
 from odb_nodes._core.processes import Owner, resolve_rank
 from odb_nodes.ledger.records import (
-    END_BYTES,
-    ENDED_MAGIC,
+    MAGIC,
     VERSION,
     Encoder,
     Header,
-    pack_header,
-    resumed,
+    last_record,
+    preamble,
 )
 from odb_nodes.step_info import StepInfo
 
@@ -52,7 +51,8 @@ class Ledger:
             samples (parts of one model), one records.
 
     Raises:
-        TypeError, ValueError: an argument is not valid; `folder` is a file, say.
+        TypeError, ValueError: an argument is not valid; `folder` is a file, say, or its ledger is
+            of another version of this library.
         OSError: the folder or the file cannot be made, for another reason than a full disk.
         RuntimeError: another process, or another ledger of this one, writes the same file.
     """
@@ -77,7 +77,6 @@ class Ledger:
             "before it makes another.",
         )
         self._encoder: Encoder | None = None  # None: the next record begins an attempt
-        self._begun_at = 0  # where the header of this attempt is
         self._lost = 0
         self._first_lost: StepInfo | None = None
         self._is_closed = False
@@ -88,6 +87,7 @@ class Ledger:
             if error.errno not in _NO_SPACE:
                 raise
             self._file.warn(error, _LOST)
+        self._check_version()
 
     def record(self, info: StepInfo) -> None:
         """Record a step that is done.
@@ -100,14 +100,14 @@ class Ledger:
 
         Raises:
             TypeError: `info` is no `StepInfo`.
-            ValueError: the ledger is closed.
+            ValueError: the ledger is closed; or a repeat of a sample is 2**32 or more.
         """
         check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
         if self._is_closed:
             raise ValueError("the ledger is closed: it records nothing. Make a new one.")
         if not self._owner.is_here:
             return
-        # Until the bytes are written, an interrupt leaves the chain in doubt: begin a new one then.
+        # Until the bytes are written, an interrupt leaves the file in doubt: begin an attempt then.
         encoder, self._encoder = self._encoder, None
         start = b""
         try:
@@ -151,10 +151,12 @@ class Ledger:
         if not self._is_closed and self._owner.is_here:
             self._is_closed = True
             try:
-                if last := self._last_records(ended):
-                    self._file.write(last)
-                if ended and last:
-                    self._file.replace(self._begun_at, ENDED_MAGIC)
+                if (lost := self._first_lost) is not None:
+                    start, self._encoder = self._begin(lost, lost)
+                    self._file.write(start)
+                if ended and self._encoder is not None:
+                    self._file.check_exists()
+                    self._file.replace(0, preamble(self._file.size()))
             except (OSError, RuntimeError) as error:
                 self._file.warn(error, _LOST)
         self._file.close()
@@ -165,34 +167,45 @@ class Ledger:
     def __exit__(self, *error: object) -> None:
         self.close(ended=not any(error))
 
-    def _last_records(self, ended: bool) -> bytes:
-        """Return what is still to be written: of steps that were lost, and of the end."""
-        start, encoder = b"", self._encoder
-        if self._first_lost is not None:
-            start, encoder = self._begin(self._first_lost, self._first_lost)
-        return start + (encoder.end() if ended and encoder is not None else b"")
+    def _check_version(self) -> None:
+        if self._file.is_open:
+            with self.path.open("rb") as file:
+                start = file.read(len(MAGIC))
+            if not MAGIC.startswith(start):
+                raise ValueError(
+                    f"`{self.path}` is no ledger of version {VERSION}, but of another version of "
+                    "this library. Give the run a folder of its own."
+                )
 
     def _begin(self, info: StepInfo, lost: StepInfo | None) -> tuple[bytes, Encoder]:
-        """Return the header of an attempt, in a file that is made where there is none."""
+        """Return the header of an attempt, for a file that is made where there is none.
+
+        What a kill or a full disk has left of a record is cut off, and the end of the run taken
+        back.
+        """
         self._file.open()
-        if end := resumed(self._file.tail(END_BYTES)):
-            self._file.replace(self._file.size() - len(end), end)
-        self._begun_at = self._file.size()
+        self._file.check_exists()
+        size = self._file.size()
+        whole, number = last_record(self.path)
+        if whole < size:
+            self._file.cut(whole)
+        if whole:
+            self._file.replace(0, preamble())
         header = Header(
             version=VERSION,
             rank=self._rank,
             world_size=self._world_size,
             batches=info.batches_per_step,
+            epoch=info.epoch,
+            step=info.step,
+            time_s=time.time(),
             lost=0 if lost is None else self._lost,
             lost_epoch=0 if lost is None else lost.epoch,
             lost_step=0 if lost is None else lost.step,
-            offset=self._begun_at,
-            time_s=time.time(),
-            epoch=info.epoch,
-            step=info.step,
+            cut_bytes=size - whole,
         )
-        start, crc = pack_header(header)
-        return start, Encoder(crc, self._world_size)
+        encoder = Encoder(number, is_shared=self._world_size * info.batches_per_step > 1)
+        return (b"" if whole else preamble()) + encoder.header(header), encoder
 
 
 def _place(info: StepInfo) -> tuple[int, int]:

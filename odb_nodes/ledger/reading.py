@@ -1,82 +1,46 @@
-"""Read the file of one rank, and say where it was torn or changed."""
+"""Read the file of one rank: its attempts, its steps, and where it was torn or changed."""
 
 from __future__ import annotations
 
-import mmap
+import json
 import os
 import re
 import zlib
-from array import array
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from odb_nodes.ledger.records import (
-    END,
-    ENDED_MAGIC,
-    HEAD,
-    HEADER_BYTES,
-    KINDS,
+    END_ROW,
+    ENDS_EPOCH,
+    FILLER,
+    HEADER,
     MAGIC,
+    MARK,
     NAME,
-    RESUMED,
+    NO_KEY,
+    ROW_BYTES,
+    SAMPLE_ROW,
     STEP,
     VERSION,
     Header,
-    record_bytes,
-    unpack_header,
+    Name,
 )
 
-HEAD_DTYPE = np.dtype(
-    [(name, "=u4") for name in ("kind", "code", "samples", "left_out", "epoch", "step")]
+STEP_DTYPE = np.dtype(
+    {
+        "names": ["epoch", "step", "rank", "attempt", "flags", "samples", "first_row"],
+        "formats": ["i8", "i8", "i4", "i4", "u1", "i4", "i8"],
+    }
 )
-FARTHEST_STEPS = 1 << 16
-"""A record that does not continue the one before it, and is so much later, is not believed."""
-NO_HEAD = (0,) * 7
-LONGEST_SOUGHT_BYTES = 1 << 20
-"""Records of more bytes are not looked for behind damage, which would take long."""
-
-
-@dataclass(kw_only=True)
-class Attempt:
-    """The records of one attempt of one rank.
-
-    Attributes:
-        header: where it begins, and of which rank it is.
-        number: in the file, from 1.
-        names: number -> (text, flags) of sources and reasons.
-        offsets: places of the step records in the file, (n,) int64.
-        heads: their fields, (n,) of `HEAD_DTYPE`.
-        is_closed: whether its end was recorded, and no other attempt has gone on.
-        is_resumed: whether its end was recorded, and another attempt has gone on.
-        data: the bytes of the file.
-    """
-
-    header: Header
-    number: int
-    names: dict[int, tuple[str, int]]
-    offsets: npt.NDArray[np.int64]
-    heads: npt.NDArray[np.void]
-    is_closed: bool
-    is_resumed: bool
-    data: memoryview
-
-    @property
-    def positions(self) -> npt.NDArray[np.int64]:
-        """Epoch and step of each record as one number that grows, (n,) int64."""
-        return position(self.heads["epoch"].astype(np.int64), self.heads["step"])
-
-
-def position(epoch: npt.ArrayLike, step: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """Return epoch and step as one number that grows with both."""
-    return (np.asarray(epoch, np.int64) << 32) + np.asarray(step, np.int64)
-
-
-def place(at: int) -> str:
-    """Return the epoch and step of a `position` as text."""
-    return f"epoch {at >> 32} step {at & 0xFFFFFFFF}"
+"""A step that is recorded: `attempt` is an index, `first_row` where its samples are in the file."""
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+Steps = npt.NDArray[np.void]
+_KIND_BITS = 0xFF ^ (FILLER | ENDS_EPOCH)
 
 
 def rank_files(folder: str | os.PathLike[str]) -> list[RankFile]:
@@ -96,9 +60,10 @@ class RankFile:
     """What the file of one rank says.
 
     Attributes:
-        rank: whose file it is, by its name.
-        data: its bytes.
-        attempts: in the order in which they were written.
+        headers: of its attempts, in the order in which they were written.
+        names: number -> name, of each attempt.
+        steps: that are recorded and whole, of `STEP_DTYPE`.
+        has_ended: whether the run has ended, and nobody has gone on.
         problems: where it was changed or damaged.
         notes: where a record was torn by the end of the process that wrote it.
     """
@@ -111,160 +76,118 @@ class RankFile:
                 f"`{name}` must be named as `rank-00000.ledger`, but is not. Rename it, or move it "
                 "out of the folder."
             )
-        self.rank = int(match[1])
-        self.attempts: list[Attempt] = []
+        self.path, self.rank = path, int(match[1])
+        self.headers: list[Header] = []
+        self.names: list[dict[int, Name]] = []
+        self.steps: Steps = np.empty(0, STEP_DTYPE)
+        self.has_ended = False
         self.problems: list[str] = []
         self.notes: list[str] = []
-        self._map: mmap.mmap | None = None
         if path.stat().st_size:  # what is empty cannot be mapped
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.data = memoryview(b"" if self._map is None else self._map)
-        self._read()
-        self.forget_pages()
+            self._read(np.memmap(path, np.uint8, "r"))
 
-    def forget_pages(self) -> None:
-        """Let the system take back the memory of what was read; it is read again if need be."""
-        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+    def _read(self, data: Bytes) -> None:
+        start = data[: len(MAGIC)].tobytes()
+        if not MAGIC.startswith(start):
+            self._problem(
+                f"it begins with {start!r}: it is damaged, or not of version {VERSION} of a "
+                "ledger, which this library reads"
+            )
+            return
+        size = int.from_bytes(data[len(MAGIC) : ROW_BYTES].tobytes(), "little")
+        self.has_ended = size == len(data)
+        if size and not self.has_ended:
+            what = "missing: it was cut" if size > len(data) else "too many"
+            self._problem(f"the run has ended, but {abs(size - len(data)):,} bytes are {what}")
+        rows = data[: len(data) // ROW_BYTES * ROW_BYTES].view(END_ROW)
+        starts = np.append(1, np.flatnonzero(rows["mark"][1:] == MARK) + 2)
+        self._read_records(data, starts, rows[starts[1:] - 1])
+        if rest := data[int(starts[-1]) * ROW_BYTES :].tobytes():
+            if _is_torn(rest, len(self.names[-1]) if self.names else 0):
+                text = f"rank {self.rank}: a torn record of {len(rest):,} bytes is ignored."
+                self.notes.append(text)
+            else:
+                self._problem(f"the last {len(rest):,} bytes are damaged")
 
-    def _read(self) -> None:
-        magic = b"|".join(map(re.escape, (MAGIC, ENDED_MAGIC)))
-        starts = [match.start() for match in re.finditer(magic, self.data)]
-        found = [(at, *read) for at in starts if (read := unpack_header(self.data, at))]
-        ends = [*(at for at, *_ in found), len(self.data)]
-        if ends[0] and not self._is_torn(0, ends[0]):
-            self._problem(f"the first {ends[0]} bytes belong to no attempt: they are damaged")
-        shift = 0
-        for (at, header, crc), end in zip(found, ends[1:], strict=True):
-            if header.version != VERSION:
-                raise ValueError(
-                    f"rank {self.rank}: the ledger is of version {header.version}, but this "
-                    f"library reads version {VERSION}. Use the library that wrote it."
+    def _read_records(self, data: Bytes, starts: Ints, ends: npt.NDArray[np.void]) -> None:
+        """Read records, by the first rows of each and of what follows, and their end rows."""
+        bounds, view = (starts * ROW_BYTES).tolist(), data.data
+        crcs = [zlib.crc32(view[a : b - 4]) for a, b in pairwise(bounds)]
+        kinds = ends["kind"]
+        is_header, is_name, is_step = kinds == HEADER, kinds == NAME, kinds & _KIND_BITS == STEP
+        is_whole = (ends["crc"] == np.array(crcs, np.uint32)) & (is_header | is_name | is_step)
+        is_next = np.diff(ends["number"], prepend=np.uint16(0xFFFF)) == 1  # modulo 2**16
+        is_next[1:] |= ~is_whole[:-1]  # what is damaged is said on its own
+        attempts, steps = np.cumsum(is_header), np.flatnonzero(is_step & is_whole)
+        is_read = [False]  # of each attempt, from 1: not where its header is damaged
+        damaged_to = 0
+        for at in np.flatnonzero(~(is_step & is_whole & is_next)).tolist():
+            if is_header[at]:
+                is_read.append(bool(is_whole[at]))
+            before = steps[: np.searchsorted(steps, at)][-1:]
+            where = f"attempt {max(attempts[at], 1)}, at its beginning"
+            if len(before) and attempts[before[0]] == attempts[at]:
+                where = f"attempt {attempts[at]}, after {_place(ends[before[0]])}"
+            if not is_whole[at]:
+                if at >= damaged_to:  # with all that follow it
+                    damaged_to = at + int(np.argmax(np.append(is_whole[at:], True)))
+                    size = bounds[damaged_to] - bounds[at]
+                    self._problem(
+                        f"{where}: {size:,} bytes from byte {bounds[at]:,} on are damaged"
+                    )
+                continue
+            if not is_next[at]:
+                what = "a name" if is_name[at] else "the beginning of the attempt"
+                what = f"the record of {_place(ends[at])}" if is_step[at] else what
+                self._problem(
+                    f"{where}: {what} does not continue the record before it: one of them was "
+                    "removed, doubled or moved"
                 )
-            self._check_header(header, at, shift)
-            shift = at - header.offset
-            self._read_attempt(header, crc, at + HEADER_BYTES, end)
-        if self.attempts and self.attempts[-1].is_resumed:
-            self._problem("another attempt has gone on, but is missing: the file was cut")
+            text = bytes(view[bounds[at] : bounds[at + 1] - ROW_BYTES])
+            if is_header[at]:
+                self._begin(json.loads(text))
+            elif is_name[at] and is_read[-1]:
+                self.names[-1][int(ends["step"][at])] = Name(*json.loads(text))
+        steps = steps[np.array(is_read)[attempts[steps]]]
+        self.steps = np.zeros(len(steps), STEP_DTYPE)
+        self.steps["epoch"], self.steps["step"] = ends["epoch"][steps], ends["step"][steps]
+        self.steps["attempt"] = (np.cumsum(is_read) - 1)[attempts[steps]]
+        self.steps["flags"] = kinds[steps] - STEP
+        self.steps["first_row"], self.steps["samples"] = starts[steps], np.diff(starts)[steps] - 1
 
-    def _check_header(self, header: Header, at: int, shift: int) -> None:
-        where = f"attempt {len(self.attempts) + 1} ({place(_start(header))})"
+    def _begin(self, fields: dict[str, Any]) -> None:
+        if fields["version"] != VERSION:
+            raise ValueError(
+                f"`{self.path}` is of version {fields['version']} of a ledger, but this library "
+                f"reads version {VERSION}. Use the library that wrote it."
+            )
+        header = Header(**fields)
+        self.headers.append(header)
+        self.names.append({})
+        where = f"attempt {len(self.headers)} ({place_of(header.epoch, header.step)})"
         if header.rank != self.rank:
             self._problem(f"{where} was written by rank {header.rank}: the file was renamed")
-        if at - header.offset != shift:
-            moved = at - header.offset - shift
-            self._problem(
-                f"before {where} the file was changed: {abs(moved)} bytes "
-                f"{'too many' if moved > 0 else 'are missing'}"
-            )
-
-    def _read_attempt(self, header: Header, crc: int | None, at: int, end: int) -> None:
-        number, names, kind = len(self.attempts) + 1, {0: ("", 0)}, 0
-        offsets, heads = array("q"), array("I")
-        was_ended = self.data[at - HEADER_BYTES :][: len(MAGIC)] == ENDED_MAGIC
-        where = f"attempt {number}, at its beginning"
-        epoch, step = header.epoch, header.step
-        data, unpack = self.data, HEAD.unpack_from
-        while at < end:
-            head = unpack(data, at) if at + HEAD.size <= end else NO_HEAD
-            stop = at + record_bytes(*head[1:5])
-            if stop > end:
-                at, crc = self._skip(where, at, end, crc)
-                continue
-            continues = crc is None or zlib.crc32(data[at + 4 : stop], crc) == head[0]
-            if not continues:
-                self._problem(
-                    f"{where}: {_what(head)} does not continue the record before it: one of them "
-                    "was changed, removed, doubled or moved"
-                )
-            crc, kind = head[0], head[1]
-            if kind == NAME and (continues or head[3] <= len(names)):  # they are numbered in turn
-                text = bytes(data[at + HEAD.size : stop])
-                names[head[3]] = (text.decode("utf-8", "replace"), head[5])
-            elif kind >= STEP and (continues or _is_near(head, epoch, step)):
-                epoch, step = head[5:]
-                offsets.append(at)
-                heads.extend(head[1:])
-                where = f"attempt {number}, after {place(head[5] << 32 | head[6])}"
-            at = stop
-        if was_ended and kind not in (END, RESUMED):
-            self._problem(f"{where}: the end of the run is missing: the file was cut")
-        attempt = Attempt(
-            header=header,
-            number=number,
-            names=names,
-            offsets=np.frombuffer(offsets, np.int64),
-            heads=np.frombuffer(heads, HEAD_DTYPE),
-            is_closed=kind == END,
-            is_resumed=kind == RESUMED,
-            data=data,
-        )
-        self.attempts.append(attempt)
-
-    def _skip(self, where: str, at: int, end: int, crc: int | None) -> tuple[int, int | None]:
-        """Return where the next record is after bytes that are none, and the CRC it continues.
-
-        That CRC is `None` where the record is known only by the one that follows it.
-        """
-        before = [int.from_bytes(self.data[at : at + 4], "little")]
-        before += [] if crc is None else [crc]
-        for there in range(at + 1, end - HEAD.size + 1):
-            if not self._size(there, end):
-                continue
-            known = [one for one in before if self._continues(there, end, one)]
-            follower = there + self._size(there, end)
-            stored = int.from_bytes(self.data[there : there + 4], "little")
-            if known or self._continues(follower, end, stored):
-                self._problem(f"{where}: {there - at} bytes are damaged")
-                return there, known[0] if known else None
-        if self._is_torn(at, end):
+        if header.cut_bytes:
             self.notes.append(
-                f"rank {self.rank}: {where}: a torn record of {end - at} bytes is ignored."
+                f"rank {self.rank}: {where}: a torn record of {header.cut_bytes:,} bytes before it "
+                "was cut off."
             )
-        else:
-            self._problem(f"{where}: {end - at} bytes are damaged")
-        return end, crc
-
-    def _size(self, at: int, end: int) -> int:
-        """Return the size of the record that may be at a place, 0 where there is none."""
-        if at + HEAD.size > end or self.data[at + 4] not in KINDS:
-            return 0
-        size = record_bytes(*HEAD.unpack_from(self.data, at)[1:5])
-        return size if size <= min(end - at, LONGEST_SOUGHT_BYTES) else 0
-
-    def _continues(self, at: int, end: int, crc: int) -> bool:
-        """Tell whether there is a record at a place that continues one with this CRC."""
-        size = self._size(at, end)
-        stored = int.from_bytes(self.data[at : at + 4], "little")
-        return bool(size) and zlib.crc32(self.data[at + 4 : at + size], crc) == stored
-
-    def _is_torn(self, at: int, end: int) -> bool:
-        """Tell whether bytes can be the beginning of a record, or zeros after a loss of power."""
-        rest = bytes(self.data[at : min(end, at + HEADER_BYTES)])
-        if not any(self.data[at:end]):
-            return True
-        if MAGIC.startswith(rest[: len(MAGIC)]):
-            return len(rest) < HEADER_BYTES
-        if len(rest) < HEAD.size:
-            return True
-        head = HEAD.unpack_from(rest, 0)
-        return head[1] in KINDS and at + record_bytes(*head[1:5]) > end
 
     def _problem(self, text: str) -> None:
         self.problems.append(f"rank {self.rank}: {text}.")
 
 
-def _what(head: tuple[int, ...]) -> str:
-    if head[1] in (NAME, END, RESUMED):
-        return "a name" if head[1] == NAME else "the end of the attempt"
-    return f"the record of {place(head[5] << 32 | head[6])}"
+def place_of(epoch: int, step: int) -> str:
+    """Return epoch and step as text."""
+    return f"epoch {epoch} step {step}"
 
 
-def _is_near(head: tuple[int, ...], epoch: int, step: int) -> bool:
-    """Tell whether the place of a record, which may be damaged, is a likely one after another."""
-    return head[6] < FARTHEST_STEPS + step * (head[5] == epoch) and 0 <= head[5] - epoch <= 1
+def _place(end: np.void) -> str:
+    return place_of(int(end["epoch"]), int(end["step"]))
 
 
-def _start(header: Header) -> int:
-    return header.epoch << 32 | header.step
+def _is_torn(rest: bytes, names: int) -> bool:
+    """Tell whether bytes can be the beginning of a record, or zeros after a loss of power."""
+    rest = rest[: len(rest) // ROW_BYTES * ROW_BYTES]
+    rows = np.frombuffer(rest, SAMPLE_ROW)
+    return rest.isascii() or bool(((rows["name"] < names) & (rows["key"] >= NO_KEY)).all())

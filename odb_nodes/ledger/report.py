@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Literal
 
 import numpy as np
@@ -10,7 +11,13 @@ import numpy.typing as npt
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.text import counted, html_table, html_text
-from odb_nodes.ledger.entries import merkle_root
+
+DIGEST_BYTES = 32
+
+
+def digest_of(step_digests: npt.NDArray[np.uint8]) -> str:
+    """Return the digest of some steps by those of each."""
+    return blake2b(step_digests.tobytes(), digest_size=DIGEST_BYTES).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +34,9 @@ class EpochAudit:
         fates: fate -> number of samples: `"trained"`, `"dropped"`, `"excluded"`,
             `"unemitted"`, or `"skipped (reason)"`.
         filler: number of steps of a rank that had no sample of its own.
-        digest: the Merkle root over the steps, 64 hexadecimal digits: equal where two runs had the
-            same samples with the same fates at every step of every rank.
-        leaves: digest of each recorded step, (steps, 32) uint8.
+        digest: of all steps, 64 hexadecimal digits: equal where two runs had the same samples with
+            the same fates at every step of every rank.
+        step_digests: digest of each recorded step, of what all ranks had, (steps, 32) uint8.
     """
 
     epoch: int
@@ -40,13 +47,10 @@ class EpochAudit:
     fates: dict[str, int]
     filler: int
     digest: str
-    leaves: npt.NDArray[np.uint8] = field(repr=False, compare=False)
+    step_digests: npt.NDArray[np.uint8] = field(repr=False, compare=False)
 
     def digest_of_first(self, steps: int) -> str:
         """Return the digest of the first so many recorded steps.
-
-        Two runs whose digests differ had the same steps up to the one before it differs: find it by
-        halves.
 
         Args:
             steps: number of steps; all where fewer are recorded.
@@ -54,7 +58,7 @@ class EpochAudit:
         Raises:
             TypeError, ValueError: `steps` is not a number of at least 0.
         """
-        return merkle_root(self.leaves[: check_count("steps", steps, 0)]).hex()
+        return digest_of(self.step_digests[: check_count("steps", steps, 0)])
 
     def __str__(self) -> str:
         extent = "complete" if self.is_complete else f"partial, to step {self.last_step:,}"

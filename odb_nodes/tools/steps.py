@@ -23,7 +23,7 @@ from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
 from odb_nodes.contract.node import can_restore, restore_items
 from odb_nodes.contract.state_file import load_state
 from odb_nodes.errors import StateError
-from odb_nodes.ledger.steps import StepRecord, read_steps
+from odb_nodes.ledger.history import read_steps
 from odb_nodes.loader import Loader, ODBDataLoader
 from odb_nodes.loader.rank_states import rank_files
 from odb_nodes.nodes import GroupCollator, WindowBucketer
@@ -202,7 +202,7 @@ class _Graph:
         """Steps of an optimizer step."""
         return 1 if self.aligner is None else self.aligner.accumulate
 
-    def restore_items(self, record: StepRecord, world_size: int) -> SampleBlock:
+    def restore_items(self, record: StepInfo, world_size: int) -> SampleBlock:
         """Return the samples of a step of this rank."""
         if None in record.keys:
             raise StateError("a sample of this step has no key, so it cannot be read again.")
@@ -211,14 +211,16 @@ class _Graph:
                 "a source of this loader cannot read items by their keys. Make the step again from "
                 "a checkpoint before it: `remake_from_checkpoint`."
             )
-        rows = zip(record.keys, record.sources, record.repeats, record.is_own, strict=True)
+        own = record.own_sources
         items = [
-            ItemKey(source, key, 1 if is_own else world_size, repeat)
-            for key, source, repeat, is_own in rows
+            ItemKey(source, key, 1 if source in own else world_size, repeat)
+            for key, source, repeat in zip(
+                record.keys, record.row_sources, record.row_repeats, strict=True
+            )
             if key is not None
         ]
         samples = list(restore_items(self.samples, items))
-        for sample, key, source in zip(samples, record.keys, record.sources, strict=True):
+        for sample, key, source in zip(samples, record.keys, record.row_sources, strict=True):
             if not isinstance(sample, Sample) or (sample.key, sample.source) != (key, source):
                 raise StateError(
                     f"the sample that is read for key {key} is {sample!r:.200}: the data or the "
@@ -277,7 +279,7 @@ def _only(root: BaseNode[Any], kind: type[N]) -> N:
 def _with_info(
     graph: _Graph,
     groups: Sequence[Sequence[SampleBlock]],
-    records: Sequence[Sequence[StepRecord]],
+    records: Sequence[Sequence[StepInfo]],
     rank: int,
     index: int,
 ) -> tuple[Sequence[Sample], StepInfo]:

@@ -343,7 +343,7 @@ def test_its_exit_code_tells_a_hole_and_an_open_run_from_what_is_whole(tmp_path,
     pieces = pieces_of(path)
     path.write_bytes(b"".join(pieces[:-2] + pieces[-1:]))
     assert run("audit", *arguments) == 1
-    text = "PROBLEM: rank 1: attempt 2, after epoch 1 step 6: the end of the attempt"
+    text = "PROBLEM: rank 1: attempt 2, after epoch 1 step 5: the record of epoch 1 step 7"
     assert text in capsys.readouterr().out
     record(tmp_path / "open", info_of(0, [0]), ended=False)
     assert run("audit", str(tmp_path / "open"), "--size", "2") == 3

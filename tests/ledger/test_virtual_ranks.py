@@ -8,8 +8,8 @@ from elastic import EXCLUDED, SAMPLES, make
 from ledgers import info_of
 
 from odb_nodes import Ledger, audit, pop_step_info, reshard
+from odb_nodes.ledger.history import read_steps
 from odb_nodes.ledger.records import MAGIC
-from odb_nodes.ledger.steps import read_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*skipped", "ignore:.*dropped")
 VIRTUAL = 4

@@ -183,10 +183,10 @@ class WorkerProcess:
 
         So a worker that hangs, and does not read its socket, does not block the trainer.
         """
-        forgotten, free = _taken(self._forgotten), _taken(self._free)
-        head = pickle.dumps(Message(generation, task, request, forgotten, free), protocol=5)
         answer = Answer(self)
         try:
+            forgotten, free = _taken(self._forgotten), _taken(self._free)
+            head = pickle.dumps(Message(generation, task, request, forgotten, free), protocol=5)
             with self._sending:
                 if task is not None or request is not None:
                     (self._batches if task is None else self._pending).put(answer)

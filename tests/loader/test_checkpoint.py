@@ -100,6 +100,8 @@ def test_another_number_of_ranks_is_resharded(tmp_path, as_rank, caplog):
         assert asked.state_dict().keys() == saved.keys()
         asked.load_state_dict(saved)
         assert fresh.state == expected
+        (own,) = asked.state_dict().values()  # what is saved next is this rank's state
+        assert own.getvalue()
 
 
 def test_a_distributed_state_is_one_leaf_of_bytes(as_rank):

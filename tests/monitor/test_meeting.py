@@ -33,7 +33,7 @@ def test_ranks_write_one_file_with_the_mean_over_the_targets_of_all(tmp_path):
                 info = pop_step_info(batch)
                 infos.append(info)
                 loss = loss_of(info) + exchange.rank
-                monitor.step(batch, info, loss=loss, ooms=exchange.rank)
+                monitor.step(batch, info, loss=loss, ooms=exchange.rank, lr=5.0 + exchange.rank)
         return infos
 
     both = on_ranks(2, run)
@@ -48,7 +48,7 @@ def test_ranks_write_one_file_with_the_mean_over_the_targets_of_all(tmp_path):
     targets = sum(info.local_targets for infos in both for info in infos)
     assert epoch["sum"]["targets"] == targets
     assert epoch["mean"]["loss"] == pytest.approx(weighted / targets, rel=1e-14)
-    assert epoch["sum"]["samples"] == 80
+    assert epoch["sum"]["samples"] == 80 and epoch["last"]["lr"] == 5.0  # of rank 0
     assert epoch["sum"]["ooms"] == epoch["sum"]["optimizer_steps"] == len(both[0])
     padded = [[info.local_padded_tokens for info in infos] for infos in both]
     busiest = sum(map(max, *padded))

@@ -1,5 +1,7 @@
 """A run that is resumed anywhere writes what the whole run writes: no step twice, none missing."""
 
+import time
+
 import pytest
 from monitors import check_steps_follow, composed_loader, loader_of, records_of, train
 
@@ -36,16 +38,21 @@ def test_a_run_that_is_resumed_at_any_step_writes_what_the_whole_run_writes(tmp_
         assert found == expected, step
 
 
-def test_the_clock_goes_on_after_a_resume(tmp_path):
+@pytest.mark.parametrize("world_size", [None, 2])
+def test_the_clock_goes_on_after_a_resume(tmp_path, world_size):
     with Monitor(tmp_path, every=2) as first:
-        train(first, loader := loader_of(), steps=3)
+        train(first, loader := loader_of(), steps=3, after=lambda _: time.sleep(0.05))
         state = first.state_dict()
         first.close(write=False)
+    (written,) = read_run(tmp_path).steps
+    since = state["counts"]["sums"]["rank_seconds"]
+    assert written["seconds"] >= 0.05 and since >= 0.1
     with Monitor(tmp_path, every=2) as second:
+        if world_size is not None:
+            state, _ = Monitor.reshard_states([state], world_size)
         second.load_state_dict(state)
         train(second, loader, steps=2)
-    one, other = read_run(tmp_path).steps[:2]
-    assert other["seconds"] >= one["seconds"] + state["counts"]["sums"]["rank_seconds"] > 0
+    assert read_run(tmp_path).steps[1]["seconds"] >= written["seconds"] + since
 
 
 def test_a_state_that_was_changed_is_refused(tmp_path):

@@ -44,8 +44,8 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
         of its epochs are complete: see `Audit.state`.
 
     Raises:
-        TypeError, ValueError: `size` is not that of the sources, `folder` or what is in it is not
-            that of a ledger, or a file is of another version.
+        TypeError, ValueError: `size` is not that of the sources, `folder` is not that of a ledger,
+            or an attempt in it is of another version.
         FileNotFoundError: there is no ledger in the folder.
     """
     _check_size(size)
@@ -150,7 +150,7 @@ class _EpochCheck:
                     f"epoch {epoch}: rank {ranges(absent)} of {one.world_size} has no record: put "
                     "the files of all ranks into the folder."
                 )
-        last = self.segments[-1]
+        last = self.segments[-1]  # of which `ranks` and `behind` are
         is_ended = last.ending >= ranks
         if not is_ended and len({last.lasts.get(rank) for rank in ranks}) > 1:
             counts = [f"rank {rank} {len(last.ranks.get(rank, ()))}" for rank in sorted(ranks)]

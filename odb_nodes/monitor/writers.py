@@ -164,7 +164,7 @@ class MlflowWriter:
 
     def begin(self, attempt: Record) -> None:
         """Begin a run, or go on with it, and log what it was made with as its parameters."""
-        run, self._is_own = self._mlflow.active_run(), self._is_own
+        run = self._mlflow.active_run()
         if run is None:
             run, self._is_own = self._mlflow.start_run(**self._options), True
         self._run_id = run.info.run_id

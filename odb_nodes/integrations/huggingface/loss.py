@@ -250,7 +250,7 @@ class LossWeigher:
             )
 
     def _loss_of(self, batch: Mapping[str, Any], items: int) -> float:
-        """Return a loss without gradients, and leave the generators as they were."""
+        """Return a loss without gradients, and leave torch's generators as they were."""
         trainer, device = self._trainer, self._trainer.args.device
         model = trainer.model_wrapped
         model.eval()  # The `Trainer` sets it to training at each step.

@@ -145,6 +145,7 @@ class Kind(NamedTuple):
         make: exchange, budget, exclude -> loader, in place of `ODBDataLoader`.
         ranks: the numbers of ranks that it may have.
         once: whether each sample comes once in an epoch.
+        counts_unread: whether samples that no rank reads are counted, as their number is known.
         calls: weights that are set after a step, by its number, for the next epoch.
     """
 
@@ -153,6 +154,7 @@ class Kind(NamedTuple):
     make: object = None
     ranks: tuple = (1, 2, 3, 4)
     once: bool = True
+    counts_unread: bool = True
     calls: dict = {}  # noqa: RUF012
 
     def budget(self, cuts=0):
@@ -203,7 +205,9 @@ KINDS = {
     "dearest first": Kind({"dearest_first": 3}),
     "not prefetched": Kind({"prefetch": 0}),
     "stop": Kind({"uneven": "stop"}, moves=False),
-    "stop iterable": Kind({"uneven": "stop", "dataset": lambda *_: Shuffled()}, moves=False),
+    "stop iterable": Kind(
+        {"uneven": "stop", "dataset": lambda *_: Shuffled()}, moves=False, counts_unread=False
+    ),
     "in order": Kind({"shuffle": False}),
     "own keys": Kind({"observe": with_own_key}),
     "sampler": Kind({"sampler": [*range(60, SAMPLES), *range(60)]}, moves=False),

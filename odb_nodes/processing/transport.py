@@ -421,6 +421,7 @@ class Lease:
     """Gives a file back when nobody reads it any more."""
 
     __slots__ = ("__weakref__", "_forks", "_give_back", "_number", "mapping")
+    mapping: _Mapping  # if it is of one that is shared
     _process = _Forks()  # here, since a module loses its names at exit before its objects
 
     def __init__(self, number: int, give_back: Callable[[int], None]) -> None:

@@ -125,8 +125,8 @@ def check_meter(meter: Any, name: str = "meter") -> MemoryMeter:
     return meter
 
 
-def measuring(meter: MemoryMeter) -> AbstractContextManager[Any]:
-    """Return the block within which a meter measures."""
+def measuring(meter: MemoryMeter | None) -> AbstractContextManager[Any]:
+    """Return the block within which a meter, if there is one, measures."""
     return meter if isinstance(meter, AbstractContextManager) else nullcontext()
 
 
@@ -149,13 +149,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     It may be the memory of a device or of the host.
     """
-    return any(map(_says_out_of_memory, _chain(error, with_contexts=False)))
-
-
-def _says_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(part in str(error) for part in MESSAGES)
+    return any(
+        isinstance(one, (torch.OutOfMemoryError, MemoryError))
+        or (isinstance(one, RuntimeError) and any(part in str(one) for part in MESSAGES))
+        for one in _chain(error, with_contexts=False)
+    )
 
 
 def free_memory(error: BaseException | None = None, *, old_garbage: bool = True) -> None:

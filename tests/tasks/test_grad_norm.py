@@ -172,7 +172,7 @@ def test_a_state_that_is_none_is_refused():
     for steps in (-1, 1.5, "2", None, True):
         with pytest.raises(StateError, match=f"`steps` must be .* is {steps!r}"):
             balance.load_state_dict({**state, "steps": steps})
-    with pytest.raises(StateError, match="the state has no 'first'"):
+    with pytest.raises(StateError, match="`first` must be a `Mapping`"):
         balance.load_state_dict({"steps": 1})
     assert balance.state_dict() == state
 

@@ -100,7 +100,7 @@ class Calibration:
     """
 
     points: tuple[Trial, ...] = field(repr=False)
-    model: MemoryModel
+    model: MemoryModel = field(repr=False)
     budget: TokenBudget
     tokens_per_s: float
     checkpointing: bool = False

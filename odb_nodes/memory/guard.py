@@ -74,6 +74,11 @@ class StepBatch(NamedTuple):
     samples: list[Sample]
     info: StepInfo
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch and step."""
+        return self.info.epoch, self.info.step
+
 
 class OomGuard:
     """Yields the optimizer steps of a loader; one that runs out of memory is computed in parts.
@@ -148,6 +153,7 @@ class OomGuard:
         self.rule = LossRule(world_size=1, accumulate=1)
         self._peers: Peers | None = None  # the other ranks, where there are any
         self.channel: Channel | None = None
+        self.rank = 0
         self.watch: FailureWatch | None = None
         # The models that were found to have all that is trained. They must not live on for our
         # sake: a DDP model that is freed after `destroy_process_group` may hang, as torch then
@@ -189,7 +195,7 @@ class OomGuard:
         try:
             for batch in batches:
                 info = pop_step_info(batch)
-                if begun and not _follows(info, begun[-1].info):
+                if begun and (info.epoch, info.step - 1) != begun[-1].place:
                     begun.clear()
                 begun.append(StepBatch(batch, self.collator.take_samples(info), info))
                 if begun[0].info.micro_step:
@@ -211,11 +217,6 @@ class OomGuard:
 
     # --- the other ranks --------------------------------------------------------------------------
 
-    @property
-    def rank(self) -> int:
-        """This rank, of those that share the data."""
-        return 0 if self.channel is None else self.channel.rank
-
     def meet(self, holder: str) -> None:
         """Meet the other ranks, and compare what all must have in common."""
         if self.aligner is None:
@@ -227,7 +228,7 @@ class OomGuard:
             self._peers = self.aligner.peers.another(2 * self.aligner.accumulate)
         self.leave()
         self._peers.begin()
-        self.channel = self._peers.channel
+        self.channel, self.rank = self._peers.channel, self._peers.channel.rank
         own = {
             "on_oom": self.on_oom,
             "guard_above": self._guard_above,
@@ -445,7 +446,7 @@ class GuardedStep:
 
         Where whole steps are left out, one after the other, it is a `StepMemoryError`.
         """
-        self._count()
+        self._guard.split_steps += len(self.parts) > len(self._batches)
         guard, info = self._guard, self.infos[0]
         samples, targets = map(sum, zip(*left_out, strict=True))
         if info.optimizer_targets:  # Samples without targets train nothing, and are not computed.
@@ -483,7 +484,18 @@ class GuardedStep:
                 watch.leave()
             if guard.on_oom != "raise" and is_out_of_memory(error):
                 guard.note(part, "the step cannot be computed")
-                reason = StepMemoryError(self._cannot_be_taken_back(part))
+                samples, limit = part.samples, guard.limit
+                keys = ", ".join(str(one.key) for one in samples[:_SHOWN])
+                more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
+                most = part.cost if limit is None else min(part.cost, limit)
+                reason = StepMemoryError(
+                    f"rank {guard.rank} ran out of memory in {self.where}, with {len(samples)} "
+                    f"samples of up to {max(one.tokens for one in samples)} tokens and "
+                    f"{sum(one.patches for one in samples)} patches (keys {keys}{more}; cost "
+                    f"{part.cost}). All ranks compute such a step together, so it cannot be taken "
+                    "back. Resume from the last checkpoint with a budget of "
+                    f"{int(_SHRINK * most)} or less."
+                )
                 if watch is not None:
                     watch.publish(reason)
                 raise reason from error
@@ -506,11 +518,8 @@ class GuardedStep:
                 model.no_sync() if waits else nullcontext(),  # type: ignore[operator]
             ):
                 losses.append(run(part, self.take(part)))
-        self._count()
-        return torch.stack(losses).sum()
-
-    def _count(self) -> None:
         self._guard.split_steps += len(self.parts) > len(self._batches)
+        return torch.stack(losses).sum()
 
     def _failing(self, numbers: range, model: nn.Module, run: Run) -> Part | None:
         """Compute some batches; return the part that memory ran out in, if there is one."""
@@ -556,19 +565,6 @@ class GuardedStep:
     def where(self) -> str:
         """The step, for an error."""
         return f"step {self.infos[0].step} of epoch {self.infos[0].epoch}"
-
-    def _cannot_be_taken_back(self, part: Part) -> str:
-        samples, limit = part.samples, self._guard.limit
-        most = part.cost if limit is None else min(part.cost, limit)
-        keys = [sample.key for sample in samples[:_SHOWN]]
-        more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
-        return (
-            f"rank {self._guard.rank} ran out of memory in {self.where}, with {len(samples)} "
-            f"samples of up to {max(sample.tokens for sample in samples)} tokens and "
-            f"{sum(sample.patches for sample in samples)} patches (keys {keys}{more}; cost "
-            f"{part.cost}). All ranks compute such a step together, so it cannot be taken back. "
-            f"Resume from the last checkpoint with a budget of {int(_SHRINK * most)} or less."
-        )
 
 
 def runs_ahead() -> bool:
@@ -624,7 +620,3 @@ def _check_graph(
             "`shrink` needs a `RankAligner` over a `WindowBucketer`, whose budget has no `shapes`: "
             "batches of a fixed shape have no smaller one. Leave it out."
         )
-
-
-def _follows(info: StepInfo, before: StepInfo) -> bool:
-    return (info.epoch, info.step) == (before.epoch, before.step + 1)

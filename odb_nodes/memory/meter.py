@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from odb_nodes._core.checks import check_count, check_type
+from odb_nodes._core.checks import check_type
 
 __all__ = ["CudaMeter", "MemoryMeter", "ShapeTooLargeError", "free_memory", "is_out_of_memory"]
 
@@ -110,13 +110,8 @@ def check_share(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_bytes(name: str, value: object) -> int:
-    """Return a number of bytes, 1 or more, as an int."""
-    return check_count(name, value, maximum=MOST_BYTES)
-
-
 def check_meter(meter: Any, name: str = "meter") -> MemoryMeter:
-    """Return a meter, which is the argument of that name."""
+    """Return the argument of that name, which must be a meter."""
     if isinstance(meter, type) or not isinstance(meter, MemoryMeter):
         raise TypeError(
             f"`{name}` must have `reset()`, `peak_bytes()` and `limit_bytes`, but is "

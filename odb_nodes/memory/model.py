@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from odb_nodes._core.checks import MAX_COUNT, check_count
 from odb_nodes.errors import StateError
-from odb_nodes.memory.meter import check_bytes, check_share
+from odb_nodes.memory.meter import MOST_BYTES, check_share
 from odb_nodes.planning import TokenBudget
 
 __all__ = ["Fit", "MemoryModel"]
@@ -68,9 +68,6 @@ class MemoryModel:
         self._points: dict[tuple[int, int, int], int] = {}
         self._fit: Fit | None = None
 
-    def __repr__(self) -> str:
-        return f"MemoryModel({len(self._points)} points)"
-
     def add(self, rows: int, width: int, patches: int, peak_bytes: int) -> None:
         """Add the peak of one step, in place of an older one of the same shape.
 
@@ -85,7 +82,7 @@ class MemoryModel:
         """
         sizes = check_count("rows", rows), check_count("width", width)
         shape = (*sizes, check_count("patches", patches, 0))
-        self._points[shape] = check_bytes("peak_bytes", peak_bytes)
+        self._points[shape] = check_count("peak_bytes", peak_bytes, maximum=MOST_BYTES)
         self._fit = None
 
     def fit(self) -> Fit:
@@ -97,11 +94,8 @@ class MemoryModel:
         Raises:
             ValueError: there are fewer than 2 points.
         """
-        if self._fit is None:
-            self._fit = self._fitted()
-        return self._fit
-
-    def _fitted(self) -> Fit:
+        if self._fit is not None:
+            return self._fit
         if len(self._points) < 2:
             raise ValueError(
                 f"a fit needs 2 points or more, but there are {len(self._points)}: add what steps "
@@ -111,7 +105,7 @@ class MemoryModel:
         coefficients = non_negative_fit(design, peaks)
         errors = peaks / (design @ coefficients) - 1
         constant, token, square, patch = coefficients.tolist()
-        return Fit(
+        self._fit = Fit(
             constant_bytes=constant,
             token_bytes=token,
             square_bytes=square,
@@ -120,6 +114,7 @@ class MemoryModel:
             error=float(np.abs(errors).max()),
             points=len(peaks),
         )
+        return self._fit
 
     def predict(self, rows: int, width: int, patches: int = 0) -> int:
         """Return the predicted peak of a step, in bytes, without the margin.
@@ -163,7 +158,8 @@ class MemoryModel:
             TypeError, ValueError: an argument is not valid, there are fewer than 2 points, they do
                 not show how memory grows, or no batch fits.
         """
-        usable_bytes = check_bytes("limit_bytes", limit_bytes) * check_share("threshold", threshold)
+        check_count("limit_bytes", limit_bytes, maximum=MOST_BYTES)
+        usable_bytes = limit_bytes * check_share("threshold", threshold)
         fit = self.fit()
         if fit.token_bytes == fit.square_bytes == 0:
             raise ValueError(

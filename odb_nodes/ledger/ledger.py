@@ -87,7 +87,14 @@ class Ledger:
             if error.errno not in _NO_SPACE:
                 raise
             self._file.warn(error, _LOST)
-        self._check_version()
+        if self._file.is_open:
+            with self.path.open("rb") as file:
+                start = file.read(len(MAGIC))
+            if not MAGIC.startswith(start):
+                raise ValueError(
+                    f"`{self.path}` is no ledger of version {VERSION}, but of another version of "
+                    "this library. Give the run a folder of its own."
+                )
 
     def record(self, info: StepInfo) -> None:
         """Record a step that is done.
@@ -164,16 +171,6 @@ class Ledger:
 
     def __exit__(self, *error: object) -> None:
         self.close(ended=not any(error))
-
-    def _check_version(self) -> None:
-        if self._file.is_open:
-            with self.path.open("rb") as file:
-                start = file.read(len(MAGIC))
-            if not MAGIC.startswith(start):
-                raise ValueError(
-                    f"`{self.path}` is no ledger of version {VERSION}, but of another version of "
-                    "this library. Give the run a folder of its own."
-                )
 
     def _begin(self, info: StepInfo | None) -> tuple[bytes, Encoder]:
         """Return the header of an attempt, for a file that is made where there is none.

@@ -388,7 +388,7 @@ class Monitor:
         self._meet()
         window.note_memory()
         if self._stats is not None:
-            window.count("rank_wait_s", self._stats.take_rank_wait_s())
+            window.counts.count("rank_wait_s", self._stats.take_rank_wait_s())
         now_s, waited_s = time.perf_counter(), meeting.wait_s
         counts = window.read(now_s - self._start_s)
         where = f"the monitor's record of optimizer step {at.step}"
@@ -399,7 +399,7 @@ class Monitor:
         first, at.written = at.written + 1, at.step
         at.seconds += counts.sums["rank_seconds"]
         self._window, self._start_s = self._new_window(Counts(), []), now_s
-        self._window.count("record_wait_s", meeting.wait_s - waited_s)
+        self._window.counts.count("record_wait_s", meeting.wait_s - waited_s)
         if meeting.rank == 0:
             ranks = [Counts(**json.loads(part)) for part in parts]
             whole = Counts.over_ranks(ranks)

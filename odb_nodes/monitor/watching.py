@@ -32,17 +32,15 @@ class LoaderStats:
         check_type("loader", loader, ODBDataLoader | Loader)
         self.loader = loader
         nodes = [*walk(loader.root)]
-        self._aligner = next((one for one in nodes if isinstance(one, RankAligner)), None)
+        self._aligners = [one for one in nodes if isinstance(one, RankAligner)]
         self._mixers = [one for one in nodes if isinstance(one, SourceMixer)]
-        self._taken_s = self._rank_wait_s
-
-    @property
-    def _rank_wait_s(self) -> float:
-        return 0.0 if self._aligner is None else self._aligner.exchange_wait_s
+        self._taken_s = 0.0
+        self.take_rank_wait_s()
 
     def take_rank_wait_s(self) -> float:
         """Return the seconds that the plans of other ranks were waited for since the last call."""
-        before_s, self._taken_s = self._taken_s, self._rank_wait_s
+        before_s = self._taken_s
+        self._taken_s = self._aligners[0].exchange_wait_s if self._aligners else 0.0
         return self._taken_s - before_s
 
     @property

@@ -94,7 +94,7 @@ class JsonlSource(ShardedOrder[Any]):
                 "`paths` must be a path, a string or `pathlib.Path`, or a list of them, but is "
                 f"{paths!r:.200} instead."
             )
-        found = [_files_of(path) for path in given]
+        found = [files_of(path, ".jsonl", ".jsonl.gz") for path in given]
         self._paths = [file for files in found for file in files]
         if not self._paths:
             raise ValueError("`paths` must name at least 1 file, but is empty.")
@@ -292,10 +292,15 @@ def _close_all(files: dict[int, IO[bytes]]) -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def _files_of(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the files that a path stands for: itself, those of a folder, or those of a pattern."""
+def files_of(path: str | os.PathLike[str], *ends: str) -> list[Path]:
+    """Return the files that a path stands for: itself, those of a pattern, or of a folder.
+
+    Args:
+        path: the path.
+        ends: how the names of the files end that a folder stands for.
+    """
     if Path(path).is_dir():
-        found = [file for end in ("*.jsonl", "*.jsonl.gz") for file in Path(path).glob(end)]
+        found = [file for end in ends for file in Path(path).glob(f"*{end}")]
     elif glob.has_magic(os.fspath(path)) and not Path(path).exists():
         found = [Path(file) for file in glob.glob(os.fspath(path), recursive=True)]
     else:
@@ -309,7 +314,7 @@ def _files_of(path: str | os.PathLike[str]) -> list[Path]:
     if not found:
         raise FileNotFoundError(
             f"`paths` must name files, but {os.fspath(path)!r} has none (of a folder, those that "
-            "end in `.jsonl` or `.jsonl.gz` are taken)."
+            f"end in `{'` or `'.join(ends)}` are taken)."
         )
     return sorted(found)
 

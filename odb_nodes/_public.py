@@ -24,6 +24,7 @@ from odb_nodes.sources import (
     ParquetDataset,
     ShardedSampler,
     SourceMixer,
+    TarDataset,
     WeightedSampler,
     WeightSchedule,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "StatefulNode",
     "StepInfo",
     "StepMemoryError",
+    "TarDataset",
     "TaskWeights",
     "TokenBatchSampler",
     "TokenBudget",

@@ -6,6 +6,7 @@ from odb_nodes.sources.mixing import Mixing, WeightSchedule
 from odb_nodes.sources.parquet_dataset import ParquetDataset
 from odb_nodes.sources.sharded_sampler import ShardedSampler
 from odb_nodes.sources.source_mixer import SourceMixer
+from odb_nodes.sources.tar_dataset import TarDataset
 from odb_nodes.sources.weighted_sampler import WeightedSampler
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "ParquetDataset",
     "ShardedSampler",
     "SourceMixer",
+    "TarDataset",
     "WeightSchedule",
     "WeightedSampler",
 ]

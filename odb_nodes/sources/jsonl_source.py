@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import glob
 import gzip
-import hashlib
 import json
 import os
 import stat
@@ -15,7 +14,6 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -25,21 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_nodes._core.checks import check_bool, check_integer
-from odb_nodes._core.files import replacing
 from odb_nodes._core.processes import has_data_elsewhere, resolve_rank
 from odb_nodes._core.progress import SlowProgress
 from odb_nodes.contract import EpochNode
 from odb_nodes.contract.node import ItemLocation
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sample import ItemKey
+from odb_nodes.sources.kept_index import Index, index_of
 from odb_nodes.sources.sharded_sampler import ShardedOrder
 
 _OFFSET_BITS = 40  # of a key
 _MOST_OPEN = 64  # files: opening one takes long on a network's disk
 _INDEXED_BYTES = 1 << 20  # at a time
-_KEPT_FROM_BYTES = 64 << 20  # of a file whose index is kept
-_INDEX_VERSION = 1
-_INDEX_HEADER = 6  # numbers: version, CRC-32 of the rest, size, time, bytes of the text, records
 _CUT = (EOFError, gzip.BadGzipFile, zlib.error)  # of a compressed file that is cut or damaged
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -359,6 +354,10 @@ class LineIndex:
     def __len__(self) -> int:
         return len(self.starts)
 
+    def arrays(self) -> Index:
+        """Return it as arrays, to be kept."""
+        return {"starts": self.starts, "blanks": self.blanks, "size": np.array(self.size)}
+
     def span(self, record: int) -> tuple[int, int]:
         """Return the bytes at which a record begins, and at which the next one does."""
         is_last = record + 1 == len(self.starts)
@@ -377,49 +376,8 @@ class LineIndex:
 
 def _index_of(path: Path) -> LineIndex:
     """Return where the records of a file are; of a large one, as it was found before."""
-    stamp = _stamp_of(path)
-    if stamp[0] < _KEPT_FROM_BYTES:
-        return _index_lines(path)
-    digest = hashlib.sha1(os.fsencode(path.resolve())).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "odb_nodes"
-    places = path.with_name(f".{path.name}.index"), cache / f"{path.name}.{digest}.index"
-    for place in places:
-        if (kept := _kept_index(place, stamp)) is not None:
-            return kept
-    index = _index_lines(path)
-    if _stamp_of(path) == stamp:  # else somebody is still writing
-        body = np.array([*stamp, index.size, len(index)], "<i8").tobytes()
-        body += index.starts.astype("<i8").tobytes() + index.blanks.astype("<i8").tobytes()
-        head = np.array([_INDEX_VERSION, zlib.crc32(body)], "<i8").tobytes()
-        for place in places:
-            with suppress(OSError):  # The folder may be read-only, or the disk full.
-                place.parent.mkdir(parents=True, exist_ok=True)
-                with replacing(place) as file:
-                    file.write(head + body)
-                break
-    return index
-
-
-def _stamp_of(path: Path) -> tuple[int, int]:
-    """Return size and time of a file, which change with its content."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
-
-
-def _kept_index(place: Path, stamp: tuple[int, int]) -> LineIndex | None:
-    """Return the index that is kept at a place; `None` where it is of another file, or damaged."""
-    try:
-        content = place.read_bytes()
-    except OSError:
-        return None
-    if len(content) % 8 or len(content) < 8 * _INDEX_HEADER:
-        return None
-    numbers = np.frombuffer(content, "<i8").astype(np.int64)
-    version, crc, size, time_ns, text_bytes, records = numbers[:_INDEX_HEADER].tolist()
-    if version != _INDEX_VERSION or (size, time_ns) != stamp or crc != zlib.crc32(content[16:]):
-        return None
-    rows = numbers[_INDEX_HEADER:]
-    return LineIndex(rows[:records], rows[records:], text_bytes)
+    found = index_of(path, "lines1", lambda path: _index_lines(path).arrays())
+    return LineIndex(found["starts"], found["blanks"], int(found["size"]))
 
 
 def _index_lines(path: Path) -> LineIndex:

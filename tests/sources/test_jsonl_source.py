@@ -10,7 +10,7 @@ from damaged_states import resealed
 from torchdata.nodes import Mapper
 
 from odb_nodes import JsonlSource, Loader, ODBDataLoader, SampleError, StateError, pop_step_info
-from odb_nodes.sources import ShardedSampler, jsonl_source
+from odb_nodes.sources import ShardedSampler, jsonl_source, kept_index
 from odb_nodes.testing import assert_resumes_exactly
 
 in_order = partial(JsonlSource, shuffle=False)
@@ -290,9 +290,9 @@ def test_what_cannot_be_read_is_refused_by_name(call, error, message, compressed
 @pytest.fixture
 def kept(files, tmp_path, monkeypatch):
     """Where the index of the first file is kept, beside it and else; all files count as large."""
-    monkeypatch.setattr(jsonl_source, "_KEPT_FROM_BYTES", 0)
+    monkeypatch.setattr(kept_index, "KEPT_FROM_BYTES", 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return files[0].with_name(".a.jsonl.index"), tmp_path / "cache" / "odb_nodes"
+    return files[0].with_name(".a.jsonl.lines1"), tmp_path / "cache" / "odb_nodes"
 
 
 def without_reading(monkeypatch):
@@ -317,7 +317,8 @@ def test_an_index_that_is_damaged_is_made_again(cut, files, kept, monkeypatch):
     whole = kept[0].read_bytes()
     kept[0].write_bytes(whole[:cut])
     assert ids(in_order(files, *ALONE)) == expected and kept[0].read_bytes() == whole
-    kept[0].write_bytes(whole[:60] + b"x" + whole[61:])
+    middle = len(whole) // 2
+    kept[0].write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
     assert ids(in_order(files, *ALONE)) == expected
     without_reading(monkeypatch)
     assert ids(in_order(files, *ALONE)) == expected

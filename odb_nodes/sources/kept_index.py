@@ -1,0 +1,71 @@
+"""Where the records of a large file are, kept beside it, so that it is searched once."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_nodes._core.files import replacing
+
+Index = dict[str, npt.NDArray[Any]]
+
+KEPT_FROM_BYTES = 64 << 20  # of a file whose index is kept
+_STAMP = "stamp"
+
+
+def index_of(path: Path, kind: str, search: Callable[[Path], Index]) -> Index:
+    """Return the index of a file, of a large one as it was found before.
+
+    It is kept in a hidden file beside it or, where that cannot be, in `~/.cache/odb_nodes`, and
+    used until size or time of the file change.
+
+    Args:
+        path: the file.
+        kind: which index it is, in one word with a version: others are not read.
+        search: makes the index.
+    """
+    stamp = _stamp_of(path)
+    if stamp[0] < KEPT_FROM_BYTES:
+        return search(path)
+    digest = hashlib.sha1(os.fsencode(path.resolve())).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "odb_nodes"
+    places = path.with_name(f".{path.name}.{kind}"), cache / f"{path.name}.{digest}.{kind}"
+    for place in places:
+        if (kept := _kept(place, stamp)) is not None:
+            return kept
+    index = search(path)
+    if _stamp_of(path) == stamp:  # else somebody is still writing
+        content = io.BytesIO()
+        np.savez(content, allow_pickle=False, **{_STAMP: np.array(stamp), **index})
+        for place in places:
+            with suppress(OSError):  # The folder may be read-only, or the disk full.
+                place.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(place) as file:
+                    file.write(content.getbuffer())
+                break
+    return index
+
+
+def _stamp_of(path: Path) -> tuple[int, int]:
+    """Return size and time of a file, which change with its content."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _kept(place: Path, stamp: tuple[int, int]) -> Index | None:
+    """Return the index that is kept at a place; `None` where it is of another file, or damaged."""
+    try:
+        with open(place, "rb") as file, np.load(file, allow_pickle=False) as kept:
+            found = dict(kept)  # The archive has a checksum of each.
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+        return None
+    return found if found.pop(_STAMP, np.zeros(0)).tolist() == [*stamp] else None

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from odb_nodes._core.checks import MAX_KEY, check_count, check_type
 from odb_nodes._core.text import counted
-from odb_nodes.ledger.history import Run, Samples, Segment
-from odb_nodes.ledger.reading import Ints, Steps
+from odb_nodes.ledger.history import Ints, Run, Samples, Segment, Steps
 from odb_nodes.ledger.records import ENDS_EPOCH, FILLER, NO_KEY, Name
 
 DIGEST_BYTES = 32

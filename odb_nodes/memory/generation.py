@@ -174,7 +174,7 @@ class LongestFirst:
                 f"but is {describe(dataset)} instead. Pass a list of its items."
             )
         self.dataset = dataset
-        self._new_tokens = check_count("new_tokens", new_tokens, 0)
+        check_count("new_tokens", new_tokens, 0)
         multiple, shapes = budget.pad_to_multiple_of, budget.shape_ladder()
         side = PaddingCollate(side="left", pad_to_multiple_of=multiple, shapes=shapes)
         self._collate = side if collate_fn is None else collate_fn
@@ -186,7 +186,14 @@ class LongestFirst:
             if not isinstance(sample, Sample):
                 raise SampleError(f"item {index} is skipped {sample.why}")
             self._samples.append(sample)
-        self._groups = self._grouped(budget)[own_rank::ranks]
+        tokens = np.array([one.tokens + new_tokens for one in self._samples], np.int64)
+        patches = np.array([one.patches for one in self._samples], np.int64)
+        table = np.stack((tokens, np.arange(len(tokens)), patches))
+        groups = LengthRuns(budget).partition(table[:, tokens.argsort(kind="stable")])
+        self._groups = [
+            sorted(one.tolist(), key=lambda index: (-tokens[index], index))
+            for one in groups[own_rank::ranks]
+        ]
 
     def __len__(self) -> int:
         """Return the number of batches of this rank."""
@@ -196,11 +203,3 @@ class LongestFirst:
         """Yield each batch, and where its samples are in the data, in the order of the rows."""
         for indices in self._groups:
             yield self._collate([self._samples[index].data for index in indices]), indices
-
-    def _grouped(self, budget: TokenBudget) -> list[list[int]]:
-        """Return the indices of each batch: runs of like length, the longest first."""
-        tokens = np.array([one.tokens + self._new_tokens for one in self._samples], np.int64)
-        patches = np.array([one.patches for one in self._samples], np.int64)
-        table = np.stack((tokens, np.arange(len(tokens)), patches))
-        groups = LengthRuns(budget).partition(table[:, tokens.argsort(kind="stable")])
-        return [sorted(one.tolist(), key=lambda index: (-tokens[index], index)) for one in groups]

@@ -110,6 +110,9 @@ def test_patches_get_the_share_that_they_had():
     budget = model.budget(20 * GIB, threshold=1.0)
     largest = synthetic(1, budget.tokens, budget.max_patches, c=0)
     assert 0.97 * 20 * GIB < largest <= 20 * GIB
+    shares = [25_000 * p / (25_000 * p + 40_000 * n * w) for n, w, p in points]
+    room_bytes = 20 * GIB - 10**7
+    assert budget.max_patches * 25_000 == pytest.approx(np.mean(shares) * room_bytes, rel=0.01)
 
 
 MODEL = synthetic_model()

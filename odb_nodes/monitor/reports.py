@@ -208,7 +208,8 @@ class Report:
 
     def _repr_html_(self) -> str:
         tables = [html_text(name) * bool(name) + html_table(rows) for name, rows in self._tables()]
-        return "".join([*tables, *(run.audit._repr_html_() for run in self.runs if run.audit)])
+        audits = [html_text(str(run.audit), "pre") for run in self.runs if run.audit]
+        return "".join([*tables, *audits])
 
     def figures(self) -> list[Figure]:
         """Return the figures of the page, which a notebook shows: `plotly.graph_objects.Figure`.

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from odb_nodes._core.checks import import_extra
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.options import JobOptions
+from odb_nodes.sample import Skipped
 
 if TYPE_CHECKING:
     from odb_nodes.tools.lengths import LengthTable
@@ -85,11 +86,11 @@ class Data:
                 f"{given[0]} is in place of data: leave out --tokenizer, --field and --workers, "
                 "and --samples of a file."
             )
+        found: Any = None if args.data is None else _dataset_of(args.data)
         from odb_nodes.loader import ODBDataLoader
         from odb_nodes.tools.lengths import files_read
         from odb_nodes.tools.simulate import budget_code
 
-        found: Any = None if args.data is None else _dataset_of(args.data)
         loader = found if isinstance(found, ODBDataLoader) else None
         read = [args.data, args.lengths, args.tokenizer, *inputs]
         read += files_read(found if loader is None else loader.dataset)
@@ -153,7 +154,7 @@ class Data:
         elif self._options is not None:
             table = table_of_loader(self._found, args.samples, workers)
         else:
-            process_fn = _tokenization(args.tokenizer, args.field)
+            process_fn = _Tokenization(args.tokenizer, args.field)
             table = observe_lengths(
                 self._found, process_fn=process_fn, samples=args.samples, seed=seed, workers=workers
             )
@@ -162,37 +163,34 @@ class Data:
         return table
 
 
-def _tokenization(name: str | None, field: str | None) -> Callable[[Any], Any]:
-    """Return a function that tokenizes a field of an item, unless that has `input_ids`."""
-    tokenizer = None if name is None else _tokenizer(name)
-    names = _FIELDS if field is None else (field,)
+class _Tokenization:
+    """Makes a sample of an item: tokenizes a field of it, unless it has `input_ids`."""
 
-    def tokenize(item: Any) -> Any:
-        if not isinstance(item, Mapping) or ("input_ids" in item and field is None):
+    def __init__(self, name: str | None, field: str | None) -> None:
+        self._name, self._tokenizer = name, None if name is None else _tokenizer(name)
+        self._fields, self._takes_ids = _FIELDS if field is None else (field,), field is None
+
+    def __call__(self, item: Any) -> Any:
+        if not isinstance(item, Mapping) or ("input_ids" in item and self._takes_ids):
             return item
-        if tokenizer is None:
+        if self._tokenizer is None:
             raise ValueError("it has no `input_ids`: pass --tokenizer.")
+        names = self._fields
         content = next((item[name] for name in names if item.get(name) is not None), None)
         if content is None:
             shown = {name: item[name] for name in names if name in item} or sorted(item)
             raise ValueError(f"it has no value for any of {names}, but {shown}: pass --field.")
         if isinstance(content, str):
-            tokens = tokenizer(content)["input_ids"]
-        elif tokenizer.chat_template:
-            told = tokenizer.apply_chat_template(content, tokenize=True, return_dict=True)
+            tokens = self._tokenizer(content)["input_ids"]
+        elif self._tokenizer.chat_template:
+            told = self._tokenizer.apply_chat_template(content, tokenize=True, return_dict=True)
             tokens = told["input_ids"]
         else:
             raise ValueError(
-                f"it has messages, and the tokenizer `{name}` has no chat template: pass a folder "
-                "with a `chat_template.jinja`, or --field for a field of text."
+                f"it has messages, and the tokenizer `{self._name}` has no chat template: pass a "
+                "folder with a `chat_template.jinja`, or --field for a field of text."
             )
-        if not tokens:
-            from odb_nodes.sample import Skipped
-
-            return Skipped("empty", "its text has no token.")
-        return {"input_ids": tokens}
-
-    return tokenize
+        return {"input_ids": tokens} if tokens else Skipped("empty", "its text has no token.")
 
 
 def _tokenizer(name: str) -> Any:

@@ -14,8 +14,7 @@ from odb_nodes.step_info import StepInfo
 __all__ = ["StepMeter", "summarize", "timed"]
 
 _MICROSECONDS = 1e6
-COLUMNS = 5
-"""Integers of a micro-step; see `StepMeter.take`."""
+COLUMNS = 5  # integers of a micro-step; see `StepMeter.take`
 
 
 def timed(batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
@@ -101,24 +100,16 @@ def summarize(rows: torch.Tensor, optimizer_steps: int, seconds: float) -> dict[
         optimizer_steps: number of optimizer steps in these S micro-steps.
         seconds: duration of these S micro-steps.
     """
-    sums = sum_rows(rows) | {
-        "optimizer_steps": optimizer_steps,
-        "seconds": seconds,
-        "rank_seconds": len(rows) * seconds,
-    }
+    clock = {"optimizer_steps": optimizer_steps, "seconds": seconds}
+    sums = sum_rows(rows) | clock | {"rank_seconds": len(rows) * seconds}
     return {f"odb/{name}": value for name, value in rates(sums).items()}
 
 
 def sum_rows(rows: torch.Tensor) -> dict[str, float]:
-    """Return the counts of some micro-steps by name, summed over all ranks.
+    """Return the counts of micro-steps, (R, S, 5) int64, by name, summed over all ranks.
 
-    - `samples`, `tokens` (real ones), `padded_tokens`, `micro_steps`, `filler_steps`,
-      `data_wait_s`.
-    - `busiest_tokens`: the padded tokens that the ranks would have computed had each been as busy
-      in every step as the busiest.
-
-    Args:
-        rows: (R, S, 5) int64, what `StepMeter.take` returned on each of R ranks.
+    `tokens` are real ones. `busiest_tokens` are the padded tokens that the ranks would have
+    computed had each been as busy in every step as the busiest.
     """
     ranks, micro_steps, _ = rows.shape
     samples, real, padded, filler, wait = rows.sum(dim=(0, 1)).tolist()

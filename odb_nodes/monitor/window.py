@@ -27,29 +27,19 @@ _OWN_NAMES = {"grad_norm", "lr", "memory_allocated_bytes", "memory_reserved_byte
 
 @dataclass(kw_only=True)
 class Counts:
-    """What some steps come to, of one rank or of all, as plain numbers.
+    """What some steps come to, of one rank or of all, as plain numbers, by name."""
 
-    Attributes:
-        rows: of one rank, 5 integers for each micro-step; see `StepMeter.take`.
-        squares: of one rank, pairs of tokens that attend to each other, for each micro-step.
-        sums: counts by name.
-        totals: name -> sum of values times their weights.
-        weights: name -> sum of these weights.
-        peaks: largest values by name.
-        last: latest values by name; of all ranks, those of rank 0.
-        sources: of one rank, samples by source, which need not be that of their task.
-        shapes: of one rank, rows and width of a batch ("4x128") -> number of such batches.
-    """
-
+    # Of one rank: integers of each micro-step (`StepMeter.take`), and pairs of tokens that attend
+    # to each other; samples by source, which need not be that of their task; "rows x width".
     rows: list[int] = field(default_factory=list)
     squares: list[int] = field(default_factory=list)
-    sums: dict[str, float] = field(default_factory=dict)
-    totals: dict[str, float] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)
-    peaks: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)
     sources: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, int] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=dict)  # sums of values times their weights
+    weights: dict[str, float] = field(default_factory=dict)  # sums of these weights
+    peaks: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)  # of all ranks, those of rank 0
 
     @classmethod
     def over_ranks(cls, ranks: Sequence[Counts]) -> Counts:
@@ -156,8 +146,7 @@ class Window:
 
     def add_rows(self, losses: RowLosses, info: StepInfo, rank: int) -> None:
         """Add the losses of the samples of a batch, also by their tasks."""
-        count = len(info.keys)
-        if count:
+        if count := len(info.keys):
             sums, targets = losses.sums.detach()[:count], losses.targets[:count]
             self._rows.append((RowLosses(sums, targets), info, rank))
 
@@ -290,12 +279,13 @@ def _number(name: str, value: Any) -> Number:
 
 def _to_floats(values: Sequence[Number]) -> list[float]:
     """Return numbers and tensors of one element as floats; waits once for each device."""
-    tensors: dict[torch.device, dict[int, torch.Tensor]] = {}
+    devices: dict[torch.device, list[int]] = {}
     for index, value in enumerate(values):
         if isinstance(value, torch.Tensor):
-            tensors.setdefault(value.device, {})[index] = value.reshape(1).double()
+            devices.setdefault(value.device, []).append(index)
     found: list[Any] = list(values)
-    for parts in tensors.values():
-        for index, number in zip(parts, torch.cat([*parts.values()]).tolist(), strict=True):
+    for places in devices.values():
+        read = torch.cat([found[index].reshape(1).double() for index in places]).tolist()
+        for index, number in zip(places, read, strict=True):
             found[index] = number
     return list(map(float, found))

@@ -135,12 +135,8 @@ def table_of_loader(
     if options.sharded:  # The data of the other ranks is taken to be alike.
         world_size = group_rank(options.process_group)[1]
         table = replace(table, sizes=tuple(size * world_size for size in table.sizes))
-    return _without_excluded(table, ExcludedKeys.of(options.exclude))
-
-
-def _without_excluded(table: LengthTable, exclude: ExcludedKeys) -> LengthTable:
-    if not exclude:
-        return table
-    rows = zip(table.sources.tolist(), table.keys.tolist(), strict=True)
-    samples = (Sample(None, 1, 0, 0, table.names[number], key=key) for number, key in rows)
-    return table.skipping(np.array([sample in exclude for sample in samples]))
+    if exclude := ExcludedKeys.of(options.exclude):
+        rows = zip(table.sources.tolist(), table.keys.tolist(), strict=True)
+        found = (Sample(None, 1, 0, 0, table.names[number], key=key) for number, key in rows)
+        table = table.skipping(np.array([sample in exclude for sample in found]))
+    return table

@@ -55,8 +55,8 @@ class Inspection:
     def __str__(self) -> str:
         lines = [f"DAMAGED: {self.damage}"] if self.damage else []
         lines += [f"{name}: {value}" for name, value in self.facts.items()]
-        lines += [f"pool: {_words(self.pool)}", *_bars(self.pool)]
-        lines += [f"held in groups: {_words(self.held)}", "configuration:"]
+        lines += [f"pool: {_shown(self.pool)}", *_bars(self.pool)]
+        lines += [f"held in groups: {_shown(self.held)}", "configuration:"]
         for node, config in self.config.items():
             shown = ", ".join(f"{name} {value!r}" for name, value in config.items())
             lines.append(f"  {node}: {shown or '-'}")
@@ -106,43 +106,39 @@ def inspect_state(state: Any, name: str = "the state") -> Inspection:
 
 def _inspections(state: Any, name: str) -> Iterator[Inspection]:
     """Yield what a state says of the rank that has saved it, or of each one that it hosted."""
-    found = part_of(state, "Loader")
-    if not isinstance(root := found.get("root"), dict):
+    loader = part_of(state, "Loader")
+    if not isinstance(root := loader.get("root"), dict):
         raise StateError(f"`{name}` holds no state of a loader. Pass one that `save_state` wrote.")
     damage = ""
     try:
-        unseal_whole(found, "Loader", LoaderState)
+        unseal_whole(loader, "Loader", LoaderState)
     except StateError as error:
         damage = str(error)
-    hosted = root["sources"].values() if root.get("node") == "VirtualRanks" else [root]
-    for one in hosted:
-        yield _inspection({**found, "root": one}, damage)
-
-
-def _inspection(found: Mapping[str, Any], damage: str) -> Inspection:
-    nodes = [*_nodes(found["root"])]
-    by_name = dict(reversed([(one["node"], one) for _, one in nodes]))
-    facts, round_digest = _position(found, by_name), 0
-    pool, held = by_name.get("WindowBucketer", {}).get("pool"), None
-    if aligner := by_name.get("RankAligner"):
-        steps = AlignedRound.from_bytes(aligner["plan"])
-        held, round_digest = aligner["held"], steps.digest()
-        last = ", the last" if aligner["last"] else ""
-        facts["round"] = f"{aligner['round']}, {aligner['emitted']} of {len(steps)} steps out{last}"
-    values: dict[str, str] = {}
-    for name, node in [("Loader", found), *nodes]:
-        values |= dict(_flat(node["config"], f"{name} config"))
-        for key in [key for key in node if key not in _NOT_VALUES]:
-            values |= dict(_flat(node[key], f"{name}.{key}"))
-    return Inspection(
-        damage=damage,
-        facts=facts,
-        pool=_lengths(pool),
-        held=_lengths(held),
-        config={place: one["config"] for place, one in nodes},
-        round_digest=round_digest,
-        values=values,
-    )
+    for one in root["sources"].values() if root.get("node") == "VirtualRanks" else [root]:
+        nodes = [*_nodes(one)]
+        by_name = dict(reversed([(node["node"], node) for _, node in nodes]))
+        facts, round_digest = _position(loader, by_name), 0
+        pool, held = by_name.get("WindowBucketer", {}).get("pool"), None
+        if aligner := by_name.get("RankAligner"):
+            steps = AlignedRound.from_bytes(aligner["plan"])
+            held, round_digest = aligner["held"], steps.digest()
+            last = ", the last" if aligner["last"] else ""
+            done = f"{aligner['emitted']} of {len(steps)} steps out{last}"
+            facts["round"] = f"{aligner['round']}, {done}"
+        values: dict[str, str] = {}
+        for place, node in [("Loader", loader), *nodes]:
+            values |= dict(_flat(node["config"], f"{place} config"))
+            for key in [key for key in node if key not in _NOT_VALUES]:
+                values |= dict(_flat(node[key], f"{place}.{key}"))
+        yield Inspection(
+            damage=damage,
+            facts=facts,
+            pool=_lengths(pool),
+            held=_lengths(held),
+            config={place: node["config"] for place, node in nodes},
+            round_digest=round_digest,
+            values=values,
+        )
 
 
 def misfits(ranks: Sequence[Inspection]) -> list[str]:
@@ -239,7 +235,7 @@ def _flat(value: Any, place: str) -> Iterator[tuple[str, str]]:
         yield place, repr(value)
 
 
-def _words(lengths: IntArray) -> str:
+def _shown(lengths: IntArray) -> str:
     if not len(lengths):
         return "no samples"
     return (
@@ -249,9 +245,7 @@ def _words(lengths: IntArray) -> str:
 
 
 def _bars(lengths: IntArray) -> list[str]:
-    if not len(lengths):
-        return []
-    edges, counts = histogram(lengths, _BINS)
+    edges, counts = histogram(lengths, _BINS) if len(lengths) else ([], [])
     return [
         f"  {low:>7} to {high - 1:>7} {'#' * round(_BAR * count / max(counts))} {count}"
         for (low, high), count in zip(pairwise(edges), counts, strict=True)

@@ -8,6 +8,7 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -149,10 +150,9 @@ class LengthTable:
         variance = total = 0.0
         for number, size in enumerate(self.sizes):
             lengths = self.tokens[self.sources == number]
-            if len(lengths):
+            if seen := len(lengths):
                 total += size * lengths.mean()
-                left = 1 - len(lengths) / size
-                variance += size**2 * left * lengths.var(ddof=len(lengths) > 1) / len(lengths)
+                variance += size * (size - seen) * lengths.var(ddof=seen > 1) / seen
         return float(np.sqrt(variance) / total)
 
     def lengths(self, source: str | None = None) -> IntArray:
@@ -169,9 +169,8 @@ class LengthTable:
         return int(np.count_nonzero(self._tokens_of(source) == 0))
 
     def _tokens_of(self, source: str | None) -> IntArray:
-        if source is None:
-            return self.tokens
-        return np.asarray(self.tokens[self.sources == self.names.index(source)])
+        is_its = slice(None) if source is None else self.sources == self.names.index(source)
+        return np.asarray(self.tokens[is_its])
 
     def rows(self, rows: IntArray, sizes: tuple[int, ...] | None = None) -> LengthTable:
         """Return a table of some rows of this one, which may repeat, of sources of these sizes."""
@@ -240,14 +239,8 @@ class LengthTable:
                 ) from error
 
     def _about(self) -> str:
-        about = {
-            "version": VERSION,
-            "names": self.names,
-            "sizes": self.sizes,
-            "streams": self.streams,
-            "made_by": dict(self.made_by),
-        }
-        return json.dumps(about)
+        names = ("names", "sizes", "streams", "made_by")
+        return json.dumps({"version": VERSION} | {name: getattr(self, name) for name in names})
 
 
 def observe_lengths(
@@ -362,10 +355,9 @@ def _processed(dataset: Any, options: LoaderOptions, label: str) -> Iterator[Sam
     node = sample_node(dataset, options, _nothing)
     try:
         node.reset(None)
-        try:
-            total: int | None = length_of(node)
-        except TypeError:  # a stream
-            total = None
+        total: int | None = None
+        with suppress(TypeError):  # of a stream
+            total = length_of(node)
         yield from Bar(node, label, total)
     finally:
         close_nodes(node, _STOP_TIMEOUT_S)

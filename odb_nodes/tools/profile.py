@@ -28,6 +28,10 @@ __all__ = ["Comparison", "LengthSummary", "Profile", "profile"]
 AS_GOOD = 0.01
 """Of windows whose efficiencies differ by no more than this share, the smallest one is taken."""
 
+_WHY = (
+    f"The arrow marks the window to take on each number of ranks: the smallest one within "
+    f"{AS_GOOD:.0%} of the best efficiency."
+)
 PERCENTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
 BINS = 32
 _MOST_HISTOGRAMS = 40  # of a page; tables have all sources
@@ -146,15 +150,8 @@ class Profile(Shown):
 
     def parts(self) -> list[str | Rows]:
         """Return the texts and tables, in their order."""
-        return [self.about, self.length_rows(), self.heading, self.rows(), self.why]
-
-    @property
-    def why(self) -> str:
-        """What the arrow of the table marks."""
-        return (
-            f"The arrow marks the window to take on each number of ranks: the smallest one within "
-            f"{AS_GOOD:.0%} of the best efficiency."
-        )
+        lengths = [one.as_row() for one in self.lengths]
+        return [self.about, lengths, self.heading, self.rows(), _WHY]
 
     @property
     def best(self) -> tuple[Comparison, ...]:
@@ -169,10 +166,6 @@ class Profile(Shown):
             near = [one for one in own if one.figures.efficiency >= least]
             found.append(min(near, key=lambda one: one.window or 0))
         return tuple(found)
-
-    def length_rows(self) -> list[dict[str, str]]:
-        """Return the summaries of lengths as rows of a table."""
-        return [one.as_row() for one in self.lengths]
 
     def rows(self) -> list[dict[str, str]]:
         """Return the comparisons as rows of a table, the best ones first and marked."""
@@ -199,14 +192,12 @@ class Profile(Shown):
         groups: dict[str, dict[str, float]] = {}
         for one in self.comparisons:
             name = f"{one.strategy} {one.as_row()['window']}".rstrip()
-            name += " <- take" if one in self.best else ""
-            group = groups.setdefault(counted(one.world_size, "rank"), {})
-            group[name] = one.figures.efficiency
+            name += " <- take" * (one in self.best)
+            groups.setdefault(counted(one.world_size, "rank"), {})[name] = one.figures.efficiency
         axis = "efficiency: real tokens / (ranks x largest batch of each step)"
-        chart = levels("Efficiency by ranks, batches and window", axis, groups)
         axes = ("tokens of a sample", "samples")
         return [
-            chart,
+            levels("Efficiency by ranks, batches and window", axis, groups),
             *(
                 histogram(f"Lengths of {one.source}", axes, one.counts, one.edges)
                 for one in self.lengths[:_MOST_HISTOGRAMS]
@@ -221,13 +212,16 @@ class Profile(Shown):
         """
         chart, *lengths = self.figures()
         terms = "Padding: share of all tokens. Fill: tokens of a batch / budget, padding included."
-        table = html_text(self.why) + html_table(self.rows()) + html_text(terms)
+        table = html_text(_WHY) + html_table(self.rows()) + html_text(terms)
         return page(
             "Profile of lengths",
             [
                 ("", [html_text(self.about)]),
                 ("Batches", [html_text(self.heading), chart, table]),
-                ("Lengths, in tokens", [html_table(self.length_rows()), *lengths]),
+                (
+                    "Lengths, in tokens",
+                    [html_table([one.as_row() for one in self.lengths]), *lengths],
+                ),
             ],
         )
 

@@ -416,3 +416,12 @@ def test_the_trainer_multiplies_by_the_ranks_where_items_are_of_all(
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", property(lambda _: 4))
     factor = gradient_of(trainer, torch.tensor(7))
     assert factor * compat.num_items_divisor(trainer) == 4
+
+
+@relies_on("transformers", "BatchRebalanceSampler", "_compat/transformers.py")
+def test_a_sampler_tells_the_batches_of_all_ranks_at_once():
+    lengths, options = [n % 17 + 1 for n in range(50)], {"seed": 3, "drop_last": False}
+    sampler = compat.sampler_class("BatchRebalanceSampler")
+    ranks = [[*sampler(lengths, 24, 3, 2, rank=rank, **options)] for rank in range(3)]
+    made = compat.rebalanced_batches(lengths, 4, world_size=3, accumulate=2, seed=3)
+    assert made == [*zip(*ranks, strict=True)]

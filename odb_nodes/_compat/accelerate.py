@@ -6,7 +6,6 @@ in `tests/_compat/test_accelerate.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 
@@ -49,17 +48,6 @@ def backward_divides(accelerator: Any) -> bool:
     from accelerate.utils import DistributedType
 
     return bool(accelerator.distributed_type != DistributedType.MEGATRON_LM)
-
-
-def deepspeed_config(accelerator: Any) -> Mapping[str, Any]:
-    """Return the configuration of DeepSpeed, empty where that is not in use.
-
-    Relies on `AcceleratorState.deepspeed_plugin`, None without DeepSpeed, and on its
-    `deepspeed_config`.
-    """
-    plugin = accelerator.state.deepspeed_plugin
-    config: Mapping[str, Any] = {} if plugin is None else plugin.deepspeed_config
-    return config
 
 
 def unwrap_model(model: Any) -> Any:

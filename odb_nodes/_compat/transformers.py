@@ -12,12 +12,11 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, reduce
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from odb_nodes._compat.accelerate import deepspeed_config, unwrap_model
+from odb_nodes._compat.accelerate import unwrap_model
 from odb_nodes.errors import StateError
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -118,16 +117,6 @@ def finish_at_this_step(args: Any, state: Any, control: Any) -> None:
     control.should_save |= last.should_save and not done.should_save
 
 
-def checkpoint_folder(args: Any, state: Any) -> Path:
-    """Return the folder of the checkpoint that is written when `on_save` is called.
-
-    Relies on the names that `Trainer._save_checkpoint` gives outside of hyperparameter searches.
-    """
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
-    return Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-
-
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
@@ -215,7 +204,8 @@ def parallel_sizes(trainer: Any) -> dict[str, int]:
 
 def deepspeed_has_scheduler(trainer: Any) -> bool:
     """Return whether DeepSpeed makes the schedule, which the loop tells its `max_steps`."""
-    return "scheduler" in deepspeed_config(trainer.accelerator)
+    plugin = trainer.accelerator.state.deepspeed_plugin  # None without DeepSpeed
+    return plugin is not None and "scheduler" in plugin.deepspeed_config
 
 
 def steps_within_backward(args: Any) -> bool:
@@ -323,25 +313,19 @@ def takes_num_items(trainer: Any) -> bool:
     return bool(trainer.model_accepts_loss_kwargs) or trainer.compute_loss_func is not None
 
 
-def loss_divisor(trainer: Any, *, is_told: bool) -> int:
-    """Return what `Trainer.training_step` will divide a loss by, before its backward.
+def loss_scale(trainer: Any, *, is_told: bool) -> float:
+    """Return what a `Trainer` multiplies a loss by, before its backward.
 
-    Relies on its rule: the micro-steps, unless the loss is told its items or has a
-    `compute_loss_func`, or unless `loss_is_scaled_for_ga` (of later versions) says otherwise.
+    Relies on `compute_loss` to multiply a loss that is told its items by the ranks, with
+    `average_tokens_across_devices`; and on `training_step` to divide others by the micro-steps,
+    unless there is a `compute_loss_func`, or `loss_is_scaled_for_ga` (of later versions) differs.
     """
     is_divided = not is_told and trainer.compute_loss_func is None
     if (is_scaled := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
         is_divided = not is_scaled
-    return int(trainer.args.gradient_accumulation_steps) if is_divided else 1
-
-
-def num_items_divisor(trainer: Any) -> int:
-    """Return what `num_items_in_batch`, counted over all ranks, is to be divided by.
-
-    Relies on `Trainer.compute_loss` to multiply by the ranks with `average_tokens_across_devices`.
-    """
-    is_averaged = getattr(trainer.args, "average_tokens_across_devices", False)
-    return 1 if is_averaged else int(trainer.accelerator.num_processes)
+    is_averaged = is_told and getattr(trainer.args, "average_tokens_across_devices", False)
+    scale = trainer.accelerator.num_processes if is_averaged else 1
+    return float(scale / (trainer.args.gradient_accumulation_steps if is_divided else 1))
 
 
 # --- its samplers ---------------------------------------------------------------------------------

@@ -89,10 +89,6 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         """The dataset of the `ODBDataLoader`."""
         return self.loader.dataset
 
-    def __len__(self) -> int:
-        """Raise the `TypeError` of `ODBDataLoader.__len__`."""
-        return len(self.loader)
-
     def set_epoch(self, epoch: int) -> None:
         """Begin with `epoch` next, from 0; a loaded state within an epoch takes precedence."""
         self.loader.set_epoch(epoch)

@@ -7,14 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from odb_nodes._core.seeds import preserved_rngs
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.simulation import SimulationKeywords
-from odb_nodes.processing.observation import observe_sample
-from odb_nodes.sample import Observe, Sample, Skipped
+from odb_nodes.sample import Observe
 from odb_nodes.tools.estimate import LOOKED_AT, job_of
 from odb_nodes.tools.lengths import is_map_style, observe_lengths
 from odb_nodes.tools.simulate import MOST_DRAWN, TableEpoch
@@ -34,24 +30,6 @@ def check_can_estimate(
             f"{what} only where the dataset is map-style and has a length, but it is "
             f"`{type(dataset).__name__}`. {remedy}"
         )
-
-
-def look_at(
-    dataset: Any,
-    process_fn: Callable[[Any], Any] | None,
-    observe: Observe | None,
-    looked_at: int,
-    rng: np.random.Generator,
-) -> list[Sample | Skipped]:
-    """Return some samples of a map-style dataset, drawn at random and processed.
-
-    The global random generators stay as they were.
-    """
-    picked = rng.permutation(len(dataset))[:looked_at]
-    with preserved_rngs():
-        items = [dataset[index] for index in picked.tolist()]
-        samples = items if process_fn is None else list(map(process_fn, items))
-        return [observe_sample(sample, observe) for sample in samples]
 
 
 def estimate_steps(

@@ -3,7 +3,6 @@
 import gc
 import json
 
-import accelerate
 import language_models as lm
 import pytest
 import torch
@@ -108,13 +107,6 @@ def test_steps_of_the_run_take_what_was_predicted(tmp_path, options):
     assert len({*shares}) > 2  # each is of its own step
 
 
-def test_without_a_meter_a_guard_logs_no_memory(tmp_path):
-    trainer = trainer_of(tmp_path, {"on_oom": "split"})
-    trainer.train()
-    assert t.logs_of(trainer, "odb/ooms")
-    assert not t.logs_of(trainer, "odb/peak_memory_share")
-
-
 @pytest.mark.parametrize(("accumulate", "bf16"), [(1, True), (3, False)])
 def test_steps_that_are_tried_are_as_those_of_training(tmp_path, accumulate, bf16):
     """In their precision; padded; and with gradients where batches accumulate."""
@@ -136,26 +128,6 @@ def test_steps_that_are_tried_are_as_those_of_training(tmp_path, accumulate, bf1
     trainer_of(tmp_path, auto(loss_is="divided"), Noting(), **options).train()
     assert len(tried) > 3
     assert {*tried} == {(bf16, False, accumulate > 1)}
-
-
-def test_a_forward_that_is_tried_has_the_precision_that_prepare_gives_it():
-    class Noting(torch.nn.Linear):
-        def forward(self, x):
-            self.inside = super().forward(x)
-            return {"logits": self.inside}
-
-    reset = accelerate.state.AcceleratorState._reset_state
-    reset(True)
-    try:
-        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-        model, x = Noting(4, 4), torch.rand(2, 4)
-        found, inside = auto_budget._InPrecision(accelerator, model)(x)["logits"], model.inside
-        assert "forward" not in vars(model)
-        expected = accelerator.prepare_model(model)(x)["logits"]
-        assert inside.dtype == model.inside.dtype == torch.bfloat16
-        assert found.dtype == torch.float32 and torch.equal(found, expected)
-    finally:
-        reset(True)
 
 
 def test_steps_that_are_tried_leave_room_for_the_buckets_of_ddp(tmp_path):

@@ -67,8 +67,7 @@ def test_the_optimizer_steps_where_the_step_info_says_also_after_the_shorter_las
     assert all(ends == [False] * (len(ends) - 1) + [True] for ends in real)
     assert min(map(len, real)) <= whole.accumulate == max(map(len, real))
     assert whole.accumulate == 1 or min(map(len, real)) < whole.accumulate
-    if whole.trainer not in t.FILLS:
-        assert not any(any(entry["fillers"]) for entry in whole.entries)
+    assert not any(any(entry["fillers"]) for entry in whole.entries)
 
 
 def test_the_steps_are_known_ahead(whole):

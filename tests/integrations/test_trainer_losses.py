@@ -14,11 +14,7 @@ from odb_nodes.integrations.huggingface.loss import count_targets
 from odb_nodes.sample import Observation
 
 SIZE = 40
-LABELS = {
-    "labels": [2, [0.5]],
-    "start_positions": [2],
-    "goal": [[0.5, 1.0, 0.0]],
-}
+SAID = {"loss_is": "sample_mean"}
 
 
 def rows(**labels):
@@ -42,7 +38,7 @@ class Gradients(TrainerCallback):
         self.trainer, self.errors = trainer, []
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.fillers = [step.factor == 0 for step in self.trainer.odb_run.losses.waiting]
+        self.fillers = [step.factor == 0 for step in self.trainer.odb_run.losses.waiting if step]
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         model = self.trainer.model
@@ -76,22 +72,22 @@ def error_of(folder, data, odb=(), check=Gradients, **options):
 
 
 @pytest.mark.parametrize(
-    "name, label", [(name, label) for name, labels in LABELS.items() for label in labels]
+    "labels, odb",
+    [
+        ({"labels": 2}, {}),
+        ({"labels": [0.5]}, {}),
+        ({"start_positions": 2}, {}),
+        ({"goal": [0.5, 1.0, 0.0]}, {}),
+        ({}, {}),
+        ({}, SAID),
+        ({"labels": [1, 2, 3]}, SAID),
+    ],
 )
-def test_one_label_per_sample_counts_samples(tmp_path, name, label):
-    options = {"label_names": [name], "gradient_accumulation_steps": 3}
-    assert error_of(tmp_path, rows(**{name: label}), **options) < 1e-12
-
-
-def test_batches_without_labels_count_samples(tmp_path):
-    with pytest.warns(UserWarning, match='If it is, give `loss_is="sample_mean"`'):
-        assert error_of(tmp_path, rows(), gradient_accumulation_steps=3) < 1e-12
-
-
-@pytest.mark.parametrize("labels", [{}, {"labels": [1, 2, 3]}])
-def test_a_mean_over_samples_may_be_said_to_be_one(tmp_path, labels):
-    options = {"gradient_accumulation_steps": 3, "odb": {"loss_is": "sample_mean"}}
+def test_one_label_per_sample_or_none_counts_samples(tmp_path, labels, odb, recwarn):
+    options = {"label_names": [*labels] or None, "gradient_accumulation_steps": 3, "odb": odb}
     assert error_of(tmp_path, rows(**labels), **options) < 1e-12
+    found = ['give `loss_is="sample_mean"`' in str(one.message) for one in recwarn]
+    assert any(found) is (not labels and not odb)
 
 
 def test_a_mean_over_tokens_without_labels_may_be_said_to_be_one(tmp_path):
@@ -177,7 +173,7 @@ def test_the_mean_of_ctc_is_over_samples(tmp_path):
     class Check(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             reference.load_state_dict(model.state_dict())
-            self.fillers = [step.factor == 0 for step in trainer.odb_run.losses.waiting]
+            self.fillers = [step.factor == 0 for step in trainer.odb_run.losses.waiting if step]
 
         def on_pre_optimizer_step(self, args, state, control, **kwargs):
             reference.zero_grad()
@@ -290,25 +286,17 @@ class Dynamic(ODBTrainerMixin, Metrics):
     pass
 
 
-@pytest.mark.parametrize("model, loss_is", [("Normalizing", None), ("Ignoring", "token_mean")])
-def test_a_loss_is_checked_once_by_three_of_them_without_training(tmp_path, model, loss_is):
+@pytest.mark.parametrize(
+    "model, loss_is",
+    [("Normalizing", None), ("Normalizing", "divided"), ("Ignoring", "token_mean")],
+)
+def test_a_loss_is_checked_once_by_two_of_them_without_training(tmp_path, model, loss_is):
     options = {"model": model, "kind": Dynamic, "num_train_epochs": 1, "odb": {"loss_is": loss_is}}
     trainer = t.make_trainer(tmp_path, **options)
     trainer.train()
-    assert trainer.calls == (False,) * (3 if loss_is is None else 0) + (True,) * len(
-        t.entries_of(tmp_path)
-    )
-
-
-@pytest.mark.parametrize(
-    "model, loss_is",
-    [("Normalizing", "divided"), ("Ignoring", "token_mean"), ("Averaging", "token_mean")],
-)
-def test_what_is_said_is_not_found_out(tmp_path, monkeypatch, model, loss_is):
-    monkeypatch.setattr("odb_nodes.integrations.huggingface.loss.loss_kind", None)
-    options = {"odb": {"loss_is": loss_is}, "gradient_accumulation_steps": 3}
-    t.make_trainer(tmp_path, model=model, **options).train()
-    assert lm.check_steps([t.entries_of(tmp_path)], SIZE) < 1e-12
+    entries = t.entries_of(tmp_path)
+    assert lm.check_steps([entries], SIZE) < 1e-12
+    assert trainer.calls == (False,) * (2 if loss_is is None else 0) + (True,) * len(entries)
 
 
 def test_a_loss_that_cannot_be_divided_is_not_said_to_be(tmp_path):

@@ -254,7 +254,7 @@ class Recorder(TrainerCallback):
         self.record.step, self.estimate = state.global_step, state.max_steps
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.infos = [step.info for step in self.trainer.odb_run.losses.waiting]
+        self.infos = [step.info for step in self.trainer.odb_run.losses.waiting if step]
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.lr = kwargs["optimizer"].param_groups[0]["lr"]
@@ -443,10 +443,6 @@ TRAINERS = {
     "Lightning": under_lightning,
 }
 """What trains a `Job`, by name."""
-
-FILLS = ("Transformers", "LLaMA-Factory")
-"""The `Trainer` ends no step early: it repeats batches, without weight, in a shorter last step."""
-
 
 COUNTS_ANEW = ("Accelerate",)
 """On another number of ranks, the `Monitor` counts an epoch from where the run goes on."""

@@ -17,6 +17,7 @@ from torchdata.nodes import IterableWrapper
 
 from odb_nodes._compat import transformers as compat
 from odb_nodes._compat.torch_distributed import RefusingCollectives
+from odb_nodes._core.seeds import preserved_rngs
 from odb_nodes.alignment.exchange import Channel, resolve_exchange
 from odb_nodes.collate import PackedCollate
 from odb_nodes.collate.token_rows import TokenRows
@@ -30,14 +31,16 @@ from odb_nodes.integrations.huggingface.samples import (
     loader_options,
     model_batch,
 )
-from odb_nodes.integrations.step_estimate import check_can_estimate, look_at
+from odb_nodes.integrations.step_estimate import check_can_estimate
 from odb_nodes.memory.calibration import Calibration, find_budget
 from odb_nodes.memory.gradients import give_gradients, has_collectives
 from odb_nodes.memory.meter import CudaMeter, MemoryMeter, free_memory
 from odb_nodes.nodes import GroupCollator
 from odb_nodes.planning import TokenBudget
+from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Sample
 from odb_nodes.step_info import pop_step_info
+from odb_nodes.tools.lengths import observe_lengths
 
 logger = logging.getLogger("odb_nodes")
 
@@ -180,29 +183,31 @@ def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
     order, the first, the last, and one between.
     """
     dataset, options = given_dataset(trainer), loader_options(trainer)
+    observe = options.observe
     check_can_estimate(dataset, GIVE_ONE, 'a budget can be found (`token_budget="auto"`)')
     process_fn: Any = options.process_fn  # No dict: that goes with a dict of datasets.
-    rng = np.random.default_rng(options.seed)
-    looked_at = trainer.odb.estimate_samples
-    seen = look_at(dataset, process_fn, options.observe, looked_at, rng)
-    width = loader_budget(trainer).width
-    by_tokens = {width(one.tokens): one for one in seen if isinstance(one, Sample)}
-    if not by_tokens:
-        raise ValueError(
-            f"`train_dataset` must have a sample that is not skipped, but of {len(seen)} all are."
-        )
-    if any(one.patches for one in by_tokens.values()):
+    given = {"process_fn": process_fn, "observe": observe, "seed": options.seed}
+    table = observe_lengths(dataset, samples=trainer.odb.estimate_samples, **given)
+    if table.patches.any():
         raise ValueError(
             '`token_budget` must not be "auto" where samples have images, which take memory of '
             "their own. Give a `TokenBudget` with `max_patches`; "
             "`odb_nodes.memory.find_budget(patches_per_row=...)` finds one."
         )
-    shortest, *longer = sorted(by_tokens)
-    if not longer:
-        return {shortest: by_tokens[shortest]}
-    first, last = longer[0], longer[-1]
-    middle = min(longer, key=lambda tokens: abs(2 * log(tokens) - log(first) - log(last)))
-    return {tokens: by_tokens[tokens] for tokens in (shortest, first, middle, last)}
+    width = loader_budget(trainer).width
+    lengths = zip(table.tokens.tolist(), table.keys.tolist(), strict=True)
+    keys = {width(tokens): key for tokens, key in lengths if tokens}
+    shortest, *longer = sorted(keys)
+    first, last = (longer[0], longer[-1]) if longer else (shortest, shortest)
+    middle = min(keys, key=lambda tokens: abs(2 * log(tokens) - log(first) - log(last)))
+    found: dict[int, Sample] = {}
+    with preserved_rngs():
+        for tokens in (shortest, first, middle, last):
+            item = dataset[keys[tokens]]
+            sample = observe_sample(item if process_fn is None else process_fn(item), observe)
+            if isinstance(sample, Sample):  # whose length may be drawn at random
+                found[width(sample.tokens)] = sample
+    return dict(sorted(found.items()))
 
 
 def _batches_of(

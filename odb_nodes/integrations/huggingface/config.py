@@ -109,15 +109,20 @@ class ODBConfig(BatchOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.loss_is is not None:
-            check_choice("loss_is", self.loss_is, get_args(LossKind))
-        if self.shift_labels is not None:
-            check_bool("shift_labels", self.shift_labels)
+        for name, choices in (
+            ("loss_is", get_args(LossKind)),
+            ("schedule", get_args(Schedule)),
+            ("on_oom", ("split", "skip")),
+            ("empty_cache", ("epoch", "evaluate")),
+        ):
+            if (value := getattr(self, name)) is not None:
+                check_choice(name, value, choices)
+        for name in ("shift_labels", "log_metrics", "change_budget"):
+            if (value := getattr(self, name)) is not None:
+                check_bool(name, value)
         check_count("estimate_samples", self.estimate_samples)
-        check_bool("log_metrics", self.log_metrics)
         if self.steps_per_epoch is not None:
             check_count("steps_per_epoch", self.steps_per_epoch)
-        check_choice("schedule", self.schedule, get_args(Schedule))
         check_type("ledger", self.ledger, str | os.PathLike | None)
         check_type("monitor", self.monitor, Monitor | str | os.PathLike | None)
         check_type("lr_scaling", self.lr_scaling, LrScaling | None)
@@ -128,12 +133,9 @@ class ODBConfig(BatchOptions):
             check_shrink(self.shrink)
             if self.on_oom is None:
                 raise ValueError("`shrink` must be None where `on_oom` is None. Give both.")
-        check_bool("change_budget", self.change_budget)
         check_share("memory_share", self.memory_share)
         if self.memory_meter is not None:
             check_meter(self.memory_meter, "memory_meter")
-        if self.empty_cache is not None:
-            check_choice("empty_cache", self.empty_cache, ("epoch", "evaluate"))
 
     def _check_budget(self) -> None:
         if isinstance(self.token_budget, str):

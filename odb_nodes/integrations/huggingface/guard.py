@@ -37,12 +37,7 @@ Compute = Callable[[dict[str, Any], MicroStep], torch.Tensor]
 
 
 class RunGuard:
-    """Computes the optimizer steps of a run, in parts where memory runs out.
-
-    Attributes:
-        batches: the batches of the optimizer step that has begun; those that samples were left out
-            of are without them once the step is computed.
-    """
+    """Computes the optimizer steps of a run, in parts where memory runs out."""
 
     def __init__(
         self,
@@ -62,7 +57,7 @@ class RunGuard:
         )
         self._guard.collator.keep_samples()
         self._has_met = self._has_guarded = False
-        self.batches: list[dict[str, Any]] = []
+        self.batches: list[dict[str, Any]] = []  # once computed, without what was left out
         self._step = GuardedStep(self._guard, [])
         self._returned: list[torch.Tensor] = []  # loss of each batch, as the `Trainer` has it
         self._is_alone = False
@@ -79,16 +74,14 @@ class RunGuard:
         return self._guard.ooms
 
     def begin_step(self, batches: list[dict[str, Any]], infos: Sequence[StepInfo]) -> None:
-        """Begin an optimizer step of these batches; a repeated one has the `step` of the first."""
+        """Begin an optimizer step of these batches."""
         if not self._has_met:
             self._guard.meet("ODBConfig")
             self._has_met = True
-        taken: list[StepBatch] = []
-        for batch, info in zip(batches, infos, strict=True):
-            is_repeated = bool(taken) and taken[-1].info.step == info.step
-            samples = taken[-1].samples if is_repeated else self._guard.collator.take_samples(info)
-            taken.append(StepBatch(batch, samples, info))
         self.batches, self._returned = [*batches], []
+        take = self._guard.collator.take_samples
+        pairs = zip(batches, infos, strict=True)
+        taken = [StepBatch(batch, take(info), info) for batch, info in pairs]
         self._step = GuardedStep(self._guard, taken)
 
     def compute(

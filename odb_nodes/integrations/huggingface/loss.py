@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,30 +18,18 @@ from odb_nodes.integrations.huggingface.samples import has_pairs
 from odb_nodes.sample import IGNORE_INDEX
 from odb_nodes.step_info import StepInfo
 
-SAME = 1e-4  # relative tolerance of "unchanged"; a divided loss would halve instead
-INVERSE = 5e-2  # relative tolerance of "inversely proportional"; leaves room for half precision
+SAME = 5e-2  # relative tolerance of a mean that stays the same; leaves room for half precision
 
-LABELS, TARGETS, SAMPLES, TOLD = range(4)  # what ranks tell each other, of each micro-step
-
-
-class LossKind(enum.IntEnum):
-    """What the loss of a batch is."""
-
-    UNKNOWN = 0  # until a batch has supervised tokens
-    DIVIDED = 1  # a sum, divided by `num_items_in_batch`
-    MEAN = 2  # over the batch: it is weighed by its share of what it is a mean over
-    OTHER = 3  # an error
-
-
-_GIVEN = {"divided": LossKind.DIVIDED, "token_mean": LossKind.MEAN, "sample_mean": LossKind.MEAN}
+LABELS, TARGETS, SAMPLES, HAS_LABELS = range(4)  # what ranks tell each other, of each micro-step
 
 
 @dataclass(kw_only=True)
 class MicroStep:
-    """A batch on its way through the `Trainer`, and the multiplier of its loss."""
+    """A batch on its way through the `Trainer`."""
 
     info: StepInfo
-    factor: float
+    items: torch.Tensor | None  # the `num_items_in_batch` that its loss is told: its own targets
+    factor: float  # of its loss, a mean over the batch
     is_scaled: bool = False
 
     def scale(self, result: Any) -> Any:
@@ -56,20 +43,19 @@ class MicroStep:
 class LossWeigher:
     """Makes the gradient of an optimizer step that of the mean over all its targets or samples.
 
-    A loss that takes `num_items_in_batch` is told the targets of all ranks and micro-steps, and
-    divides by them. Any other is a mean, and is multiplied by the batch's share of what that is
-    over. Models may take `**kwargs` and ignore them, so the first step checks it, once.
+    A loss that takes `num_items_in_batch` is told the targets of its own batch. So each loss is a
+    mean over its batch, whether it divides by that number or not, and is multiplied by the share
+    of the batch in the step.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._kind = _GIVEN.get(trainer.odb.loss_is, LossKind.UNKNOWN)
-        self._tells_items = False
-        self._unit = LABELS  # what a mean loss of the optimizer step is over
-        self._total = 1  # of these, on all ranks
-        self._ranks = 1
+        self._unit = LABELS  # what the loss of the optimizer step is a mean over
+        self._total = self._ranks = 1  # how many of these all ranks have
+        self._is_checked = trainer.odb.loss_is is not None or not compat.takes_num_items(trainer)
         self._is_warned = False
-        self.waiting: deque[MicroStep] = deque()
+        self.waiting: deque[MicroStep | None] = deque()
+        """Of the batches to come; `None` of one that only fills up the optimizer step."""
         self.active: MicroStep | None = None
 
     @cached_property
@@ -95,8 +81,8 @@ class LossWeigher:
 
     # --- an optimizer step ------------------------------------------------------------------------
 
-    def weigh(self, batches: list[dict[str, Any]], infos: list[StepInfo]) -> torch.Tensor | None:
-        """Settle the weight of each batch, and return the `num_items_in_batch` to be told, if any.
+    def weigh(self, batches: list[dict[str, Any]], infos: list[StepInfo], fills: int = 0) -> None:
+        """Settle the weights of the batches of a step, before which come some that fill it up.
 
         Batches without targets are given some, which weigh nothing, where a mean would be NaN.
         """
@@ -107,37 +93,23 @@ class LossWeigher:
                 0 if info.is_filler else count or 0,
                 info.local_targets,
                 info.local_samples,
-                0 if count is None else 1 + bool({"labels", "shift_labels"} & {*batch}),
+                count is not None,
             ]
-            for batch, count, info in zip(batches, counts, infos, strict=True)
+            for count, info in zip(counts, infos, strict=True)
         ]
         # (R, S, 4), one message: ranks decide alike, whatever their own batches are.
         of_ranks = trainer.accelerator.gather(torch.tensor([mine], device=device))
-        self._unit = unit = self._unit_of(of_ranks[..., TOLD] > 0)
+        self._unit = unit = self._unit_of(of_ranks[..., HAS_LABELS] > 0)
         self._ranks, self._total = len(of_ranks), max(1, int(of_ranks[..., unit].sum()))
-        # The `Trainer` tells nothing of labels by other names.
-        if unit == LABELS and bool((of_ranks[..., TOLD] == 2).all()):
-            self._tells_items = self._is_divided(batches, of_ranks[..., LABELS])
-        else:
-            self._tells_items = False
-        self.waiting = deque(
-            self._micro_step(info, own[unit]) for info, own in zip(infos, mine, strict=True)
-        )
-        if self._tells_items:
-            total = torch.tensor(self._total, device=device)
-            return total / compat.num_items_divisor(trainer)
-        if unit != SAMPLES:  # A sample without targets is one, and its loss is its own.
-            for batch, count in zip(batches, counts, strict=True):
-                if count == 0:
-                    give_targets(batch)
-        return None
+        if unit == LABELS and not self._is_checked:
+            self._check(batches, of_ranks[..., LABELS])
+        steps = zip(batches, infos, mine, strict=True)
+        weights = [self._micro_step(batch, info, own[unit]) for batch, info, own in steps]
+        self.waiting = deque([*[None] * fills, *weights])
 
     def weigh_part(self, batch: dict[str, Any], info: StepInfo) -> MicroStep:
         """Return the weight of a part of a batch of the optimizer step, and give it targets."""
-        units = self.units(batch, info)
-        if not self._tells_items and self._unit != SAMPLES and self._targets(batch) == 0:
-            give_targets(batch)
-        return self._micro_step(info, units)
+        return self._micro_step(batch, info, self.units(batch, info))
 
     def units(self, batch: dict[str, Any], info: StepInfo) -> int:
         """Return how many a batch has of what the loss of the optimizer step is a mean over."""
@@ -149,17 +121,6 @@ class LossWeigher:
         """Return what a loss is multiplied by where the mean is over so many less, on all ranks."""
         rest = self._total - units
         return self._total / rest if rest > 0 else 0.0
-
-    def next(self, num_items_in_batch: Any) -> MicroStep:
-        """Return the weight of the next batch, whose `training_step` was told so many items."""
-        if (num_items_in_batch is not None) != self._tells_items:
-            raise ValueError(
-                "`num_items_in_batch` must be what `get_batch_samples` returned, but is "
-                f"{num_items_in_batch!r} now: the loss would be normalized "
-                f"{'not at all' if self._tells_items else 'twice'}. A subclass overrides "
-                "`get_batch_samples` or `training_step`: pass on what it was given."
-            )
-        return self.waiting.popleft()
 
     @contextmanager
     def computing(self, micro_step: MicroStep) -> Iterator[None]:
@@ -176,17 +137,24 @@ class LossWeigher:
                 "give dynamic batches to a `Trainer` that has it: `configure_trainer`."
             )
 
-    def _targets(self, batch: dict[str, Any]) -> int | None:
+    def _targets(self, batch: Mapping[str, Any]) -> int | None:
         return count_targets(batch, shift=self._shift, names=self._trainer.label_names or ())
 
-    def _micro_step(self, info: StepInfo, units: int) -> MicroStep:
-        """Return the weight of a batch, which makes up for the `Trainer`'s own division."""
-        share = 1.0 if self._tells_items else units * self._ranks / self._total
-        divisor = compat.loss_divisor(self._trainer, is_told=self._tells_items)
-        return MicroStep(info=info, factor=0.0 if info.is_filler else share * divisor)
+    def _micro_step(self, batch: dict[str, Any], info: StepInfo, units: int) -> MicroStep:
+        """Return the weight of a batch, which makes up for the scale that the `Trainer` gives."""
+        trainer, items, targets = self._trainer, None, self._targets(batch)
+        # The `Trainer` tells nothing of labels by other names.
+        is_told = self._unit == LABELS and bool({"labels", "shift_labels"} & {*batch})
+        if is_told and compat.takes_num_items(trainer):
+            items = torch.tensor(max(1, targets or 0), device=trainer.args.device)
+        if self._unit != SAMPLES and targets == 0:
+            give_targets(batch)  # A sample without targets is one, and its loss is its own.
+        share = 0.0 if info.is_filler else units * self._ranks / self._total
+        scale = compat.loss_scale(trainer, is_told=items is not None)
+        return MicroStep(info=info, items=items, factor=share / scale)
 
     def _unit_of(self, has_labels: torch.Tensor) -> int:
-        """Return which of the counts a mean loss is over."""
+        """Return which of the counts the loss is a mean over."""
         if self._loss_is == "sample_mean":
             return SAMPLES
         if has_labels.all():
@@ -214,88 +182,54 @@ class LossWeigher:
             )
         return SAMPLES
 
-    # --- what the loss is -------------------------------------------------------------------------
-
-    def _is_divided(self, batches: list[dict[str, Any]], of_ranks: torch.Tensor) -> bool:
-        """Return whether the loss divides by what it is told; of_ranks (R, S) are the targets."""
-        if self._kind == LossKind.UNKNOWN:
-            if compat.takes_num_items(self._trainer):
-                self._check(batches, of_ranks)
-            else:
-                self._kind = LossKind.MEAN
-        return self._kind == LossKind.DIVIDED
+    # --- whether the loss is a mean ---------------------------------------------------------------
 
     def _check(self, batches: list[dict[str, Any]], of_ranks: torch.Tensor) -> None:
-        """Compute a loss for several numbers of items, on all ranks alike."""
+        """Reject a loss that changes where a sample is given twice; of_ranks (R, S) are targets."""
         trainer = self._trainer
         # All ranks compute, and the same micro-step: sharded models wait for each other, and only
         # the batches of one step agree on whether they have images.
         with_targets = (of_ranks > 0).sum(dim=0)
         if not with_targets.any():
             return
-        index = int(with_targets.argmax())
-        targets = int(of_ranks[trainer.accelerator.process_index, index])
-        found = loss_kind(self._loss_of, batches[index], targets=max(1, targets), shift=self._shift)
-        own = torch.tensor([found if targets else LossKind.UNKNOWN], device=trainer.args.device)
-        self._kind = LossKind(int(trainer.accelerator.gather(own).max()))
-        if self._kind == LossKind.OTHER:
+        self._is_checked = True
+        once = twice = self._sample_of(batch := batches[int(with_targets.argmax())])
+        if once is not None:
+            twice = {key: torch.cat((value, value)) for key, value in once.items()}
+        first, second = (self._loss_of(batch if one is None else one) for one in (once, twice))
+        changes = abs(first - second) > SAME * max(abs(first), abs(second))
+        own = torch.tensor([changes], device=trainer.args.device)
+        if trainer.accelerator.gather(own).any():
             name = "compute_loss_func" if trainer.compute_loss_func is not None else "model"
             raise ValueError(
                 f"the loss of `{name}` must be a mean over targets, or their sum divided by "
-                "`num_items_in_batch`, but is neither: told another number of items, or given a "
-                "sample twice, it does not change as either of those would. It is scaled "
-                "twice, or not at all. Divide by `num_items_in_batch`, and by nothing else. Or, if "
-                'it is a mean after all, give `loss_is="token_mean"` or `"sample_mean"` to the '
-                "`ODBConfig`."
+                f"`num_items_in_batch`, but is neither: given a sample twice, it is {second:.4g} "
+                f"in place of {first:.4g}. It is scaled twice, or not at all. Divide by "
+                "`num_items_in_batch`, and by nothing else. Or, if it is a mean after all, give "
+                '`loss_is="token_mean"` or `"sample_mean"` to the `ODBConfig`.'
             )
 
-    def _loss_of(self, batch: Mapping[str, Any], items: int) -> float:
+    def _sample_of(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return a batch of one sample that has targets, where a batch has a row for each."""
+        if not all(isinstance(value, torch.Tensor) and value.ndim for value in batch.values()):
+            return None
+        rows = {len(value) for value in batch.values()}
+        for row in range(rows.pop()) if len(rows) == 1 else ():
+            sample = {key: value[row : row + 1] for key, value in batch.items()}
+            if self._targets(sample):
+                return sample
+        return None
+
+    def _loss_of(self, batch: Mapping[str, Any]) -> float:
         """Return a loss without gradients, and leave torch's generators as they were."""
         trainer, device = self._trainer, self._trainer.args.device
         model = trainer.model_wrapped
         model.eval()  # The `Trainer` sets it to training at each step.
-        inputs, told = send_to_device(dict(batch), device), torch.tensor(items, device=device)
+        items = torch.tensor(max(1, self._targets(batch) or 0), device=device)
+        inputs = send_to_device(dict(batch), device)
         generators = [device] if device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(generators):
-            return float(trainer.compute_loss(model, inputs, num_items_in_batch=told))
-
-
-def loss_kind(
-    loss_of: Callable[[Mapping[str, Any], int], float],
-    batch: Mapping[str, Any],
-    *,
-    targets: int,
-    shift: bool,
-) -> LossKind:
-    """Find out what a loss is, by three of them.
-
-    A sum that is divided is a / n + b for n items, where b may be the loss of a router. Twice as
-    many items take a / 2n off, and its samples given twice add a / n. A mean changes by neither.
-    """
-    sample = sample_with_targets(batch, shift=shift)
-    given, items = sample or batch, 2 * targets
-    base, fewer = loss_of(given, items), loss_of(given, 2 * items)
-    if sample is None:  # half the items do as well, but not for a sum that nothing divides
-        more = loss_of(given, targets)
-    else:
-        more = loss_of({key: torch.cat((value, value)) for key, value in sample.items()}, items)
-    share, size = 2 * (base - fewer), max(abs(base), abs(fewer))
-    is_mean = abs(base - fewer) <= SAME * size
-    if abs(more - base - share) > INVERSE * (size if is_mean else abs(share)):
-        return LossKind.OTHER
-    return LossKind.MEAN if is_mean else LossKind.DIVIDED
-
-
-def sample_with_targets(batch: Mapping[str, Any], *, shift: bool) -> dict[str, Any] | None:
-    """Return a batch of one sample that has targets, where a batch has a row for each."""
-    if not all(isinstance(value, torch.Tensor) and value.ndim for value in batch.values()):
-        return None
-    rows = {len(value) for value in batch.values()}
-    for row in range(rows.pop()) if len(rows) == 1 else ():
-        sample = {key: value[row : row + 1] for key, value in batch.items()}
-        if count_targets(sample, shift=shift):
-            return sample
-    return None
+            return float(trainer.compute_loss(model, inputs, num_items_in_batch=items))
 
 
 def count_targets(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -64,25 +64,15 @@ class RunState(NodeState):
     Half as many ranks take twice as many steps for an epoch. So a step of M ranks, where the
     estimate is of N, moves the learning-rate schedule on by M / N of a step. Steps are counted as
     rank-steps, a step of M ranks as M of them: that is exact, whatever the numbers of ranks were.
-
-    Attributes:
-        step: optimizer steps of the run that are done.
-        epoch: number of epochs that have ended.
-        samples: samples of all ranks that are done in the present epoch.
-        rank_steps: rank-steps that are done.
-        steps_per_epoch: optimizer steps per epoch, estimated; None where `max_steps` ends the run.
-        planned_ranks: number of ranks of that estimate.
-        loader: state of the loader; empty at the beginning.
-        monitor: state of the `Monitor`; None where the run has none.
     """
 
-    step: int = 0
-    epoch: int = 0
-    samples: int = 0
+    step: int = 0  # optimizer steps of the run that are done
+    epoch: int = 0  # epochs that have ended
+    samples: int = 0  # of all ranks, done in the present epoch
     rank_steps: int = 0
-    steps_per_epoch: int | None = None
-    planned_ranks: int
-    loader: SourceState
+    steps_per_epoch: int | None = None  # estimated; None where `max_steps` ends the run
+    planned_ranks: int  # of that estimate
+    loader: SourceState  # empty at the beginning
     monitor: dict[str, Any] | None = None
 
     def rank_steps_at(self, step: int, ranks: int) -> int:
@@ -107,8 +97,8 @@ class TrainBatches:
     """Yields the batches of one epoch per `iter()`, and knows how far the run is.
 
     Epochs are counted here, not by the `Trainer`, whose own count assumes that all have the same
-    number of steps. For the same reason there is no `set_epoch`, and `len()` is an error. An
-    `iter()` continues an epoch that has not ended.
+    number of steps. For the same reason there is neither `set_epoch` nor `len()`. An `iter()`
+    continues an epoch that has not ended.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -151,10 +141,6 @@ class TrainBatches:
         """Share of the run that is done, 0.0 to 1.0; always 0.0 where the run has no end."""
         return 0.0 if self._epochs is None else min(1.0, self.progress / self._epochs)
 
-    def __len__(self) -> int:
-        """Raise the `TypeError` of `ODBDataLoader.__len__`."""
-        return len(self.loader)
-
     def __iter__(self) -> Iterator[Any]:
         """Continue the epoch, or begin the next one."""
         is_empty = True
@@ -179,21 +165,12 @@ class TrainBatches:
             self.loader.set_epoch(self.epoch)
 
 
-@dataclass(kw_only=True)
-class TakenStep:
-    """The batches of an optimizer step that the `Trainer` has been given.
-
-    Attributes:
-        batches: the batches.
-        infos: the `StepInfo` of each.
-        own: how many batches there are without those that are repeated.
-        wait_s: seconds that were spent waiting for each, on the mean.
-    """
+class TakenStep(NamedTuple):
+    """The batches of an optimizer step, with the seconds that each was waited for on the mean."""
 
     batches: list[dict[str, Any]]
     infos: list[StepInfo]
-    own: int = 0
-    wait_s: float = 0.0
+    wait_s: float
 
 
 class RunMonitor:
@@ -210,7 +187,7 @@ class RunMonitor:
         """Take the optimizer step that is done; over ranks, the mean of summed losses is its."""
         measured = {
             "loss": sum(self.losses) if self.losses else None,
-            "loss_weight": step.infos[step.own - 1].optimizer_targets / self._ranks,
+            "loss_weight": step.infos[0].optimizer_targets / self._ranks,
             "lr": self.lr,
             "ooms": ooms - self._ooms,
         }
@@ -221,24 +198,16 @@ class RunMonitor:
         """Record the optimizer step that was added, if any. All ranks call it together."""
         if self._done is None:
             return
-        step, measured = self._done
+        (batches, infos, wait_s), at_end = self._done
         self._done = None
-        # The last one of its own ends the step: those that repeat it come before.
-        last = step.own - 1
-        for number in (*range(last), *range(step.own, len(step.infos))):
-            self.monitor.step(step.batches[number], step.infos[number], wait_s=step.wait_s)
-        measured |= {"grad_norm": grad_norm, "wait_s": step.wait_s}
-        self.monitor.step(step.batches[last], step.infos[last], **measured)
+        at_end["grad_norm"] = grad_norm
+        for batch, info in zip(batches, infos, strict=True):
+            measured = at_end if info.ends_optimizer_step else {}
+            self.monitor.step(batch, info, wait_s=wait_s, **measured)
 
 
 class Run:
-    """Follows one call of `train`, and takes the batches of each optimizer step.
-
-    Args:
-        trainer: the trainer that runs. It gets its `odb_budget`, where that is found by trying: of
-            a checkpoint the one that it was saved under.
-        checkpoint: the folder of the checkpoint that it resumes; None for a new run.
-    """
+    """Follows one call of `train`, from a checkpoint if any, and takes the batches of each step."""
 
     def __init__(self, trainer: Any, checkpoint: str | None) -> None:
         odb, args = trainer.odb, trainer.args
@@ -247,7 +216,8 @@ class Run:
         if checkpoint is not None:
             state = _saved_run(checkpoint, args)
         self._resumes = checkpoint is not None
-        _settle_budget(trainer, state.loader)
+        if odb.finds_budget:
+            trainer.odb_budget = saved_budget(state.loader) if state.loader else find_for(trainer)
         self.batches = batches = TrainBatches(trainer)
         self.by_epochs = args.max_steps <= 0  # that end the run; else `max_steps` does
         if not self.by_epochs:
@@ -264,12 +234,22 @@ class Run:
                 f"samples, as `{type(trainer.train_dataset).__name__}` does not."
             )
         self._begun = state
+        # Optimizer steps of the run; those of the ranks of the estimate, which the learning-rate
+        # schedule is made for; and an upper bound: each step has at least one sample.
+        self.total_steps = self.schedule_steps = self.most_steps = int(args.max_steps)
+        if self.by_epochs:
+            epochs, samples = args.num_train_epochs, batches.samples_per_epoch
+            self.total_steps = state.total_steps(epochs, self._ranks)
+            self.schedule_steps = state.schedule_steps(epochs)
+            self.most_steps = NO_BOUND
+            if samples is not None:
+                self.most_steps = max(self.total_steps, math.ceil(epochs) * samples) + 1
         self.losses, self.meter = LossWeigher(trainer), StepMeter()
         self._model_batch = model_batch(trainer)
         self._arguments = {name: getattr(args, name) for name in FIXED_ARGUMENTS}
         self._follows_plan = False  # the learning-rate schedule, at the pace of these ranks
         self._is_warned = False
-        self._step = TakenStep(batches=[], infos=[])  # that has begun
+        self._step = TakenStep([], [], 0.0)  # that has begun
         self._ledger: Ledger | None = None
         if odb.ledger is not None:
             self._ledger = Ledger(odb.ledger, rank=args.process_index, world_size=args.world_size)
@@ -296,32 +276,6 @@ class Run:
         steps = begun.steps_per_epoch * begun.planned_ranks / self._ranks
         steps *= self._trainer.args.gradient_accumulation_steps
         return float(batches.progress + min(batches.steps / steps, MOST_OF_AN_EPOCH))
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the run: exact with `max_steps`, else estimated."""
-        args = self._trainer.args
-        if not self.by_epochs:
-            return int(args.max_steps)
-        return self._begun.total_steps(args.num_train_epochs, self._ranks)
-
-    @property
-    def schedule_steps(self) -> int:
-        """Steps that the learning-rate schedule is made for: those of the ranks of its estimate."""
-        if not self.by_epochs:
-            return self.total_steps
-        return self._begun.schedule_steps(self._trainer.args.num_train_epochs)
-
-    @property
-    def most_steps(self) -> int:
-        """An upper bound of the optimizer steps: each one has at least one sample."""
-        if not self.by_epochs:
-            return self.total_steps
-        samples = self.batches.samples_per_epoch
-        if samples is None:
-            return NO_BOUND
-        epochs = math.ceil(self._trainer.args.num_train_epochs)
-        return int(max(self.total_steps, epochs * samples)) + 1
 
     def check_estimate(self, steps: int, *, ends: bool) -> None:
         """Warn, once, where a learning-rate schedule by steps does not end with the run."""
@@ -389,21 +343,19 @@ class Run:
 
     # --- an optimizer step ------------------------------------------------------------------------
 
-    def take(
-        self, batches: Iterator[Any], count: int
-    ) -> tuple[list[dict[str, Any]], torch.Tensor | None]:
-        """Return the batches of an optimizer step, and what their loss is to be divided by.
+    def take(self, batches: Iterator[Any], count: int) -> list[dict[str, Any]]:
+        """Return the batches of an optimizer step.
 
-        Where fewer than `count` are left, the last one is repeated with a weight of 0: the
-        `Trainer` steps only after `count` batches.
+        Where fewer than `count` are left, copies of the first come before them, which are not
+        computed: the `Trainer` steps only after `count` batches.
         """
         if self.monitor is not None:
             self.monitor.write()
         start_s = time.perf_counter()
         taken = list(islice(batches, count))
         if not taken:
-            return [], None
-        wait_s = (time.perf_counter() - start_s) / count
+            return []
+        wait_s = (time.perf_counter() - start_s) / len(taken)
         if not all(STEP_INFO_KEY in batch for batch in taken):
             raise ValueError(
                 f"`get_train_dataloader` of `{type(self._trainer).__name__}` must return what that "
@@ -412,37 +364,30 @@ class Run:
             )
         infos = [pop_step_info(batch) for batch in taken]
         kept = [self._model_batch(batch) for batch in taken]
-        while len(kept) < count:
-            kept.append(dict(kept[-1]))
-            infos.append(_repeated(infos[-1]))
-        self._step = TakenStep(batches=kept, infos=infos, own=len(taken), wait_s=wait_s)
+        self._step = TakenStep(kept, infos, wait_s)
         if self.guard is not None:
             self.guard.begin_step(kept, infos)
-        return kept, self.losses.weigh(kept, infos)
+        fills = count - len(kept)
+        self.losses.weigh(kept, infos, fills)
+        return [*(dict(kept[0]) for _ in range(fills)), *kept]
 
-    @property
-    def optimizer_samples(self) -> int:
-        """Samples of the optimizer step, on all ranks, without those that were left out."""
-        return self._computed().infos[0].optimizer_samples
-
-    def _computed(self) -> TakenStep:
+    def computed(self) -> TakenStep:
         """Return the optimizer step as it was computed: a guard may have left samples out."""
         if self.guard is None:
             return self._step
-        return replace(self._step, batches=self.guard.batches, infos=self.guard.infos)
+        return self._step._replace(batches=self.guard.batches, infos=self.guard.infos)
 
     def record_step(self) -> None:
         """Count the optimizer step that is done, and write it into the ledger, if there is one."""
-        step = self._computed()
+        step = self.computed()
         if self._ledger is not None:
-            for info in step.infos[: step.own]:
+            for info in step.infos:
                 self._ledger.record(info)
         if self._trainer.odb.log_metrics:
             for batch, info in zip(step.batches, step.infos, strict=True):
                 self.meter.add(batch, info, step.wait_s)
         if self.monitor is not None:
             self.monitor.add(step, 0 if self.guard is None else self.guard.ooms)
-        self._step = TakenStep(batches=[], infos=[])
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the state of this rank into a checkpoint, after its records are on the disk."""
@@ -479,21 +424,6 @@ class Run:
         return metrics if self.guard is None else metrics | self.guard.take_metrics(gather)
 
 
-def _repeated(info: StepInfo) -> StepInfo:
-    """Return the `StepInfo` of a batch that is repeated to fill its optimizer step."""
-    return replace(
-        info,
-        is_filler=True,
-        local_samples=0,
-        local_targets=0,
-        local_sources={},
-        local_tasks={},
-        left_out=(),
-        micro_step=info.micro_step + 1,
-        ends_epoch=False,
-    )
-
-
 # --- what a run begins with -----------------------------------------------------------------------
 
 
@@ -506,15 +436,6 @@ def _saved_run(checkpoint: str, args: Any) -> RunState:
         return runs[0]
     alike = ("step", "epoch", "samples", "rank_steps", "steps_per_epoch", "planned_ranks")
     return resharded_run(runs, rank, world_size, alike)
-
-
-def _settle_budget(trainer: Any, loader: SourceState) -> None:
-    """Find the budget of the run, if that is wanted."""
-    if trainer.odb.finds_budget and loader:
-        trainer.odb_budget = saved_budget(loader)
-    elif trainer.odb.finds_budget:
-        trainer.odb_budget = None
-        trainer.odb_budget = find_for(trainer)
 
 
 def _steps_per_epoch(trainer: Any) -> int:

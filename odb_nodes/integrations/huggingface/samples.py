@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +114,7 @@ def given_collate(trainer: Any, config: ODBConfig | None = None) -> Any:
     config = config or trainer.odb
     if config.collate_fn is not None:
         return config.collate_fn
-    return None if compat.pads_by_default(trainer) else trainer.data_collator
+    return None if isinstance(trainer.data_collator, TrainerPadding) else trainer.data_collator
 
 
 def training_collate(trainer: Any) -> Any:
@@ -135,25 +134,23 @@ def training_collate(trainer: Any) -> Any:
     return TrainerCollate(given, columns, selects_before=config.collate_fn is None)
 
 
-def evaluation_collate(trainer: Any) -> Any:
-    """Return what pads as training does, where the trainer has only a collator that cannot."""
-    if trainer.odb.collate_fn is not None or not compat.pads_by_default(trainer):
-        return None
-    collate = PaddingCollate(pad_to_multiple_of=loader_budget(trainer).pad_to_multiple_of)
-    return partial(_collate_renamed, collate, compat.model_inputs(trainer.model))
+class TrainerPadding:
+    """The `data_collator` in place of a trainer's own that cannot pad; training pads like it."""
 
+    def __init__(self, trainer: Any, config: ODBConfig) -> None:
+        multiple = 1 if config.finds_budget else config.budget.pad_to_multiple_of
+        self._collate = PaddingCollate(pad_to_multiple_of=multiple)
+        self._taken = compat.model_inputs(trainer.model)
 
-def _collate_renamed(collate: Any, taken: set[str], samples: list[Any]) -> dict[str, Any]:
-    return rename_labels(collate(samples), taken)
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:
+        """Return the batch of `samples`, as evaluation has it."""
+        return rename_labels(self._collate(samples), self._taken)
 
 
 class TrainerCollate:
-    """A collate function that is not ours, with the keys that its `Trainer` keeps.
+    """A collate function that is not ours, with the keys of samples that its `Trainer` keeps.
 
-    Args:
-        collate: the function, which may draw random numbers.
-        columns: the keys of samples that are kept; `None` for all. What `collate` makes stays.
-        selects_before: whether `collate` gets these keys alone; else its batch loses the others.
+    It gets these keys alone, or its batch loses the others. What it makes itself stays.
     """
 
     def __init__(self, collate: Any, columns: set[str] | None, *, selects_before: bool) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from odb_nodes._compat import transformers as compat
 from odb_nodes.integrations.huggingface.auto_budget import check_auto
@@ -21,7 +22,7 @@ from odb_nodes.integrations.huggingface.config import (
 )
 from odb_nodes.integrations.huggingface.loss import MicroStep
 from odb_nodes.integrations.huggingface.run import Run, TrainBatches
-from odb_nodes.integrations.huggingface.samples import evaluation_collate
+from odb_nodes.integrations.huggingface.samples import TrainerPadding
 from odb_nodes.integrations.learning_rate import follow
 from odb_nodes.memory.meter import free_memory
 from odb_nodes.planning import TokenBudget
@@ -39,9 +40,9 @@ class ODBTrainerMixin(_Mixed):
 
     A batch has as many samples as `odb.token_budget` allows; on every rank,
     `gradient_accumulation_steps` batches make an optimizer step. Its gradient is that of the mean
-    over the supervised tokens of all these batches. The loss may be divided by
-    `num_items_in_batch` or be a mean: the first step checks which. Evaluation stays as it is,
-    except that it pads like training where the trainer was given no `data_collator`.
+    over the supervised tokens of all these batches, whether the loss is divided by
+    `num_items_in_batch` or is a mean. Evaluation stays as it is, except that it pads like training
+    where the trainer was given no `data_collator`.
 
     `max_steps` counts optimizer steps. With `num_train_epochs` every sample comes once per epoch,
     and the number of steps is known only at the end: see `ODBConfig.steps_per_epoch`.
@@ -76,6 +77,8 @@ class ODBTrainerMixin(_Mixed):
         self.odb = odb
         self.odb_budget = None if odb.finds_budget else odb.budget
         compat.collator_columns(self)  # while there is a model; a search has none between trials
+        if odb.collate_fn is None and compat.pads_by_default(self):
+            self.data_collator = TrainerPadding(self, odb)
         # Before the others, so that they see the epoch, and checkpoints with our file in them.
         self.callback_handler.callbacks.insert(0, RunCallback(self))
 
@@ -92,43 +95,24 @@ class ODBTrainerMixin(_Mixed):
         self.odb_run.check_arguments()
         return self.odb_run.batches
 
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the trainer's own loader, which pads where training does."""
-        with self._padding():
-            return super().get_eval_dataloader(*args, **kwargs)
-
-    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the trainer's own loader, which pads where training does."""
-        with self._padding():
-            return super().get_test_dataloader(*args, **kwargs)
-
-    @contextmanager
-    def _padding(self) -> Iterator[None]:
-        before = self.data_collator
-        self.data_collator = evaluation_collate(self) or before
-        try:
-            yield
-        finally:
-            self.data_collator = before
-
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> Any:
-        """Return the batches of an optimizer step, and what their loss is to be divided by."""
+        """Return the batches of an optimizer step; each loss is told the targets of its own."""
         run, state = self.odb_run, self.state
         if run is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         is_over = state.global_step >= state.max_steps  # The checkpoint is from the very end.
-        taken = ([], None) if is_over else run.take(epoch_iterator, num_batches)
+        taken = [] if is_over else run.take(epoch_iterator, num_batches)
         is_done = run.batches.is_done
-        if not taken[0]:
+        if not taken:
             compat.stop_epoch(self, ends_training=is_over or is_done)
         if run.by_epochs:
             # The `Trainer` ends the run, and saves and evaluates at its end, by `max_steps`.
             next_step = state.global_step + 1
-            run.check_estimate(state.global_step + bool(taken[0]), ends=is_done)
+            run.check_estimate(state.global_step + bool(taken), ends=is_done)
             state.max_steps = next_step if is_done else max(run.total_steps, next_step + 1)
-        return taken
+        return taken, None
 
     # --- the loss ---------------------------------------------------------------------------------
 
@@ -138,7 +122,7 @@ class ODBTrainerMixin(_Mixed):
         """Compute the loss and the gradient of a batch, normalized once.
 
         Raises:
-            ValueError: a method of a subclass would have it normalized twice, or not at all.
+            ValueError: a `compute_loss` of a subclass does not call that of this class.
             StepMemoryError: memory ran out, and `ODBConfig.on_oom` can do nothing about it.
         """
         run, training_step = self.odb_run, super().training_step
@@ -147,9 +131,11 @@ class ODBTrainerMixin(_Mixed):
 
         def compute(batch: dict[str, Any], weight: MicroStep) -> Any:
             with run.losses.computing(weight):
-                return training_step(model, batch, num_items_in_batch, *args)
+                return training_step(model, batch, weight.items, *args)
 
-        weight = run.losses.next(num_items_in_batch)
+        weight = run.losses.waiting.popleft()
+        if weight is None:
+            return torch.zeros((), device=self.args.device)
         if run.guard is None:
             loss = compute(inputs, weight)
         else:
@@ -174,7 +160,7 @@ class ODBTrainerMixin(_Mixed):
         Raises:
             FileNotFoundError, StateError: the checkpoint has no state of this rank's batches.
             ShapeTooLargeError: a budget is to be found, but one sample alone does not fit.
-            ValueError: the loss is neither a mean nor divided by `num_items_in_batch`, or a
+            ValueError: the loss is no mean, even when told `num_items_in_batch`, or a
                 hyperparameter search changes an argument that the batches were made with.
         """
         _check(self, self.odb)
@@ -182,6 +168,8 @@ class ODBTrainerMixin(_Mixed):
         if checkpoint is True:
             checkpoint = get_last_checkpoint(self.args.output_dir)
         self.odb_run = None  # while a budget is found
+        if self.odb.finds_budget:
+            self.odb_budget = None
         self.odb_run = run = Run(self, checkpoint)
         try:
             with run.running(), compat.bounded_loop(self.args, run.most_steps):
@@ -285,7 +273,8 @@ class RunCallback(TrainerCallback):
         """Scale the learning rate of this step."""
         scaling, optimizer = self._trainer.odb.lr_scaling, given["optimizer"]
         if scaling is not None:
-            self._scaled.enter_context(scaling.applied(optimizer, self._run.optimizer_samples))
+            samples = self._run.computed().infos[0].optimizer_samples  # without those left out
+            self._scaled.enter_context(scaling.applied(optimizer, samples))
         if self._run.monitor is not None:
             self._run.monitor.lr = float(optimizer.param_groups[0]["lr"])
 
@@ -319,7 +308,9 @@ class RunCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the state of this rank into the checkpoint."""
         if not (args.save_only_model or state.is_hyper_param_search):
-            self._run.save(compat.checkpoint_folder(args, state))
+            # The name that `Trainer._save_checkpoint` gives outside of hyperparameter searches.
+            name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            self._run.save(os.path.join(args.output_dir, name))
 
 
 class ODBTrainer(ODBTrainerMixin, Trainer):

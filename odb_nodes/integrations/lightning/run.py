@@ -33,18 +33,11 @@ CHANGED = changed_arguments_remedy(
 
 
 class Fetched(NamedTuple):
-    """A batch that Lightning has read, and may not have trained on yet.
+    """A batch that Lightning has read, and may not have trained on yet."""
 
-    Attributes:
-        batch: the batch as it was collated, before it was moved to a device.
-        info: its `StepInfo`, taken out since Lightning cannot move a frozen dataclass to a device.
-        state: state of the loader after this batch.
-        wait_s: seconds that Lightning waited for it.
-    """
-
-    batch: Any
-    info: StepInfo
-    state: dict[str, Any]
+    batch: Any  # as it was collated, before it was moved to a device
+    info: StepInfo  # taken out, since Lightning cannot move a frozen dataclass to a device
+    state: dict[str, Any]  # of the loader after this batch
     wait_s: float
 
 
@@ -57,12 +50,9 @@ class TrainBatches:
 
     def __init__(self, loader: ODBDataLoader) -> None:
         self.loader = loader
-        self.start_state: dict[str, Any] | None = None
-        """State of the loader before the first batch of the most recent `iter()`."""
-        self.end_state: dict[str, Any] | None = None
-        """State of the loader after the epoch that has ended most recently."""
-        self.last: Fetched | None = None
-        """The last batch of that epoch; `None` where a resumed epoch had none left."""
+        self.start_state: dict[str, Any] | None = None  # before the most recent `iter()`
+        self.end_state: dict[str, Any] | None = None  # after the epoch that ended most recently
+        self.last: Fetched | None = None  # of that epoch; `None` where a resumed one had none left
         self._waiting: deque[Fetched] = deque()
         self._has_taken = False  # a batch of the most recent `iter()`
 
@@ -99,25 +89,14 @@ class TrainBatches:
 
 @dataclass(kw_only=True)
 class RunState(NodeState):
-    """The position of a run on one rank, between two optimizer steps. It is never changed.
+    """The position of a run on one rank, between two optimizer steps. It is never changed."""
 
-    Attributes:
-        epoch: number of epochs that have ended.
-        steps: micro-steps of the present epoch that are done; 0 where it has not begun.
-        total_steps: micro-steps of the run that are done.
-        samples: samples of this rank that are done in the present epoch.
-        loader: state of the loader; None before the first batch of a run.
-        cpu_rng: state of torch's generator; None before the first optimizer step.
-        gpu_rng: that of the GPU; None also where the rank has none.
-        monitor: state of the `Monitor`; None where the run has none.
-    """
-
-    epoch: int = 0
-    steps: int = 0
-    total_steps: int = 0
-    samples: int = 0
-    loader: SourceState | None = None
-    cpu_rng: bytes | None = None
+    epoch: int = 0  # epochs that have ended
+    steps: int = 0  # micro-steps of the present epoch that are done
+    total_steps: int = 0  # those of the run
+    samples: int = 0  # of this rank, done in the present epoch
+    loader: SourceState | None = None  # None before the first batch of a run
+    cpu_rng: bytes | None = None  # of torch's generator; None before the first optimizer step
     gpu_rng: bytes | None = None
     monitor: dict[str, Any] | None = None
 

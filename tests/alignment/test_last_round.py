@@ -29,7 +29,7 @@ from odb_nodes import (
 )
 from odb_nodes.nodes.read_ahead import ReadAhead
 
-SAMPLES = 700  # of all ranks
+SAMPLES = 350  # of all ranks
 
 
 def sample(index, ranks):

@@ -226,7 +226,7 @@ class Data:
         self.check = check
 
     def __len__(self):
-        return 120
+        return 72
 
     def __getitem__(self, index):
         return self.check({"input_ids": [index] * (2 + 7 * index % 23)})
@@ -241,7 +241,7 @@ def hosted(data=unchanged, cost=unchanged, collate=unchanged):
     team, ranks = VirtualTeam(3, None, TIMEOUT_S), []
     for one in team.ranks():
         shard = {"rank": one.rank, "world_size": one.world_size}
-        node = ParallelProcessor(ShardedSampler(120, **shard), Data(data).__getitem__, **shard)
+        node = ParallelProcessor(ShardedSampler(72, **shard), Data(data).__getitem__, **shard)
         node = WindowBucketer(LengthObserver(node), 60, 8)
         ranks.append(
             RankAligner(node, one, 8, cost_fn=lambda group: sum(one.tokens for one in cost(group)))
@@ -261,8 +261,17 @@ def keys_of(loader):
     return found, None
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt("now"), OSError("disk"), StopIteration("end")])
-@pytest.mark.parametrize(("place", "at"), [("data", 30), ("cost", 30), ("collate", 11)])
+@pytest.mark.parametrize(
+    ("place", "at", "error"),
+    [
+        ("data", 30, KeyboardInterrupt("now")),
+        ("data", 30, StopIteration("end")),
+        ("cost", 20, OSError("disk")),
+        ("cost", 20, StopIteration("end")),
+        ("collate", 11, KeyboardInterrupt("now")),
+        ("collate", 11, OSError("disk")),
+    ],
+)
 def test_what_raises_within_a_step_is_raised_once_and_loses_nothing(place, at, error):
     expected, _ = keys_of(hosted())
     threads, start = {*threading.enumerate()}, time.monotonic()

@@ -128,8 +128,9 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     (for samples) and `ItemKeys`, without an object for each. A subclass that redefines `next`,
     `item_key` or `item_location` must define `next_chunk` too, or it is not used.
 
-    Sources are attributes of the node, or items of a list or dict that is an attribute. A plain
-    node of torchdata may stand anywhere in a graph and may have any of these methods.
+    Sources are attributes of the node, or items of a dict that is an attribute; of a list, where
+    the node defines `begin_epoch`, `save` and `restore`. A plain node of torchdata may stand
+    anywhere in a graph and may have any of these methods.
 
     Class attributes:
         STATE: the dataclass that declares the state, see `NodeState`.

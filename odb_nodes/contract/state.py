@@ -125,7 +125,14 @@ def check_declaration(node: str, declared: Any, base: Any) -> None:
 
 def source_fields(declared: Any) -> dict[str, bool]:
     """Return the fields that hold the states of sources, and whether each holds several."""
-    hints = get_type_hints(declared, include_extras=True)
+    try:
+        hints = get_type_hints(declared, include_extras=True)
+    except NameError as error:
+        raise TypeError(
+            f"the annotations of `{declared.__name__}`, the `STATE` of a node, are read when the "
+            f"node is defined, but {error}. Import or define it at the top of the module, not "
+            "below `if TYPE_CHECKING:` or in a function."
+        ) from None
     states = (SourceState, SourceStates)
     return {name: hint == SourceStates for name, hint in hints.items() if hint in states}
 

@@ -222,7 +222,7 @@ class WorkerProcess:
         try:
             head, *parts = receive(self.connection)
             self._take(pickle.loads(mapped(head)), parts)
-        except (EOFError, OSError):
+        except (EOFError, ConnectionError):
             return False
         except Exception as error:
             memory = (
@@ -230,7 +230,7 @@ class WorkerProcess:
                 if isinstance(error, MemoryError) and "in_flight_bytes" not in str(error)
                 else ""
             )
-            cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+            cause = f"{type(error).__name__}: {error}".rstrip(": .")
             self.end(f"the trainer could not read its results: {cause}.{memory}")
             return False
         return True

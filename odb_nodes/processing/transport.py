@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from itertools import accumulate, count, islice
 from operator import attrgetter
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -60,7 +60,8 @@ _OTHER_DTYPES = frozenset((torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m
 _UNZEROED_BYTES = 64 << 10  # of a buffer: a bytearray is filled by zeros first
 _ALIGNED_BYTES = 64  # a cache line, and what vector instructions may want
 _MOST_SPARE = 2  # times the size of what is written: other pages of a file are given back
-_MOST_FREE, _MOST_FREE_BYTES = 8, 64 << 20  # files of a worker that wait: more only below so many
+_MOST_FREE_BYTES = 64 << 20  # of a worker's files that wait to be written again
+_MOST_MAPPED = 64  # files of a worker that the trainer keeps mapped: each has two descriptors
 _MOST_VECTORS = 512  # buffers of one call; the system allows 1024
 _RETRY_S = 0.001
 _BYTE = b"\0"  # that a descriptor travels with
@@ -337,14 +338,13 @@ class PageFile:
         What this process writes there, no other sees.
         """
         mapping = self._map(self.size_bytes, mmap.MAP_PRIVATE)
-        return self._copied() if mapping is None else mapping
+        return self.copied() if mapping is None else mapping
 
     def shared_pages(self) -> _Mapping | None:
         """Return a mapping that shows what is written to the file later on; `None` for none."""
         mapping = self._map(self.capacity_bytes, mmap.MAP_SHARED)
         if mapping is not None:
             mapping.file = self
-            _shared_mappings.add(mapping)
         return mapping
 
     def make_private(self, address: int, size_bytes: int) -> None:
@@ -365,7 +365,8 @@ class PageFile:
         mapping.lease = self.lease
         return mapping
 
-    def _copied(self) -> bytearray:
+    def copied(self) -> bytearray:
+        """Return a copy of its content, which has no descriptor."""
         with _naming_bytes(self.size_bytes):
             buffer = bytearray(self.size_bytes)
         rest, at = memoryview(buffer), 0
@@ -384,7 +385,7 @@ class _Mapping(mmap.mmap):
 
 
 _MAP_FIXED = 0x10  # of Linux, which alone has such files
-_shared_mappings: WeakSet[_Mapping] = WeakSet()
+_lent: WeakValueDictionary[int, Lease] = WeakValueDictionary()  # of shared mappings, by id
 
 
 class _Forks:
@@ -396,23 +397,31 @@ class _Forks:
             # Twice, since another thread may make a lease after the first of both, or end one
             # before the second: the child has its pages all the same.
             os.register_at_fork(
-                before=self._note, after_in_parent=self._note, after_in_child=_make_all_private
+                before=self._note, after_in_parent=self._share, after_in_child=_make_all_private
             )
 
     def _note(self) -> None:
         self.count += 1
 
+    def _share(self) -> None:
+        _make_all_private()  # The child still has the pages, and would see what is written here.
+        self._note()
+
 
 def _make_all_private() -> None:
-    """Have a forked child share what it inherits with nobody."""
-    for mapping in [*_shared_mappings]:
+    """Have the memory that is lent seen by this process alone."""
+    for lease in [reference() for reference in _lent.valuerefs()]:
+        if lease is None:
+            continue
+        mapping = lease.mapping
         mapping.file.make_private(np.frombuffer(mapping, np.uint8).ctypes.data, len(mapping))
 
 
 class Lease:
     """Gives a file back when nobody reads it any more."""
 
-    __slots__ = ("_forks", "_give_back", "_number")
+    __slots__ = ("__weakref__", "_forks", "_give_back", "_number", "mapping")
+    mapping: _Mapping  # if it is of one that is shared
     _process = _Forks()  # here, since a module loses its names at exit before its objects
 
     def __init__(self, number: int, give_back: Callable[[int], None]) -> None:
@@ -447,11 +456,14 @@ class SharedFiles:
         """
         lease = Lease(number, self.give_back)
         if file is not None:
-            if (mapping := file.shared_pages()) is None:
+            many = len(self._mappings) >= _MOST_MAPPED
+            if many or (mapping := file.shared_pages()) is None:
                 lease.retire()
-                return file.pages()
+                return file.copied()
             self._mappings[number] = mapping
-        leased = np.frombuffer(self._mappings[number], np.uint8, size_bytes).view(_Leased)
+        lease.mapping = self._mappings[number]
+        _lent[id(lease)] = lease
+        leased = np.frombuffer(lease.mapping, np.uint8, size_bytes).view(_Leased)
         leased.lease = lease
         return leased.data
 
@@ -478,7 +490,7 @@ class FilePool:
         self._numbers = count()
         self._lent: dict[int, PageFile] = {}
         self._free: dict[int, PageFile] = {}
-        self._known_bytes: dict[int, int] = {}  # that the trainer has mapped
+        self._mapped: set[int] = set()  # by the trainer, in full
         self._gone: list[int] = []
 
     def join(self, parts: Sequence[memoryview], least_bytes: int) -> tuple[PageFile | bytes, int]:
@@ -505,28 +517,26 @@ class FilePool:
 
     def is_known(self, number: int) -> bool:
         """Tell whether the trainer has a file mapped, as it will have from now on."""
-        size_bytes, known_bytes = len(self._lent[number]), self._known_bytes.get(number, 0)
-        if size_bytes > known_bytes:
-            self._known_bytes[number] = self._lent[number].capacity_bytes
-        return size_bytes <= known_bytes
+        is_known = number in self._mapped
+        self._mapped.add(number)
+        return is_known
 
     def take_back(self, numbers: Iterable[int]) -> None:
         """Take files back that nobody reads any more, as a `Lease` gives them."""
         for number in numbers:
             if number < 0:
                 del self._lent[~number]
-                self._known_bytes.pop(~number, None)
+                self._mapped.discard(~number)
             else:
                 self._free[number] = self._lent.pop(number)
-        while len(self._free) > _MOST_FREE and (
-            sum(map(_capacity_of, self._free.values())) > _MOST_FREE_BYTES
-        ):
+        while sum(map(_capacity_of, self._free.values())) > _MOST_FREE_BYTES:
             oldest = next(iter(self._free))
             del self._free[oldest]
             self._forget(oldest)
 
     def _forget(self, number: int) -> None:
-        if self._known_bytes.pop(number, None) is not None:
+        if number in self._mapped:
+            self._mapped.remove(number)
             self._gone.append(number)
 
     def gone(self) -> list[int]:

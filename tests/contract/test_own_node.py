@@ -152,6 +152,17 @@ def test_a_source_that_the_state_leaves_out_is_an_error_that_names_it(kind):
     assert next(kind(first, first))  # one node, by two names
 
 
+def test_an_annotation_that_only_a_type_checker_can_read_is_named():
+    @dataclass(kw_only=True)
+    class State(NodeState):
+        seen: "Missing" = 0  # noqa: F821
+
+    with pytest.raises(TypeError, match="annotations of `State`.* name 'Missing' is not defined"):
+
+        class Node(StatefulNode):
+            STATE = State
+
+
 def with_extra(node):
     node.late = 1
     return node

@@ -29,11 +29,14 @@ from odb_nodes.processing.chunk import ChunkTask, runs_of
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.transport import (
     SHARED_BYTES,
+    FilePool,
     PageFile,
+    SharedFiles,
     dumps,
     pack,
     receive,
     send,
+    split_parts,
     unpack,
 )
 from odb_nodes.sample import ItemKey
@@ -355,9 +358,11 @@ def test_a_file_is_written_again_only_when_nobody_reads_it_and_a_forked_child_ha
                 os._exit(0 if unchanged(kept) else 1)
             few = {at: kept.pop(at) for at in (53, 103)}
             assert unchanged(few)
+            kept[153].data["input_ids"][:] = 9  # which the child must not see
             del few, sample
     os.write(begin, b"x")
     assert os.waitpid(child, 0)[1] == 0
+    assert kept.pop(153).data["input_ids"][0] == 9
     assert unchanged(kept) and kept[3].data["input_ids"][0] == 3
     assert most - before[0] < 45  # of 75 chunks: those in flight, and those kept
     node.close()
@@ -388,6 +393,31 @@ def test_large_buffers_go_the_old_way_where_there_can_be_no_pages(module, name, 
     before = held()
     monkeypatch.setattr(module, name, fault)
     assert_same(through_a_worker(range(6), image), [image(index) for index in range(6)])
+    assert held() == before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memfd_create")
+def test_files_that_are_mapped_or_free_have_a_limit():
+    pool, before, returned = FilePool(), held(), []
+    files = SharedFiles(returned.append)
+    lent = []
+    for value in range(70):
+        file, number = pool.join([memoryview(bytes([value]) * (2 << 20))], 0)
+        assert not pool.is_known(number)
+        lent.append(files.open(number, file, len(file)))
+    del file
+    assert [split_parts(one)[0][-1] for one in lent] == [*range(70)]
+    assert held()[0] - before[0] == 64  # Those beyond were copied, and are not written again.
+    assert sum(one < 0 for one in returned) == 6
+    lent.clear()
+    pool.take_back(returned)
+    gone = pool.gone()
+    assert 64 - len(gone) == 31 == len(pool._free)  # of 2 MB and a table each: below 64 MB
+    files.drop(gone)
+    file, number = pool.join([memoryview(bytes(2 << 20))], 0)
+    assert pool.is_known(number)
+    files.close()
+    del pool, file
     assert held() == before
 
 

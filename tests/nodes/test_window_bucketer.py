@@ -104,13 +104,6 @@ def test_a_replay_takes_at_most_five_and_a_quarter_windows_and_says_how_many():
     assert window < max(replayed) <= 5.25 * window
 
 
-def test_a_state_takes_few_bytes_per_pooled_sample():
-    node = bucketer(np.random.default_rng(0).integers(1, 4000, 3000).tolist(), 16_384, 1024)
-    next(node)
-    own = len(pickle.dumps({**node.state_dict(), "source": None}))
-    assert own <= 32 * (node.planner.pool.pulled - 10)
-
-
 @pytest.mark.parametrize("mode", ["replay", "payload"])
 def test_the_state_right_after_a_reset_is_the_state_of_the_reset(mode):
     node = bucketer(state=mode)

@@ -94,10 +94,3 @@ def resharded(ranks, step, world_size):
 def whole(world_size):
     """An epoch of so many ranks."""
     return job(world_size)
-
-
-def tokens_of(index):
-    rng = random.Random(index)
-    tokens = [rng.randrange(33) for _ in range(rng.randint(2, 24))]
-    labels = [one if rng.random() < 0.6 else -100 for one in tokens]
-    return {"input_ids": tokens, "labels": labels, "id": index}

@@ -1,7 +1,6 @@
-"""Graphs that several tests resume. Importable by a fresh process, too."""
+"""Graphs that several tests resume."""
 
 import random
-import sys
 
 import numpy as np
 import torch
@@ -94,13 +93,3 @@ class Dataset:
 
 def make_dataloader(**options):
     return ODBDataLoader(Dataset(), **{"token_budget": 256, "window": 24, "seed": 5, **options})
-
-
-if __name__ == "__main__":  # resume in a fresh process: graph, mode, above, state file
-    from odb_nodes import load_state
-
-    loader = make(*sys.argv[1:4])
-    loader.load_state_dict(load_state(sys.argv[4]))
-    for _ in range(2):
-        print([batch["id"].tolist() for batch in loader])
-    loader.close()

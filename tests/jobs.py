@@ -190,7 +190,8 @@ THREADS = WorkerOptions(num_workers=2, method="thread", chunk_size=3)
 SCHEDULE = WeightSchedule([(0, {"a": 1, "b": 1}), (40, {"a": 3, "b": 1})])
 CALLS = {1: {"a": 1, "b": 8}, 4: {"a": 8, "b": 1}, 5: {"a": 2, "b": 1}}
 EQUAL = {"a": 1, "b": 1}
-TO_VIRTUAL = ("accumulate", "auto window", "threads", "packed", "stop", "stateful", "payload")
+TO_VIRTUAL = ("accumulate", "auto window", "threads", "packed", "collate", "stop", "stateful")
+TO_VIRTUAL += ("payload",)
 KINDS = {
     "replay": Kind({}),
     "payload": Kind({"state": "payload"}, moves=False),
@@ -352,12 +353,13 @@ class Job:
         self.its, self.touched = None, False
 
     def counts(self):
-        """Over all ranks: samples that were left out, and trained on, in the epoch."""
+        """Over all ranks: samples that were left out, trained on, and left over by other ranks."""
         out = [
             sum(loader.skipped_samples.values()) + loader.dropped_samples + loader.excluded_samples
             for loader in self.loaders
         ]
-        return sum(out), sum(loader.samples_done for loader in self.loaders)
+        done = sum(loader.samples_done for loader in self.loaders)
+        return sum(out), done, sum(loader.unemitted_samples for loader in self.loaders)
 
     def close(self):
         self.each(lambda loader: loader.close(), self.loaders)

@@ -205,10 +205,9 @@ class ResumeMachine(RuleBasedStateMachine):
         trained = {*self.of_all()[0]}
         if len(trained - exclude) < LEFT * given.world_size:
             return
-        if self.kind.options.get("uneven") == "stop":  # All ranks end with the first.
-            # No further step tells what is excluded of a rank that has nothing else left.
-            epoch = whole(given.kind, given.world_size, self.folder).epoch(0)
-            for share in (*zip(*epoch, strict=True), *zip(*self.place.rest(), strict=True)):
+        if self.kind.options.get("uneven") == "stop":  # A rank without samples leaves none to any.
+            epoch = whole(self.name, given.world_size, self.folder).epoch(0)
+            for share in zip(*epoch, strict=True):
                 if len({*keys_of([share])[0]} - exclude) < LEFT:
                     return
         states = self.job.states()
@@ -266,21 +265,26 @@ class ResumeMachine(RuleBasedStateMachine):
         assert len(rows) == len({*rows}) or self.kind.options.get("sharded")
         if self.kind.once:
             trained, left_out = keys_of([*before, *rest])
-            if rest and self.kind.make is None:
-                unread = sum(one.reason == "unemitted" for one in left_out_of([*before, *rest]))
-                assert line.job.counts() == (len(left_out) - unread, len(trained))
+            left_of = left_out_of([*before, *rest])
+            everything, stops = self.everything(), self.kind.options.get("uneven") == "stop"
             assert len([*trained, *left_out]) == len({*trained, *left_out})
-            missing = self.everything() - {*trained, *left_out}
-            assert {*trained, *left_out} <= self.everything()
-            if self.kind.counts_unread:
-                assert not missing or (not rest and given.exclude)
-            else:  # All ranks end with the first: what a rank misses, it had not read.
+            missing = everything - {*trained, *left_out}
+            assert {*trained, *left_out} <= everything
+            told = len(left_out) - sum(one.reason == "unemitted" for one in left_of)
+            if self.kind.make is None:
+                out, done, unemitted = line.job.counts()
+                assert done == len(trained) and (not rest or out == told)
+                counted = out + done + unemitted
+                assert counted <= len(everything)
+                assert counted == len(everything) or not self.kind.counts_unread
+            if rest and stops and not self.kind.counts_unread:
+                # All ranks end with the first: what a rank misses, it had not read.
                 for rank in range(given.world_size):
-                    own = sorted(
-                        one for one in self.everything() if one[1] % given.world_size == rank
-                    )
+                    own = sorted(one for one in everything if one[1] % given.world_size == rank)
                     read = [one for one in own if one not in missing]
                     assert own[: len(read)] == read
+            elif (rest and not stops) or not given.exclude:  # Else no step is there to tell it.
+                assert not missing
         if rest and not given.exclude and self.next_epoch:
             number = rest[0][0].info.epoch + 1
             assert line.epoch(1) == self.fresh(given).epoch(number)

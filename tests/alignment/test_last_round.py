@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import chain
 
 import pytest
-from aligned_ranks import TIMEOUT_S, assert_resumes, described, epoch_of, ids_of, on_ranks
+from aligned_ranks import TIMEOUT_S, described, epoch_of, ids_of, on_ranks
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from sampling import fewer
@@ -29,7 +29,7 @@ from odb_nodes import (
 )
 from odb_nodes.nodes.read_ahead import ReadAhead
 
-SAMPLES = 700  # of all ranks
+SAMPLES = 350  # of all ranks
 
 
 def sample(index, ranks):
@@ -114,21 +114,6 @@ def test_ranks_end_together_and_each_sample_comes_once(ranks, kind, tmp_path):
     lengths = {index: len(sample(index, ranks)["input_ids"]) for index in range(SAMPLES)}
     tokens = [sum(lengths[index] for index in ids_of(steps)) for steps, _ in whole]
     assert max(tokens) - min(tokens) < 0.1 * max(tokens)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"kind": "mixture"}, {"accumulate": 3, "budget": TokenBudget(100, shapes=4)}],
-    ids=["mixture", "shapes"],
-)
-def test_every_step_resumes_with_the_same_groups(options, sampled):
-    whole = epoch(2, **options)
-    steps, dense = len(whole[0][0]), places_before_the_last_round(whole[0][1])[0]
-    # Places of the last round, and of the one before: what is left comes with the last.
-    every = sampled(every=3).get("every", 1)
-    places = [*range(0, dense, 31 if every > 1 else 1), *range(dense, steps, every)]
-    assert_resumes(lambda exchange: loader_of(exchange, **options), whole, places)
 
 
 @pytest.mark.parametrize(
@@ -224,51 +209,6 @@ def test_a_sample_that_is_another_one_on_another_rank_is_warned_of():
 
     with pytest.warns(UserWarning, match="has other content here. Either processing is not determ"):
         on_ranks(2, run)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("accumulate", "when", "whose"),
-    [
-        (3, "settled", "some"),
-        (1, "settled", "all of a rank"),
-        (1, "begins", "some"),
-        (3, "begins", "all of a rank"),
-        (3, "within", "some"),
-        (1, "within", "all of a rank"),
-    ],
-)
-def test_samples_are_excluded_before_and_within_the_last_round(accumulate, when, whose):
-    whole = epoch(2, accumulate=accumulate)
-    before = places_before_the_last_round(whole[0][1])
-    place = {
-        "settled": next(at for at in before if at % accumulate == 0),
-        "begins": before[-1],
-        "within": before[-1] + 2 * accumulate,
-    }[when]
-    left = [steps[place:] for steps, _ in whole]
-    if whose == "some":
-        gone = {step.ids[0] for rank in left for step in rank[3::4]}
-    elif when == "within":
-        gone = {*ids_of(left[0])}
-    else:
-        gone = {index for rank in left for index in ids_of(rank) if index % 2 == 0}
-    options = {"accumulate": accumulate, "exclude": [*gone]}
-
-    def resumed(exchange):
-        loader = loader_of(exchange, **options)
-        loader.load_state_dict(whole[exchange.rank][1][place])
-        return epoch_of(loader)
-
-    found = on_ranks(2, resumed)
-    rests = [steps for steps, _ in found]
-    kept = [[index for index in ids_of(rank) if index not in gone] for rank in left]
-    assert Counter(chain(*map(ids_of, rests))) == Counter(chain(*kept))
-    told = [(one.key, one.reason) for rest in rests for step in rest for one in step.left_out]
-    assert Counter(told) == Counter((index, "excluded") for index in gone)
-    assert len({*map(len, rests)}) == 1
-    places = [at for at in range(0, len(rests[0]), 4) if at]
-    assert_resumes(lambda exchange: loader_of(exchange, **options), found, places)
 
 
 # --- any data -------------------------------------------------------------------------------------

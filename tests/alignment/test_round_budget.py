@@ -130,19 +130,6 @@ def test_a_run_whose_budget_shrinks_resumes_exactly(kind, ranks, layout, sampled
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, 3])
-@JOBS
-def test_a_run_goes_on_with_a_smaller_budget(kind, ranks, accumulate, sampled):
-    job = Job(kind, ranks, accumulate=accumulate)
-    for place in range(0, len(job.whole[0]), sampled(every=11).get("every", 1)):
-        changed = job.assert_changes(place, tokens=SMALLER)
-        assert max(costs_of(changed[0][2 * 8 + 3 :]), default=0) <= SMALLER
-        if changed[0]:
-            again = min(3, len(changed[0]) - 1)  # in the round that was planned under the larger
-            job.assert_resumes([again], changed, budget={"tokens": SMALLER})
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["keys", "iterable"])
 @pytest.mark.filterwarnings("ignore:.uneven=.stop:UserWarning")
 def test_ranks_that_end_with_the_first_shrink_alike_and_resume_exactly(kind, sampled):
@@ -166,28 +153,6 @@ def test_a_rank_that_has_ended_goes_on_where_the_others_shrink(kind, accumulate,
     job.asks = []
     for place in places:
         job.assert_changes(place, tokens=50)
-
-
-@pytest.mark.slow
-def test_samples_are_excluded_from_a_run_whose_budget_shrinks(sampled):
-    job, gone = Job("keys", asks=ASKS), {*range(30, 200, 7)}
-    for place in range(0, len(job.whole[0]) - 1, sampled(every=13).get("every", 1)):
-        for rank, steps in enumerate(job.resumed(place, budget={"exclude": gone})):
-            before = [index - 1000 * rank for index in ids_of(job.whole[rank][: place + 1])]
-            after = [index - 1000 * rank for index in ids_of(steps)]
-            assert sorted([*before, *after]) == sorted({*range(SAMPLES)} - (gone - {*before}))
-
-
-@pytest.mark.slow
-@JOBS
-@pytest.mark.filterwarnings("ignore:.*exceeds the budget", "ignore:of the .* samples of the epoch")
-def test_samples_of_a_round_stay_though_a_smaller_budget_would_drop_them(kind, ranks, sampled):
-    job = Job(kind, ranks, asks=[(9, 0, 60)], oversize="drop")
-    for place in range(0, len(job.whole[0]), sampled(every=17).get("every", 1)):
-        job.asks = []
-        changed = job.assert_changes(place, tokens=20)
-        places = range(0, min(12, len(changed[0])), 4)  # in that round, and in the next
-        job.assert_resumes(places, changed, budget={"tokens": 20})
 
 
 @JOBS

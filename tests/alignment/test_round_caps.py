@@ -31,17 +31,6 @@ def has_caps(state):
     return bool(own) or any(map(has_caps, state.values()))
 
 
-@pytest.mark.slow
-def test_every_step_resumes_with_the_same_groups(sampled):
-    def make(exchange):
-        return loader_over(exchange, tokens_of_rank(exchange.rank), round_size=8, accumulate=3)
-
-    whole = on_ranks(3, lambda exchange: epoch_of(make(exchange)))
-    assert all(any(map(has_caps, states)) for _, states in whole)
-    least = min(len(steps) for steps, _ in whole)  # None has left its peers.
-    assert_resumes(make, whole, range(0, least, sampled(every=29).get("every", 1)))
-
-
 @pytest.mark.parametrize(
     ("ranks", "options"), [(1, {}), (2, {"cost_fn": len}), (2, {"reads_ahead": True})]
 )

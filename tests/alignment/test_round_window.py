@@ -18,7 +18,6 @@ from odb_nodes import (
 )
 from odb_nodes.contract.graph import walk
 from odb_nodes.nodes.read_ahead import ReadAhead
-from odb_nodes.testing import assert_resumes_exactly
 
 
 def loader_of(
@@ -54,20 +53,6 @@ def chosen_in(state):
     while "settings" not in state:
         state = state["root" if "root" in state else "source"]
     return state["settings"][2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("keys", {}), ("iterable", {"accumulate": 3, "read_ahead": 2}), ("payload", {})],
-)
-def test_every_step_of_two_epochs_resumes_exactly(kind, options, sampled):
-    def run(exchange):
-        return assert_resumes_exactly(
-            lambda: loader_of(exchange, kind, **options), **sampled(every=11, horizon=10, chain=1)
-        )
-
-    assert min(report.steps for report in on_ranks(2, run)) > 80
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(1, 1000), (3, 600)])

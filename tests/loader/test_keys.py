@@ -138,15 +138,6 @@ def test_of_a_mixture_each_source_has_its_own(by):
     assert all(list(info.keys) == ids for info, ids in steps)
 
 
-def test_what_comes_again_in_an_epoch_is_told_from_itself():
-    data, weights = {"a": range(100), "b": range(7)}, Mixing(stop="cycle")
-    loader = ODBDataLoader(data, token_budget=BUDGET, window=8, process_fn=text, weights=weights)
-    facts = [(one.row_sources, one.keys, one.row_repeats) for one, _ in steps_of(loader)]
-    rows = [row for fact in facts for row in zip(*fact, strict=True)]
-    assert len(rows) == len({*rows}) > len({row[:2] for row in rows})
-    assert {repeat for source, _, repeat in rows if source == "a"} == {0}
-
-
 class Pages(EpochNode):
     """A source of a user's own, whose keys are page numbers."""
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from elastic import LEFT_OUT, job, make, resharded, states_at, tokens_of, whole
+from elastic import LEFT_OUT, job, make, resharded, sample, states_at, whole
 
 from odb_nodes import (
     GroupCollator,
@@ -33,7 +33,7 @@ def from_(first):
 
     def make_from(exchange, **options):
         def shifted(index):
-            return tokens_of(first + index)
+            return sample(first + index)
 
         return make(exchange, process_fn=shifted, **options)
 

@@ -1,15 +1,12 @@
 import re
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from graphs import ABOVE, BELOW, make, make_dataloader, process
 from torchdata.nodes import Mapper
 
-from odb_nodes import LengthObserver, Loader, WindowBucketer, save_state
+from odb_nodes import LengthObserver, Loader, WindowBucketer
 from odb_nodes.sources import ShardedSampler
 from odb_nodes.testing import assert_resumes_exactly
 
@@ -30,25 +27,6 @@ def test_every_step_of_three_epochs_under_every_node(above, sampled):
     assert_resumes_exactly(
         lambda: make("Mapper", above=above), epochs=3, **sampled(every=7, horizon=12, chain=1)
     )
-
-
-@pytest.mark.parametrize(
-    ("below", "state"), [("ParallelProcessor-process", "replay"), ("Mixed-cycle", "payload")]
-)
-def test_a_fresh_process_goes_on_from_a_file(below, state, tmp_path):
-    loader, epochs = make(below, state), []
-    list(loader)
-    for index, batch in enumerate(loader):
-        epochs.append(batch["id"].tolist())
-        if index == 5:
-            save_state(loader.state_dict(), tmp_path / "state.pt")
-    following = [batch["id"].tolist() for batch in loader]
-    loader.close()
-    script = Path(__file__).parents[1] / "graphs.py"
-    command = [sys.executable, script, below, state, "Prefetcher", tmp_path / "state.pt"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == [str(epochs[6:]), str(following)]
 
 
 def test_a_graph_that_does_not_resume_exactly_is_found_out():

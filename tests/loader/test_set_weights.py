@@ -96,20 +96,6 @@ def test_the_present_epoch_goes_on_as_it_began(num_workers):
             assert rows_of(other) == rows_of(third)
 
 
-def test_a_state_has_what_was_set_before_it():
-    loader = loader_of()
-    it = iter(loader)
-    for _ in range(9):
-        next(it)
-    loader.set_weights(OTHER)
-    state = loader.state_dict()
-    expected = [[*map(str, it)], rows_of(loader), rows_of(loader)]
-    found = loader_of()
-    found.set_weights(LATER)  # which the state replaces
-    found.load_state_dict(state)
-    assert [[*map(str, found)], rows_of(found), rows_of(found)] == expected
-
-
 @pytest.mark.parametrize("other", [LATER, None])
 @pytest.mark.parametrize("within", [False, True])
 def test_ranks_that_set_different_weights_all_raise_when_the_epoch_begins(within, other):

@@ -22,7 +22,6 @@ from odb_nodes import (
 from odb_nodes._core.seeds import declares_draws, seed_rngs
 from odb_nodes.nodes import ReadAhead
 from odb_nodes.nodes.seeded_collate import SeededCollate
-from odb_nodes.testing import assert_resumes_exactly
 from odb_nodes.vision import MultiImageCollate, VisionLanguageCollate
 from odb_nodes.vision.collate import StepImages
 
@@ -88,11 +87,6 @@ def test_each_step_epoch_rank_and_seed_has_numbers_of_its_own():
     numbers = [number for run in runs for one in drawn(run) for number in one]
     assert len({*numbers}) == 4 * 6 * 3
     assert numbers[: 6 * 3] == sum(drawn(groups(draw_all)), [])
-
-
-@pytest.mark.parametrize("collate", [draw_all, Keeper(OWN["torch"], lazily=True)])
-def test_it_resumes_exactly_at_every_step(collate):
-    assert_resumes_exactly(lambda: groups(collate))
 
 
 def test_the_rank_is_that_of_the_environment(monkeypatch):

@@ -125,16 +125,6 @@ def test_the_iterable_is_told_every_epoch(kind):
     assert data.told == [0, 1, 2, 7, 8]
 
 
-def test_a_restored_epoch_is_passed_on_before_anything_is_read():
-    node, data = source(Shuffled()), Shuffled()
-    node.set_epoch(4)
-    taken(node, 2)
-    again = source(data)
-    again.reset(node.get_state())
-    assert data.told == [4]
-    assert list(again) == list(node)
-
-
 def test_what_splits_itself_over_the_ranks_is_not_split_again(monkeypatch):
     name = {"__module__": "litdata.streaming.dataset"}
     streaming = type("StreamingDataset", (Shuffled,), name)()
@@ -278,16 +268,6 @@ def test_data_that_has_shrunk_is_found_out_when_the_state_is_loaded():
     state = taken(source([1, 2, 3, 4]), 3).get_state()
     with pytest.raises(StateError, match=r"stands at item 3, .* ended after 2\."):
         source([1, 2]).reset(state)
-
-
-@pytest.mark.parametrize("changed", [{"rank": 0}, {"world_size": 3}])
-def test_a_state_of_another_rank_is_refused_by_name(changed):
-    config = {"rank": 1, "world_size": 2}
-    ((name, value),) = changed.items()
-    with pytest.raises(StateError, match=f"`{name}` was {config[name]} .* is {value} now"):
-        IterableSource([1, 2], **config | changed).reset(
-            IterableSource([1, 2], **config).state_dict()
-        )
 
 
 class Unseeded(IterableDataset):

@@ -11,7 +11,6 @@ from torchdata.nodes import Mapper
 
 from odb_nodes import JsonlSource, Loader, ODBDataLoader, SampleError, StateError, pop_step_info
 from odb_nodes.sources import ShardedSampler, jsonl_source, kept_index
-from odb_nodes.testing import assert_resumes_exactly
 
 in_order = partial(JsonlSource, shuffle=False)
 ALONE = (0, 1)
@@ -129,12 +128,6 @@ def test_no_more_files_are_open_than_may_be_and_none_after_close(tmp_path):
 
 
 # State.
-
-
-def test_every_step_of_compressed_files_resumes(compressed):
-    assert_resumes_exactly(
-        lambda: Loader(in_order(compressed, 1, 3)), epochs=2, horizon=12, every=3, chain=1
-    )
 
 
 def test_restoring_reads_nothing_again_and_files_may_move(files, tmp_path, monkeypatch):

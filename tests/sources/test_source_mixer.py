@@ -20,7 +20,6 @@ from odb_nodes import (
     SourceMixer,
     StateError,
 )
-from odb_nodes.testing import assert_resumes_exactly
 
 SIZES = {"chat": 50, "caption": 90, "ocr": 20}
 WEIGHTS = {"chat": 0.5, "caption": 0.3, "ocr": 0.2}
@@ -269,14 +268,6 @@ def test_an_iterable_that_begins_again_is_told_another_number():
 
 
 # State: of sources that begin again, and others that no job of the machine has.
-
-
-@pytest.mark.parametrize("stop", ["first_exhausted", "cycle"])
-@pytest.mark.parametrize("by", ["samples", "tokens"])
-def test_an_epoch_that_ends_otherwise_resumes_exactly(stop, by):
-    make, sizes = observed if by == "tokens" else mixer, {"chat": 20, "caption": 36, "ocr": 8}
-    options = {"epochs": 2, "every": 31, "horizon": 12, "chain": 1}
-    assert_resumes_exactly(lambda: Loader(make(sizes, by=by, stop=stop)), **options)
 
 
 def named(*names, by="samples"):

@@ -4,8 +4,7 @@ from collections import Counter
 
 import pytest
 
-from odb_nodes import ODBDataLoader, WeightedSampler
-from odb_nodes.testing import assert_resumes_exactly
+from odb_nodes import WeightedSampler
 
 
 def test_shares_follow_the_weights():
@@ -45,21 +44,3 @@ def test_without_replacement_each_comes_once_and_heavy_ones_early():
 def test_weights_that_cannot_be_drawn_by_are_named(weights, options, message):
     with pytest.raises(ValueError, match=message):
         WeightedSampler(weights, **options)
-
-
-def test_a_loader_over_it_resumes_exactly_and_draws_anew_in_each_epoch():
-    """With replacement: the machine asks for each sample once."""
-    data = [{"input_ids": [n] * (n % 9 + 1)} for n in range(60)]
-
-    def make():
-        sampler = WeightedSampler([n % 3 for n in range(60)], 80, seed=4)
-        return ODBDataLoader(data, sampler=sampler, token_budget=40, window=8)
-
-    assert_resumes_exactly(make, epochs=2, every=9, horizon=9, chain=1)
-    loader = make()
-    first, second = (
-        Counter(int(row[0]) for batch in loader for row in batch["input_ids"]) for _ in range(2)
-    )
-    assert first != second
-    assert first.total() == second.total() == loader.num_samples == 80
-    assert not any(n % 3 == 0 for n in first)

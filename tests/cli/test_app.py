@@ -73,6 +73,8 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "data" / "ids.jsonl").write_text('{"input_ids": [1, 2]}\n')
     (tmp_path / "data" / "state.json").touch()
     (tmp_path / "data" / "link.json").symlink_to("../other.jsonl")
+    (tmp_path / "data" / "deep").mkdir()
+    (tmp_path / "data" / "deep" / "kept.txt").touch()
     (tmp_path / "users.py").write_text(USERS)
     monkeypatch.delitem(sys.modules, "users", raising=False)
     return tmp_path
@@ -148,6 +150,7 @@ READ_OR_TWICE = [
     "tune ids.jsonl --log data --save-lengths data/ids.jsonl",
     "profile data --json data/state.json",
     "profile data --json data/link.json",
+    "profile data --json data/deep/kept.txt",
     "profile data --json other.jsonl",
     "profile users:source --json users.py",
     "profile users:source --json data/ids.jsonl",

@@ -126,20 +126,6 @@ def test_offline_batches_are_cut_from_all_samples_and_sorted_windows_start_over(
     assert (found.steps, found.padding_share) == (3, pytest.approx(1 - 34 / (20 + 18 + 16)))
 
 
-def test_what_knows_more_wastes_less():
-    lengths = lognormal_lengths(6_000, cv=1.0)
-    options = {"world_size": 4, "budget": 16_384, "window": 256}
-    found = {name: figures(name, lengths, **options) for name in STRATEGIES}
-    names = ("random", "group_by_length", "sorted windows", "odb_nodes", "offline")
-    efficiencies = [found[name].efficiency for name in names]
-    assert efficiencies == sorted({*efficiencies})
-    for name in ("sorted windows", "offline", "odb_nodes"):
-        assert found[name].largest_tokens <= 16_384
-        assert found[name].rows == 6_000
-    on_average = figures("batch_rebalance", lengths, 20, **options)  # as ours; it has no cap
-    assert on_average.largest_tokens > 16_384
-
-
 def test_skipped_and_dropped_samples_are_left_out():
     table = LengthTable.of([5, 30, 4, 3])
     table = LengthTable(**{**vars(table), "tokens": np.array([5, 30, 0, 3])})

@@ -76,15 +76,6 @@ def test_an_auto_window_is_shown_in_samples():
     assert by_name["odb_nodes"].figures.steps == report.steps
 
 
-def test_of_some_samples_the_steps_are_those_of_all():
-    whole = LengthTable.of(LENGTHS)
-    some = whole.rows(np.arange(0, 600, 2))
-    pairs = (profile(table, budget=1500, windows=(64,)).comparisons for table in (whole, some))
-    for one, other in zip(*pairs, strict=True):
-        assert other.figures.steps == pytest.approx(one.figures.steps, rel=0.15)
-        assert other.figures.rows == pytest.approx(600, rel=0.02)
-
-
 def test_the_window_to_take_comes_first(made):
     for one in made.best:
         own = [

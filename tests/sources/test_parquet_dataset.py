@@ -82,7 +82,7 @@ def test_a_row_group_is_read_once_in_an_epoch_and_few_are_kept(files, monkeypatc
     assert max(Counter(read).values()) <= 2 and len(read) <= 22  # 11 with rows
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"num_workers": 2}, marks=pytest.mark.slow)])
 def test_a_run_resumes_exactly(options, files):
     with loader_of(files, **options) as loader:
         expected = [steps(loader) for _ in range(2)]

@@ -66,7 +66,12 @@ def test_members_of_one_name_are_a_sample(format, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_workers": 2}, {"num_workers": 2, "method": "thread"}]
+    "options",
+    [
+        {},
+        pytest.param({"num_workers": 2}, marks=pytest.mark.slow),
+        {"num_workers": 2, "method": "thread"},
+    ],
 )
 def test_a_run_resumes_exactly(options, files):
     if "method" in options:

@@ -6,6 +6,7 @@ from odb_nodes.contract import EpochNode, StatefulNode
 from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import PeerError, SampleError, StateError, StepMemoryError, WorkerError
 from odb_nodes.ledger import Audit, EpochAudit, Ledger, audit
+from odb_nodes.loader.batch_sampler import TokenBatchSampler
 from odb_nodes.loader.checkpoints import Checkpoints
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
@@ -20,6 +21,7 @@ from odb_nodes.sources import (
     IterableSource,
     JsonlSource,
     Mixing,
+    ParquetDataset,
     ShardedSampler,
     SourceMixer,
     WeightedSampler,
@@ -49,6 +51,7 @@ __all__ = [
     "PackedCollate",
     "PaddingCollate",
     "ParallelProcessor",
+    "ParquetDataset",
     "PeerError",
     "PerSource",
     "RankAligner",
@@ -65,6 +68,7 @@ __all__ = [
     "StepInfo",
     "StepMemoryError",
     "TaskWeights",
+    "TokenBatchSampler",
     "TokenBudget",
     "WeightSchedule",
     "WeightedSampler",

@@ -27,6 +27,7 @@ from odb_nodes import StateError, reshard
 
 pytestmark = pytest.mark.filterwarnings(*LEFT_OUT, ENDED_EARLY, "ignore:`weights` are not given")
 LEFT = 8  # samples of each rank that `exclude_more` leaves at least
+NUMBERS = st.integers(0, 99)  # of which a rule makes a choice
 PLANNED = 18  # steps at most in which groups come that were formed before: two rounds
 
 
@@ -34,17 +35,35 @@ class Line:
     """A run that nobody interrupts, from the beginning or from states."""
 
     def __init__(self, given, states=None):
-        self.given, self.job, self._epochs = given, Job(given, states), []
+        self.given, self.job = given, Job(given, states)
+        self._epochs, self._complete, self._now = {}, set(), None
         self._is_whole = states is None
+        self._any_order = self._is_whole and not KINDS[given.kind].calls
 
     def epoch(self, number):
         """The steps of an epoch of this run; the first may be the rest of one."""
-        while len(self._epochs) <= number:
-            steps = self.job.epoch()
-            if self._epochs or self._is_whole:
-                check_counts(steps)
-            self._epochs.append(steps)
+        while self.step(number, len(self._epochs.get(number, ()))) is not None:
+            pass
         return self._epochs[number]
+
+    def step(self, number, step):
+        """A step of an epoch; None at its end."""
+        if number not in self._complete and self._now != number:
+            if self._any_order:
+                self.job.set_epoch(number)
+            elif number:
+                self.epoch(number - 1)
+            self._epochs[number], self._now = [], number
+        found = self._epochs[number]
+        while number not in self._complete and len(found) <= step:
+            if (one := self.job.step()) is not None:
+                found.append(one)
+                continue
+            self._complete.add(number)
+            self._now = None
+            if number or self._is_whole:
+                check_counts(found)
+        return found[step] if step < len(found) else None
 
 
 @cache
@@ -66,7 +85,7 @@ class Place(NamedTuple):
     def steps(self):
         """The steps that are done of the epoch."""
         before = self.before if self.epoch == 0 else ()
-        return [*before, *self.line.epoch(self.epoch)[: self.step]]
+        return [*before, *(self.line.step(self.epoch, one) for one in range(self.step))]
 
     def rest(self):
         return self.line.epoch(self.epoch)[self.step :]
@@ -77,17 +96,18 @@ class Place(NamedTuple):
 
 
 class ResumeMachine(RuleBasedStateMachine):
-    kinds, folder, job = (), None, None
+    name, folder, job = "", None, None
+    next_epoch = True  # whether a changed run must also have the next epoch of a fresh one
 
-    @initialize(data=st.data(), steps=st.integers(0, 12))
-    def begin(self, data, steps):
-        name = data.draw(st.sampled_from(self.kinds))
-        self.start(name, data.draw(st.sampled_from(KINDS[name].ranks)))
+    @initialize(at=NUMBERS, steps=st.integers(0, 12))
+    def begin(self, at, steps):
+        self.start(KINDS[self.name].ranks[at % len(KINDS[self.name].ranks)])
         self.take(steps)
 
-    def start(self, name, world_size):
-        self.kind, self.saved, self.lines = KINDS[name], [], []
-        self.go_to(Place(whole(name, world_size, self.folder)))
+    def start(self, world_size):
+        self.kind, self.saved, self.lines = KINDS[self.name], [], []
+        self.first_world_size = world_size
+        self.go_to(Place(whole(self.name, world_size, self.folder)))
 
     def go_to(self, place, states=None):
         """Be a new run at a place, as after a kill."""
@@ -103,20 +123,19 @@ class ResumeMachine(RuleBasedStateMachine):
     def take(self, steps):
         for _ in range(steps):
             line, epoch, step, _ = self.place
-            expected = line.epoch(epoch)
-            if step < len(expected):
-                assert self.job.step() == expected[step]
-                self.place = self.place._replace(step=step + 1)
-            else:
-                assert self.job.step() is None
+            expected = line.step(epoch, step)
+            assert self.job.step() == expected
+            if expected is None:
                 self.place = Place(line, epoch + 1)
+            else:
+                self.place = self.place._replace(step=step + 1)
 
     @rule()
     def save(self):
         self.saved.append((self.place, self.job.states()))
 
     @precondition(lambda self: self.saved)
-    @rule(at=st.integers(0, 99))
+    @rule(at=NUMBERS)
     def load(self, at):
         """As after a kill, or into the loaders that run."""
         place, states = self.saved[at % len(self.saved)]
@@ -151,10 +170,10 @@ class ResumeMachine(RuleBasedStateMachine):
             self.job.set_epoch(number)
 
     @precondition(lambda self: len(self.kind.ranks) > 1)
-    @rule(data=st.data())
-    def change_ranks(self, data):
+    @rule(at=NUMBERS)
+    def change_ranks(self, at):
         others = [one for one in self.kind.ranks if one != self.place.line.given.world_size]
-        self.move(data.draw(st.sampled_from(others)))
+        self.move(others[at % len(others)])
 
     def move(self, world_size):
         """Go on with another number of ranks; whether that can be."""
@@ -172,18 +191,18 @@ class ResumeMachine(RuleBasedStateMachine):
         if "virtual_ranks" in self.kind.options:
             assert by_virtual_rank(self.place.rest()) == by_virtual_rank(rest)
 
-    @rule(data=st.data(), how=st.sampled_from(["few", "half", "rank"]))
-    def exclude_more(self, data, how):
+    @rule(how=st.sampled_from(["few", "half", "rank"]), at=st.sets(NUMBERS, max_size=5))
+    def exclude_more(self, how, at):
         given, here = self.place.line.given, sorted(self.everything())
         if how == "few" or not self.place.step:
-            keys = data.draw(st.sets(st.sampled_from(here), max_size=5))
+            keys = {here[number % len(here)] for number in at}
         elif how == "half":
-            keys = {*here[data.draw(st.integers(0, 1)) :: 2]}
+            keys = {*here[sum(at) % 2 :: 2]}
         else:  # all that a rank has left
-            rank = data.draw(st.integers(0, given.world_size - 1))
+            rank = sum(at) % given.world_size
             keys = {key for step in self.place.rest() for key in step[rank].keys}
         exclude = given.exclude | keys
-        trained = {*keys_of(whole(given.kind, 1, self.folder).epoch(0))[0]}
+        trained = {*self.of_all()[0]}
         if len(trained - exclude) < LEFT * given.world_size:
             return
         if self.kind.options.get("uneven") == "stop":  # All ranks end with the first.
@@ -221,9 +240,13 @@ class ResumeMachine(RuleBasedStateMachine):
         for step in rest[PLANNED * rest[0][0].info.batches_per_step if rest else 0 :]:
             assert all(one.tokens <= tokens or len(one.rows) <= 1 for one in step)
 
+    def of_all(self):
+        """The keys of the samples of an epoch: that are trained on, and left out."""
+        world_size = self.first_world_size if self.kind.counts_unread else 1
+        return keys_of(whole(self.name, world_size, self.folder).epoch(0))
+
     def everything(self):
-        given = self.place.line.given
-        return {*sum(keys_of(whole(given.kind, 1, self.folder).epoch(0)), [])}
+        return {*sum(self.of_all(), [])}
 
     def fresh(self, given):
         """A run from the beginning."""
@@ -258,7 +281,7 @@ class ResumeMachine(RuleBasedStateMachine):
                     )
                     read = [one for one in own if one not in missing]
                     assert own[: len(read)] == read
-        if rest and not given.exclude:
+        if rest and not given.exclude and self.next_epoch:
             number = rest[0][0].info.epoch + 1
             assert line.epoch(1) == self.fresh(given).epoch(number)
 
@@ -268,35 +291,57 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("resume")
 
 
-def machine_of(folder, kinds):
-    return type("Machine", (ResumeMachine,), {"kinds": kinds, "folder": folder})
+def machine_of(folder, kind):
+    return type("Machine", (ResumeMachine,), {"name": kind, "folder": folder})
 
 
-def run_machine(folder, kinds, examples, exhaustive):
-    """Run the same examples each time; with `--exhaustive`, others."""
-    given = settings(
-        stateful_step_count=12, deadline=None, max_examples=examples, derandomize=not exhaustive
-    )
-    run_state_machine_as_test(machine_of(folder, kinds), settings=given)
+# What befalls a run in the fast loop: each kind meets two of these.
+EVENTS = [
+    lambda run: run.load_own_state(closed=True),
+    lambda run: run.change_ranks(1),
+    lambda run: run.kind.calls or run.leave(),
+    lambda run: run.exclude_more("few", {3, 11, 17, 40, 87}),
+    lambda run: run.kind.calls or run.set_epoch(2),
+    lambda run: run.lower_budget(),
+    lambda run: run.load_own_state(closed=False),
+    lambda run: run.exclude_more("half", {1}),
+    lambda run: run.change_ranks(2),
+    lambda run: run.exclude_more("rank", {2}),
+]
 
 
 @pytest.mark.fast
-def test_whatever_befalls_a_run_it_goes_on_exactly(folder, exhaustive):
-    run_machine(folder, [*KINDS], len(KINDS), exhaustive)
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_befalls_a_run_it_goes_on_exactly(kind, folder):
+    run, number = machine_of(folder, kind)(), [*KINDS].index(kind)
+    run.next_epoch = number % 4 == 0
+    run.begin(number, 3 + number % 5)
+    run.save()
+    run.take(2)
+    run.load(number)
+    run.take(2)
+    EVENTS[number % len(EVENTS)](run)
+    run.take(2)
+    run.teardown()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_befalls_a_run_of_any_kind_it_goes_on_exactly(kind, folder, exhaustive):
-    run_machine(folder, [kind], settings.default.max_examples // 12, exhaustive)
+    """Run the same examples each time; with `--exhaustive`, others."""
+    examples = settings.default.max_examples // 12
+    given = settings(
+        stateful_step_count=12, deadline=None, max_examples=examples, derandomize=not exhaustive
+    )
+    run_state_machine_as_test(machine_of(folder, kind), settings=given)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_any_kind_goes_on_from_each_step_and_on_other_ranks(kind, folder):
-    run = machine_of(folder, [kind])()
+    run = machine_of(folder, kind)()
     *others, world_size = KINDS[kind].ranks
-    run.start(kind, world_size)
+    run.start(world_size)
     for _ in range(12):
         run.save()
         run.take(1)

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_nodes import LengthObserver, Sample, SampleError, SourceCount, SourceItem, StepInfo
+from odb_nodes import (
+    LengthObserver,
+    Sample,
+    SampleError,
+    Skipped,
+    SourceCount,
+    SourceItem,
+    StepInfo,
+)
 from odb_nodes.nodes.sample_records import decode_sample, encode_sample
 from odb_nodes.processing.chunk import runs_of
 from odb_nodes.processing.observation import observe_sample
@@ -121,3 +129,9 @@ def test_samples_and_tokens_are_counted_by_source_and_by_task():
     assert pickle.loads(pickle.dumps(info)) == info != plain
     assert hash(info) == hash(copy.deepcopy(info))
     assert asdict(info)["local_sources"]["web"] == (2, 6)
+
+
+@pytest.mark.parametrize(("arguments", "named"), [((3, "x"), "reason"), (("a", 4), "message")])
+def test_why_a_sample_is_skipped_must_be_strings(arguments, named):
+    with pytest.raises(TypeError, match=f"`{named}` of `Skipped` must be a string, but is . inst"):
+        Skipped(*arguments)

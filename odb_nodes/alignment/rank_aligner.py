@@ -144,8 +144,10 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     Args:
         source: node that yields groups, each a sequence of `Sample`: a `WindowBucketer`.
         process_group: the ranks that share steps: a process group of any backend, or a
-            `DeviceMesh` of one dimension (the data-parallel one). Default: all ranks of the job,
-            or one rank if torch.distributed is not initialised.
+            `DeviceMesh`. Of several dimensions, those named `dp`, `fsdp`, `replicate`, `shard` or
+            alike (also joined, `dp_shard`) share steps; ranks that differ only in others (`tp`,
+            `cp`, `pp`, `ep`) get the same batches. Default: all ranks of the job, or one rank if
+            torch.distributed is not initialised.
         round_size: steps between two messages, after rounds of 4, 8, 16, ...; rounded up to a
             multiple of `accumulate`. Larger rounds match costs better and hold more groups.
         uneven: what to do when ranks have different amounts of data. `"fill"`: as above.

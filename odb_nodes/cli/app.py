@@ -6,6 +6,8 @@ It is read without torch, so that the help and errors of usage come at once.
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import re
 import sysconfig
 import traceback
@@ -31,7 +33,7 @@ _EXPECTED = (
     WorkerError,
 )
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
-_NOT_OF_USER = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
+_NOT_OF_USER = (f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -111,7 +113,11 @@ _COUNT, _COUNT_OR_NONE = _at_least(1), _at_least(0)
 
 
 def _positive(text: str) -> float:
-    if not (number := float(text)) >= 0:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of at least 0, but is {text!r}")
     return number
 
@@ -153,18 +159,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--attention-tokens": _option("length at which attention doubles a row's cost", _COUNT),
     "--batch-size": _option("samples of a fixed batch (what the budget holds)", _COUNT),
     "--budget": _option(f"padded tokens of a batch ({commands.BUDGET_TOKENS:,})", _COUNT),
-    "--checkpoint": _option("folder of a checkpoint; the step that follows it"),
     "--csv": _option("file for a row of each record"),
     "--cv": _option("lognormal lengths of this variation, in place of data", _positive),
     "--diff": _option("another state: show what differs, and nothing else", _existing),
-    "--epoch": _option("number of the epoch (0)", _COUNT_OR_NONE, default=0),
     "--field": _option("field to tokenize (messages or text)"),
     "--force": {"action": "store_true", "help": "replace files that exist"},
-    "--further": _option("steps after that of a checkpoint (0)", _COUNT_OR_NONE, default=0),
     "--html": _option("file for a page", Path),
     "--json": _option("file for the same as JSON", Path),
     "--layout": _option("padded or packed (padded)"),
-    "--ledger": _option("folder of a ledger; with --epoch and --step"),
     "--lengths": _option("a file of lengths, in place of data", _existing),
     "--limit": _option("most tokens of a batch (4 x the longest, or the loader's)", _COUNT),
     "--log": _option("folder of a monitor, whose times are fitted to", _existing),
@@ -187,7 +189,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         action="append",
         metavar="[SOURCE=]N",
     ),
-    "--step": _option("number of the step in it", _COUNT_OR_NONE),
     "--steps": _option("also print the digest of the first so many steps of each epoch", _COUNT),
     "--timeline": _option(
         "draw each rank's cost, step by step, of the last ranks and window: a file for a page, - "
@@ -216,8 +217,14 @@ COMMANDS: dict[Callable[[Any], int | None], tuple[str, dict[str, dict[str, Any]]
         {"folder": _option("that the ranks have written to")},
     ),
     commands.inspect: (
-        "--rank --diff",
-        {"state": _option("a state file, or the folder of a checkpoint", _existing)},
+        "--rank --diff --force",
+        {
+            "state": _option("a state file, the folder of a checkpoint, or a ledger", _existing),
+            "--step": _option("number of a step in its epoch, to make again", _COUNT_OR_NONE),
+            "--epoch": _option("epoch of a step of a ledger (0)", _COUNT_OR_NONE, default=0),
+            "--loader": _option("module:function: makes the loader for a `process_group`"),
+            "--out": _option("file to write the steps of all ranks to, by `torch.save`"),
+        },
     ),
     commands.profile: (
         f"{_DATA} --ranks --window {_BUDGET} --accumulate --batch-size --weight --json --html",
@@ -239,13 +246,6 @@ COMMANDS: dict[Callable[[Any], int | None], tuple[str, dict[str, dict[str, Any]]
         f"{_DATA} --cv --ranks --window --round-size {_BUDGET} --shapes --attention-tokens "
         "--row-sizes --accumulate --uneven --weight --shuffle --timeline",
         {},
-    ),
-    commands.step: (
-        "--ledger --checkpoint --epoch --step --further --force",
-        {
-            "make_loader": _option("module:function: makes the loader for a `process_group`"),
-            "--out": _option("file to write the steps of all ranks to, by `torch.save`"),
-        },
     ),
     commands.tune: (
         f"{_DATA} --tokens-per-step --limit --memory-model --memory-gib --log --weight",

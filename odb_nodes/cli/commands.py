@@ -15,7 +15,6 @@ from odb_nodes.cli.data import (
     BUDGET_TOKENS,
     Data,
     UsageError,
-    check_is_writable,
     check_outputs,
     file_of,
     load_function,
@@ -62,7 +61,15 @@ def audit(args: Namespace) -> int:
 
 
 def inspect(args: Namespace) -> int:
-    """Show what a saved state says. Exits with 1 where ranks do not fit, or states differ."""
+    """Show what a saved state says, or make a step of a run again, of all its ranks.
+
+    With --step and --loader: the samples of a step, from a ledger or a checkpoint before it. Exits
+    with 1 where ranks do not fit, or states differ.
+    """
+    if (args.step is None) != (args.loader is None) or (args.out and args.step is None):
+        raise UsageError("pass --step and --loader, and --out with both")
+    if args.step is not None:
+        return _inspect_step(args)
     from odb_nodes.tools.inspection import differences, misfits, read_inspections
 
     name, ranks = read_inspections(args.state)
@@ -87,6 +94,27 @@ def inspect(args: Namespace) -> int:
     return int(bool(problems))
 
 
+def _inspect_step(args: Namespace) -> int:
+    check_outputs(args, ["out"], [args.state])
+    function = load_function(args.loader)
+    from odb_nodes.tools.lengths import files_read
+    from odb_nodes.tools.steps import remake_from_folder
+
+    def make_loader(process_group: Any) -> Any:
+        loader = function(process_group)
+        read = files_read(getattr(loader, "root", None))
+        check_outputs(args, ["out"], [file_of(args.loader), *read])
+        return loader
+
+    remade = remake_from_folder(make_loader, args.state, epoch=args.epoch, step=args.step)
+    if args.out:  # before what may end at a closed pipe
+        import torch
+
+        torch.save([one.as_dict() for one in remade], args.out)
+    print(*remade, sep="\n")
+    return 0
+
+
 def profile(args: Namespace) -> None:
     """Show the lengths of a dataset, and compare ways to make batches of it."""
     data = Data(args, ["json", "html"])
@@ -97,7 +125,7 @@ def profile(args: Namespace) -> None:
     made = make_profile(
         data.table(),
         budget=budget,
-        world_sizes=args.ranks or [data.ranks],
+        world_sizes=args.ranks or [data.options.virtual_ranks or 1],
         windows=args.window or [window],
         batch_size=args.batch_size,
         weights=data.weights(),
@@ -133,14 +161,12 @@ def simulate(args: Namespace) -> None:
     options = data.job() | {"budget": budget}
     windows = args.window or [options["window"]]
     jobs = [
-        SimulationOptions(
-            **options | {"world_size": world_size, "budget": budget, "window": window}
-        )
-        for world_size, window in product(args.ranks or [data.ranks], windows)
+        SimulationOptions(**options | {"world_size": world_size, "window": window})
+        for world_size, window in product(args.ranks or [data.options.virtual_ranks or 1], windows)
     ]
     from odb_nodes._core.text import markdown_table
     from odb_nodes.tools.simulate import TableEpoch
-    from odb_nodes.tools.timeline import Timeline
+    from odb_nodes.tools.timeline import timeline_page, timeline_text
 
     table = data.table()
     print(table)
@@ -149,44 +175,15 @@ def simulate(args: Namespace) -> None:
     rows: list[dict[str, str]] = []
     for job in jobs:
         run = {"ranks": str(job.world_size), "window": shown(job.window, epoch.window(job))}
-        rows.append(run | epoch.report(job).as_row())
+        batches = epoch.batches(job)
+        rows.append(run | epoch.report(job, batches).as_row())
     print(markdown_table(rows))
     if args.timeline is not None:
-        drawn = Timeline.of(epoch.steps(job), budget, epoch.window(job))
+        title = f"{counted(job.world_size, 'rank')}, window {epoch.window(job):,}"
         if args.timeline == "-":
-            print(f"\n{drawn}")
+            print(f"\n{timeline_text(batches.costs(budget), title)}")
         else:
-            Path(args.timeline).write_text(drawn.to_html())
-
-
-def step(args: Namespace) -> None:
-    """Make a step of a run again, of all its ranks: its samples, and its batches."""
-    if (args.ledger is None) == (args.checkpoint is None):
-        raise UsageError("pass either --ledger or --checkpoint")
-    if args.ledger and args.step is None:
-        raise UsageError("--ledger needs --step")
-    check_outputs(args, ["out"], [args.ledger or args.checkpoint])
-    function = load_function(args.make_loader)
-    from odb_nodes.loader import Loader
-    from odb_nodes.tools.lengths import files_read
-    from odb_nodes.tools.steps import remake_from_checkpoint, remake_from_ledger
-
-    def make_loader(process_group: Any) -> Any:
-        loader = function(process_group)
-        if args.out and isinstance(loader, Loader):
-            inputs = [file_of(args.make_loader), *files_read(loader.root)]
-            check_is_writable(args.out, filter(None, inputs), force=args.force)
-        return loader
-
-    if args.checkpoint:
-        remade = remake_from_checkpoint(make_loader, args.checkpoint, further=args.further)
-    else:
-        remade = remake_from_ledger(make_loader, args.ledger, epoch=args.epoch, step=args.step)
-    if args.out:  # before what may end at a closed pipe
-        import torch
-
-        torch.save([one.as_dict() for one in remade], args.out)
-    print(*remade, sep="\n")
+            Path(args.timeline).write_text(timeline_page(batches.costs(budget), title))
 
 
 def tune(args: Namespace) -> None:
@@ -196,7 +193,7 @@ def tune(args: Namespace) -> None:
         raise ValueError("pass --limit, or --memory-model FILE and --memory-gib N, or none.")
     data = Data(args, inputs=[model, args.log])
     job, limit = data.job(), data.loader_budget
-    world_size, accumulate = args.ranks or data.ranks, job.pop("accumulate")
+    world_size, accumulate = args.ranks or data.options.virtual_ranks or 1, job.pop("accumulate")
     tokens_per_step = args.tokens_per_step
     if tokens_per_step is None and limit is not None:
         tokens_per_step = limit.tokens * accumulate * world_size

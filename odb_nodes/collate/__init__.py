@@ -1,6 +1,7 @@
 """Turn the samples of a group into a batch."""
 
+from odb_nodes.collate.context import shard_context
 from odb_nodes.collate.packed_collate import PackedCollate
 from odb_nodes.collate.padding_collate import PaddingCollate
 
-__all__ = ["PackedCollate", "PaddingCollate"]
+__all__ = ["PackedCollate", "PaddingCollate", "shard_context"]

@@ -11,7 +11,14 @@ import numpy.typing as npt
 import torch
 
 from odb_nodes._core.checks import check_bool, check_count
-from odb_nodes.collate.token_rows import GroupRows, TokenRows, of_group, row_of
+from odb_nodes.collate.token_rows import (
+    GroupRows,
+    TokenRows,
+    is_number,
+    length_of,
+    of_group,
+    row_of,
+)
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import TokenBudget, fit_shape
 from odb_nodes.planning.table import IntArray
@@ -56,15 +63,20 @@ class PackedCollate(TokenRows):
             own sample up to itself, for models that ignore `position_ids`: `torch.bool` for "sdpa"
             (True: may attend), or the model's dtype for "eager" and "sdpa" (added to the scores).
             `None`: no mask.
+        sample_multiple: tokens; `prepare` pads each sample to a multiple of it, at its end, as
+            context parallelism wants: 2 * its ranks. The padding counts against the budget, and has
+            no labels. An `observe` function of yours must round up, too.
     """
 
     draws_random_numbers: ClassVar[bool] = False
     max_samples: int | None = None
     model_arguments: bool = True
     mask_dtype: torch.dtype | None = None
+    sample_multiple: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_count("sample_multiple", self.sample_multiple)
         check_bool("model_arguments", self.model_arguments)
         if self.max_samples is not None:
             check_count("max_samples", self.max_samples)
@@ -90,12 +102,32 @@ class PackedCollate(TokenRows):
             for key in _CHECKED_KEYS:
                 if key in prepared:
                     self._check_packable(key, prepared[key])
+            if self.sample_multiple > 1:
+                prepared = self._filled_up(prepared)
         return prepared
+
+    def _filled_up(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a sample whose tokens are a multiple of `sample_multiple`."""
+        missing = -length_of(sample) % self.sample_multiple
+        filled = {"labels": row_of("input_ids", sample["input_ids"]), **sample}
+        for key in {*_KEPT} & {*filled}:
+            del filled[key]  # They say nothing of a packed row, and do not hold for padding.
+        for key in {*self.token_keys} & {*filled}:
+            if not is_number(filled[key]):
+                row, value = row_of(key, filled[key]), self._fill_of(key)
+                filled[key] = np.concatenate((row, np.full(missing, value, row.dtype)))
+        return filled
 
     def batch_of(self, group: GroupRows) -> dict[str, Any]:
         """Return the batch of a group."""
         lengths = group.lengths
         total = sum(lengths)
+        if any(length % self.sample_multiple for length in lengths):
+            raise ValueError(
+                f"each sample must have a multiple of `sample_multiple`, {self.sample_multiple} "
+                f"tokens, but they have {lengths[:8]}: call `prepare` in processing, before "
+                "samples are observed. `ODBDataLoader` does."
+            )
         _, width = fit_shape(1, total, self.shapes, self.pad_to_multiple_of)
         starts = np.cumsum([0, *lengths])
         positions = np.zeros(width, dtype=np.int64)

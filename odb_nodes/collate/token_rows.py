@@ -123,10 +123,13 @@ class TokenRows:
             dtype = np.result_type(*{row.dtype for row in rows})
             if dtype.kind in "iu":
                 dtype = INT64  # what embeddings and losses take
-        fill = {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX}.get(key, 0)
-        joined = group.new(shape, fill, dtype)
+        joined = group.new(shape, self._fill_of(key), dtype)
         self.place(key, joined.numpy(), rows, group.lengths)
         return joined
+
+    def _fill_of(self, key: str) -> int:
+        """Return the padding of a key."""
+        return {"input_ids": self.pad_token_id, "labels": IGNORE_INDEX}.get(key, 0)
 
     def place(
         self, key: str, joined: npt.NDArray[Any], rows: list[Any], lengths: list[int]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import groupby, pairwise
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from odb_nodes._core.checks import MAX_KEY, check_count, check_type
+from odb_nodes._core.text import counted
 from odb_nodes.ledger.history import Run, Samples, Segment
 from odb_nodes.ledger.reading import Ints, Steps
-from odb_nodes.ledger.records import ENDS_EPOCH, FILLER, Name
-from odb_nodes.ledger.report import DIGEST_BYTES, Audit, EpochAudit, digest_of
+from odb_nodes.ledger.records import ENDS_EPOCH, FILLER, NO_KEY, Name
 
+DIGEST_BYTES = 32
 MOST_NAMED = 20
 """Keys, or ranges of numbers, that are named where more are wrong in the same way."""
 MOST_STEPS_BEHIND = 16
@@ -27,6 +30,126 @@ Ranks meet at each optimizer step, so that one is ahead of another by a few step
 OWN_FATES = ("dropped", "unemitted", "excluded")
 
 Size = int | Mapping[str, int] | None
+Digests = npt.NDArray[np.uint8]
+"""Digest of each step, (steps, DIGEST_BYTES)."""
+
+
+def digest_of(step_digests: Digests) -> str:
+    """Return the digest of some steps by those of each."""
+    return blake2b(step_digests.tobytes(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochAudit:
+    """What the ledger says of one epoch.
+
+    Attributes:
+        epoch: number of the epoch.
+        steps: number of steps that are recorded.
+        last_step: the last of them.
+        world_sizes: numbers of ranks that it was trained with; more than one where that changed.
+        is_complete: whether all of its steps are recorded, on all ranks, from the first to the one
+            that ends it.
+        fates: fate -> number of samples: `"trained"`, `"dropped"`, `"excluded"`,
+            `"unemitted"`, or `"skipped (reason)"`.
+        filler: number of steps of a rank that had no sample of its own.
+        digest: of all steps, 64 hexadecimal digits: equal where two runs had the same samples with
+            the same fates at every step of every rank.
+        step_digests: digest of each recorded step, of what all ranks had, (steps, 32) uint8.
+    """
+
+    epoch: int
+    steps: int
+    last_step: int
+    world_sizes: tuple[int, ...]
+    is_complete: bool
+    fates: dict[str, int]
+    filler: int
+    digest: str
+    step_digests: Digests = field(repr=False, compare=False)
+
+    def digest_of_first(self, steps: int) -> str:
+        """Return the digest of the first so many recorded steps.
+
+        Args:
+            steps: number of steps; all where fewer are recorded.
+
+        Raises:
+            TypeError, ValueError: `steps` is not a number of at least 0.
+        """
+        return digest_of(self.step_digests[: check_count("steps", steps, 0)])
+
+    def __str__(self) -> str:
+        extent = "complete" if self.is_complete else f"partial, to step {self.last_step:,}"
+        fates = ", ".join(f"{count:,} {fate}" for fate, count in self.fates.items())
+        return (
+            f"epoch {self.epoch}: {extent}; {counted(self.steps, 'step')}; "
+            f"{fates or 'no samples'}; {counted(self.filler, 'filler step')}\n"
+            f"  digest {self.digest}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """What an audit of a ledger has found; as a string, a report to read.
+
+    Attributes:
+        folder: the folder of the ledger.
+        attempts: rank -> the epoch and step at which each of its attempts begins.
+        epochs: what is recorded of each epoch.
+        open_ranks: ranks whose last attempt has no end: they go on, were killed, or their last
+            records are missing.
+        problems: what is missing, double, changed or damaged, by rank, step and key.
+        notes: what else is to be known, and what could not be checked.
+    """
+
+    folder: str
+    attempts: dict[int, tuple[tuple[int, int], ...]]
+    epochs: tuple[EpochAudit, ...]
+    open_ranks: tuple[int, ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether each sample has one fate per epoch, and no step is missing.
+
+        Of a run that is `"open"`, this can be said only where each of its epochs is complete.
+        """
+        is_whole = bool(self.epochs) and all(epoch.is_complete for epoch in self.epochs)
+        return self.state == "ended" or (self.state == "open" and is_whole)
+
+    @property
+    def state(self) -> Literal["ended", "open", "damaged"]:
+        """What the records are.
+
+        `"damaged"` where there is any problem; else `"ended"` where all ranks have recorded the end
+        of the run; else `"open"`: nothing is wrong in what is recorded, but more may be missing.
+        """
+        if self.problems:
+            return "damaged"
+        return "open" if self.open_ranks else "ended"
+
+    def __str__(self) -> str:
+        begun: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for rank, starts in self.attempts.items():
+            begun.setdefault(starts, []).append(rank)
+        lines = [f"{self.folder}: {self._verdict()}"]
+        for starts, ranks in begun.items():
+            places = ", ".join(f"epoch {epoch} step {step}" for epoch, step in starts)
+            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+            lines.append(f"{who}: {counted(len(starts), 'attempt')}{places and ', from '}{places}")
+        lines += [str(epoch) for epoch in self.epochs]
+        lines += [f"note: {text}" for text in self.notes]
+        lines += [f"PROBLEM: {text}" for text in self.problems]
+        return "\n".join(lines)
+
+    def _verdict(self) -> str:
+        if self.problems:
+            return counted(len(self.problems), "problem")
+        if not self.open_ranks:
+            return "OK"
+        return f"{'OK so far' if self.ok else 'OPEN, no problem so far'}; no end is recorded"
 
 
 def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None = None) -> Audit:
@@ -64,13 +187,7 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
     killed = _Killed(run)
     epochs: list[EpochAudit] = []
     for _, own in groupby(run.segments, key=lambda one: one.epoch):
-        one = _EpochCheck(run, [*own])
-        is_complete = one.check_steps(epochs[-1].epoch if epochs else None, killed)
-        one.compare_replaced()
-        one.check_keys(size, is_complete)
-        problems += one.problems
-        notes += one.notes
-        epochs.append(one.facts(is_complete))
+        epochs.append(_EpochCheck(run, [*own], problems, notes).check(epochs, killed, size))
     return Audit(
         folder=str(folder),
         attempts=run.starts(),
@@ -102,7 +219,7 @@ class _Killed:
             segments = [*group]
             stop = before + 1 + max(max(one.lasts.values()) for one in segments)
             for one in segments:
-                self.last_epochs |= dict.fromkeys(one.ranks, epoch)
+                self.last_epochs |= dict.fromkeys(one.lasts, epoch)
                 done |= {rank: before + last + 1 for rank, last in one.lasts.items()}
                 done |= dict.fromkeys(one.ending, stop)
                 begun = max([begun, *(before + step for step in one.begun)])
@@ -123,16 +240,43 @@ class _Killed:
 
 
 class _EpochCheck:
-    """What is found out of the segments of one epoch."""
+    """What is found out of the segments of one epoch, added to the problems and notes of all."""
 
-    def __init__(self, run: Run, segments: Sequence[Segment]) -> None:
+    def __init__(
+        self, run: Run, segments: Sequence[Segment], problems: list[str], notes: list[str]
+    ) -> None:
         self.run, self.segments, self.epoch = run, segments, segments[0].epoch
         self.steps = np.concatenate([one.steps for one in segments])
         self.samples = run.samples(self.steps)
-        self.problems: list[str] = []
-        self.notes: list[str] = []
+        self.problems, self.notes = problems, notes
 
-    def check_steps(self, before: int | None, killed: _Killed) -> bool:
+    def check(self, before: Sequence[EpochAudit], killed: _Killed, size: Size) -> EpochAudit:
+        """Check steps and samples, and return what the ledger says of the epoch."""
+        is_complete = self._check_steps(before[-1].epoch if before else None, killed)
+        self._compare_replaced()
+        self._check_keys(size, is_complete)
+        names = self.run.names
+        counts = np.bincount(self.samples.names, minlength=len(names)).tolist()
+        fates: dict[str, int] = {}
+        for name, count in sorted(zip(names, counts, strict=True), key=lambda one: one[0].reason):
+            if count:
+                fate = _fate_of(name.reason)
+                fates[fate] = fates.get(fate, 0) + count
+        cuts = [0, *(np.flatnonzero(np.diff(self.steps["step"])) + 1).tolist(), len(self.steps)]
+        digests = _digests(self.steps, self.samples, names, cuts)
+        return EpochAudit(
+            epoch=self.epoch,
+            steps=len(digests),
+            last_step=int(self.steps["step"][-1]),
+            world_sizes=tuple(dict.fromkeys(one.world_size for one in self.segments)),
+            is_complete=is_complete,
+            fates=fates,
+            filler=int((self.steps["flags"] & FILLER > 0).sum()),
+            digest=digest_of(digests),
+            step_digests=digests,
+        )
+
+    def _check_steps(self, before: int | None, killed: _Killed) -> bool:
         """Check the steps on each rank, and return whether the epoch is complete."""
         epoch, found = self.epoch, list[str]()
         if before is not None and epoch > before + 1:
@@ -140,22 +284,27 @@ class _EpochCheck:
         if first := self.segments[0].first:
             text = f"epoch {epoch}: what was before step {first} is not recorded."
             (self.notes if before is None else found).append(text)
+        last = self.segments[-1]
         for one in self.segments:
-            for rank, steps in one.ranks.items():
-                found += _holes(one, rank, steps["step"])
-            ranks = {*range(one.world_size)}
-            behind = {rank for rank in ranks if killed.may_be_behind(rank, epoch)}
-            if absent := sorted(ranks - one.ranks.keys() - behind):
+            for rank in one.lasts:
+                found += _holes(one, rank)
+            absent = [
+                rank
+                for rank in range(one.world_size)
+                if rank not in one.lasts and not killed.may_be_behind(rank, epoch)
+            ]
+            if absent:
                 found.append(
                     f"epoch {epoch}: rank {ranges(absent)} of {one.world_size} has no record: put "
                     "the files of all ranks into the folder."
                 )
-        last = self.segments[-1]  # of which `ranks` and `behind` are
-        is_ended = last.ending >= ranks
+        ranks = range(last.world_size)
+        is_ended = last.ending >= {*ranks}
         if not is_ended and len({last.lasts.get(rank) for rank in ranks}) > 1:
-            counts = [f"rank {rank} {len(last.ranks.get(rank, ()))}" for rank in sorted(ranks)]
+            counts = [f"rank {rank} {(last.steps['rank'] == rank).sum()}" for rank in ranks]
             self._note(f"not all ranks have recorded as many steps: {', '.join(counts)}.")
-        if left := sorted(last.ranks.keys() - last.ending - behind):
+        left = sorted(last.lasts.keys() - last.ending)
+        if left := [rank for rank in left if not killed.may_be_behind(rank, epoch)]:
             text = (
                 f"epoch {epoch}: rank {ranges(left)}: the epoch has no end: it was left, or its "
                 "last steps are not recorded"
@@ -167,18 +316,19 @@ class _EpochCheck:
         self.problems += found
         return not first and not found and is_ended
 
-    def compare_replaced(self) -> None:
+    def _compare_replaced(self) -> None:
         """Say which steps had other samples in an attempt before: a resume repeats them."""
         replaced = self.run.replaced[self.run.replaced["epoch"] == self.epoch]
-        before, differing = self.run.samples(replaced), dict[int, list[int]]()
-        index_of = {place: at for at, place in enumerate(_places(self.steps))}
-        for old, place in enumerate(_places(replaced)):
-            new = index_of.get(place)
-            if new is not None and not (
-                (replaced["flags"][old] ^ self.steps["flags"][new]) & FILLER == 0
-                and all(map(np.array_equal, before.of_step(old), self.samples.of_step(new)))
-            ):
-                differing.setdefault(place[0], []).append(place[1])
+        found: list[dict[tuple[int, int], bytes]] = []
+        for steps in (self.steps, replaced) if len(replaced) else ():
+            cuts = range(len(steps) + 1)
+            digests = _digests(steps, self.run.samples(steps), self.run.names, cuts)
+            places = zip(steps["rank"].tolist(), steps["step"].tolist(), strict=True)
+            found.append(dict(zip(places, map(bytes, digests), strict=True)))
+        differing: dict[int, list[int]] = {}
+        for (rank, step), digest in found[1].items() if found else ():
+            if found[0].get((rank, step), digest) != digest:
+                differing.setdefault(rank, []).append(step)
         for rank, steps in sorted(differing.items()):
             self._note(
                 f"rank {rank}: an earlier attempt had other samples at step "
@@ -186,7 +336,7 @@ class _EpochCheck:
                 "changed since."
             )
 
-    def check_keys(self, size: Size, is_complete: bool) -> None:
+    def _check_keys(self, size: Size, is_complete: bool) -> None:
         """Find the samples that have several fates, and those that have none."""
         sources = self._by_source()
         if isinstance(size, int) and len(sources) > 1:
@@ -224,32 +374,24 @@ class _EpochCheck:
 
     def _check_source(self, source: str, at: Ints) -> Ints:
         """Find the keys of a source that have several fates; return its keys, sorted, each once."""
-        keys = self.samples.keys[at]
+        keys, repeats = self.samples.keys[at], self.samples.repeats[at]
         without = int(np.searchsorted(keys, 0))  # `NO_KEY` is below all keys
         if without:
             self._note(f"{without:,} samples{_of(source)} have no key: they are only counted.")
-        is_new = np.append(True, keys[1:] != keys[:-1])
-        is_new[:without] = True
-        if len(several := at[~is_new | np.append(~is_new[1:], False)]):
-            if self.samples.repeats[at].any():
-                several = self._trained_again(source, several)
-            keys_of, repeats_of = self.samples.keys[several], self.samples.repeats[several]
-            is_same = (keys_of[1:] == keys_of[:-1]) & (repeats_of[1:] == repeats_of[:-1])
-            same = np.flatnonzero(is_same)
-            self._name_several(source, several[np.union1d(same, same + 1)])
-        found: Ints = keys[is_new]
-        return found
-
-    def _trained_again(self, source: str, at: Ints) -> Ints:
-        """Note that keys come more than once by intent, and return which samples are compared."""
-        is_trained = np.array([not name.reason for name in self.run.names])[self.samples.names[at]]
-        self._note(
-            f"{len(np.unique(self.samples.keys[at])):,} keys{_of(source)} come more than once by "
-            "intent: their source begins again, or a sampler draws them. Each repeat has one fate"
-            f"{'' if is_trained.all() else ', but those of left-out samples are not told apart'}."
-        )
-        compared: Ints = at[is_trained]
-        return compared
+        at = at[without:]
+        starts = np.flatnonzero(np.diff(keys[without:], prepend=NO_KEY))  # of each key
+        is_repeated = np.diff(starts, append=len(at)) > 1
+        if repeats.any() and is_repeated.any():
+            self._note(
+                f"{is_repeated.sum():,} keys{_of(source)} come more than once by intent: their "
+                "source begins again, or a sampler draws them. Each repeat has one fate; those of "
+                "left-out samples are not told apart."
+            )
+            at = at[np.array([not one.reason for one in self.run.names])[self.samples.names[at]]]
+        compared = np.stack((self.samples.keys[at], self.samples.repeats[at].astype(np.int64)))
+        same = np.flatnonzero((np.diff(compared) == 0).all(0))
+        self._name_several(source, at[np.union1d(same, same + 1)])
+        return np.append(keys[:without], keys[without:][starts])
 
     def _name_several(self, source: str, at: Ints) -> None:
         """Say where the samples of each key that has several fates are, and which fates."""
@@ -286,28 +428,6 @@ class _EpochCheck:
             text += f": {'key' if have == size - 1 else 'keys'} {ranges(np.flatnonzero(missing))}"
         self._problem(f"{text}.")
 
-    def facts(self, is_complete: bool) -> EpochAudit:
-        """Return what the ledger says of the epoch."""
-        names = self.run.names
-        counts = np.bincount(self.samples.names, minlength=len(names)).tolist()
-        fates: dict[str, int] = {}
-        for name, count in sorted(zip(names, counts, strict=True), key=lambda one: one[0].reason):
-            if count:
-                fate = _fate_of(name.reason)
-                fates[fate] = fates.get(fate, 0) + count
-        digests = _digests(self.steps, self.samples, names)
-        return EpochAudit(
-            epoch=self.epoch,
-            steps=len(digests),
-            last_step=int(self.steps["step"][-1]),
-            world_sizes=tuple(dict.fromkeys(one.world_size for one in self.segments)),
-            is_complete=is_complete,
-            fates=fates,
-            filler=int((self.steps["flags"] & FILLER > 0).sum()),
-            digest=digest_of(digests),
-            step_digests=digests,
-        )
-
     def _problem(self, text: str) -> None:
         self.problems.append(f"epoch {self.epoch}: {text}")
 
@@ -315,8 +435,8 @@ class _EpochCheck:
         self.notes.append(f"epoch {self.epoch}: {text}")
 
 
-def _digests(steps: Steps, samples: Samples, names: Sequence[Name]) -> npt.NDArray[np.uint8]:
-    """Return a digest of what all ranks had at each step, (steps, DIGEST_BYTES) uint8."""
+def _digests(steps: Steps, samples: Samples, names: Sequence[Name], cuts: Iterable[int]) -> Digests:
+    """Return a digest of what ranks had from each of some indices of steps to the next one."""
     of_names = [blake2b(json.dumps([*one]).encode(), digest_size=8).digest() for one in names]
     columns = (
         samples.keys,
@@ -326,20 +446,18 @@ def _digests(steps: Steps, samples: Samples, names: Sequence[Name]) -> npt.NDArr
     heads = np.column_stack(
         (steps["step"], steps["rank"], steps["samples"], steps["flags"] & FILLER)
     )
-    cuts = [0, *(np.flatnonzero(np.diff(steps["step"])) + 1).tolist(), len(steps)]
-    stops = [0, *samples.stops.tolist()]
-    digests = []
+    stops, digests = [0, *samples.stops.tolist()], []
     for a, b in pairwise(cuts):
-        digest = blake2b(heads[a:b].tobytes(), digest_size=DIGEST_BYTES)
-        for column in columns:
-            digest.update(column[stops[a] : stops[b]].tobytes())
-        digests.append(digest.digest())
+        parts = [heads[a:b], *(column[stops[a] : stops[b]] for column in columns)]
+        data = b"".join(part.tobytes() for part in parts)
+        digests.append(blake2b(data, digest_size=DIGEST_BYTES).digest())
     return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES)
 
 
-def _holes(segment: Segment, rank: int, steps: Ints) -> Iterator[str]:
+def _holes(segment: Segment, rank: int) -> Iterator[str]:
     """Say which steps of a segment a rank has not recorded, or more than once."""
-    stop = int(steps[-1]) + 1 if segment.stop is None else segment.stop
+    steps = segment.steps["step"][segment.steps["rank"] == rank]
+    stop = segment.lasts[rank] + 1 if segment.stop is None else segment.stop
     wrong = {
         "recorded more than once": np.unique(steps[1:][steps[1:] == steps[:-1]]),
         "not recorded": np.setdiff1d(np.arange(segment.first, stop), steps),
@@ -347,11 +465,6 @@ def _holes(segment: Segment, rank: int, steps: Ints) -> Iterator[str]:
     for text, which in wrong.items():
         if len(which):
             yield f"rank {rank}, epoch {segment.epoch}: {text}: step {ranges(which)}."
-
-
-def _places(steps: Steps) -> Iterator[tuple[int, int]]:
-    """Yield rank and step of each."""
-    return zip(steps["rank"].tolist(), steps["step"].tolist(), strict=True)
 
 
 def ranges(numbers: npt.ArrayLike) -> str:

@@ -37,8 +37,7 @@ class Attempt:
     world_size: int
     start: int  # `position` of its first step
     time_s: float
-    lost: int  # steps before it that could not be written
-    lost_from: int  # `position` of the first of them
+    lost: int  # steps that could not be written, from its start on
     path: Path
     has_ended: bool  # it is the last one of the file, and the run has ended
     has_steps: bool
@@ -60,15 +59,9 @@ class Segment:
     steps: Steps
 
     @cached_property
-    def ranks(self) -> dict[int, Steps]:
-        """The steps of each rank that has recorded any."""
-        ranks = np.unique(self.steps["rank"]).tolist()
-        return {rank: self.steps[self.steps["rank"] == rank] for rank in ranks}
-
-    @cached_property
     def lasts(self) -> dict[int, int]:
-        """The last step of each of them."""
-        return {rank: int(steps["step"][-1]) for rank, steps in self.ranks.items()}
+        """The last step of each rank that has recorded any."""
+        return dict(zip(self.steps["rank"].tolist(), self.steps["step"].tolist(), strict=True))
 
     @cached_property
     def ending(self) -> set[int]:
@@ -144,7 +137,7 @@ class Run:
             places = position(steps["epoch"], steps["step"])
             is_last = np.isin(places, places[steps["flags"] & ENDS_EPOCH > 0])
             steps["flags"] |= (ENDS_EPOCH * is_last).astype(np.uint8)
-        lost = range(header.lost_step, header.lost_step + header.lost)
+        lost = range(header.step, header.step + header.lost)
         for turn in range(hosted):
             attempt = Attempt(
                 rank=file.rank * hosted + turn,
@@ -152,7 +145,6 @@ class Run:
                 start=int(position(header.epoch, -(-(header.step - turn) // hosted))),
                 time_s=header.time_s,
                 lost=sum(one % hosted == turn for one in lost),
-                lost_from=int(position(header.lost_epoch, -(-(lost.start - turn) // hosted))),
                 path=file.path,
                 has_ended=file.has_ended and index == len(file.headers) - 1,
                 has_steps=bool((turns == turn).any()),
@@ -234,11 +226,11 @@ class Run:
         """Return what is wrong with the files, and what was lost and not done again."""
         found = [text for file in self.files for text in file.problems]
         return found + [
-            f"rank {one.rank}: {counted(one.lost, 'step')} from {_place(one.lost_from)} on could "
-            "not be written: the disk was full, or the file was deleted."
+            f"rank {one.rank}: {counted(one.lost, 'step')} from {_place(one.start)} on could not "
+            "be written: the disk was full, or the file was deleted."
             for own in self.by_rank.values()
             for one in own
-            if one.lost and one.limit > one.lost_from
+            if one.lost and one.limit > one.start
         ]
 
     def open_ranks(self) -> list[int]:

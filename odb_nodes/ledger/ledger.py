@@ -87,7 +87,14 @@ class Ledger:
             if error.errno not in _NO_SPACE:
                 raise
             self._file.warn(error, _LOST)
-        self._check_version()
+        if self._file.is_open:
+            with self.path.open("rb") as file:
+                start = file.read(len(MAGIC))
+            if not MAGIC.startswith(start):
+                raise ValueError(
+                    f"`{self.path}` is no ledger of version {VERSION}, but of another version of "
+                    "this library. Give the run a folder of its own."
+                )
 
     def record(self, info: StepInfo) -> None:
         """Record a step that is done.
@@ -112,9 +119,7 @@ class Ledger:
         start = b""
         try:
             if encoder is None:
-                first = self._first_lost
-                is_lost = first is not None and _place(first) < _place(info)  # else done again
-                start, encoder = self._begin(info, first if is_lost else None)
+                start, encoder = self._begin(info)
             self._file.write(start + encoder.step(info))
         except (OSError, RuntimeError) as error:
             self._first_lost = self._first_lost or info
@@ -151,8 +156,8 @@ class Ledger:
         if not self._is_closed and self._owner.is_here:
             self._is_closed = True
             try:
-                if (lost := self._first_lost) is not None:
-                    start, self._encoder = self._begin(lost, lost)
+                if self._first_lost is not None:
+                    start, self._encoder = self._begin(None)
                     self._file.write(start)
                 if ended and self._encoder is not None:
                     self._file.check_exists()
@@ -167,22 +172,16 @@ class Ledger:
     def __exit__(self, *error: object) -> None:
         self.close(ended=not any(error))
 
-    def _check_version(self) -> None:
-        if self._file.is_open:
-            with self.path.open("rb") as file:
-                start = file.read(len(MAGIC))
-            if not MAGIC.startswith(start):
-                raise ValueError(
-                    f"`{self.path}` is no ledger of version {VERSION}, but of another version of "
-                    "this library. Give the run a folder of its own."
-                )
-
-    def _begin(self, info: StepInfo, lost: StepInfo | None) -> tuple[bytes, Encoder]:
+    def _begin(self, info: StepInfo | None) -> tuple[bytes, Encoder]:
         """Return the header of an attempt, for a file that is made where there is none.
 
-        What a kill or a full disk has left of a record is cut off, and the end of the run taken
-        back.
+        It begins with the first step that was lost, if that was not done again. What a kill or a
+        full disk has left of a record is cut off, and the end of the run taken back.
         """
+        lost, first = 0, self._first_lost
+        if info is None or (first is not None and _place(first) < _place(info)):
+            assert first is not None
+            info, lost = first, self._lost
         self._file.open()
         self._file.check_exists()
         size = self._file.size()
@@ -199,9 +198,7 @@ class Ledger:
             epoch=info.epoch,
             step=info.step,
             time_s=time.time(),
-            lost=0 if lost is None else self._lost,
-            lost_epoch=0 if lost is None else lost.epoch,
-            lost_step=0 if lost is None else lost.step,
+            lost=lost,
             cut_bytes=size - whole,
         )
         encoder = Encoder(number, is_shared=self._world_size * info.batches_per_step > 1)

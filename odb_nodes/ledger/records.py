@@ -59,9 +59,7 @@ class Header(NamedTuple):
     epoch: int
     step: int  # its first one
     time_s: float
-    lost: int  # records before it that could not be written
-    lost_epoch: int
-    lost_step: int  # the first of them
+    lost: int  # records that could not be written, from that step on
     cut_bytes: int  # of a torn record before it
 
 

@@ -6,13 +6,15 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil, isqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -97,26 +99,12 @@ class Calibration:
         slower: where both ways were compared, what the slower one gave; else `None`.
     """
 
-    points: tuple[Trial, ...]
-    model: MemoryModel
+    points: tuple[Trial, ...] = field(repr=False)
+    model: MemoryModel = field(repr=False)
     budget: TokenBudget
     tokens_per_s: float
     checkpointing: bool = False
-    slower: Calibration | None = None
-
-    def __repr__(self) -> str:
-        budget = ", ".join(
-            f"{one.name}={value!r}"
-            for one in fields(self.budget)
-            if (value := getattr(self.budget, one.name)) != one.default
-        )
-        slower = None if self.slower is None else f"<{self.slower.tokens_per_s:.0f} tokens/s>"
-        return (
-            f"{type(self).__name__}(budget=TokenBudget({budget}), "
-            f"tokens_per_s={self.tokens_per_s:.0f}, checkpointing={self.checkpointing}, "
-            f"points=<{len(self.points)} trials, {sum(one.fits for one in self.points)} fit>, "
-            f"slower={slower})"
-        )
+    slower: Calibration | None = field(default=None, repr=False)
 
 
 def find_budget(
@@ -165,15 +153,14 @@ def find_budget(
     sizes = sorted(set(_checked_widths(widths)))
     check_count("max_trials", max_trials, 4)
     check_type("checkpointing", checkpointing, nn.Module | None)
-    how = _checked_steps(train_step, make_batch, meter, patches_per_row)
 
     def calibrate() -> Calibration:
         bar = Bar(None, "steps tried to find the budget", max_trials)
-        with bar, unchanged_training(states) as state:
-            search = BudgetSearch(how, state, max_trials, bar)
+        with bar, _trying(train_step, make_batch, states, meter, patches_per_row, bar) as trials:
+            search = BudgetSearch(trials, max_trials)
             brackets = search.find(sizes)
         return Calibration(
-            points=tuple(search.done),
+            points=tuple(trials.done),
             model=search.model(),
             budget=search.verified_budget(brackets),
             tokens_per_s=search.tokens_per_s(brackets),
@@ -225,10 +212,8 @@ def preflight(
         Exception: what `train_step` or `make_batch` raises, if it is not that memory ran out.
     """
     budget = TokenBudget.of(budget)
-    how = _checked_steps(train_step, make_batch, meter, patches_per_row)
     shapes = _largest_shapes(budget, [1, budget.capacity] if widths is None else widths)
-    with unchanged_training(states) as state:
-        trials = Trials(how, state)
+    with _trying(train_step, make_batch, states, meter, patches_per_row) as trials:
         for rows, width in (shapes[0], *shapes):
             trial = trials.run(rows, width, budget.max_patches)
             if not trial.fits:
@@ -281,56 +266,52 @@ def _checked_widths(widths: Sequence[int]) -> list[int]:
 # --- trials ---------------------------------------------------------------------------------------
 
 
-class Steps(NamedTuple):
-    """How steps are made and measured."""
+@dataclass(eq=False)
+class Trials:
+    """Makes steps of training with batches of given shapes, and keeps what came of each."""
 
     train_step: TrainStep
     make_batch: MakeBatch
     meter: MemoryMeter
     patches_per_row: int
-
-
-def _checked_steps(train_step: Any, make_batch: Any, meter: Any, patches_per_row: Any) -> Steps:
-    check_callable("train_step", train_step)
-    check_callable("make_batch", make_batch)
-    patches = check_count("patches_per_row", patches_per_row, 0)
-    return Steps(train_step, make_batch, check_meter(meter), patches)
-
-
-class Trials:
-    """Makes steps of training with batches of given shapes, and keeps what came of each."""
-
-    def __init__(self, steps: Steps, state: TrainingState, bar: Bar | None = None) -> None:
-        self._steps, self._state, self._bar = steps, state, bar
-        self.done: list[Trial] = []
-        self._is_seen = False
+    state: TrainingState
+    bar: Bar | None
+    done: list[Trial] = field(default_factory=list)
+    is_seen: bool = False
 
     def run(self, rows: int, width: int, most_patches: int | None = None) -> Trial:
         """Make one step with a batch of a shape."""
-        meter, patches = self._steps.meter, rows * self._steps.patches_per_row
+        meter, patches = self.meter, rows * self.patches_per_row
         if most_patches is not None:
             patches = min(patches, most_patches)
-        shape = (rows, width, patches) if self._steps.patches_per_row else (rows, width)
+        shape = (rows, width, patches) if self.patches_per_row else (rows, width)
         failure: Exception | None = None
-        had_gradients = self._state.with_gradients()
-        with measuring(meter), self._state.counted_gradients() as gradients:
+        weights, gradients = self.state.weights, list[Any]()
+        without = [weight for weight in weights if weight.grad is None]
+        hook = register_multi_grad_hook(weights, gradients.append, mode="any")
+        with measuring(meter):
             meter.reset()
             idle_bytes = meter.peak_bytes()
             start_s = time.perf_counter()
             try:
-                self._steps.train_step(self._steps.make_batch(*shape))
+                self.train_step(self.make_batch(*shape))
                 if torch.cuda.is_initialized():
                     torch.cuda.synchronize()  # an error may come only then
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 failure = error
+            finally:
+                hook.remove()
             seconds = time.perf_counter() - start_s
             peak_bytes = meter.peak_bytes()
+        has_gradients = bool(gradients)
+        gradients.clear()
         if failure is not None:
             free_memory(failure)
-            self._state.drop_gradients_but(had_gradients)
-        self._state.restore_values()
+            for weight in without:
+                weight.grad = None
+        self.state.restore_values()
         trial = Trial(
             rows=rows,
             width=width,
@@ -341,12 +322,12 @@ class Trials:
             error="" if failure is None else str(failure),
         )
         self.done.append(trial)
-        self._is_seen |= peak_bytes > idle_bytes
-        if self._bar is not None:
+        self.is_seen |= peak_bytes > idle_bytes
+        if self.bar is not None:
             outcome = f"fits, {trial.peak_bytes / 2**30:.2f} GiB" if trial.fits else "does not fit"
-            self._bar.set_postfix_str(f"{rows} x {width} {outcome}", refresh=False)
-            self._bar.update()
-        if len(self.done) == 1 and failure is None and not gradients and self._state.trains:
+            self.bar.set_postfix_str(f"{rows} x {width} {outcome}", refresh=False)
+            self.bar.update()
+        if len(self.done) == 1 and failure is None and weights and not has_gradients:
             warn_user(
                 "`train_step` has computed no gradient of the weights in `states`. If it makes no "
                 "backward pass, a step of training takes more than is measured."
@@ -357,7 +338,7 @@ class Trials:
 
     def check_seen(self) -> None:
         """Check that the meter has seen something of the trials."""
-        if not self._is_seen:
+        if not self.is_seen:
             trial = self.done[-1]
             raise ValueError(
                 f"`meter` sees nothing of `train_step`: {len(self.done)} steps, the last one with "
@@ -372,13 +353,7 @@ class Trials:
 
 @dataclass
 class Bracket:
-    """The largest batch of a width that fits, and the smallest one that does not.
-
-    Attributes:
-        width: tokens of each row.
-        fits: most rows that are known to fit; 0 for none yet.
-        fails: fewest rows that have not fitted; `None` for none yet.
-    """
+    """The most rows of a width that fit, 0 for none yet, and the fewest that do not."""
 
     width: int
     fits: int = 0
@@ -400,17 +375,16 @@ class Bracket:
         return self.fails is not None and self.fails - self.fits <= self.step
 
 
-class BudgetSearch(Trials):
+class BudgetSearch:
     """Finds how many rows of each width fit, in few trials, and the budget that follows.
 
     The peaks of two batches of a width, or the model of those of other widths, say where the edge
     is, and the next trial is made there.
     """
 
-    def __init__(self, steps: Steps, state: TrainingState, max_trials: int, bar: Bar) -> None:
-        super().__init__(steps, state, bar)
-        self._limit_bytes, self._per_row = steps.meter.limit_bytes, steps.patches_per_row
-        self._max_trials = max_trials
+    def __init__(self, trials: Trials, max_trials: int) -> None:
+        self._trials, self._max_trials = trials, max_trials
+        self._limit_bytes, self._per_row = trials.meter.limit_bytes, trials.patches_per_row
 
     def find(self, widths: Sequence[int]) -> list[Bracket]:
         """Return the bracket of each width, as far as the trials suffice.
@@ -426,7 +400,7 @@ class BudgetSearch(Trials):
                 wider = (one for one in brackets if one.width > width)
                 bracket.fits = max((one.fits * one.width // width for one in wider), default=0)
             brackets.append(bracket)
-            left = self._max_trials - len(self.done)
+            left = self._max_trials - len(self._trials.done)
             for_others = LEAST_TRIALS * (len(widths) - number - 1)
             for _ in range(max(left - for_others, min(LEAST_TRIALS, left))):
                 self._try(bracket, min(self._next_rows(bracket), bracket.most))
@@ -475,15 +449,15 @@ class BudgetSearch(Trials):
     def tokens_per_s(self, brackets: Sequence[Bracket]) -> float:
         """Return the mean speed over the largest batch of each width that fitted."""
         largest = {(one.width, one.fits) for one in brackets}
-        timed = {(one.width, one.rows): one.seconds for one in self.done}
+        timed = {(one.width, one.rows): one.seconds for one in self._trials.done}
         tried = largest & {*timed}  # more rows of a width than these may have fitted untried
         return sum(width * rows for width, rows in tried) / sum(timed[one] for one in tried)
 
     def _ended(self) -> list[Trial]:
-        return [trial for trial in self.done[1:] if not trial.error]
+        return [trial for trial in self._trials.done[1:] if not trial.error]
 
     def _try(self, bracket: Bracket, rows: int) -> None:
-        trial = self.run(rows, bracket.width)
+        trial = self._trials.run(rows, bracket.width)
         if trial.fits:
             bracket.fits = max(bracket.fits, rows)
             self._check_growth()
@@ -522,7 +496,8 @@ class BudgetSearch(Trials):
 
     def _is_misled(self, bracket: Bracket, expected: int) -> bool:
         """Tell whether rows were expected to fit again and again, and have not."""
-        failed = [one for one in self.done if one.width == bracket.width and not one.fits]
+        done = self._trials.done
+        failed = [one for one in done if one.width == bracket.width and not one.fits]
         return bracket.fails is not None and expected >= bracket.fails and len(failed) > 1
 
     def _expected_rows(self, width: int) -> int | None:
@@ -552,11 +527,28 @@ def _model_of(trials: Sequence[Trial]) -> MemoryModel:
 # --- what the steps change ------------------------------------------------------------------------
 
 
-class _Tensor(NamedTuple):
-    """A copy of a tensor, on the CPU, and where the tensor is."""
-
-    data: torch.Tensor
-    device: torch.device
+@contextmanager
+def _trying(
+    train_step: TrainStep,
+    make_batch: MakeBatch,
+    states: Sequence[Any],
+    meter: MemoryMeter,
+    patches_per_row: int,
+    bar: Bar | None = None,
+) -> Iterator[Trials]:
+    """Yield what makes steps, and put back what they change, however this block ends."""
+    check_callable("train_step", train_step)
+    check_callable("make_batch", make_batch)
+    patches = check_count("patches_per_row", patches_per_row, 0)
+    check_meter(meter)
+    kept = TrainingState(states)
+    handle = register_optimizer_step_pre_hook(kept.check_known)
+    try:
+        yield Trials(train_step, make_batch, meter, patches, kept, bar)
+    finally:
+        handle.remove()
+        free_memory()
+        kept.restore()
 
 
 class TrainingState:
@@ -567,153 +559,105 @@ class TrainingState:
 
     def __init__(self, states: Sequence[Any]) -> None:
         check_type("states", states, list | tuple, "Pass a list of models, optimizers and others.")
-        tops = [one for one in states if isinstance(one, nn.Module)]
-        modules = {id(one): one for top in tops for one in top.modules()}.values()
-        self._optimizers = [one for one in states if isinstance(one, Optimizer)]
-        groups = [group for one in self._optimizers for group in one.param_groups]
-        weights = [weight for one in modules for weight in one.parameters(recurse=False)]
-        weights += [weight for group in groups for weight in group["params"]]
-        self._weights = {id(weight): weight for weight in weights}
-        self._values = [_copied((one.data, one.grad)) for one in self._weights.values()]
-        self._buffers = [
-            (module, name, _copied(buffer))
-            for module in modules
-            for name, buffer in module._buffers.items()
-        ]
-        self._of_optimizers = [_copied(dict(one.state)) for one in self._optimizers]
-        self._groups = [(one, _copied({**one, "params": None})) for one in groups]
-        self._generators: list[tuple[Any, Any]] = []
-        self._others: list[tuple[Any, Any]] = []
+        self._optimizers: list[tuple[Optimizer, Any]] = []
+        self._groups: list[tuple[dict[str, Any], Any]] = []
+        self._others: list[tuple[Callable[[Any], Any], Any]] = []
+        self._scalers = [one for one in states if isinstance(one, torch.amp.GradScaler)]
+        modules: dict[nn.Module, None] = {}
         for one in states:
-            if isinstance(one, GENERATORS):
-                self._generators.append((one, state_of(one)))
-            elif isinstance(one, (nn.Module, Optimizer)):
-                continue
+            if isinstance(one, nn.Module):
+                modules |= dict.fromkeys(one.modules())
+            elif isinstance(one, Optimizer):
+                self._optimizers.append((one, _copied(dict(one.state))))
+                options = ({**group, "params": None} for group in one.param_groups)
+                self._groups += zip(one.param_groups, map(_copied, options), strict=True)
+            elif isinstance(one, GENERATORS):
+                self._others.append((partial(put_back, one), _copied(state_of(one))))
             elif hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
-                self._others.append((one, copy.deepcopy(one.state_dict())))
+                self._others.append((one.load_state_dict, _copied(one.state_dict())))
             else:
                 raise TypeError(
                     "`states` must be models, optimizers, random generators and others with "
                     f"`state_dict` and `load_state_dict`, but one is {describe(one)} instead."
                 )
-        self._global_generators = save_rngs()
+        self._others.append((load_rngs, _copied(save_rngs())))
+        known = [weight for one in modules for weight in one.parameters(recurse=False)]
+        known += [weight for group, _ in self._groups for weight in group["params"]]
+        self._values = {one: (_copied(one.data), _copied(one.grad)) for one in known}
+        self._buffers = [
+            (one._buffers, name, _copied(buffer))
+            for one in modules
+            for name, buffer in one._buffers.items()
+        ]
+        self.weights = [weight for weight in self._values if weight.requires_grad]
 
-    @property
-    def trains(self) -> bool:
-        """Whether there are weights that get gradients."""
-        return any(weight.requires_grad for weight in self._weights.values())
-
-    def has(self, optimizer: Optimizer) -> bool:
-        """Tell whether an optimizer's state, and all weights that it changes, are kept."""
-        weights = (weight for group in optimizer.param_groups for weight in group["params"])
-        is_known = any(one.state is optimizer.state for one in self._optimizers)
-        return is_known and all(id(weight) in self._weights for weight in weights)
-
-    def with_gradients(self) -> set[int]:
-        """Return the ids of the weights that have gradients now."""
-        return {key for key, weight in self._weights.items() if weight.grad is not None}
-
-    def drop_gradients_but(self, kept: set[int]) -> None:
-        """Drop the gradients that a failed step has left, of all weights but these."""
-        for key, weight in self._weights.items():
-            if key not in kept:
-                weight.grad = None
-
-    @contextmanager
-    def counted_gradients(self) -> Iterator[list[None]]:
-        """Yield a list that each gradient which is computed in this block makes longer."""
-        computed: list[None] = []
-
-        def note(_gradient: torch.Tensor) -> None:
-            computed.append(None)
-
-        with ExitStack() as stack:
-            for weight in self._weights.values():
-                if weight.requires_grad:
-                    stack.callback(weight.register_hook(note).remove)
-            yield computed
-
-    def restore_values(self) -> None:
-        """Put back what decides the next step, but leave gradients and the optimizers' states.
-
-        So it takes as much memory as in the middle of a run.
-        """
-        for weight, (value, _) in zip(self._weights.values(), self._values, strict=True):
-            weight.data.copy_(value.data)
-        for module, name, saved in self._buffers:
-            module._buffers[name] = _put_back(module._buffers.get(name), saved)
-        for other, state in self._others:
-            other.load_state_dict(copy.deepcopy(state))
-            if isinstance(other, torch.amp.GradScaler):
-                forget_step(other)
-        for generator, state in self._generators:
-            put_back(generator, state)
-        load_rngs(self._global_generators)
-
-    def restore(self) -> None:
-        """Put everything back."""
-        for weight, (_, gradient) in zip(self._weights.values(), self._values, strict=True):
-            weight.grad = _put_back(weight.grad, gradient)
-        for optimizer, state in zip(self._optimizers, self._of_optimizers, strict=True):
-            _put_back(optimizer.state, state)
-        for group, options in self._groups:
-            weights = group["params"]
-            _put_back(group, options)
-            group["params"] = weights
-        self.restore_values()
-
-
-@contextmanager
-def unchanged_training(states: Sequence[Any]) -> Iterator[TrainingState]:
-    """Keep what the steps in this block change, and put it back at its end, however it ends."""
-    kept = TrainingState(states)
-
-    def check_known(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not kept.has(optimizer):
+    def check_known(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Raise an error if what an optimizer is about to change is not kept."""
+        is_known = any(one.state is optimizer.state for one, _ in self._optimizers)
+        groups = optimizer.param_groups
+        if not is_known or any(
+            one not in self._values for group in groups for one in group["params"]
+        ):
             raise RuntimeError(
                 f"`train_step` makes a step of an `{type(optimizer).__name__}` that is not in "
                 "`states`, so its weights could not be put back. Pass `states=[model, optimizer]`, "
                 "and all else that the steps change."
             )
 
-    handle = register_optimizer_step_pre_hook(check_known)
-    try:
-        yield kept
-    finally:
-        handle.remove()
-        free_memory()
-        kept.restore()
+    def restore_values(self) -> None:
+        """Put back what decides the next step, but leave gradients and the optimizers' states.
+
+        So it takes as much memory as in the middle of a run.
+        """
+        for weight, (value, _) in self._values.items():
+            weight.data.copy_(value.data)
+        for buffers, name, saved in self._buffers:
+            buffers[name] = _put_back(buffers.get(name), saved)
+        for load, state in self._others:
+            load(_copied(state))
+        for scaler in self._scalers:
+            forget_step(scaler)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for weight, (_, gradient) in self._values.items():
+            weight.grad = _put_back(weight.grad, gradient)
+        for optimizer, state in self._optimizers:
+            optimizer.state.clear()
+            optimizer.state.update(_copied(state))
+        for group, options in self._groups:
+            weights = group["params"]
+            group.clear()
+            group.update(_copied(options), params=weights)
+        self.restore_values()
+
+
+class _Tensor(NamedTuple):
+    """A copy of a tensor, on the CPU, and where the tensor is."""
+
+    data: torch.Tensor
+    device: torch.device
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of a value, with a `_Tensor` for each tensor in it."""
+    """Return a copy with a `_Tensor` for each tensor; of such a copy, one with tensors again."""
+    if isinstance(value, _Tensor):
+        return value.data.to(value.device, copy=True)
     if isinstance(value, torch.Tensor):
         return _Tensor(value.detach().to("cpu", copy=True), value.device)
     if isinstance(value, dict):
         return {key: _copied(one) for key, one in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_copied(one) for one in value)
+        return type(value)(map(_copied, value))
     return copy.deepcopy(value)
 
 
-def _put_back(current: Any, saved: Any) -> Any:
-    """Return what was saved: in the present tensor or dict, where there is one that can hold it."""
-    if isinstance(saved, _Tensor):
-        fits = isinstance(current, torch.Tensor) and (
-            (current.shape, current.dtype, current.device)
-            == (saved.data.shape, saved.data.dtype, saved.device)
-        )
-        if not fits:
-            return saved.data.to(saved.device, copy=True)
-        current.data.copy_(saved.data)
-        return current
-    if isinstance(saved, dict):
-        current = current if isinstance(current, dict) else {}
-        for key in [key for key in current if key not in saved]:
-            del current[key]
-        for key, one in saved.items():
-            current[key] = _put_back(current.get(key), one)
-        return current
-    if type(saved) in (list, tuple):
-        return type(saved)(_put_back(None, one) for one in saved)
-    return copy.deepcopy(saved)
+def _put_back(current: torch.Tensor | None, saved: _Tensor | None) -> Any:
+    """Return what was saved: in the present tensor, where that can hold it."""
+    if current is None or saved is None:
+        return None if saved is None else _copied(saved)
+    kept, device = saved
+    if (current.shape, current.dtype, current.device) != (kept.shape, kept.dtype, device):
+        return _copied(saved)
+    current.data.copy_(kept)
+    return current

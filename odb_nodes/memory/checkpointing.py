@@ -45,7 +45,8 @@ def enable_checkpointing(
     same. The names of weights in `state_dict` do, too. A model of transformers does it by its own
     method. In any other one the blocks are wrapped in `torch.utils.checkpoint`: by default the
     `ModuleList` or `Sequential` of two or more modules of one class that has the most weights.
-    A block that changes a buffer in its forward pass, which it would do twice, is an error then.
+    A block that changes a buffer in its forward pass, which it would do twice, as a batch norm does
+    in training, is an error then.
 
     Args:
         model: the model.
@@ -55,54 +56,46 @@ def enable_checkpointing(
         What disables it again.
 
     Raises:
-        TypeError: `model` is no module, or `blocks` are none of its modules.
+        TypeError: `model` is no module, or `blocks` are no list.
         ValueError: there are no such blocks, the model supports none, or it is checkpointed
-            already; or computing a block twice would count its batch twice, as in the running
-            statistics of a batch norm.
+            already.
     """
     check_type("model", model, torch.nn.Module)
-    if blocks is None:
-        _check_not_enabled(model, list(model.modules()))
-        own = _enable_by_own_method(model)
-        return own or _wrap(_repeated_blocks(model))
-    check_type("blocks", blocks, Iterable, "Pass a list of modules.")
-    blocks = list(blocks)
-    if not blocks:
-        raise ValueError("`blocks` must have one module or more, but is empty. Leave it out.")
-    known = {id(one) for one in model.modules()}
-    for block in blocks:
-        if id(block) not in known:
-            raise TypeError(
-                f"`blocks` must be modules of `model`, but one is a `{type(block).__name__}` that "
-                "is not in it."
+    name = next((one for one in OWN_METHODS if hasattr(model, f"{one}_enable")), None)
+    chosen = list(model.modules())
+    if blocks is not None:
+        check_type("blocks", blocks, Iterable, "Pass a list of modules.")
+        chosen = list(blocks)
+        if not chosen or any(all(one is not block for one in model.modules()) for block in chosen):
+            raise ValueError(
+                "`blocks` must be modules of `model`, one or more, but are "
+                f"{[type(one).__name__ for one in chosen]}, some of which are not in it."
             )
-    _check_not_enabled(model, blocks)
-    return _wrap(blocks)
-
-
-def _check_not_enabled(model: torch.nn.Module, blocks: Iterable[torch.nn.Module]) -> None:
-    name = _own_method(model)
-    by_itself = name is not None and getattr(model, f"is_{name}", False)
-    if by_itself or any(map(_is_wrapped, blocks)):
+    if getattr(model, f"is_{name}", False) or any(map(_is_wrapped, chosen)):
         raise ValueError(
             f"`{type(model).__name__}` is checkpointed already, so that disabling it once would "
             "disable it for all who have enabled it. Disable it first, or leave this out."
         )
+    if blocks is None and name is not None:
+        if not getattr(model, "supports_gradient_checkpointing", True):
+            raise ValueError(
+                f"`{type(model).__name__}` does not support activation checkpointing. {REMEDY}"
+            )
+        getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
+        return Checkpointing((), getattr(model, f"{name}_disable"))
+    chosen = _repeated_blocks(model) if blocks is None else chosen
+    before = [vars(block).get("forward") for block in chosen]
+    for block in chosen:
+        # A `partial` of a bound method is copied together with its module; a closure is not.
+        vars(block)["forward"] = partial(_forward, block.forward)
 
+    def disable() -> None:
+        for block, forward in zip(chosen, before, strict=True):
+            del vars(block)["forward"]
+            if forward is not None:
+                vars(block)["forward"] = forward
 
-def _enable_by_own_method(model: torch.nn.Module) -> Checkpointing | None:
-    if (name := _own_method(model)) is None:
-        return None
-    if not getattr(model, "supports_gradient_checkpointing", True):
-        raise ValueError(
-            f"`{type(model).__name__}` does not support activation checkpointing. {REMEDY}"
-        )
-    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
-    return Checkpointing((), getattr(model, f"{name}_disable"))
-
-
-def _own_method(model: torch.nn.Module) -> str | None:
-    return next((name for name in OWN_METHODS if hasattr(model, f"{name}_enable")), None)
+    return Checkpointing(chosen, disable)
 
 
 def _repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -123,22 +116,6 @@ def _repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     )
 
 
-def _wrap(blocks: list[torch.nn.Module]) -> Checkpointing:
-    for block in blocks:
-        for part in block.modules():
-            if getattr(part, "track_running_stats", False):
-                raise ValueError(
-                    f"a `{type(block).__name__}` has a `{type(part).__name__}`, whose running "
-                    "statistics would count each batch twice. Pass `blocks=` without it, or "
-                    "replace it."
-                )
-    before = [vars(block).get("forward") for block in blocks]
-    for block in blocks:
-        # A `partial` of a bound method is copied together with its module; a closure is not.
-        vars(block)["forward"] = partial(_forward, block.forward)
-    return Checkpointing(blocks, partial(_unwrap, blocks, before))
-
-
 def _is_wrapped(block: torch.nn.Module) -> bool:
     forward = vars(block).get("forward")
     return isinstance(forward, partial) and forward.func is _forward
@@ -155,14 +132,6 @@ def _forward(forward: Any, *args: Any, **kwargs: Any) -> Any:
         if buffer is not known or buffer._version != version:
             raise RuntimeError(
                 f"`{type(block).__name__}` changes its buffer `{name}` in its forward pass, which "
-                "activation checkpointing makes twice. Pass `blocks=` without it."
+                "activation checkpointing makes twice. Pass `blocks=` without it, or replace it."
             )
     return output
-
-
-def _unwrap(blocks: Sequence[torch.nn.Module], before: Sequence[Any]) -> None:
-    for block, forward in zip(blocks, before, strict=True):
-        if forward is None:
-            del vars(block)["forward"]
-        else:
-            vars(block)["forward"] = forward

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,30 +120,6 @@ def _padding_of(model: Any) -> int:
     raise ValueError("the model has no padding token: pass `pad_token_id`.")
 
 
-def _checked_sequence(dataset: Sequence[Any]) -> Sequence[Any]:
-    has_indices = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if not has_indices or isinstance(dataset, Mapping):
-        raise TypeError(
-            "`dataset` must be a sequence, whose items are read by their index, but is "
-            f"{describe(dataset)} instead. Pass a list of its items."
-        )
-    if not len(dataset):
-        raise ValueError("`dataset` must have one item or more, but is empty.")
-    return dataset
-
-
-class OrderedBatch(NamedTuple):
-    """A batch, and where its samples are in the data.
-
-    Attributes:
-        batch: what the collate function returned.
-        indices: index of each sample, in the order of the rows.
-    """
-
-    batch: Any
-    indices: list[int]
-
-
 class LongestFirst:
     """Batches for inference, longest samples first: what does not fit fails at once.
 
@@ -169,7 +145,7 @@ class LongestFirst:
         rank, world_size: this rank and the number of ranks. Default: those of the job.
 
     Raises:
-        TypeError, ValueError: an argument is not valid, or `dataset` is empty.
+        TypeError, ValueError: an argument is not valid; `dataset` is empty, say.
         SampleError: a sample has no length, or is `Skipped`.
     """
 
@@ -191,7 +167,13 @@ class LongestFirst:
             raise ValueError(
                 'the `layout` of `token_budget` must be "padded": rows generate apart.'
             )
-        self.dataset = _checked_sequence(dataset)
+        is_sequence = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        if not is_sequence or isinstance(dataset, Mapping) or not len(dataset):
+            raise TypeError(
+                "`dataset` must be a sequence of one item or more, which are read by their index, "
+                f"but is {describe(dataset)} instead. Pass a list of its items."
+            )
+        self.dataset = dataset
         self._new_tokens = check_count("new_tokens", new_tokens, 0)
         multiple, shapes = budget.pad_to_multiple_of, budget.shape_ladder()
         side = PaddingCollate(side="left", pad_to_multiple_of=multiple, shapes=shapes)
@@ -210,10 +192,10 @@ class LongestFirst:
         """Return the number of batches of this rank."""
         return len(self._groups)
 
-    def __iter__(self) -> Iterator[OrderedBatch]:
+    def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
+        """Yield each batch, and where its samples are in the data, in the order of the rows."""
         for indices in self._groups:
-            samples = [self._samples[index].data for index in indices]
-            yield OrderedBatch(self._collate(samples), indices)
+            yield self._collate([self._samples[index].data for index in indices]), indices
 
     def _grouped(self, budget: TokenBudget) -> list[list[int]]:
         """Return the indices of each batch: runs of like length, the longest first."""

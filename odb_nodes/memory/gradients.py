@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -11,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from odb_nodes._compat.torch import is_sharded, leaves_of, without_ddp_sync
+from odb_nodes._compat.torch import is_sharded, leaves_of
 
 Kind = Literal["local", "ddp", "sharded"]
 """Who computes a step: this rank alone; this rank, and then all average their gradients; or all
@@ -65,16 +63,6 @@ def check_has_all(model: nn.Module, loss: torch.Tensor) -> None:
         )
 
 
-@contextmanager
-def local_gradients(model: nn.Module) -> Iterator[None]:
-    """Within this context a model has no collective, in forward or in backward."""
-    if isinstance(model, DistributedDataParallel):
-        with without_ddp_sync(model):
-            yield
-    else:
-        yield
-
-
 def check_no_gradients(model: nn.Module) -> None:
     """Raise a `RuntimeError` if a parameter has a gradient that is not 0."""
     grads = [one.grad for one in model.parameters() if one.grad is not None]
@@ -83,12 +71,6 @@ def check_no_gradients(model: nn.Module) -> None:
             "the parameters have gradients before `step.backward`, which a step that is computed "
             "again would lose. Call `optimizer.zero_grad()` at the end of each step."
         )
-
-
-def clear_gradients(model: nn.Module) -> None:
-    """Free the gradients of a model."""
-    for parameter in model.parameters():
-        parameter.grad = None
 
 
 def scale_gradients(model: nn.Module, factor: float) -> None:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from odb_nodes._compat.torch import uncompiled
-from odb_nodes._core.checks import check_choice, check_count, check_type
+from odb_nodes._compat.torch import uncompiled, without_ddp_sync
+from odb_nodes._core.checks import check_choice, check_count, check_fraction, check_type
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import LossRule
@@ -30,10 +30,8 @@ from odb_nodes.memory.gradients import (
     average_gradients,
     check_has_all,
     check_no_gradients,
-    clear_gradients,
     give_gradients,
     kind_of,
-    local_gradients,
     scale_gradients,
 )
 from odb_nodes.memory.meter import (
@@ -60,19 +58,13 @@ GUARD_ABOVE = 0.8
 
 LossFn = Callable[[Any], torch.Tensor]
 Run = Callable[[Part, Any], torch.Tensor]
-"""Adds the gradients of a part, and returns its share of the loss. Its arguments are the part, and
-its batch as it was yielded; `None` where it is to be collated."""
+"""(part, its batch as it was yielded, or `None` where it is to be collated) -> its share of the
+loss; adds its gradients."""
 
 _LEAST = 4  # of the limit at least one part in so many is asked for
 _SHOWN = 8  # keys in an error
 _SHRINK = 0.9  # of the cost that did not fit, in an error
 _LEFT_OUT = 32  # samples in a row; outliers alone fill a step now and then, being of like length
-
-# What is done where memory ran out, as the log has it.
-_HALVE = "batches that cost as much are halved, and the step is computed again"
-_TRY_AGAIN = "the step is computed again, since memory may have been in pieces"
-_LEAVE_OUT = "the sample is left out, and the step is computed again"
-_RAISE = "the step cannot be computed"
 
 
 class StepBatch(NamedTuple):
@@ -81,6 +73,11 @@ class StepBatch(NamedTuple):
     batch: Any
     samples: list[Sample]
     info: StepInfo
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch and step."""
+        return self.info.epoch, self.info.step
 
 
 class OomGuard:
@@ -140,13 +137,12 @@ class OomGuard:
         meter: MemoryMeter | None = None,
     ) -> None:
         check_choice("on_oom", on_oom, get_args(OnOom))
-        check_guard_above(guard_above)
+        check_fraction("guard_above", guard_above)
         self.collator, self.aligner = _nodes_of(loader)
         budget = budget_below(self.collator)
-        _check_graph(budget, self.aligner)
         if shrink is not None:
             check_shrink(shrink)
-            _check_can_shrink(budget, self.aligner)
+        _check_graph(budget, self.aligner, shrink)
         known = None if budget is None else budget.tokens
         self._loader, self.on_oom, self._shrink = loader, on_oom, shrink
         self._guard_above = guard_above
@@ -157,6 +153,7 @@ class OomGuard:
         self.rule = LossRule(world_size=1, accumulate=1)
         self._peers: Peers | None = None  # the other ranks, where there are any
         self.channel: Channel | None = None
+        self.rank = 0
         self.watch: FailureWatch | None = None
         # The models that were found to have all that is trained. They must not live on for our
         # sake: a DDP model that is freed after `destroy_process_group` may hang, as torch then
@@ -183,7 +180,11 @@ class OomGuard:
                 yield (step := GuardedStep(self, taken))
                 if not (step.is_done or self._is_warned):
                     self._is_warned = True
-                    warn_user(_without_backward(step.infos[0]))
+                    warn_user(
+                        f"`backward` was not called for {step.where} of the `OomGuard`: it is not "
+                        "trained on. Call `step.backward(model, loss_fn)` for each step, on all "
+                        "ranks."
+                    )
         finally:
             self.leave()
             self.collator.keep_samples(False)
@@ -194,11 +195,16 @@ class OomGuard:
         try:
             for batch in batches:
                 info = pop_step_info(batch)
-                if begun and not _follows(info, begun[-1].info):
+                if begun and (info.epoch, info.step - 1) != begun[-1].place:
                     begun.clear()
                 begun.append(StepBatch(batch, self.collator.take_samples(info), info))
                 if begun[0].info.micro_step:
-                    raise StateError(_within_step(begun.pop().info))
+                    begun.clear()
+                    raise StateError(
+                        f"step {info.step} of epoch {info.epoch} is micro-step {info.micro_step} "
+                        f"of {info.micro_steps} of an optimizer step, whose batches before are "
+                        "gone. Load a state that was saved between two optimizer steps."
+                    )
                 if info.ends_optimizer_step:
                     break
         except Exception as error:
@@ -211,11 +217,6 @@ class OomGuard:
 
     # --- the other ranks --------------------------------------------------------------------------
 
-    @property
-    def rank(self) -> int:
-        """This rank, of those that share the data."""
-        return 0 if self.channel is None else self.channel.rank
-
     def meet(self, holder: str) -> None:
         """Meet the other ranks, and compare what all must have in common."""
         if self.aligner is None:
@@ -227,7 +228,7 @@ class OomGuard:
             self._peers = self.aligner.peers.another(2 * self.aligner.accumulate)
         self.leave()
         self._peers.begin()
-        self.channel = self._peers.channel
+        self.channel, self.rank = self._peers.channel, self._peers.channel.rank
         own = {
             "on_oom": self.on_oom,
             "guard_above": self._guard_above,
@@ -271,20 +272,17 @@ class OomGuard:
 
     @contextmanager
     def computing(self, part: Part) -> Iterator[None]:
-        """Measure what is computed within this context.
-
-        With `on_oom="raise"`, it counts that memory ran out: nobody else handles that.
-        """
+        """Measure a part; with `on_oom="raise"`, count that memory ran out, as nobody else does."""
         meter = self.meter
         try:
-            with nullcontext() if meter is None else measuring(meter):
+            with measuring(meter):
                 if meter is not None:
                     meter.reset()
                 yield
                 if meter is not None:
                     share = meter.peak_bytes() / meter.limit_bytes
-                    self.peak_share = max(self.peak_share, share)
                     self.recent_share = max(self.recent_share, share)
+                    self.peak_share = max(self.peak_share, share)
         except Exception as error:
             if self.on_oom == "raise" and is_out_of_memory(error):
                 self.note(part, "the error is raised", shrinks=False)
@@ -319,9 +317,6 @@ class GuardedStep:
         is_done: whether `backward` was called.
     """
 
-    # `parts` are those that the batches are computed in, `losses` this rank's share of the loss of
-    # each batch that is computed.
-
     def __init__(self, guard: OomGuard, batches: Sequence[StepBatch]) -> None:
         self._guard = guard
         self._batches: list[Any] = [one.batch for one in batches]
@@ -329,7 +324,7 @@ class GuardedStep:
         self.is_done = False
         planned = [(one.samples, one.info) for one in batches]
         self.parts = StepParts(planned, guard.rule, guard.cost)
-        self.losses: list[torch.Tensor] = []
+        self.losses: list[torch.Tensor] = []  # this rank's share, of each batch that is computed
         self._tried: set[int] = set()  # samples alone in their part
         self._has_failed = False
 
@@ -379,7 +374,15 @@ class GuardedStep:
             )
 
         def run(part: Part, batch: Any) -> torch.Tensor:
-            loss = _checked_loss(loss_fn(guard.collate(part) if batch is None else batch))
+            if computes_alone and not (part.is_whole or part.info.loss_scale):
+                # Its mean over no targets is NaN, and so would be its gradients.
+                return torch.zeros((), device=next(model.parameters()).device)
+            loss = loss_fn(guard.collate(part) if batch is None else batch)
+            if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
+                raise TypeError(
+                    "`loss_fn` must return the mean loss of the batch, a tensor without dimensions "
+                    f"that has a graph, but returned {loss!r:.80}."
+                )
             if kind != "sharded" and model not in guard.checked:
                 check_has_all(model, loss)
             weight = part.info.loss_scale
@@ -389,17 +392,12 @@ class GuardedStep:
             guard.checked.add(model)  # Not before: memory may run out in the first part.
             return loss.detach()
 
-        def run_alone(part: Part, batch: Any) -> torch.Tensor:
-            if part.is_whole or part.info.loss_scale:
-                return run(part, batch)
-            # Its mean over no targets is NaN, and so would be its gradients, whatever the weight.
-            return torch.zeros((), device=next(model.parameters()).device)
-
-        if kind == "sharded" or (kind == "ddp" and not guard.guards(self.infos)):
+        computes_alone = kind == "local" or (kind == "ddp" and guard.guards(self.infos))
+        if not computes_alone:
             return self._compute_together(model, run)
         check_no_gradients(model)
         for number in range(len(self.infos)):
-            self.compute(number, model, run_alone)
+            self.compute(number, model, run)
         left_out, loss = self.agree(), torch.stack(self.losses).sum()
         if self.settle(left_out):
             factor = self.parts.loss_factor(left_out)
@@ -425,22 +423,21 @@ class GuardedStep:
             while guard.fits is not None and self.parts.halve(guard.fits + 1):
                 pass
         try:
-            with local_gradients(model):
+            ddp = model if isinstance(model, DistributedDataParallel) else None
+            with nullcontext() if ddp is None else without_ddp_sync(ddp):
                 while (failed := self._failing(again, model, run)) is not None:
-                    remedy = self._remedy(failed)
-                    guard.note(failed, remedy, shrinks=remedy != _TRY_AGAIN)
-                    clear_gradients(model)
-                    self._make_room(failed, remedy)
+                    self._make_room(failed)
+                    model.zero_grad(set_to_none=True)
                     again = range(number + 1)
         except Exception as error:
-            guard.fail(error, self._where)
+            guard.fail(error, self.where)
             raise
 
     def agree(self) -> list[tuple[int, int]]:
         """Return samples and targets that were left out of each batch, on all ranks together."""
         own = np.array(self.parts.skipped(), np.int64)
         if (channel := self._guard.channel) is not None:
-            rows = channel.gather(own.ravel(), self._where)
+            rows = channel.gather(own.ravel(), self.where)
             own = rows[:, : own.size].sum(0).reshape(own.shape)
         return [(samples, targets) for samples, targets in own.tolist()]
 
@@ -449,7 +446,7 @@ class GuardedStep:
 
         Where whole steps are left out, one after the other, it is a `StepMemoryError`.
         """
-        self._count()
+        self._guard.split_steps += len(self.parts) > len(self._batches)
         guard, info = self._guard, self.infos[0]
         samples, targets = map(sum, zip(*left_out, strict=True))
         if info.optimizer_targets:  # Samples without targets train nothing, and are not computed.
@@ -459,7 +456,7 @@ class GuardedStep:
         guard.left_out = guard.left_out + info.optimizer_samples if is_whole else 0
         if guard.left_out >= _LEFT_OUT:
             raise StepMemoryError(
-                f"{self._where}: none of the last {guard.left_out} samples of all ranks fits into "
+                f"{self.where}: none of the last {guard.left_out} samples of all ranks fits into "
                 "memory alone, so that whole steps are left out and nothing is trained any more. "
                 "Free memory that something else holds, or train with less for each token, such as "
                 "by `enable_checkpointing`."
@@ -486,8 +483,19 @@ class GuardedStep:
             if watch is not None:
                 watch.leave()
             if guard.on_oom != "raise" and is_out_of_memory(error):
-                guard.note(part, _RAISE)
-                reason = StepMemoryError(self._cannot_be_taken_back(part))
+                guard.note(part, "the step cannot be computed")
+                samples, limit = part.samples, guard.limit
+                keys = ", ".join(str(one.key) for one in samples[:_SHOWN])
+                more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
+                most = part.cost if limit is None else min(part.cost, limit)
+                reason = StepMemoryError(
+                    f"rank {guard.rank} ran out of memory in {self.where}, with {len(samples)} "
+                    f"samples of up to {max(one.tokens for one in samples)} tokens and "
+                    f"{sum(one.patches for one in samples)} patches (keys {keys}{more}; cost "
+                    f"{part.cost}). All ranks compute such a step together, so it cannot be taken "
+                    "back. Resume from the last checkpoint with a budget of "
+                    f"{int(_SHRINK * most)} or less."
+                )
                 if watch is not None:
                     watch.publish(reason)
                 raise reason from error
@@ -510,11 +518,8 @@ class GuardedStep:
                 model.no_sync() if waits else nullcontext(),  # type: ignore[operator]
             ):
                 losses.append(run(part, self.take(part)))
-        self._count()
-        return torch.stack(losses).sum()
-
-    def _count(self) -> None:
         self._guard.split_steps += len(self.parts) > len(self._batches)
+        return torch.stack(losses).sum()
 
     def _failing(self, numbers: range, model: nn.Module, run: Run) -> Part | None:
         """Compute some batches; return the part that memory ran out in, if there is one."""
@@ -534,60 +539,37 @@ class GuardedStep:
             self.losses[number : number + 1] = [torch.stack(losses).sum() if losses else nothing]
         return None
 
-    def _remedy(self, failed: Part) -> str:
+    def _make_room(self, failed: Part) -> None:
+        """Change what is computed at once, so that it may fit, or raise an error."""
+        guard, sample = self._guard, failed.samples[0]
         if len(failed.samples) > 1:
-            return _HALVE
-        if id(failed.samples[0]) not in self._tried:  # Memory in pieces is whole again now.
-            return _TRY_AGAIN
-        is_dispensable = self._guard.on_oom == "skip" or failed.info.is_filler
-        return _LEAVE_OUT if is_dispensable else _RAISE
-
-    def _make_room(self, failed: Part, remedy: str) -> None:
-        if remedy == _HALVE:
+            guard.note(failed, "batches that cost as much are halved, and the step computed again")
             self.parts.halve(failed.cost)
-        elif remedy == _TRY_AGAIN:
-            self._tried.add(id(failed.samples[0]))
-        elif remedy == _LEAVE_OUT:
+        elif id(sample) not in self._tried:  # Memory in pieces is whole again now.
+            guard.note(failed, "the step is computed again, once", shrinks=False)
+            self._tried.add(id(sample))
+        elif guard.on_oom == "skip" or failed.info.is_filler:
+            guard.note(failed, "the sample is left out, and the step computed again")
             self.parts.skip(failed)
-            self._guard.skipped_samples += not failed.info.is_filler
+            guard.skipped_samples += not failed.info.is_filler
         else:
-            raise StepMemoryError(self._too_large(failed.samples[0]))
+            guard.note(failed, "the step cannot be computed")
+            raise StepMemoryError(
+                f"{self.where}, rank {guard.rank}: a sample{name_of(sample)} with {sample.tokens} "
+                f"tokens and {sample.patches} patches does not fit into memory alone. Shorten it, "
+                'leave it out (`exclude`, or `on_oom="skip"`), or train with less memory for each '
+                "token, such as by `enable_checkpointing`."
+            )
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
+        """The step, for an error."""
         return f"step {self.infos[0].step} of epoch {self.infos[0].epoch}"
-
-    def _cannot_be_taken_back(self, part: Part) -> str:
-        samples, limit = part.samples, self._guard.limit
-        most = part.cost if limit is None else min(part.cost, limit)
-        keys = [sample.key for sample in samples[:_SHOWN]]
-        more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
-        return (
-            f"rank {self._guard.rank} ran out of memory in {self._where}, with {len(samples)} "
-            f"samples of up to {max(sample.tokens for sample in samples)} tokens and "
-            f"{sum(sample.patches for sample in samples)} patches (keys {keys}{more}; cost "
-            f"{part.cost}). All ranks compute such a step together, so it cannot be taken back. "
-            f"Resume from the last checkpoint with a budget of {int(_SHRINK * most)} or less."
-        )
-
-    def _too_large(self, sample: Sample) -> str:
-        return (
-            f"{self._where}, rank {self._guard.rank}: a sample{name_of(sample)} with "
-            f"{sample.tokens} tokens and {sample.patches} patches does not fit into memory alone. "
-            'Shorten it, leave it out (`exclude`, or `on_oom="skip"`), or train with less memory '
-            "for each token, such as by `enable_checkpointing`."
-        )
 
 
 def runs_ahead() -> bool:
     """Tell whether collectives may be waited for only after the calls that begin them: on a GPU."""
     return bool(torch.cuda.is_initialized())
-
-
-def check_guard_above(guard_above: Any) -> None:
-    """Raise a `ValueError` if `guard_above` is no share."""
-    if not isinstance(guard_above, (int, float)) or not 0 <= guard_above <= 1:
-        raise ValueError(f"`guard_above` must be in 0..1, but is {guard_above!r} instead.")
 
 
 def check_shrink(shrink: Any) -> None:
@@ -617,53 +599,24 @@ def _nodes_of(loader: Any) -> tuple[GroupCollator, RankAligner | None]:
     return collators[0], next((node for node in nodes if isinstance(node, RankAligner)), None)
 
 
-def _check_graph(budget: TokenBudget | None, aligner: RankAligner | None) -> None:
-    """Raise a `ValueError` where batches cannot be computed in parts."""
+def _check_graph(
+    budget: TokenBudget | None, aligner: RankAligner | None, shrink: float | None
+) -> None:
+    """Raise a `ValueError` where batches cannot be computed in parts, or budgets not shrink."""
     if budget is not None and budget.shapes is not None and budget.layout == "padded":
         raise ValueError(
             "a budget with `shapes` has no smaller batches: each part would be padded to a whole "
             "shape again. Leave `shapes` out, or the guard."
         )
-    if aligner is not None and type(aligner.measure.cost_fn) is not BudgetCost:
-        if aligner.measure.cost_fn is not padded_tokens:
-            raise ValueError(
-                "`cost_fn` of the `RankAligner` must be the default with a guard, which compares "
-                "costs with the budget. Say what attention adds as "
-                "`TokenBudget(attention_tokens=...)`."
-            )
-
-
-def _check_can_shrink(budget: TokenBudget | None, aligner: RankAligner | None) -> None:
-    if budget is None or aligner is None or budget.shapes is not None:
+    cost_fn = None if aligner is None else aligner.measure.cost_fn
+    if not (cost_fn is None or cost_fn is padded_tokens or type(cost_fn) is BudgetCost):
+        raise ValueError(
+            "`cost_fn` of the `RankAligner` must be the default with a guard, which compares "
+            "costs with the budget. Say what attention adds as `TokenBudget(attention_tokens=...)`."
+        )
+    can_shrink = budget is not None and aligner is not None and budget.shapes is None
+    if shrink is not None and not can_shrink:
         raise ValueError(
             "`shrink` needs a `RankAligner` over a `WindowBucketer`, whose budget has no `shapes`: "
             "batches of a fixed shape have no smaller one. Leave it out."
         )
-
-
-def _checked_loss(loss: Any) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
-        raise TypeError(
-            "`loss_fn` must return the mean loss of the batch, a tensor without dimensions "
-            f"that has a graph, but returned {loss!r:.80}."
-        )
-    return loss
-
-
-def _follows(info: StepInfo, before: StepInfo) -> bool:
-    return (info.epoch, info.step) == (before.epoch, before.step + 1)
-
-
-def _without_backward(info: StepInfo) -> str:
-    return (
-        f"`backward` was not called for step {info.step} of epoch {info.epoch} of the `OomGuard`: "
-        "it is not trained on. Call `step.backward(model, loss_fn)` for each step, on all ranks."
-    )
-
-
-def _within_step(info: StepInfo) -> str:
-    return (
-        f"step {info.step} of epoch {info.epoch} is micro-step {info.micro_step} of "
-        f"{info.micro_steps} of an optimizer step, whose batches before are gone. Load a state "
-        "that was saved between two optimizer steps."
-    )

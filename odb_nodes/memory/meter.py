@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from odb_nodes._core.checks import check_count, check_type
+from odb_nodes._core.checks import check_type
 
 __all__ = ["CudaMeter", "MemoryMeter", "ShapeTooLargeError", "free_memory", "is_out_of_memory"]
 
@@ -110,13 +110,8 @@ def check_share(name: str, value: Any) -> float:
     return float(value)
 
 
-def check_bytes(name: str, value: object) -> int:
-    """Return a number of bytes, 1 or more, as an int."""
-    return check_count(name, value, maximum=MOST_BYTES)
-
-
 def check_meter(meter: Any, name: str = "meter") -> MemoryMeter:
-    """Return a meter, which is the argument of that name."""
+    """Return the argument of that name, which must be a meter."""
     if isinstance(meter, type) or not isinstance(meter, MemoryMeter):
         raise TypeError(
             f"`{name}` must have `reset()`, `peak_bytes()` and `limit_bytes`, but is "
@@ -125,8 +120,8 @@ def check_meter(meter: Any, name: str = "meter") -> MemoryMeter:
     return meter
 
 
-def measuring(meter: MemoryMeter) -> AbstractContextManager[Any]:
-    """Return the block within which a meter measures."""
+def measuring(meter: MemoryMeter | None) -> AbstractContextManager[Any]:
+    """Return the block within which a meter, if there is one, measures."""
     return meter if isinstance(meter, AbstractContextManager) else nullcontext()
 
 
@@ -149,13 +144,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     It may be the memory of a device or of the host.
     """
-    return any(map(_says_out_of_memory, _chain(error, with_contexts=False)))
-
-
-def _says_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(part in str(error) for part in MESSAGES)
+    return any(
+        isinstance(one, (torch.OutOfMemoryError, MemoryError))
+        or (isinstance(one, RuntimeError) and any(part in str(one) for part in MESSAGES))
+        for one in _chain(error, with_contexts=False)
+    )
 
 
 def free_memory(error: BaseException | None = None, *, old_garbage: bool = True) -> None:

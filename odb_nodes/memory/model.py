@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_nodes._core.checks import MAX_COUNT, check_count, check_type
+from odb_nodes._core.checks import MAX_COUNT, check_count
 from odb_nodes.errors import StateError
-from odb_nodes.memory.meter import check_bytes, check_share
+from odb_nodes.memory.meter import MOST_BYTES, check_share
 from odb_nodes.planning import TokenBudget
 
 __all__ = ["Fit", "MemoryModel"]
@@ -22,7 +22,6 @@ __all__ = ["Fit", "MemoryModel"]
 Floats = NDArray[np.float64]
 
 VERSION = 1
-FOUND_FIELDS = ("tokens", "attention_tokens")  # of a budget
 SAFETY = 2.0  # times the error of the points, beyond which an unseen shape may lie
 LEAST_MARGIN = 0.002  # relative: what an allocator rounds
 UNKNOWN_MARGIN = 0.05  # relative, of a fit through all points
@@ -69,9 +68,6 @@ class MemoryModel:
         self._points: dict[tuple[int, int, int], int] = {}
         self._fit: Fit | None = None
 
-    def __repr__(self) -> str:
-        return f"MemoryModel({len(self._points)} points)"
-
     def add(self, rows: int, width: int, patches: int, peak_bytes: int) -> None:
         """Add the peak of one step, in place of an older one of the same shape.
 
@@ -86,7 +82,7 @@ class MemoryModel:
         """
         sizes = check_count("rows", rows), check_count("width", width)
         shape = (*sizes, check_count("patches", patches, 0))
-        self._points[shape] = check_bytes("peak_bytes", peak_bytes)
+        self._points[shape] = check_count("peak_bytes", peak_bytes, maximum=MOST_BYTES)
         self._fit = None
 
     def fit(self) -> Fit:
@@ -98,11 +94,8 @@ class MemoryModel:
         Raises:
             ValueError: there are fewer than 2 points.
         """
-        if self._fit is None:
-            self._fit = self._fitted()
-        return self._fit
-
-    def _fitted(self) -> Fit:
+        if self._fit is not None:
+            return self._fit
         if len(self._points) < 2:
             raise ValueError(
                 f"a fit needs 2 points or more, but there are {len(self._points)}: add what steps "
@@ -112,7 +105,7 @@ class MemoryModel:
         coefficients = non_negative_fit(design, peaks)
         errors = peaks / (design @ coefficients) - 1
         constant, token, square, patch = coefficients.tolist()
-        return Fit(
+        self._fit = Fit(
             constant_bytes=constant,
             token_bytes=token,
             square_bytes=square,
@@ -121,6 +114,7 @@ class MemoryModel:
             error=float(np.abs(errors).max()),
             points=len(peaks),
         )
+        return self._fit
 
     def predict(self, rows: int, width: int, patches: int = 0) -> int:
         """Return the predicted peak of a step, in bytes, without the margin.
@@ -143,22 +137,20 @@ class MemoryModel:
         *,
         threshold: float = 0.9,
         margin: float | None = None,
-        patch_share: float | None = None,
         **options: Any,
     ) -> TokenBudget:
         """Return the largest budget whose batches, with the margin, fit into a share of a limit.
 
-        It has `attention_tokens` where memory grows with the square of the width, and
-        `max_patches` where patches take memory. Rows that are narrower than all points may take up
-        to 1 / sqrt(`attention_tokens`) more than predicted, since costs are integers.
+        It has `attention_tokens` where memory grows with the square of the width; and, where
+        patches take memory, `max_patches`, for the mean share that they have in the points. Rows
+        that are narrower than all points may take up to 1 / sqrt(`attention_tokens`) more than
+        predicted, since costs are integers.
 
         Args:
             limit_bytes: memory of the device.
             threshold: share of it that may be used, above 0 and at most 1.
             margin: what a batch may take beyond its prediction, relative to it. `None`: the margin
                 of the fit.
-            patch_share: share of the memory for activations that patches get, at least 0 and below
-                1; above 0 only where points have patches. `None`: as in those, on average.
             options: further fields of the `TokenBudget`, such as `pad_to_multiple_of`; not
                 `tokens` and `attention_tokens`, which follow from the points.
 
@@ -166,16 +158,19 @@ class MemoryModel:
             TypeError, ValueError: an argument is not valid, there are fewer than 2 points, they do
                 not show how memory grows, or no batch fits.
         """
-        _check_fields(options)
-        usable_bytes = check_bytes("limit_bytes", limit_bytes) * check_share("threshold", threshold)
+        check_count("limit_bytes", limit_bytes, maximum=MOST_BYTES)
+        usable_bytes = limit_bytes * check_share("threshold", threshold)
         fit = self.fit()
         if fit.token_bytes == fit.square_bytes == 0:
             raise ValueError(
                 f"the {fit.points} points do not show how memory grows with the tokens of a batch: "
                 "add points of larger batches."
             )
-        share = self._patch_share(fit, patch_share)
-        room_bytes = usable_bytes / (1 + _checked_margin(fit.margin, margin)) - fit.constant_bytes
+        margin = fit.margin if margin is None else margin
+        if not (isfinite(margin) and margin >= 0):
+            raise ValueError(f"`margin` must be finite and at least 0, but is {margin!r} instead.")
+        share = self._patch_share(fit)
+        room_bytes = usable_bytes / (1 + margin) - fit.constant_bytes
         attention_tokens, unit_bytes = self._unit_of_cost(fit)
         tokens = (1 - share) * room_bytes / unit_bytes
         if tokens < 1:
@@ -187,9 +182,8 @@ class MemoryModel:
         if share:
             patches = int(share * room_bytes / fit.patch_bytes)
             options.setdefault("max_patches", max(min(patches, MAX_COUNT), 1))
-        if attention_tokens is not None:
-            options["attention_tokens"] = attention_tokens
-        return TokenBudget(min(int(tokens), MAX_COUNT), **options)
+        most_tokens = min(int(tokens), MAX_COUNT)
+        return TokenBudget(most_tokens, attention_tokens=attention_tokens, **options)
 
     def plan(
         self, limit_bytes: int, *, tokens_per_step: int, world_size: int, **options: Any
@@ -230,38 +224,21 @@ class MemoryModel:
         model = cls()
         try:
             data = json.loads(text)
-            if not isinstance(data, dict) or sorted(data) != ["points", "version"]:
-                raise ValueError(f"it must have `version` and `points`, but is {data!r:.40}")
             if data["version"] != VERSION:
                 raise ValueError(f"its version is {data['version']!r:.40}")
             for point in data["points"]:
                 model.add(*point)
-        except (TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise StateError(
                 f"this is no memory model of version {VERSION}: {error}. Calibrate again."
             ) from error
         return model
 
-    def _patch_share(self, fit: Fit, given: float | None) -> float:
-        """Return the share of patches in what activations take: by default that of the points."""
+    def _patch_share(self, fit: Fit) -> float:
+        """Return the mean share of patches in what activations take, of the points with patches."""
         design = _design(self._points)
-        design = design[design[:, 3] > 0]
-        if given is not None and not 0 <= given < 1:
-            raise ValueError(
-                f"`patch_share` must be at least 0 and below 1, but is {given!r} instead."
-            )
-        if given and not len(design):
-            raise ValueError(
-                f"`patch_share` must be 0 or None where no point has patches, but is {given} "
-                "instead. Add points with patches."
-            )
-        if not fit.patch_bytes:
-            return 0.0
-        if given is not None:
-            return given
-        patches, tokens = fit.patch_bytes * design[:, 3], design[:, 1:3]
-        of_tokens = tokens @ np.array([fit.token_bytes, fit.square_bytes])
-        return float((patches / (patches + of_tokens)).mean())
+        taken = design[design[:, 3] > 0, 1:] * (fit.token_bytes, fit.square_bytes, fit.patch_bytes)
+        return float((taken[:, 2] / taken.sum(1)).mean()) if fit.patch_bytes else 0.0
 
     def _unit_of_cost(self, fit: Fit) -> tuple[int | None, float]:
         """Return `attention_tokens`, and the bytes that a unit of cost under it takes at most.
@@ -314,23 +291,3 @@ def _margin(errors: Floats, terms: int) -> float:
         return UNKNOWN_MARGIN  # the fit goes through all points: it has no errors to judge it by
     scatter = sqrt(len(errors) / (len(errors) - terms))  # they scatter less about their own fit
     return max(SAFETY * scatter * float(errors.max()), LEAST_MARGIN)
-
-
-def _checked_margin(of_fit: float, given: Any) -> float:
-    if given is None:
-        return of_fit
-    check_type("margin", given, int | float)
-    if not isfinite(given) or given < 0:
-        raise ValueError(f"`margin` must be finite and at least 0, but is {given!r} instead.")
-    return float(given)
-
-
-def _check_fields(names: Iterable[str]) -> None:
-    for name in names:
-        if name in FOUND_FIELDS:
-            raise TypeError(
-                f"`{name}` is what the model finds, from its points and `limit_bytes`. Leave it "
-                "out, or change it in the budget: `dataclasses.replace(budget, ...)`."
-            )
-        if name not in TokenBudget.__dataclass_fields__:
-            raise TypeError(f"`{name}` is neither an argument of `budget` nor of `TokenBudget`.")

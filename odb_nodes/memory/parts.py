@@ -19,23 +19,14 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True)
 class Part:
-    """Samples that are computed at once.
+    """Samples that are computed at once: a batch of an optimizer step, or some of it."""
 
-    Attributes:
-        batch: the number of their batch in the optimizer step.
-        samples: the samples, in the order of their batch.
-        info: the `StepInfo` of a batch of these alone; its `loss_scale` weighs their mean loss.
-        cost: what they cost, in the unit of the budget.
-        is_whole: whether they are a whole batch, as it was planned.
-        number: of the part in its batch.
-    """
-
-    batch: int
-    samples: list[Sample]
-    info: StepInfo
-    cost: int
-    is_whole: bool
-    number: int = 0
+    batch: int  # number of their batch in the step
+    samples: list[Sample]  # in the order of their batch
+    info: StepInfo  # of a batch of these alone; its `loss_scale` weighs their mean loss
+    cost: int  # in the unit of the budget
+    is_whole: bool  # they are a whole batch, as it was planned
+    number: int = 0  # of the part in its batch
 
 
 class StepParts:
@@ -57,8 +48,7 @@ class StepParts:
         return sum(map(len, self._parts)) + sum(self._fillers)
 
     def __iter__(self) -> Iterator[Part]:
-        for number in range(len(self._parts)):
-            yield from self.of(number)
+        return chain.from_iterable(map(self.of, range(len(self._parts))))
 
     def of(self, number: int) -> Iterator[Part]:
         """Yield the parts of a batch."""
@@ -70,18 +60,18 @@ class StepParts:
         for place in range(len(parts), len(parts) + self._fillers[number]):
             samples = [*chain(*parts)]
             filler = [samples[best_filler(SampleBlock.of(samples))]]
-            yield Part(number, filler, _of_filler(info), self._cost(filler), False, place)
+            own = replace(_with_rows(info, []), is_filler=True, loss_scale=0.0)
+            yield Part(number, filler, own, self._cost(filler), False, place)
 
     def halve(self, cost: int) -> bool:
-        """Halve each part that costs so much, or more."""
+        """Halve each part that costs so much, or more, and tell whether there was one."""
         halved = False
         for number, parts in enumerate(self._parts):
             self._parts[number] = []
             for samples in parts:
-                halves = [samples]
-                if len(samples) > 1 and self._cost(samples) >= cost:
-                    halves, halved = _cut(samples, 2), True
-                self._parts[number] += halves
+                is_large = len(samples) > 1 and self._cost(samples) >= cost
+                self._parts[number] += _cut(samples, 2) if is_large else [samples]
+                halved |= is_large
         return halved
 
     def cut(self, pieces: int) -> None:
@@ -104,20 +94,15 @@ class StepParts:
         """Return samples and targets that were left out of each batch."""
         return [(len(some), sum(one.targets for one in some)) for some in self._skipped]
 
-    def skipped_parts(self) -> Iterator[Part]:
-        """Yield what was left out of each batch, where anything was."""
+    def skipped_parts(self) -> Iterator[tuple[Part, Part | None]]:
+        """Yield what was left out of each batch, where anything was, and what is left of it."""
         for number, samples in enumerate(self._skipped):
             if samples:
-                info = self._with_rows(self._infos[number], samples)
-                yield Part(number, samples, info, self._cost(samples), is_whole=False)
-
-    def kept_part(self, number: int) -> Part | None:
-        """Return what is left of a batch, as one part; `None` where that is nothing."""
-        samples = [sample for some in self._parts[number] for sample in some]
-        if not samples:
-            return None
-        is_whole = not self._skipped[number]
-        return Part(number, samples, self._kept(number), self._cost(samples), is_whole)
+                info = self._weighed(_with_rows(self._infos[number], samples))
+                skipped = Part(number, samples, info, self._cost(samples), is_whole=False)
+                kept = [*chain(*self._parts[number])]
+                info = self._kept(number)
+                yield skipped, Part(number, kept, info, self._cost(kept), False) if kept else None
 
     def loss_factor(self, left_out: Sequence[tuple[int, int]]) -> float:
         """Return what the gradients are multiplied by, where samples were left out on any rank."""
@@ -125,10 +110,8 @@ class StepParts:
         after = _without(before, *map(sum, zip(*left_out, strict=True)))
         if self._rule.scaling == "none":
             return 1.0
-        if self._rule.scaling == "approx":
-            old, new = before.optimizer_samples, after.optimizer_samples
-        else:
-            old, new = before.optimizer_targets, after.optimizer_targets
+        counted = "optimizer_samples" if self._rule.scaling == "approx" else "optimizer_targets"
+        old, new = getattr(before, counted), getattr(after, counted)
         return old / new if new else 0.0
 
     def infos(self, left_out: Sequence[tuple[int, int]]) -> list[StepInfo]:
@@ -136,13 +119,13 @@ class StepParts:
         samples, targets = map(sum, zip(*left_out, strict=True))
         done = []
         for number, (all_samples, all_targets) in enumerate(left_out):
-            info = self._kept(number)
+            info = _without(self._kept(number), samples, targets)
             info = replace(
-                _without(info, samples, targets),
+                info,
                 all_samples_this_step=info.all_samples_this_step - all_samples,
                 all_targets=info.all_targets - all_targets,
             )
-            done.append(replace(info, loss_scale=self._rule.scale(info)))
+            done.append(self._weighed(info))
         return done
 
     def _kept(self, number: int) -> StepInfo:
@@ -150,31 +133,32 @@ class StepParts:
         info, skipped = self._infos[number], self._skipped[number]
         if not skipped:
             return info
-        kept = [sample for samples in self._parts[number] for sample in samples]
+        kept = [*chain(*self._parts[number])]
         left_out = [LeftOut(one.key, one.source, OUT_OF_MEMORY) for one in skipped]
-        return self._with_rows(
-            replace(info, is_filler=not kept, left_out=(*info.left_out, *left_out)), kept
-        )
+        info = replace(info, is_filler=not kept, left_out=(*info.left_out, *left_out))
+        return self._weighed(_with_rows(info, kept))
 
     def _of_part(self, info: StepInfo, samples: list[Sample]) -> StepInfo:
         if info.is_filler:
             return info
-        own = self._with_rows(info, samples)
+        own = _with_rows(info, samples)
         mine, whole = own.local_targets, info.local_targets
         if not whole:  # a loss of its own kind, of samples
             mine, whole = own.local_samples, info.local_samples
-        share = mine / whole if whole else 0.0
-        return replace(own, loss_scale=info.loss_scale * share)
+        return replace(own, loss_scale=info.loss_scale * mine / whole if whole else 0.0)
 
-    def _with_rows(self, info: StepInfo, samples: list[Sample]) -> StepInfo:
-        info = replace(
-            info,
-            local_samples=len(samples),
-            local_targets=sum(sample.targets for sample in samples),
-            local_tokens=sum(sample.tokens for sample in samples),
-            **facts_of_rows(samples),
-        )
+    def _weighed(self, info: StepInfo) -> StepInfo:
         return replace(info, loss_scale=self._rule.scale(info))
+
+
+def _with_rows(info: StepInfo, samples: list[Sample]) -> StepInfo:
+    return replace(
+        info,
+        local_samples=len(samples),
+        local_targets=sum(sample.targets for sample in samples),
+        local_tokens=sum(sample.tokens for sample in samples),
+        **facts_of_rows(samples),
+    )
 
 
 def _without(info: StepInfo, samples: int, targets: int) -> StepInfo:
@@ -182,19 +166,6 @@ def _without(info: StepInfo, samples: int, targets: int) -> StepInfo:
         info,
         optimizer_samples=info.optimizer_samples - samples,
         optimizer_targets=info.optimizer_targets - targets,
-    )
-
-
-def _of_filler(info: StepInfo) -> StepInfo:
-    """Return the `StepInfo` of samples that are computed without weight."""
-    return replace(
-        info,
-        is_filler=True,
-        local_samples=0,
-        local_targets=0,
-        local_tokens=0,
-        loss_scale=0.0,
-        **facts_of_rows([]),
     )
 
 

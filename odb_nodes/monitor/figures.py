@@ -31,12 +31,10 @@ _PAGE = """<!doctype html>
 <style>
 :root {{ color-scheme: light dark; --page: light-dark(#fff, #15181b);
   --text: light-dark(#1c2024, #e6e8ea); --line: light-dark(#dde1e5, #343b41); }}
-:root[data-theme=light] {{ color-scheme: light; }} :root[data-theme=dark] {{ color-scheme: dark; }}
 body {{ background: var(--page); color: var(--text); font: 16px/1.5 system-ui, sans-serif;
   margin: 0 auto; padding: 1rem; max-width: 90rem; }}
-h1 {{ font-size: 1.5rem; margin-right: 6rem; }} h2 {{ font-size: 1.2rem; margin-top: 2rem; }}
+h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.2rem; margin-top: 2rem; }}
 h3 {{ font-size: 1rem; margin: 0; }} p {{ max-width: 45rem; }}
-button {{ position: absolute; right: 1rem; top: 1rem; font: inherit; }}
 .grid {{ display: grid; gap: 1rem;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 26rem), 1fr)); }}
 figure {{ margin: 0; padding: .75rem; border: 1px solid var(--line); border-radius: .4rem;
@@ -50,28 +48,18 @@ th, td {{ padding: .2rem .7rem; border-bottom: 1px solid var(--line); text-align
 th:first-child, td:first-child {{ text-align: left; padding-left: 0; white-space: normal; }}
 pre {{ overflow-x: auto; }}
 </style><script>{script}</script></head><body>
-<button onclick="const root = document.documentElement, dark = matchMedia(
-'(prefers-color-scheme: dark)').matches; root.dataset.theme = (root.dataset.theme ||
-(dark ? 'dark' : 'light')) == 'dark' ? 'light' : 'dark'">light / dark</button>
 <main><h1>{title}</h1>
 {content}</main></body></html>
 """
 
 
 class Curve(NamedTuple):
-    """A curve of a figure.
+    """A curve of a figure."""
 
-    Attributes:
-        name: what it is of, for the legend.
-        points: (x, y), in the order of x.
-        marks: x where a line is drawn down the figure.
-        color: number of its colour.
-    """
-
-    name: str
-    points: Points
-    marks: Sequence[float] = ()
-    color: int = 0
+    name: str  # for the legend
+    points: Points  # (x, y), in the order of x
+    marks: Sequence[float] = ()  # x where a line is drawn down the figure
+    color: int = 0  # number of its colour
 
 
 def curves(title: str, x_title: str, drawn: Iterable[Curve]) -> Figure:
@@ -139,10 +127,10 @@ def page(title: str, sections: Iterable[tuple[str, Sequence[Figure | str]]]) -> 
     parts, number = [], 0
     for heading, members in sections:
         parts.append(f"<h2>{escape(heading)}</h2>" * bool(heading))
+        parts += [f'<div class="scroll">{one}</div>' for one in members if isinstance(one, str)]
         cells = []
         for member in members:
             if isinstance(member, str):
-                parts.append(f'<div class="scroll">{member}</div>')
                 continue
             name, number = member.layout.title.text, number + 1
             drawn = type(member)(member).update_layout(title_text=None, margin_t=8)

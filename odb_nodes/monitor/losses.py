@@ -1,16 +1,14 @@
 """The loss of each sample: computed with its batch, and kept over epochs in a file of each rank.
 
-A file is a sequence of blocks, one for each record that had samples: magic, the number of bytes
-that follow, and these, deflated by zlib, whose checksum finds damage. They are a line of JSON
-(steps before the block, its last step, epoch, names of the sources), then a row of 26 bytes for
-each sample, stored as 26 columns, which deflates well.
-
-A block ends the validity of those before it that are of later steps than it begins after: they are
-of an attempt that was gone back behind.
+A file has a line for each record that had samples: JSON, deflated by zlib, whose checksum finds
+damage, in base64. It has the steps before the record, its last step, epoch and rows, column by
+column. A line ends the validity of those before it that are of later steps than it begins after:
+they are of an attempt that was gone back behind.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -19,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -30,11 +27,6 @@ from odb_nodes.sample import IGNORE_INDEX
 __all__ = ["RowLosses", "SampleLoss", "read_losses", "row_losses", "worst_samples"]
 
 ALL_RANKS = -1  # in place of a rank, where a key means the same sample on all of them
-
-_MAGIC, _SIZE = b"ODBLOSS2", 4  # bytes of the size behind it
-_ROW = np.dtype(
-    [("key", "<i8"), ("repeat", "<i8"), ("source", "<u2"), ("targets", "<u4"), ("loss", "<f4")]
-)
 
 
 class RowLosses(NamedTuple):
@@ -125,18 +117,12 @@ class SampleLossWriter:
         """Append the losses of the steps after `before` up to `step`, of one epoch."""
         if not samples:
             return
-        sources = sorted({(one.source, one.rank) for one in samples})
-        numbers = {source: number for number, source in enumerate(sources)}
-        rows = np.array(
-            [(s.key, s.repeat, numbers[s.source, s.rank], s.targets, s.loss) for s in samples],
-            dtype=_ROW,
-        )
-        head = {"before": before, "step": step, "epoch": samples[0].epoch, "sources": sources}
-        columns = rows.view(np.uint8).reshape(-1, _ROW.itemsize).T.tobytes()
-        body = zlib.compress(json.dumps(head).encode() + b"\n" + columns, 1)
+        rows = [one._replace(loss=float(f"{one.loss:.7g}")) for one in samples]
+        block = {"before": before, "step": step, "columns": [*zip(*rows, strict=True)]}
+        line = base64.b64encode(zlib.compress(json.dumps(block).encode(), 1))
         try:
             self._file.open()  # where it was deleted
-            self._file.write(_MAGIC + len(body).to_bytes(_SIZE, "little") + body)
+            self._file.write(b"\n" + line)  # after a line that a kill cut short, too
         except OSError as error:
             self._file.warn(error, "the losses of these samples are missing")
 
@@ -166,36 +152,23 @@ def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
             if attempt["world_size"] > int(path.stem.partition("-")[2]):
                 break
             last = min(last, attempt["step"])
-        blocks: list[tuple[dict[str, Any], bytes]] = []
-        for head, columns in _blocks(path.read_bytes()):
-            blocks = [one for one in blocks if one[0]["step"] <= head["before"]]
-            blocks.append((head, columns))
-        for head, columns in blocks:
-            if head["step"] <= last:
-                found += _samples(head, columns)
+        blocks: list[dict[str, Any]] = []
+        for block in _blocks(path.read_bytes()):
+            blocks = [one for one in blocks if one["step"] <= block["before"]]
+            blocks.append(block)
+        for block in blocks:
+            if block["step"] <= last:
+                found += map(SampleLoss, *block["columns"])
     return found
 
 
-def _blocks(data: bytes) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield head and columns of each block that is whole."""
-    at = data.find(_MAGIC)
-    while at >= 0:
-        start = at + len(_MAGIC) + _SIZE
-        end = start + int.from_bytes(data[start - _SIZE : start], "little")
+def _blocks(data: bytes) -> Iterator[dict[str, Any]]:
+    """Yield each line that is whole."""
+    for line in data.split(b"\n"):
         try:
-            head, _, columns = zlib.decompress(data[start:end]).partition(b"\n")
-            yield json.loads(head), columns
-            at = end
-        except zlib.error:
-            at += 1
-        at = data.find(_MAGIC, at)
-
-
-def _samples(head: dict[str, Any], columns: bytes) -> Iterator[SampleLoss]:
-    rows = np.frombuffer(columns, np.uint8).reshape(_ROW.itemsize, -1).T.copy().view(_ROW)
-    for key, repeat, number, targets, loss in rows[:, 0].tolist():
-        source, rank = head["sources"][number]
-        yield SampleLoss(source, key, repeat, head["epoch"], targets, loss, rank)
+            yield json.loads(zlib.decompress(base64.b64decode(line, validate=True)))
+        except (ValueError, zlib.error):
+            continue
 
 
 def worst_samples(losses: Sequence[SampleLoss], count: int) -> list[list[SampleLoss]]:

@@ -50,24 +50,14 @@ __all__ = ["Monitor"]
 
 @dataclass(kw_only=True)
 class MonitorState(NodeState):
-    """Where a monitor stands on one rank.
+    """Where a monitor stands on one rank."""
 
-    Attributes:
-        step: optimizer steps of the run so far.
-        written: those that are in records.
-        epoch: number of the epoch.
-        epoch_written: optimizer steps in records before this epoch.
-        seconds: duration of the steps that are in records.
-        counts: what was counted since, `Counts` of this rank.
-        totals: `Counts` of all ranks in the records of this epoch; of rank 0.
-        samples: losses of samples since, the fields of `SampleLoss`.
-    """
-
-    step: int = 0
-    written: int = 0
+    step: int = 0  # optimizer steps of the run so far
+    written: int = 0  # those that are in records
     epoch: int = 0
-    epoch_written: int = 0
-    seconds: float = 0.0
+    epoch_written: int = 0  # optimizer steps in records before this epoch
+    seconds: float = 0.0  # duration of the steps that are in records
+    # What was counted since, of this rank; then of all ranks, in the records of this epoch.
     counts: dict[str, Any] = field(default_factory=lambda: asdict(Counts()))
     totals: dict[str, Any] = field(default_factory=lambda: asdict(Counts()))
     samples: list[tuple[str, int, int, int, int, float, int]] = field(default_factory=list)
@@ -372,15 +362,13 @@ class Monitor:
     def _restart(self, at: MonitorState) -> None:
         self._at, self._totals = at, Counts(**at.totals)
         counts = Counts(**at.counts)
-        self._window = self._new_window(counts, [SampleLoss(*one) for one in at.samples])
+        samples = [SampleLoss(*one) for one in at.samples]
+        self._window = Window(counts, samples if self._keeps_losses else None)
         self._start_s = time.perf_counter() - counts.sums.get("rank_seconds", 0.0)
         self._resumed_at = at.step
         self._order.begin()
         self._has_begun = self._is_closed = False
         self._meeting.begin()
-
-    def _new_window(self, counts: Counts, samples: list[SampleLoss]) -> Window:
-        return Window(counts, samples if self._keeps_losses else None)
 
     def _write(self) -> None:
         """Have rank 0 write a record of the steps since the last one. All ranks call it."""
@@ -388,7 +376,7 @@ class Monitor:
         self._meet()
         window.note_memory()
         if self._stats is not None:
-            window.count("rank_wait_s", self._stats.take_rank_wait_s())
+            window.counts.count("rank_wait_s", self._stats.take_rank_wait_s())
         now_s, waited_s = time.perf_counter(), meeting.wait_s
         counts = window.read(now_s - self._start_s)
         where = f"the monitor's record of optimizer step {at.step}"
@@ -398,8 +386,9 @@ class Monitor:
             self._losses.write(window.samples, at.written, at.step)
         first, at.written = at.written + 1, at.step
         at.seconds += counts.sums["rank_seconds"]
-        self._window, self._start_s = self._new_window(Counts(), []), now_s
-        self._window.count("record_wait_s", meeting.wait_s - waited_s)
+        self._window = Window(Counts(), [] if self._keeps_losses else None)
+        self._start_s = now_s
+        self._window.counts.count("record_wait_s", meeting.wait_s - waited_s)
         if meeting.rank == 0:
             ranks = [Counts(**json.loads(part)) for part in parts]
             whole = Counts.over_ranks(ranks)
@@ -416,29 +405,28 @@ class Monitor:
         at, time_s = self._at, time.time()
         if not self._has_begun:
             self._has_begun = True
-            step = first - 1 if kind == STEPS else at.written
-            self._begin_attempt({"step": step, "resumed_at": self._resumed_at, "time_s": time_s})
+            loader = None if self._stats is None else self._stats.loader
+            options = loader.options if isinstance(loader, ODBDataLoader) else None
+            attempt = {
+                "kind": ATTEMPT,
+                "version": VERSION,
+                "step": first - 1 if kind == STEPS else at.written,
+                "resumed_at": self._resumed_at,
+                "time_s": time_s,
+                "every": self._every,
+                "world_size": self._meeting.world_size,
+                "loader": {} if options is None else loader_settings(options),
+                "config": self._config,
+                "versions": versions(),
+            }
+            self._writers = self._writers or [make_writer(one, self.folder) for one in self._kinds]
+            for writer in self._writers:
+                writer.begin(attempt)
         place = {"first_step": first, "step": at.written, "epoch": at.epoch, "seconds": at.seconds}
         record = {"kind": kind, **place, **whole.groups(), **more, "time_s": time_s}
         for writer in self._writers:
             writer.write(record)
         return record
-
-    def _begin_attempt(self, place: Record) -> None:
-        loader = None if self._stats is None else self._stats.loader
-        attempt = {
-            "kind": ATTEMPT,
-            "version": VERSION,
-            **place,
-            "every": self._every,
-            "world_size": self._meeting.world_size,
-            "loader": loader_settings(loader.options) if isinstance(loader, ODBDataLoader) else {},
-            "config": self._config,
-            "versions": versions(),
-        }
-        self._writers = self._writers or [make_writer(one, self.folder) for one in self._kinds]
-        for writer in self._writers:
-            writer.begin(attempt)
 
     def _end_epoch(self) -> None:
         """Write the record of an epoch that has ended. All ranks call it."""
@@ -459,17 +447,9 @@ add_rule("Monitor", Monitor.reshard_states)
 class _BatchOrder:
     """Makes sure that a monitor is told of each batch of its loader once, and of no other."""
 
-    _REMEDY = (
-        "A monitor counts the batches of one loader: do not call `step` for those of an "
-        "evaluation, or give that a `Monitor` with a folder of its own. Where the loader begins "
-        "anew without `watch`, call `attach` before."
-    )
-
     def __init__(self) -> None:
-        self.last: StepInfo | None = None
-        """Of the batch that was told last."""
-        self.yielded: StepInfo | None = None
-        """Of the last batch of `watch`: no later one can be told before the next is yielded."""
+        self.last: StepInfo | None = None  # of the batch that was told last
+        self.yielded: StepInfo | None = None  # of the last batch of `watch`, before the next
         self._is_warned = False
 
     def begin(self) -> None:
@@ -478,22 +458,21 @@ class _BatchOrder:
 
     def note(self, info: StepInfo) -> None:
         """Note that a batch is told. Warn, once, where others are missing before it."""
-        last, now, where = self.last, _place(info), f"step {info.step} of epoch {info.epoch}"
-        known = None
-        if self.yielded is not None and now > _place(self.yielded):
-            known, text = self.yielded, ", but its loader stands at"
+        last, end, now = self.last, self.yielded, _place(info)
+        problem = ""
+        if end is not None and now > _place(end):
+            problem = f", but its loader stands at step {end.step} of epoch {end.epoch}"
         elif last is not None and now < _place(last):
-            known, text = last, " after"
-        if known is not None:
-            raise ValueError(
-                f"`step` of the monitor came for {where}{text} step {known.step} of epoch "
-                f"{known.epoch}. {self._REMEDY}"
-            )
+            problem = f" after step {last.step} of epoch {last.epoch}"
         # A step that a trainer repeats has further micro-steps.
-        if last is not None and (now, info.micro_step) == (_place(last), last.micro_step):
+        elif last is not None and (now, info.micro_step) == (_place(last), last.micro_step):
+            problem = ", for which it was called again: call it once for each batch"
+        if problem:
             raise ValueError(
-                f"`step` of the monitor must be called once for each batch, but was called again "
-                f"for {where}. {self._REMEDY}"
+                f"`step` of the monitor came for step {info.step} of epoch {info.epoch}{problem}. "
+                "A monitor counts the batches of one loader: do not call `step` for those of an "
+                "evaluation, or give that a `Monitor` with a folder of its own. Where the loader "
+                "begins anew without `watch`, call `attach` before."
             )
         self.last = info
         expected = last.step + 1 if last is not None and info.epoch == last.epoch else 0

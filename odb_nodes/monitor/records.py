@@ -169,22 +169,18 @@ def checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
         try:
             found[name] = _as_json(value)
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"`config[{name!r}]` must be data that JSON can hold, but: {error}. {remedy}"
-            ) from None
+            rule = f"`config[{name!r}]` must be data that JSON can hold"
+            raise ValueError(f"{rule}, but: {error}. {remedy}") from None
     return found
 
 
 def loader_settings(options: Any) -> dict[str, Any]:
     """Return the main options of a loader, and those that differ from their defaults, as JSON."""
-    given = {name: getattr(options, name) for name in _ALWAYS} | _differing(options)
-    found = {}
-    for name, value in given.items():
+    found = {name: getattr(options, name) for name in _ALWAYS} | _differing(options)
+    for name, value in found.items():
         if isinstance(value, list | tuple) and len(value) > _MOST_ITEMS:  # of indices, say
-            value = f"{len(value)} items"
-        if name not in _LEFT_OUT:
-            found[name] = _as_json(value)
-    return found
+            found[name] = f"{len(value)} items"
+    return {name: _as_json(one) for name, one in found.items() if name not in _LEFT_OUT}
 
 
 def versions() -> dict[str, str]:

@@ -45,6 +45,7 @@ _CURVES = (
     ("Reserved memory, GiB", "last", "memory_reserved_bytes", _GIB),
 )
 """Title, group and name of a value, and what it is divided by."""
+_SETTINGS = {"loader": "{}", "config": "{} (config)", "versions": "version of {}"}
 _OWN_LAST = {name for *_, name, _ in _CURVES}
 
 
@@ -93,9 +94,8 @@ class RunSummary:
 
     def settings(self) -> dict[str, str]:
         """Return what the run was made with, by name: where that has changed, by stretch."""
-        labels = {"loader": "{}", "config": "{} (config)", "versions": "version of {}"}
         stretches, found = self.stretches(), {}
-        for group, label in labels.items():
+        for group, label in _SETTINGS.items():
             for name in dict.fromkeys(name for _, one in stretches for name in one.get(group, {})):
                 values = [(first, one.get(group, {}).get(name)) for first, one in stretches]
                 found[label.format(name)] = _by_stretch(values)
@@ -208,7 +208,8 @@ class Report:
 
     def _repr_html_(self) -> str:
         tables = [html_text(name) * bool(name) + html_table(rows) for name, rows in self._tables()]
-        return "".join([*tables, *(run.audit._repr_html_() for run in self.runs if run.audit)])
+        audits = [html_text(str(run.audit), "pre") for run in self.runs if run.audit]
+        return "".join([*tables, *audits])
 
     def figures(self) -> list[Figure]:
         """Return the figures of the page, which a notebook shows: `plotly.graph_objects.Figure`.
@@ -216,9 +217,11 @@ class Report:
         Raises:
             ImportError: the extra `report` is not installed.
         """
-        found = [self._loss_over_tokens()]
+        title = f"Loss over real tokens, {_NATS}"
+        found = [self._curves(title, "mean", {"loss": ""}, over="real tokens")]
+        has_ranks = any(one["world_size"] > 1 for run in self.runs for _, one in run.stretches())
         for title, group, name, divisor in _CURVES:
-            if name not in ("rank_wait_share", "rank_balance") or self._has_ranks():
+            if has_ranks or name not in ("rank_wait_share", "rank_balance"):
                 found.append(self._curves(title, group, {name: ""}, divisor))
         told = {name for run in self.runs for name in run.whole["last"]} - _OWN_LAST
         losses = {name for run in self.runs for name in run.whole["mean"] if "/" in name}
@@ -289,29 +292,25 @@ class Report:
             tables.append((f"Sources and tasks of {run.name}", rows))
         return [table for table in tables if table[1]]
 
-    def _has_ranks(self) -> bool:
-        return any(one["world_size"] > 1 for run in self.runs for _, one in run.stretches())
-
-    def _loss_over_tokens(self) -> Figure | None:
-        drawn: list[Curve] = []
-        for number, run in enumerate(self.runs):
-            points = [(run.tokens_at(step), loss) for step, loss in run.curve("mean", "loss")]
-            marks = [run.tokens_at(step) for step in run.resumes]
-            drawn += [Curve(run.name, points, marks, number)] * bool(points)
-        return curves(f"Loss over real tokens, {_NATS}", "real tokens", drawn) if drawn else None
-
     def _curves(
-        self, title: str, group: str, labels: dict[str, str], divisor: float = 1
+        self,
+        title: str,
+        group: str,
+        labels: dict[str, str],
+        divisor: float = 1,
+        over: str = "optimizer steps",
     ) -> Figure | None:
         """Return a figure of values of all runs; None where there are none."""
         drawn: list[Curve] = []
-        for run in self.runs:
+        for number, run in enumerate(self.runs):
+            place = run.tokens_at if over == "real tokens" else float
             for name, label in labels.items():
-                points = run.curve(group, name, divisor)
+                points = [(place(step), one) for step, one in run.curve(group, name, divisor)]
                 parts = [run.name] * (len(self.runs) > 1 or not label) + [label] * bool(label)
-                color = len(drawn) if len(labels) > 1 else self.runs.index(run)
-                drawn += [Curve(": ".join(parts), points, run.resumes, color)] * bool(points)
-        return curves(title, "optimizer steps", drawn) if drawn else None
+                color = len(drawn) if len(labels) > 1 else number
+                curve = Curve(": ".join(parts), points, [*map(place, run.resumes)], color)
+                drawn += [curve] * bool(points)
+        return curves(title, over, drawn) if drawn else None
 
 
 def report(

@@ -32,17 +32,15 @@ class LoaderStats:
         check_type("loader", loader, ODBDataLoader | Loader)
         self.loader = loader
         nodes = [*walk(loader.root)]
-        self._aligner = next((one for one in nodes if isinstance(one, RankAligner)), None)
+        self._aligners = [one for one in nodes if isinstance(one, RankAligner)]
         self._mixers = [one for one in nodes if isinstance(one, SourceMixer)]
-        self._taken_s = self._rank_wait_s
-
-    @property
-    def _rank_wait_s(self) -> float:
-        return 0.0 if self._aligner is None else self._aligner.exchange_wait_s
+        self._taken_s = 0.0
+        self.take_rank_wait_s()
 
     def take_rank_wait_s(self) -> float:
         """Return the seconds that the plans of other ranks were waited for since the last call."""
-        before_s, self._taken_s = self._taken_s, self._rank_wait_s
+        before_s = self._taken_s
+        self._taken_s = self._aligners[0].exchange_wait_s if self._aligners else 0.0
         return self._taken_s - before_s
 
     @property
@@ -78,8 +76,8 @@ class RunProgress:
         if self._bar is None and is_terminal():
             done, total = stats.samples() or (first.local_samples, None)
             options = {"initial": done - first.local_samples, "unit": "sample", "leave": True}
-            what, is_shown = f"epoch {first.epoch}", self._is_shown
-            self._bar = Bar(None, what, total, is_shown=is_shown, **options)
+            what = f"epoch {first.epoch}"
+            self._bar = Bar(None, what, total, is_shown=self._is_shown, **options)
 
     def end(self) -> None:
         """Leave the bar as it is: the epoch has ended, or is left."""
@@ -93,8 +91,7 @@ class RunProgress:
         shown = {"loss": f"{mean['loss']:.4g}"} if mean.get("loss") is not None else {}
         shown["tokens/s"] = f"{mean['real_tokens_per_s']:,.0f}"
         shown["padding"] = f"{mean['padding_share']:.1%}"
-        shown["waiting"] = f"{mean['data_wait_share']:.0%}"
-        self._figures = shown
+        self._figures = shown | {"waiting": f"{mean['data_wait_share']:.0%}"}
 
     def update(self, info: StepInfo, step: int, stats: LoaderStats | None) -> None:
         """Show that a batch is done."""
@@ -104,13 +101,12 @@ class RunProgress:
             return
         self._interval = self._interval or Interval()
         passed_s = self._interval.due_s()
-        if passed_s is None or is_terminal() or not self._is_shown:
-            return
-        parts = [f"step {step} after {passed_s:.0f} s: epoch {info.epoch}"]
-        if stats is not None and (samples := stats.samples()):
-            parts.append(f"{samples[0]:,} of {samples[1]:,} samples")
-        parts += [f"{name} {value}" for name, value in self._figures.items()]
-        logger.warning("%s", ", ".join(parts))
+        if passed_s is not None and not is_terminal() and self._is_shown:
+            samples = None if stats is None else stats.samples()
+            parts = [f"step {step} after {passed_s:.0f} s: epoch {info.epoch}"]
+            parts += [f"{samples[0]:,} of {samples[1]:,} samples"] if samples else []
+            parts += [f"{name} {value}" for name, value in self._figures.items()]
+            logger.warning("%s", ", ".join(parts))
 
 
 # --- warnings -------------------------------------------------------------------------------------

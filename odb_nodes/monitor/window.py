@@ -57,9 +57,14 @@ class Counts:
         first = ranks[0]
         rows = torch.tensor([one.rows for one in ranks], dtype=torch.int64)
         rows = rows.reshape(len(ranks), -1, COLUMNS)
-        squares = torch.tensor([one.squares for one in ranks], dtype=torch.int64)
-        found = cls(sums=sum_rows(rows) | _sum_slowest(rows[:, :, 2], squares))
-        found.peaks = {"padded_tokens": int(rows[:, :, 2].max())} if rows.numel() else {}
+        found, padded = cls(sums=sum_rows(rows)), rows[:, :, 2]
+        if rows.numel():
+            squares = torch.tensor([one.squares for one in ranks], dtype=torch.int64)
+            # Of each micro-step, those of the rank that is likely slowest.
+            slowest = (padded + squares // ATTENTION_TOKENS).argmax(dim=0, keepdim=True)
+            for name, values in (("tokens", padded), ("squares", squares)):
+                found.sums[f"dearest_{name}"] = int(values.gather(0, slowest).sum())
+            found.peaks = {"padded_tokens": int(padded.max())}
         for one in ranks:
             found.add(one)
         steps, seconds = first.sums.get("optimizer_steps", 0), first.sums.get("rank_seconds", 0.0)
@@ -69,13 +74,10 @@ class Counts:
 
     def add(self, other: Counts) -> None:
         """Add what was counted later, or on another rank."""
-        for own, more in (
-            (self.sums, other.sums),
-            (self.totals, other.totals),
-            (self.weights, other.weights),
-        ):
-            for name, number in more.items():
-                own[name] = own.get(name, 0) + number
+        for name, number in other.sums.items():
+            self.count(name, number)
+        for name, total in other.totals.items():
+            self.add_to_mean(name, total, other.weights[name])
         for name, number in other.peaks.items():
             self.raise_peak(name, number)
         self.last |= other.last
@@ -109,22 +111,11 @@ class Counts:
         }
 
 
-def _sum_slowest(padded: torch.Tensor, squares: torch.Tensor) -> dict[str, float]:
-    """Return tokens and squares, (R, S) int64, of each micro-step's rank that is likely slowest."""
-    if not padded.numel():
-        return {}
-    slowest = (padded + squares // ATTENTION_TOKENS).argmax(dim=0, keepdim=True)
-    return {
-        "dearest_tokens": int(padded.gather(0, slowest).sum()),
-        "dearest_squares": int(squares.gather(0, slowest).sum()),
-    }
-
-
 class Window:
     """Counts the micro-steps of this rank since the last record; `read` reads the tensors."""
 
     def __init__(self, counts: Counts, samples: list[SampleLoss] | None) -> None:
-        self._counts = counts
+        self.counts = counts
         self.samples = samples
         """The losses of samples, once `read` has read them; `None` if nobody wants them."""
         self._squares: list[Number] = []
@@ -133,11 +124,11 @@ class Window:
         self._rows: list[tuple[RowLosses, StepInfo, int]] = []
 
     def __len__(self) -> int:
-        return len(self._counts.rows) // COLUMNS
+        return len(self.counts.rows) // COLUMNS
 
     def add_batch(self, batch: Mapping[str, Any], info: StepInfo, wait_s: float, ooms: int) -> None:
         """Count a micro-step."""
-        counts, ids = self._counts, batch.get("input_ids")
+        counts, ids = self.counts, batch.get("input_ids")
         padded = info.local_padded_tokens
         if isinstance(ids, torch.Tensor) and ids.ndim > 1:
             padded = padded or ids.numel()
@@ -172,7 +163,7 @@ class Window:
 
     def read(self, seconds: float) -> Counts:
         """Return what was counted in so many seconds; waits for devices that values are on."""
-        counts, values = self._counts, self._values
+        counts, values = self.counts, self._values
         numbers = _to_floats([value for _, value, _ in values])
         for (name, _, weight), number in zip(values, numbers, strict=True):
             counts.add_to_mean(name, number * weight, weight)
@@ -199,7 +190,7 @@ class Window:
                 if not targets:
                     continue
                 if task:
-                    self._counts.add_to_mean(f"{LOSS_OF}{task}", total, targets)
+                    self.counts.add_to_mean(f"{LOSS_OF}{task}", total, targets)
                 if self.samples is not None and key is not None:
                     is_own = info.world_size > 1 and source in info.own_sources
                     place = source, key, repeat, info.epoch, targets
@@ -213,11 +204,7 @@ class Window:
         now = torch.cuda.memory_stats()
         for part in ("allocated_bytes", "reserved_bytes"):
             self._last[f"memory_{part}"] = now.get(f"{part}.all.current", 0)
-            self._counts.raise_peak(f"memory_{part}", now.get(f"{part}.all.peak", 0))
-
-    def count(self, name: str, number: float) -> None:
-        """Add to a sum."""
-        self._counts.count(name, number)
+            self.counts.raise_peak(f"memory_{part}", now.get(f"{part}.all.peak", 0))
 
 
 def _squares_of(batch: Mapping[str, Any]) -> Number:

@@ -49,8 +49,6 @@ from odb_nodes.sample_block import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_FIRST_EPOCH = 0
-
 Step = list[SampleBlock | None]
 """The group of each rank; `None` for one that fills the step."""
 
@@ -213,6 +211,7 @@ def plan_steps(
     shards: Sequence[IntArray],
     job: SimulationOptions,
     *,
+    epoch: int = 0,
     shares_rest: bool = True,
     knows_length: bool = True,
 ) -> Iterator[Step]:
@@ -244,7 +243,7 @@ def plan_steps(
         reports = [
             rank.report(of_rank, most, offered) for rank, of_rank in zip(ranks, groups, strict=True)
         ]
-        plan = plan_round(reports, uneven=job.uneven, key=hash_ints(job.seed, _FIRST_EPOCH, number))
+        plan = plan_round(reports, uneven=job.uneven, key=hash_ints(job.seed, epoch, number))
         groups = [rank.groups(splits) for rank, splits in zip(ranks, plan.splits, strict=True)]
         for step in plan.groups.T.tolist():
             yield [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import glob
 import gzip
+import hashlib
 import json
 import os
 import stat
@@ -14,6 +15,7 @@ from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -23,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_nodes._core.checks import check_bool, check_integer
+from odb_nodes._core.files import replacing
 from odb_nodes._core.processes import has_data_elsewhere, resolve_rank
 from odb_nodes._core.progress import SlowProgress
 from odb_nodes.contract import EpochNode
@@ -34,6 +37,9 @@ from odb_nodes.sources.sharded_sampler import ShardedOrder
 _OFFSET_BITS = 40  # of a key
 _MOST_OPEN = 64  # files: opening one takes long on a network's disk
 _INDEXED_BYTES = 1 << 20  # at a time
+_KEPT_FROM_BYTES = 64 << 20  # of a file whose index is kept
+_INDEX_VERSION = 1
+_INDEX_HEADER = 6  # numbers: version, CRC-32 of the rest, size, time, bytes of the text, records
 _CUT = (EOFError, gzip.BadGzipFile, zlib.error)  # of a compressed file that is cut or damaged
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -46,7 +52,9 @@ class JsonlSource(ShardedOrder[Any]):
     record is a line that is not blank.
 
     State: epoch and position. Memory: 8 bytes a record, and one record. All files are read once
-    when the source is made, to find where records begin.
+    when the source is made, to find where records begin. Of a file of 64 MiB or more that is kept
+    in a hidden file beside it, or else in `~/.cache/odb_nodes`, and read there until size or time
+    of the file change.
 
     A file whose name ends in `.gz` is decompressed while it is read, so it needs `shuffle=False`,
     and restoring decompresses up to the position.
@@ -86,7 +94,7 @@ class JsonlSource(ShardedOrder[Any]):
                 "`paths` must be a path, a string or `pathlib.Path`, or a list of them, but is "
                 f"{paths!r:.200} instead."
             )
-        found = [_files_of(path) for path in given]
+        found = [files_of(path, ".jsonl", ".jsonl.gz") for path in given]
         self._paths = [file for files in found for file in files]
         if not self._paths:
             raise ValueError("`paths` must name at least 1 file, but is empty.")
@@ -100,7 +108,7 @@ class JsonlSource(ShardedOrder[Any]):
             )
         rank, world_size = resolve_rank(rank, world_size)
         self._sizes = [path.stat().st_size for path in self._paths]
-        self._index = [_index_lines(path) for path in self._paths]
+        self._index = [_index_of(path) for path in self._paths]
         self._ends = [*accumulate(map(len, self._index))]
         if not self._ends[-1] and not has_data_elsewhere(world_size):
             raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")
@@ -284,10 +292,15 @@ def _close_all(files: dict[int, IO[bytes]]) -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def _files_of(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the files that a path stands for: itself, those of a folder, or those of a pattern."""
+def files_of(path: str | os.PathLike[str], *ends: str) -> list[Path]:
+    """Return the files that a path stands for: itself, those of a pattern, or of a folder.
+
+    Args:
+        path: the path.
+        ends: how the names of the files end that a folder stands for.
+    """
     if Path(path).is_dir():
-        found = [file for end in ("*.jsonl", "*.jsonl.gz") for file in Path(path).glob(end)]
+        found = [file for end in ends for file in Path(path).glob(f"*{end}")]
     elif glob.has_magic(os.fspath(path)) and not Path(path).exists():
         found = [Path(file) for file in glob.glob(os.fspath(path), recursive=True)]
     else:
@@ -301,7 +314,7 @@ def _files_of(path: str | os.PathLike[str]) -> list[Path]:
     if not found:
         raise FileNotFoundError(
             f"`paths` must name files, but {os.fspath(path)!r} has none (of a folder, those that "
-            "end in `.jsonl` or `.jsonl.gz` are taken)."
+            f"end in `{'` or `'.join(ends)}` are taken)."
         )
     return sorted(found)
 
@@ -360,6 +373,53 @@ class LineIndex:
         record = int(np.searchsorted(self.starts, offset))
         found = record < len(self.starts) and self.starts[record] == offset
         return record if found else None
+
+
+def _index_of(path: Path) -> LineIndex:
+    """Return where the records of a file are; of a large one, as it was found before."""
+    stamp = _stamp_of(path)
+    if stamp[0] < _KEPT_FROM_BYTES:
+        return _index_lines(path)
+    digest = hashlib.sha1(os.fsencode(path.resolve())).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "odb_nodes"
+    places = path.with_name(f".{path.name}.index"), cache / f"{path.name}.{digest}.index"
+    for place in places:
+        if (kept := _kept_index(place, stamp)) is not None:
+            return kept
+    index = _index_lines(path)
+    if _stamp_of(path) == stamp:  # else somebody is still writing
+        body = np.array([*stamp, index.size, len(index)], "<i8").tobytes()
+        body += index.starts.astype("<i8").tobytes() + index.blanks.astype("<i8").tobytes()
+        head = np.array([_INDEX_VERSION, zlib.crc32(body)], "<i8").tobytes()
+        for place in places:
+            with suppress(OSError):  # The folder may be read-only, or the disk full.
+                place.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(place) as file:
+                    file.write(head + body)
+                break
+    return index
+
+
+def _stamp_of(path: Path) -> tuple[int, int]:
+    """Return size and time of a file, which change with its content."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _kept_index(place: Path, stamp: tuple[int, int]) -> LineIndex | None:
+    """Return the index that is kept at a place; `None` where it is of another file, or damaged."""
+    try:
+        content = place.read_bytes()
+    except OSError:
+        return None
+    if len(content) % 8 or len(content) < 8 * _INDEX_HEADER:
+        return None
+    numbers = np.frombuffer(content, "<i8").astype(np.int64)
+    version, crc, size, time_ns, text_bytes, records = numbers[:_INDEX_HEADER].tolist()
+    if version != _INDEX_VERSION or (size, time_ns) != stamp or crc != zlib.crc32(content[16:]):
+        return None
+    rows = numbers[_INDEX_HEADER:]
+    return LineIndex(rows[:records], rows[records:], text_bytes)
 
 
 def _index_lines(path: Path) -> LineIndex:

@@ -24,6 +24,7 @@ _BLOCK = 1024  # indices computed at a time
 _MAX_SIZE = 2**62  # they are computed in 64 bits
 _ROUNDS = 6
 _MIN_HALF_BITS = 4  # Tiny Feistel halves mix badly.
+_MIXED_BLOCKS = 4
 _FEW = 64  # Most positions of the smallest network lie outside of so few: it is a table for them.
 
 
@@ -67,6 +68,34 @@ class Permutation:
             mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
             left, right = right, left ^ ((mixed >> np.uint64(32)) & self._mask)
         return (left << self._half) | right
+
+
+class BlockPermutation:
+    """A permutation of `range(size)` that keeps elements together which are read together.
+
+    Blocks are permuted, and then the elements of every `mixed` of them in turn.
+    """
+
+    def __init__(self, size: int, starts: Sequence[int], mixed: int, seed: int) -> None:
+        sizes = np.diff([*starts, size])
+        order = Permutation(len(sizes), seed)(np.arange(len(sizes)))
+        self._mixed, self._seed = mixed, seed
+        self._starts = np.asarray(starts, np.int64)[order]
+        self._ends = np.cumsum(sizes[order])  # of each block, among the positions
+
+    def __call__(self, positions: Numbers) -> Numbers:
+        """Return the elements at `positions`: (n,) int64 in `range(size)` -> (n,) int64."""
+        found, ends = np.empty_like(positions), self._ends
+        mixes = np.searchsorted(ends, positions, "right") // self._mixed
+        for mix in np.unique(mixes).tolist():
+            first, own = mix * self._mixed, mixes == mix
+            begin = int(ends[first - 1]) if first else 0
+            end = int(ends[min(first + self._mixed, len(ends)) - 1])
+            permutation = Permutation(end - begin, hash_ints(self._seed, mix))
+            places = begin + permutation(positions[own] - begin)
+            blocks = np.searchsorted(ends, places, "right")
+            found[own] = self._starts[blocks] + places - np.append(0, ends)[blocks]
+        return found
 
 
 # --- what a rank takes ----------------------------------------------------------------------------
@@ -174,6 +203,9 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         super().__init__()
         self._size = len(size) if isinstance(size, Sized) else check_integer("size", size)
         self._shuffle = check_bool("shuffle", shuffle)
+        self._blocks: Sequence[int] | None = getattr(size, "shuffle_blocks", None)
+        self._mixed_blocks: int = getattr(size, "mixed_blocks", _MIXED_BLOCKS)
+        self._data_id: str | None = getattr(size, "data_id", None)
         self._seed = check_integer("seed", seed)
         self._rank, self._world_size = resolve_rank(rank, world_size)
         if self._size == 0 and not has_data_elsewhere(self._world_size):
@@ -218,7 +250,11 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         self._position = self._block_start = position
         self._block = []
         seed = hash_ints(self._seed, self._epochs.shuffle_key)
-        self._permutation = Permutation(self._size, seed) if self._shuffle else None
+        self._permutation: Permutation | BlockPermutation | None = None
+        if self._shuffle and self._blocks is not None:
+            self._permutation = BlockPermutation(self._size, self._blocks, self._mixed_blocks, seed)
+        elif self._shuffle:
+            self._permutation = Permutation(self._size, seed)
 
     def _take(self, count: int) -> list[int]:
         offset = self._position - self._block_start
@@ -241,7 +277,12 @@ class ShardedOrder(EpochNode[T, SamplerState]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
+        of_data = {
+            "data_id": self._data_id,
+            "mixed_blocks": None if self._blocks is None else self._mixed_blocks,
+        }
         return {
+            **{name: value for name, value in of_data.items() if value is not None},
             "size": self._size,
             "shuffle": self._shuffle,
             "seed": self._seed,
@@ -260,7 +301,10 @@ class ShardedSampler(ShardedOrder[int]):
     index that some of these had read ahead of others. Memory: constant.
 
     Args:
-        size: number of samples, or anything with a length (a dataset).
+        size: number of samples, or anything with a length (a dataset). Of a dataset whose samples
+            are read in blocks, such as `ParquetDataset`, the attribute `shuffle_blocks` says where
+            each begins, ascending, and `mixed_blocks` (4) how many are shuffled together. A state
+            fits only where its `data_id`, if it has one, is equal.
         shuffle: whether to permute the indices, differently in every epoch; otherwise 0, 1, 2, ...
         seed: any integer; the same on all ranks.
         rank: this rank; by default that of torch.distributed, or of `RANK`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,7 +108,10 @@ def assert_resumes_exactly(
             )
         graph = _as_loader(graph)
         try:
-            (_load_thoroughly if thorough else _load)(graph, data)
+            if thorough:
+                _load_thoroughly(graph, data)
+            else:
+                graph.load_state_dict(from_bytes(data))
             _compare(graph, reference, start, stop)
             return copy_state(graph.state_dict())
         except Exception as error:
@@ -160,34 +162,23 @@ def _close(graph: Any) -> None:
 
 def _saved(state: Any) -> bytes:
     try:
-        return to_bytes(state)
+        from_bytes(data := to_bytes(state))
     except Exception as error:  # of any kind: torch and pickle raise what they like
         raise AssertionError(explain_unreadable(state)) from error
-
-
-def _loaded(data: bytes) -> Any:
-    try:
-        return from_bytes(data)
-    except Exception as error:  # of any kind
-        state = torch.load(io.BytesIO(data), weights_only=False)
-        raise AssertionError(explain_unreadable(state)) from error
-
-
-def _load(graph: Any, data: bytes) -> None:
-    graph.load_state_dict(_loaded(data))
+    return data
 
 
 def _load_thoroughly(graph: Any, data: bytes) -> None:
     """Load a state, give it back, and load it again, also over an iterator that exists already."""
     with _watched_resets(graph) as lost:
-        _load(graph, data)
+        graph.load_state_dict(from_bytes(data))
         again = graph.state_dict()
-        if difference := _difference(_loaded(data), again):
+        if difference := _difference(from_bytes(data), again):
             raise AssertionError(f"the state saved right after loading it{difference}")
         graph.load_state_dict(again)
         iter(graph)
         graph.state_dict()
-        _load(graph, data)
+        graph.load_state_dict(from_bytes(data))
     if lost:
         raise AssertionError(lost[0])
 
@@ -203,36 +194,31 @@ def _watched_resets(graph: Any) -> Iterator[list[str]]:
     root = getattr(getattr(graph, "_loader", graph), "root", None)
     nodes = walk(root) if isinstance(root, BaseNode) else ()
     watched = [node for node in nodes if isinstance(node, StatefulNode)]
+
+    def reset_and_compare(node: StatefulNode[Any, Any], reset: Any, state: Any = None) -> None:
+        # Some sources of torchdata rightly save another state than they were reset to.
+        hidden = {*source_fields(cast(Any, node.STATE)), "digest"}
+        before = copy_state(state)
+        reset(state)
+        if before is None:
+            return
+        own, saved = (
+            {key: value for key, value in one.items() if key not in hidden}
+            for one in (before, node.state_dict())
+        )
+        if difference := _difference(own, saved):
+            found.append(
+                f"`{type(node).__name__}` was reset to a state, but then saved another: state"
+                f"{difference}. Let `restore` set all that `save` returns."
+            )
+
     for node in watched:
-        vars(node)["reset"] = partial(_reset_and_compare, node, node.reset, found)
+        vars(node)["reset"] = partial(reset_and_compare, node, node.reset)
     try:
         yield found
     finally:
         for node in watched:  # Else a graph that is gone would be left to the garbage collector.
             del vars(node)["reset"]
-
-
-def _reset_and_compare(
-    node: StatefulNode[Any, Any],
-    reset: Callable[[Any], None],
-    found: list[str],
-    initial_state: Any = None,
-) -> None:
-    # Some sources of torchdata rightly save another state than they were reset to.
-    hidden = {*source_fields(cast(Any, node.STATE)), "digest"}
-    before = copy_state(initial_state)
-    reset(initial_state)
-    if before is None:
-        return
-    own, saved = (
-        {key: value for key, value in state.items() if key not in hidden}
-        for state in (before, node.state_dict())
-    )
-    if difference := _difference(own, saved):
-        found.append(
-            f"`{type(node).__name__}` was reset to a state, but then saved another: state"
-            f"{difference}. Let `restore` set all that `save` returns."
-        )
 
 
 def _difference(expected: Any, got: Any) -> str | None:

@@ -15,7 +15,7 @@ from odb_nodes._core.checks import check_choice, check_count
 from odb_nodes.planning import RollingPool, SimulationOptions, TokenBudget
 from odb_nodes.planning.table import IntArray
 from odb_nodes.tools.lengths import LengthTable
-from odb_nodes.tools.simulate import Batches, SimulationReport, TableEpoch
+from odb_nodes.tools.simulate import Batches, SimulationReport, TableEpoch, measured
 
 __all__ = ["STRATEGIES", "Baselines", "Strategy"]
 
@@ -70,7 +70,6 @@ class Baselines:
             ImportError: the strategy is one of the `Trainer`, and transformers lacks it.
             ValueError: there is no step.
         """
-        check_choice("strategy", strategy, STRATEGIES)
         return self.epoch.report(job, self.batches(strategy, job))
 
     def fixed_size(self, budget: TokenBudget) -> int:
@@ -82,25 +81,26 @@ class Baselines:
 
     def batches(self, strategy: Strategy, job: SimulationOptions) -> Batches:
         """Return the batches of a strategy, of the samples that the loader would read."""
-        budget = TokenBudget.of(job.budget)
+        check_choice("strategy", strategy, STRATEGIES)
         if strategy == "odb_nodes":
             return self.epoch.batches(job)
-        table, shards = self.epoch.order(job)
+        budget, (table, shards) = TokenBudget.of(job.budget), self.epoch.order(job)
         table = table.kept(budget)
         shards = [shard[table.tokens[shard] > 0] for shard in shards]
+        rows = np.sort(np.concatenate(shards))  # a mixture may leave rows out, or repeat them
         if strategy == "sorted windows":
             window = self.epoch.window(job)
-            ranks = [_sorted_windows(table, shard, budget, window) for shard in shards]
-            return Batches.of(zip_longest(*ranks, fillvalue=()), budget)
-        rows = np.sort(np.concatenate(shards))  # a mixture may leave rows out, or repeat them
+            parts = [[own[at : at + window] for at in range(0, len(own), window)] for own in shards]
+            ranks = [[one for part in own for one in _cut(table, part, budget)] for own in parts]
+            return measured(zip_longest(*ranks, fillvalue=()), budget)
         if strategy == "offline":
             groups = sorted(_cut(table, rows, budget), key=budget.cost, reverse=True)
-            return Batches.of(_in_steps(groups, job.world_size), budget)
+            return measured(_in_steps(groups, job.world_size), budget)
         lengths = table.tokens[rows].tolist()
         steps = fixed_batches(strategy, lengths, self.fixed_size(budget), job)
         of_samples = ([[lengths[row] for row in batch] for batch in step] for step in steps)
         multiple = budget.pad_to_multiple_of
-        return Batches.of(of_samples, TokenBudget(multiple, pad_to_multiple_of=multiple))
+        return measured(of_samples, TokenBudget(multiple, pad_to_multiple_of=multiple))
 
 
 def fixed_batches(
@@ -133,13 +133,6 @@ def _in_steps(groups: Sequence[list[int]], ranks: int) -> list[list[list[int]]]:
     if steps:
         steps[-1] += [[]] * (ranks - len(steps[-1]))
     return steps
-
-
-def _sorted_windows(
-    table: LengthTable, rows: IntArray, budget: TokenBudget, window: int
-) -> list[list[int]]:
-    parts = [rows[at : at + window] for at in range(0, len(rows), window)]
-    return [group for part in parts for group in _cut(table, part, budget)]
 
 
 def _cut(table: LengthTable, rows: IntArray, budget: TokenBudget) -> list[list[int]]:

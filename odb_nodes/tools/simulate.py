@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -113,52 +113,35 @@ def lognormal_lengths(
 
 def budget_code(budget: TokenBudget) -> str:
     """Return what makes a budget, as a number of tokens where that is all."""
-    default = TokenBudget(budget.tokens)
-    fields = [
-        f"{name}={value!r}"
-        for name, value in vars(budget).items()
-        if value != getattr(default, name)
-    ]
-    if not fields:
-        return str(budget.tokens)
-    return f"TokenBudget({', '.join([str(budget.tokens), *fields])})"
+    default = vars(TokenBudget(budget.tokens))
+    given = [f"{name}={one!r}" for name, one in vars(budget).items() if one != default[name]]
+    return (
+        f"TokenBudget({', '.join([str(budget.tokens), *given])})" if given else f"{budget.tokens}"
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class Batches:
+class Batches(NamedTuple):
     """What the batches of a job hold, each (steps, ranks) float64; 0 where a rank has none."""
 
     samples: Floats
     real: Floats  # tokens of the samples
     sample_squares: Floats  # sum of their squared lengths
     rows: Floats
-    width: Floats  # tokens
+    padded: Floats  # tokens, padding included
     squares: Floats  # what attention grows with: rows x width^2; packed, `sample_squares`
 
-    @classmethod
-    def of(cls, steps: Iterable[Sequence[Sequence[int]]], budget: TokenBudget) -> Batches:
-        """Return the batches of steps: the lengths of each rank's samples, in a budget's layout."""
-        found = [[_measure(lengths, budget) for lengths in step] for step in steps]
-        if not found:
-            raise ValueError("there is no step: all samples are dropped, or a rank has none.")
-        # Floats: a sum of squares does not fit 64-bit integers.
-        return cls(*np.moveaxis(np.array(found, dtype=np.float64), 2, 0))
+    def costs(self, budget: TokenBudget) -> Floats:
+        """Return padded tokens and what attention adds to them, (steps, ranks)."""
+        return self.padded + self.squares / (budget.attention_tokens or ATTENTION_TOKENS)
 
-    @classmethod
-    def of_samples(
-        cls, steps: Iterable[Sequence[Sequence[Sample] | None]], budget: TokenBudget
-    ) -> Batches:
-        """Return the batches of steps: the samples of each rank, `None` for filler."""
-        lengths = (
-            [SampleBlock.of(group).tokens.tolist() if group else [] for group in step]
-            for step in steps
-        )
-        return cls.of(lengths, budget)
 
-    @property
-    def padded(self) -> Floats:
-        """Tokens of the batches, padding included."""
-        return self.rows * self.width
+def measured(steps: Iterable[Sequence[Sequence[int]]], budget: TokenBudget) -> Batches:
+    """Return the batches of steps: the lengths of each rank's samples, in a budget's layout."""
+    found = [[_measure(lengths, budget) for lengths in step] for step in steps]
+    if not found:
+        raise ValueError("there is no step: all samples are dropped, or a rank has none.")
+    # Floats: a sum of squares does not fit 64-bit integers.
+    return Batches(*np.moveaxis(np.array(found, dtype=np.float64), 2, 0))
 
 
 def _measure(lengths: Sequence[int], budget: TokenBudget) -> tuple[int, ...]:
@@ -167,7 +150,7 @@ def _measure(lengths: Sequence[int], budget: TokenBudget) -> tuple[int, ...]:
     rows, width = budget.shape(lengths)
     own = sum([one * one for one in lengths])
     squares = own if budget.layout == "packed" else rows * width * width
-    return len(lengths), sum(lengths), own, rows, width, squares
+    return len(lengths), sum(lengths), own, rows, rows * width, squares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,21 +212,24 @@ class SimulationReport:
         Raises:
             ValueError: there is no step.
         """
-        return cls.of_batches(Batches.of_samples(steps, budget), budget)
+        lengths = (
+            [SampleBlock.of(group).tokens.tolist() if group else [] for group in step]
+            for step in steps
+        )
+        return cls.of_batches(measured(lengths, budget), budget)
 
     @classmethod
     def of_batches(cls, batches: Batches, budget: TokenBudget) -> SimulationReport:
         """Return the report of batches under a budget, whoever has formed them."""
-        padded, is_batch = batches.padded, batches.rows > 0
+        padded, is_batch, costs = batches.padded, batches.rows > 0, batches.costs(budget)
         ranks, most = padded.shape[1], padded.max(axis=1)
         samples, real = batches.samples.sum(axis=1), batches.real.sum(axis=1)
         fillers = (~is_batch).sum(axis=1)
         capacity = ranks * most.sum()
-        costs = padded + batches.squares / (budget.attention_tokens or ATTENTION_TOKENS)
         mean_square = real.sum() ** 2 / samples.sum()
         variance = batches.sample_squares.sum() - mean_square
         between = (real**2 / samples).sum() - mean_square
-        shapes = np.column_stack((batches.rows[is_batch], batches.width[is_batch]))
+        shapes = np.column_stack((batches.rows[is_batch], padded[is_batch]))
         return cls(
             steps=len(padded),
             samples=int(samples.sum()),
@@ -344,7 +330,8 @@ class TableEpoch:
 
     def batches(self, job: SimulationOptions) -> Batches:
         """Return the batches of the steps."""
-        return Batches.of_samples(self.steps(job), TokenBudget.of(job.budget))
+        lengths = ([group.lengths if group else [] for group in step] for step in self.steps(job))
+        return measured(lengths, TokenBudget.of(job.budget))
 
     def scale(self, job: SimulationOptions) -> float:
         """Return how many samples of the dataset one that is planned stands for."""
@@ -372,8 +359,9 @@ def _shards(
         name: np.flatnonzero(table.sources == number).tolist()
         for number, name in enumerate(table.names)
     }
-    sources = {
-        name: _InOrder(found) if name in table.streams else found for name, found in rows.items()
+    sources = {  # the keys of a dict are an iterable that knows its length, but no sequence
+        name: dict.fromkeys(own).keys() if name in table.streams else own
+        for name, own in rows.items()
     }
     tokens, patches = table.tokens.tolist(), table.patches.tolist()
     shards = []
@@ -396,16 +384,3 @@ def _shards(
         ]
         shards.append(np.array(read, dtype=np.int64))
     return shards
-
-
-class _InOrder:
-    """An iterable that knows its length, but is no sequence."""
-
-    def __init__(self, rows: list[int]) -> None:
-        self._rows = rows
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)

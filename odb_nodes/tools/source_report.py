@@ -59,16 +59,11 @@ class SourceReport:
             process_group: the ranks to sum over. Default: all of the job; this rank alone where
                 torch.distributed is not initialised.
         """
-        if not (dist.is_available() and dist.is_initialized()):
-            return SourceReport(self._counts)
-        parts: list[Any] = [None] * dist.get_world_size(process_group)
-        dist.all_gather_object(parts, self.state_dict(), group=process_group)
-        total = SourceReport()
-        for part in parts:
-            other = SourceReport()
-            other.load_state_dict(part)
-            total._counts = add_counts([*total._counts.items(), *other._counts.items()])
-        return total
+        parts: list[Any] = [self._counts]
+        if dist.is_available() and dist.is_initialized():
+            parts *= dist.get_world_size(process_group)
+            dist.all_gather_object(parts, self._counts, group=process_group)
+        return SourceReport(add_counts(one for part in parts for one in part.items()))
 
     def table(self, weights: Mapping[str, float] | None = None) -> str:
         """Return the counts and shares as a table in markdown.

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 from math import nan
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from torchdata.nodes import BaseNode
@@ -30,14 +30,13 @@ from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.planning.rounds import FILLER, GroupCost, step_totals
 from odb_nodes.sample import ItemKey, Sample
 from odb_nodes.sample_block import SampleBlock
-from odb_nodes.step_info import StepInfo
-from odb_nodes.tools.inspection import part_of
+from odb_nodes.step_info import STEP_INFO_KEY, StepInfo
+from odb_nodes.tools.inspection import part_of, read_inspections
 
 __all__ = ["RemadeStep", "remake_from_checkpoint", "remake_from_ledger"]
 
 _TIMEOUT_S = 600.0
 
-N = TypeVar("N", bound=BaseNode[Any])
 MakeLoader = Callable[[Any], "ODBDataLoader | Loader[Any]"]
 
 
@@ -117,28 +116,27 @@ def remake_from_ledger(
     check_count("step", step, 0)
     if not (found := read_steps(folder, epoch, [step])):
         raise StateError(f"the ledger in `{folder}` has no step {step} of epoch {epoch}.")
-    groups: list[list[SampleBlock]] = []  # rank -> step of the optimizer step -> samples
     with _graphs(make_loader, len(found[step])) as graphs:
-        first = step - step % graphs[0].accumulate
-        records = read_steps(folder, epoch, range(first, first + graphs[0].accumulate))
+        accumulate = 1 if graphs[0].aligner is None else graphs[0].aligner.accumulate
+        asked = range(step - step % accumulate, step - step % accumulate + accumulate)
+        records = read_steps(folder, epoch, asked)
         steps = [records[one] for one in sorted(records)]
-        is_whole = len(steps) == graphs[0].accumulate or (
-            [*records] == [*range(first, first + len(steps))]
-            and all(one.ends_epoch for one in steps[-1])
-        )
+        ends = all(one.ends_epoch for one in steps[-1])
+        is_whole = sorted(records) == [*asked[: len(steps)]] and (len(steps) == accumulate or ends)
+        groups: list[list[SampleBlock]] = []  # rank -> step of the optimizer step -> samples
         for rank, graph in enumerate(graphs):
             begin_epoch(graph.samples, epoch)
-            groups.append([graph.restore_items(one[rank], len(graphs)) for one in steps])
+            groups.append([_restored(graph, one[rank], len(graphs)) for one in steps])
             close_nodes(graph.samples, _TIMEOUT_S)
         index = sorted(records).index(step)
-        items = [_with_info(one, groups, steps, rank, index) for rank, one in enumerate(graphs)]
-        remade = [one.remade(rank, *items[rank]) for rank, one in enumerate(graphs)]
-        unknown: Any = {"loss_scale": nan, "optimizer_samples": 0, "optimizer_targets": 0}
-        return (
-            remade
-            if is_whole
-            else [replace(one, info=replace(one.info, **unknown)) for one in remade]
-        )
+        remade = [
+            _remade(rank, graph, *_with_info(graph, groups, steps, rank, index))
+            for rank, graph in enumerate(graphs)
+        ]
+    unknown: Any = {"loss_scale": nan, "optimizer_samples": 0, "optimizer_targets": 0}
+    if is_whole:
+        return remade
+    return [replace(one, info=replace(one.info, **unknown)) for one in remade]
 
 
 def remake_from_checkpoint(
@@ -161,87 +159,60 @@ def remake_from_checkpoint(
     check_count("further", further, 0)
     if isinstance(states, (str, os.PathLike)):
         states = [*map(load_state, rank_files(states))]
-    found = [_states_of_collators(state, rank) for rank, state in enumerate(states)]
-    hosted = len(found[0])
-    with _graphs(make_loader, sum(map(len, found))) as graphs:
-        for rank, (graph, state) in enumerate(zip(graphs, chain(*found), strict=True)):
+    found: list[Any] = []
+    for rank, state in enumerate(states):
+        hosted = part_of(state, "VirtualRanks").get("sources", {"": state})
+        found += [part_of(one, "GroupCollator") for one in hosted.values()]
+        if not found[-1]:
+            raise StateError(
+                f"the state of rank {rank} holds none of a `GroupCollator`: it is {state!r:.200}."
+            )
+    processes, batches = len(states), len(found) // len(states)
+    with _graphs(make_loader, len(found)) as graphs:
+        aligners = [graph.aligner for graph in graphs if graph.aligner is not None]
+        for rank, (graph, state) in enumerate(zip(graphs, found, strict=True)):
             graph.collator.reset(state)
             if graph.aligner is not None:  # weighs as it does in the run, with its processes
-                graph.aligner.rule = replace(
-                    graph.aligner.rule,
-                    world_size=len(states),
-                    batch=rank % hosted,
-                    batches=hosted,
-                )
+                place: Any = {"world_size": processes, "batch": rank % batches, "batches": batches}
+                graph.aligner.rule = replace(graph.aligner.rule, **place)
         for taken in range(further + 1):
             try:
-                items = _take_step(graphs)
+                if aligners:  # which settle a round together
+                    prepared = [one.prepare_step() for one in aligners]
+                    aligners[0].peers.drive(prepared, lambda: aligners[0].where)
+                items = [graph.collator.take_group() for graph in graphs]
             except StopIteration:
                 raise StateError(
                     f"the epoch has {taken} steps after this state, but step {further + 1} was "
                     "asked for."
                 ) from None
-        remade = []
-        for rank, (graph, (group, info)) in enumerate(zip(graphs, items, strict=True)):
-            if graph.aligner is None:
-                info = replace(info, step=info.step + further)
-            remade.append(graph.remade(rank, group, info))
-        return remade
+        shift = 0 if aligners else further
+        return [
+            _remade(rank, graph, group, replace(info, step=info.step + shift))
+            for rank, (graph, (group, info)) in enumerate(zip(graphs, items, strict=True))
+        ]
 
 
-@dataclass(frozen=True)
-class _Graph:
-    """The graph of one rank, and the nodes of it that make a step."""
+def remake_from_folder(
+    make_loader: MakeLoader, folder: Path, *, epoch: int, step: int
+) -> list[RemadeStep]:
+    """Make a step again from a ledger, or from a checkpoint before it, which knows its epoch."""
+    if any(folder.glob("rank-*.ledger")):
+        return remake_from_ledger(make_loader, folder, epoch=epoch, step=step)
+    name, (first, *_) = read_inspections(folder)
+    if step < (done := int(first.facts["step"])):
+        raise ValueError(
+            f"--step must be at least {done}, the first step after `{name}`, but is {step}."
+        )
+    return remake_from_checkpoint(make_loader, name, further=step - done)
+
+
+class _Graph(NamedTuple):
+    """The nodes of the graph of one rank that make a step."""
 
     collator: GroupCollator
     aligner: RankAligner | None
     samples: BaseNode[Any]
-
-    @property
-    def accumulate(self) -> int:
-        """Steps of an optimizer step."""
-        return 1 if self.aligner is None else self.aligner.accumulate
-
-    def restore_items(self, record: StepInfo, world_size: int) -> SampleBlock:
-        """Return the samples of a step of this rank."""
-        if None in record.keys:
-            raise StateError("a sample of this step has no key, so it cannot be read again.")
-        if not can_restore(self.samples):
-            raise ValueError(
-                "a source of this loader cannot read items by their keys. Make the step again from "
-                "a checkpoint before it: `remake_from_checkpoint`."
-            )
-        own = record.own_sources
-        items = [
-            ItemKey(source, key, 1 if source in own else world_size, repeat)
-            for key, source, repeat in zip(
-                record.keys, record.row_sources, record.row_repeats, strict=True
-            )
-            if key is not None
-        ]
-        samples = list(restore_items(self.samples, items))
-        for sample, key, source in zip(samples, record.keys, record.row_sources, strict=True):
-            if not isinstance(sample, Sample) or (sample.key, sample.source) != (key, source):
-                raise StateError(
-                    f"the sample that is read for key {key} is {sample!r:.200}: the data or the "
-                    "processing changed, or keys are of your own (`Observation.key`), by which "
-                    "nothing can be read. Make the step again from a checkpoint before it."
-                )
-        return SampleBlock.of(samples)
-
-    def remade(self, rank: int, group: Sequence[Sample], info: StepInfo) -> RemadeStep:
-        """Return a step with its batch."""
-        rows = [] if info.is_filler else group
-        batch = self.collator.collate(group, info) if group else None
-        if batch is not None:
-            info = batch.pop("odb_step_info")
-        return RemadeStep(
-            rank=rank,
-            info=info,
-            tokens=tuple(sample.tokens for sample in rows),
-            targets=tuple(sample.targets for sample in rows),
-            batch=batch,
-        )
 
 
 @contextmanager
@@ -252,28 +223,45 @@ def _graphs(make_loader: MakeLoader, world_size: int) -> Iterator[list[_Graph]]:
         for group in VirtualTeam(world_size, LocalExchange(), _TIMEOUT_S).ranks():
             loader = make_loader(group)
             check_type("make_loader(process_group)", loader, ODBDataLoader | Loader)
-            root = loader.root
-            stack.callback(close_nodes, root, _TIMEOUT_S)
-            aligners = [node for node in walk(root) if isinstance(node, RankAligner)]
-            samples = _only(root, WindowBucketer).source
-            graphs.append(_Graph(_only(root, GroupCollator), (*aligners, None)[0], samples))
+            stack.callback(close_nodes, loader.root, _TIMEOUT_S)
+            found: dict[type, list[Any]] = {}
+            for node in walk(loader.root):
+                found.setdefault(type(node), []).append(node)
+            for kind in (GroupCollator, WindowBucketer):
+                if (number := len(found.get(kind, ()))) != 1:
+                    raise ValueError(
+                        f"the graph must have one `{kind.__name__}`, but has {number}."
+                    )
+            (collator,), (bucketer,) = found[GroupCollator], found[WindowBucketer]
+            aligner = found.get(RankAligner, [None])[0]
+            graphs.append(_Graph(collator, aligner, bucketer.source))
         yield graphs
 
 
-def _take_step(graphs: Sequence[_Graph]) -> list[tuple[SampleBlock, StepInfo]]:
-    """Take the next group of each rank, whose aligners settle a round together."""
-    aligners = [graph.aligner for graph in graphs if graph.aligner is not None]
-    if aligners:
-        prepared = [aligner.prepare_step() for aligner in aligners]
-        aligners[0].peers.drive(prepared, lambda: aligners[0].where)
-    return [graph.collator.take_group() for graph in graphs]
-
-
-def _only(root: BaseNode[Any], kind: type[N]) -> N:
-    found = [node for node in walk(root) if isinstance(node, kind)]
-    if len(found) != 1:
-        raise ValueError(f"the graph must have one `{kind.__name__}`, but has {len(found)}.")
-    return found[0]
+def _restored(graph: _Graph, record: StepInfo, world_size: int) -> SampleBlock:
+    """Return the samples of a recorded step of a rank."""
+    if None in record.keys:
+        raise StateError("a sample of this step has no key, so it cannot be read again.")
+    if not can_restore(graph.samples):
+        raise ValueError(
+            "a source of this loader cannot read items by their keys. Make the step again from a "
+            "checkpoint before it: `remake_from_checkpoint`."
+        )
+    own = record.own_sources
+    wanted: list[Any] = [*zip(record.row_sources, record.keys, strict=True)]
+    items = [
+        ItemKey(source, key, 1 if source in own else world_size, repeat)
+        for (source, key), repeat in zip(wanted, record.row_repeats, strict=True)
+    ]
+    samples = list(restore_items(graph.samples, items))
+    for sample, (source, key) in zip(samples, wanted, strict=True):
+        if not isinstance(sample, Sample) or (sample.source, sample.key) != (source, key):
+            raise StateError(
+                f"the sample that is read for key {key} is {sample!r:.200}: the data or the "
+                "processing changed, or keys are of your own (`Observation.key`), by which nothing "
+                "can be read. Make the step again from a checkpoint before it."
+            )
+    return SampleBlock.of(samples)
 
 
 def _with_info(
@@ -285,14 +273,10 @@ def _with_info(
 ) -> tuple[Sequence[Sample], StepInfo]:
     """Return the samples of a rank at a step of an optimizer step, and its `StepInfo`."""
     group, record = groups[rank][index], records[index][rank]
-    facts: dict[str, Any] = {
-        "epoch": record.epoch,
-        "ends_epoch": record.ends_epoch,
-        "left_out": record.left_out,
-    }
+    names = ("epoch", "ends_epoch", "left_out")
+    facts: dict[str, Any] = {name: getattr(record, name) for name in names}
     if graph.aligner is None:
-        info = replace(graph.collator.info_of(group, record.step), **facts)
-        return group, info
+        return group, replace(graph.collator.info_of(group, record.step), **facts)
     measure = graph.aligner.measure
     nothing = GroupCost(0, 0, 0, tasks=(0,) * len(measure.tasks))
     costs = [[measure(group) if group else nothing for group in of_rank] for of_rank in groups]
@@ -303,12 +287,15 @@ def _with_info(
     return again.take(index, rule, measure, step=record.step, **facts)
 
 
-def _states_of_collators(state: Any, rank: int) -> list[dict[str, Any]]:
-    """Return the state of the `GroupCollator` of a rank, or of each rank that it hosted."""
-    hosted = part_of(state, "VirtualRanks").get("sources", {"": state})
-    found = [part_of(one, "GroupCollator") for one in hosted.values()]
-    if not all(found):
-        raise StateError(
-            f"the state of rank {rank} holds none of a `GroupCollator`: it is {state!r:.200}."
-        )
-    return found
+def _remade(rank: int, graph: _Graph, group: Sequence[Sample], info: StepInfo) -> RemadeStep:
+    rows = [] if info.is_filler else group
+    batch = graph.collator.collate(group, info) if group else None
+    if batch is not None:
+        info = batch.pop(STEP_INFO_KEY)
+    return RemadeStep(
+        rank=rank,
+        info=info,
+        tokens=tuple(sample.tokens for sample in rows),
+        targets=tuple(sample.targets for sample in rows),
+        batch=batch,
+    )

@@ -39,7 +39,6 @@ _POOLS = (8, 16, 32, 64)  # budgets that a pool holds
 _ROUNDS = (16, 32, 64)
 _MOST_BUDGETS = 5  # of at most 60 choices with 4 windows and 3 rounds, and those that are given
 _AT_ONCE = 2
-_COUNT, _TOKENS, _, _SECONDS = range(4)  # columns of what a log says
 
 _LEAST_LINES = 8
 _KEYS = ("rows", "width", "step_s")
@@ -99,21 +98,20 @@ class StepTime:
                 f"`{log}` must have at least {_LEAST_LINES} {what}, but has {len(found)}. Log more "
                 "steps, or leave out `log`."
             )
-        steps = np.array(found, dtype=np.float64)
-        per_token = steps[:, _SECONDS] / steps[:, _TOKENS]
-        steps = steps[per_token <= _OUTLIER * np.median(per_token)]
-        origin = f"fitted to {int(steps[:, _COUNT].sum()):,} steps of {path.name}"
-        design = np.column_stack((steps[:, :_SECONDS], np.zeros(len(steps))))
-        low, high = np.quantile(steps[:, _TOKENS] / steps[:, _COUNT], _MIDDLE)
+        counts, tokens, squares, seconds = columns = np.array(found, dtype=np.float64).T
+        is_usual = seconds / tokens <= _OUTLIER * np.median(seconds / tokens)
+        counts, tokens, squares, seconds = columns[:, is_usual]
+        origin = f"fitted to {int(counts.sum()):,} steps of {path.name}"
+        low, high = np.quantile(tokens / counts, _MIDDLE)
         is_known = high >= _SPREAD * low
         if not is_known:
-            design[:, _TOKENS] += _CONSTANT_TOKENS * design[:, _COUNT]
-            design[:, _COUNT] = 0.0
+            tokens, counts = tokens + _CONSTANT_TOKENS * counts, np.zeros_like(counts)
             origin += (
                 ", whose tokens are too much alike to tell what a step takes whatever its batch: "
                 f"taken as that of {_CONSTANT_TOKENS:,.0f} tokens"
             )
-        constant, token, square, _ = non_negative_fit(design, steps[:, _SECONDS]).tolist()
+        design = np.column_stack((counts, tokens, squares, np.zeros_like(counts)))
+        constant, token, square, _ = non_negative_fit(design, seconds).tolist()
         return cls(
             constant_s=constant if is_known else _CONSTANT_TOKENS * token,
             token_s=token,
@@ -238,7 +236,12 @@ def outcome_of(
     times = step_time.seconds(padded, batches.squares)
     slowest_s = times.max(axis=1).sum()
     of_rank = -(-epoch.table.num_samples // job.world_size)
-    replayed = min(choice.window + _most_of_a_round(samples, job), of_rank)
+    rounds, start = [0], 0  # the most samples of a rank in each round
+    while start < steps:
+        end = start + round_steps(len(rounds) - 1, job.world_size, job.round_size, job.accumulate)
+        rounds.append(int(samples[start:end].sum(axis=0).max()))
+        start = end
+    replayed = min(choice.window + max(rounds), of_rank)
     ahead = LoaderOptions.prefetch * samples.max(axis=0).mean()
     return Outcome(
         choice=choice,
@@ -250,16 +253,6 @@ def outcome_of(
         replayed_samples=replayed,
         samples_per_step=float(samples.sum() / -(-steps // choice.accumulate)),
     )
-
-
-def _most_of_a_round(samples: Floats, job: SimulationOptions) -> int:
-    """Return the most samples of a rank that a round has."""
-    number = start = most = 0
-    while start < len(samples):
-        steps = round_steps(number, job.world_size, job.round_size, job.accumulate)
-        most = max(most, int(samples[start : start + steps].sum(axis=0).max()))
-        number, start = number + 1, start + steps
-    return most
 
 
 @dataclass(frozen=True, kw_only=True)

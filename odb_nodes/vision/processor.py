@@ -84,16 +84,20 @@ class ChatTemplate:
                 f"`images` must be a list of images, but is {describe(images)} instead. Put a "
                 "single one in a list: `[image]`."
             )
-        left = iter(images)
-        parts = _joined(self._parts(messages, left))
-        if unused := len([*left]):
+        parts = _joined(self._parts(messages))
+        without = [
+            at for at, one in enumerate(parts) if one.kind == "image" and one.content is None
+        ]
+        if len(without) != len(images):
             raise SampleError(
-                f"`images` must have one image per image part without one, but has {unused} more. "
-                'Put {"type": "image"} where they belong.'
+                f"`images` must have one image per image part without an `image` ({len(without)}), "
+                f'but has {len(images)}. Put {{"type": "image"}} where they belong, or add them.'
             )
+        for at, image in zip(without, images, strict=True):
+            parts[at] = Part("image", image)
         return parts
 
-    def _parts(self, messages: Sequence[Any], images: Iterator[Any]) -> Iterator[Part]:
+    def _parts(self, messages: Sequence[Any]) -> Iterator[Part]:
         for number, message in enumerate(messages):
             match message:
                 case {"role": "system" | "user" | "assistant" as role, "content": str(text)}:
@@ -103,10 +107,10 @@ class ChatTemplate:
                 case _:
                     raise _wrong_messages(message)
             if number == 0 and role != "system" and self.system is not None:
-                yield from self._message("system", [{"type": "text", "text": self.system}], images)
-            yield from self._message(role, content, images)
+                yield from self._message("system", [{"type": "text", "text": self.system}])
+            yield from self._message(role, content)
 
-    def _message(self, role: str, content: list[Any], images: Iterator[Any]) -> Iterator[Part]:
+    def _message(self, role: str, content: list[Any]) -> Iterator[Part]:
         supervised = role == "assistant"
         yield Part("special", self.start)
         yield Part("text", f"{role}\n")
@@ -115,9 +119,8 @@ class ChatTemplate:
                 case {"type": "text", "text": str(text)}:
                     yield Part("text", text, supervised)
                 case {"type": "image"}:
-                    image = entry.get("image")
                     yield Part("special", self.image_start)
-                    yield Part("image", _next_of(images) if image is None else image)
+                    yield Part("image", entry.get("image"))
                     yield Part("special", self.image_end)
                 case _:
                     raise _wrong_messages(entry)
@@ -134,15 +137,6 @@ def _wrong_messages(found: Any) -> SampleError:
         '`messages` must be a list of {"role": "system", "user" or "assistant", "content": ...}, '
         'with a string or a list of {"type": "text", "text": ...} and {"type": "image", "image": '
         f"...}} as `content`, but {found!r:.100} is not. Mend it, or leave it out."
-    )
-
-
-def _next_of(images: Iterator[Any]) -> Any:
-    for image in images:
-        return image
-    raise SampleError(
-        "`images` has fewer images than the messages have image parts without an `image`. Add what "
-        "is missing, or remove those parts."
     )
 
 

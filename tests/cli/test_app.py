@@ -94,6 +94,7 @@ WRONG = [
     ("simulate --cv 1 --timeline no/where.html", "'--timeline': there is no folder"),
     ("simulate --cv 1 --timeline .", "`.` is a folder: name a file in it"),
     ("simulate --cv -1", "argument --cv: must be a number of at least 0"),
+    ("simulate --cv abc", "argument --cv: must be a number of at least 0, but is 'abc'"),
     ("simulate users:nothing", "`users:nothing` must return a dataset or a loader"),
     ("simulate users:needs", "needs() missing 1 required positional argument: 'path'"),
     ("simulate users.py:source", "No module named 'users.py'"),
@@ -112,12 +113,13 @@ WRONG = [
     ("inspect text.jsonl", "not a state file"),
     ("inspect .", "has no states, but folders ['data']"),
     ("inspect text.jsonl --diff nowhere", "--diff: there is no 'nowhere'"),
-    ("step nowhere:make --checkpoint nowhere", "No module named 'nowhere'"),
-    ("step json:loads", "pass either --ledger or --checkpoint. See `odb-nodes step --help`"),
-    ("step json:loads --checkpoint binary", "`binary` is no folder"),
-    ("step json:loads --ledger x", "--step"),
-    ("step json --checkpoint x", "module:function"),
-    ("step users:number --checkpoint .", "no function `number`"),
+    ("inspect . --loader json:loads", "--out with both. See `odb-nodes inspect --help`"),
+    ("inspect . --step 3", "pass --step and --loader"),
+    ("inspect . --out x", "and --out with both"),
+    ("inspect . --step 3 --loader nowhere:make", "No module named 'nowhere'"),
+    ("inspect binary --step 3 --loader json:loads", "not a state file"),
+    ("inspect . --step 3 --loader json", "module:function"),
+    ("inspect . --step 3 --loader users:number", "no function `number`"),
 ]
 
 
@@ -151,13 +153,13 @@ READ_OR_TWICE = [
     "profile users:source --json data/ids.jsonl",
     "simulate users:loader --timeline data/ids.jsonl",
     "report data --html data/ids.jsonl",
-    "step json:loads --checkpoint data --out data/ids.jsonl",
+    "inspect data --step 0 --loader json:loads --out data/ids.jsonl",
 ]
 EXISTS = [
     "profile ids.jsonl --json odd.npz",
     "simulate --cv 1 --timeline odd.npz",
     "report data --csv odd.npz",
-    "step json:loads --checkpoint data --out odd.npz",
+    "inspect data --step 0 --loader json:loads --out odd.npz",
 ]
 
 

@@ -219,23 +219,25 @@ def test_lengths_come_from_a_saved_dataset(capsys, tmp_path):
     assert "data` could not be read by `datasets.load_from_disk` (KeyError" in line
 
 
-def test_step_makes_the_step_of_a_checkpoint_again(capsys, tmp_path, monkeypatch):
+def test_inspect_makes_a_step_after_a_checkpoint_again(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jobs", sys.modules[__name__])
     loader = make_loader_of_group(None)
     steps = iter(loader)
-    next(steps)
+    next(steps), next(steps)
     save_rank_state(loader.state_dict(), tmp_path / "checkpoint")
-    batch = next(steps)
+    batch = [next(steps) for _ in range(2)][-1]
     out = tmp_path / "step.pt"
-    arguments = ["jobs:make_loader_of_group", "--checkpoint", tmp_path / "checkpoint"]
-    assert run("step", *arguments, "--out", out) == 0
+    arguments = ["inspect", tmp_path / "checkpoint", "--loader", "jobs:make_loader_of_group"]
+    assert run(*arguments, "--step", 3, "--out", out) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("rank 0, epoch 0, step 1:")
+    assert shown.startswith("rank 0, epoch 0, step 3:")
     assert f"{batch['odb_step_info'].local_samples} samples" in shown
     assert out.exists()
-    assert run("step", *arguments, "--out", __file__, "--force") == 2
+    assert run(*arguments, "--step", 3, "--out", __file__, "--force") == 2
     assert "is also read" in capsys.readouterr().err
-    assert run("step", "jobs:nothing", *arguments[1:]) == 2
+    assert run(*arguments, "--step", 1) == 2
+    assert "--step must be at least 2" in capsys.readouterr().err
+    assert run(*arguments[:-1], "jobs:nothing", "--step", 3) == 2
     assert "`make_loader(process_group)` must be an `ODBDataLoader`" in capsys.readouterr().err
 
 

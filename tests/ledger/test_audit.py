@@ -34,10 +34,6 @@ def test_the_report_reads_well(tmp_path):
     assert report[3].startswith("  digest ")
     write_run(tmp_path / "fillers", 2, epochs=1, steps=40)
     assert audit(tmp_path / "fillers", SIZE).epochs[0].filler > 10
-    record(tmp_path / "<run>", info_of(0, [0, 1], ends=True), info_of(0, [0], epoch=1))
-    html = audit(tmp_path / "<run>", 2)._repr_html_()
-    assert "<td>complete</td><td>2 trained</td>" in html
-    assert "<td>partial, to step 0</td><td>1 trained</td>" in html and "<run>" not in html
 
 
 # --- ranks that were killed apart -----------------------------------------------------------------

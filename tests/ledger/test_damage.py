@@ -119,7 +119,7 @@ def test_a_kill_at_any_byte_of_the_beginning_of_an_attempt_is_no_damage(tmp_path
     record(tmp_path, *steps[first:], ended=False)
     whole, stop = audit(tmp_path, 4), len(path.read_bytes())
     content = path.read_bytes()
-    for size in range(len(before), stop - 2 * ROW_BYTES * (3 - first)):
+    for size in range(len(before), stop - 2 * ROW_BYTES * (3 - first), 5):  # of all places in rows
         path.write_bytes(content[:size])
         assert audit(tmp_path).state == "open", size
         record(tmp_path, *steps[first:], ended=False)

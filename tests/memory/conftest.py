@@ -8,7 +8,6 @@ import pytest
 @pytest.fixture(scope="module", autouse=True)
 def little_garbage():
     """Collect the garbage of tests alone: what is freed for lack of memory is found by that."""
-    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()

@@ -107,17 +107,22 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_a_block_that_changes_a_buffer_is_an_error(in_place):
-    model = nn.Sequential(*[Counting(in_place) for _ in range(2)])
+@pytest.mark.parametrize(
+    ("block", "buffer"),
+    [
+        (lambda: Counting(True), "`Counting` changes its buffer `calls`"),
+        (lambda: Counting(False), "`Counting` changes its buffer `calls`"),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+            "buffer `1.num_batches_tracked`",
+        ),
+    ],
+)
+def test_a_block_that_changes_a_buffer_is_an_error(block, buffer):
+    model = nn.Sequential(*[block() for _ in range(2)])
     enable_checkpointing(model)
-    with pytest.raises(RuntimeError, match="`Counting` changes its buffer `calls`"):
+    with pytest.raises(RuntimeError, match=buffer):
         model(torch.ones(2, 4))
-
-
-class Normed(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
 class Library(nn.Module):
@@ -147,9 +152,8 @@ REFUSALS = [
     (nn.Sequential(nn.Linear(2, 2), nn.GELU()), {}, "its blocks are not known"),
     (None, {}, "`model` must be a `Module`"),
     (LINEAR, {"blocks": [nn.Linear(2, 2)]}, "`blocks` must be modules of `model`"),
-    (LINEAR, {"blocks": []}, "`blocks` must have one module or more"),
+    (LINEAR, {"blocks": []}, "`blocks` must be modules of `model`, one or more"),
     (LINEAR, {"blocks": nn.Linear(2, 2)}, "`blocks` must be .* Pass a list"),
-    (nn.Sequential(Normed(), Normed()), {}, "`Normed` has a `BatchNorm1d`"),
     *[(Library(kind, is_enabled=True), {}, "is checkpointed already") for kind in KINDS],
     (Library(KINDS[1], is_supported=False), {}, "`Library` does not support"),
 ]

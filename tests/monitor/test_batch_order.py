@@ -14,7 +14,7 @@ def test_a_batch_that_is_told_twice_is_refused(tmp_path):
     monitor = Monitor(tmp_path)
     monitor.step(*first)
     monitor.step(*second)
-    with pytest.raises(ValueError, match="called again for step 1 of epoch 0"):
+    with pytest.raises(ValueError, match="for step 1 of epoch 0, for which it was called again"):
         monitor.step(*second)
 
 

@@ -81,7 +81,7 @@ def test_the_text_and_a_notebook_have_a_column_for_each_run_and_the_audit(runs):
     assert "token_budget" in str(found) and "Sources and tasks of a <b>" in str(found)
     assert ": OK" in str(found) and "epoch 0: complete" in str(found)
     html = found._repr_html_()
-    assert html.count("<table>") == 5  # figures, settings, sources of two runs, epochs
+    assert html.count("<table>") == 4  # figures, settings, sources of two runs
     assert "<th>a &lt;b&gt;</th>" in html and "a <b>" not in html
 
 

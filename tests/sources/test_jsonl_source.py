@@ -1,3 +1,4 @@
+import gc
 import gzip
 import json
 import os
@@ -9,7 +10,7 @@ from damaged_states import resealed
 from torchdata.nodes import Mapper
 
 from odb_nodes import JsonlSource, Loader, ODBDataLoader, SampleError, StateError, pop_step_info
-from odb_nodes.sources import ShardedSampler
+from odb_nodes.sources import ShardedSampler, jsonl_source
 from odb_nodes.testing import assert_resumes_exactly
 
 in_order = partial(JsonlSource, shuffle=False)
@@ -118,6 +119,7 @@ def test_text_is_utf_8_with_or_without_a_mark(encoding, tmp_path):
 def test_no_more_files_are_open_than_may_be_and_none_after_close(tmp_path):
     for n in range(70):
         (tmp_path / f"{n:02}.jsonl").write_text(f'{{"id": {2 * n}}}\n{{"id": {2 * n + 1}}}')
+    gc.collect()  # sources of other tests, which have open files
     source, before = JsonlSource(tmp_path, *ALONE), len(os.listdir("/proc/self/fd"))
     loader = Loader(Mapper(source, dict))
     assert Counter(record["id"] for record in loader) == Counter(range(140))
@@ -280,3 +282,52 @@ def test_what_cannot_be_read_is_refused_by_name(call, error, message, compressed
     (folder / "dead" / "b.jsonl").symlink_to("/nowhere/b.jsonl")
     with pytest.raises(error, match=message):
         call(folder)
+
+
+# The index that is kept of a large file.
+
+
+@pytest.fixture
+def kept(files, tmp_path, monkeypatch):
+    """Where the index of the first file is kept, beside it and else; all files count as large."""
+    monkeypatch.setattr(jsonl_source, "_KEPT_FROM_BYTES", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return files[0].with_name(".a.jsonl.index"), tmp_path / "cache" / "odb_nodes"
+
+
+def without_reading(monkeypatch):
+    monkeypatch.setattr(jsonl_source, "_index_lines", lambda path: pytest.fail(f"{path} was read"))
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_an_index_is_kept_and_used_again(is_writable, files, kept, compressed, monkeypatch):
+    beside, cache = kept
+    if not is_writable:
+        beside.mkdir()  # which no file can take the place of
+    expected = [ids(in_order(paths, *ALONE)) for paths in (files, compressed)]
+    assert beside.is_file() == is_writable and cache.exists() != is_writable
+    without_reading(monkeypatch)
+    assert [ids(in_order(paths, *ALONE)) for paths in (files, compressed)] == expected
+    assert in_order(files[0], *ALONE)._index[0].line(1) == 3  # A blank line is between them.
+
+
+@pytest.mark.parametrize("cut", [0, 8, 200, -8, -1])
+def test_an_index_that_is_damaged_is_made_again(cut, files, kept, monkeypatch):
+    expected = ids(in_order(files, *ALONE))
+    whole = kept[0].read_bytes()
+    kept[0].write_bytes(whole[:cut])
+    assert ids(in_order(files, *ALONE)) == expected and kept[0].read_bytes() == whole
+    kept[0].write_bytes(whole[:60] + b"x" + whole[61:])
+    assert ids(in_order(files, *ALONE)) == expected
+    without_reading(monkeypatch)
+    assert ids(in_order(files, *ALONE)) == expected
+
+
+def test_an_index_is_not_used_for_a_file_that_has_changed(files, kept):
+    path = files[0]
+    in_order(path, *ALONE)
+    before = path.stat()
+    path.write_text('{"id": 1}\n' + '{"id": 2}\n' * 9 + " " * (before.st_size - 100))
+    assert path.stat().st_size == before.st_size
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert ids(in_order(path, *ALONE)) == [1, *[2] * 9]

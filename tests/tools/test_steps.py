@@ -247,7 +247,7 @@ def test_a_step_of_a_run_without_an_end_is_made_again_by_the_command(tmp_path, c
     monkeypatch.setitem(sys.modules, "jobs_here", sys.modules[__name__])
     ranks = on_ranks(2, recorded(padded, tmp_path, steps=14))
     out, step = tmp_path / "step.pt", 11
-    arguments = ["step", "jobs_here:padded", "--ledger", str(tmp_path), "--step", str(step)]
+    arguments = ["inspect", str(tmp_path), "--loader", "jobs_here:padded", "--step", str(step)]
     with pytest.raises(SystemExit, match="0"):
         main([*arguments, "--out", str(out)])
     printed = capsys.readouterr().out

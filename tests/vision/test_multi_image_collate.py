@@ -241,25 +241,20 @@ MISFITS = [
     *(({key: 1}, f"its key '{key}' is one that `MultiImageCollate` gives") for key in MADE),
     ({"pixel_values": np.ones((2, 4, 4))}, r"without an axis of channels .* `image\[None\]`"),
     ({"pixel_values": [np.ones((1, 2, 2), object)]}, SHAPE + ", but is .1, 2, 2. of object"),
-    ({"pixel_values": [np.ones((1, 2, 2), complex)]}, SHAPE + ", but is .* of complex128"),
-    ({"pixel_values": [np.zeros((4, 4))]}, SHAPE),
     ({"pixel_values": [np.zeros((3, 0, 4))]}, SHAPE),
     ({"pixel_values": [np.zeros((1, 1, 2, 2, 2))]}, SHAPE),
     ({"pixel_values": [GRAPH]}, "cannot become an array: .* requires grad"),
-    ({"pixel_values": [torch.ones(1, 2, 2).bfloat16()]}, "cannot become an array"),
     ({"pixel_values": [[[[1.0], [1.0, 2.0]]]]}, "cannot become an array"),
     ({"pixel_values": [np.zeros((1, 4, 4), np.uint8)]}, "is .1, 4, 4. of uint8, and one bef"),
     ({"pixel_values": [np.zeros((3, 4, 4), np.int16)]}, "the same dimensions, channels and dty"),
     ({"pixel_values": [np.zeros((3, 2, 2, 2), np.uint8)]}, "the same dimensions, channels and"),
     ({"id": 2**63}, "`id` must be a number .* but is 9223372036854775808"),
-    ({"id": -(2**63) - 1}, "`id` must be a number that a tensor can hold"),
 ]
 
 
 @pytest.mark.parametrize(("more", "message"), MISFITS)
-@pytest.mark.parametrize("other", [1, -1.5])
-def test_what_a_batch_cannot_hold_is_an_error_that_names_the_sample(more, message, other):
-    group = [sample(0, (2, 2), id=other), sample(1, **{"id": 1, **more})]
+def test_what_a_batch_cannot_hold_is_an_error_that_names_the_sample(more, message):
+    group = [sample(0, (2, 2), id=1), sample(1, **{"id": 1, **more})]
     with pytest.raises(SampleError, match=f"sample 1 of the group: .*{message}"):
         MultiImageCollate(task_names=["task 0"])(group)
 
@@ -268,10 +263,8 @@ MIXED = LengthObserver(IterableWrapper([sample(0, (4, 4)), sample(1, (4, 4, 2))]
 VOLUME = sample(0, (5, 4, 2))
 OPTIONS = [
     ({"resize": (4,)}, "`resize` must be .H, W.*is .4,."),
-    ({"resize": [4, 4]}, "`resize` must be .H, W. or .H, W, D."),
     ({"resize": (4, 0)}, "`W of `resize`` must be in 1"),
     ({"dummy_shape": (4, 4)}, "`dummy_shape.1:.` must be .H, W."),
-    ({"dummy_shape": (0, 4, 4)}, "`C of `dummy_shape`` must"),
     ({"resize": (4, 4), "dummy_shape": (3, 4, 5)}, "`dummy_shape` must be .C, .resize."),
     ({"task_names": ("a", "a")}, "`task_names` .* differ"),
 ]
@@ -281,18 +274,12 @@ REFUSALS = [
         for given, says in OPTIONS
     ),
     (lambda: COUNT(VOLUME, (8, 0, 1)), ValueError, "patch_size"),
-    (lambda: COUNT(VOLUME, 2.5), TypeError, "patch_size"),
     (lambda: COUNT(VOLUME, (2, 4)), ValueError, "3 sides for images of .5, 4, 2., but"),
     (lambda: MultiImageCollate(resize=(2, 2))([VOLUME]), SampleError, r"must be \(C, H, W\), with"),
     (
         lambda: MultiImageCollate(dummy_shape=(3, 2, 2, 2))([sample(0, (4, 4))]),
         SampleError,
         r"must be \(C, H, W, D\), with pixels",
-    ),
-    (
-        lambda: MultiImageCollate().collate_step(["text"], step("image", is_filler=True)),
-        TypeError,
-        "takes mappings with `input_ids`",
     ),
     (
         lambda: ODBDataLoader(

@@ -207,11 +207,6 @@ def test_a_file_that_fails_to_be_read_is_never_skipped(tmp_path):
         make(bad_images=BadImages.skipped())(asked(tmp_path))
 
 
-def test_an_image_without_a_path_is_described():
-    skipped = make(bad_images=BadImages.skipped())(asked(Image.new("RGB", (0, 5)), id=7))
-    assert "image 0 (a Pillow image of mode RGB, 0 x 5)" in skipped.message
-
-
 # --- the rest -------------------------------------------------------------------------------------
 
 
@@ -224,20 +219,16 @@ MESSAGES = "`messages` must be a list of .* but "
 RECORDS = [
     ({}, "must have `messages`, but has .'id', 'source'."),
     ({"messages": "x"}, MESSAGES + "'x' is not"),
-    ({"messages": {"role": "user"}}, MESSAGES + "{'role': 'user'} is not"),
     ({"messages": []}, MESSAGES + r"\[\] is not"),
-    ({"messages": ["x"]}, MESSAGES + "'x' is not"),
     ({"messages": [{"role": "user"}]}, MESSAGES + "{'role': 'user'} is not"),
     (said("x", role="human"), MESSAGES + "{'role': 'human'"),
     (said(None), MESSAGES + ".*'content': None} is not"),
-    (said({"type": "text"}), MESSAGES + ".*'content': {'type': 'text'}} is not"),
     (said([{"type": "audio"}]), MESSAGES + "{'type': 'audio'} is not"),
     (said([{"type": "text", "text": None}]), MESSAGES + "{'type': 'text', 'text': None} is not"),
     (said("x", role="user"), "must have one of the assistant.*`Skipped`"),
-    (IMAGE, "has fewer images .* Add what is missing"),
-    ({**said("x"), "images": [b"", b""]}, "per image part .* has 2 more"),
+    (IMAGE, r"per image part .* \(1\), but has 0"),
+    ({**said("x"), "images": [b"", b""]}, r"per image part .* \(0\), but has 2"),
     ({**IMAGE, "images": "/a.jpg"}, "`images` must be a list of images, but is '/a.j"),
-    ({**IMAGE, "images": noise(9, 9)}, "`images` must be a list of images"),
     ({**IMAGE, "images": np.asarray(noise(9, 9))}, "Put a single one in a list"),
     ({**IMAGE, "images": [7]}, "an image must be a path, .* is `int`"),
 ]
@@ -263,9 +254,7 @@ REFUSALS = [
     (lambda: processor()("text"), SampleError, "must be a mapping .* is 'text'"),
     (lambda: BadImages(huge="drop"), ValueError, "`huge` must be one of .* is .drop."),
     (lambda: make(template=ChatTemplate(image_token="<i>")), ValueError, "'<i>' .`image_token`"),
-    (lambda: BUILD(None, IMAGE_PROCESSOR), TypeError, "`tokenizer` must be .* is None"),
     (lambda: BUILD(IMAGE_PROCESSOR, TOKENIZER), TypeError, "`tokenizer` .* The order is"),
-    (lambda: BUILD(TOKENIZER, None), TypeError, "`image_processor` must be .* is None"),
     (lambda: BUILD(TOKENIZER, TOKENIZER), TypeError, "`image_processor` must be .*order is"),
     (lambda: BUILD(TOKENIZER, Qwen2VLImageProcessorPil), TypeError, "is the class `Qwen2VL"),
     (lambda: BUILD(TOKENIZER, UNBOUND), ValueError, "`size` of `image_processor` must have"),
@@ -289,22 +278,17 @@ def test_it_travels_to_workers_and_states_know_what_it_does():
     for key, value in processor()(record).items():
         assert np.array_equal(travelled(record)[key], value)
     assert stable_name(travelled) == stable_name(processor())
-    assert stable_name(make()) != stable_name(make(max_image_pixels=7))
-    assert stable_name(make()) != stable_name(make(bad_images=BadImages(huge="skip")))
-    assert stable_name(make()) != stable_name(make(late_patches=True))
-    assert stable_name(make()) != stable_name(make(keep=("id", "task")))
     bounds = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 16}
-    names = {
-        stable_name(VisionLanguageProcessor(TOKENIZER, Qwen2VLImageProcessorPil(**bounds, **other)))
+    processors = [
+        Qwen2VLImageProcessorPil(**bounds, **other)
         for other in ({}, {"image_mean": [0.5] * 3}, {"patch_size": 28, "merge_size": 1})
-    }
-    assert len(names) == 3
+    ]
+    options = [{}, {"max_image_pixels": 7}, {"bad_images": BadImages(huge="skip")}]
+    options += [{"late_patches": True}, {"keep": ("id", "task")}]
+    made = [*(BUILD(TOKENIZER, one) for one in processors), *(make(**one) for one in options)]
+    assert len({*map(stable_name, made)}) == len(made) - 1  # the first is the default one
     tokenizer = copy.deepcopy(processor().tokenizer)
-    assert stable_name(VisionLanguageProcessor(tokenizer, make().image_processor)) == stable_name(
-        make()
-    )
+    assert stable_name(BUILD(tokenizer, make().image_processor)) == stable_name(make())
     words = list(tokenizer.get_vocab())
     tokenizer.get_vocab = lambda: {word: index for index, word in enumerate(words)}
-    assert stable_name(VisionLanguageProcessor(tokenizer, make().image_processor)) != stable_name(
-        make()
-    )
+    assert stable_name(BUILD(tokenizer, make().image_processor)) != stable_name(make())

@@ -36,6 +36,8 @@ _LEAST_GRACE_S = 2.0  # the same where `timeout_s` is short: else it would name 
 _EXIT_S = 5.0  # for a thread to leave gloo, or the store, before the interpreter ends
 _PUBLISH_S = 2.0  # for the store to take or give a published text
 _UNDO_S = 1.0  # for the store to take back that this rank has come
+_DATA_DIMENSIONS = {*"dp ddp fsdp hsdp data replicate shard batch".split()}  # words of their names
+_MODEL_DIMENSIONS = {*"tp cp sp pp ep etp tensor context sequence pipeline expert model".split()}
 _LOST = "lost a connection"
 _HOST_ENDED = "it was killed or stopped, or had given up waiting for a late rank"
 
@@ -43,10 +45,10 @@ _live: weakref.WeakSet[GlooExchange] = weakref.WeakSet()
 
 
 class GlooExchange:
-    """An all-gather among the ranks of a process group, over gloo connections of their own.
+    """An all-gather among some ranks of the job, over gloo connections of their own.
 
-    The group itself may be in use meanwhile, with any backend and on any thread. The connections
-    are made once, serve all epochs, and close with this object.
+    A process group of theirs may be in use meanwhile, with any backend and on any thread. The
+    connections are made once, serve all epochs, and close with this object.
     """
 
     # Why calls meet: gloo matches the n-th all-gather of a group on one rank with the n-th on every
@@ -62,13 +64,12 @@ class GlooExchange:
     # Threads: `_idle` lets one thread at a time into a call. `interrupt` and `resume` only touch an
     # event and take no lock, so another thread can always get the one inside out.
 
-    def __init__(self, process_group: Any, timeout_s: float) -> None:
-        self.rank = dist.get_rank(process_group)
-        self.world_size = dist.get_world_size(process_group)
+    def __init__(self, ranks_of_job: Sequence[int], timeout_s: float) -> None:
+        self.ranks = ranks_of_job
+        self.rank, self.world_size = self.ranks.index(dist.get_rank()), len(self.ranks)
         self.timeout_s = timeout_s
         self._grace_s = min(_GRACE_S, max(_LEAST_GRACE_S, timeout_s / 4))
         store_s = max(timeout_s, self._grace_s)
-        self.ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
         # The n-th exchange of one rank meets the n-th of the others. They are counted here, in the
         # order of the program. `connect` is called by threads, whose order may differ between
         # ranks: it would connect ranks of one loader to those of another.
@@ -341,14 +342,13 @@ def group_rank(process_group: Any) -> tuple[int, int]:
         return process_group.rank, process_group.world_size
     if process_group is None:
         return resolve_rank(None, None)
-    group = _as_group(process_group)
-    rank = dist.get_rank(group)
-    if rank < 0:
+    ranks = _ranks_of(process_group)
+    if dist.get_rank() not in ranks:
         raise ValueError(
             "`process_group` must contain this rank, but does not. Build the loader only on the "
             "ranks of the group, or pass the group that this rank is in."
         )
-    return rank, dist.get_world_size(group)
+    return ranks.index(dist.get_rank()), len(ranks)
 
 
 def resolve_exchange(process_group: Any, timeout_s: float) -> Exchange:
@@ -367,24 +367,48 @@ def resolve_exchange(process_group: Any, timeout_s: float) -> Exchange:
         return LocalExchange()
     if world_size == 1:
         return LocalExchange()
-    return GlooExchange(_as_group(process_group), timeout_s)
+    return GlooExchange(_ranks_of(process_group), timeout_s)
 
 
-def _as_group(process_group: Any) -> Any:
+def _ranks_of(process_group: Any) -> list[int]:
+    """Return the ranks of the job that a group has, or that share steps in a `DeviceMesh`."""
     if process_group is None:
-        return dist.group.WORLD
-    if callable(get_group := getattr(process_group, "get_group", None)):  # a DeviceMesh
-        if process_group.ndim != 1:
-            raise ValueError(
-                "`process_group` must be a `DeviceMesh` of one dimension, but has "
-                f"{process_group.ndim} ({process_group.mesh_dim_names}). Pass the data-parallel "
-                'one, as in `mesh["dp"]`.'
-            )
-        return get_group()
-    outside = process_group == dist.GroupMember.NON_GROUP_MEMBER  # of a `new_group`
-    if not outside and not isinstance(process_group, dist.ProcessGroup):
+        return [*range(dist.get_world_size())]
+    if hasattr(process_group, "mesh_dim_names"):
+        return _data_ranks(process_group)
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:  # of a `new_group`
+        return []
+    if not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(
             "`process_group` must be a process group, a `DeviceMesh` or None, but is "
             f"`{type(process_group).__name__}` instead."
         )
-    return process_group
+    return dist.get_process_group_ranks(process_group)
+
+
+def _data_ranks(mesh: Any) -> list[int]:
+    """Return the ranks that differ from this one only in what they do with other data."""
+    if (here := mesh.get_coordinate()) is None:
+        return []
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    place = [
+        slice(None) if mesh.ndim == 1 or _shares_steps(name, names) else at
+        for name, at in zip(names, here, strict=True)
+    ]
+    ranks: list[int] = mesh.mesh[tuple(place)].flatten().tolist()
+    return ranks
+
+
+def _shares_steps(name: str, names: Sequence[str]) -> bool:
+    """Tell whether the ranks of a dimension of a mesh have other data; else they have the same."""
+    words = {*name.lower().split("_")}
+    if words <= _DATA_DIMENSIONS:
+        return True
+    if words <= _MODEL_DIMENSIONS:
+        return False
+    raise ValueError(
+        f"`process_group` is a `DeviceMesh` with the dimensions {[*names]}, of which {name!r} "
+        "does not say whether its ranks have the same data. Name those that have other data as "
+        f"{sorted(_DATA_DIMENSIONS)}, and those that share data as {sorted(_MODEL_DIMENSIONS)}; "
+        'or pass the dimension of the data alone, as in `mesh["dp"]`.'
+    )

@@ -12,11 +12,17 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from odb_nodes._compat import transformers as compat
-from odb_nodes._core.checks import check_bool, check_choice, check_count, check_type
+from odb_nodes._core.checks import (
+    check_bool,
+    check_choice,
+    check_count,
+    check_fraction,
+    check_type,
+)
 from odb_nodes.integrations.learning_rate import LrScaling
 from odb_nodes.integrations.step_estimate import LOOKED_AT
 from odb_nodes.loader.options import BatchOptions
-from odb_nodes.memory.guard import GUARD_ABOVE, check_guard_above, check_shrink
+from odb_nodes.memory.guard import GUARD_ABOVE, check_shrink
 from odb_nodes.memory.meter import MemoryMeter, check_meter, check_share
 from odb_nodes.monitor import Monitor
 from odb_nodes.planning import TokenBudget
@@ -120,7 +126,7 @@ class ODBConfig(BatchOptions):
         check_type("ledger", self.ledger, str | os.PathLike | None)
         check_type("monitor", self.monitor, Monitor | str | os.PathLike | None)
         check_type("lr_scaling", self.lr_scaling, LrScaling | None)
-        check_guard_above(self.guard_above)
+        check_fraction("guard_above", self.guard_above)
         if self.shrink is not None:
             check_shrink(self.shrink)
             if self.on_oom is None:

@@ -168,9 +168,9 @@ class RunGuard:
     def _factor_of_rest(self) -> float:
         """Take samples out that were left out, and return what the gradients are multiplied by."""
         parts, lost = self._step.parts, 0
-        for part in parts.skipped_parts():
+        for part, kept in parts.skipped_parts():
             lost += self._losses.units(self._collate(part), part.info)
-            if (kept := parts.kept_part(part.batch)) is not None:
+            if kept is not None:
                 self.batches[part.batch] = self._collate(kept)
         own = torch.tensor([lost], device=self._trainer.args.device)
         return self._losses.factor_without(int(self._trainer.accelerator.gather(own).sum()))

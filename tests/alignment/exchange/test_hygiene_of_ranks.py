@@ -50,7 +50,7 @@ WATCH = """
     import weakref
     import numpy as np
     from odb_nodes.alignment.exchange import GlooExchange, Interrupted
-    exchange = GlooExchange(dist.group.WORLD, 20)
+    exchange = GlooExchange([0, 1], 20)
     exchange.connect(100)
     threads, from_numpy = [], torch.from_numpy  # that let go of a tensor
     def watched(array):

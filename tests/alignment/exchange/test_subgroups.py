@@ -10,6 +10,10 @@ FROM_A_MESH = """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     group = mesh["dp"]
 """
+FROM_A_WHOLE_MESH = """
+    names = "pp", "dp_replicate", "dp_shard", "cp"
+    group = init_device_mesh("cpu", (1, 2, 1, 2), mesh_dim_names=names)
+"""
 FROM_NEW_GROUP = """
     groups = [dist.new_group([tp, 2 + tp]) for tp in range(2)]  # made by all ranks, in one order
     group = groups[rank % 2]
@@ -26,7 +30,9 @@ JOB = """
 
 
 @pytest.mark.parametrize(
-    ("group", "num_workers"), [(FROM_A_MESH, 1), (FROM_NEW_GROUP, 0)], ids=["mesh", "new_group"]
+    ("group", "num_workers"),
+    [(FROM_A_MESH, 1), (FROM_A_WHOLE_MESH, 0), (FROM_NEW_GROUP, 0)],
+    ids=["mesh", "whole mesh", "new_group"],
 )
 def test_dp_ranks_share_the_data_and_tp_ranks_get_the_same(group, num_workers, tmp_path):
     alone = on_ranks(2, lambda exchange: epochs_of(make_dataloader(SIZE, process_group=exchange)))
@@ -36,14 +42,24 @@ def test_dp_ranks_share_the_data_and_tp_ranks_get_the_same(group, num_workers, t
         assert sorted(index for rank in steps for index in real_ids(rank)) == [*range(SIZE)]
 
 
-def test_a_rank_outside_of_the_group_is_told_to_build_no_loader(tmp_path):
+def test_a_rank_outside_of_the_group_and_a_mesh_without_meaning_are_refused(tmp_path):
     body = """
-    group = dist.new_group([0, 1])
-    try:
-        iter(r.make_dataloader(100, process_group=group))
-        r.finish()
-    except ValueError as error:
-        r.finish(str(error))
+    from torch.distributed.device_mesh import DeviceMesh
+    errors = []
+    names = "dp_shard_cp", "tp"
+    for group in (
+        dist.new_group([0, 1]),
+        DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("dp", "tp")),
+        DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=names),
+        DeviceMesh("cpu", [[0, 2], [1, 3]]),
+    ):
+        try:
+            iter(r.make_dataloader(100, process_group=group))
+        except ValueError as error:
+            errors.append(str(error))
+    r.finish(errors)
     """
-    error = run_ranks(tmp_path, body, 3)[2]
-    assert "`process_group` must contain this rank" in error
+    *outside, mixed, unnamed = run_ranks(tmp_path, body, 4)[2]
+    assert all("`process_group` must contain this rank" in error for error in outside)
+    assert len(outside) == 2 and "'dp_shard_cp' does not say" in mixed
+    assert "'' does not say" in unnamed

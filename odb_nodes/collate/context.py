@@ -1,0 +1,85 @@
+"""The part of a batch that one rank of a context-parallel group computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from odb_nodes._core.checks import check_choice, check_count
+from odb_nodes.sample import IGNORE_INDEX
+
+ContextOrder = Literal["zigzag", "contiguous"]
+
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_LONGEST = ("max_length_q", "max_length_k")
+
+
+def shard_context(
+    batch: Mapping[str, Any], rank: int, world_size: int, *, order: ContextOrder = "zigzag"
+) -> dict[str, Any]:
+    """Return the tokens of a batch that a rank of a context-parallel group computes.
+
+    All ranks of the group have the same batch. Of each row, or of each sample of a packed row,
+    `"zigzag"` cuts 2 * `world_size` equal parts and gives a rank one from each end, so that causal
+    attention costs all ranks the same: the order of torch's context parallelism. `"contiguous"`
+    cuts `world_size` parts in turn.
+
+    `labels` become `shift_labels`, the label of the next token, before they are cut, for a loss
+    that does not shift. `position_ids` are added, so that a token keeps its position. Values with
+    an entry for each token are cut, and all others are kept. `cu_seq_lens` and the longest lengths
+    of a packed row are those of the parts.
+
+    Args:
+        batch: of a `PaddingCollate`, (n, T), or a `PackedCollate`, (1, T); no longer with its
+            `StepInfo`.
+        rank: of this process in the group.
+        world_size: number of ranks of the group.
+        order: which tokens a rank computes.
+
+    Raises:
+        ValueError: a row, or a sample of a packed row, has no multiple of the parts; or the batch
+            has a mask of (T, T).
+    """
+    check_count("world_size", world_size)
+    if check_count("rank", rank, 0) >= world_size:
+        raise ValueError(f"`rank` must be in range({world_size}), but is {rank} instead.")
+    check_choice("order", order, get_args(ContextOrder))
+    rows, width = batch["input_ids"].shape
+    bounds = batch[_BOUNDS[0]].tolist() if _BOUNDS[0] in batch else [0, width]
+    parts = world_size if order == "contiguous" else 2 * world_size
+    if any(bound % parts for bound in bounds):
+        what = "each sample of a packed row" if len(bounds) > 2 else "each row"
+        raise ValueError(
+            f"{what} must have a multiple of {parts} tokens to be cut for {world_size} ranks, but "
+            f"they end at {bounds[1:9]}. Pass `PackedCollate(sample_multiple={parts})`, or a "
+            f"`TokenBudget(pad_to_multiple_of={parts})` for padded rows."
+        )
+    mine = {rank} if order == "contiguous" else {rank, parts - 1 - rank}
+    pieces = [
+        np.arange(start, end).reshape(parts, (end - start) // parts)[sorted(mine)].ravel()
+        for start, end in pairwise(bounds)
+    ]
+    kept = torch.from_numpy(np.concatenate(pieces))
+
+    whole = dict(batch)
+    if "position_ids" not in whole:
+        whole["position_ids"] = torch.arange(width).expand(rows, width)
+    labels: Any = whole.get("labels")
+    if getattr(labels, "shape", None) == (rows, width):
+        shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        whole["shift_labels"] = shifted
+        del whole["labels"]
+    for key, value in whole.items():
+        shape = getattr(value, "shape", ())
+        if len(shape) == 4:
+            raise ValueError(
+                f"`{key}` is a mask of all tokens, {tuple(shape)}: no rank has them all."
+            )
+        if tuple(shape[:2]) == (rows, width):
+            whole[key] = value[:, kept]
+    whole.update({key: whole[key] // world_size for key in (*_BOUNDS, *_LONGEST) if key in whole})
+    return whole

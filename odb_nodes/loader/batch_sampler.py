@@ -1,0 +1,198 @@
+"""A sampler of batches under a token budget, for loaders that are not ours."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_nodes._core.checks import check_bool, check_count
+from odb_nodes._core.hashing import hash_ints
+from odb_nodes._core.processes import resolve_rank
+from odb_nodes.contract.state import NodeState, seal_whole, unseal_whole
+from odb_nodes.errors import StateError
+from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.auto_window import WindowSize
+from odb_nodes.planning.options import JobOptions
+from odb_nodes.planning.simulation import (
+    PlanKeywords,
+    SampleCosts,
+    SimulationOptions,
+    check_lengths,
+    plan_steps,
+)
+from odb_nodes.sources.sharded_sampler import Permutation
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@dataclass(kw_only=True)
+class BatchSamplerState(NodeState):
+    """Where a `TokenBatchSampler` stands: after `step` batches of an epoch of these settings."""
+
+    epoch: int
+    step: int
+    settings: dict[str, Any]
+
+
+class TokenBatchSampler:
+    """Yields batches of indices under a token budget, where the lengths are known.
+
+        sampler = TokenBatchSampler(lengths, 16_384, seed=0)
+        loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+
+    It is for a `DataLoader`, a `StatefulDataLoader`, or a trainer that wants a `batch_sampler`.
+    The batches are those of an `ODBDataLoader` whose samples have these lengths. All ranks have the
+    same number of batches, which differs from epoch to epoch; those of a step cost about the same.
+    Where a rank has no sample left for a step, it takes the shortest sample once more; with
+    `uneven="stop"` all ranks end there. No `StepInfo` comes with a batch, so weigh its loss by its
+    number of targets yourself.
+
+    Once all batches of an epoch are out, the next iteration begins the next epoch; `set_epoch` goes
+    to another one. The state of a `StatefulDataLoader` holds that of its sampler. A plain
+    `DataLoader` with workers reads ahead: save `state_dict(step)` with the number of batches that
+    were trained on. Lightning takes the length of the first epoch for that of all, unless you pass
+    `Trainer(reload_dataloaders_every_n_epochs=1)`.
+
+    Args:
+        lengths: tokens of each sample, (n,).
+        budget: padded tokens of a batch, or a `TokenBudget` without a limit of patches.
+        rank: this rank; by default that of torch.distributed, or of `RANK`.
+        world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
+        window: samples that wait on each rank to be grouped. See `ODBDataLoader`.
+        shuffle: whether each epoch has an order of its own; otherwise 0, 1, 2, ...
+        seed: of the orders; the same on all ranks.
+        options: `round_size`, `uneven`, `dearest_first`, `accumulate`, as for `ODBDataLoader`.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid.
+        SampleError: a sample is too long under `oversize="error"` (on iteration).
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        budget: int | TokenBudget,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        window: WindowSize = JobOptions.window,
+        shuffle: bool = True,
+        seed: int = JobOptions.seed,
+        **options: Unpack[PlanKeywords],
+    ) -> None:
+        tokens = check_lengths(lengths)
+        self._rank, self._world_size = resolve_rank(rank, world_size)
+        if self._world_size > len(tokens):
+            raise ValueError(
+                f"`lengths` must have a sample for each of the {self._world_size} ranks, but has "
+                f"{len(tokens)}."
+            )
+        none = np.zeros_like(tokens)
+        self._samples = SampleCosts(tokens, tokens - 1, patches=none, tasks=none)
+        self._shuffle = check_bool("shuffle", shuffle)
+        budget = TokenBudget.of(budget)
+        if budget.max_patches is not None:
+            raise ValueError("`budget` must have no `max_patches`: only lengths are known here.")
+        self._job = SimulationOptions(
+            world_size=self._world_size, budget=budget, window=window, seed=seed, **options
+        )
+        self.epoch = self.step = 0
+        """The epoch, and how many of its batches are out."""
+        self._is_resumed = self._is_at_end = False
+        self._planned: tuple[int, list[list[int]]] | None = None  # an epoch, and its batches
+        self._settings = {
+            **{f"budget.{name}": one for name, one in budget.fingerprint().items()},
+            **{name: one for name, one in asdict(self._job).items() if name != "budget"},
+            "lengths": f"{len(tokens)}, CRC-32 {zlib.crc32(tokens.astype('<i8').tobytes())}",
+            "rank": self._rank,
+            "shuffle": self._shuffle,
+        }
+        del self._settings["cost_fn"]
+
+    @property
+    def sampler(self) -> TokenBatchSampler:
+        """This object: where Lightning looks for `set_epoch`."""
+        return self
+
+    def __len__(self) -> int:
+        """Return how many batches the epoch has, the next one once all of them are out.
+
+        It is planned as a whole for that.
+        """
+        epoch = self.epoch + self._is_at_end
+        if self._planned is None or self._planned[0] != epoch:
+            self._planned = epoch, [*self._plan(epoch)]
+        return len(self._planned[1])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the batches of the epoch, or those that a loaded state has left of it."""
+        if self._is_at_end:  # A trainer that knows the length does not ask for more.
+            self._go_to(self.epoch + 1)
+        elif not self._is_resumed:
+            self.step = 0
+        self._is_resumed = False
+        epoch, planned = self.epoch, self._planned
+        known = planned[1] if planned is not None and planned[0] == epoch else None
+        batches = islice(self._plan(epoch) if known is None else known, self.step, None)
+        following = next(batches, None)
+        while following is not None:
+            batch, following = following, next(batches, None)
+            self.step += 1
+            self._is_at_end = following is None
+            yield [*batch]
+        self._go_to(epoch + 1)
+
+    def _plan(self, epoch: int) -> Iterator[list[int]]:
+        order = np.arange(len(self._samples.tokens))
+        if self._shuffle:
+            order = Permutation(len(order), hash_ints(self._job.seed, epoch))(order)
+        shards = [order[rank :: self._world_size] for rank in range(self._world_size)]
+        shortest = int(self._samples.tokens.argmin())
+        for step in plan_steps(self._samples, shards, self._job, epoch=epoch):
+            group = step[self._rank]
+            yield [shortest] if group is None else group.data()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch, unless a loaded state stands within it."""
+        if check_count("epoch", epoch, 0) != self.epoch or self._is_at_end:
+            self._go_to(epoch)
+
+    def _go_to(self, epoch: int) -> None:
+        self.epoch, self.step, self._is_resumed, self._is_at_end = epoch, 0, False, False
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """Return where the sampler stands.
+
+        Args:
+            step: batches of the epoch that were trained on. Default: those that are out, some of
+                which the workers of a plain `DataLoader` may hold.
+        """
+        out = self.step if step is None else check_count("step", step, 0)
+        state = BatchSamplerState(epoch=self.epoch, step=out, settings=self._settings)
+        return seal_whole(type(self).__name__, state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have the next iteration go on where a state stands.
+
+        Raises:
+            StateError: it is damaged, or is that of a sampler with other settings.
+        """
+        name = type(self).__name__
+        state = unseal_whole(state_dict, name, BatchSamplerState)
+        for field in sorted({*state.settings, *self._settings}):
+            saved, present = state.settings.get(field), self._settings.get(field)
+            if saved != present:
+                raise StateError(
+                    f"the state does not fit this {name}: `{field}` was {saved!r} when saved, but "
+                    f"is {present!r} now. Build it as it was; or, to leave out the rest of the "
+                    f"epoch, load nothing and call `set_epoch({state.epoch + 1})`."
+                )
+        self._go_to(state.epoch)
+        self.step, self._is_resumed = state.step, True

@@ -1,0 +1,169 @@
+"""A map-style dataset of the rows of Parquet files."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from odb_nodes._core.checks import check_count, import_extra
+from odb_nodes.sources.jsonl_source import Paths, files_of
+
+_TRIES = 3  # to read a row group, as over a network
+_WAIT_S = 0.5  # before the second one, and twice as long before the third
+
+
+class ParquetDataset:
+    """The rows of Parquet files, as dicts of Python values: a map-style dataset.
+
+    A row group is decoded as a whole. So an `ODBDataLoader` shuffles the row groups, and then the
+    rows of `mixed_blocks` of them at a time, which each worker keeps in memory.
+
+    Args:
+        paths: a file, a folder, or a pattern such as `"data/*.parquet"`; or several of these, in
+            order. A folder stands for its `.parquet` files. Or URLs that fsspec opens, such as
+            `"s3://bucket/a.parquet"`; `"filecache::s3://..."` keeps them on a local disk.
+        columns: the columns to read. Default: all of the first file.
+        mixed_blocks: row groups whose rows are shuffled together.
+
+    Raises:
+        ImportError: pyarrow is not installed, or fsspec for a URL.
+        FileNotFoundError: a file does not exist, or a folder or pattern has none.
+        ValueError: a file is no Parquet file or is cut, or lacks a column.
+    """
+
+    def __init__(
+        self, paths: Paths, columns: Sequence[str] | None = None, *, mixed_blocks: int = 4
+    ) -> None:
+        given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+        self._files = list[str]()
+        for path in given:
+            urls = [str(path)] if _is_url(path) else []
+            self._files += urls or [os.fspath(file) for file in files_of(path, ".parquet")]
+        if not self._files:
+            raise ValueError("`paths` must name at least 1 file, but is empty.")
+        self.mixed_blocks = check_count("mixed_blocks", mixed_blocks)
+        """How many blocks of `shuffle_blocks` are mixed at a time."""
+        self._columns = None if columns is None else [*columns]
+        self._metadata: list[Any] = []
+        self._sizes: list[int] = []
+        self._groups: list[tuple[int, int]] = []  # of each block: its file, and its number there
+        rows = [0]
+        for number, file in enumerate(self._files):
+            metadata = _read(
+                _metadata_of, file, f"{file} is no Parquet file, or is cut", ValueError
+            )
+            self._check_columns(file, metadata)
+            self._metadata.append(metadata)
+            self._sizes.append(_size_of(file))
+            for group in range(metadata.num_row_groups):
+                self._groups.append((number, group))
+                rows.append(metadata.row_group(group).num_rows)
+        self._starts = np.cumsum(rows)
+        self._read_last: dict[int, dict[str, Any]] = {}  # columns of blocks
+
+    @property
+    def shuffle_blocks(self) -> list[int]:
+        """The first row of each row group: a `ShardedSampler` shuffles these, then their rows."""
+        starts: list[int] = self._starts[:-1].tolist()
+        return starts
+
+    @property
+    def data_id(self) -> str:
+        """What a state is compared by: the files, their sizes and columns."""
+        files = [os.path.basename(file) for file in self._files]
+        content = repr((files, self._sizes, self._columns))
+        return f"{len(files)} files, CRC-32 {zlib.crc32(content.encode())}"
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a row.
+
+        Raises:
+            IndexError: there is none.
+            OSError: its row group could not be read in 3 tries, or the file has changed.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"there is no row {index}: the files have {len(self)}.")
+        block = int(np.searchsorted(self._starts, index, "right")) - 1
+        if (columns := self._read_last.pop(block, None)) is None:
+            columns = self._columns_of(block)
+        self._read_last[block] = columns  # at the end: it was used last
+        for old in [*self._read_last][: -self.mixed_blocks - 1]:
+            self._read_last.pop(old, None)
+        row = index - int(self._starts[block])
+        return {name: column[row].as_py() for name, column in columns.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_read_last": {}}
+
+    def _columns_of(self, block: int) -> dict[str, Any]:
+        number, group = self._groups[block]
+        file, first, end = self._files[number], self._starts[block], self._starts[block + 1]
+        what = f"row group {group} of {file} (rows {first}..{end - 1}) cannot be read"
+        if _size_of(file) != self._sizes[number]:
+            raise OSError(
+                f"{what}: the file has {_size_of(file)} bytes now, but had {self._sizes[number]} "
+                "when the dataset was made. Put it back, or make the dataset anew."
+            )
+        read = partial(_row_group, self._metadata[number], group, self._columns)
+        table = _read(read, file, what, OSError)
+        return {name: table[name].combine_chunks() for name in table.column_names}
+
+    def _check_columns(self, file: str, metadata: Any) -> None:
+        names = metadata.schema.to_arrow_schema().names
+        if self._columns is None:
+            self._columns = names
+        if missing := [name for name in self._columns if name not in names]:
+            raise ValueError(
+                f"{file} has no column {missing[0]!r}: it has {names}. Pass `columns` that all "
+                "files have."
+            )
+
+
+def _is_url(path: object) -> bool:
+    return isinstance(path, str) and "://" in path
+
+
+def _size_of(file: str) -> int:
+    """Return the bytes of a local file; -1 for others, which are not asked each time."""
+    return -1 if _is_url(file) else os.stat(file).st_size
+
+
+def _open(file: str) -> Any:
+    if not _is_url(file):
+        return open(file, "rb")
+    return import_extra("fsspec", "parquet").open(file, "rb").open()
+
+
+def _read(read: Callable[[Any], Any], file: str, what: str, kind: type[Exception]) -> Any:
+    """Return what is read of an open file; of one over a network in some tries."""
+    tries = _TRIES if _is_url(file) else 1
+    for attempt in range(tries):
+        try:
+            with _open(file) as opened:
+                return read(opened)
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError) as error:  # as those of pyarrow
+            if attempt + 1 == tries:
+                tried = f" in {tries} tries" if tries > 1 else ""
+                raise kind(f"{what}{tried}: {error}") from error
+        time.sleep(_WAIT_S * 2**attempt)
+    raise AssertionError("there is a last try")
+
+
+def _metadata_of(opened: Any) -> Any:
+    return import_extra("pyarrow.parquet", "parquet").read_metadata(opened)
+
+
+def _row_group(metadata: Any, group: int, columns: Sequence[str] | None, opened: Any) -> Any:
+    parquet = import_extra("pyarrow.parquet", "parquet").ParquetFile(opened, metadata=metadata)
+    return parquet.read_row_group(group, columns=columns, use_threads=False)

@@ -1,0 +1,199 @@
+"""Batches of indices for loaders that are not ours: those of our loader, resumed exactly by any."""
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from aligned_ranks import on_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from odb_nodes import ODBDataLoader, StateError, TokenBatchSampler, TokenBudget, pop_step_info
+
+LENGTHS = np.random.default_rng(0).integers(1, 41, 300).tolist()
+
+
+def sampler(**options):
+    return TokenBatchSampler(LENGTHS, 128, **{"window": 32, "rank": 0, "world_size": 1, **options})
+
+
+def epochs(batches, number):
+    return [[*batches] for _ in range(number)]
+
+
+def ids(batches):
+    return [batch.tolist() for batch in batches]
+
+
+def loader_of(kind, batch_sampler, **options):
+    return kind([*range(len(LENGTHS))], batch_sampler=batch_sampler, **options)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"shuffle": False, "accumulate": 2, "round_size": 4}])
+def test_the_batches_are_those_of_our_loader(world_size, options):
+    def trained(exchange):
+        loader = ODBDataLoader(
+            LENGTHS,
+            token_budget=128,
+            window=32,
+            process_fn=lambda tokens: {"input_ids": [1] * tokens},
+            process_group=exchange,
+            seed=5,
+            **options,
+        )
+        infos = [[pop_step_info(batch) for batch in loader] for _ in range(3)]
+        return [[None if one.is_filler else [*one.keys] for one in epoch] for epoch in infos]
+
+    shortest = LENGTHS.index(min(LENGTHS))
+    for rank, expected in enumerate(on_ranks(world_size, trained)):
+        of_rank = sampler(rank=rank, world_size=world_size, seed=5, **options)
+        for batches in expected:
+            assert len(of_rank) == len(batches)
+            assert [*of_rank] == [[shortest] if one is None else one for one in batches]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=4, max_size=60),
+    world_size=st.integers(1, 4),
+    epoch=st.integers(0, 5),
+)
+def test_each_sample_is_in_one_batch_and_all_ranks_have_as_many(lengths, world_size, epoch):
+    of_ranks = []
+    for rank in range(world_size):
+        one = TokenBatchSampler(lengths, 64, rank=rank, world_size=world_size, window=8)
+        one.set_epoch(epoch)
+        of_ranks.append([*one])
+    assert len({*map(len, of_ranks)}) == 1
+    found = [*itertools.chain(*itertools.chain(*of_ranks))]
+    again = [index for index in {*found} for _ in range(found.count(index) - 1)]
+    assert sorted({*found}) == [*range(len(lengths))]
+    assert {*again} <= {lengths.index(min(lengths))}
+    for batch in itertools.chain(*of_ranks):
+        assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) <= 64
+
+
+def test_epochs_differ_and_any_of_them_can_be_gone_to():
+    one = sampler()
+    expected = epochs(one, 3)
+    assert expected[0] != expected[1] != expected[2]
+    one.set_epoch(1)
+    assert epochs(one, 2) == expected[1:]
+    one.set_epoch(0)
+    batches = iter(one)
+    assert [next(batches) for _ in range(5)] == expected[0][:5]
+    assert [*one] == expected[0]  # An iteration that was left begins the epoch again.
+    one.set_epoch(0)
+    batches = iter(one)
+    assert [next(batches) for _ in range(len(one))] == expected[0]  # and nothing asks for more
+    assert len(one) == len(expected[1]) and [*one] == expected[1]
+
+
+def test_a_state_of_any_step_goes_on_there():
+    expected = epochs(sampler(), 2)
+    one, states = sampler(), [sampler().state_dict()]
+    states += [one.state_dict() for _ in one]
+    for step, state in enumerate(states):
+        again = sampler()
+        again.load_state_dict(copy.deepcopy(state))
+        again.set_epoch(0)  # as trainers call it, which changes nothing
+        assert again.state_dict() == state
+        assert [*again] == expected[0][step:] and [*again] == expected[1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_resumes_exactly(workers):
+    def loader():
+        return loader_of(StatefulDataLoader, sampler(), num_workers=workers)
+
+    expected = [ids(epoch) for epoch in epochs(loader(), 2)]
+    assert expected == epochs(sampler(), 2)
+    for step in 1, 7, len(expected[0]) - 1:
+        one = loader()
+        batches = iter(one)
+        for _ in range(step):
+            next(batches)
+        state = one.state_dict()
+        del batches
+        again = loader()
+        again.load_state_dict(state)
+        assert ids(again) == expected[0][step:]
+        assert ids(again) == expected[1]
+
+
+@pytest.mark.slow
+def test_a_plain_loader_with_workers_resumes_by_the_steps_that_were_trained():
+    one = sampler()
+    batches = iter(loader_of(DataLoader, one, num_workers=2))
+    trained = [next(batches).tolist() for _ in range(5)]
+    state = one.state_dict(len(trained))
+    assert one.step > len(trained)
+    del batches
+    again = sampler()
+    again.load_state_dict(state)
+    assert [*trained, *ids(loader_of(DataLoader, again, num_workers=2))] == [*sampler()]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated")
+def test_lightning_and_accelerate_train_each_epoch_anew(tmp_path):
+    lightning = pytest.importorskip("lightning.pytorch")
+    accelerate = pytest.importorskip("accelerate")
+    expected, seen = epochs(sampler(), 3), []
+
+    class Model(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def training_step(self, batch, _):
+            seen.append(batch.tolist())
+            return self.weight * batch.numel()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    names = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
+    quiet = {"accelerator": "cpu", "default_root_dir": tmp_path, **dict.fromkeys(names, False)}
+    trainer = lightning.Trainer(max_epochs=3, reload_dataloaders_every_n_epochs=1, **quiet)
+    trainer.fit(Model(), loader_of(DataLoader, sampler()))
+    assert seen == [*itertools.chain(*expected)]
+    prepared = accelerate.Accelerator(cpu=True).prepare(loader_of(DataLoader, sampler()))
+    assert [ids(epoch) for epoch in epochs(prepared, 3)] == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"lengths": [3, 0]}, ValueError, "`lengths` .*at least 1"),
+        ({"lengths": [3], "world_size": 2}, ValueError, "each of the 2 ranks, but has 1"),
+        ({"budget": TokenBudget(8, max_patches=4)}, ValueError, "no `max_patches`"),
+        ({"shuffle": 1}, TypeError, "`shuffle`"),
+        ({"uneven": "join"}, ValueError, "`uneven`.*'join'"),
+        ({"rank": 2}, ValueError, "`rank`"),
+    ],
+)
+def test_what_cannot_be_is_named(changed, error, message):
+    given = {"lengths": [3, 5], "budget": 8, "rank": 0, "world_size": 1, **changed}
+    with pytest.raises(error, match=message):
+        TokenBatchSampler(given.pop("lengths"), given.pop("budget"), **given)
+
+
+def test_a_state_of_other_settings_or_a_damaged_one_is_refused():
+    state = sampler(seed=1).state_dict(3)
+    with pytest.raises(
+        StateError, match=r"`seed` was 1 when saved, but is 0 now.* `set_epoch\(1\)`"
+    ):
+        sampler().load_state_dict(state)
+    with pytest.raises(StateError, match="`lengths`"):
+        TokenBatchSampler([1, *LENGTHS[1:]], 128, window=32, seed=1).load_state_dict(state)
+    with pytest.raises(StateError, match="damaged"):
+        sampler(seed=1).load_state_dict({**state, "step": 4})
+    with pytest.raises(ValueError, match="`step`"):
+        sampler().state_dict(-1)

@@ -1,0 +1,182 @@
+"""Rows of Parquet files: each once, mixed within a few row groups, resumed exactly."""
+
+import pickle
+from collections import Counter
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from aligned_ranks import on_ranks
+
+from odb_nodes import ODBDataLoader, ParquetDataset, StateError, pop_step_info, reshard
+from odb_nodes.sources import ShardedSampler, parquet_dataset
+from odb_nodes.sources.sharded_sampler import BlockPermutation
+
+SIZES = [130, 0, 75]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Files of 20 rows in a group, of which one is empty."""
+    paths, ids = [], iter(range(1000))
+    for number, size in enumerate(SIZES):
+        rows = [
+            {"id": (at := next(ids)), "input_ids": [at % 9] * (at % 23 + 2)} for _ in range(size)
+        ]
+        schema = pa.schema([("id", pa.int64()), ("input_ids", pa.list_(pa.int32()))])
+        paths.append(tmp_path / f"{number}.parquet")
+        pq.write_table(pa.Table.from_pylist(rows, schema), paths[-1], row_group_size=20)
+    return paths
+
+
+def process(row):
+    return {"input_ids": row["input_ids"], "id": row["id"]}
+
+
+def loader_of(files, **options):
+    options = {"token_budget": 120, "window": 16, "process_fn": process, "seed": 3, **options}
+    return ODBDataLoader(ParquetDataset(files, mixed_blocks=2), **options)
+
+
+def steps(batches):
+    return [(batch["id"].tolist(), batch["input_ids"].tolist()) for batch in batches]
+
+
+def test_rows_are_those_of_the_files_in_their_order(files, tmp_path):
+    for paths in (files, tmp_path, str(tmp_path / "*.parquet")):
+        rows = ParquetDataset(paths)
+        assert [row["id"] for row in map(rows.__getitem__, range(len(rows)))] == [*range(205)]
+        assert rows[24] == {"id": 24, "input_ids": [24 % 9] * (24 % 23 + 2)}
+    assert ParquetDataset(files[0], ["id"])[3] == {"id": 3}
+    assert len(pickle.dumps(rows)) < 20_000  # without the rows that it keeps
+
+
+@pytest.mark.parametrize("starts", [[0], [0, 7, 7, 30, 31, 90], [*range(0, 100, 10)]])
+@pytest.mark.parametrize("mixed", [1, 2, 9])
+def test_a_permutation_of_blocks_keeps_the_elements_of_few_together(starts, mixed):
+    every, orders = np.arange(100), []
+    for seed in range(3):
+        permutation = BlockPermutation(100, starts, mixed, seed)
+        found = permutation(every)
+        assert sorted(found) == [*range(100)]
+        assert [*permutation(every[::-1])[::-1]] == [*found] == [*map(int, found)]
+        blocks = np.searchsorted(starts, found, "right")
+        for block in {*blocks}:
+            places = np.flatnonzero(blocks == block)
+            assert len({*blocks[places[0] : places[-1] + 1]}) <= mixed
+        orders.append(tuple(found))
+    assert len({*orders}) == 3
+
+
+def test_a_row_group_is_read_once_in_an_epoch_and_few_are_kept(files, monkeypatch):
+    read, table = [], ParquetDataset._columns_of
+    monkeypatch.setattr(
+        ParquetDataset, "_columns_of", lambda *args: read.append(args[1]) or table(*args)
+    )
+    rows = ParquetDataset(files, mixed_blocks=2)
+    for epoch in range(2):
+        sampler = ShardedSampler(rows, seed=epoch, rank=0, world_size=1)
+        assert sorted(rows[index]["id"] for index in sampler) == [*range(205)]
+        assert len(rows._read_last) <= 3
+    assert max(Counter(read).values()) <= 2 and len(read) <= 22  # 11 with rows
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}])
+def test_a_run_resumes_exactly(options, files):
+    with loader_of(files, **options) as loader:
+        expected = [steps(loader) for _ in range(2)]
+    assert sorted(index for ids, _ in expected[0] for index in ids) == [*range(205)]
+    assert expected[0] != expected[1]
+    with loader_of(files, **options) as loader, loader_of(files, **options) as again:
+        batches = iter(loader)
+        for step in range(9):
+            again.load_state_dict(loader.state_dict())
+            if step in (0, 4, 8):
+                assert steps(again) == expected[0][step:]
+                assert steps(again) == expected[1]
+            next(batches)
+
+
+def test_ranks_share_the_rows_and_others_go_on(files):
+    def begun(exchange):
+        loader = loader_of(files, process_group=exchange)
+        batches = iter(loader)
+        done = [ids_of(next(batches)) for _ in range(4)]
+        return done, loader.state_dict()
+
+    def ids_of(batch):
+        return [] if pop_step_info(batch).is_filler else batch["id"].tolist()
+
+    parts = on_ranks(2, begun)
+    states = reshard([state for _, state in parts], 3)
+
+    def rest(exchange):
+        loader = loader_of(files, process_group=exchange)
+        loader.load_state_dict(states[exchange.rank])
+        return [ids_of(batch) for batch in loader]
+
+    found = [done for done, _ in parts] + on_ranks(3, rest)
+    assert sorted(index for rank in found for ids in rank for index in ids) == [*range(205)]
+
+
+def test_a_state_does_not_fit_other_files(files):
+    loader = loader_of(files)
+    next(iter(loader))
+    state = loader.state_dict()
+    with pytest.raises(StateError, match="`data_id` was '3 files"):
+        iter_of(loader_of(files[:1] + files[2:]), state)
+    with pytest.raises(StateError, match="`mixed_blocks` was 2"):
+        other = ODBDataLoader(
+            ParquetDataset(files), token_budget=120, window=16, process_fn=process, seed=3
+        )
+        iter_of(other, state)
+
+
+def iter_of(loader, state):
+    loader.load_state_dict(state)
+    return iter(loader)
+
+
+def test_what_cannot_be_read_is_named(files, tmp_path):
+    whole = files[0].read_bytes()
+    rows = ParquetDataset(files)
+    files[0].write_bytes(whole[:2000])
+    with pytest.raises(OSError, match=r"row group 1 of .*0.parquet \(rows 20..39\).* 2000 "):
+        rows[25]
+    with pytest.raises(ValueError, match=r"0.parquet is no Parquet file, or is cut: "):
+        ParquetDataset(files)
+    damaged = bytearray(whole)
+    damaged[100:300] = b"x" * 200
+    files[0].write_bytes(damaged)
+    with pytest.raises(OSError, match=r"row group 0 of .*0.parquet \(rows 0..19\) cannot"):
+        ParquetDataset(files)[0]
+    files[0].write_bytes(whole)
+    with pytest.raises(ValueError, match=r"0.parquet has no column 'text': it has \['id'"):
+        ParquetDataset(files, ["text"])
+    with pytest.raises(FileNotFoundError, match="none"):
+        ParquetDataset(tmp_path / "none.parquet")
+    with pytest.raises(IndexError, match="no row 205: .* 205"):
+        rows[205]
+
+
+def test_a_url_is_read_in_some_tries(files, monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setattr(parquet_dataset, "_WAIT_S", 0.001)
+    with fsspec.open("memory://data/0.parquet", "wb") as file:
+        file.write(files[0].read_bytes())
+    rows, opened, fails = ParquetDataset("memory://data/0.parquet"), parquet_dataset._open, []
+
+    def failing(path):
+        if len(fails) < most:
+            fails.append(path)
+            raise OSError("the network is down")
+        return opened(path)
+
+    monkeypatch.setattr(parquet_dataset, "_open", failing)
+    most = 2
+    assert rows[0]["id"] == 0 and len(fails) == 2
+    most = 5
+    with pytest.raises(OSError, match=r"row group 2 of memory://.* in 3 tries: the net"):
+        rows[45]
+    assert len(fails) == 5 and rows[45]["id"] == 45

@@ -126,8 +126,6 @@ class ODBConfig(BatchOptions):
         check_type("ledger", self.ledger, str | os.PathLike | None)
         check_type("monitor", self.monitor, Monitor | str | os.PathLike | None)
         check_type("lr_scaling", self.lr_scaling, LrScaling | None)
-        if self.on_oom is not None:
-            check_choice("on_oom", self.on_oom, ("split", "skip"))
         check_fraction("guard_above", self.guard_above)
         if self.shrink is not None:
             check_shrink(self.shrink)

@@ -299,7 +299,7 @@ def machine_of(folder, kind):
     return type("Machine", (ResumeMachine,), {"name": kind, "folder": folder})
 
 
-# What befalls a run in the fast loop: each kind meets two of these.
+# What befalls a run in the fast loop: each kind meets one of these.
 EVENTS = [
     lambda run: run.load_own_state(closed=True),
     lambda run: run.change_ranks(1),

@@ -221,7 +221,7 @@ COMMANDS: dict[Callable[[Any], int | None], tuple[str, dict[str, dict[str, Any]]
         {
             "state": _option("a state file, the folder of a checkpoint, or a ledger", _existing),
             "--step": _option("number of a step in its epoch, to make again", _COUNT_OR_NONE),
-            "--epoch": _option("epoch of a step of a ledger (0)", _COUNT_OR_NONE, default=0),
+            "--epoch": _option("its epoch: 0 of a ledger, or that of a state", _COUNT_OR_NONE),
             "--loader": _option("module:function: makes the loader for a `process_group`"),
             "--out": _option("file to write the steps of all ranks to, by `torch.save`"),
         },

@@ -41,8 +41,8 @@ def shard_context(
         order: which tokens a rank computes.
 
     Raises:
-        ValueError: a row, or a sample of a packed row, has no multiple of the parts; or the batch
-            has a mask of (T, T).
+        ValueError: a row, or a sample of a packed row, has no multiple of the parts; a packed row
+            has no `cu_seq_lens_q`; or the batch has a mask of (T, T).
     """
     check_count("world_size", world_size)
     if check_count("rank", rank, 0) >= world_size:
@@ -50,6 +50,13 @@ def shard_context(
     check_choice("order", order, get_args(ContextOrder))
     rows, width = batch["input_ids"].shape
     bounds = batch[_BOUNDS[0]].tolist() if _BOUNDS[0] in batch else [0, width]
+    positions = batch.get("position_ids")
+    if _BOUNDS[0] not in batch and positions is not None and rows == 1:
+        if (positions.reshape(-1, width)[0].diff() <= 0).any():
+            raise ValueError(
+                "a packed row is cut sample by sample, by its `cu_seq_lens_q`, but has none. Leave "
+                "`model_arguments` of `PackedCollate` on, and give `max_samples` with `shapes`."
+            )
     parts = world_size if order == "contiguous" else 2 * world_size
     if any(bound % parts for bound in bounds):
         what = "each sample of a packed row" if len(bounds) > 2 else "each row"
@@ -75,7 +82,7 @@ def shard_context(
         del whole["labels"]
     for key, value in whole.items():
         shape = getattr(value, "shape", ())
-        if len(shape) == 4:
+        if len(shape) == 4 and tuple(shape[-2:]) == (width, width):
             raise ValueError(
                 f"`{key}` is a mask of all tokens, {tuple(shape)}: no rank has them all."
             )

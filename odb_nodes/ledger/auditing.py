@@ -318,15 +318,16 @@ class _EpochCheck:
     def _compare_replaced(self) -> None:
         """Say which steps had other samples in an attempt before: a resume repeats them."""
         replaced = self.run.replaced[self.run.replaced["epoch"] == self.epoch]
-        found: list[dict[tuple[int, int], bytes]] = []
+        found: list[list[tuple[tuple[int, int], bytes]]] = []
         for steps in (self.steps, replaced) if len(replaced) else ():
             cuts = range(len(steps) + 1)
             digests = _digests(steps, self.run.samples(steps), self.run.names, cuts)
             places = zip(steps["rank"].tolist(), steps["step"].tolist(), strict=True)
-            found.append(dict(zip(places, map(bytes, digests), strict=True)))
+            found.append([*zip(places, map(bytes, digests), strict=True)])
+        counted = dict(found[0]) if found else {}
         differing: dict[int, list[int]] = {}
-        for (rank, step), digest in found[1].items() if found else ():
-            if found[0].get((rank, step), digest) != digest:
+        for (rank, step), digest in found[1] if found else ():
+            if counted.get((rank, step), digest) != digest:
                 differing.setdefault(rank, []).append(step)
         for rank, steps in sorted(differing.items()):
             self._note(

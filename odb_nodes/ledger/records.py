@@ -26,8 +26,8 @@ import numpy as np
 from odb_nodes._core.checks import MAX_KEY
 from odb_nodes.step_info import StepInfo
 
-MAGIC = b"\x89ODBLE2\n"
-VERSION = 2
+MAGIC = b"\x89ODBLE3\n"
+VERSION = 3
 ROW_BYTES = 16
 MARK = 0xFF
 HEADER, NAME, STEP = 0xA0, 0x50, 0x04

@@ -100,6 +100,8 @@ class TokenBatchSampler:
         budget = TokenBudget.of(budget)
         if budget.max_patches is not None:
             raise ValueError("`budget` must have no `max_patches`: only lengths are known here.")
+        if unknown := options.keys() - PlanKeywords.__annotations__.keys():
+            raise TypeError(f"`{min(unknown)}` is no option of `{type(self).__name__}`.")
         self._job = SimulationOptions(
             world_size=self._world_size, budget=budget, window=window, seed=seed, **options
         )
@@ -170,11 +172,22 @@ class TokenBatchSampler:
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """Return where the sampler stands.
 
+        After the last batch of an epoch that is its end: an iteration of the state yields nothing,
+        and the one after it the next epoch. Once the iteration has ended, it is the next epoch.
+
         Args:
             step: batches of the epoch that were trained on. Default: those that are out, some of
                 which the workers of a plain `DataLoader` may hold.
+
+        Raises:
+            ValueError: `step` is more than the batches that are out.
         """
         out = self.step if step is None else check_count("step", step, 0)
+        if out > self.step:
+            raise ValueError(
+                f"`step` must be at most {self.step}, the batches of epoch {self.epoch} that are "
+                f"out, but is {out} instead."
+            )
         state = BatchSamplerState(epoch=self.epoch, step=out, settings=self._settings)
         return seal_whole(type(self).__name__, state)
 

@@ -286,9 +286,13 @@ class Trials:
             patches = min(patches, most_patches)
         shape = (rows, width, patches) if self.patches_per_row else (rows, width)
         failure: Exception | None = None
-        weights, gradients = self.state.weights, list[Any]()
+        weights, gradients = self.state.weights, list[None]()
+
+        def note(_: torch.Tensor) -> None:  # and not keep it: it is to become that of a weight
+            gradients.append(None)
+
         without = [weight for weight in weights if weight.grad is None]
-        hook = register_multi_grad_hook(weights, gradients.append, mode="any")
+        hook = register_multi_grad_hook(weights, note, mode="any")
         with measuring(meter):
             meter.reset()
             idle_bytes = meter.peak_bytes()
@@ -645,7 +649,7 @@ def _copied(value: Any) -> Any:
         return value.data.to(value.device, copy=True)
     if isinstance(value, torch.Tensor):
         return _Tensor(value.detach().to("cpu", copy=True), value.device)
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {key: _copied(one) for key, one in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_copied, value))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_nodes._core.checks import MAX_COUNT, check_count
+from odb_nodes._core.checks import MAX_COUNT, check_count, check_type
 from odb_nodes.errors import StateError
 from odb_nodes.memory.meter import MOST_BYTES, check_share
 from odb_nodes.planning import TokenBudget
@@ -166,7 +166,14 @@ class MemoryModel:
                 f"the {fit.points} points do not show how memory grows with the tokens of a batch: "
                 "add points of larger batches."
             )
+        own = {"tokens", "attention_tokens"} | options.keys() - {*TokenBudget.__dataclass_fields__}
+        if wrong := own & options.keys():
+            raise TypeError(
+                f"`{min(wrong)}` must not be given: the model finds `tokens` and "
+                "`attention_tokens`, and the options are further fields of `TokenBudget`."
+            )
         margin = fit.margin if margin is None else margin
+        check_type("margin", margin, int | float)
         if not (isfinite(margin) and margin >= 0):
             raise ValueError(f"`margin` must be finite and at least 0, but is {margin!r} instead.")
         share = self._patch_share(fit)

@@ -450,7 +450,7 @@ class SharedFiles:
         self._to_worker = give_back
 
     def open(self, number: int, file: PageFile | None, size_bytes: int) -> Pages:
-        """Return what the worker has written into a file, which is sent where it is new, or longer.
+        """Return what the worker has written into a file, which is sent where it is new.
 
         The file is given back once the last view of the memory is gone.
         """
@@ -529,7 +529,10 @@ class FilePool:
                 self._mapped.discard(~number)
             else:
                 self._free[number] = self._lent.pop(number)
-        while sum(map(_capacity_of, self._free.values())) > _MOST_FREE_BYTES:
+        # At least two are kept, however large: a worker writes one while another is on its way.
+        while len(self._free) > 2 and (
+            sum(map(_capacity_of, self._free.values())) > _MOST_FREE_BYTES
+        ):
             oldest = next(iter(self._free))
             del self._free[oldest]
             self._forget(oldest)

@@ -37,15 +37,18 @@ def index_of(path: Path, kind: str, search: Callable[[Path], Index]) -> Index:
     if stamp[0] < KEPT_FROM_BYTES:
         return search(path)
     digest = hashlib.sha1(os.fsencode(path.resolve())).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "odb_nodes"
-    places = path.with_name(f".{path.name}.{kind}"), cache / f"{path.name}.{digest}.{kind}"
+    places = [path.with_name(f".{path.name}.{kind}")]
+    with suppress(RuntimeError):  # A user may have no home.
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "odb_nodes"
+        places.append(cache / f"{path.name}.{digest}.{kind}")
     for place in places:
         if (kept := _kept(place, stamp)) is not None:
             return kept
     index = search(path)
     if _stamp_of(path) == stamp:  # else somebody is still writing
         content = io.BytesIO()
-        np.savez(content, allow_pickle=False, **{_STAMP: np.array(stamp), **index})
+        arrays: dict[str, Any] = {_STAMP: np.array(stamp), **index}
+        np.savez(content, **arrays)
         for place in places:
             with suppress(OSError):  # The folder may be read-only, or the disk full.
                 place.parent.mkdir(parents=True, exist_ok=True)

@@ -150,9 +150,9 @@ def _read(read: Callable[[Any], Any], file: str, what: str, kind: type[Exception
         try:
             with _open(file) as opened:
                 return read(opened)
-        except FileNotFoundError:
+        except (FileNotFoundError, ImportError):
             raise
-        except (OSError, ValueError) as error:  # as those of pyarrow
+        except Exception as error:  # of pyarrow, fsspec, or what fsspec uses
             if attempt + 1 == tries:
                 tried = f" in {tries} tries" if tries > 1 else ""
                 raise kind(f"{what}{tried}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes._core.checks import check_bool, check_integer
+from odb_nodes._core.checks import check_bool, check_count, check_integer
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.processes import has_data_elsewhere, resolve_rank
 from odb_nodes.contract import EpochNode, EpochState
@@ -203,8 +204,9 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         super().__init__()
         self._size = len(size) if isinstance(size, Sized) else check_integer("size", size)
         self._shuffle = check_bool("shuffle", shuffle)
-        self._blocks: Sequence[int] | None = getattr(size, "shuffle_blocks", None)
-        self._mixed_blocks: int = getattr(size, "mixed_blocks", _MIXED_BLOCKS)
+        self._blocks = _checked_blocks(getattr(size, "shuffle_blocks", None), self._size)
+        mixed = getattr(size, "mixed_blocks", _MIXED_BLOCKS)
+        self._mixed_blocks = check_count("mixed_blocks", mixed)
         self._data_id: str | None = getattr(size, "data_id", None)
         self._seed = check_integer("seed", seed)
         self._rank, self._world_size = resolve_rank(rank, world_size)
@@ -277,18 +279,33 @@ class ShardedOrder(EpochNode[T, SamplerState]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only where it is equal."""
-        of_data = {
-            "data_id": self._data_id,
-            "mixed_blocks": None if self._blocks is None else self._mixed_blocks,
-        }
+        of_data: dict[str, Any] = {} if self._data_id is None else {"data_id": self._data_id}
+        if self._blocks is not None:
+            starts = zlib.crc32(np.array(self._blocks, "<i8").tobytes())
+            of_data["blocks"] = f"{len(self._blocks)}, CRC-32 {starts}"
+            of_data["mixed_blocks"] = self._mixed_blocks
         return {
-            **{name: value for name, value in of_data.items() if value is not None},
+            **of_data,
             "size": self._size,
             "shuffle": self._shuffle,
             "seed": self._seed,
             "rank": self._rank,
             "world_size": self._world_size,
         }
+
+
+def _checked_blocks(starts: Any, size: int) -> Sequence[int] | None:
+    """Return where the blocks of a dataset begin, if it says so."""
+    if starts is None:
+        return None
+    bounds = np.array([*starts, size])
+    if bounds.dtype.kind not in "iu" or bounds[0] != 0 or (np.diff(bounds) < 0).any():
+        raise ValueError(
+            f"`shuffle_blocks` must be the first index of each block, ascending from 0 to at most "
+            f"{size}, the length of the dataset, but is {starts!r:.200} instead."
+        )
+    found: list[int] = bounds[:-1].tolist()
+    return found
 
 
 class ShardedSampler(ShardedOrder[int]):

@@ -24,7 +24,8 @@ class TarDataset:
 
     Members that follow each other, and whose names are equal up to the first dot of the file name,
     are one sample, as in WebDataset: `"a/7.jpg"` and `"a/7.json"` are
-    `{"__key__": "a/7", "jpg": b"...", "json": b"..."}`. A sample is read by itself, so an
+    `{"__key__": "a/7", "jpg": b"...", "json": b"..."}`. Members without an extension, and those
+    whose file name begins with a dot, are no samples. A sample is read by itself, so an
     `ODBDataLoader` shuffles all samples, and resumes without reading any again but its pool.
 
     The files are read once when the dataset is made, to find their members. Of a file of 64 MiB or
@@ -36,7 +37,8 @@ class TarDataset:
 
     Raises:
         FileNotFoundError: a file does not exist, or a folder or pattern has none.
-        ValueError: a file is no tar file, is compressed, or is cut.
+        ValueError: a file is no tar file, is compressed, damaged or cut, or has a member twice in
+            one sample.
     """
 
     def __init__(self, paths: Paths) -> None:
@@ -96,7 +98,7 @@ def _search(path: Path) -> Index:
     names, name_ends = bytearray(), array("q")
     size = path.stat().st_size
     progress = SlowProgress(f"bytes of {path} read, to find its samples", size)
-    before, end = None, 0
+    before, of_sample, end = None, set[str](), 0
     try:
         with open(path, "rb") as opened, tarfile.open(fileobj=opened, mode="r:") as tar:
             for member in tar:
@@ -105,11 +107,16 @@ def _search(path: Path) -> Index:
                 if not member.isreg():
                     continue
                 key, extension = _split(member.name)
-                if not extension:
+                if not extension or key.endswith("/") or not key:  # hidden, as those of macOS
                     continue
                 if key != before:
                     firsts.append(len(starts))
-                    before = key
+                    before, of_sample = key, set[str]()
+                if extension in of_sample:
+                    raise ValueError(
+                        f"{path} has {member.name} twice in one sample. Write it anew."
+                    )
+                of_sample.add(extension)
                 starts.append(member.offset_data)
                 sizes.append(member.size)
                 names += member.name.encode("utf-8", "surrogateescape")
@@ -118,8 +125,14 @@ def _search(path: Path) -> Index:
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f"{path} is no tar file, or is compressed or cut: {error}.") from error
     end += -end % _BLOCK_BYTES
-    if size < end + _BLOCK_BYTES:  # The end has a mark: without it, members may be lost.
-        raise ValueError(f"{path} is cut: it has {size} bytes, and no mark of its end.")
+    with open(path, "rb") as opened:
+        opened.seek(end)
+        mark = opened.read(_BLOCK_BYTES)
+    if mark != bytes(_BLOCK_BYTES):  # Without the mark of the end, members are lost.
+        raise ValueError(
+            f"{path} is {'damaged' if len(mark) == _BLOCK_BYTES else 'cut'} at byte {end} of "
+            f"{size}: there is neither a member nor the mark of the end. Put it back whole."
+        )
     found = {"firsts": firsts, "starts": starts, "sizes": sizes, "name_ends": name_ends}
     index = {name: np.frombuffer(values, np.int64) for name, values in found.items()}
     return {**index, "names": np.frombuffer(bytes(names), np.uint8)}

@@ -301,6 +301,7 @@ class GradNorm(TaskGradients):
             ValueError: it is of other tasks.
         """
         try:
+            check_type("state_dict", state_dict, Mapping)
             steps = check_count("steps", state_dict.get("steps"), 0)
             check_type("first", first := state_dict.get("first", ()), Mapping)
         except (TypeError, ValueError) as error:

@@ -194,12 +194,16 @@ def remake_from_checkpoint(
 
 
 def remake_from_folder(
-    make_loader: MakeLoader, folder: Path, *, epoch: int, step: int
+    make_loader: MakeLoader, folder: Path, *, epoch: int | None, step: int
 ) -> list[RemadeStep]:
     """Make a step again from a ledger, or from a checkpoint before it, which knows its epoch."""
     if any(folder.glob("rank-*.ledger")):
-        return remake_from_ledger(make_loader, folder, epoch=epoch, step=step)
+        return remake_from_ledger(make_loader, folder, epoch=epoch or 0, step=step)
     name, (first, *_) = read_inspections(folder)
+    if epoch is not None and epoch != int(first.facts["epoch"]):
+        raise ValueError(
+            f"--epoch must be {first.facts['epoch']}, in which `{name}` was saved, but is {epoch}."
+        )
     if step < (done := int(first.facts["step"])):
         raise ValueError(
             f"--step must be at least {done}, the first step after `{name}`, but is {step}."
@@ -224,16 +228,18 @@ def _graphs(make_loader: MakeLoader, world_size: int) -> Iterator[list[_Graph]]:
             loader = make_loader(group)
             check_type("make_loader(process_group)", loader, ODBDataLoader | Loader)
             stack.callback(close_nodes, loader.root, _TIMEOUT_S)
-            found: dict[type, list[Any]] = {}
-            for node in walk(loader.root):
-                found.setdefault(type(node), []).append(node)
-            for kind in (GroupCollator, WindowBucketer):
-                if (number := len(found.get(kind, ()))) != 1:
+            kinds = GroupCollator, WindowBucketer, RankAligner
+            nodes = [*walk(loader.root)]
+            found: dict[type, list[Any]] = {
+                kind: [node for node in nodes if isinstance(node, kind)] for kind in kinds
+            }
+            for kind in kinds[:2]:
+                if (number := len(found[kind])) != 1:
                     raise ValueError(
                         f"the graph must have one `{kind.__name__}`, but has {number}."
                     )
             (collator,), (bucketer,) = found[GroupCollator], found[WindowBucketer]
-            aligner = found.get(RankAligner, [None])[0]
+            aligner = next(iter(found[RankAligner]), None)
             graphs.append(_Graph(collator, aligner, bucketer.source))
         yield graphs
 

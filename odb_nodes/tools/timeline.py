@@ -34,7 +34,7 @@ def _shares(costs: Floats, most: int) -> tuple[Floats, str]:
     balance = costs.mean(axis=1).sum() / costs.max(axis=1).sum()
     together = f", {steps / columns:.1f} steps a column" if steps > columns else ""
     words = (
-        f"{counted(steps, 'step')}{together}; dearest batch {costs.max():,.0f} tokens, "
+        f"{counted(steps, 'step')}{together}; highest cost {costs.max():,.0f}, "
         f"balance {balance:.3f}, {counted(int((costs == 0).sum()), 'filler slot')}"
     )
     return np.asarray(means / means.max()), words

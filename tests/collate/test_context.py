@@ -53,7 +53,9 @@ def test_each_rank_has_its_part_of_each_sample(order, first, second):
 
 def test_rows_of_a_padded_batch_are_cut_alike_and_keep_their_positions():
     batch = PaddingCollate(pad_to_multiple_of=4)([{"input_ids": row} for row in ROWS])
+    batch["pixel_values"] = torch.zeros(3, 3, 4, 4)  # an image for each row
     part = shard_context(batch, 1, 2)
+    assert part["pixel_values"].shape == (3, 3, 4, 4)
     assert part["input_ids"].tolist() == [[3, 4, 5, 6], [23, 24, 0, 0], [0, 0, 0, 0]]
     assert part["position_ids"].tolist() == [[2, 3, 4, 5]] * 3
     assert part["attention_mask"].tolist() == [[1] * 4, [1, 1, 0, 0], [0] * 4]
@@ -74,6 +76,11 @@ def test_rows_of_a_padded_batch_are_cut_alike_and_keep_their_positions():
             lambda: PackedCollate(mask_dtype=torch.bool)([{"input_ids": [1] * 4}]),
             (0, 2),
             "`attention_mask` is a mask of all tokens",
+        ),
+        (
+            lambda: PackedCollate(model_arguments=False)([{"input_ids": [1] * 4}] * 2),
+            (0, 2),
+            "by its `cu_seq_lens_q`, but has none",
         ),
         (lambda: PackedCollate(sample_multiple=4)([{"input_ids": [1]}]), (0, 2), "call `prepare`"),
     ],

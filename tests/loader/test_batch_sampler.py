@@ -176,6 +176,7 @@ def test_lightning_and_accelerate_train_each_epoch_anew(tmp_path):
         ({"budget": TokenBudget(8, max_patches=4)}, ValueError, "no `max_patches`"),
         ({"shuffle": 1}, TypeError, "`shuffle`"),
         ({"uneven": "join"}, ValueError, "`uneven`.*'join'"),
+        ({"cost_fn": len}, TypeError, "`cost_fn` is no option"),
         ({"rank": 2}, ValueError, "`rank`"),
     ],
 )
@@ -186,7 +187,11 @@ def test_what_cannot_be_is_named(changed, error, message):
 
 
 def test_a_state_of_other_settings_or_a_damaged_one_is_refused():
-    state = sampler(seed=1).state_dict(3)
+    one = sampler(seed=1)
+    batches = iter(one)
+    for _ in range(3):
+        next(batches)
+    state = one.state_dict(3)
     with pytest.raises(
         StateError, match=r"`seed` was 1 when saved, but is 0 now.* `set_epoch\(1\)`"
     ):
@@ -197,3 +202,5 @@ def test_a_state_of_other_settings_or_a_damaged_one_is_refused():
         sampler(seed=1).load_state_dict({**state, "step": 4})
     with pytest.raises(ValueError, match="`step`"):
         sampler().state_dict(-1)
+    with pytest.raises(ValueError, match="`step` must be at most 3"):
+        one.state_dict(4)

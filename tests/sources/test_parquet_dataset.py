@@ -180,3 +180,20 @@ def test_a_url_is_read_in_some_tries(files, monkeypatch):
     with pytest.raises(OSError, match=r"row group 2 of memory://.* in 3 tries: the net"):
         rows[45]
     assert len(fails) == 5 and rows[45]["id"] == 45
+
+
+class Blocks(list):
+    mixed_blocks = 4
+
+
+@pytest.mark.parametrize("starts", [[2, 5], [0, 5, 3], [0, 20], [], [0.5]])
+def test_blocks_that_are_none_are_refused(starts):
+    data = Blocks(range(10))
+    data.shuffle_blocks = starts
+    with pytest.raises(ValueError, match="`shuffle_blocks` must be the first index of each block"):
+        ShardedSampler(data, rank=0, world_size=1)
+    data.shuffle_blocks, data.mixed_blocks = [0, 4, 10], 0
+    with pytest.raises(ValueError, match="`mixed_blocks`"):
+        ShardedSampler(data, rank=0, world_size=1)
+    data.mixed_blocks = 1
+    assert "blocks" in ShardedSampler(data, rank=0, world_size=1).fingerprint()

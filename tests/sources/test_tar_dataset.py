@@ -53,13 +53,13 @@ def steps(batches):
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
 def test_members_of_one_name_are_a_sample(format, tmp_path):
     long, odd = "d" * 150 + "/7", "g\xfcn\udcff"
-    members = [("x/1.jpg", b"j"), ("x/1.cls.txt", b""), ("y/1.jpg", b"k"), (".hidden", b"h")]
+    members = [("x/1.jpg", b"j"), ("x/._1.jpg", b"of macOS"), ("x/README", b"no extension")]
+    members += [("x/1.cls.txt", b""), ("y/1.jpg", b"k"), (".hidden", b"h")]
     write(tmp_path / "a.tar", [*members, (f"{long}.jpg", b"l" * 2000), (f"{odd}.jpg", b"")], format)
     samples = TarDataset(tmp_path)
     assert [samples[index] for index in range(len(samples))] == [
         {"__key__": "x/1", "jpg": b"j", "cls.txt": b""},
         {"__key__": "y/1", "jpg": b"k"},
-        {"__key__": "", "hidden": b"h"},
         {"__key__": long, "jpg": b"l" * 2000},
         {"__key__": odd, "jpg": b""},
     ]
@@ -108,6 +108,15 @@ def test_what_cannot_be_read_is_named(files, tmp_path):
             TarDataset(files)
     with pytest.raises(OSError, match=r"train/059.JSON of .*a.tar cannot be read: .* cut or repl"):
         samples[59]
+    damaged = bytearray(whole)
+    damaged[100 * 512 : 102 * 512] = b"x" * 1024  # Two headers, or one and its data.
+    files[0].write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"a.tar is (damaged at byte|no tar file)"):
+        TarDataset(files)
+    write(tmp_path / "twice.tar", [("1.txt", b"a"), ("1.TXT", b"b")])
+    with pytest.raises(ValueError, match=r"1.TXT twice in one sample"):
+        TarDataset(tmp_path / "twice.tar")
+    (tmp_path / "twice.tar").unlink()
     files[0].write_bytes(gzip.compress(whole))
     with pytest.raises(ValueError, match="a.tar is no tar file, or is compressed"):
         TarDataset(files)

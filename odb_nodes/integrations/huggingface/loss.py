@@ -193,6 +193,8 @@ class LossWeigher:
         if not with_targets.any():
             return
         self._is_checked = True
+        # Ranks have batches of one kind. Of packed rows and images no sample can be cut out: each
+        # loss is computed all the same, since other ranks may wait in the model.
         once = twice = self._sample_of(batch := batches[int(with_targets.argmax())])
         if once is not None:
             twice = {key: torch.cat((value, value)) for key, value in once.items()}

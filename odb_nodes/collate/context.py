@@ -28,10 +28,10 @@ def shard_context(
     attention costs all ranks the same: the order of torch's context parallelism. `"contiguous"`
     cuts `world_size` parts in turn.
 
-    `labels` become `shift_labels`, the label of the next token, before they are cut, for a loss
-    that does not shift. `position_ids` are added, so that a token keeps its position. Values with
-    an entry for each token are cut, and all others are kept. `cu_seq_lens` and the longest lengths
-    of a packed row are those of the parts.
+    `labels`, where there are any, become `shift_labels`, the label of the next token, before they
+    are cut, for a loss that does not shift. `position_ids` are added, so that a token keeps its
+    position. Values with an entry for each token are cut, and all others are kept. `cu_seq_lens`
+    and the longest lengths of a packed row are those of the parts.
 
     Args:
         batch: of a `PaddingCollate`, (n, T), or a `PackedCollate`, (1, T); no longer with its
@@ -51,7 +51,8 @@ def shard_context(
     rows, width = batch["input_ids"].shape
     bounds = batch[_BOUNDS[0]].tolist() if _BOUNDS[0] in batch else [0, width]
     positions = batch.get("position_ids")
-    if _BOUNDS[0] not in batch and positions is not None and rows == 1:
+    may_be_packed = rows == 1 and not {_BOUNDS[0], "attention_mask"} & {*batch}
+    if may_be_packed and positions is not None and world_size > 1:
         if (positions.reshape(-1, width)[0].diff() <= 0).any():
             raise ValueError(
                 "a packed row is cut sample by sample, by its `cu_seq_lens_q`, but has none. Leave "

@@ -122,7 +122,7 @@ class PackedCollate(TokenRows):
         """Return the batch of a group."""
         lengths = group.lengths
         total = sum(lengths)
-        if any(length % self.sample_multiple for length in lengths):
+        if self.sample_multiple > 1 and any(np.array(lengths) % self.sample_multiple):
             raise ValueError(
                 f"each sample must have a multiple of `sample_multiple`, {self.sample_multiple} "
                 f"tokens, but they have {lengths[:8]}: call `prepare` in processing, before "

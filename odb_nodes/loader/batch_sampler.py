@@ -107,7 +107,7 @@ class TokenBatchSampler:
         )
         self.epoch = self.step = 0
         """The epoch, and how many of its batches are out."""
-        self._is_resumed = self._is_at_end = False
+        self._is_resumed = self._is_at_end = self._has_ended = False
         self._planned: tuple[int, list[list[int]]] | None = None  # an epoch, and its batches
         self._settings = {
             **{f"budget.{name}": one for name, one in budget.fingerprint().items()},
@@ -139,7 +139,7 @@ class TokenBatchSampler:
             self._go_to(self.epoch + 1)
         elif not self._is_resumed:
             self.step = 0
-        self._is_resumed = False
+        self._is_resumed = self._has_ended = False
         epoch, planned = self.epoch, self._planned
         known = planned[1] if planned is not None and planned[0] == epoch else None
         batches = islice(self._plan(epoch) if known is None else known, self.step, None)
@@ -149,7 +149,7 @@ class TokenBatchSampler:
             self.step += 1
             self._is_at_end = following is None
             yield [*batch]
-        self._go_to(epoch + 1)
+        self._is_at_end = self._has_ended = True  # also where a state had left nothing
 
     def _plan(self, epoch: int) -> Iterator[list[int]]:
         order = np.arange(len(self._samples.tokens))
@@ -167,7 +167,8 @@ class TokenBatchSampler:
             self._go_to(epoch)
 
     def _go_to(self, epoch: int) -> None:
-        self.epoch, self.step, self._is_resumed, self._is_at_end = epoch, 0, False, False
+        self.epoch, self.step = epoch, 0
+        self._is_resumed = self._is_at_end = self._has_ended = False
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """Return where the sampler stands.
@@ -188,7 +189,10 @@ class TokenBatchSampler:
                 f"`step` must be at most {self.step}, the batches of epoch {self.epoch} that are "
                 f"out, but is {out} instead."
             )
-        state = BatchSamplerState(epoch=self.epoch, step=out, settings=self._settings)
+        epoch = self.epoch
+        if step is None and self._has_ended:
+            epoch, out = epoch + 1, 0
+        state = BatchSamplerState(epoch=epoch, step=out, settings=self._settings)
         return seal_whole(type(self).__name__, state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -82,14 +82,7 @@ class JsonlSource(ShardedOrder[Any]):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        given = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else paths
-        is_list = isinstance(given, Sequence)
-        if not is_list or not all(isinstance(one, (str, os.PathLike)) for one in given):
-            raise TypeError(
-                "`paths` must be a path, a string or `pathlib.Path`, or a list of them, but is "
-                f"{paths!r:.200} instead."
-            )
-        found = [files_of(path, ".jsonl", ".jsonl.gz") for path in given]
+        found = [files_of(path, ".jsonl", ".jsonl.gz") for path in listed(paths)]
         self._paths = [file for files in found for file in files]
         if not self._paths:
             raise ValueError("`paths` must name at least 1 file, but is empty.")
@@ -287,6 +280,18 @@ def _close_all(files: dict[int, IO[bytes]]) -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
+def listed(paths: Paths) -> Sequence[str | os.PathLike[str]]:
+    """Return one path or several as a list; raise a `TypeError` for anything else."""
+    given = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else paths
+    is_list = isinstance(given, Sequence)
+    if not is_list or not all(isinstance(one, (str, os.PathLike)) for one in given):
+        raise TypeError(
+            "`paths` must be a path, a string or `pathlib.Path`, or a list of them, but is "
+            f"{paths!r:.200} instead."
+        )
+    return given
+
+
 def files_of(path: str | os.PathLike[str], *ends: str) -> list[Path]:
     """Return the files that a path stands for: itself, those of a pattern, or of a folder.
 
@@ -305,6 +310,8 @@ def files_of(path: str | os.PathLike[str], *ends: str) -> list[Path]:
             f"`paths`: {os.fspath(path)!r} has a link to a file that does not exist, {lost[0]}. "
             "Mount its disk, or remove the link."
         )
+    if folders := [file for file in found if file.is_dir() and file.name.endswith(ends)]:
+        raise ValueError(f"`paths` must name files, but {folders[0]} is a folder. Name its files.")
     found = [file for file in found if file.is_file()]
     if not found:
         raise FileNotFoundError(

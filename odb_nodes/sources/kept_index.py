@@ -33,7 +33,7 @@ def index_of(path: Path, kind: str, search: Callable[[Path], Index]) -> Index:
         kind: which index it is, in one word with a version: others are not read.
         search: makes the index.
     """
-    stamp = _stamp_of(path)
+    stamp = stamp_of(path.stat())
     if stamp[0] < KEPT_FROM_BYTES:
         return search(path)
     digest = hashlib.sha1(os.fsencode(path.resolve())).hexdigest()[:16]
@@ -45,7 +45,7 @@ def index_of(path: Path, kind: str, search: Callable[[Path], Index]) -> Index:
         if (kept := _kept(place, stamp)) is not None:
             return kept
     index = search(path)
-    if _stamp_of(path) == stamp:  # else somebody is still writing
+    if stamp_of(path.stat()) == stamp:  # else somebody is still writing
         content = io.BytesIO()
         arrays: dict[str, Any] = {_STAMP: np.array(stamp), **index}
         np.savez(content, **arrays)
@@ -58,9 +58,8 @@ def index_of(path: Path, kind: str, search: Callable[[Path], Index]) -> Index:
     return index
 
 
-def _stamp_of(path: Path) -> tuple[int, int]:
+def stamp_of(found: os.stat_result) -> tuple[int, int]:
     """Return size and time of a file, which change with its content."""
-    found = path.stat()
     return found.st_size, found.st_mtime_ns
 
 
@@ -69,6 +68,6 @@ def _kept(place: Path, stamp: tuple[int, int]) -> Index | None:
     try:
         with open(place, "rb") as file, np.load(file, allow_pickle=False) as kept:
             found = dict(kept)  # The archive has a checksum of each.
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile):
         return None
     return found if found.pop(_STAMP, np.zeros(0)).tolist() == [*stamp] else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 import zlib
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from odb_nodes._core.checks import check_count, import_extra
-from odb_nodes.sources.jsonl_source import Paths, files_of
+from odb_nodes.sources.jsonl_source import Paths, files_of, listed
 
 _TRIES = 3  # to read a row group, as over a network
 _WAIT_S = 0.5  # before the second one, and twice as long before the third
@@ -40,15 +41,16 @@ class ParquetDataset:
     def __init__(
         self, paths: Paths, columns: Sequence[str] | None = None, *, mixed_blocks: int = 4
     ) -> None:
-        given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
         self._files = list[str]()
-        for path in given:
+        for path in listed(paths):
             urls = [str(path)] if _is_url(path) else []
             self._files += urls or [os.fspath(file) for file in files_of(path, ".parquet")]
         if not self._files:
             raise ValueError("`paths` must name at least 1 file, but is empty.")
         self.mixed_blocks = check_count("mixed_blocks", mixed_blocks)
         """How many blocks of `shuffle_blocks` are mixed at a time."""
+        if isinstance(columns, str):
+            raise TypeError(f"`columns` must be a list of names, but is {columns!r} instead.")
         self._columns = None if columns is None else [*columns]
         self._metadata: list[Any] = []
         self._sizes: list[int] = []
@@ -90,7 +92,7 @@ class ParquetDataset:
             IndexError: there is none.
             OSError: its row group could not be read in 3 tries, or the file has changed.
         """
-        if not 0 <= index < len(self):
+        if not 0 <= operator.index(index) < len(self):
             raise IndexError(f"there is no row {index}: the files have {len(self)}.")
         block = int(np.searchsorted(self._starts, index, "right")) - 1
         if (columns := self._read_last.pop(block, None)) is None:

@@ -298,8 +298,9 @@ def _checked_blocks(starts: Any, size: int) -> Sequence[int] | None:
     """Return where the blocks of a dataset begin, if it says so."""
     if starts is None:
         return None
-    bounds = np.array([*starts, size])
-    if bounds.dtype.kind not in "iu" or bounds[0] != 0 or (np.diff(bounds) < 0).any():
+    given = np.asarray(starts)
+    bounds = np.append(given.astype(np.int64), size) if given.dtype.kind in "iu" else given
+    if bounds is given or bounds[0] != 0 or (np.diff(bounds) < 0).any():
         raise ValueError(
             f"`shuffle_blocks` must be the first index of each block, ascending from 0 to at most "
             f"{size}, the length of the dataset, but is {starts!r:.200} instead."

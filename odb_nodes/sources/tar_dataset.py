@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import tarfile
 import zlib
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from odb_nodes._core.progress import SlowProgress
-from odb_nodes.sources.jsonl_source import Paths, files_of
-from odb_nodes.sources.kept_index import Index, index_of
+from odb_nodes.sources.jsonl_source import Paths, files_of, listed
+from odb_nodes.sources.kept_index import Index, index_of, stamp_of
 
 KEY = "__key__"
 _BLOCK_BYTES = 512  # of a tar file
+_READ_BYTES = 1 << 20  # at a time
 
 
 class TarDataset:
@@ -38,23 +41,25 @@ class TarDataset:
     Raises:
         FileNotFoundError: a file does not exist, or a folder or pattern has none.
         ValueError: a file is no tar file, is compressed, damaged or cut, or has a member twice in
-            one sample.
+            one sample, as a link, or with holes.
     """
 
     def __init__(self, paths: Paths) -> None:
-        given = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-        self._files = [file for path in given for file in files_of(path, ".tar")]
+        self._files = [file for path in listed(paths) for file in files_of(path, ".tar")]
         if not self._files:
             raise ValueError("`paths` must name at least 1 file, but is empty.")
-        self._sizes = [file.stat().st_size for file in self._files]
+        self._stamps = [stamp_of(file.stat()) for file in self._files]
         self._indices = [index_of(file, "tar1", _search) for file in self._files]
         self._ends = np.cumsum([len(index["firsts"]) for index in self._indices])
 
     @property
     def data_id(self) -> str:
         """What a state is compared by: the files and their sizes."""
-        content = repr(([file.name for file in self._files], self._sizes))
+        content = repr([(file.name, size) for file, (size, _) in self._with_stamps()])
         return f"{len(self._files)} files, CRC-32 {zlib.crc32(content.encode())}"
+
+    def _with_stamps(self) -> Iterable[tuple[Path, tuple[int, int]]]:
+        return zip(self._files, self._stamps, strict=True)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -66,7 +71,7 @@ class TarDataset:
             IndexError: there is none.
             OSError: its file was cut or replaced.
         """
-        if not 0 <= index < len(self):
+        if not 0 <= operator.index(index) < len(self):
             raise IndexError(f"there is no sample {index}: the files have {len(self)}.")
         file = int(np.searchsorted(self._ends, index, "right"))
         found = self._indices[file]
@@ -80,12 +85,12 @@ class TarDataset:
                 opened.seek(int(found["starts"][member]))
                 size, name = int(found["sizes"][member]), _text(found, member)
                 content = opened.read(size)
-                is_same = os.fstat(opened.fileno()).st_size == self._sizes[file]
+                is_same = stamp_of(os.fstat(opened.fileno())) == self._stamps[file]
                 if not is_same or len(content) < size:
                     raise OSError(
-                        f"{name} of {self._files[file]} cannot be read: the file had "
-                        f"{self._sizes[file]} bytes when the dataset was made, and was cut or "
-                        "replaced since. Put it back, or make the dataset anew."
+                        f"{name} of {self._files[file]} cannot be read: the file was cut or "
+                        "replaced since the dataset was made, or its time was changed. Put it "
+                        "back, or make the dataset anew."
                     )
                 key, extension = _split(name)
                 data |= {KEY: key, extension: content}
@@ -104,10 +109,15 @@ def _search(path: Path) -> Index:
             for member in tar:
                 tar.members = []  # type: ignore[attr-defined]  # else it keeps all of them
                 end = member.offset_data + member.size
-                if not member.isreg():
-                    continue
                 key, extension = _split(member.name)
                 if not extension or key.endswith("/") or not key:  # hidden, as those of macOS
+                    continue
+                if member.islnk() or member.issym() or member.issparse():
+                    raise ValueError(
+                        f"{path} has {member.name} as a link, or with holes, which cannot be read "
+                        "by itself. Write it anew, with `--hard-dereference` and without `-S`."
+                    )
+                if not member.isreg():
                     continue
                 if key != before:
                     firsts.append(len(starts))
@@ -125,17 +135,25 @@ def _search(path: Path) -> Index:
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f"{path} is no tar file, or is compressed or cut: {error}.") from error
     end += -end % _BLOCK_BYTES
-    with open(path, "rb") as opened:
-        opened.seek(end)
-        mark = opened.read(_BLOCK_BYTES)
-    if mark != bytes(_BLOCK_BYTES):  # Without the mark of the end, members are lost.
-        raise ValueError(
-            f"{path} is {'damaged' if len(mark) == _BLOCK_BYTES else 'cut'} at byte {end} of "
-            f"{size}: there is neither a member nor the mark of the end. Put it back whole."
-        )
+    _check_end(path, end, size)
     found = {"firsts": firsts, "starts": starts, "sizes": sizes, "name_ends": name_ends}
     index = {name: np.frombuffer(values, np.int64) for name, values in found.items()}
     return {**index, "names": np.frombuffer(bytes(names), np.uint8)}
+
+
+def _check_end(path: Path, end: int, size: int) -> None:
+    """Raise a `ValueError` unless nothing but zeros, the mark of the end, follows the members."""
+    with open(path, "rb") as opened:
+        opened.seek(end)
+        rest = opened.read(_BLOCK_BYTES)
+        is_cut = len(rest) < _BLOCK_BYTES
+        while rest and not rest.strip(b"\0"):
+            rest = opened.read(_READ_BYTES)
+    if is_cut or rest:
+        raise ValueError(
+            f"{path} is {'cut' if is_cut else 'damaged'} at byte {end} of {size}, or several files "
+            "are joined: there is neither a member nor the end. Put it back whole."
+        )
 
 
 def _text(index: Index, member: int) -> str:

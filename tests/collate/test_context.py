@@ -53,6 +53,10 @@ def test_each_rank_has_its_part_of_each_sample(order, first, second):
 
 def test_rows_of_a_padded_batch_are_cut_alike_and_keep_their_positions():
     batch = PaddingCollate(pad_to_multiple_of=4)([{"input_ids": row} for row in ROWS])
+    one = PaddingCollate(pad_to_multiple_of=4)(
+        [{"input_ids": [1, 2, 3], "position_ids": [0, 1, 2]}]
+    )
+    assert shard_context(one, 0, 2)["input_ids"].tolist() == [[1, 0]]
     batch["pixel_values"] = torch.zeros(3, 3, 4, 4)  # an image for each row
     part = shard_context(batch, 1, 2)
     assert part["pixel_values"].shape == (3, 3, 4, 4)

@@ -134,6 +134,9 @@ def test_a_plain_loader_with_workers_resumes_by_the_steps_that_were_trained():
     trained = [next(batches).tolist() for _ in range(5)]
     state = one.state_dict(len(trained))
     assert one.step > len(trained)
+    rest = [*batches][:-1]  # The workers have the last ones, though the sampler is at its end.
+    assert one.state_dict(len(trained)) == state
+    assert one.state_dict(5 + len(rest))["step"] == 5 + len(rest)
     del batches
     again = sampler()
     again.load_state_dict(state)

@@ -127,9 +127,9 @@ NO_GROWTH = model_of([(n, w, 0, 10**9) for n, w in EIGHT_SHAPES])
         (MODEL, GIB, {"threshold": 0}, "`threshold` must be above 0"),
         (MODEL, GIB, {"threshold": "1"}, "`threshold` must be"),
         (MODEL, GIB, {"margin": -0.1}, "`margin` must be .*, but is -0.1"),
-        (MODEL, GIB, {"max_rows": 1}, "argument 'max_rows'"),
-        (MODEL, GIB, {"tokens": 5}, "argument 'tokens'"),
-        (MODEL, GIB, {"attention_tokens": 5}, "argument 'attention_tokens'"),
+        (MODEL, GIB, {"max_rows": 1}, "`max_rows` must not"),
+        (MODEL, GIB, {"tokens": 5}, "`tokens` must not"),
+        (MODEL, GIB, {"attention_tokens": 5}, "`attention_tokens` must not"),
         (NO_GROWTH, GIB, {}, "do not show how memory grows"),
     ],
 )

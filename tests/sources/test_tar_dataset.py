@@ -113,6 +113,16 @@ def test_what_cannot_be_read_is_named(files, tmp_path):
     files[0].write_bytes(damaged)
     with pytest.raises(ValueError, match=r"a.tar is (damaged at byte|no tar file)"):
         TarDataset(files)
+    files[0].write_bytes(whole + files[1].read_bytes())
+    with pytest.raises(ValueError, match=r"a.tar is damaged at byte .* several files are joined"):
+        TarDataset(files)
+    with tarfile.open(tmp_path / "twice.tar", "w") as tar:
+        for name, kind in ("1.txt", tarfile.REGTYPE), ("2.txt", tarfile.LNKTYPE):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "1.txt"
+            tar.addfile(info)
+    with pytest.raises(ValueError, match=r"2.txt as a link"):
+        TarDataset(tmp_path / "twice.tar")
     write(tmp_path / "twice.tar", [("1.txt", b"a"), ("1.TXT", b"b")])
     with pytest.raises(ValueError, match=r"1.TXT twice in one sample"):
         TarDataset(tmp_path / "twice.tar")

@@ -25,6 +25,7 @@ from odb_nodes import (
 )
 from odb_nodes._core import progress
 from odb_nodes.nodes.read_ahead import ReadAhead
+from odb_nodes.sample_block import SampleBlock
 from odb_nodes.testing import assert_resumes_exactly
 
 LENGTHS = np.random.default_rng(1).integers(1, 60, 200).tolist()
@@ -408,3 +409,34 @@ def test_a_long_fill_and_a_long_replay_say_how_far_they_are(monkeypatch, caplog)
     monkeypatch.setattr(progress, "FIRST_S", 0.0)
     list(node)
     assert not caplog.messages  # no later fill does
+
+
+def test_samples_without_keys_that_are_put_back_are_found_again():
+    """Their ages are new, and those of the samples that waited; what a restore reads is not."""
+    lengths = LENGTHS[:120]
+
+    def fresh():
+        data = [{"input_ids": [1] * n, "id": i} for i, n in enumerate(lengths)]
+        node = WindowBucketer(LengthObserver(IterableWrapper(data)), 100, 16)
+        node.keeps_planned = True
+        return node
+
+    def rest_of(node):
+        groups, states = [], [node.state_dict()]
+        for group in node:
+            node.release()  # as after a round
+            groups.append([one.data["id"] for one in group])
+            states.append(node.state_dict())
+        return groups, states
+
+    node = fresh()
+    node.reset(None)
+    out = [one.data["id"] for _ in range(6) for one in next(node)]
+    node.release()
+    node.put_back(SampleBlock.joined([next(node) for _ in range(4)]))
+    groups, states = rest_of(node)
+    assert sorted([*out, *sum(groups, [])]) == [*range(len(lengths))]
+    for at, state in enumerate(states):
+        node = fresh()
+        node.reset(state)
+        assert rest_of(node)[0] == groups[at:], at

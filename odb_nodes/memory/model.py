@@ -233,9 +233,11 @@ class MemoryModel:
             data = json.loads(text)
             if data["version"] != VERSION:
                 raise ValueError(f"its version is {data['version']!r:.40}")
+            if unknown := data.keys() - {"version", "points"}:
+                raise ValueError(f"it has {min(unknown)!r}")
             for point in data["points"]:
                 model.add(*point)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise StateError(
                 f"this is no memory model of version {VERSION}: {error}. Calibrate again."
             ) from error

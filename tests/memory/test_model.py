@@ -172,6 +172,7 @@ BAD_POINTS = [[[1, 2, 3]], [[0, 2, 3, 4]], [[1, 2, 3, 4.5]], [5], {"a": 1}, None
     "text",
     [
         *("", "{", "[]", "null", "{}", '{"version": 1}', '{"version": 2, "points": []}'),
+        '{"version": 1, "points": [], "colour": "red"}',
         *(json.dumps({"version": 1, "points": points}) for points in BAD_POINTS),
     ],
 )

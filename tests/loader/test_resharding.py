@@ -1,5 +1,7 @@
 """A run goes on with another number of ranks: what the resume machine does not see of it."""
 
+import random
+
 import pytest
 import torch
 from aligned_ranks import on_ranks
@@ -12,7 +14,6 @@ from elastic import (
     make,
     resharded,
     states_at,
-    tokens_of,
     whole,
 )
 from gradients import LanguageModel, gradient_of, mean_loss, relative_error
@@ -29,6 +30,13 @@ def test_as_many_ranks_as_before_get_their_states_as_they_are(step):
     found = reshard(states[::-1], 3)
     assert found == states
     assert all(one is not state for one, state in zip(found, states, strict=True))
+
+
+def tokens_of(index):
+    rng = random.Random(index)
+    tokens = [rng.randrange(33) for _ in range(rng.randint(2, 24))]
+    labels = [one if rng.random() < 0.6 else -100 for one in tokens]
+    return {"input_ids": tokens, "labels": labels, "id": index}
 
 
 @pytest.mark.parametrize(("before", "after", "accumulate"), [(2, 3, 1), (3, 4, 2)])

@@ -48,8 +48,10 @@ class TokenBatchSampler:
         loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
 
     It is for a `DataLoader`, a `StatefulDataLoader`, or a trainer that wants a `batch_sampler`.
-    The batches are those of an `ODBDataLoader` whose samples have these lengths. All ranks have the
-    same number of batches, which differs from epoch to epoch; those of a step cost about the same.
+    With a `window` in samples, the batches are those of an `ODBDataLoader` whose samples have these
+    lengths; with `"auto"`, those of its first epoch (on one rank, a loader goes by the lengths of
+    the epoch before). All ranks have the same number of batches, which differs from epoch to epoch;
+    those of a step cost about the same.
     Where a rank has no sample left for a step, it takes the shortest sample once more; with
     `uneven="stop"` all ranks end there. No `StepInfo` comes with a batch, so weigh its loss by its
     number of targets yourself.

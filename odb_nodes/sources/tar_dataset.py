@@ -7,7 +7,6 @@ import os
 import tarfile
 import zlib
 from array import array
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +54,9 @@ class TarDataset:
     @property
     def data_id(self) -> str:
         """What a state is compared by: the files and their sizes."""
-        content = repr([(file.name, size) for file, (size, _) in self._with_stamps()])
+        sizes = [size for size, _ in self._stamps]
+        content = repr(([file.name for file in self._files], sizes))
         return f"{len(self._files)} files, CRC-32 {zlib.crc32(content.encode())}"
-
-    def _with_stamps(self) -> Iterable[tuple[Path, tuple[int, int]]]:
-        return zip(self._files, self._stamps, strict=True)
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -387,7 +387,7 @@ def _ranks_of(process_group: Any) -> list[int]:
 
 
 def _data_ranks(mesh: Any) -> list[int]:
-    """Return the ranks that differ from this one only in what they do with other data."""
+    """Return the ranks that take the same steps on other data, this one among them."""
     if (here := mesh.get_coordinate()) is None:
         return []
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
@@ -400,7 +400,7 @@ def _data_ranks(mesh: Any) -> list[int]:
 
 
 def _shares_steps(name: str, names: Sequence[str]) -> bool:
-    """Tell whether the ranks of a dimension of a mesh have other data; else they have the same."""
+    """Tell whether the ranks along a dimension of a mesh have different data."""
     words = {*name.lower().split("_")}
     if words <= _DATA_DIMENSIONS:
         return True

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from aligned_ranks import on_ranks
-from rank_jobs import run_ranks
+from rank_jobs import real_ids, run_ranks
 
 from odb_nodes import Checkpoints, PeerError, StateError, load_state
 from odb_nodes.loader import checkpoints as module
@@ -208,3 +208,35 @@ def test_a_save_that_failed_on_one_rank_may_be_tried_again_there(results, tmp_pa
 
     assert results(body) == [None, None]
     assert saved_steps(tmp_path / "checkpoints") == ["000003-step-3", "000004-step-4"]
+
+
+ON_A_MESH = """
+    from odb_nodes import Checkpoints
+    from torch.distributed.device_mesh import init_device_mesh
+    folder, dp, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    names = "dp_shard", "cp"
+    mesh = init_device_mesh("cpu", (dp, world_size // dp), mesh_dim_names=names)
+    loader = r.make_dataloader(200, process_group=mesh)
+    weights = torch.nn.Linear(2, 2)
+    parts = {"loader": loader, "weights": weights}
+    checkpoints = Checkpoints(folder, parts, replicated=["weights"], process_group=mesh)
+    step, done, batches = checkpoints.load(), [], iter(loader)
+    while len(done) < steps and (batch := next(batches, None)) is not None:
+        done.append(r.describe(batch))
+    checkpoints.save(step + len(done))
+    loader.close()
+    r.finish([step, done])
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_mesh_resumes_on_another(tmp_path):
+    seen, start = [], 0
+    for world_size, dp, steps in [(4, 2, 4), (4, 4, 2), (4, 2, 3), (2, 1, 4), (4, 2, 10**6)]:
+        found = run_ranks(tmp_path, ON_A_MESH, world_size, tmp_path / "runs", dp, steps)
+        cp = world_size // dp
+        assert {step for step, _ in found} == {start}
+        assert all(one == found[rank // cp * cp] for rank, one in enumerate(found))
+        start += len(found[0][1])
+        seen += [index for _, done in found[::cp] for index in real_ids(done)]
+    assert sorted(seen) == [*range(200)]

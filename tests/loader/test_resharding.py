@@ -157,7 +157,7 @@ def paired(left, right):
 
 REFUSALS = [
     (lambda: states(4)[::2], r"ranks \[1, 3\] are missing"),
-    (lambda: [*states(), states()[0]], r"are of ranks \[0, 0, 1\]"),
+    (lambda: [*states(), states_at(whole(2), 3)[0]], r"are of ranks \[0, 0, 1\]"),
     (lambda: [*states(4)[:3], states()[0]], r"of jobs of \[2, 4\] ranks"),
     (lambda: [{"step": 3}], "hold none of a loader"),
     (lambda: states(sharded=True), "each rank has data of its own"),
@@ -167,7 +167,7 @@ REFUSALS = [
     (lambda: [from_(0)[0], from_(1)[1]], "different places: `totals_digest`"),
     (lambda: [states()[0], states(exclude=[7, 8, 90, 229])[1]], "different places: `excluded`"),
     (lambda: paired(states(3), states(3)[::-1]), "state of rank 0 of a loader is where"),
-    (lambda: paired(states(), states(1) * 2), r"are of ranks \[0, 0\] of 1"),
+    (lambda: paired(states(), states(1) * 2), "loaders of 1 ranks with data of their own"),
     (lambda: [states()[0], states()[1] | {"num_yielded": 1}], "digest"),
     (nested, "nested too deeply"),
     (without_aligner, "must be a `RankAligner`"),

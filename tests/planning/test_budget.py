@@ -30,6 +30,14 @@ REFUSALS = [
     ({"oversize": "skip"}, ValueError, "`oversize`"),
     ({"row_sizes": "odd"}, ValueError, r"`row_sizes` must be one of"),
     ({"row_sizes": "even", "layout": "packed"}, ValueError, '`row_sizes` must be "any"'),
+    ({"row_sizes": 4, "shapes": 3}, ValueError, "`row_sizes` may be a number .4. only with"),
+    ({"row_sizes": 4, "oversize": "drop"}, ValueError, "`shapes` is None"),
+    ({"row_sizes": 0, "shapes": 3}, ValueError, "`row_sizes` must be in 1"),
+    (
+        {"row_sizes": 4, "shapes": 3, "oversize": "drop", "max_samples": 3},
+        ValueError,
+        "`max_samples` must be at least `row_sizes` .4.",
+    ),
     ({"attention_tokens": 0}, ValueError, "`attention_tokens`"),
     ({"attention_tokens": 0.5}, TypeError, "`attention_tokens`"),
     ({"attention_tokens": 4, "pad_to_multiple_of": 8}, ValueError, "`tokens` must be at least 24"),
@@ -94,6 +102,7 @@ def test_a_row_of_attention_tokens_costs_twice_its_tokens():
         ({}, [(21, 20), (13, 49), (6, 107), (2, 322), (1, 645)]),
         ({"row_sizes": "even"}, [(20, 21), (12, 53), (6, 107), (2, 322), (1, 645)]),
         ({"row_sizes": "friendly"}, [(16, 26), (12, 53), (6, 107), (2, 322), (1, 645)]),
+        ({"row_sizes": 3, "oversize": "drop"}, [(21, 7), (21, 16), (15, 43), (6, 107), (3, 215)]),
         # With attention there are fewer rows of long samples.
         ({"attention_tokens": 100}, [(21, 5), (21, 15), (12, 38), (4, 86), (1, 209)]),
         ({"attention_tokens": 100, "layout": "packed"}, [(1, 209)]),
@@ -136,10 +145,13 @@ budgets = st.builds(
 
 COARSE = TokenBudget(4096, shapes=1, attention_tokens=16, pad_to_multiple_of=64)
 """Of which a whole row leaves much unused."""
+SIXES = TokenBudget(16_000, shapes=9, row_sizes=6, oversize="drop", attention_tokens=900)
+"""Of which all shapes have a multiple of 6 rows."""
 
 
 @given(budget=budgets, lengths=st.lists(st.integers(1, 40_000), min_size=1))
 @example(budget=COARSE, lengths=[190])
+@example(budget=SIXES, lengths=[1, 60, 1160])
 def test_a_ladder_holds_every_group_that_the_budget_holds(budget, lengths):
     ladder = budget.shape_ladder()
     assert 1 <= len(ladder) <= budget.shapes

@@ -1,6 +1,20 @@
 """One model on several tasks: losses that weigh them, and weights that follow their gradients."""
 
-from odb_nodes.tasks.task_gradients import GradNorm, PCGrad
+from odb_nodes._core.checks import check_type
+from odb_nodes.tasks.task_gradients import GradNorm, PCGrad, TaskGradients
 from odb_nodes.tasks.weights import TaskWeights
 
-__all__ = ["GradNorm", "PCGrad", "TaskWeights"]
+AnyWeights = TaskWeights | TaskGradients
+
+__all__ = ["GradNorm", "PCGrad", "TaskWeights", "check_task_weights", "weights_of"]
+
+
+def check_task_weights(value: object) -> None:
+    """Raise a `TypeError` unless `value` weighs the losses of tasks, or is None."""
+    remedy = 'Pass `TaskWeights({"chat": 1.0, "code": 0.5})`, or a `GradNorm` or `PCGrad` of some.'
+    check_type("task_weights", value, AnyWeights | None, remedy)
+
+
+def weights_of(tasks: AnyWeights) -> TaskWeights:
+    """Return the weights themselves."""
+    return tasks.weights if isinstance(tasks, TaskGradients) else tasks

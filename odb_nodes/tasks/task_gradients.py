@@ -33,6 +33,7 @@ class TaskGradients:
 
     option: ClassVar[str]  # what the parameters are called among the arguments of a subclass
     method: ClassVar[str]  # what adds a batch is called there
+    sets_gradients: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class TaskGradients:
     ) -> None:
         check_type("weights", weights, TaskWeights, "Pass `TaskWeights(...)`.")
         owner = type(self).__name__
-        self._weights, self._parameters = weights, _trained(parameters, self.option)
+        self.weights, self._parameters = weights, _trained(parameters, self.option)
         self._elements = sum(one.numel() for one in self._parameters)
         self._process_group = process_group
         if process_group is not None:
@@ -53,6 +54,48 @@ class TaskGradients:
         remedy = f"Make `{owner}` with the same weights and options on all of them."
         self._owner, self._meeting = owner, Meeting(owner, process_group, timeout_s, remedy=remedy)
         self._begin_step()
+
+    def loss(
+        self, losses: torch.Tensor, info: StepInfo, *, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add a batch, and return its loss, to call `backward` on: for trainers that do so."""
+        raise NotImplementedError
+
+    def step(self) -> None:
+        """End an optimizer step, before the optimizer's own. All ranks call it."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the weights."""
+        return self.weights.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the weights to those of a state; the ranks compare them again.
+
+        Raises:
+            StateError: it is no state of these.
+            ValueError: it is of other tasks.
+        """
+        self.weights.load_state_dict(state_dict)
+        self._begin_step()
+        self._meeting.begin()
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Reject parameters of another model; for `PCGrad`, also those of a part of it."""
+        trained = {id(one) for one in model.parameters() if one.requires_grad}
+        given = {id(one) for one in self._parameters}
+        if given - trained:
+            raise ValueError(
+                f"`{self.option}` of `{self._owner}` must be trained parameters of the model, a "
+                f"`{type(model).__name__}`, but {len(given - trained)} of {len(given)} are not. "
+                "Make it of the model as the trainer gets it, after adapters were added."
+            )
+        if self.sets_gradients and trained - given:
+            raise ValueError(
+                f"`{self.option}` of `{self._owner}` must be all that is trained, but "
+                f"{len(trained - given)} of {len(trained)} are missing, which would have no "
+                "gradient. Pass `model.parameters()`."
+            )
 
     def _begin_step(self) -> None:
         self._info: StepInfo | None = None  # of the last batch
@@ -83,10 +126,10 @@ class TaskGradients:
         if self._sums is None:
             size, first = self._elements + 1, self._parameters[0]
             dtype = torch.promote_types(first.dtype, torch.float32)  # for sums of many
-            self._sums = first.new_zeros((len(self._weights), size), dtype=dtype)
-        self._weights.scale(info)  # checks that the targets of all tasks are counted
-        found = self._weights.by_task(losses, info, position_ids=position_ids)
-        for row, task in enumerate(self._weights):
+            self._sums = first.new_zeros((len(self.weights), size), dtype=dtype)
+        self.weights.scale(info)  # checks that the targets of all tasks are counted
+        found = self.weights.by_task(losses, info, position_ids=position_ids)
+        for row, task in enumerate(self.weights):
             total, targets = found.get(task, (None, 0))
             if total is not None and (targets or total.requires_grad):
                 self._sums[row] += self._gradient(total, task)
@@ -119,7 +162,7 @@ class TaskGradients:
                 f"all ranks and in filler steps too, but came after {_place(info)}."
             )
         own = {"parameters": len(self._parameters), "elements": self._elements}
-        self._meeting.agree({**self._weights.state_dict(), **own, **settings})
+        self._meeting.agree({**self.weights.state_dict(), **own, **settings})
         self._info = None
         return info
 
@@ -246,6 +289,13 @@ class GradNorm(TaskGradients):
         else:
             self._follow(info)
 
+    def loss(
+        self, losses: torch.Tensor, info: StepInfo, *, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Observe a batch, and return `TaskWeights.loss`."""
+        self.observe(losses, info, position_ids=position_ids)
+        return self.weights.loss(losses, info, position_ids=position_ids)
+
     def step(self) -> None:
         """End an optimizer step: change the weights, if a change is due. All ranks call it.
 
@@ -262,7 +312,7 @@ class GradNorm(TaskGradients):
         if gradients is None:
             return
         targets_of = info.task_targets
-        rows = {task: row for row, task in enumerate(self._weights) if targets_of.get(task)}
+        rows = {task: row for row, task in enumerate(self.weights) if targets_of.get(task)}
         if not rows:
             return
         targets = gradients.new_tensor([targets_of[task] for task in rows])
@@ -273,11 +323,11 @@ class GradNorm(TaskGradients):
         losses = dict(zip(rows, means[:, -1].tolist(), strict=True))
         for task, loss in losses.items():
             self._first.setdefault(task, loss)
-        self.norms = {task: self._weights[task] * norm for task, norm in measured.items()}
+        self.norms = {task: self.weights[task] * norm for task, norm in measured.items()}
         norms = {task: norm for task, norm in measured.items() if norm}
         if len(norms) > 1:
             moved = self._ratio(norms) if self._rule == "ratio" else self._moved(norms, losses)
-            self._weights.set(self._bounded(moved, sum(self._weights[task] for task in norms)))
+            self.weights.set(self._bounded(moved, sum(self.weights[task] for task in norms)))
 
     @property
     def _is_due(self) -> bool:
@@ -291,7 +341,7 @@ class GradNorm(TaskGradients):
         """
         if self._info is not None:
             raise StateError("`GradNorm` has no state within an optimizer step: call `step` first.")
-        return {"steps": self._steps, "first": dict(self._first), **self._weights.state_dict()}
+        return {"steps": self._steps, "first": dict(self._first), **super().state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a state.
@@ -306,16 +356,14 @@ class GradNorm(TaskGradients):
             check_type("first", first := state_dict.get("first", ()), Mapping)
         except (TypeError, ValueError) as error:
             raise StateError(f"{error} Load what `GradNorm.state_dict` returned.") from error
-        self._weights.load_state_dict(state_dict)
+        super().load_state_dict(state_dict)
         self._steps, self._first = steps, dict(first)
-        self._begin_step()
-        self._meeting.begin()
 
     def _ratio(self, norms: Mapping[str, float]) -> dict[str, float]:
         pulls = {task: self.norms[task] for task in norms}
         mean = sum(pulls.values()) / len(pulls)
         return {
-            task: self._weights[task] * (mean / pull) ** self._alpha for task, pull in pulls.items()
+            task: self.weights[task] * (mean / pull) ** self._alpha for task, pull in pulls.items()
         }
 
     def _moved(self, norms: Mapping[str, float], losses: Mapping[str, float]) -> dict[str, float]:
@@ -328,7 +376,7 @@ class GradNorm(TaskGradients):
         for task, norm in norms.items():
             wanted = mean_pull * max(left[task] / mean_left, 0.0) ** self._alpha
             side = (self.norms[task] > wanted) - (self.norms[task] < wanted)
-            moved[task] = self._weights[task] - self._rate * side * norm / mean_norm
+            moved[task] = self.weights[task] - self._rate * side * norm / mean_norm
         return moved
 
     def _bounded(self, weights: dict[str, float], total: float) -> dict[str, float]:
@@ -371,7 +419,7 @@ class PCGrad(TaskGradients):
             is sharded.
     """
 
-    option, method = "parameters", "backward"
+    option, method, sets_gradients = "parameters", "backward", True
 
     def __init__(
         self,
@@ -403,6 +451,14 @@ class PCGrad(TaskGradients):
         """
         self._add(losses, info, position_ids)
 
+    def loss(
+        self, losses: torch.Tensor, info: StepInfo, *, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Add the gradients of a batch, and return a loss whose own backward adds none."""
+        self.backward(losses, info, position_ids=position_ids)
+        loss = self.weights.loss(losses, info, position_ids=position_ids)
+        return loss.detach().requires_grad_()
+
     def step(self) -> None:
         """End an optimizer step: set `grad` of all parameters. All ranks call it.
 
@@ -413,8 +469,8 @@ class PCGrad(TaskGradients):
         """
         info = self._end({"seed": self._seed})
         sums = self._take(info)
-        factors = sums.new_tensor([*self._weights.values()])
-        scale = self._weights.scale(info) / info.world_size  # 1 / sum of weight x targets
+        factors = sums.new_tensor([*self.weights.values()])
+        scale = self.weights.scale(info) / info.world_size  # 1 / sum of weight x targets
         own = sums[:, :-1] * factors[:, None] * scale
         rng = random.Random(hash_ints(self._seed, info.epoch, info.step))
         free = own.clone()

@@ -26,6 +26,8 @@ from odb_nodes.memory.guard import GUARD_ABOVE, check_shrink
 from odb_nodes.memory.meter import MemoryMeter, check_meter, check_share
 from odb_nodes.monitor import Monitor
 from odb_nodes.planning import TokenBudget
+from odb_nodes.tasks import GradNorm, PCGrad, TaskWeights, check_task_weights, weights_of
+from odb_nodes.tasks.task_gradients import TaskGradients
 
 AUTO = "auto"
 """The `token_budget` that is found by trying."""
@@ -55,6 +57,10 @@ class ODBConfig(BatchOptions):
             of the batch; without labels, over `Observation.targets`. `"sample_mean"`: a mean over
             its samples, such as pairs. Default: what the labels, the first step and, for CTC, the
             config of the model show.
+        task_weights: weighs the loss of each task: `TaskWeights`, or a `GradNorm` or `PCGrad` of
+            parameters of the model. Names `tasks`. Each token then needs a loss of its own: the
+            cross entropy of the model's `logits`, or what `compute_loss_func` of the trainer
+            returns, which see `TaskWeights.loss`. Default: all supervised tokens weigh the same.
         steps_per_epoch: optimizer steps of an epoch, about. With `num_train_epochs` the learning
             rate, the progress bar and the arguments that are shares of the whole run need it.
             Default: estimated from the lengths of `estimate_samples` samples.
@@ -92,6 +98,7 @@ class ODBConfig(BatchOptions):
     token_budget: int | TokenBudget | Literal["auto"]  # type: ignore[assignment]
     shift_labels: bool | None = None
     loss_is: LossKind | None = None
+    task_weights: TaskWeights | GradNorm | PCGrad | None = None
     steps_per_epoch: int | None = None
     estimate_samples: int = LOOKED_AT
     schedule: Schedule = "steps"
@@ -108,6 +115,9 @@ class ODBConfig(BatchOptions):
     empty_cache: Literal["epoch", "evaluate"] | None = None
 
     def __post_init__(self) -> None:
+        check_task_weights(self.task_weights)
+        if self.task_weights is not None:
+            object.__setattr__(self, "tasks", [*weights_of(self.task_weights)])
         super().__post_init__()
         for name, choices in (
             ("loss_is", get_args(LossKind)),
@@ -169,6 +179,7 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
     # Between the trials of a hyperparameter search there is no model; it was checked before.
     has_pairs = trainer.model is not None and compat.is_encoder_decoder(trainer.model)
     takes_back = config.on_oom is not None or config.finds_budget
+    weighs_tasks = config.task_weights is not None
     refused = {
         f"`args.n_gpu` must be at most 1, but is {args.n_gpu}: `DataParallel` would split each "
         "batch again. Start one process per GPU with torchrun.": args.n_gpu > 1,
@@ -187,11 +198,23 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
         "`forward` shows by `**kwargs`, and there is no `compute_loss_func`.": (
             config.loss_is == "divided" and not compat.takes_num_items(trainer)
         ),
+        '`loss_is` and `on_oom="skip"` must not be given together with `task_weights`.': (
+            weighs_tasks and (config.loss_is is not None or config.on_oom == "skip")
+        ),
         '`schedule` must be "steps" where `max_steps` is given, since the number of samples of '
         "such a run is not known. Give `num_train_epochs` instead.": (
             config.schedule == "samples" and not by_epochs
         ),
     }
+    if isinstance(tasks := config.task_weights, TaskGradients):
+        for what, applies in {
+            "FSDP, which shards parameters": trainer.is_fsdp_enabled,
+            "DeepSpeed, which computes gradients itself": trainer.is_deepspeed_enabled,
+            "`fp16`, which scales losses; use `bf16`": args.fp16,
+            '`on_oom` or a `token_budget` of "auto", which compute steps again': takes_back,
+            "`model_init`, which makes the model only later": trainer.model_init is not None,
+        }.items():
+            refused[f"`{type(tasks).__name__}` must not be given with {what}."] = applies
     for message, applies in refused.items():
         if applies:
             raise ValueError(message)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
+from torch.nn.functional import cross_entropy
 
 from odb_nodes._compat import transformers as compat
 from odb_nodes._core.user_warning import warn_user
@@ -18,6 +19,7 @@ from odb_nodes.collate.check_packing import MOST_LEAK, leak, mixing_error, pretr
 from odb_nodes.integrations.huggingface.samples import has_pairs
 from odb_nodes.sample import IGNORE_INDEX
 from odb_nodes.step_info import StepInfo
+from odb_nodes.tasks import AnyWeights
 
 SAME = 5e-2  # relative tolerance of a mean that stays the same; leaves room for half precision
 
@@ -31,14 +33,23 @@ class MicroStep:
     info: StepInfo
     items: torch.Tensor | None  # the `num_items_in_batch` that its loss is told: its own targets
     factor: float  # of its loss, a mean over the batch
+    tasks: AnyWeights | None = None  # of the losses of its tokens
     is_scaled: bool = False
 
-    def scale(self, result: Any) -> Any:
-        """Return what `compute_loss` returned, a loss or (loss, outputs), with the loss scaled."""
+    def scale(self, loss: torch.Tensor, position_ids: Any) -> torch.Tensor:
+        """Return the loss that `compute_loss` returned, scaled."""
         self.is_scaled = True
-        if isinstance(result, tuple):
-            return (result[0] * self.factor, *result[1:])
-        return result * self.factor
+        if self.tasks is None:
+            return loss * self.factor
+        if loss.ndim == 0:
+            raise ValueError(
+                "`compute_loss` must return the loss of each token, (B, T), or of each sample, "
+                "(B,), where `task_weights` are given, but returned a single number. Give the "
+                "trainer a `compute_loss_func` that returns them."
+            )
+        is_packed = len(loss) != len(self.info.row_tasks) and not self.info.is_filler
+        given = position_ids if is_packed else None
+        return self.tasks.loss(loss, self.info, position_ids=given) * self.factor
 
 
 class LossWeigher:
@@ -53,6 +64,7 @@ class LossWeigher:
         self._trainer = trainer
         self._unit = LABELS  # what the loss of the optimizer step is a mean over
         self._total = self._ranks = 1  # how many of these all ranks have
+        self.tasks = trainer.odb.task_weights
         self._packs = trainer.odb_budget.layout == "packed"  # until it is tried
         is_known = trainer.odb.loss_is is not None or not compat.takes_num_items(trainer)
         self._is_checked = self._packs or is_known
@@ -79,8 +91,7 @@ class LossWeigher:
     @cached_property
     def _shift(self) -> bool:
         """Whether the first label of a row is no target."""
-        given: bool | None = self._trainer.odb.shift_labels
-        return compat.shifts_labels(self._trainer.model) if given is None else given
+        return shifts(self._trainer)
 
     # --- an optimizer step ------------------------------------------------------------------------
 
@@ -90,6 +101,10 @@ class LossWeigher:
         Batches without targets are given some, which weigh nothing, where a mean would be NaN.
         """
         trainer, device = self._trainer, self._trainer.args.device
+        if self.tasks is not None:
+            parts = zip(batches, infos, strict=True)
+            self.waiting = deque([*[None] * fills, *(self.weigh_part(*one) for one in parts)])
+            return
         counts = [self._targets(batch) for batch in batches]
         mine = [
             [
@@ -113,7 +128,9 @@ class LossWeigher:
         self.waiting = deque([*[None] * fills, *weights])
 
     def weigh_part(self, batch: dict[str, Any], info: StepInfo) -> MicroStep:
-        """Return the weight of a part of a batch of the optimizer step, and give it targets."""
+        """Return the weight of a batch or a part of one of the step, and give it targets."""
+        if self.tasks is not None:
+            return self._of_tasks(batch, info)
         return self._micro_step(batch, info, self.units(batch, info))
 
     def units(self, batch: dict[str, Any], info: StepInfo) -> int:
@@ -157,6 +174,17 @@ class LossWeigher:
         share = 0.0 if info.is_filler else units * self._ranks / self._total
         scale = compat.loss_scale(trainer, is_told=items is not None)
         return MicroStep(info=info, items=items, factor=share / scale)
+
+    def _of_tasks(self, batch: dict[str, Any], info: StepInfo) -> MicroStep:
+        targets = self._targets(batch)
+        if targets not in (None, info.local_targets) and not info.is_filler:
+            raise ValueError(
+                f"the batch of step {info.step} has {targets} supervised tokens, but its samples "
+                f"have {info.local_targets}, by which `task_weights` weigh it. Let `observe` "
+                "return `Observation(tokens, targets, task=...)`, and the collator leave labels."
+            )
+        scale = compat.loss_scale(self._trainer, is_told=False)
+        return MicroStep(info=info, items=None, factor=1 / scale, tasks=self.tasks)
 
     def _unit_of(self, has_labels: torch.Tensor) -> int:
         """Return which of the counts the loss is a mean over."""
@@ -266,6 +294,37 @@ def count_targets(
     if shift and is_per_token and "shift_labels" not in batch:
         labels = labels[..., 1:]
     return int(labels.ne(IGNORE_INDEX).sum())
+
+
+def shifts(trainer: Any) -> bool:
+    """Return whether the first label of a row is no target."""
+    given: bool | None = trainer.odb.shift_labels
+    return compat.shifts_labels(trainer.model) if given is None else given
+
+
+class TokenLosses:
+    """The `compute_loss_func` of a trainer whose tasks are weighed: the loss of each token."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __call__(self, outputs: Any, labels: Any, **_: Any) -> torch.Tensor:
+        """Return the cross entropy of each label, (B, T), without the first where it is none."""
+        logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
+        if logits is None or labels is None or labels.is_floating_point():
+            raise ValueError(
+                "`compute_loss_func` must be given with `task_weights` where the model does not "
+                "return the `logits` of integer `labels`. It returns the loss of each token, "
+                "(B, T), 0 where it is not supervised, or of each sample, (B,)."
+            )
+        if labels.ndim > 1 and shifts(self._trainer):
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return cross_entropy(
+            logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
+            labels.flatten(),
+            reduction="none",
+            label_smoothing=self._trainer.args.label_smoothing_factor,
+        ).view_as(labels)
 
 
 def give_targets(batch: MutableMapping[str, Any]) -> None:

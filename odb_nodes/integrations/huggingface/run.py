@@ -38,6 +38,8 @@ from odb_nodes.loader.rank_states import save_rank_state
 from odb_nodes.monitor import Monitor
 from odb_nodes.monitor.metrics import StepMeter
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
+from odb_nodes.tasks import weights_of
+from odb_nodes.tasks.task_gradients import TaskGradients
 
 NO_BOUND = 2**40  # optimizer steps, where nothing bounds them
 MOST_OF_AN_EPOCH = 0.999  # share of an epoch shown, at most, before its end is seen
@@ -74,6 +76,7 @@ class RunState(NodeState):
     planned_ranks: int  # of that estimate
     loader: SourceState  # empty at the beginning
     monitor: dict[str, Any] | None = None
+    tasks: dict[str, Any] | None = None
 
     def rank_steps_at(self, step: int, ranks: int) -> int:
         """Return the rank-steps of so many optimizer steps, if so many ranks go on from here."""
@@ -261,6 +264,11 @@ class Run:
             else:
                 self.monitor.monitor.load_state_dict(state.monitor)
             self.monitor.monitor.attach(batches.loader)
+        if (tasks := odb.task_weights) is not None:
+            if isinstance(tasks, TaskGradients):
+                tasks.check_model(trainer.model)
+            if state.tasks is not None:
+                tasks.load_state_dict(state.tasks)
         self.guard: RunGuard | None = None
         if odb.on_oom is not None:
             self.guard = RunGuard(trainer, batches.loader, self.losses, self._model_batch)
@@ -310,6 +318,7 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run on this rank. Between optimizer steps only."""
         batches, step = self.batches, self._trainer.state.global_step
+        tasks = self.losses.tasks
         state = replace(
             self._begun,
             step=step,
@@ -318,6 +327,7 @@ class Run:
             rank_steps=self._begun.rank_steps_at(step, self._ranks),
             loader=batches.loader.state_dict(),
             monitor=None if self.monitor is None else self.monitor.monitor.state_dict(),
+            tasks=None if tasks is None else tasks.state_dict(),
         )
         return seal_whole(HOLDER, state)
 
@@ -421,6 +431,9 @@ class Run:
             return {}
         gather = self._trainer.accelerator.gather
         metrics = self.meter.take_metrics(gather, self._trainer.args.device)
+        if self.losses.tasks is not None:
+            weights = weights_of(self.losses.tasks)
+            metrics |= {f"odb/weight/{task}": weight for task, weight in weights.items()}
         return metrics if self.guard is None else metrics | self.guard.take_metrics(gather)
 
 
@@ -434,7 +447,7 @@ def _saved_run(checkpoint: str, args: Any) -> RunState:
     runs = [unseal_whole(one, HOLDER, RunState) for one in saved]
     if is_own:
         return runs[0]
-    alike = ("step", "epoch", "samples", "rank_steps", "steps_per_epoch", "planned_ranks")
+    alike = ("step", "epoch", "samples", "rank_steps", "steps_per_epoch", "planned_ranks", "tasks")
     return resharded_run(runs, rank, world_size, alike)
 
 

@@ -20,12 +20,18 @@ from odb_nodes.integrations.huggingface.config import (
     check_overrides,
     check_trainer,
 )
-from odb_nodes.integrations.huggingface.loss import MicroStep
+from odb_nodes.integrations.huggingface.loss import (
+    MicroStep,
+    TokenLosses,
+    count_targets,
+    shifts,
+)
 from odb_nodes.integrations.huggingface.run import Run, TrainBatches
 from odb_nodes.integrations.huggingface.samples import TrainerPadding
 from odb_nodes.integrations.learning_rate import follow
 from odb_nodes.memory.meter import free_memory
 from odb_nodes.planning import TokenBudget
+from odb_nodes.tasks.task_gradients import TaskGradients
 
 if TYPE_CHECKING:  # The mixin calls the methods of the class that it is mixed into.
     _Mixed = Trainer
@@ -79,6 +85,8 @@ class ODBTrainerMixin(_Mixed):
         compat.collator_columns(self)  # while there is a model; a search has none between trials
         if odb.collate_fn is None and compat.pads_by_default(self):
             self.data_collator = TrainerPadding(self, odb)
+        if odb.task_weights is not None and self.compute_loss_func is None:
+            self.compute_loss_func = TokenLosses(self)
         # Before the others, so that they see the epoch, and checkpoints with our file in them.
         self.callback_handler.callbacks.insert(0, RunCallback(self))
 
@@ -142,13 +150,22 @@ class ODBTrainerMixin(_Mixed):
             loss = run.guard.compute(model, inputs, weight, compute)
         if run.monitor is not None:
             run.monitor.losses.append(loss)
+        if weight.info.ends_optimizer_step and isinstance(weight.tasks, TaskGradients):
+            weight.tasks.step()
         return loss
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the loss; in training, weighed by its share of the optimizer step."""
-        result = super().compute_loss(*args, **kwargs)
         micro_step = None if self.odb_run is None else self.odb_run.losses.active
-        return result if micro_step is None else micro_step.scale(result)
+        before = dict(inputs)  # The `Trainer` takes the labels out.
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        loss, *outputs = result if isinstance(result, tuple) else (result,)
+        if micro_step is not None:
+            loss = micro_step.scale(loss, before.get("position_ids"))
+        elif self.odb.task_weights is not None and loss.ndim:
+            names = self.label_names or ()
+            loss = loss.sum() / (count_targets(before, shift=shifts(self), names=names) or 1)
+        return (loss, *outputs) if outputs else loss
 
     # --- the run ----------------------------------------------------------------------------------
 

@@ -1,0 +1,247 @@
+"""Tasks that a trainer weighs: as a loop of one's own weighs them, and alike after a resume."""
+
+import json
+
+import language_models as lm
+import pytest
+import torch
+import torch.distributed as dist
+import trainers as t
+from memory_faults import above, fail, never
+from torch.nn.functional import cross_entropy
+from transformers import Trainer
+
+from odb_nodes import Observation, ODBDataLoader, PaddingCollate, TokenBudget, pop_step_info
+from odb_nodes.integrations.huggingface import ODBTrainer, configure_trainer
+from odb_nodes.integrations.huggingface.config import check_trainer
+from odb_nodes.tasks import GradNorm, PCGrad, TaskWeights
+
+pytestmark = [
+    pytest.mark.filterwarnings(t.OF_TRANSFORMERS),
+    pytest.mark.filterwarnings("ignore:the run (goes on|ends) after:UserWarning"),
+]
+
+SIZE, EPOCHS, TASKS = 40, 2, ("even", "odd")
+
+
+def observe(sample):
+    tokens, targets = len(sample["input_ids"]), lm.targets_of(sample["labels"])
+    return Observation(tokens, targets, task=TASKS[sample["id"] % 2])
+
+
+def weighing(name, model):
+    """What weighs the tasks of a model."""
+    weights = TaskWeights({"even": 1.0, "odd": 3.0})
+    if name == "GradNorm":
+        return GradNorm(weights, model.hidden.parameters(), every=2, rate=0.1)
+    return PCGrad(weights, model.parameters()) if name == "PCGrad" else weights
+
+
+KINDS = ("TaskWeights", "GradNorm", "PCGrad")
+
+
+def values_of(tasks):
+    return dict(tasks if isinstance(tasks, TaskWeights) else tasks.weights)
+
+
+def own_loop(name, accumulate):
+    """The weights of the model and of the tasks after a run without a trainer."""
+    model = lm.Decoder()
+    tasks = weighing(name, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=t.LR)
+    options = {"token_budget": 64, "window": 12, "round_size": 4, "seed": 42}
+    options |= {"observe": observe, "tasks": TASKS, "accumulate": accumulate}
+    loader = ODBDataLoader(lm.Texts(SIZE), **options)
+    for _ in range(EPOCHS):
+        for batch in loader:
+            info = pop_step_info(batch)
+            logits = model.logits(batch["input_ids"])[:, :-1].transpose(1, 2)
+            losses = cross_entropy(logits, batch["labels"][:, 1:], reduction="none")
+            if name == "PCGrad":
+                tasks.backward(losses, info)
+            else:
+                if name == "GradNorm":
+                    tasks.observe(losses, info)
+                weights = tasks if name == "TaskWeights" else tasks.weights
+                weights.loss(losses, info).backward()
+            if info.ends_optimizer_step:
+                if name != "PCGrad" and dist.is_initialized():
+                    for one in model.parameters():
+                        dist.all_reduce(one.grad.div_(dist.get_world_size()))
+                if name != "TaskWeights":
+                    tasks.step()
+                optimizer.step()
+                optimizer.zero_grad()
+    return lm.weights_of(model), values_of(tasks)
+
+
+# --- the Trainer of transformers ------------------------------------------------------------------
+
+
+def trainer_of(folder, name, make=ODBTrainer, model=lm.Plain, odb=(), **options):
+    model = model()
+    given = {"task_weights": weighing(name, model), "observe": observe} | dict(odb)
+    given = {"learning_rate": t.LR, "num_train_epochs": EPOCHS, "model": model} | {
+        "odb": given,
+        "lr_scheduler_type": "constant",
+        **options,
+    }
+    return t.make_trainer(folder, kind=make, **given)
+
+
+def run_trainer(folder, name, resume=None, **options):
+    trainer = trainer_of(folder, name, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, (lm.weights_of(trainer.model), values_of(trainer.odb.task_weights))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_trainer_weighs_tasks_as_a_loop_does_and_resumes_without_a_difference(
+    tmp_path, name, accumulate
+):
+    options = {"save_steps": 1, "gradient_accumulation_steps": accumulate}
+    trainer, (weights, tasks) = run_trainer(tmp_path, name, **options)
+    expected, expected_tasks = own_loop(name, accumulate)
+    assert weights == pytest.approx(expected, rel=1e-12)
+    assert tasks == pytest.approx(expected_tasks, rel=1e-12)
+    assert (tasks == {"even": 1.0, "odd": 3.0}) == (name != "GradNorm")
+    logged = t.logs_of(trainer, "odb/weight/odd")
+    assert (len({*logged}) > 1) == (name == "GradNorm") and logged
+    for place in (3, trainer.state.global_step - 1):
+        resume = str(tmp_path / f"checkpoint-{place}")
+        _, (found, found_tasks) = run_trainer(tmp_path / "again", name, resume, **options)
+        assert torch.equal(found, weights)
+        assert found_tasks == tasks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_two_ranks_weigh_tasks_as_a_loop_on_two_ranks_and_resume(tmp_path, name):
+    body = """
+        import test_trainer_tasks as j
+        folder, name = sys.argv[1:]
+        options = {"save_steps": 2, "gradient_accumulation_steps": 2}
+        found = [j.own_loop(name, 2)]
+        for resume in (None, folder + "/checkpoint-2"):
+            trainer, result = j.run_trainer(folder, name, resume, **options)
+            found.append(result)
+            del trainer
+        r.finish([[weights.tolist(), tasks] for weights, tasks in found])
+    """
+    with t.on_ranks(tmp_path, 2, body, str(tmp_path), name) as job:
+        one, other = (json.loads(out.splitlines()[-1]) for out in job.finish(200))
+    assert one == other
+    own, whole, resumed = one
+    assert resumed == whole
+    assert whole[0] == pytest.approx(own[0], rel=1e-10)
+    assert whole[1] == pytest.approx(own[1], rel=1e-12)
+
+
+def test_a_trainer_that_exists_evaluates_the_mean_over_tokens(tmp_path):
+    model = lm.Plain()
+    args = t.arguments(tmp_path, max_steps=3, gradient_accumulation_steps=2)
+    data = {"train_dataset": lm.Texts(SIZE), "eval_dataset": lm.Texts(7)}
+    stock = Trainer(model, args, data_collator=PaddingCollate(), **data)
+    trainer = configure_trainer(
+        stock, token_budget=64, window=12, observe=observe, task_weights=weighing("GradNorm", model)
+    )
+    assert trainer is stock
+    trainer.train()
+    expected = lm.expected_loss(lm.weights_of(model), range(7))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_steps_that_run_out_of_memory_weigh_their_parts(tmp_path, layout):
+    def weights_after(fails):
+        model = fail(PerToken(), "logits", fails)
+        odb = {"token_budget": TokenBudget(64, layout=layout), "on_oom": "split"}
+        options = {"model": lambda: model, "odb": odb, "num_train_epochs": 1}
+        trainer, (weights, _) = run_trainer(tmp_path, "TaskWeights", **options)
+        return weights, sum(t.logs_of(trainer, "odb/ooms"))
+
+    (whole, none), (failing, some) = weights_after(never), weights_after(above(30))
+    assert failing == pytest.approx(whole, abs=1e-12)
+    assert some > none == 0
+
+
+class PerToken(lm.Plain):
+    """Predicts each token from the one before alone, so samples may share a row."""
+
+    def features(self, input_ids):
+        return torch.tanh(self.hidden(self.embedding(input_ids)))
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, labels=None, id=None):
+        return super().forward(input_ids, id=id)
+
+
+class Unlabelled(lm.Plain):
+    """Returns a loss of its own alone."""
+
+    def forward(self, input_ids, attention_mask=None):
+        return {"loss": self.logits(input_ids).mean()}
+
+
+class Masked(PaddingCollate):
+    """Supervises less than the samples say."""
+
+    def __call__(self, samples):
+        batch = super().__call__(samples)
+        batch["labels"][:, 1] = -100
+        return batch
+
+
+def of_another_model(name):
+    return {"task_weights": weighing(name, lm.Plain())}
+
+
+def part_of(model):
+    return PCGrad(TaskWeights({"even": 1.0, "odd": 1.0}), model.head.parameters())
+
+
+REFUSED = {
+    "a name": (
+        "TaskWeights",
+        {"odb": {"task_weights": {"even": 1.0}}},
+        TypeError,
+        r"`TaskWeights\(",
+    ),
+    "loss_is": ("TaskWeights", {"odb": {"loss_is": "token_mean"}}, ValueError, "`loss_is` and"),
+    "skip": ("TaskWeights", {"odb": {"on_oom": "skip"}}, ValueError, '`on_oom="skip"` must'),
+    "split": ("GradNorm", {"odb": {"on_oom": "split"}}, ValueError, "`GradNorm` .* `on_oom` or"),
+    "auto": ("PCGrad", {"odb": {"token_budget": "auto"}}, ValueError, "`PCGrad` .* `on_oom` or"),
+    "another model": ("GradNorm", {"odb": of_another_model("GradNorm")}, ValueError, "2 of 2 are"),
+    "a number": (
+        "TaskWeights",
+        {"compute_loss_func": lambda outputs, labels, **_: outputs["logits"].sum()},
+        ValueError,
+        "returned a single number",
+    ),
+    "no logits": ("TaskWeights", {"model": Unlabelled}, ValueError, "`compute_loss_func` must be"),
+    "labels": ("TaskWeights", {"data_collator": Masked()}, ValueError, "supervised tokens, but"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_trainer_cannot_weigh_is_refused_by_name(tmp_path, case):
+    name, options, error, message = REFUSED[case]
+    with pytest.raises(error, match=message):
+        run_trainer(tmp_path, name, **options)
+
+
+def test_projections_need_all_that_is_trained(tmp_path):
+    trainer = trainer_of(tmp_path, "PCGrad")
+    with pytest.raises(ValueError, match="must be all that is trained, but 3 of 5 are missing"):
+        part_of(trainer.model).check_model(trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("is_fsdp_enabled", "FSDP"), ("is_deepspeed_enabled", "DeepSpeed"), ("model_init", "`model_")],
+)
+def test_gradients_of_tasks_need_whole_parameters(tmp_path, name, message):
+    trainer = trainer_of(tmp_path, "PCGrad")
+    setattr(trainer, name, lambda: None)
+    with pytest.raises(ValueError, match=f"`PCGrad` must not be given with {message}"):
+        check_trainer(trainer, trainer.odb)

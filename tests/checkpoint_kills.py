@@ -22,17 +22,19 @@ CALLS = (
 )
 
 
+def end(pids):
+    """Kill these processes, this one last."""
+    for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, 9)
+
+
 def arrange(checkpoints, pids, *, rank, after_calls, delay_s, seed):
     """Kill `pids` within a save: on `rank`, `delay_s` after so many calls into the file system."""
     own = pids.index(os.getpid())
     draw = random.Random(f"{seed} {own}")  # of its own: those of the job are a part of its state
     thread, inside, count = threading.get_ident(), False, 0
     save = checkpoints.save
-
-    def kill():
-        for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, 9)
 
     def before_call():
         nonlocal count
@@ -41,7 +43,7 @@ def arrange(checkpoints, pids, *, rank, after_calls, delay_s, seed):
         count += 1
         time.sleep(draw.random() * draw.choice([0, 0.001, 0.01]))
         if own == rank and count == after_calls:
-            threading.Timer(delay_s, kill).start() if delay_s else kill()
+            threading.Timer(delay_s, end, (pids,)).start() if delay_s else end(pids)
 
     def watched(call):
         def run(*arguments, **options):

@@ -19,16 +19,9 @@ class InProcessHub:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
-        self.aborted = False
         self.sizes: dict[int, int] = {}
         self.calls: dict[int, dict[int, IntArray]] = {}  # number of the call -> rank -> row
         self.collected: dict[int, int] = {}  # number of the call -> ranks that are done with it
-
-    def abort(self) -> None:
-        """Make all waits of all ranks raise from now on."""
-        with self.changed:
-            self.aborted = True
-            self.changed.notify_all()
 
     def exchange(self, rank: int) -> Exchange:
         """Return the exchange of one rank."""
@@ -95,7 +88,7 @@ class _InProcessExchange:
     def _wait_for(self, present: dict[int, object] | dict[int, IntArray] | dict[int, int]) -> None:
         deadline = time.monotonic() + self.timeout_s
         while len(present) < self.world_size:
-            if self._interrupted or self._hub.aborted:
+            if self._interrupted:
                 raise Interrupted("the exchange was interrupted.")
             self._hub.changed.wait(max(0.0, deadline - time.monotonic()))
             missing = sorted({*range(self.world_size)} - {*present})

@@ -1,7 +1,8 @@
 """A training job with a ledger that kills itself, all ranks at once, at a drawn place of a step."""
 
 import os
-from contextlib import suppress
+
+import checkpoint_kills
 
 from odb_nodes import Checkpoints, Ledger, ODBDataLoader, Skipped, TokenBudget, pop_step_info
 
@@ -30,9 +31,9 @@ def train(folder, rank, world_size, pids, sharded, kill, meet):
         rank, world_size: of this process.
         pids: the processes of all ranks.
         sharded: whether each rank has data of its own, of very different size.
-        kill: `None`; or `rank`, the one that does it; `after_records`; and `place`: of the record
-            after those, the part of its bytes that is written before; 1.0: all of them, and a part
-            of a checkpoint.
+        kill: `None`; or `rank`, the one that does it; and `after_records` and `place`, the part of
+            the bytes of the record after those that is written before; or else the options of
+            `checkpoint_kills.arrange`, for a kill within a save.
         meet: waits for all ranks; called before the ledger is closed.
     """
     size = SIZES[rank] if sharded else size_of(world_size, sharded)
@@ -48,7 +49,9 @@ def train(folder, rank, world_size, pids, sharded, kill, meet):
     checkpoints = Checkpoints(folder / "checkpoints", {"loader": loader, "done": done})
     step = checkpoints.load()
     ledger = Ledger(folder / "ledger")
-    if kill and kill["rank"] == rank:
+    if kill and "place" not in kill:
+        checkpoint_kills.arrange(checkpoints, pids, **kill)
+    elif kill and kill["rank"] == rank:
         _arrange(pids, kill)
     with loader, ledger:
         while done["epoch"] < EPOCHS:
@@ -63,28 +66,16 @@ def train(folder, rank, world_size, pids, sharded, kill, meet):
 
 
 def _arrange(pids, kill):
-    write, replace, records = os.write, os.replace, 0
-
-    def end():
-        for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, 9)
+    write, records = os.write, 0
 
     def kill_in_write(file, data):
         nonlocal records
         if not os.readlink(f"/proc/self/fd/{file}").endswith(".ledger"):
             return write(file, data)
         records += 1
-        if records > kill["after_records"] and kill["place"] < 1.0:
+        if records > kill["after_records"]:
             write(file, data[: int(len(data) * kill["place"])])
-            end()
+            checkpoint_kills.end(pids)
         return write(file, data)
 
-    def kill_in_save(*args, **options):
-        if records > kill["after_records"]:
-            end()
-        return replace(*args, **options)
-
     os.write = kill_in_write
-    if kill["place"] == 1.0:
-        os.replace = kill_in_save

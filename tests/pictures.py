@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -28,6 +29,60 @@ def processor():
 def model():
     """A fresh model, the same each time, in fp32."""
     return build_model(processor(), seed=0, device="cpu")
+
+
+@functools.cache
+def network_of(kind):
+    """A tiny model with random weights."""
+    if kind == "Qwen2VL":
+        return model()
+    if kind in ("Llava", "InternVL", "PaliGemma"):
+        return model_of_whole_images(kind)
+    token = processor().tokenizer.convert_tokens_to_ids
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3]}
+    if kind == "Qwen2_5_VL":
+        own = {"fullatt_block_indexes": [1]}
+    else:
+        own = {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+        rope["mrope_interleaved"] = True
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"vocab_size": 512, "head_dim": 16, "rope_scaling": rope, "use_cache": False}
+    if kind == "Qwen3VLMoe":
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    vision = {"depth": 2, "num_heads": 4, "patch_size": 14, "out_hidden_size": 64, **own}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        text_config={**sizes, **text},
+        vision_config={**sizes, **vision},
+        image_token_id=token("<|image_pad|>"),
+        video_token_id=511,
+        vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"),
+    )
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+
+
+IMAGE_TOKEN = 60  # of models that take whole images, 4 for each
+
+
+def model_of_whole_images(kind):
+    """A tiny model with random weights that takes images of 8 x 8, and numbers its tokens."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes["num_attention_heads"] = 4
+    text = {**sizes, "vocab_size": 64, "model_type": "llama", "initializer_range": 0.3}
+    text["num_key_value_heads"] = 2
+    vision, own = {**sizes, "image_size": 8, "patch_size": 4}, {"image_token_id": IMAGE_TOKEN}
+    if kind == "Llava":
+        vision["model_type"] = "clip_vision_model"
+    elif kind == "InternVL":
+        vision |= {"image_size": [8, 8], "patch_size": [2, 2]}
+    else:
+        text["model_type"], own = "gemma", {"image_token_index": IMAGE_TOKEN, "projection_dim": 32}
+        vision |= {"projection_dim": 32, "vocab_size": 64}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **own)
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
 
 
 def noise(width, height, seed=0):

@@ -5,10 +5,7 @@ import pickle
 from dataclasses import asdict
 from itertools import chain
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from odb_nodes import (
     LengthObserver,
@@ -70,43 +67,6 @@ def test_its_payload_is_the_same_whether_a_worker_has_made_it():
 def again(sample):
     """The sample, with one object for both names."""
     return sample._replace(source=sample.item.source)
-
-
-def test_it_has_no_source_unless_one_is_named():
-    costs = ("data", "tokens", "targets", "patches")
-    assert Sample._fields == (
-        *costs,
-        "source",
-        "counted",
-        "key",
-        "item",
-        "digest",
-        "task",
-        "ordinal",
-    )
-    assert tuple(NAMED) == (*PLAIN[:4], "ocr", "", None, None, None, "", None)
-    assert PLAIN.source == ""
-    assert NAMED.of_source("web").source == "web/ocr"
-
-
-SAMPLES = st.builds(
-    lambda length, source: Sample({"input_ids": np.arange(length)}, length, 0)._replace(
-        source=source
-    ),
-    st.integers(1, 9),
-    st.sampled_from(["", "a", "b"]),
-)
-
-
-@given(st.lists(SAMPLES, max_size=6), st.booleans())
-def test_a_chunk_keeps_sources_on_its_way_between_processes(samples, as_items):
-    items = [SourceItem(one.source, one.data) for one in samples] if as_items else samples
-    again = through_transport(items)
-    assert [(type(one), one.source) for one in again] == [(type(one), one.source) for one in items]
-    data = [one.item if as_items else one.data for one in again]
-    assert [one["input_ids"].tolist() for one in data] == [
-        one.data["input_ids"].tolist() for one in samples
-    ]
 
 
 def test_an_observer_keeps_the_source_of_an_item():

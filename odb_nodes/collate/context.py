@@ -30,8 +30,10 @@ def shard_context(
 
     `labels`, where there are any, become `shift_labels`, the label of the next token, before they
     are cut, for a loss that does not shift. `position_ids` are added, so that a token keeps its
-    position. Values with an entry for each token are cut, and all others are kept. `cu_seq_lens`
-    and the longest lengths of a packed row are those of the parts.
+    position; those of several dimensions, (k, n, T), are cut, too. Values with an entry for each
+    token are cut, and all others are kept: each rank has all images, and a model must put them in
+    place before tokens are cut. `cu_seq_lens` and the longest lengths of a packed row are those of
+    the parts.
 
     Args:
         batch: of a `PaddingCollate`, (n, T), or a `PackedCollate`, (1, T); no longer with its
@@ -50,14 +52,12 @@ def shard_context(
     check_choice("order", order, get_args(ContextOrder))
     rows, width = batch["input_ids"].shape
     bounds = batch[_BOUNDS[0]].tolist() if _BOUNDS[0] in batch else [0, width]
-    positions = batch.get("position_ids")
-    may_be_packed = rows == 1 and not {_BOUNDS[0], "attention_mask"} & {*batch}
-    if may_be_packed and positions is not None and world_size > 1:
-        if (positions.reshape(-1, width)[0].diff() <= 0).any():
-            raise ValueError(
-                "a packed row is cut sample by sample, by its `cu_seq_lens_q`, but has none. Leave "
-                "`model_arguments` of `PackedCollate` on, and give `max_samples` with `shapes`."
-            )
+    if world_size > 1 and _BOUNDS[0] not in batch and _is_packed(batch):
+        raise ValueError(
+            "a packed row is cut sample by sample, by its `cu_seq_lens_q`, but has none, and its "
+            "`position_ids` begin more than once. Leave `model_arguments` of `PackedCollate` on, "
+            "and give `max_samples` with `shapes`."
+        )
     parts = world_size if order == "contiguous" else 2 * world_size
     if any(bound % parts for bound in bounds):
         what = "each sample of a packed row" if len(bounds) > 2 else "each row"
@@ -87,7 +87,24 @@ def shard_context(
             raise ValueError(
                 f"`{key}` is a mask of all tokens, {tuple(shape)}: no rank has them all."
             )
-        if tuple(shape[:2]) == (rows, width):
+        if key == "position_ids":  # (rows, width) or (dimensions, rows, width)
+            whole[key] = value[..., kept]
+        elif tuple(shape[:2]) == (rows, width):
             whole[key] = value[:, kept]
     whole.update({key: whole[key] // world_size for key in (*_BOUNDS, *_LONGEST) if key in whole})
     return whole
+
+
+def _is_packed(batch: Mapping[str, Any]) -> bool:
+    """Tell whether a row has several tokens at position 0, in all dimensions, that are no padding.
+
+    Padded rows have one each, wherever they begin.
+    """
+    if (positions := batch.get("position_ids")) is None:
+        return False
+    rows, width = batch["input_ids"].shape
+    starts = (positions.reshape(-1, positions.shape[-2], width) == 0).all(dim=0).expand(rows, width)
+    mask: Any = batch.get("attention_mask")
+    if getattr(mask, "shape", None) == (rows, width):
+        starts = starts & mask.bool()
+    return bool((starts.sum(dim=1) > 1).any())

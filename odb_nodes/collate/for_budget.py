@@ -21,27 +21,20 @@ def collate_for(budget: TokenBudget | None, collate_fn: Collate | None) -> Colla
     if not isinstance(collate_fn, (PaddingCollate, PackedCollate)):
         return collate_fn
     name = type(collate_fn).__name__
-    if not isinstance(collate_fn, kind):
+    if collate_fn.layout != budget.layout:
         raise ValueError(
             f'`collate_fn` must be for groups of layout "{budget.layout}", which the budget has, '
-            f"but is a `{name}` instead. {_remedy(collate_fn, kind)}"
+            f'but is a `{name}` of layout "{collate_fn.layout}" instead. Use '
+            f"`{kind.__name__}.of(budget)`, for images `VisionLanguageCollate.of(budget, ...)`; or "
+            f'take `layout="{collate_fn.layout}"` for the budget.'
         )
     for field, expected in vars(kind.of(budget)).items():
-        given = getattr(collate_fn, field)
-        if field in _OF_THE_BUDGET and given != expected:
+        if field in _OF_THE_BUDGET and (given := getattr(collate_fn, field)) != expected:
             raise ValueError(
                 f"`{field}` of `collate_fn` must be that of the budget, {_shown(expected)}, but is "
                 f"{_shown(given)} instead. Use `{name}.of(budget, ...)`."
             )
     return collate_fn
-
-
-def _remedy(collate_fn: Collate, kind: type) -> str:
-    if type(collate_fn) in (PaddingCollate, PackedCollate):
-        return f"Leave it out, use `{kind.__name__}.of(budget)`, or choose the other layout."
-    if kind is PackedCollate:  # for images, say
-        return 'Take `layout="padded"`: only `PackedCollate` packs, and it packs text alone.'
-    return 'Take `layout="packed"`, or derive it from `PaddingCollate`.'
 
 
 def _shown(value: object) -> str:

@@ -20,7 +20,7 @@ from odb_nodes.collate.token_rows import (
     row_of,
 )
 from odb_nodes.errors import SampleError
-from odb_nodes.planning.budget import TokenBudget, fit_shape
+from odb_nodes.planning.budget import Layout, TokenBudget, fit_shape
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import IGNORE_INDEX
 
@@ -85,6 +85,11 @@ class PackedCollate(TokenRows):
             raise ValueError(
                 f"`mask_dtype` must be `torch.bool` or a floating dtype, but is {dtype} instead."
             )
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the budgets that this is for."""
+        return "packed"
 
     @classmethod
     def of(cls, budget: TokenBudget, **options: Any) -> PackedCollate:
@@ -166,8 +171,8 @@ class PackedCollate(TokenRows):
         """Refuse images, and a mask or positions that a packed row cannot keep."""
         if key in _IMAGE_KEYS:
             raise SampleError(
-                f"images cannot be packed, but there is `{key}`. Use the padded layout, and "
-                "`VisionLanguageCollate`."
+                f"`PackedCollate` packs text alone, but there is `{key}`. Use "
+                "`VisionLanguageCollate.of(budget, model=...)`."
             )
         if key not in self.token_keys or value is None:
             return

@@ -12,7 +12,7 @@ import torch
 from odb_nodes._core.checks import check_choice
 from odb_nodes._core.content import INT64
 from odb_nodes.collate.token_rows import GroupRows, TokenRows
-from odb_nodes.planning.budget import Shape, fit_shape
+from odb_nodes.planning.budget import Layout, Shape, fit_shape
 from odb_nodes.sample import IGNORE_INDEX
 
 
@@ -41,6 +41,11 @@ class PaddingCollate(TokenRows):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("side", self.side, ("right", "left"))
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the budgets that this is for."""
+        return "padded"
 
     def batch_of(self, group: GroupRows) -> dict[str, Any]:
         """Return the batch of a group."""

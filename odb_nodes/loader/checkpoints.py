@@ -18,7 +18,7 @@ from odb_nodes._core.content import explain_unreadable, is_readable
 from odb_nodes._core.files import sync_folder
 from odb_nodes._core.seeds import load_rngs, save_rngs
 from odb_nodes._core.user_warning import warn_user
-from odb_nodes.alignment.exchange import Channel, resolve_exchange
+from odb_nodes.alignment.exchange import Channel, group_rank, resolve_exchange
 from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import PeerError, StateError
 from odb_nodes.loader.checkpoint_folders import (
@@ -30,7 +30,7 @@ from odb_nodes.loader.checkpoint_folders import (
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.rank_states import rank_file
 from odb_nodes.loader.reshard_nodes import Ranks
-from odb_nodes.loader.resharding import deep_equal, reshard_parts
+from odb_nodes.loader.resharding import data_ranks, deep_equal, reshard, reshard_parts
 
 logger = logging.getLogger("odb_nodes")
 
@@ -65,6 +65,7 @@ class Checkpoints:
             DDP the model and the optimizer; never sharded ones (FSDP, ZeRO), nor the loader. The
             checkpoint records them, so `load` needs no names.
         timeout_s: seconds to wait for another rank before it is an error.
+        process_group: that of the loaders, where some ranks read the same data: a `DeviceMesh`.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -85,10 +86,11 @@ class Checkpoints:
         keep: int = 2,
         replicated: Sequence[str] = (),
         timeout_s: float = 600.0,
+        process_group: Any = None,
     ) -> None:
         check_type("folder", folder, str | os.PathLike)
         self._folders = CheckpointFolders(Path(folder))
-        self._parts = _Parts(parts, replicated)
+        self._parts = _Parts(parts, replicated, process_group)
         self._keep = check_count("keep", keep)
         check_seconds("timeout_s", timeout_s)
         self._timeout_s = timeout_s
@@ -260,8 +262,8 @@ class _ReshardedPart(Protocol):
 class _Parts:
     """The parts of a rank that are saved together, and the global random generators."""
 
-    def __init__(self, parts: Any, replicated: Any) -> None:
-        self._parts = _check_parts(parts)
+    def __init__(self, parts: Any, replicated: Any, process_group: Any) -> None:
+        self._parts, self._process_group = _check_parts(parts), process_group
         check_type("replicated", replicated, Collection)
         if isinstance(replicated, str) or any(name not in [*self._parts] for name in replicated):
             raise ValueError(
@@ -305,8 +307,8 @@ class _Parts:
 
     def read(self, folder: Path, rank: int, ranks: Ranks) -> tuple[dict[str, Any], Any]:
         """Return the states that this rank goes on with, and that of its random generators."""
-        if ranks.before == ranks.after:
-            own = _read(folder, rank, ranks.after)
+        own = _read(folder, rank, ranks.after) if ranks.before == ranks.after else None
+        if own is not None and self._is_of_these_ranks(own["parts"]):
             shared = {*own["replicated"], *self._replicated}
             first = _read(folder, 0, ranks.after) if rank and shared else own
         else:
@@ -323,9 +325,20 @@ class _Parts:
         self._check(states, folder)
         return states, own["generators"]
 
+    def _is_of_these_ranks(self, states: Mapping[str, Any]) -> bool:
+        """Tell whether as many ranks of `process_group` had data of their own."""
+        if self._process_group is None:
+            return True
+        _, size = group_rank(self._process_group)
+        loaders = [one for name, one in states.items() if isinstance(self._parts.get(name), Loader)]
+        return all(data_ranks(one) in (None, size) for one in loaders)
+
     def _resharded(self, world_size: int, name: str, states: list[Any]) -> list[Any]:
         """Return the states of a part on all ranks as those of another number of ranks."""
         part = self._parts.get(name)
+        if isinstance(part, Loader) and self._process_group is not None:
+            rank, size = group_rank(self._process_group)
+            return [reshard(states, size)[rank]] * world_size  # of which this rank takes its own
         if not isinstance(part, _ReshardedPart):
             try:
                 return reshard_parts(states, world_size, f"parts[{name!r}]")

@@ -51,7 +51,8 @@ def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
 
     Args:
         states: `state_dict()` of the loader of each rank, saved between the same two optimizer
-            steps, in any order; alone, or in dicts whose other values are equal on all ranks.
+            steps, in any order; alone, or in dicts whose other values are equal on all ranks. Of
+            ranks that read the same data, as in a `DeviceMesh`, one is enough.
         world_size: the new number of ranks.
 
     Returns:
@@ -116,6 +117,15 @@ def add_rule(holder: str, rule: Rule) -> None:
     _rules[holder] = rule
 
 
+def data_ranks(state: Any) -> int | None:
+    """Return how many ranks have data of their own, by the state of a loader on one of them."""
+    try:
+        size = _place_of(_opened(state)).get("world_size")
+    except StateError:  # which loading it will raise
+        return None
+    return size if isinstance(size, int) else None
+
+
 def batches_per_step(state: Mapping[str, Any]) -> int:
     """Return how many batches of a step a process takes, by a state of an `ODBDataLoader`."""
     root = state["root"]
@@ -161,7 +171,13 @@ def _without_digest(state: Any, place: str) -> dict[str, Any]:
 
 def _reshard_loader(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
     found = [*map(_opened, states)]
-    for rank, place in enumerate(_order(found)):
+    order = _order(found)
+    if len(order) < len(found):
+        raise StateError(
+            f"{len(found)} ranks have saved loaders of {len(order)} ranks with data of their own: "
+            "give `Checkpoints` the `process_group` of the loaders, their `DeviceMesh`."
+        )
+    for rank, place in enumerate(order):
         if rank != place:
             raise StateError(
                 f"the state of rank {rank} of a loader is where that of rank {place} should be: "
@@ -208,13 +224,15 @@ def _order(loaders: Sequence[LoaderState]) -> list[int]:
             f"the states must be those of all {size} ranks, but those of ranks {missing} are "
             "missing. Use a checkpoint that all ranks have saved."
         )
-    if len(found) != size:
-        raise StateError(
-            f"the states must be one of each rank, but are of ranks {sorted(found)} of {size}. "
-            "Where several processes read the same data, reshard one state of each rank; a loader "
-            "of one process alone cannot be resharded."
-        )
-    return sorted(range(size), key=found.__getitem__)
+    firsts = {rank: found.index(rank) for rank in found}
+    for loader, rank in zip(loaders, found, strict=True):  # Several may read the same data.
+        if not 0 <= rank < size or not deep_equal(vars(loader), vars(loaders[firsts[rank]])):
+            raise StateError(
+                f"the states must be one of each rank, but are of ranks {sorted(found)} of {size}, "
+                f"and not all of rank {rank} are equal: ranks that read the same data must save at "
+                "the same step, and a loader of one process alone cannot be resharded."
+            )
+    return [firsts[rank] for rank in range(size)]
 
 
 def _place_of(loader: LoaderState) -> Mapping[str, Any]:

@@ -48,7 +48,7 @@ class BatchChecks:
         new = bool(shape) and shape not in self._shapes and len(self._shapes) < _MOST_SHAPES
         if new:
             self._shapes.add(shape)
-            self._check_shape(group, shape)
+            self._check_shape(group, shape, info)
             seen = len(self._shapes)
             if seen <= _ALL_READ or seen % _READ_EVERY == 0:
                 self._check_padding(group, batch, shape)
@@ -79,7 +79,7 @@ class BatchChecks:
                 "that is not found, or answers that are cut off.",
             )
 
-    def _check_shape(self, group: SampleBlock, shape: tuple[int, ...]) -> None:
+    def _check_shape(self, group: SampleBlock, shape: tuple[int, ...], info: StepInfo) -> None:
         budget, tokens = self._budget, group.lengths
         if budget is None:
             return
@@ -89,6 +89,8 @@ class BatchChecks:
         planned = budget.cost(tokens)
         if planned > budget.tokens:  # an oversize sample, of which the bucketer has warned
             return
+        if info.modalities and not group.patches.any():
+            return  # The batch may have a dummy in place of what others have.
         attention = f" (a cost of {cost} with attention)" if cost > rows * width else ""
         self._warn(
             "shape",

@@ -20,7 +20,7 @@ ATTENTION_TOKENS = 12_288
 """Length at which attention costs as much as the rest of a layer: 6 x a width of 2048."""
 
 
-RowSizes = Literal["any", "even", "friendly"]
+RowSizes = Literal["any", "even", "friendly"] | int
 
 _FRIENDLY: IntArray = np.array(
     sorted({1 << n for n in range(32)} | {3 << n for n in range(31)}), dtype=np.int64
@@ -32,10 +32,13 @@ def allowed_rows(rows: IntArray, sizes: RowSizes) -> IntArray:
 
     Args:
         rows: numbers of at least 1, (n,) int64.
-        sizes: `"even"` allows 1 and all even numbers; `"friendly"` 2**n and 3 * 2**n.
+        sizes: `"even"` allows 1 and all even numbers; `"friendly"` 2**n and 3 * 2**n; a number its
+            multiples, of which `rows` must hold one.
     """
     allowed: IntArray = rows
-    if sizes == "even":
+    if isinstance(sizes, int):
+        allowed = rows - rows % sizes
+    elif sizes == "even":
         allowed = np.maximum(rows - rows % 2, 1)
     elif sizes == "friendly":
         allowed = _FRIENDLY[np.searchsorted(_FRIENDLY, rows, side="right") - 1]
@@ -44,6 +47,7 @@ def allowed_rows(rows: IntArray, sizes: RowSizes) -> IntArray:
 
 Layout = Literal["padded", "packed"]
 Oversize = Literal["alone", "error", "drop"]
+_NAMED_SIZES = ("any", "even", "friendly")
 Shape = tuple[int, int]
 """Rows and width, in tokens, of a batch."""
 
@@ -79,6 +83,8 @@ class TokenBudget:
         row_sizes: numbers of rows that padded batches may have, if kernels are slow for others.
             `"any"`; `"even"`: 1 and all even numbers; `"friendly"`: 2**n and 3 * 2**n. Others occur
             only where `RankAligner` splits a group, and under `max_patches` at the end of an epoch.
+            A number k, together with `shapes`: all batches have a multiple of k rows, as the
+            stages of a pipeline need for k micro-batches.
 
     Raises:
         TypeError, ValueError: a field is not valid; names it and its value.
@@ -102,7 +108,10 @@ class TokenBudget:
                 object.__setattr__(self, name, check_count(name, value))
         check_choice("layout", self.layout, get_args(Layout))
         check_choice("oversize", self.oversize, get_args(Oversize))
-        check_choice("row_sizes", self.row_sizes, get_args(RowSizes))
+        if isinstance(self.row_sizes, str):
+            check_choice("row_sizes", self.row_sizes, _NAMED_SIZES)
+        else:
+            object.__setattr__(self, "row_sizes", check_count("row_sizes", self.row_sizes))
         self._check_fields_together()
 
     def _check_fields_together(self) -> None:
@@ -112,15 +121,26 @@ class TokenBudget:
                 f"but is {self.pad_to_multiple_of} instead."
             )
         if not self.capacity:
-            row = self.row_cost(self.pad_to_multiple_of)
             raise ValueError(
-                f"`tokens` must be at least {row}, what the shortest row costs with "
-                f"`attention_tokens={self.attention_tokens}`, but is {self.tokens} instead."
+                f"`tokens` must be at least {self.smallest_cost}, what the smallest batch costs "
+                f"with `attention_tokens={self.attention_tokens}` and "
+                f"`row_sizes={self.row_sizes!r}`, but is {self.tokens} instead."
             )
         if self.layout == "packed" and self.row_sizes != "any":
             raise ValueError(
                 f'`row_sizes` must be "any" where `layout` is "packed", whose batches have one '
                 f"row, but is {self.row_sizes!r} instead. Leave it out."
+            )
+        if isinstance(self.row_sizes, int) and (self.shapes is None or self.oversize == "alone"):
+            raise ValueError(
+                f"`row_sizes` may be a number ({self.row_sizes}) only with `shapes` and with "
+                '`oversize` "drop" or "error", since other batches have any number of rows, but '
+                f"`shapes` is {self.shapes} and `oversize` {self.oversize!r} instead."
+            )
+        if self.max_samples is not None and self.max_samples < self.fewest_rows:
+            raise ValueError(
+                f"`max_samples` must be at least `row_sizes` ({self.row_sizes}), "
+                f"but is {self.max_samples} instead."
             )
 
     @classmethod
@@ -135,7 +155,18 @@ class TokenBudget:
     @property
     def capacity(self) -> int:
         """Longest sample, in tokens, that is not oversize: a multiple of `pad_to_multiple_of`."""
-        return self.longest_within(self.tokens) // self.pad_to_multiple_of * self.pad_to_multiple_of
+        longest = self.longest_within(self.tokens // self.fewest_rows)
+        return longest // self.pad_to_multiple_of * self.pad_to_multiple_of
+
+    @property
+    def fewest_rows(self) -> int:
+        """The smallest number of rows of a batch: 1, or `row_sizes` where that is a number."""
+        return self.row_sizes if isinstance(self.row_sizes, int) else 1
+
+    @property
+    def smallest_cost(self) -> int:
+        """The smallest cost of a batch."""
+        return self.fewest_rows * self.row_cost(self.pad_to_multiple_of)
 
     def shape(self, tokens: Sequence[int]) -> Shape:
         """Return rows and width of the batch of a group.
@@ -290,7 +321,7 @@ def _filling_width(budget: TokenBudget, tokens: int, factor: float) -> int:
     """
     multiple = budget.pad_to_multiple_of
     width = round_up(tokens, multiple)
-    most = max(1, round(budget.tokens / budget.row_cost(width)))
+    most = max(budget.fewest_rows, round(budget.tokens / budget.row_cost(width)))
     rows = int(allowed_rows(np.array([most]), budget.row_sizes)[0])
     filling = budget.longest_within(budget.tokens // rows)
     filling = max(filling // multiple, 1) * multiple
@@ -328,8 +359,8 @@ class Limits(NamedTuple):
         )
 
     def of_groups(self, budget: TokenBudget) -> TokenBudget:
-        """Return the budget of groups; its `tokens` hold the shortest row at least."""
-        tokens = max(self.tokens, budget.row_cost(budget.pad_to_multiple_of))
+        """Return the budget of groups; its `tokens` hold the smallest batch at least."""
+        tokens = max(self.tokens, budget.smallest_cost)
         return replace(
             budget, tokens=tokens, max_samples=self.max_samples, max_patches=self.max_patches
         )

@@ -123,11 +123,12 @@ class ParquetDataset:
         names = metadata.schema.to_arrow_schema().names
         if self._columns is None:
             self._columns = names
-        if missing := [name for name in self._columns if name not in names]:
-            raise ValueError(
-                f"{file} has no column {missing[0]!r}: it has {names}. Pass `columns` that all "
-                "files have."
-            )
+        for name in self._columns:
+            if (count := names.count(name)) != 1:
+                raise ValueError(
+                    f"{file} has {count or 'no'} column{'s' * (count > 1)} {name!r}: it has "
+                    f"{names}. Pass `columns` that all files have, once."
+                )
 
 
 def _is_url(path: object) -> bool:

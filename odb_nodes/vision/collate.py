@@ -11,12 +11,15 @@ import numpy as np
 import torch
 
 from odb_nodes._core.checks import check_type
+from odb_nodes.collate.packed_collate import PackedCollate
 from odb_nodes.collate.padding_collate import PaddingCollate
 from odb_nodes.collate.token_rows import TOKEN_KEYS, length_of, of_group, row_of
 from odb_nodes.errors import SampleError
+from odb_nodes.planning.budget import Layout, TokenBudget
 from odb_nodes.sample import IGNORE_INDEX
 from odb_nodes.step_info import StepInfo
 from odb_nodes.vision.images import check_image_processor, check_settings, make_patches
+from odb_nodes.vision.packed_model import PACKABLE, PackedModel
 
 IMAGES_KEY = "images"
 """A list of (H, W, 3) uint8 arrays, which become patches when the batch is made."""
@@ -143,15 +146,21 @@ def _token_rows(sample: Mapping[str, Any], token_keys: tuple[str, ...]) -> dict[
 
 @dataclass(frozen=True, kw_only=True)
 class VisionLanguageCollate(StepImages):
-    """Pads the text of samples as `PaddingCollate` does, and joins their images.
+    """Pads the text of samples, or packs it into one row, and joins their images.
 
+    Text is padded as by `PaddingCollate`, or packed as by `PackedCollate` if there is a `model`.
     Beside the text's keys a batch with images has `pixel_values`, (patches, values) float32, and
     `image_grid_thw`, (images, 3) int64, in the order of the samples. A batch without images lacks
-    both keys. Position ids are made by the model.
+    both keys. Samples without `image_grid_thw` have `pixel_values` (images, C, H, W), which are
+    joined alike.
+
+    Of a padded batch, the model makes the position ids. A packed row has `position_ids`: (1, T) as
+    of `PackedCollate`; for models that place images in time, height and width, (4, 1, T), those of
+    the text and then the model's own, which its `get_rope_index` makes for each sample.
 
     If other ranks have images in a step and this one has none, the `dummy` goes behind its shortest
-    sample. The batch gets no wider, unless all samples are about equally long. If no rank has
-    images, but the sample that this one fills the step with does, they are taken out.
+    sample. The batch gets no wider, unless all samples are about equally long or in one row. If no
+    rank has images, but the sample that this one fills the step with does, they are taken out.
 
     Args:
         dummy: the image that makes up for missing ones, from `VisionLanguageProcessor.dummy_image`;
@@ -159,18 +168,25 @@ class VisionLanguageCollate(StepImages):
         image_processor: the image processor that makes the patches of samples that carry `images`,
             see `VisionLanguageProcessor.late_patches`.
         modality: the name of images among the `StepInfo.modalities`.
+        model: the model of transformers to make packed rows for; its weights are not kept. `None`
+            for padded batches. `of` leaves it out for a padded budget.
+        max_samples: most samples of a packed group, as in the `TokenBudget`.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: there are `shapes` and a `dummy`.
+        ValueError: there are `shapes` and a `dummy`; or the `model` might let the samples of a row
+            see each other.
     """
 
     draws_random_numbers: ClassVar[bool] = False
     pixel_keys: ClassVar[tuple[str, ...]] = ("pixel_values", IMAGES_KEY)
     image_keys: ClassVar[tuple[str, ...]] = (*pixel_keys, "image_grid_thw", SETTINGS_KEY)
+    packable: ClassVar[tuple[str, ...]] = PACKABLE
     token_keys: tuple[str, ...] = (*TOKEN_KEYS, TYPE_KEY)
     dummy: DummyImage | None
     image_processor: Any = None
+    model: Any = None
+    max_samples: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -185,20 +201,70 @@ class VisionLanguageCollate(StepImages):
                 "`shapes` must be () where there is a `dummy`, which may widen a batch beyond its "
                 f"shape, but are {len(self.shapes)} instead."
             )
+        if self.model is not None and self.side != "right":
+            raise ValueError('`side` must be "right" where rows are packed, with a `model`.')
+        if self.model is not None and not isinstance(self.model, PackedModel):
+            object.__setattr__(self, "model", PackedModel.of(self.model, self.packable))
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the budgets that this is for."""
+        return "padded" if self.model is None else "packed"
+
+    @classmethod
+    def of(cls, budget: TokenBudget, *, model: Any = None, **options: Any) -> VisionLanguageCollate:
+        """Return the collate function for the groups of a budget, padded or packed."""
+        if budget.layout == "padded":
+            return super().of(budget, **options)
+        if model is None:
+            raise ValueError(
+                "`model` must be the model of transformers that packed rows are made for, but is "
+                'None. Pass it, or take `layout="padded"`.'
+            )
+        return super().of(budget, model=model, max_samples=budget.max_samples, **options)
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch of `samples`, which may have images or not."""
         self.check_mappings(samples)
         texts = list(map(self._text_of, samples))
         if any(TYPE_KEY in text for text in texts):
-            texts = [{TYPE_KEY: np.zeros(length_of(text), np.int64), **text} for text in texts]
-        batch = super().__call__(texts)
-        if images := self._images(samples):
-            pixels, grids = zip(*images, strict=True)
+            texts = [
+                text if has_images else {TYPE_KEY: np.zeros(length_of(text), np.int64), **text}
+                for text, has_images in zip(texts, map(self._has_images, samples), strict=True)
+            ]
+        images = self._images(samples)
+        batch = super().__call__(texts) if self.model is None else self._packed(texts, images)
+        if found := [one for one in images if one is not None]:
+            pixels, grids = zip(*found, strict=True)
             batch["pixel_values"] = torch.from_numpy(np.concatenate(pixels))
-            batch["image_grid_thw"] = torch.from_numpy(np.concatenate(grids))
+            if grids[0] is not None:
+                batch["image_grid_thw"] = torch.from_numpy(np.concatenate(grids))
+        if found and self.model is None:
             # Models place tokens by their images, and cannot place a row without any token.
             batch["attention_mask"][len(samples) :, :1] = 1
+        return batch
+
+    def _packed(
+        self, texts: list[Mapping[str, Any]], images: list[tuple[Any, Any] | None]
+    ) -> dict[str, Any]:
+        """Return the batch of the text of samples in one row, with the positions of its tokens."""
+        names = ("pad_token_id", "token_keys", "pad_to_multiple_of", "shapes", "max_samples")
+        batch = PackedCollate(**{name: getattr(self, name) for name in names})(texts)
+        if self.model.positions_from is None:
+            return batch
+        text = batch["position_ids"]
+        places, start = text.repeat(3, 1), 0
+        for index, (sample, found) in enumerate(zip(texts, images, strict=True)):
+            stop = start + length_of(sample)
+            if found is not None:
+                keys = {"input_ids", TYPE_KEY} & sample.keys()
+                rows = {key: row_of(key, sample[key]) for key in keys}
+                try:
+                    places[:, start:stop] = self.model.positions(rows, found[1])
+                except SampleError as error:
+                    raise of_group(error, index) from error
+            start = stop
+        batch["position_ids"] = torch.cat((text, places))[:, None]
         return batch
 
     def _dummy(self) -> DummyImage | None:
@@ -213,9 +279,10 @@ class VisionLanguageCollate(StepImages):
     def _without_images(self, sample: Mapping[str, Any], dummy: DummyImage) -> Mapping[str, Any]:
         return dummy.take_out(sample, self.token_keys)
 
-    def _images(self, samples: list[Mapping[str, Any]]) -> list[tuple[Any, Any]]:
-        """Return patches and grids of the samples that have images, checked against their text."""
-        images: list[tuple[Any, Any]] = []
+    def _images(self, samples: list[Mapping[str, Any]]) -> list[tuple[Any, Any] | None]:
+        """Return patches and grids of samples, checked against their text; `None` without any."""
+        images: list[tuple[Any, Any] | None] = []
+        first: tuple[Any, Any] | None = None
         per_token = None  # patches, where they are known beforehand
         if self.dummy is not None:
             per_token = math.prod(self.dummy.grid_thw)
@@ -223,19 +290,27 @@ class VisionLanguageCollate(StepImages):
             per_token = int(self.image_processor.merge_size) ** 2
         for index, sample in enumerate(samples):
             if not self._has_images(sample):
+                images.append(None)
                 continue
             try:
-                pixels, grid = self._patches_of(sample)
-                per_token = _patches_per_token(sample, len(pixels), per_token)
-                if images and pixels.shape[1:] != (shape := images[0][0].shape[1:]):
+                pixels, grid = found = self._patches_of(sample)
+                if grid is not None:
+                    per_token = _patches_per_token(sample, len(pixels), per_token)
+                first = first or found
+                if pixels.shape[1:] != (shape := first[0].shape[1:]):
                     raise SampleError(
                         f"`pixel_values` must have patches of {shape} values, as the samples "
                         f"before, but has {pixels.shape[1:]} instead. Give all sources image "
                         "processors with the same `patch_size` and `temporal_patch_size`."
                     )
+                if (grid is None) != (first[1] is None):
+                    raise SampleError(
+                        "all samples of a group with `pixel_values` must have `image_grid_thw`, "
+                        "or none, but only some have it. The model takes one of both."
+                    )
             except SampleError as error:
                 raise of_group(error, index) from error
-            images.append((pixels, grid))
+            images.append(found)
         return images
 
     def _patches_of(self, sample: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -253,7 +328,9 @@ class VisionLanguageCollate(StepImages):
         if isinstance(pixels, torch.Tensor):
             pixels = pixels.float().numpy(force=True)  # numpy has no bfloat16
         pixels = np.asarray(pixels, dtype=np.float32)
-        grid = np.asarray(sample.get("image_grid_thw", ()), dtype=np.int64).reshape(-1, 3)
+        if "image_grid_thw" not in sample:
+            return pixels, None
+        grid = np.asarray(sample["image_grid_thw"], dtype=np.int64).reshape(-1, 3)
         if len(pixels) != (patches := int(grid.prod(axis=1).sum())):
             raise SampleError(
                 f"`pixel_values` must have one row per patch of `image_grid_thw` ({patches}), but "

@@ -4,7 +4,7 @@ import warnings
 
 from torchdata.nodes import IterableWrapper
 
-from odb_nodes import LengthObserver, Loader, ODBDataLoader, WindowBucketer
+from odb_nodes import LengthObserver, Loader, WindowBucketer
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.testing import assert_resumes_exactly
 
@@ -33,10 +33,3 @@ def test_a_cause_is_said_once_whatever_its_numbers():
     assert len(said_by(lambda: assert_resumes_exactly(narrow_loader, every=9))) == 1
     assert len(said_by(narrow_loader().__iter__().__next__)) == 0
     assert len(said_by(lambda: list(narrow_loader()))) == 1  # other filters: said anew
-
-
-def test_oversize_samples_are_said_once_for_all_epochs():
-    data = [{"input_ids": [1] * (9 if n % 9 == 0 else 2)} for n in range(60)]
-    loader = ODBDataLoader(data, token_budget=8, window=8, prefetch=0)
-    said = said_by(lambda: [list(loader) for _ in range(3)])
-    assert sum("exceeds the budget" in str(one.message) for one in said) == 1

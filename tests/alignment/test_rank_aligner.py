@@ -374,10 +374,3 @@ def test_no_sample_on_any_rank_is_an_error_on_all():
     for error in errors_on_ranks(2, lambda exchange: list(Loader(graph(exchange, [])))):
         with pytest.raises(SampleError, match="no rank has a sample in epoch 0"):
             raise error
-
-
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_the_layout_is_in_the_fingerprint(layout):
-    aligner = graph(None, shard(0, 5), budget=TokenBudget(60, layout=layout))
-    aligner.reset(None)
-    assert aligner.state_dict()["config"]["cost_fn"] == f"{layout}_tokens"

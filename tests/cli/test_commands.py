@@ -183,7 +183,6 @@ def test_the_options_of_a_loader_are_the_defaults(capsys, monkeypatch):
 def test_tune_takes_the_options_of_a_loader(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jobs", sys.modules[__name__])
     assert run("tune", "jobs:make_mixed", "--ranks", 2) == 0
-    out = capsys.readouterr().out
     job = {name: MIXED[name] for name in ("window", "seed", "dearest_first", "weights")}
     expected = tune(
         table_of_loader(make_mixed()),
@@ -192,14 +191,7 @@ def test_tune_takes_the_options_of_a_loader(capsys, monkeypatch):
         tokens_per_step=2 * 2 * 800,  # as many as a step has now
         **job,
     )
-    assert out == str(expected)
-    assert 48 in {one.choice.window for one in expected.tried}
-    code = expected.code().partition("\n")[0]
-    names = {"dataset": DATASET, "ODBDataLoader": ODBDataLoader, "TokenBudget": TokenBudget}
-    exec(code.replace("(dataset", "({'a': dataset, 'b': dataset}"), names)
-    options = names["loader"].options
-    assert (options.weights, options.seed, options.dearest_first) == ({"a": 1, "b": 2}, 7, 1)
-    assert (options.budget.layout, options.budget.max_samples) == ("packed", 30)
+    assert capsys.readouterr().out == str(expected)
 
 
 def test_lengths_come_from_a_saved_dataset(capsys, tmp_path):

@@ -65,6 +65,45 @@ def test_rows_of_a_padded_batch_are_cut_alike_and_keep_their_positions():
     assert part["attention_mask"].tolist() == [[1] * 4, [1, 1, 0, 0], [0] * 4]
 
 
+def test_positions_of_several_dimensions_are_cut():
+    batch = packed(4)
+    places = torch.stack([batch["position_ids"] + 100 * n for n in range(4)])
+    part = shard_context({**batch, "position_ids": places}, 1, 2)
+    expected = shard_context(batch, 1, 2)["position_ids"]
+    assert torch.equal(part["position_ids"], torch.stack([expected + 100 * n for n in range(4)]))
+
+
+ONES = {"attention_mask": torch.ones(1, 8, dtype=torch.int64)}
+RESTARTS = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+IMAGE = torch.tensor([[[0, 0, 0, 0, 2, 3, 4, 5]], [[0, 0, 1, 1, 2, 3, 4, 5]], [[0, 1] * 4]])
+LEFT = {"attention_mask": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])}
+
+
+@pytest.mark.parametrize(
+    ("given", "is_packed"),
+    [
+        ({"position_ids": RESTARTS}, True),
+        ({"position_ids": RESTARTS, **ONES}, True),
+        ({"position_ids": RESTARTS.expand(4, 1, 8)}, True),
+        ({"position_ids": torch.cat((RESTARTS, torch.arange(8)[None]))}, True),
+        ({"position_ids": torch.zeros(1, 8, dtype=torch.int64)}, True),
+        ({"position_ids": IMAGE}, False),  # which begins a row, so that height and time stay 0
+        ({"position_ids": torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4]]), **LEFT}, False),
+        ({"position_ids": torch.tensor([[9, 9, 9, 0, 1, 2, 3, 4]])}, False),
+        (ONES, False),
+    ],
+)
+def test_a_packed_row_without_bounds_is_never_cut_across_its_samples(given, is_packed):
+    rows = 2 if given.get("position_ids", ONES["attention_mask"]).shape == (2, 8) else 1
+    batch = {"input_ids": torch.ones(rows, 8, dtype=torch.int64), **given}
+    if is_packed:
+        with pytest.raises(ValueError, match="by its `cu_seq_lens_q`, but has none"):
+            shard_context(batch, 0, 2)
+    else:
+        assert shard_context(batch, 0, 2)["position_ids"].shape[-1] == 4
+    assert shard_context(batch, 0, 1)["input_ids"].shape[1] == 8
+
+
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [

@@ -139,7 +139,7 @@ def test_other_keys_become_what_they_can():
             SampleError,
             "sample 1 .*`position_ids` .* is .3, 4.",
         ),
-        ([{"input_ids": [1], "pixel_values": np.ones((4, 2))}], SampleError, "images cannot be"),
+        ([{"input_ids": [1], "pixel_values": np.ones((4, 2))}], SampleError, "packs text alone"),
     ],
 )
 def test_samples_that_cannot_be_packed_are_an_error(samples, error, message):

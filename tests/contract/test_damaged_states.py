@@ -5,17 +5,13 @@ import random
 import zlib
 from itertools import islice
 
-import numpy as np
 import pytest
-import torch
 from damaged_states import damaged
 from in_process import InProcessHub
 from jobs import KINDS, TIMEOUT_S
 
-from odb_nodes import DistributedState, Loader, StateError
+from odb_nodes import DistributedState, StateError
 from odb_nodes.contract import EpochNode, EpochState
-
-MOST_BATCHES = 400  # of an epoch; more is a hang
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(skipped|exceed):UserWarning")
 
@@ -29,13 +25,6 @@ def saved(kind, folder, step=4):
     with make(kind, folder) as loader:
         list(islice(loader, step))
         return loader.state_dict()
-
-
-def batches(loader):
-    """What two epochs hold."""
-    epochs = [list(islice(loader, MOST_BATCHES)) for _ in range(2)]
-    assert max(map(len, epochs)) < MOST_BATCHES
-    return [np.asarray(batch["input_ids"]).tolist() for epoch in epochs for batch in epoch]
 
 
 NAMES = [name for name in KINDS if not name.startswith("virtual ")]  # as those that they host
@@ -90,29 +79,6 @@ def test_flipped_bits_in_the_bytes_of_a_distributed_state_are_found(tmp_path, ex
                 DistributedState(loader).load_state_dict({key: io.BytesIO(one)})
 
 
-def test_what_is_no_state_is_refused(tmp_path):
-    with make("replay", tmp_path) as loader:
-        for state in (None, 1, "x", [], {}, {"node": "Loader"}, {"node": None}, {1: 2}, (1, 2)):
-            with pytest.raises(StateError):
-                loader.load_state_dict(state)
-                pytest.fail(repr(state))
-
-
-def test_a_state_survives_a_file_and_a_format_that_sorts_keys(tmp_path):
-    def ordered(part):
-        if not isinstance(part, dict):
-            return part
-        return {key: ordered(part[key]) for key in sorted(part)}
-
-    state, found = saved("mixed", tmp_path), []
-    torch.save(ordered(state), tmp_path / "state.pt")
-    for one in (state, torch.load(tmp_path / "state.pt", weights_only=True)):
-        with make("mixed", tmp_path) as loader:
-            loader.load_state_dict(one)
-            found.append(batches(loader))
-    assert found[0] == found[1]
-
-
 class Counting(EpochNode):
     """A node whose own state is the epoch alone, and that fails on demand."""
 
@@ -164,10 +130,3 @@ def test_a_node_whose_reset_failed_stands_nowhere():
         node.state_dict()
     node.reset(state)
     assert next(node) == (1, 0)
-
-
-def test_epochs_are_counted_for_a_node_of_ones_own():
-    loader = Loader(Counting())
-    assert [list(loader) for _ in range(2)] == [[(1, 0), (2, 0), (3, 0)], [(1, 1), (2, 1), (3, 1)]]
-    loader.set_epoch(7)
-    assert next(iter(loader)) == (1, 7)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from rank_jobs import free_port
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -31,12 +33,12 @@ LAST_CHECKPOINT = {
 }
 
 
-def start(script, folder, *options):
+def start(script, folder, *options, launcher=None):
     """Start an example in a process of its own, or in one per rank."""
-    launcher = TORCHRUN if script in RANKS else ()
+    launcher = launcher or (TORCHRUN if script in RANKS else ())
     flags = ["--steps", STEPS, "--save-every", SAVE_EVERY, "--output", folder, *options]
     return subprocess.Popen(
-        [sys.executable, *launcher, EXAMPLES / f"{script}.py", *map(str, flags)],
+        [*map(str, (sys.executable, *launcher, EXAMPLES / f"{script}.py", *flags))],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -100,3 +102,43 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(script, tmp_path):
     )
     assert expected.keys() == actual.keys()
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+def start_nodes(folder, *options):
+    """Start torchrun of two nodes with two ranks each."""
+    whole = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2")
+    address = ("--master-addr", "127.0.0.1", "--master-port", free_port())
+    return [
+        start("train_ddp", folder, *options, launcher=(*whole, "--node-rank", rank, *address))
+        for rank in range(2)
+    ]
+
+
+def finish_nodes(folder, *options):
+    """Run two nodes to the end of the run."""
+    nodes = start_nodes(folder, *options)
+    outputs = [node.communicate(timeout=300)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    return LOSS.findall(outputs[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_lost_node_ends_the_job_which_goes_on_with_two_nodes_or_one(tmp_path, exhaustive):
+    losses = finish_nodes(tmp_path / "whole")
+    nodes = start_nodes(tmp_path / "killed")
+    steps = (line for line in nodes[0].stdout if LOSS.search(line))
+    assert sum(1 for _ in zip(range(KILL_AFTER), steps, strict=False)) == KILL_AFTER
+    lost = [*psutil.Process(nodes[1].pid).children(recursive=True), nodes[1]]
+    for process in lost:
+        process.kill()
+    output, _ = nodes[0].communicate(timeout=120)
+    assert nodes[0].returncode != 0 and len(LOSS.findall(output)) < STEPS - KILL_AFTER
+    nodes[1].communicate()
+
+    shutil.copytree(tmp_path / "killed", tmp_path / "one")
+    resumed = finish_nodes(tmp_path / "killed", "--resume")
+    assert 0 < len(resumed) <= STEPS - SAVE_EVERY and resumed == losses[-len(resumed) :]
+    if exhaustive:
+        with_one, _ = run("train_ddp", tmp_path / "one", "--resume")
+        assert len(with_one) == len(resumed)

@@ -127,17 +127,6 @@ def test_a_kill_at_any_byte_of_the_beginning_of_an_attempt_is_no_damage(tmp_path
         assert found.ok and found.epochs[0].digest == whole.epochs[0].digest, size
 
 
-@pytest.mark.parametrize("few", range(1, 16))
-def test_bytes_that_are_missing_in_a_run_that_goes_on_are_no_torn_record(tmp_path, few):
-    record(tmp_path, *(info_of(step, [3 * step, 3 * step + 1]) for step in range(9)), ended=False)
-    path = tmp_path / "rank-00000.ledger"
-    content = path.read_bytes()
-    start = sum(map(len, pieces_of(path)[:6]))  # after the preamble, the header, a name and 3 steps
-    for at in range(start, start + 3 * ROW_BYTES, 5):
-        path.write_bytes(content[:at] + content[at + few :])
-        assert "rank 0: " in audit(tmp_path).problems[0]
-
-
 def attempts_of(folder, *jobs):
     """Ledgers of jobs one after the other, of (ranks, first step, stop, whether it ended)."""
     last = max(stop for _, _, stop, _ in jobs) - 1

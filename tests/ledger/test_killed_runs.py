@@ -8,6 +8,7 @@ import pytest
 from rank_jobs import RankJob
 
 from odb_nodes import audit
+from odb_nodes.loader.checkpoint_folders import CheckpointFolders
 
 TRAINER = """
     import warnings
@@ -45,31 +46,55 @@ def check(folder, size, is_whole):
     return found
 
 
+def drawn_kill(draw, within, world_size, steps):
+    """Where a run ends: within a record of the ledger, or at any moment of a save."""
+    rank = draw.randrange(world_size)
+    if within == "record":
+        place = draw.choice([0.0, draw.random(), draw.random()])
+        return {"rank": rank, "after_records": draw.randrange(max(2, steps // 3)), "place": place}
+    delay_s = draw.random() * draw.choice([0, 0.002, 0.02])
+    calls = draw.randrange(1, 60)  # of several saves
+    return {"rank": rank, "after_calls": calls, "delay_s": delay_s, "seed": draw.random()}
+
+
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("world_size", "sharded"), [(1, False), (2, True), (4, False)])
+@pytest.mark.parametrize(
+    ("world_size", "sharded", "within", "most"),
+    [
+        (1, False, "record", 4),
+        (2, True, "record", 2),
+        (4, False, "record", 1),
+        (2, False, "save", 6),
+    ],
+)
 def test_a_run_killed_at_any_place_trains_each_sample_once(
-    tmp_path, world_size, sharded, exhaustive
+    tmp_path, world_size, sharded, within, most, exhaustive
 ):
     size = ledger_kills.size_of(world_size, sharded)
     assert run(tmp_path / "job", tmp_path / "whole", world_size, sharded, None)
     whole = check(tmp_path / "whole", size, is_whole=True)
     if sharded and world_size > 1:
         assert sum(epoch.filler for epoch in whole.epochs) > 0
-    draw, kills, attempt, folder = random.Random(7), 0, 0, tmp_path / "0"
+    draw, kills, attempt, incomplete, folder = random.Random(7), 0, 0, 0, tmp_path / "0"
     steps = sum(epoch.steps for epoch in whole.epochs)
-    most = 20 if exhaustive else 4 // world_size
+    most = (100 if within == "save" else 20) if exhaustive else most
     while kills < most or attempt:
-        kill = {
-            "rank": draw.randrange(world_size),
-            "after_records": draw.randrange(max(2, steps // 3)),
-            "place": draw.choice([0.0, draw.random(), draw.random(), 1.0]),
-        }
+        kill = drawn_kill(draw, within, world_size, steps) if kills < most else None
         attempt += 1
-        if run(tmp_path / "job", folder, world_size, sharded, kill if kills < most else None):
+        if run(tmp_path / "job", folder, world_size, sharded, kill):
             found = check(folder, size, is_whole=True)
             assert [one.digest for one in found.epochs] == [one.digest for one in whole.epochs]
+            names = {path.name for path in (folder / "checkpoints").iterdir()}
+            assert names == {path.name for path in complete(folder)} and len(names) == 2
             folder, attempt = tmp_path / str(kills + 1), 0
         else:
             kills += 1
+            if (folder / "checkpoints").exists():
+                incomplete += len([*(folder / "checkpoints").iterdir()]) - len(complete(folder))
             if any((folder / "ledger").glob("*.ledger")):
                 check(folder, size, is_whole=False)
+    assert incomplete or within == "record"  # some were indeed killed within a save
+
+
+def complete(folder):
+    return CheckpointFolders(folder / "checkpoints").complete()

@@ -1,8 +1,6 @@
-"""Checkpoints of ranks: killed at any moment of a save, and asked for in different ways."""
+"""Checkpoints of ranks, asked for in different ways. Kills: ledger/test_killed_runs.py."""
 
-import json
 import os
-import random
 import re
 import threading
 import time
@@ -10,104 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 from aligned_ranks import on_ranks
-from rank_jobs import RankJob, run_ranks
+from rank_jobs import real_ids, run_ranks
 
 from odb_nodes import Checkpoints, PeerError, StateError, load_state
 from odb_nodes.loader import checkpoints as module
 from odb_nodes.loader.checkpoint_folders import CheckpointFolders
 
-WORLD_SIZE = 2
-TRAINER = """
-    import checkpoint_kills
-    from odb_nodes import Checkpoints
-    folder, kill = sys.argv[1], json.loads(sys.argv[2])
-    torch.manual_seed(rank)
-    weights = torch.nn.Linear(2, 2)
-    loader = r.make_loader([60, 45][rank], read_ahead=2)
-    done = {"epoch": 0}
-    parts = {"loader": loader, "weights": weights, "done": done}
-    checkpoints = Checkpoints(folder, parts, timeout_s=60)
-    step = checkpoints.load()
-    print(json.dumps([step, done["epoch"]]), flush=True)
-    if kill:
-        checkpoint_kills.arrange(checkpoints, r.gathered(os.getpid()), **kill)
-    while done["epoch"] < 3:
-        for batch in loader:
-            with torch.no_grad():
-                weights.weight += torch.rand(2, 2)
-            step += 1
-            event = [step, done["epoch"], r.describe(batch), weights.weight.tolist()]
-            print(json.dumps(event), flush=True)
-            if step % 2 == 0:
-                checkpoints.save(step)
-        done["epoch"] += 1
-        checkpoints.save(step)  # perhaps once more
-    loader.close()
-    print("end", flush=True)
-    dist.destroy_process_group()
-"""
-
-
-def run_trainer(job_folder, folder, kill=None):
-    """Where each rank began, the events of its steps, and whether it has come to the end."""
-    with RankJob(job_folder, TRAINER, WORLD_SIZE, folder, json.dumps(kill)) as job:
-        results = job.results(90)
-    outcomes = []
-    for code, out, errors in results:
-        first, *events = out.splitlines()
-        assert code in (0, -9), f"{code}: {out[-500:]}\n{errors}"
-        outcomes.append((json.loads(first), [one for one in events if one != "end"], code == 0))
-    return outcomes
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The events of each rank of a job that nobody kills."""
-    folder = tmp_path_factory.mktemp("whole")
-    return [events for _, events, _ in run_trainer(folder, folder / "checkpoints")]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_a_job_killed_at_any_moment_of_a_save_resumes_exactly(whole, tmp_path, exhaustive):
-    draw, kills, incomplete, folder = random.Random(7), 0, 0, tmp_path / "0"
-    while kills < (100 if exhaustive else 6):
-        kill = {
-            "rank": draw.randrange(WORLD_SIZE),
-            "after_calls": draw.randrange(1, 60),  # of several saves
-            "delay_s": draw.random() * draw.choice([0, 0.002, 0.02]),
-            "seed": draw.random(),
-        }
-        if check_run(whole, tmp_path, folder, kill):
-            folder = tmp_path / str(kills)
-        else:
-            kills += 1
-            incomplete += len(names_in(folder)) - len(complete(folder))
-    print(f"{kills} kills left {incomplete} incomplete checkpoints")
-    assert incomplete > (20 if exhaustive else 0)  # some were indeed killed within a save
-    assert check_run(whole, tmp_path, folder, None)
-
-
-def check_run(whole, job_folder, folder, kill):
-    """Check what a job does from the newest checkpoint on; return whether it has come to an end."""
-    saved = [int(path.name.split("-")[2]) for path in complete(folder)]
-    outcomes = run_trainer(job_folder, folder, kill)
-    for ((step, _), events, _), expected in zip(outcomes, whole, strict=True):
-        assert step == (saved[-1] if saved else 0)
-        assert events == expected[step : step + len(events)]
-    ended = all(ended for *_, ended in outcomes)
-    if ended and outcomes[0][1]:  # A job that has nothing left to do removes nothing.
-        assert names_in(folder) == {path.name for path in complete(folder)}
-        assert len(names_in(folder)) == 2
-    return ended
-
 
 def complete(folder):
     return CheckpointFolders(folder).complete()
-
-
-def names_in(folder):
-    return {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.slow
@@ -299,3 +208,35 @@ def test_a_save_that_failed_on_one_rank_may_be_tried_again_there(results, tmp_pa
 
     assert results(body) == [None, None]
     assert saved_steps(tmp_path / "checkpoints") == ["000003-step-3", "000004-step-4"]
+
+
+ON_A_MESH = """
+    from odb_nodes import Checkpoints
+    from torch.distributed.device_mesh import init_device_mesh
+    folder, dp, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    names = "dp_shard", "cp"
+    mesh = init_device_mesh("cpu", (dp, world_size // dp), mesh_dim_names=names)
+    loader = r.make_dataloader(200, process_group=mesh)
+    weights = torch.nn.Linear(2, 2)
+    parts = {"loader": loader, "weights": weights}
+    checkpoints = Checkpoints(folder, parts, replicated=["weights"], process_group=mesh)
+    step, done, batches = checkpoints.load(), [], iter(loader)
+    while len(done) < steps and (batch := next(batches, None)) is not None:
+        done.append(r.describe(batch))
+    checkpoints.save(step + len(done))
+    loader.close()
+    r.finish([step, done])
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_a_mesh_resumes_on_another(tmp_path):
+    seen, start = [], 0
+    for world_size, dp, steps in [(4, 2, 4), (4, 4, 2), (4, 2, 3), (2, 1, 4), (4, 2, 10**6)]:
+        found = run_ranks(tmp_path, ON_A_MESH, world_size, tmp_path / "runs", dp, steps)
+        cp = world_size // dp
+        assert {step for step, _ in found} == {start}
+        assert all(one == found[rank // cp * cp] for rank, one in enumerate(found))
+        start += len(found[0][1])
+        seen += [index for _, done in found[::cp] for index in real_ids(done)]
+    assert sorted(seen) == [*range(200)]

@@ -220,7 +220,15 @@ def ids(groups):
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_workers": 2}, {"prefetch": 9}, {"workers": WorkerOptions(chunk_size=3)}]
+    "change",
+    [
+        {"num_workers": 2},
+        {"num_workers": 1, "prefetch": 64},
+        {"prefetch": 0, "workers": WorkerOptions(chunk_size=3)},
+        {"workers": WorkerOptions(num_workers=2, chunk_size=1, in_flight_samples=1)},
+        {"workers": WorkerOptions(num_workers=4, method="thread")},
+        {"workers": WorkerOptions(num_workers=2, start_method="spawn")},
+    ],
 )
 def test_what_decides_no_group_may_change(change):
     it = iter(reference := loader_of())

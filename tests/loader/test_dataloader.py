@@ -50,22 +50,6 @@ def groups(**options):
         return [ids(loader) for _ in range(2)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_workers": 2, "prefetch": 0},
-        {"num_workers": 1, "prefetch": 64},
-        {"workers": WorkerOptions(num_workers=2, chunk_size=1, in_flight_samples=1)},
-        {"workers": WorkerOptions(num_workers=4, method="thread")},
-        {"workers": WorkerOptions(num_workers=2, start_method="spawn")},
-    ],
-)
-def test_groups_do_not_depend_on_workers(options):
-    # The lengths are drawn at random in processing.
-    assert groups(**options) == groups()
-
-
 def test_groups_depend_on_data_seed_and_configuration_alone():
     first, second = groups()
     assert sorted(sum(first, [])) == sorted(sum(second, [])) == list(range(SIZE))
@@ -80,37 +64,6 @@ def test_groups_depend_on_data_seed_and_configuration_alone():
 
 def tokens(index):
     return [int(index) + 1] * int(LENGTHS[index])
-
-
-KINDS = {
-    "list": tokens,
-    "torch": lambda index: torch.tensor(tokens(index)),
-    "nested list": lambda index: [tokens(index)],
-    "numpy (1, L)": lambda index: np.array([tokens(index)]),
-}
-
-
-def test_groups_do_not_depend_on_how_the_ids_come_nor_on_the_names_of_keys():
-    given = {"token_budget": 256, "window": 24}
-
-    def batches(kind):
-        loader = ODBDataLoader(
-            range(SIZE), process_fn=lambda index: {"input_ids": KINDS[kind](index)}, **given
-        )
-        return [batch["input_ids"].tolist() for batch in loader]
-
-    expected = batches("list")
-    assert all(batches(kind) == expected for kind in KINDS)
-    other = ODBDataLoader(
-        range(SIZE),
-        process_fn=lambda index: {"text": "x" * int(LENGTHS[index]), "id": index},
-        observe=lambda item: len(item["text"]),
-        collate_fn=lambda items: {"id": torch.tensor([item["id"] for item in items])},
-        **given,
-    )
-    assert [[row + 1 for row in group] for group in ids(other)] == [
-        [row[0] for row in group] for group in expected
-    ]
 
 
 def test_ids_are_converted_before_the_pool_for_a_collate_function_of_ours_alone():

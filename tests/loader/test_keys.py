@@ -231,39 +231,6 @@ def augmented(index):
     return {"input_ids": [1] * (1 + int(drawn[0] * 9)), "id": index, "drawn": torch.tensor(drawn)}
 
 
-def drawn_by_sample(exchange):
-    source = sharded(exchange, 50, seed=exchange.world_size)
-    loader, found = graph_of(exchange, source, augmented), {}
-    for epoch in range(2):
-        for batch in loader:
-            if not pop_step_info(batch).is_filler:
-                for index, drawn in zip(batch["id"].tolist(), batch["drawn"], strict=True):
-                    found[epoch, index] = drawn.tolist()
-    return found
-
-
-def test_an_augmented_sample_is_the_same_on_any_rank_of_any_number_and_in_any_order():
-    (alone,) = on_ranks(1, drawn_by_sample)
-    assert len({tuple(one) for one in alone.values()}) == 100  # other numbers in another epoch
-    first, second, third = on_ranks(3, drawn_by_sample)
-    assert first | second | third == alone
-
-
-def drawn(node):
-    found = {one["id"]: one["drawn"].tolist() for one in Loader(node)}
-    node.close()
-    return found
-
-
-def test_ranks_with_data_of_their_own_draw_numbers_of_their_own():
-    first, second = (
-        drawn(ParallelProcessor(ShardedSampler(20), augmented, rank=rank, world_size=2))
-        for rank in range(2)
-    )
-    assert first.keys() == second.keys()
-    assert all(first[n] != second[n] for n in first)
-
-
 def test_a_sample_that_comes_twice_in_an_epoch_is_drawn_anew():
     node = ParallelProcessor(IterableSource([3, 3, 3], yields_indices=True), augmented)
     assert len({tuple(one["drawn"].tolist()) for one in Loader(node)}) == 3

@@ -24,7 +24,6 @@ from torchdata.nodes import (
 from torchdata.nodes import Loader as StockLoader
 
 from odb_nodes import LengthObserver, Loader, SampleError, ShardedSampler, StateError
-from odb_nodes.testing import assert_resumes_exactly
 
 
 class Numbers(BaseNode):
@@ -173,23 +172,6 @@ def test_p22_stock_samplers_restored_at_the_end_of_an_epoch_go_on_with_the_next(
 
 
 # What follows a state, and any sequence of calls.
-
-GRAPHS = {
-    "rare snapshots": lambda: Prefetcher(Numbers(), 2, snapshot_frequency=3),
-    "batcher that drops": lambda: Batcher(Numbers(), 2, drop_last=True),
-    "stock sampler behind a prefetcher": lambda: Prefetcher(
-        Mapper(SamplerWrapper(DistributedSampler(range(4), 1, 0, seed=1)), str), 2
-    ),
-    "threads": lambda: ParallelMapper(Numbers(), str, 2, prebatch=2),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "threads")) for name in GRAPHS]
-)
-def test_items_and_ends_of_epochs_follow_as_in_the_run_that_saved(name, sampled):
-    less = sampled(chain=0, every=3) if name == "threads" else {}  # it is slow to stop
-    assert_resumes_exactly(GRAPHS[name], epochs=3, **less)
 
 
 class Expected:
@@ -509,10 +491,6 @@ def test_data_that_can_be_read_only_once_is_named_at_every_later_epoch(make, clo
 # Exceptions in the graph, and close.
 
 
-def nested():
-    return Prefetcher(ParallelMapper(Prefetcher(Numbers(), 2), tuple, 2), 2)
-
-
 FRAGILE = {
     "mapper": lambda source, process: Mapper(source, process),
     "prefetcher": lambda source, process: Prefetcher(Mapper(source, process), 2),
@@ -599,19 +577,6 @@ def test_an_epoch_that_could_not_begin_begins_at_the_next_try(chosen, then, take
     then(loader)
     assert list(loader) == epoch(chosen or 1)
     assert loader.state_dict()["num_yielded"] == 3
-
-
-@pytest.mark.slow
-def test_as_a_context_manager_it_stops_all_threads_and_lets_exceptions_pass(new_threads):
-    with pytest.raises(ValueError, match="in the loop"), Loader(nested()) as loader:
-        take(loader, 1)
-        assert new_threads()
-        raise ValueError("in the loop")
-    assert new_threads() == []
-    loader.close()
-    loader.load_state_dict(loader.state_dict())
-    assert list(loader) == epoch(0)[1:]
-    loader.close()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from mixed_sources import (
     FUNCTIONS,
-    SIZES,
     WEIGHTS,
     chat,
     encode,
@@ -25,7 +24,6 @@ from odb_nodes import (
     Observation,
     ODBDataLoader,
     SampleError,
-    SourceCount,
     TokenBudget,
     WindowBucketer,
     WorkerOptions,
@@ -37,18 +35,6 @@ from odb_nodes import (
 def datasets(tmp_path):
     chats = write_chats(tmp_path / "chats.jsonl")
     return lambda: mixture(chats)
-
-
-@pytest.mark.parametrize("by", ["samples", "tokens"])
-def test_every_sample_of_every_source_is_counted_once(datasets, by):
-    counts = Counter()
-    for batch in make(datasets, weights=Mixing(by=by)):
-        info = pop_step_info(batch)
-        assert sum(count.samples for count in info.local_sources.values()) == info.local_samples
-        real = int(batch["attention_mask"].sum())
-        assert sum(count.tokens for count in info.local_sources.values()) == real
-        counts.update({name: count.samples for name, count in info.local_sources.items()})
-    assert counts == SIZES
 
 
 @pytest.mark.slow
@@ -70,15 +56,6 @@ def test_the_length_of_an_epoch_is_known_where_that_of_each_dataset_is(datasets)
         _ = make(datasets).num_samples
     with pytest.raises(TypeError, match='where `stop` is "cycle"'):
         _ = make(lambda: sized, weights=Mixing(stop="cycle"), process_fn=None).num_samples
-
-
-@pytest.mark.filterwarnings("ignore:no token of:UserWarning")
-def test_one_function_may_serve_all():
-    data = {"a": ["x y"] * 3, "b": ["z"] * 5}
-    loader = ODBDataLoader(data, token_budget=24, window=8, process_fn=encode)
-    counts = [pop_step_info(batch).local_sources for batch in loader]
-    assert [count["a"] for count in counts if "a" in count] == [SourceCount(3, 9)]
-    assert [count["b"] for count in counts if "b" in count] == [SourceCount(5, 5)]
 
 
 class Chats(JsonlSource):
@@ -201,22 +178,6 @@ def test_where_shares_are_of_tokens_too(datasets):
 
 
 # Batches that mix tasks more evenly.
-
-TASKS = {
-    name: [{"input_ids": [n] * (4 + n * 7 % 26)} for n in range(size)]
-    for name, size in {"chat": 40, "code": 40, "math": 20}.items()
-}
-
-
-def keys_of(**options):
-    infos = [pop_step_info(batch) for batch in ODBDataLoader(TASKS, token_budget=128, **options)]
-    return [list(zip(info.row_sources, info.keys, strict=True)) for info in infos]
-
-
-def test_without_diversity_the_batches_are_those_of_a_loader_that_knows_of_none():
-    plain = keys_of(window=16)
-    assert keys_of(window=16, diversity=0.0) == plain
-    assert keys_of(window=16, diversity=0.5) != plain
 
 
 def test_a_task_that_is_observed_counts_like_a_source():

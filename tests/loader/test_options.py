@@ -139,6 +139,7 @@ INVALID_OF_WORKERS = [
     ("chunk_size", 0, ValueError, "must be in 1.."),
     ("in_flight_samples", 0, ValueError, "must be in 1.."),
     ("in_flight_bytes", 0, ValueError, "must be in 1.."),
+    ("timeout_s", float("nan"), ValueError, "must be seconds"),
     ("timeout_s", 1e30, ValueError, "must be seconds, above 0 and at most"),
     ("worker_init_fn", 3, TypeError, "must be a function or None, but is 3"),
 ]

@@ -1,10 +1,14 @@
 """A run goes on with another number of ranks: what the resume machine does not see of it."""
 
+import copy
 import random
+from collections import Counter
+from dataclasses import dataclass
+from itertools import product
 
 import pytest
 import torch
-from aligned_ranks import on_ranks
+from aligned_ranks import TIMEOUT_S, on_ranks
 from elastic import (
     ENDED_EARLY,
     LEFT_OUT,
@@ -13,13 +17,31 @@ from elastic import (
     job,
     make,
     resharded,
+    sample,
     states_at,
     whole,
 )
 from gradients import LanguageModel, gradient_of, mean_loss, relative_error
 
-from odb_nodes import PaddingCollate, StateError, TokenBudget, reshard
+from odb_nodes import (
+    GroupCollator,
+    LengthObserver,
+    Loader,
+    Mixing,
+    ODBDataLoader,
+    PaddingCollate,
+    ShardedSampler,
+    StateError,
+    TokenBudget,
+    WindowBucketer,
+    WorkerOptions,
+    reshard,
+)
+from odb_nodes.contract import NodeState
+from odb_nodes.contract.graph import walk
+from odb_nodes.contract.state import add_digest, seal_whole, unseal_whole
 from odb_nodes.loader.reshard_nodes import dealt_by_tokens
+from odb_nodes.sources import SourceMixer
 
 pytestmark = pytest.mark.filterwarnings(*LEFT_OUT, ENDED_EARLY)
 
@@ -95,3 +117,253 @@ def test_samples_are_dealt_to_as_many_and_as_long():
         shares = [tokens[owners == rank] for rank in range(ranks)]
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
         assert max(one.sum() for one in shares) - min(one.sum() for one in shares) <= 1000
+
+
+# --- states that cannot be those of other ranks, and what stands beside those of a loader ---------
+
+
+def states(world_size=2, **options):
+    """The state of each rank after two steps."""
+    return states_at(job(world_size, steps=2, **options) if options else whole(world_size), 2)
+
+
+def from_(first):
+    """What makes a loader of other data, by a function of the same name."""
+
+    def make_from(exchange, **options):
+        def shifted(index):
+            return sample(first + index)
+
+        return make(exchange, process_fn=shifted, **options)
+
+    return states(make=make_from)
+
+
+def without_aligner():
+    groups = WindowBucketer(LengthObserver(ShardedSampler(9, rank=0, world_size=1), len), 9)
+    return [Loader(GroupCollator(groups)).state_dict()]
+
+
+def nested():
+    deep = 1
+    for _ in range(2000):
+        deep = {"a": deep}
+    return [{"loader": one, "deep": deep} for one in states()]
+
+
+def paired(left, right):
+    return [{"a": one, "b": two} for one, two in zip(left, right, strict=True)]
+
+
+REFUSALS = [
+    (lambda: states(4)[::2], r"ranks \[1, 3\] are missing"),
+    (lambda: [*states(), states_at(whole(2), 3)[0]], r"are of ranks \[0, 0, 1\]"),
+    (lambda: [*states(4)[:3], states()[0]], r"of jobs of \[2, 4\] ranks"),
+    (lambda: [{"step": 3}], "hold none of a loader"),
+    (lambda: states(sharded=True), "each rank has data of its own"),
+    (lambda: states(state="payload"), 'saved with `state="payload"`'),
+    (lambda: [states()[0], states_at(whole(2), 3)[1]], "`step` is 2 on rank 0, but 3 on rank 1"),
+    (lambda: [states()[0], states(window=8)[1]], "different graphs: `WindowBucketer`"),
+    (lambda: [from_(0)[0], from_(1)[1]], "different places: `totals_digest`"),
+    (lambda: [states()[0], states(exclude=[7, 8, 90, 229])[1]], "different places: `excluded`"),
+    (lambda: paired(states(3), states(3)[::-1]), "state of rank 0 of a loader is where"),
+    (lambda: paired(states(), states(1) * 2), "loaders of 1 ranks with data of their own"),
+    (lambda: [states()[0], states()[1] | {"num_yielded": 1}], "digest"),
+    (nested, "nested too deeply"),
+    (without_aligner, "must be a `RankAligner`"),
+]
+
+
+@pytest.mark.parametrize(("make_states", "message"), REFUSALS, ids=[one[1] for one in REFUSALS])
+def test_states_that_are_not_those_of_all_ranks_of_a_run_are_refused(make_states, message):
+    given = make_states()
+    with pytest.raises(StateError, match=message):
+        reshard(given, 5)
+
+
+def test_an_empty_list_of_states_is_refused():
+    with pytest.raises(ValueError, match="`states` must have the state of each rank"):
+        reshard([], 2)
+
+
+def test_what_only_its_rank_can_read_goes_on_with_others_between_epochs():
+    begun = job(2, state="payload")
+    for step, epoch in ((0, 0), (-1, 1)):
+        rest = job(3, resharded(begun, step, 3), epochs=1 + epoch, state="payload")
+        expected = job(3, epochs=1 + epoch, state="payload")
+        for (found, _), (of_run, _) in zip(rest, expected, strict=True):
+            assert found == [one for one in of_run if one[0].epoch == epoch]
+
+
+def ranks_in(state):
+    """The configurations in a state that say which rank it is of."""
+    for key, one in state.items():
+        if key == "config" and "world_size" in one:
+            yield one
+        elif isinstance(one, dict):
+            yield from ranks_in(one)
+
+
+@pytest.mark.parametrize("options", [{}, {"virtual_ranks": 4}], ids=["ranks", "virtual"])
+def test_a_damaged_rank_or_number_of_ranks_is_refused(options):
+    first, second = states(**options)
+    names = ("rank", "world_size")
+    places = [(n, name) for n, one in enumerate(ranks_in(second)) for name in one if name in names]
+    for (place, name), value in product(places, (None, [], 1.5, 10**30)):
+        damaged = copy.deepcopy(second)
+        [*ranks_in(damaged)][place][name] = value
+        with pytest.raises(StateError, match="digest"):
+            reshard([first, damaged], 1)
+        if place == 0:  # which says whose the state is, also where its digest was made again
+            del damaged["digest"]
+            with pytest.raises(StateError):
+                reshard([first, add_digest(damaged)], 1)
+
+
+# --- what is beside the loader --------------------------------------------------------------------
+
+
+def beside(*data):
+    return [{"loader": one, **some} for one, some in zip(states(), data, strict=True)]
+
+
+def test_what_is_beside_the_loader_must_be_equal_on_all_ranks():
+    nan, ones = torch.tensor([1, float("nan")]), torch.ones(3)
+    found = reshard(beside(*[{"ema": ones, "at": nan, "best": float("nan")}] * 2), 3)
+    assert [one["loader"] for one in found] == reshard(states(), 3)
+    assert all(one["ema"].equal(ones) and one["at"] is nan for one in found)
+    assert len(reshard(beside({"at": nan}, {"at": nan.clone()}), 3)) == 3
+    for other in (torch.zeros(3), torch.tensor([1, 2.0])):
+        with pytest.raises(StateError, match=r"`state\['at'\]` must be equal on all ranks"):
+            reshard(beside({"at": nan}, {"at": other}), 3)
+
+
+@dataclass(kw_only=True)
+class RunState(NodeState):
+    """What a trainer keeps of a run."""
+
+    samples: int
+    loader: dict
+
+
+def test_what_holds_a_loader_must_be_whole():
+    runs = [seal_whole("Run", RunState(samples=9, loader=one)) for one in states()]
+    found = reshard(runs, 3)
+    assert [unseal_whole(one, "Run", RunState).loader for one in found] == reshard(states(), 3)
+    with pytest.raises(StateError, match="of Run in `state` is damaged: its digest"):
+        reshard([{**one, "samples": 8} for one in runs], 3)
+
+
+# --- mixtures go on with another number of ranks, in the shares that they had ---------------------
+
+
+def text(index):
+    return {"input_ids": [1] * random.Random(index).randint(2, 40), "id": index}
+
+
+EQUAL = {"a": 1, "b": 1, "c": 1}
+
+
+def mixed(sizes=(120, 40, 61), **mixing):
+    """What makes a loader of sources of such sizes."""
+
+    def make(exchange, **options):
+        datasets = {name: range(size) for name, size in zip("abc", sizes, strict=False)}
+        given = {"token_budget": 90, "window": 12, "round_size": 8, "timeout_s": TIMEOUT_S}
+        given |= {"weights": Mixing(**mixing), "process_fn": text}
+        given |= {"workers": WorkerOptions(chunk_size=5)}
+        return ODBDataLoader(datasets, process_group=exchange, **given | options)
+
+    return make
+
+
+def of_node(states, node, field):
+    """The field of the first node of that name in each state."""
+
+    def find(state):
+        if isinstance(state, dict):
+            if state.get("node") == node:
+                return state
+            return next(filter(None, map(find, state.values())), None)
+        return None
+
+    return [find(state)[field] for state in states]
+
+
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+def test_shares_go_on(by):
+    make = mixed(by=by, stop="cycle", weights={"a": 4, "b": 1, "c": 2})
+    begun = job(4, make=make, steps=3)
+    states = resharded(begun, -1, 2)
+    counted = [Counter(one) for one in of_node(states, "SourceMixer", by)]
+    for one in counted:
+        assert one["a"] / one.total() == pytest.approx(4 / 7, abs=0.06)
+    if by == "samples":  # those behind the state of the mixture, too
+        pulled = of_node(states_at(begun, -1), "WindowBucketer", "pulled")
+        assert sum(counted, Counter()).total() == sum(pulled)
+    else:
+        before = of_node(states_at(begun, -1), "SourceMixer", by)
+        assert sum(counted, Counter()) == sum(map(Counter, before), Counter())
+
+
+@pytest.mark.parametrize("stop", ["cycle", "first_exhausted"])
+def test_a_rank_may_have_nothing_left_of_a_source_that_others_had(stop):
+    make = mixed((400, 4), weights={"a": 30, "b": 1}, stop=stop)
+    begun = job(1, make=make, steps=20)
+    for step in (1, 19):
+        states = resharded(begun, step, 4)
+        had = [one["b"] for one in of_node(states, "SourceMixer", "samples")]
+        assert 0 in had and any(had)
+        assert all(len(found) == 5 for found, _ in job(4, states, make=make, steps=5))
+
+
+def test_sources_that_began_again_on_some_ranks_alone_are_refused():
+    begun = job(3, make=mixed(stop="cycle"))
+    outcomes = []
+    for step in range(0, len(begun[0][1]), 2):
+        try:
+            outcomes.append(bool(resharded(begun, step, 2)))
+        except StateError as error:
+            assert "begun again" in str(error)
+            outcomes.append(False)
+    assert outcomes[:3] == [True] * 3 and False in outcomes
+
+
+def test_ranks_that_have_set_different_weights_are_not_resharded():
+    def run(exchange):
+        loader = mixed(weights=EQUAL)(exchange)
+        next(iter(loader))
+        loader.set_weights({**EQUAL, "a": 1 + exchange.rank})
+        return loader.state_dict()
+
+    with pytest.raises(StateError, match="`next_weights`"):
+        reshard(on_ranks(2, run), 1)
+
+
+def test_weights_that_were_set_go_on_in_the_epoch_after():
+    make = mixed(weights=EQUAL)
+
+    def run(exchange):
+        loader = make(exchange)
+        loader.set_weights({**EQUAL, "b": 2})
+        batches = iter(loader)
+        for _ in range(8):
+            next(batches)
+        loader.set_weights({**EQUAL, "a": 8})
+        return loader.state_dict()
+
+    def drawn(exchange):
+        loader = make(exchange)
+        loader.load_state_dict(states[exchange.rank])
+        found = [repr(next(node for node in walk(loader.root) if isinstance(node, SourceMixer)))]
+        for _ in range(2):
+            next(iter(loader))
+            mixers = (node for node in walk(loader.root) if isinstance(node, SourceMixer))
+            found.append(repr(next(mixers)))
+        return found
+
+    states = reshard(on_ranks(3, run), 2)
+    for initial, rest, following in on_ranks(2, drawn):
+        assert "a 0.333, b 0.333, c 0.333" in initial
+        assert "a 0.25, b 0.5, c 0.25" in rest
+        assert "a 0.8, b 0.1, c 0.1" in following

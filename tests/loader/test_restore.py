@@ -100,8 +100,8 @@ def test_a_restore_processes_at_most_the_window_and_the_round(make_source, num_w
             replayed = root.replayed_samples + root.source.replayed_samples
             # Without keys, the samples of the round that are out are made again, too.
             assert replayed <= window + of_round * (1 + (make_source is iterable))
-            if num_workers == 0 and make_source is not iterable:
-                assert process_fn.calls == replayed
+            assert num_workers or process_fn.calls <= replayed
+            assert num_workers or make_source is iterable or process_fn.calls == replayed
             most = max(most, replayed)
             root.source.source.source.close()
         return most
@@ -169,30 +169,6 @@ def test_a_source_of_ones_own_is_read_at_the_keys_that_are_needed(mixed):
     assert {*shelf.reads} <= {*pooled}
     rest = [[one.data for one in group] for group in again]
     assert rest == [[one.data for one in group] for group in first]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_of_an_iterable_only_what_is_needed_is_processed(num_workers):
-    def make(process_fn, num_workers=0):
-        workers = WorkerOptions(num_workers=num_workers, chunk_size=7, method="thread")
-        node = ParallelProcessor(IterableSource(range(900)), process_fn, workers=workers)
-        return WindowBucketer(LengthObserver(node), 256, 64)
-
-    first = make(Counting())
-    first.reset(None)
-    for done in range(1, 70):
-        expected = next(first)
-        if done % 7 == 0:
-            counting = Counting()
-            again = make(counting, num_workers)
-            again.reset(first.state_dict())
-            assert again.replayed_samples <= 64
-            assert counting.calls <= 64 or num_workers
-            copy = make(Counting())
-            copy.reset(again.state_dict())  # of a node that was restored by leaving samples out
-            assert [next(again) for _ in range(5)] == [next(copy) for _ in range(5)]
-            again.source.source.close()
-    assert expected
 
 
 # --- what changed ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 import odb_nodes
 from odb_nodes import JsonlSource, ODBDataLoader, TokenBudget, pop_step_info
 from odb_nodes._core import progress
-from odb_nodes.monitor import Monitor, read_run
+from odb_nodes.monitor import Monitor, StepMeter, read_run, summarize
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")
 
@@ -293,3 +293,81 @@ def test_a_record_has_the_squares_of_the_lengths_that_attend(tmp_path, layout):
     (one,) = read_run(tmp_path).steps
     assert one["sum"]["dearest_squares"] == expected
     assert one["sum"]["dearest_tokens"] == one["sum"]["padded_tokens"]
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def test_one_rank():
+    dataset = [{"input_ids": [1] * (n % 7 + 2)} for n in range(50)]
+    meter, padded, batches = StepMeter(), 0, 0
+    for batch in ODBDataLoader(dataset, token_budget=32, window=8, accumulate=2):
+        meter.add(batch, pop_step_info(batch), wait_s=0.25)
+        padded += batch["input_ids"].numel()
+        batches += 1
+    rows, steps, seconds = meter.take()
+    assert steps == -(-batches // 2)
+    assert seconds > 0
+    metrics = summarize(rows[None], steps, 10.0)
+    real = sum(len(sample["input_ids"]) for sample in dataset)
+    assert metrics["odb/padding_share"] == pytest.approx(1 - real / padded)
+    assert metrics["odb/real_tokens_per_step"] == real / steps
+    assert metrics["odb/real_tokens_per_s"] == real / 10
+    assert metrics["odb/samples_per_step"] == 50 / steps
+    assert metrics["odb/data_wait_share"] == pytest.approx(0.25 * batches / 10)
+    assert metrics["odb/rank_balance"] == 1
+    assert metrics["odb/filler_share"] == 0
+    assert len(meter) == 0
+    assert meter.take()[0].shape == (0, 5)
+
+
+def test_the_balance_of_two_ranks():
+    rows = torch.tensor(
+        [[[2, 10, 10, 0, 0], [2, 8, 10, 0, 0]], [[1, 20, 20, 0, 0], [0, 0, 5, 1, 0]]]
+    )
+    metrics = summarize(rows, 2, 1.0)
+    assert metrics["odb/rank_balance"] == pytest.approx(45 / (2 * 30))
+    assert metrics["odb/padding_share"] == pytest.approx(1 - 38 / 45)
+    assert metrics["odb/filler_share"] == 0.25
+
+
+def test_nothing_counted():
+    assert summarize(torch.zeros(2, 0, 5), 0, 0.0)["odb/padding_share"] == 0
+
+
+# --- the memory of a GPU is read where a record is written, and nothing of it is reset ------------
+
+
+def test_memory_is_in_the_records(tmp_path, monkeypatch):
+    reads = []
+
+    def statistics():
+        reads.append(len(reads))
+        return {
+            "allocated_bytes.all.current": 100 + len(reads),
+            "allocated_bytes.all.peak": 1000 - len(reads),
+            "reserved_bytes.all.current": 300,
+            "reserved_bytes.all.peak": 3000,
+        }
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats", statistics)
+    with Monitor(tmp_path, every=4) as monitor:
+        train(monitor, loader_of(), steps=8)
+    one, other = read_run(tmp_path).steps
+    assert len(reads) == 2
+    assert one["last"]["memory_allocated_bytes"] == 101
+    assert other["last"]["memory_allocated_bytes"] == 102
+    assert one["peak"]["memory_allocated_bytes"] == 999
+    assert one["peak"]["memory_reserved_bytes"] == 3000
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_of_a_real_gpu(tmp_path):
+    held = torch.zeros(2**20, device="cuda")
+    with Monitor(tmp_path, every=1) as monitor:
+        train(monitor, loader_of(), steps=1)
+    (one,) = read_run(tmp_path).steps
+    assert one["last"]["memory_allocated_bytes"] >= held.nbytes
+    assert one["peak"]["memory_reserved_bytes"] >= one["peak"]["memory_allocated_bytes"]

@@ -171,18 +171,6 @@ def test_a_failing_collate_function_loses_no_group(error):
     assert [batch["data"] for batch in node] == [[2], [3]]
 
 
-def test_a_failing_collate_function_leaves_the_loader_where_it_was():
-    collate = failing(KeyboardInterrupt(), ValueError())
-    loader, seen = Loader(GroupCollator(groups([1], [2], [3]), collate)), []
-    for _ in range(3):
-        try:
-            seen += [batch["data"] for batch in loader]
-        except (ValueError, KeyboardInterrupt):
-            seen.append("error")
-            assert loader.state_dict()["num_yielded"] == 1
-    assert seen == ["error", "error", [2], [3]]
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

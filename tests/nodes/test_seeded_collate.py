@@ -12,7 +12,6 @@ from torchdata.nodes import IterableWrapper
 from odb_nodes import (
     GroupCollator,
     Loader,
-    ODBDataLoader,
     PackedCollate,
     PaddingCollate,
     Sample,
@@ -152,22 +151,6 @@ def test_a_function_that_makes_a_generator_in_each_call_is_not_called_twice_for_
 
 
 # reading ahead
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("collate", [draw_all, Keeper(OWN["torch"], lazily=True)])
-def test_batches_do_not_depend_on_workers_nor_on_what_the_trainer_draws(collate):
-    data = [{"input_ids": [n] * (n % 23 + 1)} for n in range(90)]
-    runs = []
-    for workers in ({}, {"num_workers": 1, "prefetch": 3}):
-        options = {"token_budget": 128, "window": 16, "seed": 4, "collate_fn": collate}
-        with ODBDataLoader(data, **options, **workers) as loader:
-            runs.append([])
-            for _ in range(2):
-                for batch in loader:
-                    runs[-1].append(batch["drawn"])
-                    draw_all(None)
-    assert runs[0] == runs[1]
 
 
 def test_what_does_not_draw_is_collated_ahead_and_what_draws_is_not():

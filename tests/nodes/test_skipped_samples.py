@@ -13,19 +13,15 @@ from odb_nodes import (
     ParallelProcessor,
     RankAligner,
     Sample,
-    SampleError,
     ShardedSampler,
     Skipped,
     SourceItem,
     SourceMixer,
     StateError,
-    TokenBudget,
     WindowBucketer,
-    WorkerOptions,
 )
 
 SIZE = 90
-SLOW = pytest.mark.slow
 skip_some = SkipSome()
 COUNTS = {"corrupt": 12, "missing": 18}
 KEPT = [index for index in range(SIZE) if skip_some.reason(index) is None]
@@ -46,18 +42,6 @@ def flat(epoch):
     return sorted(index for batch in epoch for index in batch)
 
 
-@pytest.mark.parametrize(
-    "workers",
-    [WorkerOptions(), pytest.param(WorkerOptions(num_workers=3, chunk_size=4), marks=SLOW)],
-)
-def test_every_sample_comes_out_once_or_is_counted_once(workers):
-    with make(workers=workers) as loader:
-        for _ in range(2):
-            assert flat(ids(loader)) == KEPT
-            assert loader.skipped_samples == COUNTS
-    assert sum(COUNTS.values()) + len(KEPT) == SIZE
-
-
 def test_the_first_of_each_reason_is_shown():
     with pytest.warns(UserWarning) as caught:
         ids(make(shuffle=False))
@@ -66,17 +50,6 @@ def test_the_first_of_each_reason_is_shown():
         "sample 0 of the epoch (key 0) is skipped (missing): no file for 0",
         "sample 3 of the epoch (key 3) is skipped (corrupt): cannot read 3",
     ]
-
-
-def test_an_epoch_of_which_nothing_is_left_is_an_error():
-    with pytest.raises(SampleError, match="all 3 samples .*: {'missing': 3} skipped in"):
-        ids(ODBDataLoader([0, 5, 10], token_budget=8, process_fn=skip_some))
-    budget = TokenBudget(2, oversize="drop")
-    with (
-        pytest.warns(UserWarning, match="exceeds"),
-        pytest.raises(SampleError, match="{'missing': 1} skipped in processing, 1 dropped"),
-    ):
-        ids(ODBDataLoader([0, 1], token_budget=budget, process_fn=skip_some))
 
 
 def test_data_that_was_mended_or_lost_between_save_and_resume():
@@ -139,16 +112,3 @@ def test_a_mixer_of_observed_sources_leaves_them_to_the_bucketer(by):
     assert flat(epoch) == [index for index in KEPT if index < 60]
     assert sum(node.skipped_samples.values()) == 60 - len(flat(epoch))
     assert sum(mixer.samples.values()) == len(flat(epoch))
-
-
-def test_each_source_may_skip():
-    loader = ODBDataLoader(
-        {name: range(40) for name in "ab"},
-        token_budget=64,
-        window=8,
-        process_fn={"a": skip_some, "b": SkipSome(never=True)},
-        weights={"a": 1, "b": 1},
-    )
-    kept = [index for index in KEPT if index < 40]
-    assert flat(ids(loader)) == sorted([*kept, *range(40)])
-    assert sum(loader.skipped_samples.values()) == 40 - len(kept)

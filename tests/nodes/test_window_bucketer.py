@@ -1,5 +1,4 @@
 import io
-import pickle
 import re
 import time
 import warnings
@@ -103,50 +102,6 @@ def test_a_replay_takes_at_most_five_and_a_quarter_windows_and_says_how_many():
     node = bucketer(lengths, 800, window)
     replayed = [again(node, lengths, window=window).replayed_samples for _ in node]
     assert window < max(replayed) <= 5.25 * window
-
-
-@pytest.mark.parametrize("mode", ["replay", "payload"])
-def test_the_state_right_after_a_reset_is_the_state_of_the_reset(mode):
-    node = bucketer(state=mode)
-    for _ in range(9):
-        next(node)
-    assert again(node, state=mode).state_dict() == node.state_dict()
-
-
-@pytest.mark.parametrize("mode", ["replay", "payload"])
-def test_a_state_shares_nothing_with_the_node(mode):
-    node = bucketer(state=mode)
-    next(node)
-    state = node.state_dict()
-    kept = pickle.loads(pickle.dumps(state))
-    other = again(node, state=mode)
-    rest = ids(node)
-    assert state == kept
-    state["source"].clear()
-    state["config"].clear()
-    assert ids(other) == rest
-
-
-def test_source_that_mutates_what_it_is_given_is_kept_at_arms_length():
-    class Adopting(IterableWrapper):  # as torchdata's MultiNodeWeightedSampler does
-        def reset(self, initial_state=None):
-            super().reset(initial_state)
-            if initial_state is not None:
-                initial_state.clear()
-
-        def get_state(self):
-            self.live = super().get_state()
-            return self.live
-
-        def next(self):
-            if hasattr(self, "live"):
-                self.live.clear()
-            return super().next()
-
-    def make():
-        return WindowBucketer(Adopting(list(samples(LENGTHS[:40]).iterable)), 100, 16)
-
-    assert_resumes_exactly(make, every=3, horizon=12, chain=0)
 
 
 def test_processing_that_is_not_deterministic_is_an_error_that_names_the_remedy():

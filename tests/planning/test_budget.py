@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pools import run
 
 from odb_nodes import TokenBudget
+from odb_nodes.planning.budget import allowed_rows
 
 
 def test_an_integer_stands_for_padded_tokens():
@@ -28,6 +30,14 @@ REFUSALS = [
     ({"oversize": "skip"}, ValueError, "`oversize`"),
     ({"row_sizes": "odd"}, ValueError, r"`row_sizes` must be one of"),
     ({"row_sizes": "even", "layout": "packed"}, ValueError, '`row_sizes` must be "any"'),
+    ({"row_sizes": 4, "shapes": 3}, ValueError, "`row_sizes` may be a number .4. only with"),
+    ({"row_sizes": 4, "oversize": "drop"}, ValueError, "`shapes` is None"),
+    ({"row_sizes": 0, "shapes": 3}, ValueError, "`row_sizes` must be in 1"),
+    (
+        {"row_sizes": 4, "shapes": 3, "oversize": "drop", "max_samples": 3},
+        ValueError,
+        "`max_samples` must be at least `row_sizes` .4.",
+    ),
     ({"attention_tokens": 0}, ValueError, "`attention_tokens`"),
     ({"attention_tokens": 0.5}, TypeError, "`attention_tokens`"),
     ({"attention_tokens": 4, "pad_to_multiple_of": 8}, ValueError, "`tokens` must be at least 24"),
@@ -92,6 +102,7 @@ def test_a_row_of_attention_tokens_costs_twice_its_tokens():
         ({}, [(21, 20), (13, 49), (6, 107), (2, 322), (1, 645)]),
         ({"row_sizes": "even"}, [(20, 21), (12, 53), (6, 107), (2, 322), (1, 645)]),
         ({"row_sizes": "friendly"}, [(16, 26), (12, 53), (6, 107), (2, 322), (1, 645)]),
+        ({"row_sizes": 3, "oversize": "drop"}, [(21, 7), (21, 16), (15, 43), (6, 107), (3, 215)]),
         # With attention there are fewer rows of long samples.
         ({"attention_tokens": 100}, [(21, 5), (21, 15), (12, 38), (4, 86), (1, 209)]),
         ({"attention_tokens": 100, "layout": "packed"}, [(1, 209)]),
@@ -134,10 +145,13 @@ budgets = st.builds(
 
 COARSE = TokenBudget(4096, shapes=1, attention_tokens=16, pad_to_multiple_of=64)
 """Of which a whole row leaves much unused."""
+SIXES = TokenBudget(16_000, shapes=9, row_sizes=6, oversize="drop", attention_tokens=900)
+"""Of which all shapes have a multiple of 6 rows."""
 
 
 @given(budget=budgets, lengths=st.lists(st.integers(1, 40_000), min_size=1))
 @example(budget=COARSE, lengths=[190])
+@example(budget=SIXES, lengths=[1, 60, 1160])
 def test_a_ladder_holds_every_group_that_the_budget_holds(budget, lengths):
     ladder = budget.shape_ladder()
     assert 1 <= len(ladder) <= budget.shapes
@@ -153,3 +167,38 @@ def test_a_ladder_holds_every_group_that_the_budget_holds(budget, lengths):
         shape = budget.shape([length])
         assert shape in ladder and shape[1] == budget.width(length) >= length
         assert budget.shape([length] * shape[0]) == shape
+
+
+# --- row sizes ------------------------------------------------------------------------------------
+
+
+EVEN = {1, *range(2, 2000, 2)}
+FRIENDLY = {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536}
+ALLOWED = {"any": set(range(1, 2000)), "even": EVEN, "friendly": FRIENDLY}
+
+
+@pytest.mark.parametrize(("sizes", "allowed"), ALLOWED.items())
+def test_rows_are_rounded_down_to_the_next_number_allowed(sizes, allowed):
+    rows = np.arange(1, 2000)
+    expected = [max(one for one in allowed if one <= number) for number in rows.tolist()]
+    assert allowed_rows(rows, sizes).tolist() == expected
+
+
+def test_the_largest_numbers_of_rows_are_rounded_as_well():
+    most = np.array([2**31 - 1, 2**31 - 2, 3 << 29])
+    assert allowed_rows(most, "friendly").tolist() == [3 << 29] * 3
+    assert allowed_rows(most, "even").tolist() == [2**31 - 2, 2**31 - 2, 3 << 29]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=60, max_size=200),
+    sizes=st.sampled_from(["even", "friendly"]),
+    data=st.data(),
+)
+def test_under_a_limit_of_patches_groups_have_these_rows_until_the_data_ends(lengths, sizes, data):
+    patches = data.draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths)))
+    budget = TokenBudget(600, max_patches=40, row_sizes=sizes)
+    groups, _ = run(lengths, budget, 30, patches)
+    out = np.cumsum([len(group) for group in groups])
+    before_the_end = int(np.searchsorted(out, len(lengths) - 30, side="right"))
+    assert {len(group) for group in groups[:before_the_end]} <= ALLOWED[sizes]

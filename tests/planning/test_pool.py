@@ -1,3 +1,5 @@
+import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -6,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pools import budgets, lognormal, padded_budgets, pool_of, run, streams
 
-from odb_nodes.planning import MAX_AGE_WINDOWS, RollingPool, TokenBudget
+from odb_nodes.planning import MAX_AGE_WINDOWS, RollingPool, SimulationOptions, TokenBudget
+from odb_nodes.planning.runs import diversities
 from odb_nodes.planning.table import ORDINALS
-from odb_nodes.tools.simulate import simulate_steps
+from odb_nodes.tools.simulate import lognormal_lengths, simulate_steps
 
 windows = st.integers(1, 50)
 ROWS = {
@@ -261,3 +264,177 @@ def test_the_longest_samples_of_all_ranks_are_in_the_first_round(layout):
 def test_the_rule_has_not_changed(layout, first, count):
     groups, _ = run(lognormal(120, seed=7), TokenBudget(4096, layout=layout), 32)
     assert (groups[:6], len(groups)) == (first, count)
+
+
+# --- packing --------------------------------------------------------------------------------------
+
+
+def packed(tokens, **fields):
+    return TokenBudget(tokens, layout="packed", **fields)
+
+
+def take(lengths, budget, patches=None):
+    return [lengths[index] for index in pool_of(lengths, budget, patches).take()]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([40, 30, 20, 10, 60], [40, 30, 20, 10]),  # the oldest fill the row
+        ([40, 30, 50, 29, 7], [40, 30, 29]),  # one that fills the rest best
+        ([40, 30, 50, 11, 18, 7], [40, 30, 11, 18]),  # or two
+        ([40, 45, 50, 60], [40, 60]),  # in place of the last, where that fills better
+        ([40, 55, 30, 31], [40, 30, 31]),  # or two of them
+        ([40, 45, 20, 41], [40, 20, 41]),  # the oldest always stays
+        ([200, 50, 50], [200]),  # an oversize sample has a row of its own
+        ([50, 200, 49], [50, 49]),
+        ([100, 1], [100]),
+    ],
+)
+def test_the_rest_is_filled_as_well_as_it_can_be(lengths, expected):
+    assert take(lengths, packed(101 if sum(expected) == 101 else 100)) == expected
+
+
+def test_the_limits_hold_beside_the_tokens():
+    assert take([10, 10, 10, 80], packed(100, max_samples=2)) == [10, 80]
+    assert take([10, 10, 10, 10], packed(100, max_samples=1)) == [10]
+    assert take([10, 11, 12, 13], packed(100, max_patches=5), [4, 2, 1, 0]) == [10, 12, 13]
+    assert take([10, 11, 12], packed(100, max_patches=5), [9, 0, 0]) == [10]  # oversize
+    assert take([50, 46, 3], packed(100, pad_to_multiple_of=8)) == [50, 46]
+    assert take([50, 47, 3], packed(100, pad_to_multiple_of=8)) == [50, 3]
+
+
+def test_with_attention_a_sample_that_is_oversize_by_its_padding_shares_no_row():
+    budget = packed(200, attention_tokens=8, pad_to_multiple_of=16)
+    assert budget.capacity == 32 and budget.cost([33, 1]) <= 200
+    assert take([33, 1, 1], budget) == [33]
+    assert take([1, 33, 1], budget) == [1, 1]
+
+
+def brute_force(lengths, capacity):
+    """The most tokens of the oldest, less the last 0 to 3, and one or two of the others."""
+    total, prefix = 0, 0
+    while prefix < len(lengths) and total + lengths[prefix] <= capacity:
+        total, prefix = total + lengths[prefix], prefix + 1
+    prefix = max(prefix, 1)
+    best = 0
+    for kept in range(prefix, max(prefix - 3, 1) - 1, -1):
+        base, rest = sum(lengths[:kept]), lengths[kept:]
+        pairs = [a + b for i, a in enumerate(rest) for b in rest[:i]]
+        best = max([best, base, *(base + n for n in [*rest, *pairs] if base + n <= capacity)])
+    return best
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=25),
+    st.integers(120, 300),
+    st.none() | st.integers(10, 100),
+)
+def test_no_exchange_costs_more_of_the_budget(lengths, tokens, attention):
+    budget = packed(tokens, attention_tokens=attention)
+    costs = [budget.row_cost(length) for length in lengths]
+    group = take(list(lengths), budget)
+    assert budget.cost(group) == max(brute_force(costs, tokens), costs[0])
+    assert group[0] == lengths[0]
+
+
+@given(st.lists(st.integers(1, 120), min_size=1, max_size=120), st.integers(60, 150))
+def test_the_tail_is_first_fit_longest_first(lengths, capacity):
+    groups, _ = run(lengths, packed(capacity), 1000)
+    rows = []
+    for length in sorted(lengths, reverse=True):
+        row = next((row for row in rows if sum(row) + length <= capacity), None)
+        if row is None:
+            rows.append(row := [])
+        row.append(length)
+    found = [sorted((lengths[i] for i in group), reverse=True) for group in groups]
+    assert sorted(found) == sorted(rows)
+    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+
+
+# --- groups that mix tasks more evenly, where a weight asks for them ------------------------------
+
+
+def evenness(tasks, among):
+    """The entropy of some tasks, as a share of that of `among` equal ones."""
+    counts = Counter(tasks).values()
+    shares = [count / sum(counts) for count in counts]
+    return -sum(share * math.log(share) for share in shares) / math.log(among)
+
+
+@given(tasks=st.lists(st.integers(0, 6), min_size=1, max_size=40), data=st.data())
+def test_the_diversity_of_a_run_is_its_entropy_among_the_tasks_of_the_pool(tasks, data):
+    stop = np.arange(1, len(tasks) + 1)
+    first = np.array([data.draw(st.integers(0, end - 1)) for end in stop.tolist()])
+    among = len(set(tasks))
+    expected = [
+        evenness(tasks[begin:end], among) if among > 1 else 0.0
+        for begin, end in zip(first, stop, strict=True)
+    ]
+    found = diversities(np.array(tasks), first, stop)
+    assert found == pytest.approx(expected, abs=1e-6)
+    assert found.min() >= 0 and found.max() <= 1 + 1e-6
+
+
+def test_which_task_has_which_number_decides_nothing():
+    rng = np.random.default_rng(0)
+    tasks, numbers = rng.integers(0, 12, 4000), rng.permutation(12) + 7
+    first = rng.integers(0, 3800, 2000)
+    stop = first + rng.integers(1, 200, 2000)
+    found = diversities(tasks, first, stop)
+    assert (diversities(numbers[tasks], first, stop) == found).all()  # to the last bit
+    lengths = lognormal(4000)
+    groups = run(lengths, 16_384, 256, tasks=tasks.tolist(), diversity=0.5)
+    renamed = numbers[tasks].tolist()
+    assert run(lengths, 16_384, 256, tasks=renamed, diversity=0.5) == groups
+
+
+def mixed(means, samples):
+    """Lengths and tasks of samples that come equally often, in an order drawn at random."""
+    tasks = np.random.default_rng(0).permutation(np.arange(samples) % len(means))
+    lengths = np.empty(samples, np.int64)
+    for task, mean in enumerate(means):
+        places = np.flatnonzero(tasks == task)
+        lengths[places] = lognormal_lengths(len(places), cv=0.8, mean_tokens=mean, seed=task)
+    return lengths.tolist(), tasks.tolist()
+
+
+@pytest.mark.parametrize(
+    ("means", "window", "gain"),
+    [
+        ([800] * 3, 256, 0.056),
+        ([300, 800, 2000, 300, 800, 2000, 300, 800], 1024, 0.041),
+    ],
+)
+def test_groups_mix_tasks_more_evenly(means, window, gain):
+    """`gain` is what docs/tasks.md says."""
+    lengths, tasks = mixed(means, 8_000)
+
+    def mean_of(weight):
+        groups, _ = run(lengths, 16_384, window, tasks=tasks, diversity=weight)
+        return np.mean([evenness([tasks[i] for i in one], len(means)) for one in groups])
+
+    assert mean_of(0.5) - mean_of(0.0) >= gain / 2
+
+
+def test_packed_groups_refuse_it():
+    budget = TokenBudget(100, layout="packed")
+    with pytest.raises(ValueError, match="`diversity` must be 0 where groups are packed"):
+        SimulationOptions(world_size=1, budget=budget, diversity=0.5)
+    SimulationOptions(world_size=1, budget=budget, diversity=0)
+
+
+def test_the_rule_of_diversity_has_not_changed():
+    """Golden: another grouping of the same data would break every saved state."""
+    lengths, tasks = mixed([300, 800, 2000], 120)
+    groups, _ = run(lengths, 8192, 32, tasks=tasks, diversity=0.5)
+    assert (groups[:4], len(groups)) == (GOLDEN, GOLDEN_COUNT)
+
+
+GOLDEN = [
+    [1, 6, 9, 10, 17, 18, 19, 23, 25, 30],
+    [4, 5, 8, 15, 24, 28],
+    [14, 21, 33, 36, 42, 43],
+    [32, 35, 40, 44, 46],
+]
+GOLDEN_COUNT = 24

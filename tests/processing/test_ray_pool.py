@@ -4,6 +4,7 @@ All else that they share with worker processes is in `test_worker_contract.py`.
 """
 
 import gc
+import json
 import os
 import signal
 import time
@@ -233,6 +234,43 @@ SHUT_DOWN = """
     node.close()
     print(ray.is_initialized(), flush=True)
 """
+LOST_NODE = """
+    import json
+    import ray
+    from ray.cluster_utils import Cluster
+    def with_node(sample):
+        return {**sample, "node": ray.get_runtime_context().get_node_id()}
+    cluster = Cluster(True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    lost = cluster.add_node(num_cpus=1)
+    ray.init(cluster.address, log_to_driver=False)
+    cluster.wait_for_nodes()
+    ids, before, after, lost_at = [], set(), set(), None
+    data = w.Texts(6000, seconds=0.01)
+    with w.dataloader(data, "ray", process_fn=with_node, timeout_s=100) as loader:
+        for step, batch in enumerate(loader):
+            ids.append(batch["id"].tolist())
+            (before if lost_at is None else after).update(batch["node"])
+            if lost_at is None and len(before) == 2:
+                lost_at = step
+                cluster.remove_node(lost, allow_graceful=False)
+                cluster.add_node(num_cpus=1)
+            if lost.node_id in before and len(after - before) == 1:
+                break
+    print(json.dumps(ids))
+    ray.shutdown()
+    cluster.shutdown()
+"""
+
+
+@pytest.mark.timeout(400)
+def test_a_machine_that_is_lost_is_replaced_and_batches_are_the_same(tmp_path):
+    with Program(tmp_path, LOST_NODE) as program:
+        code, out, errors = program.finish(300)
+    assert code == 0, errors
+    ids = json.loads(out.splitlines()[-1])
+    with dataloader(Texts(6000)) as loader:
+        assert ids == [batch["id"].tolist() for batch, _ in zip(loader, ids, strict=False)]
+    assert 1 < len(ids) < 1000  # The new machine made samples, too.
 
 
 def test_ray_is_shut_down_with_the_last_pool_that_uses_what_a_pool_has_started(tmp_path):

@@ -895,24 +895,6 @@ def test_length(make):
         len(make("inline", source=IterableSource(Items(None), 0, 1)))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("num_workers", -1, ValueError),
-        ("num_workers", 1.5, TypeError),
-        ("chunk_size", 0, ValueError),
-        ("in_flight_samples", 0, ValueError),
-        ("method", "coroutine", ValueError),
-        ("start_method", "clone", ValueError),
-        ("timeout_s", 0, ValueError),
-        ("timeout_s", float("nan"), ValueError),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(name, value, error):
-    with pytest.raises(error, match=f"`{name}`"):
-        WorkerOptions(**{name: value})
-
-
 # --- through the whole graph, with a thread that reads ahead --------------------------------------
 
 
@@ -932,41 +914,6 @@ def read_batches(loader, seen):
     for batch in loader:
         seen.append(batch["ids"])
     return seen
-
-
-@pytest.mark.parametrize("prefetch", [0, 4])
-@pytest.mark.parametrize(
-    ("kind", "fault"),
-    [
-        case("threads", "ValueError"),
-        case("threads", "hangs"),
-        case("fork", "ValueError"),
-        case("fork", "SIGKILL"),
-        case("fork", "hangs"),
-    ],
-)
-def test_through_the_dataloader_nothing_is_lost(kind, fault, prefetch, make, tmp_path):
-    expected = read_batches(loader_of(Texts(SIZE), "inline", make), [])
-    process_fault = Faulty(tmp_path, fault)
-
-    def make_loader(kind):
-        dataset, limit_s = Texts(SIZE, fault=process_fault), 2.0 if fault == "hangs" else LIMIT_S
-        return loader_of(dataset, kind, make, prefetch=prefetch, worker_timeout_s=limit_s)
-
-    loader, seen = make_loader(kind), []
-    for _ in range(1 if fault == "hangs" else 2):  # not mended yet
-        with within(), pytest.raises((SampleError, WorkerError)):
-            read_batches(loader, seen)
-        assert seen == expected[: len(seen)]
-        assert loader.worker_pids == [] or fault == "ValueError"
-    state = loader.state_dict()
-    process_fault.mend()
-    with within():
-        assert read_batches(loader, [*seen]) == expected
-        assert read_batches(loader, []) == expected
-    fresh = make_loader("inline")
-    fresh.load_state_dict(state)
-    assert read_batches(fresh, [*seen]) == expected
 
 
 @pytest.mark.parametrize(

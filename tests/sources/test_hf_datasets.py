@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from rank_jobs import run_ranks
+from aligned_ranks import on_ranks
 
 from odb_nodes import IterableSource, Loader, ODBDataLoader, StateError
 from odb_nodes.testing import assert_resumes_exactly
@@ -11,7 +11,6 @@ from odb_nodes.testing import assert_resumes_exactly
 datasets = pytest.importorskip("datasets")
 split_dataset_by_node = pytest.importorskip("datasets.distributed").split_dataset_by_node
 
-WARM = ("datasets", "odb_nodes")
 ROWS = [{"id": n, "input_ids": [n] * (n % 5 + 1)} for n in range(24)]
 
 
@@ -209,42 +208,13 @@ def test_a_loader_mixes_and_resumes_both_kinds(num_workers, sampled):
         assert_resumes_exactly(make, **sampled(every=5, chain=1))
 
 
-def test_two_ranks(tmp_path):
-    body = """
-    import datasets
-    rows = [{"id": n, "input_ids": [n] * (n % 5 + 1)} for n in range(40)]
-    shards, found = json.loads(sys.argv[1]), []
-    for number in shards:
-        def make():
-            data = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=number)
-            data = data.shuffle(seed=1, buffer_size=5)
-            return ODBDataLoader(data, token_budget=12, window=4, round_size=4, timeout_s=60.0)
-        loader, states, expected = make(), [], []
-        for batch in loader:
-            expected.append(r.describe(batch))
-            states.append(loader.state_dict())
-        resumed = make()
-        resumed.load_state_dict(states[5])
-        assert [r.describe(batch) for batch in resumed] == expected[6:]
-        found.append(sorted(sum(r.gathered(r.real_ids(expected)), [])))
-    r.finish(found)
-    """
-    for found in run_ranks(tmp_path, body, 2, json.dumps([4, 3]), warm=WARM):
-        assert found == [[*range(40)]] * 2
+def test_ranks_with_different_orders_say_so():
+    def run(exchange):
+        loader = ODBDataLoader(stream(3).shuffle(), token_budget=12, process_group=exchange)
+        with pytest.raises(StateError, match="shuffle_seed"):
+            list(loader)
 
-
-def test_ranks_with_different_orders_say_so(tmp_path):
-    body = """
-    import datasets
-    rows = [{"input_ids": [n] * (n % 5 + 1)} for n in range(40)]
-    data = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3).shuffle()
-    try:
-        list(ODBDataLoader(data, token_budget=12, window=4, timeout_s=60.0))
-    except StateError as error:
-        r.finish(str(error))
-    """
-    for error in run_ranks(tmp_path, body, 2, warm=WARM):
-        assert "shuffle_seed" in error
+    on_ranks(2, run)
 
 
 def test_files_that_are_streamed(tmp_path, sampled):

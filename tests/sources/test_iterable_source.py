@@ -6,7 +6,7 @@ from damaged_states import resealed
 from torch.utils.data import DistributedSampler, IterableDataset
 from torchdata.nodes import Prefetcher
 
-from odb_nodes import IterableSource, ODBDataLoader, SampleError, StateError
+from odb_nodes import IterableSource, SampleError, StateError
 from odb_nodes._core import progress
 from odb_nodes.testing import assert_resumes_exactly
 
@@ -100,12 +100,6 @@ def test_ranks_share_the_items_out(size, world_size, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     assert epoch_of(IterableSource(range(size))) == shards[0]
-
-
-def test_a_length_is_known_where_the_iterable_knows_its_own():
-    assert len(source([1, 2, 3])) == 3
-    with pytest.raises(TypeError, match="`Shuffled` has no length"):
-        len(source(Shuffled()))
 
 
 # Epochs.
@@ -282,19 +276,6 @@ def test_an_order_that_is_not_seeded_is_found_out():
     state = taken(source(Unseeded()), 10).state_dict()
     with pytest.raises(StateError, match="`Unseeded` yielded other items .* not seeded"):
         source(Unseeded()).reset(state)
-
-
-@pytest.mark.parametrize("state", ["replay", "payload"])
-def test_samples_in_an_order_that_is_not_seeded_are_not_lost(state):
-    loader, again = (
-        ODBDataLoader(Unseeded(), token_budget=512, window=32, state=state) for _ in range(2)
-    )
-    it = iter(loader)
-    for _ in range(3):
-        next(it)
-    again.load_state_dict(loader.state_dict())
-    with pytest.raises(StateError, match="not seeded"):
-        iter(again)
 
 
 def test_only_items_of_this_rank_are_compared():

@@ -61,21 +61,6 @@ def test_each_epoch_has_the_order_of_the_files_or_of_a_list_of_the_records(files
         assert [record["id"] for record in loader] == [*indices]
 
 
-@pytest.mark.parametrize("name", ["", "a"])
-@pytest.mark.parametrize("shuffle", [None, False])
-def test_a_loader_shuffles_files_as_it_does_a_list(name, shuffle, tmp_path):
-    path = tmp_path / "data.jsonl"
-    data = [{"input_ids": [n] * (n % 9 + 1)} for n in range(80)]
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in data))
-    options = {"token_budget": 64, "window": 256, "seed": 5, "shuffle": shuffle}
-    of_files, of_list = (
-        ODBDataLoader({name: one} if name else one, **options) for one in (JsonlSource(path), data)
-    )
-    assert of_files.num_samples == 80
-    for batch, expected in zip(of_files, of_list, strict=True):
-        assert batch["input_ids"].tolist() == expected["input_ids"].tolist()
-
-
 def test_the_order_is_that_of_the_seeds_of_source_and_loader(files):
     def order(of_source, of_loader):
         source = JsonlSource(files, seed=of_source)

@@ -154,6 +154,10 @@ def test_what_cannot_be_read_is_named(files, tmp_path):
     files[0].write_bytes(whole)
     with pytest.raises(ValueError, match=r"0.parquet has no column 'text': it has \['id'"):
         ParquetDataset(files, ["text"])
+    twice = pa.table([[1], [2]], names=["id", "id"])
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(ValueError, match=r"twice.parquet has 2 columns 'id'"):
+        ParquetDataset(tmp_path / "twice.parquet")
     with pytest.raises(FileNotFoundError, match="none"):
         ParquetDataset(tmp_path / "none.parquet")
     with pytest.raises(IndexError, match="no row 205: .* 205"):

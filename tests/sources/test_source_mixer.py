@@ -1,4 +1,3 @@
-import random
 from collections import Counter
 
 import numpy as np
@@ -79,21 +78,6 @@ def test_shares_follow_the_weights_at_every_point(by):
         for name, weight in WEIGHTS.items():
             assert abs(had[name] - weight * had.total()) <= longest
     assert getattr(node, by) == had
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_mix_alike_and_share_the_samples_out(world_size):
-    found, shares = [], []
-    for rank in range(world_size):
-        sources = {
-            name: ShardedSampler(size, seed=1, rank=rank, world_size=world_size)
-            for name, size in SIZES.items()
-        }
-        items = list(Loader(SourceMixer(sources, WEIGHTS)))
-        found += items
-        shares.append(Counter(item.source for item in items[:24]))
-    assert sorted(found) == sorted((name, i) for name, size in SIZES.items() for i in range(size))
-    assert all(share == shares[0] for share in shares)
 
 
 def test_weights_may_be_numbers_of_numpy_and_are_shares():
@@ -223,25 +207,6 @@ def test_no_order_comes_twice_where_the_epoch_is_set(nested):
     assert [order for _ in range(2) for order in orders_of_ocr(counted, None)] == orders
 
 
-def drawn(index):
-    return {"input_ids": [1] * 3, "drawn": random.random()}
-
-
-def test_no_random_number_comes_twice_where_a_source_begins_again():
-    def processed(name, size):
-        node = ParallelProcessor(sampler(name, size), drawn, rank=0, world_size=1)
-        return LengthObserver(node)
-
-    node = SourceMixer(
-        {"many": processed("many", 60), "few": processed("few", 5)}, by="tokens", stop="cycle"
-    )
-    loader, numbers = Loader(node), []
-    for epoch in range(2):
-        loader.set_epoch(epoch)
-        numbers += [one.data["drawn"] for one in loader if one.source == "few"]
-    assert len(set(numbers)) == len(numbers) > 100
-
-
 class Epochs:
     """Says which epochs it was told."""
 
@@ -347,13 +312,6 @@ def test_sources_that_cannot_be_mixed_are_errors_and_no_endless_loop(make, messa
     node = make()
     with pytest.raises(SampleError, match=message):
         list(Loader(node))
-
-
-def test_what_is_refused_is_not_counted():
-    node = mixer(by="tokens")
-    with pytest.raises(SampleError, match="must yield `Sample`"):
-        next(node)
-    assert {*node.samples.values()} == {*node.tokens.values()} == {0}
 
 
 ONE = sampler("a", 9)

@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import random
 import tarfile
 
 import pytest
@@ -48,6 +49,28 @@ def loader_of(files, **options):
 
 def steps(batches):
     return [(batch["id"].tolist(), batch["input_ids"].tolist()) for batch in batches]
+
+
+def test_members_are_those_that_tarfile_finds(tmp_path):
+    kinds = [tarfile.REGTYPE] * 5 + [tarfile.AREGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE]
+    for seed in range(40):
+        draw = random.Random(seed)
+        format = draw.choice([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+        said = draw.choice([None, None, {"comment": "of all"}, {"path": "of all"}])
+        said = said if format == tarfile.PAX_FORMAT else None
+        with tarfile.open(tmp_path / "a.tar", "w", format=format, pax_headers=said) as tar:
+            for number in range(draw.randrange(1, 6)):
+                member = tarfile.TarInfo(
+                    draw.choice(["a", "b/c", "d" * 120 + "/e"]) + f"{number}.x"
+                )
+                member.type, member.linkname = draw.choice(kinds), "a0.x"
+                member.mtime = 5 if format != tarfile.PAX_FORMAT else draw.choice([5, 5.5])
+                member.size = draw.randrange(1500) if member.isreg() else 0
+                tar.addfile(member, io.BytesIO(b"q" * member.size))
+        with tarfile.open(tmp_path / "a.tar") as tar:
+            files = [one for one in tar if one.isreg() or one.issym()]
+        expected = [(one.name, one.offset_data, one.size if one.isreg() else None) for one in files]
+        assert [*tar_dataset._members(tmp_path / "a.tar")] == expected
 
 
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
@@ -125,6 +148,9 @@ def test_what_cannot_be_read_is_named(files, tmp_path):
         TarDataset(tmp_path / "twice.tar")
     write(tmp_path / "twice.tar", [("1.txt", b"a"), ("1.TXT", b"b")])
     with pytest.raises(ValueError, match=r"1.TXT twice in one sample"):
+        TarDataset(tmp_path / "twice.tar")
+    write(tmp_path / "twice.tar", [("1.txt", b"a"), ("1.__key__", b"b")])
+    with pytest.raises(ValueError, match=r"1.__key__ twice in one sample, or as its key"):
         TarDataset(tmp_path / "twice.tar")
     (tmp_path / "twice.tar").unlink()
     files[0].write_bytes(gzip.compress(whole))

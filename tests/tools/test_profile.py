@@ -1,14 +1,19 @@
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from odb_nodes import TokenBudget
 from odb_nodes.planning import SimulationOptions
-from odb_nodes.tools.baselines import Baselines
+from odb_nodes.sources import Mixing
+from odb_nodes.tools.baselines import _SAMPLERS, STRATEGIES, Baselines, fixed_batches
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.profile import LengthSummary, profile
 from odb_nodes.tools.simulate import TableEpoch, lognormal_lengths
+from odb_nodes.tools.timeline import timeline_page, timeline_text
 
 LENGTHS = lognormal_lengths(600, cv=1.0, mean_tokens=90, longest_tokens=700)
 
@@ -127,3 +132,176 @@ def test_figures_have_the_efficiencies_and_the_lengths(made):
 def test_errors_name_what_is_wrong(change, error, match):
     with pytest.raises(error, match=match):
         profile(mixed_table(), **{"budget": 1500, **change})
+
+
+# --- timeline -------------------------------------------------------------------------------------
+
+
+def test_the_text_and_the_page_have_a_cell_for_each_rank_and_step():
+    costs = np.array([[8.0, 4.0, 0.0], [8.0, 8.0, 1.0]]).T
+    assert timeline_text(costs, "2 ranks, window 8").splitlines() == [
+        "2 ranks, window 8, 3 steps; highest cost 8, balance 0.853, 1 filler slot",
+        "    0 █▄ ",
+        "    1 ██▁",
+    ]
+    page = timeline_page(costs, "2 ranks")
+    assert page.count("Plotly.newPlot") == 1 and "step by step: 2 ranks</h3>" in page
+    head, first, _ = timeline_text(np.ones((1_000, 2)), "").splitlines()  # steps share a column
+    assert len(first) < 90 and "12.5 steps a column" in head
+
+
+# --- baselines by hand, and against the samplers of transformers and Accelerate themselves --------
+
+
+def figures(strategy, lengths, batch_size=None, **options):
+    epoch = TableEpoch(table=LengthTable.of(lengths))
+    return Baselines(epoch=epoch, batch_size=batch_size).figures(
+        strategy, SimulationOptions(**options)
+    )
+
+
+def figures_by_hand(batches, lengths, world_size, budget):
+    """Of batches of rank 0, 1, ..., 0, 1, ...: each the indices of its samples."""
+    padded = [max(lengths[i] for i in batch) * len(batch) for batch in batches]
+    steps = [padded[at : at + world_size] for at in range(0, len(padded), world_size)]
+    real = sum(lengths[i] for batch in batches for i in batch)
+    return pytest.approx(
+        {
+            "steps": len(steps),
+            "rows": sum(map(len, batches)),
+            "padding_share": 1 - real / sum(padded),
+            "fill": np.mean(padded) / budget,
+            "largest_tokens": max(padded),
+            "efficiency": real / (world_size * sum(map(max, steps))),
+        }
+    )
+
+
+MEASURED = ("steps", "rows", "padding_share", "fill", "largest_tokens", "efficiency")
+
+
+def measured(*args, **options):
+    """The figures that `figures_by_hand` returns, of a strategy."""
+    found = figures(*args, **options)
+    return {name: getattr(found, name) for name in MEASURED}
+
+
+@pytest.mark.parametrize(
+    ("samples", "world_size", "accumulate"), [(420, 2, 3), (5, 4, 3), (5, 1, 1), (397, 1, 1)]
+)
+def test_fixed_batches_are_those_of_the_trainer(samples, world_size, accumulate):
+    """Of its samplers, and of what Accelerate makes of them for each rank."""
+    utils = pytest.importorskip("transformers.trainer_pt_utils")
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler
+
+    lengths = lognormal_lengths(samples, cv=1.2, mean_tokens=90, longest_tokens=700).tolist()
+    job = {"world_size": world_size, "accumulate": accumulate, "seed": 7, "budget": 2800}
+    grouped, rebalanced = [], []
+    for rank in range(world_size):
+        sampler = utils.LengthGroupedSampler(
+            4 * accumulate, lengths=lengths, generator=torch.Generator().manual_seed(7)
+        )
+        batches = BatchSampler(sampler, 4, drop_last=False)
+        if world_size > 1:
+            batches = BatchSamplerShard(batches, world_size, rank)
+        grouped.append([*batches])
+        rebalanced.append(
+            utils.BatchRebalanceSampler(
+                lengths, 4 * world_size * accumulate, world_size, accumulate, seed=7, rank=rank,
+                drop_last=False,  # as the Trainer does by default
+            )
+        )  # fmt: skip
+    for strategy, ranks in (("group_by_length", grouped), ("batch_rebalance", rebalanced)):
+        steps = [[*step] for step in zip(*ranks, strict=True)]
+        made = fixed_batches(strategy, lengths, 4, SimulationOptions(**job))
+        assert [[*step] for step in made] == steps, strategy
+        batches = [batch for step in steps for batch in step]
+        expected = figures_by_hand(batches, lengths, world_size, 2800)
+        assert measured(strategy, lengths, 4, **job) == expected, strategy
+
+
+def test_strategies_of_the_trainer_need_transformers(monkeypatch):
+    monkeypatch.setattr("odb_nodes._compat.transformers.sampler_class", lambda name: None)
+    with pytest.raises(ImportError, match="BatchRebalanceSampler of transformers"):
+        figures("batch_rebalance", [3], world_size=1, budget=20)
+    made = profile(LengthTable.of([3, 4]), budget=20)
+    assert {one.strategy for one in made.comparisons} == {*STRATEGIES} - {*_SAMPLERS}
+
+
+def test_random_batches_by_hand():
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(3)).tolist()
+    lengths = [5, 3, 8, 1, 9, 2, 7]
+    batches = [order[0:2], order[2:4], order[4:6], [order[6], order[0]]]
+    expected = figures_by_hand(batches, lengths, 2, 20)
+    assert measured("random", lengths, 2, world_size=2, budget=20, seed=3) == expected
+    alone = figures_by_hand([*batches[:3], order[6:]], lengths, 1, 20)
+    assert measured("random", lengths, 2, world_size=1, budget=20, seed=3) == alone
+
+
+def test_a_fixed_batch_has_room_for_the_longest_samples_that_are_not_dropped():
+    assert figures("random", [10, 3, 4, 5], world_size=1, budget=25).largest_tokens <= 20
+    assert figures("random", [30, 3, 4, 5], world_size=1, budget=25).steps == 4
+    baselines = Baselines(epoch=TableEpoch(table=LengthTable.of([30, 200, 50])))
+    assert baselines.fixed_size(TokenBudget(100, oversize="drop")) == 2
+    assert baselines.fixed_size(TokenBudget(100)) == 1
+
+
+def test_offline_batches_are_cut_from_all_samples_and_sorted_windows_start_over():
+    lengths = [10, 2, 9, 3, 8, 2]
+    # Longest first, under 20 padded tokens: 10 9 | 8 3 | 2 2.
+    expected = figures_by_hand([[0, 2], [4, 3], [1, 5]], lengths, 1, 20)
+    assert measured("offline", lengths, world_size=1, budget=20) == expected
+    two = figures("offline", lengths, world_size=2, budget=20)
+    assert (two.steps, two.efficiency) == (2, pytest.approx(34 / (2 * (20 + 4))))
+    assert two.fill == pytest.approx((20 + 16 + 4) / 3 / 20)
+    packed = TokenBudget(17, layout="packed")
+    assert figures("offline", lengths, world_size=1, budget=packed).padding_share == 0
+    # In the order of the data: 10 2 | 9 3 | 8 2, each longest first.
+    epoch = TableEpoch(table=LengthTable.of(lengths), shuffle=False)
+    job = SimulationOptions(world_size=1, budget=20, window=2)
+    found = Baselines(epoch=epoch).figures("sorted windows", job)
+    assert (found.steps, found.padding_share) == (3, pytest.approx(1 - 34 / (20 + 18 + 16)))
+
+
+def test_skipped_and_dropped_samples_are_left_out():
+    table = LengthTable.of([5, 30, 4, 3])
+    table = LengthTable(**{**vars(table), "tokens": np.array([5, 30, 0, 3])})
+    job = SimulationOptions(world_size=1, budget=TokenBudget(20, oversize="drop"))
+    rows = {
+        name: Baselines(epoch=TableEpoch(table=table)).figures(name, job).rows
+        for name in STRATEGIES
+    }
+    assert rows == dict.fromkeys(STRATEGIES, 2)
+    with pytest.raises(ValueError, match="`strategy` must be one of"):
+        figures("best", [3], world_size=1, budget=20)
+
+
+@pytest.mark.parametrize(
+    ("stop", "weights"),
+    [
+        ("first_exhausted", {"short": 1, "long": 3}),
+        ("all_exhausted", None),
+        ("cycle", {"short": 1, "long": 3}),
+    ],
+)
+def test_all_ways_are_compared_on_the_samples_that_a_mixture_draws(stop, weights):
+    table = two_sources()
+    epoch = TableEpoch(table=table, weights=Mixing(weights=weights, stop=stop))
+    job = SimulationOptions(world_size=1, budget=300, window=32)
+    lengths = sorted(table.tokens[epoch.order(job)[1][0]].tolist())
+    assert (len(lengths) == len(table)) == (stop == "all_exhausted")
+    for strategy in STRATEGIES:
+        batches = Baselines(epoch=epoch).batches(strategy, job)
+        found = batches.samples.sum(), batches.real.sum()
+        assert found == (len(lengths), sum(lengths)), strategy
+
+
+def two_sources():
+    """Lengths of 60 short samples, and of 20 long ones."""
+    short = lognormal_lengths(60, cv=0.5, mean_tokens=20)
+    long = lognormal_lengths(20, cv=0.5, mean_tokens=150, longest_tokens=300)
+    sources = np.repeat([0, 1], [60, 20])
+    table = LengthTable.of(np.concatenate((short, long)))
+    keys = np.concatenate((np.arange(60), np.arange(20)))
+    return replace(table, sources=sources, keys=keys, names=("short", "long"), sizes=(60, 20))

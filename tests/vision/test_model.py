@@ -1,11 +1,7 @@
 """Tiny models like Qwen2-VL: what a sample adds to the loss does not depend on its group."""
 
-import functools
-
 import pytest
-import torch
-import transformers
-from pictures import loss_and_gradient, make_loader, model, processor, samples, step
+from pictures import loss_and_gradient, make_loader, model, network_of, processor, samples, step
 
 from odb_nodes import TokenBudget, pop_step_info
 from odb_nodes.vision import VisionLanguageCollate
@@ -15,34 +11,6 @@ KINDS = ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL"]
 GROUPS = [[0, 3, 6], [1, 4, 7], [2, 0, 1, 5, 3, 4]]
 OPTIONS = [{"pad_to_multiple_of": 16}, {"side": "left"}, {"shapes": ((8, 256),)}]
 collate = VisionLanguageCollate(dummy=processor().dummy_image())
-
-
-@functools.cache
-def network_of(kind):
-    """A tiny model with random weights."""
-    if kind == "Qwen2VL":
-        return model()
-    token = processor().tokenizer.convert_tokens_to_ids
-    rope = {"rope_type": "default", "mrope_section": [2, 3, 3]}
-    if kind == "Qwen2_5_VL":
-        own = {"fullatt_block_indexes": [1]}
-    else:
-        own = {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-        rope["mrope_interleaved"] = True
-    sizes = {"hidden_size": 64, "intermediate_size": 96}
-    text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    text |= {"vocab_size": 512, "head_dim": 16, "rope_scaling": rope, "use_cache": False}
-    vision = {"depth": 2, "num_heads": 4, "patch_size": 14, "out_hidden_size": 64, **own}
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        text_config={**sizes, **text},
-        vision_config={**sizes, **vision},
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=511,
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
-    )
-    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
 
 
 def alone(network, group):

@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from odb_nodes._compat import transformers as compat
 from odb_nodes._core.user_warning import warn_user
+from odb_nodes.collate.check_packing import MOST_LEAK, leak, mixing_error, pretrained
 from odb_nodes.integrations.huggingface.samples import has_pairs
 from odb_nodes.sample import IGNORE_INDEX
 from odb_nodes.step_info import StepInfo
@@ -64,7 +65,9 @@ class LossWeigher:
         self._unit = LABELS  # what the loss of the optimizer step is a mean over
         self._total = self._ranks = 1  # how many of these all ranks have
         self.tasks = trainer.odb.task_weights
-        self._is_checked = trainer.odb.loss_is is not None or not compat.takes_num_items(trainer)
+        self._packs = trainer.odb_budget.layout == "packed"  # until it is tried
+        is_known = trainer.odb.loss_is is not None or not compat.takes_num_items(trainer)
+        self._is_checked = self._packs or is_known
         self._is_warned = False
         self.waiting: deque[MicroStep | None] = deque()
         """Of the batches to come; `None` of one that only fills up the optimizer step."""
@@ -116,7 +119,9 @@ class LossWeigher:
         of_ranks = trainer.accelerator.gather(torch.tensor([mine], device=device))
         self._unit = unit = self._unit_of(of_ranks[..., HAS_LABELS] > 0)
         self._ranks, self._total = len(of_ranks), max(1, int(of_ranks[..., unit].sum()))
-        if unit == LABELS and not self._is_checked:
+        if self._packs:
+            self._check_packing(batches, of_ranks[..., SAMPLES])
+        elif unit == LABELS and not self._is_checked:
             self._check(batches, of_ranks[..., LABELS])
         steps = zip(batches, infos, mine, strict=True)
         weights = [self._micro_step(batch, info, own[unit]) for batch, info, own in steps]
@@ -221,8 +226,8 @@ class LossWeigher:
         if not with_targets.any():
             return
         self._is_checked = True
-        # Ranks have batches of one kind. Of packed rows and images no sample can be cut out: each
-        # loss is computed all the same, since other ranks may wait in the model.
+        # Ranks have batches of one kind. Of images no sample can be cut out: each loss is computed
+        # all the same, since other ranks may wait in the model.
         once = twice = self._sample_of(batch := batches[int(with_targets.argmax())])
         if once is not None:
             twice = {key: torch.cat((value, value)) for key, value in once.items()}
@@ -238,6 +243,18 @@ class LossWeigher:
                 "`num_items_in_batch`, and by nothing else. Or, if it is a mean after all, give "
                 '`loss_is="token_mean"` or `"sample_mean"` to the `ODBConfig`.'
             )
+
+    def _check_packing(self, batches: list[dict[str, Any]], of_ranks: torch.Tensor) -> None:
+        """Reject a model in which the samples of a row see each other; of_ranks (R, S) samples."""
+        several = (of_ranks > 1).any(dim=0)
+        if not several.any() or pretrained(self._trainer.model) is None:
+            return
+        self._packs = False  # All ranks compute the same micro-step, once.
+        batch = batches[int(several.to(torch.uint8).argmax())]
+        found = leak(self._trainer.model, batch, lambda: self._loss_of(batch)) or 0.0
+        own = torch.tensor([found > MOST_LEAK], device=self._trainer.args.device)
+        if self._trainer.accelerator.gather(own).any():
+            raise mixing_error(self._trainer.model)
 
     def _sample_of(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return a batch of one sample that has targets, where a batch has a row for each."""

@@ -22,7 +22,6 @@ from odb_nodes import (
 SIZE = 90
 skip_some = SkipSome()
 COUNTS = {"corrupt": 12, "missing": 18}
-KEPT = [index for index in range(SIZE) if skip_some.reason(index) is None]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* (is|were) skipped")
 

@@ -45,7 +45,7 @@ def test_the_batches_are_those_of_our_loader(world_size, options):
             seed=5,
             **{"window": 32, **options},
         )
-        number = 3 if "window" not in options else 1
+        number = 2 if "window" not in options else 1
         infos = [[pop_step_info(batch) for batch in loader] for _ in range(number)]
         return [[None if one.is_filler else [*one.keys] for one in epoch] for epoch in infos]
 

@@ -5,7 +5,6 @@ from torchdata.nodes import IterableWrapper, Mapper
 from worker_functions import SkipSome
 
 from odb_nodes import (
-    GroupCollator,
     IterableSource,
     LengthObserver,
     Loader,
@@ -16,7 +15,6 @@ from odb_nodes import (
     ShardedSampler,
     Skipped,
     SourceItem,
-    SourceMixer,
     StateError,
     WindowBucketer,
 )
@@ -24,7 +22,6 @@ from odb_nodes import (
 SIZE = 90
 skip_some = SkipSome()
 COUNTS = {"corrupt": 12, "missing": 18}
-KEPT = [index for index in range(SIZE) if skip_some.reason(index) is None]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* (is|were) skipped")
 
@@ -98,17 +95,3 @@ def test_nodes_pass_a_skipped_sample_on():
     observed = list(Loader(LengthObserver(IterableWrapper(items))))
     skipped = Skipped("b", source="x")
     assert observed == [Skipped("a"), skipped, Sample({"input_ids": [1]}, 1, 0, 0, "x", "tokens")]
-
-
-@pytest.mark.parametrize("by", ["samples", "tokens"])
-def test_a_mixer_of_observed_sources_leaves_them_to_the_bucketer(by):
-    def source(first):
-        items = [skip_some(index) for index in range(first, first + 30)]
-        return LengthObserver(IterableWrapper(items))
-
-    mixer = SourceMixer({"a": source(0), "b": source(30)}, {"a": 2, "b": 1}, by=by)
-    node = WindowBucketer(mixer, 64, 8)
-    epoch = ids(Loader(GroupCollator(node)))
-    assert flat(epoch) == [index for index in KEPT if index < 60]
-    assert sum(node.skipped_samples.values()) == 60 - len(flat(epoch))
-    assert sum(mixer.samples.values()) == len(flat(epoch))

@@ -144,8 +144,8 @@ class OomGuard:
             check_shrink(shrink)
         _check_graph(budget, self.aligner, shrink)
         known = None if budget is None else budget.tokens
-        self._loader, self.on_oom, self._shrink = loader, on_oom, shrink
-        self._guard_above = guard_above
+        self.loader, self.on_oom, self._shrink = loader, on_oom, shrink
+        self.guard_above = guard_above
         self.limit = known if limit is None else check_count("limit", limit)
         self.fits = self.limit  # the cost that is known to fit on this rank
         self.cost = padded_tokens if budget is None else BudgetCost(budget)
@@ -173,11 +173,9 @@ class OomGuard:
         of a step that is left without its `backward`.
         """
         self.collator.keep_samples()
-        batches = iter(self._loader)
-        self.meet(type(self).__name__)
         try:
-            while taken := self._taken(batches):
-                yield (step := GuardedStep(self, taken))
+            for step in self.steps(iter(self.loader)):
+                yield step
                 if not (step.is_done or self._is_warned):
                     self._is_warned = True
                     warn_user(
@@ -188,6 +186,12 @@ class OomGuard:
         finally:
             self.leave()
             self.collator.keep_samples(False)
+
+    def steps(self, batches: Iterator[Any]) -> Iterator[GuardedStep]:
+        """Yield the optimizer steps of an epoch, also to whoever asks before the last is done."""
+        self.meet(type(self).__name__)
+        while taken := self._taken(batches):
+            yield GuardedStep(self, taken)
 
     def _taken(self, batches: Iterator[Any]) -> list[StepBatch]:
         """Return the batches of the next optimizer step; none at the end of the epoch."""
@@ -231,7 +235,7 @@ class OomGuard:
         self.channel, self.rank = self._peers.channel, self._peers.channel.rank
         own = {
             "on_oom": self.on_oom,
-            "guard_above": self._guard_above,
+            "guard_above": self.guard_above,
             "limit": self.limit,
             "shrink": self._shrink,
         }
@@ -262,7 +266,7 @@ class OomGuard:
     def guards(self, infos: Sequence[StepInfo]) -> bool:
         """Tell whether a step may run out of memory: the same on all ranks."""
         most = max(info.most_cost for info in infos)
-        return self.limit is None or most > self._guard_above * self.limit
+        return self.limit is None or most > self.guard_above * self.limit
 
     def collate(self, part: Part) -> Any:
         """Return the batch of a part."""
@@ -320,8 +324,10 @@ class GuardedStep:
     def __init__(self, guard: OomGuard, batches: Sequence[StepBatch]) -> None:
         self._guard = guard
         self._batches: list[Any] = [one.batch for one in batches]
+        self.batches = [*self._batches]  # as they were yielded
         self.infos = [one.info for one in batches]
         self.is_done = False
+        self.loss: torch.Tensor | None = None  # as `backward` returned it
         planned = [(one.samples, one.info) for one in batches]
         self.parts = StepParts(planned, guard.rule, guard.cost)
         self.losses: list[torch.Tensor] = []  # this rank's share, of each batch that is computed
@@ -394,7 +400,8 @@ class GuardedStep:
 
         computes_alone = kind == "local" or (kind == "ddp" and guard.guards(self.infos))
         if not computes_alone:
-            return self._compute_together(model, run)
+            self.loss = self._compute_together(model, run)
+            return self.loss
         check_no_gradients(model)
         for number in range(len(self.infos)):
             self.compute(number, model, run)
@@ -404,6 +411,7 @@ class GuardedStep:
             scale_gradients(model, factor)
             loss = loss * factor
         self.join(model)
+        self.loss = loss
         return loss
 
     def join(self, model: nn.Module) -> None:

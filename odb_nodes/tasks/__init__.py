@@ -6,7 +6,7 @@ from odb_nodes.tasks.weights import TaskWeights
 
 AnyWeights = TaskWeights | TaskGradients
 
-__all__ = ["GradNorm", "PCGrad", "TaskWeights", "check_task_weights", "weights_of"]
+__all__ = ["GradNorm", "PCGrad", "TaskWeights"]
 
 
 def check_task_weights(value: object) -> None:
@@ -18,3 +18,9 @@ def check_task_weights(value: object) -> None:
 def weights_of(tasks: AnyWeights) -> TaskWeights:
     """Return the weights themselves."""
     return tasks.weights if isinstance(tasks, TaskGradients) else tasks
+
+
+def weight_metrics(tasks: AnyWeights | None) -> dict[str, float]:
+    """Return the weights as trainers log them."""
+    weights = {} if tasks is None else weights_of(tasks)
+    return {f"odb/weight/{task}": weight for task, weight in weights.items()}

@@ -335,7 +335,7 @@ REFUSALS = {
         RuntimeError,
         "`lr_find` and `scale_batch_size`",
     ),
-    "on_oom": (lambda: data(on_oom="split"), ValueError, "`odb_nodes.memory.OomGuard`"),
+    "on_oom": (lambda: data(on_oom="split"), ValueError, "`callback.batches.OomGuard"),
     "no length": (
         lambda: fit(
             module=Estimating(), datamodule=ODBDataModule({"a": lm.Texts(9)}, token_budget=64)

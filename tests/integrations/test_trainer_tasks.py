@@ -7,17 +7,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import trainers as t
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from memory_faults import above, fail, never
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from transformers import Trainer
 
 from odb_nodes import Observation, ODBDataLoader, PaddingCollate, TokenBudget, pop_step_info
 from odb_nodes.integrations.huggingface import ODBTrainer, configure_trainer
 from odb_nodes.integrations.huggingface.config import check_trainer
+from odb_nodes.integrations.lightning import ODBCallback, ODBDataModule
 from odb_nodes.tasks import GradNorm, PCGrad, TaskWeights
 
 pytestmark = [
     pytest.mark.filterwarnings(t.OF_TRANSFORMERS),
+    pytest.mark.filterwarnings(t.OF_LIGHTNING),
     pytest.mark.filterwarnings("ignore:the run (goes on|ends) after:UserWarning"),
 ]
 
@@ -245,3 +251,128 @@ def test_gradients_of_tasks_need_whole_parameters(tmp_path, name, message):
     setattr(trainer, name, lambda: None)
     with pytest.raises(ValueError, match=f"`PCGrad` must not be given with {message}"):
         check_trainer(trainer, trainer.odb)
+
+
+# --- Lightning ------------------------------------------------------------------------------------
+
+
+class TaskModule(LightningModule):
+    """Returns the loss of its tasks, as its callback weighs it."""
+
+    def __init__(self, odb, model):
+        super().__init__()
+        self.odb, self.model = odb, model
+
+    def training_step(self, batch, batch_idx):
+        logits = self.model(**batch)["logits"][:, :-1].transpose(1, 2)
+        losses = cross_entropy(logits, batch["labels"][:, 1:], reduction="none")
+        return self.odb.task_loss(losses)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=t.LR)
+
+
+class Unweighed(TaskModule):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * 1.0 + self.forget()
+
+    def forget(self):
+        self.odb._weighs_tasks = False
+        return 0.0
+
+
+class SaveEach(Callback):
+    """Saves after each batch, also within an optimizer step."""
+
+    def __init__(self, folder):
+        self.folder, self.number = folder, 0
+
+    def on_train_batch_end(self, trainer, *_):
+        self.number += 1
+        trainer.save_checkpoint(f"{self.folder}/{self.number}.ckpt")
+
+
+def run_lightning(name, accumulate, *callbacks, resume=None, kind=TaskModule, **options):
+    model = lm.Plain()
+    tasks = weighing(name, model)
+    odb = ODBCallback(task_weights=tasks)
+    module = kind(odb, model)
+    given = {"max_epochs": EPOCHS, "accumulate_grad_batches": accumulate, **options}
+    trainer = t.lightning_trainer(odb, *callbacks, **given)
+    loader = {"token_budget": 64, "window": 12, "round_size": 4, "seed": 42, "observe": observe}
+    trainer.fit(module, datamodule=ODBDataModule(lm.Texts(SIZE), **loader), ckpt_path=resume)
+    return lm.weights_of(model), values_of(tasks)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", KINDS)
+def test_lightning_weighs_tasks_as_a_loop_does_and_resumes_without_a_difference(
+    tmp_path, name, accumulate
+):
+    weights, tasks = run_lightning(name, accumulate, save := SaveEach(tmp_path))
+    expected, expected_tasks = own_loop(name, accumulate)
+    assert weights == pytest.approx(expected, rel=1e-12)
+    assert tasks == pytest.approx(expected_tasks, rel=1e-12)
+    for place in range(2, save.number, 5):
+        resume = f"{tmp_path}/{place}.ckpt"
+        found, found_tasks = run_lightning(name, accumulate, resume=resume)
+        assert torch.equal(found, weights)
+        assert found_tasks == tasks
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_ranks_of_lightning_weigh_tasks_as_a_loop_on_two_ranks(tmp_path, name):
+    body = """
+        import test_trainer_tasks as j
+        ranks = {"strategy": sys.argv[2], "devices": 2}
+        found = [j.run_lightning(sys.argv[1], 2, **ranks), j.own_loop(sys.argv[1], 2)]
+        r.finish([[weights.tolist(), tasks] for weights, tasks in found])
+    """
+    with t.on_ranks(tmp_path, 2, body, name, "ddp", init=False) as job:
+        one, other = (json.loads(out.splitlines()[-1]) for out in job.finish(200))
+    assert one == other
+    assert one[0][0] == pytest.approx(one[1][0], rel=1e-10)
+    assert one[0][1] == pytest.approx(one[1][1], rel=1e-12)
+
+
+class ShardedTasks(TaskModule):
+    def configure_model(self):
+        fully_shard(self.model)
+
+
+def test_ranks_that_share_parameters_weigh_tasks(tmp_path):
+    body = """
+        import test_trainer_tasks as j
+        from lightning.pytorch.strategies import ModelParallelStrategy
+        seen = []
+        class Kept(j.ShardedTasks):
+            def on_train_end(self):
+                whole = [one.full_tensor().flatten() for one in self.model.parameters()]
+                seen.append(torch.cat(whole).tolist())
+        ranks = {"strategy": ModelParallelStrategy(), "devices": 2, "kind": Kept}
+        j.lm.weights_of = lambda model: None
+        j.run_lightning("TaskWeights", 2, **ranks)
+        r.finish(seen)
+    """
+    with t.on_ranks(tmp_path, 2, body, init=False) as job:
+        one, other = (json.loads(out.splitlines()[-1]) for out in job.finish(200))
+    with t.on_ranks(tmp_path, 2, OWN) as job:
+        (own, _), _ = (json.loads(out.splitlines()[-1]) for out in job.finish(200))
+    assert one == other
+    assert one[0] == pytest.approx(own, rel=1e-10)
+
+
+OWN = """
+import test_trainer_tasks as j
+weights, tasks = j.own_loop("TaskWeights", 2)
+r.finish([weights.tolist(), tasks])
+"""
+
+
+def test_a_loss_of_lightning_that_weighs_no_tasks_is_an_error():
+    with pytest.raises(RuntimeError, match="must return `callback.task_loss"):
+        run_lightning("TaskWeights", 1, kind=Unweighed)
+    with pytest.raises(ValueError, match="`GradNorm` must not be given with `16-mixed`"):
+        run_lightning("GradNorm", 1, plugins=MixedPrecision("16-mixed", "cpu"))
+    with pytest.raises(ValueError, match="`PCGrad` needs whole gradients .* `ModelParallel"):
+        run_lightning("PCGrad", 1, strategy=ModelParallelStrategy())

@@ -38,7 +38,7 @@ from odb_nodes.loader.rank_states import save_rank_state
 from odb_nodes.monitor import Monitor
 from odb_nodes.monitor.metrics import StepMeter
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
-from odb_nodes.tasks import weights_of
+from odb_nodes.tasks import weight_metrics
 from odb_nodes.tasks.task_gradients import TaskGradients
 
 NO_BOUND = 2**40  # optimizer steps, where nothing bounds them
@@ -431,9 +431,7 @@ class Run:
             return {}
         gather = self._trainer.accelerator.gather
         metrics = self.meter.take_metrics(gather, self._trainer.args.device)
-        if self.losses.tasks is not None:
-            weights = weights_of(self.losses.tasks)
-            metrics |= {f"odb/weight/{task}": weight for task, weight in weights.items()}
+        metrics |= weight_metrics(self.losses.tasks)
         return metrics if self.guard is None else metrics | self.guard.take_metrics(gather)
 
 

@@ -361,7 +361,7 @@ def configure_trainer(
     _check(trainer, config)
     check_overrides(type(trainer).__mro__)
     kind = type(trainer)
-    # Methods are all that a `Trainer` can be extended by, and this one is made already.
+    # A `Trainer` is extended by methods alone, and this one is made: docs/upstream_faults.md.
     trainer.__class__ = type(f"ODB{kind.__name__}", (ODBTrainerMixin, kind), {})
     ODBTrainerMixin._configure(trainer, config)  # type: ignore[arg-type]
     return trainer

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from odb_nodes._compat import lightning as compat
 from odb_nodes._core.checks import check_type
@@ -24,8 +25,18 @@ from odb_nodes.integrations.lightning.run import (
 )
 from odb_nodes.ledger import Ledger
 from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.memory.guard import OomGuard
 from odb_nodes.monitor import Monitor, StepMeter
 from odb_nodes.step_info import StepInfo
+from odb_nodes.tasks import (
+    AnyWeights,
+    GradNorm,
+    PCGrad,
+    TaskWeights,
+    check_task_weights,
+    weight_metrics,
+)
+from odb_nodes.tasks.task_gradients import TaskGradients
 
 
 class ODBCallback(Callback):
@@ -44,6 +55,8 @@ class ODBCallback(Callback):
         ledger: the folder of a `Ledger` of the samples that were trained on; default: none is kept.
             The same for all restarts of a run, and for no other run.
         monitor: a `Monitor` of the run, which its checkpoints resume; default: none.
+        task_weights: `TaskWeights`, or a `GradNorm` or `PCGrad` of parameters of the module, which
+            checkpoints keep: `training_step` returns `task_loss` of its losses. Default: none.
     """
 
     STATE_KEY = "odb_nodes"  # of a checkpoint, where it holds a state of each rank
@@ -54,8 +67,11 @@ class ODBCallback(Callback):
         log_metrics: bool = True,
         ledger: str | os.PathLike[str] | None = None,
         monitor: Monitor | None = None,
+        task_weights: TaskWeights | GradNorm | PCGrad | None = None,
     ) -> None:
         check_type("monitor", monitor, Monitor | None)
+        check_task_weights(task_weights)
+        self.task_weights: AnyWeights | None = task_weights
         self._monitor, self._log_metrics, self._ledger_folder = monitor, log_metrics, ledger
         self._ledger: Ledger | None = None
         self._begin_run(Run(None, RunState()))
@@ -63,25 +79,49 @@ class ODBCallback(Callback):
     def _begin_run(self, run: Run) -> None:
         self._run, self._meter = run, StepMeter()
         self._batches: TrainBatches | None = None
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self._unrecorded: list[Fetched] = []  # batches of an optimizer step that is not taken yet
-        self._losses: dict[int, torch.Tensor] = {}  # of its micro-steps
+        self._losses: list[torch.Tensor] = []  # this rank's share of the loss of that step
         self._at_step: dict[str, Any] = {}  # norm of the gradient and learning rate
 
-    def batches(self, loader: ODBDataLoader) -> TrainBatches:
+    def batches(self, loader: ODBDataLoader | OomGuard) -> TrainBatches:
         """Return what `train_dataloader` of a module or data module must return.
 
         Args:
             loader: a loader made in that hook, when the process group exists, with
                 `accumulate=trainer.accumulate_grad_batches`; with virtual ranks that over the
-                number of those that a rank hosts.
+                number of those that a rank hosts. Or an `OomGuard` of one, whose steps
+                `training_step` gets, for manual optimization.
         """
-        start = self._run.start
+        start, guard = self._run.start, loader if isinstance(loader, OomGuard) else None
+        given: Any = loader if guard is None else guard.loader
+        check_type("loader", given, ODBDataLoader)
         if start.loader is not None:
-            loader.load_state_dict(start.loader)
+            given.load_state_dict(start.loader)
         elif start.epoch:
-            loader.set_epoch(start.epoch)
-        self._batches = TrainBatches(loader)
+            given.set_epoch(start.epoch)
+        self._batches = TrainBatches(given, guard)
         return self._batches
+
+    def task_loss(
+        self, losses: torch.Tensor, *, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return what `training_step` returns where `task_weights` are given.
+
+        Args:
+            losses: of each token or sample of the batch, see `TaskWeights.loss`.
+            position_ids: of a packed batch.
+
+        Raises:
+            RuntimeError: no training step has begun, or no `task_weights` are given.
+        """
+        info = self.step_info
+        if self.task_weights is None:
+            raise RuntimeError("`task_loss` needs `ODBCallback(task_weights=...)`.")
+        self._weighs_tasks = True
+        return self.task_weights.loss(losses, info, position_ids=position_ids)
 
     @property
     def step_info(self) -> StepInfo:
@@ -100,7 +140,8 @@ class ODBCallback(Callback):
         """Reject arguments of the trainer that cannot be used with dynamic batches."""
         if stage == "fit":
             _check_trainer(trainer)
-            self._begin_run(Run(trainer, RunState(epoch=trainer.current_epoch)))
+            _check_tasks(trainer, self.task_weights)
+            self._begin_run(Run(trainer, RunState(epoch=trainer.current_epoch), self.task_weights))
             if self._ledger_folder is not None:
                 rank, world_size = trainer.global_rank, trainer.world_size
                 self._ledger = Ledger(self._ledger_folder, rank=rank, world_size=world_size)
@@ -114,6 +155,10 @@ class ODBCallback(Callback):
                 f"`{type(given).__name__}` instead. To train on several datasets, give one "
                 "`ODBDataLoader` a dict of them."
             )
+        if isinstance(self.task_weights, TaskGradients):
+            self.task_weights.check_model(pl_module)
+        if batches.guard is not None:
+            _check_guard(trainer, batches.guard)
         self._meter = StepMeter()  # whose clock starts here
         if self._monitor is not None:
             if (saved := self._run.start.monitor) is None:
@@ -127,10 +172,10 @@ class ODBCallback(Callback):
     ) -> None:
         """Begin the batch: find its `StepInfo` and the loader's state after it."""
         fetched = self._run.begin(self._required_batches(), batch_idx)
-        if self._monitor is not None or self._ledger is not None:
-            self._unrecorded.append(fetched)
-        if self._log_metrics:
-            self._meter.add(fetched.batch, fetched.info, fetched.wait_s)
+        if fetched.infos[0].micro_step == 0:
+            self._begin_step()
+        self._unrecorded.append(fetched)
+        self._weighs_tasks = False
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor
@@ -138,18 +183,26 @@ class ODBCallback(Callback):
         """Weigh the gradient of the loss."""
         if self._run.current is None or not loss.requires_grad:
             return
+        if self.task_weights is not None and not self._weighs_tasks:
+            raise RuntimeError(
+                "`training_step` must return `callback.task_loss(losses)`, where `ODBCallback` has "
+                "`task_weights`, but returned another loss, whose tasks were not weighed."
+            )
+        weight = self._run.current.info.loss_scale if self.task_weights is None else 1.0
         # The gradient is scaled, since a hook cannot return another loss.
-        factor = self._run.current.info.loss_scale * compat.loss_divisor(trainer, pl_module)
+        factor = weight * compat.loss_divisor(trainer, pl_module)
         loss.register_hook(lambda gradient: gradient * factor)
         self._run.backwards += 1
-        if self._monitor is not None:
-            micro_step = self._run.current.info.micro_step
-            self._losses[micro_step] = compat.mean_loss(trainer, pl_module, loss)
+        if weight:  # else it may be NaN
+            self._losses.append(compat.mean_loss(trainer, pl_module, loss) * weight)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Take the norm of the gradient, and the learning rate, for the monitor."""
+        """End the step of the tasks; take gradient norm and learning rate for the monitor."""
+        ends = self._run.current is not None and self._run.current.info.ends_optimizer_step
+        if ends and isinstance(self.task_weights, TaskGradients):
+            self.task_weights.step()
         if self._monitor is not None:
             groups = optimizer.param_groups
             grads = [x.grad for group in groups for x in group["params"] if x.grad is not None]
@@ -250,7 +303,9 @@ class ODBCallback(Callback):
         start = position_of_rank(runs, trainer.global_rank, trainer.world_size)
         if len(runs) != trainer.world_size:
             start.put_into(compat.loop_progress(checkpoint))
-        self._run = Run(trainer, start)
+        self._run = Run(trainer, start, self.task_weights)
+        if self.task_weights is not None and start.tasks is not None:
+            self.task_weights.load_state_dict(start.tasks)
         if self._batches is None:
             return
         # Some strategies load a checkpoint only after the module has made the optimizers.
@@ -290,12 +345,15 @@ class ODBCallback(Callback):
                 f"`accumulate_grad_batches` is {trainer.accumulate_grad_batches}: do not change "
                 "that during the run."
             )
-        is_manual = not trainer.lightning_module.automatic_optimization
-        if has_stepped and is_manual and not run.backwards:
+        is_manual, step = not trainer.lightning_module.automatic_optimization, run.current.step
+        is_weighed = run.backwards if step is None else step.is_done
+        if has_stepped and is_manual and not is_weighed:
+            right = "`self.manual_backward(loss)`"
+            if step is not None:
+                right = "`step.backward(self.trainer.strategy.model, loss_fn)`"
             raise RuntimeError(
                 "the optimizer stepped, but no loss of the step was weighed by its share of the "
-                "supervised tokens: the module called `loss.backward()`. Call "
-                "`self.manual_backward(loss)` instead."
+                f"supervised tokens: the module did not call {right}, as by `loss.backward()`."
             )
 
     def _record(self) -> None:
@@ -303,18 +361,26 @@ class ODBCallback(Callback):
 
         Lightning saves checkpoints within an optimizer step, too, which resume before it.
         """
-        if not self._run.has_stepped:
+        taken = self._unrecorded
+        if not (taken and taken[-1].info.ends_optimizer_step and self._run.has_stepped):
             return
-        if not self._unrecorded or not self._unrecorded[-1].info.ends_optimizer_step:
-            return
-        for one in self._unrecorded:
-            if self._ledger is not None:
-                self._ledger.record(one.info)
-            if self._monitor is not None:
-                loss = self._losses.get(one.info.micro_step)
-                at_step = self._at_step if one is self._unrecorded[-1] else {}
-                self._monitor.step(one.batch, one.info, loss=loss, wait_s=one.wait_s, **at_step)
-        self._unrecorded, self._losses, self._at_step = [], {}, {}
+        last, step = taken[-1].info, taken[-1].step
+        loss = step.loss if step is not None else sum(self._losses) if self._losses else None
+        at_end = {
+            "loss": loss,
+            "loss_weight": last.optimizer_targets / last.world_size,
+            **self._at_step,
+        }
+        self._begin_step()
+        for one in taken:
+            for batch, info in zip(one.batches, one.infos, strict=True):
+                if self._log_metrics:
+                    self._meter.add(batch, info, one.wait_s)
+                if self._ledger is not None:
+                    self._ledger.record(info)
+                if self._monitor is not None:
+                    given = at_end if info.ends_optimizer_step else {}
+                    self._monitor.step(batch, info, wait_s=one.wait_s, **given)
 
     def _close(self, *, ended: bool = True) -> None:
         if self._ledger is not None:
@@ -323,11 +389,12 @@ class ODBCallback(Callback):
         if self._monitor is not None:
             self._monitor.close(write=False)
         if self._batches is not None:
-            self._batches.loader.close()
+            self._batches.close()
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
         gather: Any = pl_module.all_gather
         metrics = self._meter.take_metrics(gather, pl_module.device)
+        metrics |= weight_metrics(self.task_weights)
         pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
         try:
             share = self._run.after.samples / self._required_batches().loader.num_samples
@@ -343,6 +410,42 @@ def _of_all_ranks(trainer: Trainer, value: Any) -> list[Any]:
     values: list[Any] = [None] * trainer.world_size
     dist.all_gather_object(values, value)
     return values
+
+
+def _check_tasks(trainer: Any, tasks: AnyWeights | None) -> None:
+    """Reject a trainer under which no rank has whole gradients of tasks."""
+    if not isinstance(tasks, TaskGradients):
+        return
+    name, strategy = type(tasks).__name__, type(trainer.strategy).__name__
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise ValueError(
+            f"`{name}` needs whole gradients on each rank, which `{strategy}` does not have. Train "
+            "on one device or with DDP, or give `TaskWeights`."
+        )
+    if trainer.precision == "16-mixed":
+        raise ValueError(f"`{name}` must not be given with `16-mixed`, which scales losses.")
+
+
+def _check_guard(trainer: Any, guard: OomGuard) -> None:
+    """Reject a trainer under which a guard could not take back a step."""
+    strategy, is_ddp = trainer.strategy, isinstance(trainer.strategy, DDPStrategy)
+    refused = {
+        "the module must have `self.automatic_optimization = False` with an `OomGuard`, whose step "
+        "is computed by `step.backward` in `training_step`.": (
+            trainer.lightning_module.automatic_optimization
+        ),
+        f"an `OomGuard` computes no steps under `{type(strategy).__name__}`. Train on one device, "
+        "with DDP, or with FSDP2, the `ModelParallelStrategy`.": not (
+            is_ddp or isinstance(strategy, (SingleDeviceStrategy, ModelParallelStrategy))
+        ),
+        "`guard_above` of the `OomGuard` must be 0.0 under DDP: in a `training_step` DDP averages "
+        "no gradients, so that each step is to be computed on each rank first.": (
+            is_ddp and guard.guard_above > 0
+        ),
+    }
+    for message, applies in refused.items():
+        if applies:
+            raise ValueError(message)
 
 
 def _check_trainer(trainer: Any) -> None:

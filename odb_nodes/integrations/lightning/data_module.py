@@ -18,6 +18,7 @@ from odb_nodes.integrations.step_estimate import (
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.planning import TokenBudget
+from odb_nodes.tasks import weights_of
 
 
 class ODBDataModule(LightningDataModule):
@@ -45,9 +46,9 @@ class ODBDataModule(LightningDataModule):
             )
         if "on_oom" in options:
             raise ValueError(
-                "`on_oom` must not be given: Lightning computes each batch as a whole, and once. "
-                "Where memory may run out, use a loop of your own, with "
-                "`odb_nodes.memory.OomGuard`."
+                "`on_oom` must not be given: automatic optimization computes a batch whole, and "
+                "once. Let `train_dataloader` of the module return "
+                "`callback.batches(OomGuard(loader))`, and optimize by hand: see docs/lightning.md."
             )
         self._dataset = dataset
         self._options = LoaderOptions(token_budget=token_budget, **options)
@@ -68,6 +69,8 @@ class ODBDataModule(LightningDataModule):
                 "searches: `lr_find` and `scale_batch_size` are not possible with dynamic batches.)"
             )
         options = self._options_of(trainer)
+        if (tasks := callbacks[0].task_weights) is not None:
+            options = replace(options, tasks=[*weights_of(tasks)])
         return callbacks[0].batches(ODBDataLoader(self._dataset, **vars(options)))
 
     def estimated_steps(self, looked_at: int = LOOKED_AT) -> int:

@@ -20,8 +20,10 @@ from odb_nodes.integrations.resuming import (
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.reshard_nodes import Ranks
 from odb_nodes.loader.resharding import batches_per_step
+from odb_nodes.memory.guard import GuardedStep, OomGuard
 from odb_nodes.monitor.metrics import timed
 from odb_nodes.step_info import StepInfo, pop_step_info
+from odb_nodes.tasks import AnyWeights
 
 CHANGED = changed_arguments_remedy(
     names="`accumulate` is `accumulate_grad_batches`, the others are those of the `ODBDataModule` "
@@ -33,12 +35,24 @@ CHANGED = changed_arguments_remedy(
 
 
 class Fetched(NamedTuple):
-    """A batch that Lightning has read, and may not have trained on yet."""
+    """A batch that Lightning has read, and may not have trained on yet; or a guard's step."""
 
-    batch: Any  # as it was collated, before it was moved to a device
-    info: StepInfo  # taken out, since Lightning cannot move a frozen dataclass to a device
+    number: int  # of those that Lightning has read in the epoch, from 0
+    batches: list[Any]  # as they were collated, before they were moved to a device
+    planned: list[StepInfo]  # taken out, as Lightning cannot move a frozen dataclass to a device
     state: dict[str, Any]  # of the loader after this batch
-    wait_s: float
+    wait_s: float  # for each of `batches`
+    step: GuardedStep | None
+
+    @property
+    def infos(self) -> list[StepInfo]:
+        """The `StepInfo` of each batch; of a guarded step that is done, as it was computed."""
+        return self.planned if self.step is None else self.step.infos
+
+    @property
+    def info(self) -> StepInfo:
+        """That of the last batch."""
+        return self.infos[-1]
 
 
 class TrainBatches:
@@ -48,8 +62,10 @@ class TrainBatches:
     state after a batch that it has not trained on.
     """
 
-    def __init__(self, loader: ODBDataLoader) -> None:
-        self.loader = loader
+    def __init__(self, loader: ODBDataLoader, guard: OomGuard | None = None) -> None:
+        self.loader, self.guard = loader, guard
+        if guard is not None:
+            guard.collator.keep_samples()
         self.start_state: dict[str, Any] | None = None  # before the most recent `iter()`
         self.end_state: dict[str, Any] | None = None  # after the epoch that ended most recently
         self.last: Fetched | None = None  # of that epoch; `None` where a resumed one had none left
@@ -68,12 +84,26 @@ class TrainBatches:
         self._has_taken = False
         batches = begin_or_resume(self.loader, CHANGED)
         self.start_state = self.loader.state_dict()
-        last = None
-        for batch, wait_s in timed(batches):
-            last = Fetched(batch, pop_step_info(batch), self.loader.state_dict(), wait_s)
+        last, items = None, batches if self.guard is None else self.guard.steps(batches)
+        for item, wait_s in timed(items):
+            last = self._fetched(item, wait_s)
             self._waiting.append(last)
-            yield batch
+            yield item
         self.last, self.end_state = last, self.loader.state_dict()
+
+    def _fetched(self, item: Any, wait_s: float) -> Fetched:
+        step = item if isinstance(item, GuardedStep) else None
+        infos = [pop_step_info(item)] if step is None else step.infos
+        number = infos[-1].step if step is None else infos[-1].step // self.loader.accumulate
+        batches = [item] if step is None else step.batches
+        state = self.loader.state_dict()
+        return Fetched(number, batches, infos, state, wait_s / len(batches), step)
+
+    def close(self) -> None:
+        """Stop the workers; other ranks are not waited for any more."""
+        if self.guard is not None:
+            self.guard.leave()
+        self.loader.close()
 
     def take(self) -> Fetched:
         """Return the oldest batch that was not taken yet."""
@@ -99,6 +129,7 @@ class RunState(NodeState):
     cpu_rng: bytes | None = None  # of torch's generator; None before the first optimizer step
     gpu_rng: bytes | None = None
     monitor: dict[str, Any] | None = None
+    tasks: dict[str, Any] | None = None  # their weights; None before the first optimizer step
 
     def put_into(self, progress: MutableMapping[str, Any]) -> None:
         """Make the progress of Lightning's loops in a checkpoint agree with this position."""
@@ -114,7 +145,7 @@ def position_of_rank(runs: Sequence[RunState], rank: int, world_size: int) -> Ru
     before = runs[rank % len(runs)]
     samples = Ranks(len(runs), world_size).split(sum(one.samples for one in runs))[rank]
     own = {"samples": samples, "cpu_rng": before.cpu_rng, "gpu_rng": before.gpu_rng}
-    found = resharded_run(runs, rank, world_size, ("epoch", "steps", "total_steps"), **own)
+    found = resharded_run(runs, rank, world_size, ("epoch", "steps", "total_steps", "tasks"), **own)
     if before.loader is None or found.loader is None:
         return found
     # A rank that hosts more virtual ranks than before has as many times the batches.
@@ -126,8 +157,8 @@ def position_of_rank(runs: Sequence[RunState], rank: int, world_size: int) -> Ru
 class Run:
     """Follows a run from its start, or from the position of a checkpoint."""
 
-    def __init__(self, trainer: Any, start: RunState) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, start: RunState, tasks: AnyWeights | None = None) -> None:
+        self._trainer, self._tasks = trainer, tasks
         self.start = self._settled = self.after = start
         """`after` is the position after the current batch, if its optimizer step is taken."""
         self.current: Fetched | None = None
@@ -141,10 +172,10 @@ class Run:
         if self.current is None:
             self._set_rngs()
         settled, fetched = self.settle(), batches.take()
-        info, epoch = fetched.info, self._trainer.current_epoch
-        if info.step != batch_idx:
+        info, epoch = fetched.infos[0], self._trainer.current_epoch
+        if fetched.number != batch_idx:
             raise StateError(
-                f"Lightning is at batch {batch_idx} of the epoch, but the loader at {info.step}: "
+                f"Lightning is at batch {batch_idx} of the epoch, the loader at {fetched.number}: "
                 "the checkpoint was changed, or an epoch was left before its end."
             )
         total, samples = compat.batches_begun(self._trainer), self.after.samples
@@ -157,9 +188,9 @@ class Run:
         self._optimizer_steps = self._trainer.global_step
         self.after = RunState(
             epoch=epoch,
-            steps=info.step + 1,
+            steps=fetched.number + 1,
             total_steps=total,
-            samples=samples + info.local_samples,
+            samples=samples + sum(one.local_samples for one in fetched.infos),
             loader=fetched.state,
         )
         return fetched
@@ -180,7 +211,9 @@ class Run:
         if not self.has_stepped:
             return self._settled
         gpu_rng = _bytes_of(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None
-        return replace(self.after, cpu_rng=_bytes_of(torch.get_rng_state()), gpu_rng=gpu_rng)
+        tasks = None if self._tasks is None else self._tasks.state_dict()
+        cpu_rng = _bytes_of(torch.get_rng_state())
+        return replace(self.after, cpu_rng=cpu_rng, gpu_rng=gpu_rng, tasks=tasks)
 
     def state_after(self, batches: TrainBatches) -> dict[str, Any] | None:
         """Return the loader's state after the epoch, if the current batch was its last."""

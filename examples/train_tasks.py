@@ -49,7 +49,7 @@ LIMIT_BYTES = 3 * 2**18
 
 Batch = dict[str, Any]
 
-collate = MultiImageCollate(resize=IMAGE_SIZE, task_names=(*QUESTIONS,))
+collate = MultiImageCollate(resize=IMAGE_SIZE)
 
 
 class Scenes:
@@ -68,7 +68,8 @@ class Scenes:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a question, its images and the number of its answer, 0 or 1."""
-        rng = np.random.default_rng([index, [*QUESTIONS].index(self._task)])
+        task_id = [*QUESTIONS].index(self._task)
+        rng = np.random.default_rng([index, task_id])
         first, second = rng.integers(2, size=2)  # whether the stripes are columns
         lights = rng.permutation([0.3, 0.6])
         answer = {"lines": first, "same": first == second, "brighter": lights[1] > lights[0]}
@@ -77,6 +78,7 @@ class Scenes:
             "question": rng.choice(OPENINGS) + rng.choice(QUESTIONS[self._task]),
             "images": images[:1] if self._task == "lines" else images,
             "answer": int(answer[self._task]),
+            "task_id": task_id,
         }
 
 
@@ -95,6 +97,7 @@ def encode(record: dict[str, Any]) -> dict[str, Any]:
         "input_ids": [*record["question"].encode()],
         "pixel_values": [image[None].astype(np.float32) / 255 for image in record["images"]],
         "answer": record["answer"],
+        "task_id": record["task_id"],
     }
 
 
@@ -128,7 +131,7 @@ class Model(nn.Module):
         seen[:, : mask.shape[1]][mask] = self.see(batch["pixel_values"][mask])
         joined = torch.relu(self.join(torch.cat([seen.flatten(1), text], 1)))
         answers = self.heads(joined).unflatten(1, (len(QUESTIONS), 2))
-        asked = answers[torch.arange(len(mask)), batch["task_ids"]]
+        asked = answers[torch.arange(len(mask)), batch["task_id"]]
         return nn.functional.cross_entropy(asked, batch["answer"], reduction="none")
 
 
@@ -142,8 +145,8 @@ def fit_budget(model: Model, optimizer: torch.optim.Optimizer) -> TokenBudget:
 
     def make_batch(rows: int, width: int, _patches: int) -> Batch:
         images = np.zeros((1, 1, *IMAGE_SIZE), np.float32)  # most rows for its patches
-        sample = {"input_ids": [1] * width, "pixel_values": images, "answer": 0}
-        return {**collate([sample] * rows), "task_ids": torch.zeros(rows, dtype=torch.int64)}
+        sample = {"input_ids": [1] * width, "pixel_values": images, "answer": 0, "task_id": 0}
+        return collate([sample] * rows)
 
     return find_budget(
         train_step,

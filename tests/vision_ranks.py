@@ -14,6 +14,7 @@ from odb_nodes import (
     LengthObserver,
     Loader,
     RankAligner,
+    TokenBudget,
     WindowBucketer,
     pop_step_info,
 )
@@ -41,10 +42,12 @@ def sharded_model(timeout_s):
     return network
 
 
-def loader_over(indices, *, dummy):
-    collate = VisionLanguageCollate(dummy=processor().dummy_image() if dummy else None)
+def loader_over(indices, *, dummy, layout="padded"):
+    budget = TokenBudget(160, layout=layout)
+    given = processor().dummy_image() if dummy else None
+    collate = VisionLanguageCollate.of(budget, dummy=given, model=model())
     observed = LengthObserver(IterableWrapper([processor()(record(index)) for index in indices]))
-    bucketer = WindowBucketer(observed, 160, 4)
+    bucketer = WindowBucketer(observed, budget, 4)
     return Loader(GroupCollator(RankAligner(bucketer, timeout_s=30), collate))
 
 
@@ -61,7 +64,9 @@ def gradients_of(network):
 def train(name, *, dummy, timeout_s=60.0):
     """Each step: what this rank had, and the gradients that all ranks share."""
     network = sharded_model(timeout_s)
-    for batch in loader_over(INDICES[name][dist.get_rank()], dummy=dummy):
+    kind, _, layout = name.partition(" ")
+    indices = INDICES[kind][dist.get_rank()]
+    for batch in loader_over(indices, dummy=dummy, layout=layout or "padded"):
         info = pop_step_info(batch)
         ids = batch.pop("id").tolist()
         (network(**batch).loss * info.loss_scale).backward()

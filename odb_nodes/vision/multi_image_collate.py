@@ -11,10 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odb_nodes._core.checks import check_count, check_names
+from odb_nodes._core.checks import check_count
 from odb_nodes.collate.token_rows import of_group
 from odb_nodes.errors import SampleError
-from odb_nodes.step_info import StepInfo
 from odb_nodes.vision.collate import StepImages
 
 Array = npt.NDArray[Any]
@@ -39,8 +38,6 @@ class MultiImageCollate(StepImages):
     - `image_mask`: (B, most images) bool, True for images and False for padding.
     - `image_sizes`: (B, most images, 2 or 3) int64, height, width and depth of the images as the
       samples have them; 0 for padding.
-    - with `task_names`, in a loader: `task_names`, the B names of the samples' tasks; `task_ids`,
-      (B,) int64, their numbers among the `task_names`, -1 for rows without a sample.
 
     B is the number of samples, unless there are `shapes`. If other ranks have images in a step and
     this one has none, it gets one of zeros, float32, that the mask leaves out. If no rank has
@@ -51,7 +48,6 @@ class MultiImageCollate(StepImages):
             or trilinear; integers and booleans are rounded. `None`: they are padded.
         dummy_shape: the (C, H, W) or (C, H, W, D) of the image of zeros, which the model must
             accept; `None` for no such image.
-        task_names: names of the tasks, in the order of their numbers; `()` to leave tasks out.
         modality: the name of images among the `StepInfo.modalities`.
 
     Raises:
@@ -62,11 +58,9 @@ class MultiImageCollate(StepImages):
     draws_random_numbers: ClassVar[bool] = False
     resize: Size | None = None
     dummy_shape: tuple[int, ...] | None = None
-    task_names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names("task_names", self.task_names)
         if self.resize is not None:
             _check_size("resize", self.resize)
         if self.dummy_shape is not None:
@@ -85,21 +79,6 @@ class MultiImageCollate(StepImages):
         batch = super().__call__(list(map(self._text_of, samples)))
         images += [[] for _ in range(len(batch["attention_mask"]) - len(samples))]
         return {**batch, **self._joined(images)}
-
-    def collate_step(self, samples: list[Mapping[str, Any]], info: StepInfo) -> dict[str, Any]:
-        """Return the batch of `samples`, with images where any rank has some in this step.
-
-        Raises:
-            SampleError: a sample's task is not among the `task_names`; as when called.
-            ValueError: this rank has images, but the step's `modalities` do not say so.
-        """
-        batch = super().collate_step(samples, info)
-        if self.task_names:
-            ids = torch.full((len(batch["attention_mask"]),), -1)
-            for index, task in enumerate(info.row_tasks):
-                ids[index] = self._number_of(task, index)
-            batch["task_ids"], batch["task_names"] = ids, [*info.row_tasks]
-        return batch
 
     def count_patches(self, sample: Mapping[str, Any], patch_size: int | Size) -> int:
         """Return the patches of a sample, for `Observation.patches` and `TokenBudget.max_patches`.
@@ -147,18 +126,9 @@ class MultiImageCollate(StepImages):
         """Return the dimensions of an image's size, if they are known beforehand."""
         return len(self.resize or (self.dummy_shape or ())[1:]) or None
 
-    def _number_of(self, task: str, index: int) -> int:
-        if task not in self.task_names:
-            error = SampleError(
-                f"its task must be among `task_names`, {[*self.task_names]}, but is {task!r} "
-                "instead. `observe` tells it, or the name of the source."
-            )
-            raise of_group(error, index)
-        return self.task_names.index(task)
-
     def _images(self, samples: Sequence[Mapping[str, Any]]) -> list[list[Array]]:
         """Return the images of each sample, which are alike, so that one tensor can hold them."""
-        made = {"image_mask", "image_sizes", *(["task_ids", "task_names"] * bool(self.task_names))}
+        made = {"image_mask", "image_sizes"}
         found: list[list[Array]] = []
         first: Array | None = None
         for index, sample in enumerate(samples):

@@ -11,15 +11,17 @@ TRAIN_WITHOUT_DUMMY = """
 """
 
 
-@pytest.mark.parametrize("name", INDICES)
+@pytest.mark.parametrize("name", [*INDICES, "few packed"])
 def test_ranks_without_images_take_part_and_change_nothing(name, tmp_path):
+    kind = name.partition(" ")[0]
+    indices = INDICES[kind]
     images, text = run_ranks(tmp_path, COMPARE, 2, name, warm=WARM)
     assert images["steps"] == text["steps"]
     assert images["without"] == text["without"]  # Both ranks use the vision tower, or none.
     assert text["dummies"] >= 2 and images["dummies"] == 0
-    assert sorted(text["ids"]) == TEXTS[: len(INDICES[name][1])]
-    assert sorted(images["ids"]) == sorted(INDICES[name][0])
-    if name == "few":
+    assert sorted(text["ids"]) == TEXTS[: len(indices[1])]
+    assert sorted(images["ids"]) == sorted(indices[0])
+    if kind == "few":
         assert images["fillers"] >= 2 and images["without"] >= 2
     assert max(images["error"], text["error"]) < 1e-6
 

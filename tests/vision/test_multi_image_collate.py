@@ -112,7 +112,7 @@ def test_ranks_agree_on_the_steps_that_have_volumes():
         data = volumes(4) if exchange.rank else [sample(index) for index in range(40)]
         node = WindowBucketer(LengthObserver(IterableWrapper(data), observe), 20, 8)
         aligned = RankAligner(node, exchange, timeout_s=TIMEOUT_S)
-        collate = MultiImageCollate(dummy_shape=(3, 2, 2, 2), task_names=("scans", "text"))
+        collate = MultiImageCollate(dummy_shape=(3, 2, 2, 2))
         return list(Loader(GroupCollator(aligned, collate)))
 
     text, scans = on_ranks(2, batches)
@@ -120,15 +120,14 @@ def test_ranks_agree_on_the_steps_that_have_volumes():
     for one, other in zip(text, scans, strict=True):
         assert not one["image_mask"].any()
         assert ("pixel_values" in one) == ("pixel_values" in other)
-        assert len(other["task_ids"]) == len(other["task_names"]) == len(other["input_ids"])
         fillers += pop_step_info(other).is_filler
     assert fillers and any("pixel_values" in one for one in text)
 
 
 def test_keys_that_this_collate_function_does_not_make_are_kept():
-    group = [sample(number, (2, 2), id=2**63 - 1 - number, task_ids=7) for number in range(2)]
+    group = [sample(number, (2, 2), id=2**63 - 1 - number, task_id=7) for number in range(2)]
     batch = MultiImageCollate()(group)
-    assert batch["task_ids"].tolist() == [7, 7]
+    assert batch["task_id"].tolist() == [7, 7]
     assert batch["id"].tolist() == [2**63 - 1, 2**63 - 2]
 
 
@@ -215,27 +214,10 @@ def test_the_number_of_images_counts_as_patches():
     assert max(int(batch["image_mask"].sum()) for batch in batches) == 6
 
 
-def test_the_tasks_of_the_rows_are_numbered():
-    data = {"b": volumes(6), "a": volumes(5)}
-    budget = TokenBudget(20, shapes=1)
-    collate = MultiImageCollate.of(budget, task_names=("a", "b"))
-    found = []
-    for batch in ODBDataLoader(data, token_budget=budget, collate_fn=collate):
-        info = pop_step_info(batch)
-        names, ids = batch["task_names"], batch["task_ids"]
-        assert names == [*info.row_tasks] and ids.dtype == torch.int64
-        assert ids.tolist() == ["ab".index(name) for name in names] + [-1] * (len(ids) - len(names))
-        found += names
-    assert sorted(found) == ["a"] * 5 + ["b"] * 6
-    unknown = ODBDataLoader(data, token_budget=64, collate_fn=MultiImageCollate(task_names=("a",)))
-    with pytest.raises(SampleError, match="task must be among `task_names`, .'a'., but is 'b'"):
-        list(unknown)
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 GRAPH = torch.ones(1, 2, 2, requires_grad=True)
-MADE = ("image_mask", "image_sizes", "task_ids", "task_names")
+MADE = ("image_mask", "image_sizes")
 SHAPE = "must be .C, H, W. or .C, H, W, D., with pixels that are real numbers"
 MISFITS = [
     *(({key: 1}, f"its key '{key}' is one that `MultiImageCollate` gives") for key in MADE),
@@ -256,7 +238,7 @@ MISFITS = [
 def test_what_a_batch_cannot_hold_is_an_error_that_names_the_sample(more, message):
     group = [sample(0, (2, 2), id=1), sample(1, **{"id": 1, **more})]
     with pytest.raises(SampleError, match=f"sample 1 of the group: .*{message}"):
-        MultiImageCollate(task_names=["task 0"])(group)
+        MultiImageCollate()(group)
 
 
 MIXED = LengthObserver(IterableWrapper([sample(0, (4, 4)), sample(1, (4, 4, 2))]))
@@ -266,7 +248,6 @@ OPTIONS = [
     ({"resize": (4, 0)}, "`W of `resize`` must be in 1"),
     ({"dummy_shape": (4, 4)}, "`dummy_shape.1:.` must be .H, W."),
     ({"resize": (4, 4), "dummy_shape": (3, 4, 5)}, "`dummy_shape` must be .C, .resize."),
-    ({"task_names": ("a", "a")}, "`task_names` .* differ"),
 ]
 REFUSALS = [
     *(

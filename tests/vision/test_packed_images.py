@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from aligned_ranks import on_ranks
-from pictures import IMAGE_TOKEN, network_of, processor, samples, step
+from pictures import IMAGE_TOKEN, network_of, processor, record, samples, step
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface
 
@@ -329,6 +329,15 @@ def test_a_collate_function_goes_to_workers_without_the_weights():
     for one in (pickle.loads(sent), replace(collate, pad_token_id=0)):
         found, expected = one(group), collate(group)
         assert torch.equal(found["position_ids"], expected["position_ids"])
+
+
+def test_patches_that_are_made_with_the_batch_are_placed_alike():
+    collate = packing("Qwen2VL", image_processor=processor().image_processor)
+    late = replace(processor(), late_patches=True)
+    found, expected = collate([late(record(n)) for n in INDICES]), collate(samples(INDICES))
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), key
 
 
 def test_a_padded_budget_leaves_the_model_out():

@@ -16,7 +16,7 @@ from odb_nodes import (
     SourceItem,
     StepInfo,
 )
-from odb_nodes.nodes.sample_records import decode_sample, encode_sample
+from odb_nodes.nodes.sample_records import encode_sample
 from odb_nodes.processing.chunk import runs_of
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.transport import pack, unpack
@@ -31,25 +31,6 @@ def through_transport(items):
     """What arrives of the results of a chunk that a worker has made."""
     packed = pack(runs_of(items, joined=True))
     return [*chain(*unpack([bytearray(part) for part in packed]))]
-
-
-COPIES = {
-    "pickle": lambda sample: pickle.loads(pickle.dumps(sample)),
-    "pickle of old": lambda sample: pickle.loads(pickle.dumps(sample, protocol=2)),
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "payload": lambda sample: decode_sample(encode_sample(sample)),
-    "transport": lambda sample: through_transport([sample])[0],
-    "replace": lambda sample: sample._replace(data=dict(sample.data)),
-}
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copy_keeps_it(how):
-    for sample in (PLAIN, NAMED):
-        again = COPIES[how](sample)
-        assert again == sample and type(again) is type(sample)
-        assert again.source == sample.source
 
 
 def test_its_payload_is_the_same_whether_a_worker_has_made_it():

@@ -45,11 +45,12 @@ def check_packing(model: Any, batch: Mapping[str, Any]) -> None:
 
 def mixing_error(model: Any) -> ValueError:
     """Return the error that names a model which mixes samples."""
+    name = type(pretrained(model) or model).__name__
     return ValueError(
         "the samples of a packed row must not see each other, but in a "
-        f"`{type(pretrained(model)).__name__}` they do: it ignores `position_ids` and "
-        "`cu_seq_lens_q`, has a cache (`use_cache`) or recurrent layers, or attention that looks "
-        'ahead. Take `layout="padded"`; or, for text, `PackedCollate(mask_dtype=torch.bool)`.'
+        f"`{name}` they do: it ignores `position_ids` and `cu_seq_lens_q`, has a cache "
+        "(`use_cache`) or recurrent layers, or attention that looks ahead. Take "
+        '`layout="padded"`; or, for text, `PackedCollate(mask_dtype=torch.bool)`.'
     )
 
 

@@ -16,7 +16,7 @@ from odb_nodes._core.checks import check_count
 from odb_nodes._core.content import INT64, array_of_ints, flatten_row, is_mapping
 from odb_nodes.collate.protocol import NewTensor, new_tensor, owned
 from odb_nodes.errors import SampleError
-from odb_nodes.planning.budget import Shape, TokenBudget
+from odb_nodes.planning.budget import Layout, Shape, TokenBudget
 from odb_nodes.processing.columns import DataColumns, RowsLike
 from odb_nodes.sample import IGNORE_INDEX, StoredData
 from odb_nodes.sample_block import SampleBlock
@@ -53,6 +53,11 @@ class TokenRows:
                 f"`shapes` must go from the narrowest up, but have the widths {widths} instead. "
                 "Make them with `TokenBudget.shape_ladder()`."
             )
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the budgets that this is for."""
+        raise NotImplementedError
 
     @classmethod
     def of(cls: type[Rows], budget: TokenBudget, **options: Any) -> Rows:

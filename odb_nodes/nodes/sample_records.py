@@ -72,11 +72,13 @@ class Remaking:
         self._warned = False
 
     def all(self, source: BaseNode[Any]) -> list[Sample]:
-        """Return all samples, which the source makes by their items."""
+        """Return all samples, which the source makes by their items, neighbours together."""
         rows = zip(self._kinds, *self._facts[[ITEM, REPEAT]].tolist(), strict=True)
         items = [ItemKey(str(of.item_source), key, of.world_size, n) for of, key, n in rows]
-        again = with_progress(restore_items(source, items), len(items))
-        return [self.checked(index, sample) for index, sample in enumerate(again)]
+        order = np.lexsort(self._facts[[ITEM, KIND]]).tolist()
+        again = with_progress(restore_items(source, [items[one] for one in order]), len(items))
+        found = {index: self.checked(index, one) for index, one in zip(order, again, strict=True)}
+        return [found[index] for index in range(len(items))]
 
     def checked(self, index: int, sample: Sample | Skipped) -> Sample:
         """Return a sample, once it is known to be what it was."""

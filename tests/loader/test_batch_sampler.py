@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 from aligned_ranks import on_ranks
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -57,26 +55,6 @@ def test_the_batches_are_those_of_our_loader(world_size, options):
         for batches in expected:
             assert len(of_rank) == len(batches)
             assert [*of_rank] == [[shortest] if one is None else one for one in batches]
-
-
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=4, max_size=60),
-    world_size=st.integers(1, 4),
-    epoch=st.integers(0, 5),
-)
-def test_each_sample_is_in_one_batch_and_all_ranks_have_as_many(lengths, world_size, epoch):
-    of_ranks = []
-    for rank in range(world_size):
-        one = TokenBatchSampler(lengths, 64, rank=rank, world_size=world_size, window=8)
-        one.set_epoch(epoch)
-        of_ranks.append([*one])
-    assert len({*map(len, of_ranks)}) == 1
-    found = [*itertools.chain(*itertools.chain(*of_ranks))]
-    again = [index for index in {*found} for _ in range(found.count(index) - 1)]
-    assert sorted({*found}) == [*range(len(lengths))]
-    assert {*again} <= {lengths.index(min(lengths))}
-    for batch in itertools.chain(*of_ranks):
-        assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) <= 64
 
 
 def test_epochs_differ_and_any_of_them_can_be_gone_to():

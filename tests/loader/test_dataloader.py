@@ -360,14 +360,6 @@ def test_a_state_of_a_graph_with_another_node_names_the_argument(strict):
     assert "SourceMixer(shares of samples: a 0.5, b 0.5" in repr(loader_of(option))
 
 
-# Samples that cannot be used.
-
-
-def test_a_stream_without_samples_is_an_error():
-    with pytest.raises(ValueError, match="yielded no sample in epoch 0"):
-        list(ODBDataLoader(Stream(0), token_budget=256))
-
-
 # What it does not do.
 
 

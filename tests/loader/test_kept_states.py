@@ -180,26 +180,21 @@ def test_samples_do_not_stay_for_the_sake_of_a_state():
     assert Data.alive <= 2  # the sample to fill with, and the last one of the processor
 
 
-def test_a_derived_node_that_saves_otherwise_is_asked_for_its_own_state():
-    class Noted(WindowBucketer):
-        def save(self):
-            return replace(super().save(), dropped_samples=99)
+class SavesOtherwise(WindowBucketer):
+    def save(self):
+        return replace(super().save(), dropped_samples=99)
 
-    node = Noted(observed(), 400, 30)
-    next(node)
+
+class SaysOtherwise(WindowBucketer):
+    def get_state(self):
+        return {**super().get_state(), "dropped_samples": 99}
+
+
+@pytest.mark.parametrize("kind", [SavesOtherwise, SaysOtherwise])
+def test_a_derived_node_is_asked_for_its_own_state(kind):
+    next(node := kind(observed(), 400, 30))
     assert snapshot(node)["dropped_samples"] == 99
-    assert unmade_in(snapshot(node))
-
-
-def test_a_derived_node_that_says_otherwise_where_it_stands_is_asked():
-    class Noted(WindowBucketer):
-        def get_state(self):
-            return {**super().get_state(), "dropped_samples": 99}
-
-    node = Noted(observed(), 400, 30)
-    next(node)
-    assert snapshot(node)["dropped_samples"] == 99
-    assert not unmade_in(snapshot(node))
+    assert bool(unmade_in(snapshot(node))) is (kind is SavesOtherwise)
 
 
 @pytest.mark.parametrize("between", ["Prefetcher", "Batcher"])

@@ -16,7 +16,6 @@ from odb_nodes import (
     JsonlSource,
     LengthObserver,
     Loader,
-    Mixing,
     Observation,
     ODBDataLoader,
     ParallelProcessor,
@@ -122,20 +121,6 @@ def test_an_observation_may_give_a_key_of_its_own():
 
     for info, ids in steps_of(ODBDataLoader(DATA, token_budget=32, window=8, observe=observe)):
         assert list(info.keys) == [7 * one for one in ids]
-
-
-@pytest.mark.parametrize("by", ["samples", "tokens"])
-def test_of_a_mixture_each_source_has_its_own(by):
-    data = {"a": range(120), "b": range(60)}
-    weights = Mixing(weights={"a": 2, "b": 1}, by=by)
-    steps = steps_of(
-        ODBDataLoader(data, token_budget=BUDGET, window=8, process_fn=text, weights=weights)
-    )
-    rows = [row for info, _ in steps for row in zip(info.row_sources, info.keys, strict=True)]
-    out = [(one.source, one.key) for info, _ in steps for one in info.left_out]
-    assert sorted(rows + out) == [(name, key) for name in data for key in data[name]]
-    assert {source for source, _ in out} == {"a", "b"}
-    assert all(list(info.keys) == ids for info, ids in steps)
 
 
 class Pages(EpochNode):

@@ -38,10 +38,8 @@ from odb_nodes import (
     reshard,
 )
 from odb_nodes.contract import NodeState
-from odb_nodes.contract.graph import walk
 from odb_nodes.contract.state import add_digest, seal_whole, unseal_whole
 from odb_nodes.loader.reshard_nodes import dealt_by_tokens
-from odb_nodes.sources import SourceMixer
 
 pytestmark = pytest.mark.filterwarnings(*LEFT_OUT, ENDED_EARLY)
 
@@ -338,32 +336,3 @@ def test_ranks_that_have_set_different_weights_are_not_resharded():
 
     with pytest.raises(StateError, match="`next_weights`"):
         reshard(on_ranks(2, run), 1)
-
-
-def test_weights_that_were_set_go_on_in_the_epoch_after():
-    make = mixed(weights=EQUAL)
-
-    def run(exchange):
-        loader = make(exchange)
-        loader.set_weights({**EQUAL, "b": 2})
-        batches = iter(loader)
-        for _ in range(8):
-            next(batches)
-        loader.set_weights({**EQUAL, "a": 8})
-        return loader.state_dict()
-
-    def drawn(exchange):
-        loader = make(exchange)
-        loader.load_state_dict(states[exchange.rank])
-        found = [repr(next(node for node in walk(loader.root) if isinstance(node, SourceMixer)))]
-        for _ in range(2):
-            next(iter(loader))
-            mixers = (node for node in walk(loader.root) if isinstance(node, SourceMixer))
-            found.append(repr(next(mixers)))
-        return found
-
-    states = reshard(on_ranks(3, run), 2)
-    for initial, rest, following in on_ranks(2, drawn):
-        assert "a 0.333, b 0.333, c 0.333" in initial
-        assert "a 0.25, b 0.5, c 0.25" in rest
-        assert "a 0.8, b 0.1, c 0.1" in following

@@ -15,28 +15,6 @@ def observe(item, function=None):
 IDS = [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [
-        IDS,
-        [IDS],
-        tuple(IDS),
-        np.array(IDS),
-        np.array([IDS]),
-        torch.tensor(IDS),
-        torch.tensor([IDS]),
-    ],
-)
-def test_the_length_is_that_of_input_ids_however_they_come(ids):
-    assert observe({"input_ids": ids})[1:4] == (4, 3, 0)
-
-
-@pytest.mark.parametrize("kind", [list, np.array, torch.tensor, lambda x: torch.tensor([x])])
-def test_targets_are_the_labels_that_count_after_the_causal_shift(kind):
-    labels = kind([7, -100, 7, 8])
-    assert observe({"input_ids": IDS, "labels": labels}).targets == 2
-
-
 CLASSES = [3, 0.5, torch.tensor(3), np.int64(3), [0.5, 1.0, 0.0]]
 TEXTS = ["news", b"news", ["news", "sports"], {"topic": 3}, None]
 

@@ -391,7 +391,7 @@ def test_samples_without_keys_that_are_put_back_are_found_again():
     node.put_back(SampleBlock.joined([next(node) for _ in range(4)]))
     groups, states = rest_of(node)
     assert sorted([*out, *sum(groups, [])]) == [*range(len(lengths))]
-    for at, state in enumerate(states):
+    for at in range(0, len(states), 3):
         node = fresh()
-        node.reset(state)
+        node.reset(states[at])
         assert rest_of(node)[0] == groups[at:], at

@@ -10,7 +10,6 @@ import signal
 import time
 from copy import deepcopy
 
-import mixed_sources
 import numpy as np
 import pytest
 from ray_clusters import MARKS, actor_pids, children, cluster, is_running, wait_for
@@ -26,7 +25,7 @@ from worker_functions import (
     same,
 )
 
-from odb_nodes import IterableSource, Mixing, WorkerError, WorkerOptions, pop_step_info
+from odb_nodes import IterableSource, WorkerError, pop_step_info
 
 pytestmark = MARKS
 
@@ -83,19 +82,6 @@ def test_batches_infos_and_states_are_those_of_processes_also_after_actors_are_k
         loader.load_state_dict(expected[5][2])
         again = steps(loader, kill_at=5)
     assert [one[:2] for one in again] == [one[:2] for one in expected[6:]]
-
-
-def test_sources_mixed_by_tokens_have_actors_of_their_own(tmp_path):
-    chats = mixed_sources.write_chats(tmp_path / "chats.jsonl")
-    mixing = Mixing(weights=mixed_sources.WEIGHTS, by="tokens")
-    found = []
-    for method in ("process", "ray"):
-        workers = WorkerOptions(num_workers=3, method=method, chunk_size=4)
-        options = {"weights": mixing, "workers": workers}
-        with mixed_sources.make(lambda: mixed_sources.mixture(chats), **options) as loader:
-            found.append(steps(loader))
-            assert method == "process" or len(actor_pids()) == 3
-    assert found[0] == found[1]
 
 
 def test_functions_may_be_lambdas_and_results_can_be_written_to():

@@ -212,30 +212,6 @@ def test_a_restored_position_that_was_not_used_is_forgotten(then):
     assert len(list(node)) == 6
 
 
-def test_the_state_shares_nothing_with_the_iterable():
-    class Live(Resumable):
-        """Hands out, and keeps, one live object."""
-
-        def __init__(self):
-            super().__init__()
-            self.live = {}
-
-        def state_dict(self):
-            self.live.update(super().state_dict())
-            return self.live
-
-        def load_state_dict(self, state):
-            super().load_state_dict(state)
-            self.live = state
-
-    node, again = taken(source(Live()), 2), source(Live())
-    state = node.get_state()
-    again.reset(state)
-    assert list(again) == list(node)
-    assert again.get_state()["iterable"] == node.get_state()["iterable"] == {"position": 6}
-    assert state["iterable"] == {"position": 2}
-
-
 # What it refuses.
 
 

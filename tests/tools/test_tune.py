@@ -14,7 +14,7 @@ from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import TableEpoch, lognormal_lengths, simulate
 from odb_nodes.tools.tune import AS_FAST, Choice, StepTime, outcome_of, tune
 
-LENGTHS = lognormal_lengths(2_000, cv=1.0, mean_tokens=90, longest_tokens=700)
+LENGTHS = lognormal_lengths(1_200, cv=1.0, mean_tokens=90, longest_tokens=700)
 TABLE = LengthTable.of(LENGTHS)
 
 
@@ -102,8 +102,8 @@ def test_the_front_holds_what_is_best_in_something_and_the_best_holds_least(tune
 
 def test_the_code_keeps_weights_and_seed(tuned):
     assert "weights" not in tuned.code() and "seed" not in tuned.code()
-    sources = np.arange(2_000) % 2
-    mixed = replace(TABLE, sources=sources, names=("a", "b"), sizes=(1_000, 1_000))
+    sources = np.arange(1_200) % 2
+    mixed = replace(TABLE, sources=sources, names=("a", "b"), sizes=(600, 600))
     datasets = {name: [{"input_ids": [1]}] * 8 for name in "ab"}
     for weights in ({"a": 1, "b": 3}, Mixing(weights={"a": 1, "b": 3}, stop="cycle")):
         code = tune(mixed, world_size=1, limit=3000, weights=weights, seed=5).code()
@@ -166,7 +166,7 @@ def test_of_a_large_dataset_some_samples_are_drawn_and_skipped_ones_do_not_count
     tuned = tune(whole, world_size=1, limit=6_000)
     steps = simulate(whole, world_size=1, **vars(tuned.best.choice)).steps
     assert tuned.best.steps == pytest.approx(steps, rel=0.05)
-    table = replace(TABLE, tokens=np.where(np.arange(2_000) % 2, TABLE.tokens, 0))
+    table = replace(TABLE, tokens=np.where(np.arange(1_200) % 2, TABLE.tokens, 0))
     tuned = tune(table, world_size=1, limit=3000)
     assert tuned.best.steps == simulate(table, world_size=1, **vars(tuned.best.choice)).steps
 

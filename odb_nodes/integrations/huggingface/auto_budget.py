@@ -19,7 +19,6 @@ from odb_nodes._compat import transformers as compat
 from odb_nodes._compat.torch_distributed import RefusingCollectives
 from odb_nodes._core.seeds import preserved_rngs
 from odb_nodes.alignment.exchange import Channel, resolve_exchange
-from odb_nodes.collate import PackedCollate
 from odb_nodes.collate.token_rows import TokenRows
 from odb_nodes.contract.config import sealed_configs
 from odb_nodes.errors import StateError
@@ -65,7 +64,7 @@ def check_auto(trainer: Any, config: ODBConfig) -> None:
     args, model = trainer.args, trainer.model
     shares = args.world_size > 1 and model is not None and has_collectives(model)
     given = given_collate(trainer, config)
-    packs = isinstance(given, PackedCollate) or (isinstance(given, TokenRows) and given.shapes)
+    packs = isinstance(given, TokenRows) and (given.layout == "packed" or given.shapes)
     refused = {
         "in a hyperparameter search, which makes its models only later": model is None,
         "with FSDP, DeepSpeed or `SyncBatchNorm`: ranks compute together, and one that runs out of "

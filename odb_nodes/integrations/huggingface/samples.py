@@ -12,6 +12,7 @@ from odb_nodes._core.checks import MAX_COUNT
 from odb_nodes._core.content import flatten_row
 from odb_nodes._core.seeds import declares_draws
 from odb_nodes.collate import PackedCollate, PaddingCollate
+from odb_nodes.collate.check_packing import mixing_error
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import collate_group
 from odb_nodes.errors import SampleError
@@ -124,8 +125,8 @@ def training_collate(trainer: Any) -> Any:
     gets all of a sample. What either makes of them stays in the batch.
     """
     config, given = trainer.odb, given_collate(trainer)
-    if config.collate_fn is not None:
-        collate_for(loader_budget(trainer), config.collate_fn)  # checks its layout
+    if given is not None:
+        collate_for(loader_budget(trainer), given)  # checks its layout
     if given is None or type(given) in OURS:
         return given
     columns = compat.sample_columns(trainer)
@@ -201,7 +202,10 @@ def model_batch(trainer: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
             kept = rename_labels(kept, taken)
         if columns is None:
             return kept
-        return {key: kept[key] for key in kept if key in columns or key in taken}
+        selected = {key: kept[key] for key in kept if key in columns or key in taken}
+        if "position_ids" in kept and not {"position_ids", "attention_mask"} & {*selected}:
+            raise mixing_error(trainer.model)  # a packed row, which it takes for one sample
+        return selected
 
     return select
 

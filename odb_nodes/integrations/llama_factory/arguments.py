@@ -129,7 +129,7 @@ class _PackedText:
         for name in _MEDIA:
             if any(sample.get(name) for sample in samples):
                 raise ValueError(
-                    f"`neat_packing` must be False where samples have `{name}`: only text can be "
+                    f"`neat_packing` must be False where samples have `{name}`: only text is "
                     "packed. Without it, short samples share a batch anyway."
                 )
         rows = ({key: row[key] for key in row if key not in _MEDIA} for row in samples)

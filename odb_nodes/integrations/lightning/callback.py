@@ -286,6 +286,11 @@ class ODBCallback(Callback):
                 "the checkpoint has no state of a loader: it was saved without `ODBCallback`. To "
                 "begin a run with its weights, load them with `load_from_checkpoint`."
             )
+        if not isinstance(states, list) or not states:
+            raise StateError(
+                "the checkpoint must have a list of the states of all ranks, but has "
+                f"{states!r:.80} instead: it is damaged. Use an earlier checkpoint."
+            )
         runs = [unseal_whole(one, ODBCallback.__name__, RunState) for one in states]
         start = position_of_rank(runs, trainer.global_rank, trainer.world_size)
         if len(runs) != trainer.world_size:

@@ -86,10 +86,8 @@ def epochs_processed(progress: MutableMapping[str, Any]) -> int:
         raise _unknown(error) from None
 
 
-def set_progress(
-    progress: MutableMapping[str, Any], *, epoch: int, steps: int, total_steps: int
-) -> None:
-    """Make the progress of Lightning's loops agree with the position of the loader.
+def set_progress(progress: MutableMapping[str, Any], position: Any) -> None:
+    """Make the progress of Lightning's loops agree with a `RunState`.
 
     What Lightning writes itself resumes exactly only within an epoch and after an optimizer step.
     A checkpoint of a last batch resumes as if the epoch had ended twice; one of `max_steps` as if
@@ -100,10 +98,11 @@ def set_progress(
     """
     try:
         epochs, batches = progress[_EPOCHS], progress[_BATCHES]
+        epoch, steps = position.epoch, position.steps
         begun = epoch + (steps > 0)
         for name in ("total", "current"):
             epochs[name].update(ready=begun, started=begun, processed=epoch, completed=epoch)
-        for name, done in (("total", total_steps), ("current", steps)):
+        for name, done in (("total", position.total_steps), ("current", steps)):
             # Unchanged where the numbers agree: they also say whether the batch was validated.
             if batches[name]["ready"] != done:
                 batches[name].update(ready=done, started=done, processed=done, completed=done)

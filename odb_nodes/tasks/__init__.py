@@ -4,7 +4,7 @@ from odb_nodes._core.checks import check_type
 from odb_nodes.tasks.task_gradients import GradNorm, PCGrad, TaskGradients
 from odb_nodes.tasks.weights import TaskWeights
 
-AnyWeights = TaskWeights | TaskGradients
+AnyWeights = TaskWeights | GradNorm | PCGrad
 
 __all__ = ["GradNorm", "PCGrad", "TaskWeights"]
 

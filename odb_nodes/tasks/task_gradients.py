@@ -55,16 +55,6 @@ class TaskGradients:
         self._owner, self._meeting = owner, Meeting(owner, process_group, timeout_s, remedy=remedy)
         self._begin_step()
 
-    def loss(
-        self, losses: torch.Tensor, info: StepInfo, *, position_ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Add a batch, and return its loss, to call `backward` on: for trainers that do so."""
-        raise NotImplementedError
-
-    def step(self) -> None:
-        """End an optimizer step, before the optimizer's own. All ranks call it."""
-        raise NotImplementedError
-
     def state_dict(self) -> dict[str, Any]:
         """Return the weights."""
         return self.weights.state_dict()
@@ -84,17 +74,14 @@ class TaskGradients:
         """Reject parameters of another model; for `PCGrad`, also those of a part of it."""
         trained = {id(one) for one in model.parameters() if one.requires_grad}
         given = {id(one) for one in self._parameters}
-        if given - trained:
+        others = given ^ trained if self.sets_gradients else given - trained
+        if others:
+            which = "all that is trained of" if self.sets_gradients else "parameters of"
             raise ValueError(
-                f"`{self.option}` of `{self._owner}` must be trained parameters of the model, a "
-                f"`{type(model).__name__}`, but {len(given - trained)} of {len(given)} are not. "
-                "Make it of the model as the trainer gets it, after adapters were added."
-            )
-        if self.sets_gradients and trained - given:
-            raise ValueError(
-                f"`{self.option}` of `{self._owner}` must be all that is trained, but "
-                f"{len(trained - given)} of {len(trained)} are missing, which would have no "
-                "gradient. Pass `model.parameters()`."
+                f"`{self.option}` of `{self._owner}` must be {which} the model, a "
+                f"`{type(model).__name__}`, but {len(others & given)} of {len(given)} are not of "
+                f"it, and {len(trained - given)} of {len(trained)} are missing. Make it of the "
+                "model as the trainer gets it, after adapters were added."
             )
 
     def _begin_step(self) -> None:

@@ -8,6 +8,7 @@ import torch
 from canary import relies_on
 
 from odb_nodes._compat import lightning as compat
+from odb_nodes.integrations.lightning.run import RunState
 
 pytest.importorskip("lightning.pytorch")
 
@@ -126,9 +127,9 @@ def test_the_progress_in_a_checkpoint_has_the_counters_that_we_set(tmp_path):
         done = {"ready": ready, "started": ready - 1, "processed": ready - 1}
         assert batches[name] == done | {"completed": ready - 1}, batches
     assert batches["is_last_batch"] is False
-    compat.set_progress(progress, epoch=1, steps=2, total_steps=BATCHES + 2)
+    compat.set_progress(progress, RunState(epoch=1, steps=2, total_steps=BATCHES + 2))
     for name, done in (("total", BATCHES + 2), ("current", 2)):
         assert {*batches[name].values()} == {done}, batches
     again = copy.deepcopy(progress)
-    compat.set_progress(progress, epoch=1, steps=2, total_steps=BATCHES + 2)
+    compat.set_progress(progress, RunState(epoch=1, steps=2, total_steps=BATCHES + 2))
     assert progress == again

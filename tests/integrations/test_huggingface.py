@@ -633,6 +633,7 @@ INVALID = [
     ("exclude", 3, TypeError),
     ("dearest_first", -1, ValueError),
     ("tasks", "chat", TypeError),
+    ("task_weights", {"chat": 1.0}, TypeError),
     ("diversity", 1.5, ValueError),
     ("on_oom", "x", ValueError),
     ("guard_above", 2, ValueError),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import trainers as t
 from ledgers import check_ledger
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from memory_faults import above, fail, never
 from torch.distributed.fsdp import fully_shard
@@ -59,15 +59,6 @@ class Sharded(Guarded):
         fully_shard(self.model)
 
 
-class SaveEach(Callback):
-    def __init__(self, folder):
-        self.folder, self.number = folder, 0
-
-    def on_train_batch_end(self, trainer, *_):
-        self.number += 1
-        trainer.save_checkpoint(f"{self.folder}/{self.number}.ckpt")
-
-
 def fit(*callbacks, kind=Guarded, resume=None, trainer=(), recorded=(), **options):
     odb = ODBCallback(**dict(recorded))
     module = kind(odb, **options)
@@ -81,7 +72,7 @@ def test_a_run_is_that_without_failures_and_resumes_exactly(tmp_path, accumulate
     options = {"accumulate": accumulate, "place": place}
     folder = {"ledger": tmp_path / "ledger", "monitor": Monitor(tmp_path / "monitor", every=1)}
     whole = fit(**options)
-    found = fit(save := SaveEach(tmp_path), fails=above(30), recorded=folder, **options)
+    found = fit(save := t.SaveEach(tmp_path), fails=above(30), recorded=folder, **options)
     assert whole.guard.ooms == 0 < found.guard.ooms
     assert found.guard.split_steps > 2
     weights = lm.weights_of(found.model)

@@ -15,8 +15,9 @@ from transformers import (
     TrainerCallback,
 )
 
-from odb_nodes import TokenBudget
+from odb_nodes import Observation, TokenBudget
 from odb_nodes.integrations.huggingface import ODBTrainer
+from odb_nodes.tasks import TaskWeights
 from odb_nodes.vision import VisionLanguageCollate
 
 BUDGET = TokenBudget(300, layout="packed", max_patches=300)
@@ -60,7 +61,13 @@ def test_the_gradient_of_packed_images_is_that_of_the_padded_samples(tmp_path):
     assert len(errors) == 4 and max(errors) < 1e-5  # transformers computes the loss in fp32
 
 
-TEXTS = [{"input_ids": [*range(2, 6 + n % 9)]} for n in range(30)]
+TEXTS = [{"input_ids": [*range(2, 6 + n % 9)], "labels": [*range(2, 6 + n % 9)]} for n in range(30)]
+
+
+TASKS = {
+    "task_weights": TaskWeights({"a": 1.0}),
+    "observe": lambda sample: Observation(len(sample["input_ids"]), task="a"),
+}
 
 
 def llama():
@@ -75,17 +82,15 @@ def mamba():
 @pytest.mark.parametrize(
     ("make", "mixing"), [(llama, ""), (mamba, "MambaForC"), (model, "Qwen2VLForC")]
 )
-@pytest.mark.parametrize("loss_is", [None, "token_mean"])
-def test_a_model_that_would_mix_the_samples_of_a_row_does_not_train(
-    make, mixing, loss_is, tmp_path
-):
+@pytest.mark.parametrize("odb", [{}, {"loss_is": "token_mean"}, TASKS])
+def test_a_model_that_would_mix_the_samples_of_a_row_does_not_train(make, mixing, odb, tmp_path):
     network = make()
     before = copy.deepcopy(network.state_dict())
     trainer = ODBTrainer(
         network,
         t.arguments(tmp_path, max_steps=1),
         train_dataset=TEXTS,
-        odb=t.config(token_budget=TokenBudget(64, layout="packed"), loss_is=loss_is),
+        odb=t.config(token_budget=TokenBudget(64, layout="packed"), **odb),
     )
     if not mixing:
         trainer.train()

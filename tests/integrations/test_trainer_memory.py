@@ -43,6 +43,9 @@ class PerToken(lm.Normalizing):
     def features(self, input_ids):
         return torch.tanh(self.hidden(self.embedding(input_ids)))
 
+    def forward(self, input_ids, position_ids=None, labels=None, id=None, **kwargs):
+        return super().forward(input_ids, labels=labels, id=id, **kwargs)
+
 
 class Events(TrainerCallback):
     """Notes the states of the loader, and what the steps of a run had."""

@@ -401,6 +401,17 @@ class RecordingCallback(Callback):
             self.module.infos = []
 
 
+class SaveEach(Callback):
+    """Saves after each batch, also within an optimizer step."""
+
+    def __init__(self, folder):
+        self.folder, self.number = folder, 0
+
+    def on_train_batch_end(self, trainer, *_):
+        self.number += 1
+        trainer.save_checkpoint(f"{self.folder}/{self.number}.ckpt")
+
+
 def lightning_trainer(*callbacks, **options):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     given = {"accelerator": "cpu", "enable_checkpointing": False, **quiet, **options}

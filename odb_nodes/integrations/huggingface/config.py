@@ -26,7 +26,7 @@ from odb_nodes.memory.guard import GUARD_ABOVE, check_shrink
 from odb_nodes.memory.meter import MemoryMeter, check_meter, check_share
 from odb_nodes.monitor import Monitor
 from odb_nodes.planning import TokenBudget
-from odb_nodes.tasks import GradNorm, PCGrad, TaskWeights, check_task_weights, weights_of
+from odb_nodes.tasks import AnyWeights, check_task_weights, weights_of
 from odb_nodes.tasks.task_gradients import TaskGradients
 
 AUTO = "auto"
@@ -98,7 +98,7 @@ class ODBConfig(BatchOptions):
     token_budget: int | TokenBudget | Literal["auto"]  # type: ignore[assignment]
     shift_labels: bool | None = None
     loss_is: LossKind | None = None
-    task_weights: TaskWeights | GradNorm | PCGrad | None = None
+    task_weights: AnyWeights | None = None
     steps_per_epoch: int | None = None
     estimate_samples: int = LOOKED_AT
     schedule: Schedule = "steps"

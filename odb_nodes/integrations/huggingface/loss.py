@@ -101,10 +101,6 @@ class LossWeigher:
         Batches without targets are given some, which weigh nothing, where a mean would be NaN.
         """
         trainer, device = self._trainer, self._trainer.args.device
-        if self.tasks is not None:
-            parts = zip(batches, infos, strict=True)
-            self.waiting = deque([*[None] * fills, *(self.weigh_part(*one) for one in parts)])
-            return
         counts = [self._targets(batch) for batch in batches]
         mine = [
             [
@@ -117,11 +113,15 @@ class LossWeigher:
         ]
         # (R, S, 4), one message: ranks decide alike, whatever their own batches are.
         of_ranks = trainer.accelerator.gather(torch.tensor([mine], device=device))
-        self._unit = unit = self._unit_of(of_ranks[..., HAS_LABELS] > 0)
-        self._ranks, self._total = len(of_ranks), max(1, int(of_ranks[..., unit].sum()))
         if self._packs:
             self._check_packing(batches, of_ranks[..., SAMPLES])
-        elif unit == LABELS and not self._is_checked:
+        if self.tasks is not None:
+            pairs = zip(batches, infos, strict=True)
+            self.waiting = deque([*[None] * fills, *(self._of_tasks(*one) for one in pairs)])
+            return
+        self._unit = unit = self._unit_of(of_ranks[..., HAS_LABELS] > 0)
+        self._ranks, self._total = len(of_ranks), max(1, int(of_ranks[..., unit].sum()))
+        if unit == LABELS and not self._is_checked:
             self._check(batches, of_ranks[..., LABELS])
         steps = zip(batches, infos, mine, strict=True)
         weights = [self._micro_step(batch, info, own[unit]) for batch, info, own in steps]

@@ -28,14 +28,7 @@ from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.memory.guard import OomGuard
 from odb_nodes.monitor import Monitor, StepMeter
 from odb_nodes.step_info import StepInfo
-from odb_nodes.tasks import (
-    AnyWeights,
-    GradNorm,
-    PCGrad,
-    TaskWeights,
-    check_task_weights,
-    weight_metrics,
-)
+from odb_nodes.tasks import AnyWeights, check_task_weights, weight_metrics
 from odb_nodes.tasks.task_gradients import TaskGradients
 
 
@@ -67,11 +60,11 @@ class ODBCallback(Callback):
         log_metrics: bool = True,
         ledger: str | os.PathLike[str] | None = None,
         monitor: Monitor | None = None,
-        task_weights: TaskWeights | GradNorm | PCGrad | None = None,
+        task_weights: AnyWeights | None = None,
     ) -> None:
         check_type("monitor", monitor, Monitor | None)
         check_task_weights(task_weights)
-        self.task_weights: AnyWeights | None = task_weights
+        self.task_weights = task_weights
         self._monitor, self._log_metrics, self._ledger_folder = monitor, log_metrics, ledger
         self._ledger: Ledger | None = None
         self._begin_run(Run(None, RunState()))
@@ -139,8 +132,7 @@ class ODBCallback(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reject arguments of the trainer that cannot be used with dynamic batches."""
         if stage == "fit":
-            _check_trainer(trainer)
-            _check_tasks(trainer, self.task_weights)
+            _check_trainer(trainer, self.task_weights)
             self._begin_run(Run(trainer, RunState(epoch=trainer.current_epoch), self.task_weights))
             if self._ledger_folder is not None:
                 rank, world_size = trainer.global_rank, trainer.world_size
@@ -274,7 +266,7 @@ class ODBCallback(Callback):
         if after is not None and compat.epochs_processed(progress) > position.epoch:
             epoch = position.epoch + 1
             position = replace(position, epoch=epoch, steps=0, samples=0, loader=after)
-        position.put_into(progress)
+        compat.set_progress(progress, position)
         state = seal_whole(ODBCallback.__name__, position)
         checkpoint[self.STATE_KEY] = _of_all_ranks(trainer, state)
 
@@ -302,7 +294,7 @@ class ODBCallback(Callback):
         runs = [unseal_whole(one, ODBCallback.__name__, RunState) for one in states]
         start = position_of_rank(runs, trainer.global_rank, trainer.world_size)
         if len(runs) != trainer.world_size:
-            start.put_into(compat.loop_progress(checkpoint))
+            compat.set_progress(compat.loop_progress(checkpoint), start)
         self._run = Run(trainer, start, self.task_weights)
         if self.task_weights is not None and start.tasks is not None:
             self.task_weights.load_state_dict(start.tasks)
@@ -412,63 +404,55 @@ def _of_all_ranks(trainer: Trainer, value: Any) -> list[Any]:
     return values
 
 
-def _check_tasks(trainer: Any, tasks: AnyWeights | None) -> None:
-    """Reject a trainer under which no rank has whole gradients of tasks."""
-    if not isinstance(tasks, TaskGradients):
-        return
-    name, strategy = type(tasks).__name__, type(trainer.strategy).__name__
-    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
-        raise ValueError(
-            f"`{name}` needs whole gradients on each rank, which `{strategy}` does not have. Train "
-            "on one device or with DDP, or give `TaskWeights`."
-        )
-    if trainer.precision == "16-mixed":
-        raise ValueError(f"`{name}` must not be given with `16-mixed`, which scales losses.")
-
-
 def _check_guard(trainer: Any, guard: OomGuard) -> None:
     """Reject a trainer under which a guard could not take back a step."""
     strategy, is_ddp = trainer.strategy, isinstance(trainer.strategy, DDPStrategy)
-    refused = {
-        "the module must have `self.automatic_optimization = False` with an `OomGuard`, whose step "
-        "is computed by `step.backward` in `training_step`.": (
-            trainer.lightning_module.automatic_optimization
-        ),
-        f"an `OomGuard` computes no steps under `{type(strategy).__name__}`. Train on one device, "
-        "with DDP, or with FSDP2, the `ModelParallelStrategy`.": not (
-            is_ddp or isinstance(strategy, (SingleDeviceStrategy, ModelParallelStrategy))
-        ),
-        "`guard_above` of the `OomGuard` must be 0.0 under DDP: in a `training_step` DDP averages "
-        "no gradients, so that each step is to be computed on each rank first.": (
-            is_ddp and guard.guard_above > 0
-        ),
-    }
+    is_known = is_ddp or isinstance(strategy, (SingleDeviceStrategy, ModelParallelStrategy))
+    _refuse(
+        {
+            "the module must have `self.automatic_optimization = False` with an `OomGuard`, whose "
+            "step is computed by `step.backward` in `training_step`.": (
+                trainer.lightning_module.automatic_optimization
+            ),
+            f"an `OomGuard` computes no steps under `{type(strategy).__name__}`. Train on one "
+            "device, with DDP, or with FSDP2, the `ModelParallelStrategy`.": not is_known,
+            "`guard_above` of the `OomGuard` must be 0.0 under DDP: in a `training_step` DDP "
+            "averages no gradients, so each step is to be computed on each rank first.": (
+                is_ddp and guard.guard_above > 0
+            ),
+        }
+    )
+
+
+def _check_trainer(trainer: Any, tasks: AnyWeights | None) -> None:
+    """Reject arguments of a trainer that would silently change the steps, the data or losses."""
+    limit = trainer.limit_train_batches  # 1 is one batch, 1.0 is all
+    strategy, every = type(trainer.strategy).__name__, trainer.reload_dataloaders_every_n_epochs
+    is_whole = isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
+    follows, name = isinstance(tasks, TaskGradients), type(tasks).__name__
+    _refuse(
+        {
+            f"`overfit_batches` must be 0, but is {trainer.overfit_batches}. Train on a small "
+            "dataset instead.": trainer.overfit_batches,
+            f"`limit_train_batches` must be 1.0, but is {limit}: the samples after the limit would "
+            "never be trained on. End a run by `max_steps`, validate by `val_check_interval`.": (
+                (limit != 1.0 or isinstance(limit, int)) and not trainer.fast_dev_run
+            ),
+            f"`reload_dataloaders_every_n_epochs` must be 0, but is {every}: a new loader would "
+            "begin with epoch 0.": every,
+            f"`accumulate_grad_batches` must be 1 with `{strategy}`, but is "
+            f"{trainer.accumulate_grad_batches}: the optimizer would not step at the end of an "
+            "epoch. Raise the token budget instead.": not compat.steps_at_epoch_end(trainer),
+            f"`{name}` needs whole gradients on each rank, which `{strategy}` does not have. Train "
+            "on one device or with DDP, or give `TaskWeights`.": follows and not is_whole,
+            f"`{name}` must not be given with `16-mixed`, which scales losses.": (
+                follows and trainer.precision == "16-mixed"
+            ),
+        }
+    )
+
+
+def _refuse(refused: Mapping[str, Any]) -> None:
     for message, applies in refused.items():
         if applies:
             raise ValueError(message)
-
-
-def _check_trainer(trainer: Any) -> None:
-    """Reject arguments of a trainer that would silently change the steps or the data."""
-    if trainer.overfit_batches:
-        raise ValueError(
-            f"`overfit_batches` must be 0, but is {trainer.overfit_batches}. Train on a small "
-            "dataset instead."
-        )
-    limit = trainer.limit_train_batches  # 1 is one batch, 1.0 is all
-    if (limit != 1.0 or isinstance(limit, int)) and not trainer.fast_dev_run:
-        raise ValueError(
-            f"`limit_train_batches` must be 1.0, but is {limit}: the samples after the limit would "
-            "never be trained on. End a run by `max_steps`, and validate by `val_check_interval`."
-        )
-    if trainer.reload_dataloaders_every_n_epochs:
-        raise ValueError(
-            "`reload_dataloaders_every_n_epochs` must be 0, but is "
-            f"{trainer.reload_dataloaders_every_n_epochs}: a new loader would begin with epoch 0."
-        )
-    if not compat.steps_at_epoch_end(trainer):
-        raise ValueError(
-            f"`accumulate_grad_batches` must be 1 with `{type(trainer.strategy).__name__}`, but is "
-            f"{trainer.accumulate_grad_batches}: the optimizer would not step at the end of an "
-            "epoch. Raise the token budget instead."
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -130,12 +130,6 @@ class RunState(NodeState):
     gpu_rng: bytes | None = None
     monitor: dict[str, Any] | None = None
     tasks: dict[str, Any] | None = None  # their weights; None before the first optimizer step
-
-    def put_into(self, progress: MutableMapping[str, Any]) -> None:
-        """Make the progress of Lightning's loops in a checkpoint agree with this position."""
-        compat.set_progress(
-            progress, epoch=self.epoch, steps=self.steps, total_steps=self.total_steps
-        )
 
 
 def position_of_rank(runs: Sequence[RunState], rank: int, world_size: int) -> RunState:

@@ -98,6 +98,7 @@ def projected_gradients(loader, tasks=NEAR_FAR):
         weights.loss(losses, info).backward()
         if info.ends_optimizer_step:
             plain = flat(one.grad for one in model.parameters())
+            model.zero_grad()
             conflicts.step()
             found.append((flat(one.grad for one in model.parameters()), plain))
             model.zero_grad()

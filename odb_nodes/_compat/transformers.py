@@ -264,6 +264,14 @@ def model_inputs(model: Any) -> set[str]:
     return {*inspect.signature(base_model(model).forward).parameters}
 
 
+def needs_labels(trainer: Any) -> bool:
+    """Tell whether the model cannot be called without `labels`."""
+    if trainer.model is None:
+        return False
+    taken = inspect.signature(base_model(trainer.model).forward).parameters
+    return "labels" in taken and taken["labels"].default is inspect.Parameter.empty
+
+
 # --- models and losses ----------------------------------------------------------------------------
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
+
+from odb_nodes._core.content import is_mapping
 
 MOST_LEAK = 0.02
 """Change of a sample that another one causes, relative to that one's own; without any, it is 0.
@@ -37,9 +40,9 @@ def check_packing(model: Any, batch: Mapping[str, Any]) -> None:
     if found is None:
         raise ValueError(
             "`batch` must be a packed row of two samples or more, with `cu_seq_lens_q` or "
-            "`position_ids`, and go through the embeddings of the model."
+            "`position_ids`, and go through the embeddings of the model. Try the next batch."
         )
-    if found > MOST_LEAK:
+    if not found <= MOST_LEAK:  # also where it is NaN
         raise mixing_error(model)
 
 
@@ -68,13 +71,14 @@ def leak(model: Any, batch: Mapping[str, Any], compute: Callable[[], Any]) -> fl
         return torch.cat((made[:, :end].flip(-1), made[:, end:]), dim=1)
 
     def keep(_module: Any, _given: Any, made: Any) -> None:
-        hidden.append(made[0].detach().float())
+        found = made.get("last_hidden_state", made.get("logits")) if is_mapping(made) else made[0]
+        if isinstance(found, torch.Tensor) and found.ndim == 3:
+            hidden.append(found.detach().float())
 
     modes = [(module, module.training) for module in inner.modules()]
-    hooks = [
-        inner.get_input_embeddings().register_forward_hook(change),
-        inner.base_model.register_forward_hook(keep),
-    ]
+    hooks = [inner.base_model.register_forward_hook(keep)]
+    with suppress(NotImplementedError):
+        hooks.append(inner.get_input_embeddings().register_forward_hook(change))
     inner.eval()
     try:
         with torch.no_grad():

@@ -24,9 +24,9 @@ def collate_for(budget: TokenBudget | None, collate_fn: Collate | None) -> Colla
     if collate_fn.layout != budget.layout:
         raise ValueError(
             f'`collate_fn` must be for groups of layout "{budget.layout}", which the budget has, '
-            f'but is a `{name}` of layout "{collate_fn.layout}" instead. Use '
-            f"`{kind.__name__}.of(budget)`, for images `VisionLanguageCollate.of(budget, ...)`; or "
-            f'take `layout="{collate_fn.layout}"` for the budget.'
+            f'but is a `{name}` of layout "{collate_fn.layout}" instead. Take that layout for the '
+            f"budget; or, for text, `{kind.__name__}.of(budget)`, and for images "
+            "`VisionLanguageCollate.of(budget, ...)`."
         )
     for field, expected in vars(kind.of(budget)).items():
         if field in _OF_THE_BUDGET and (given := getattr(collate_fn, field)) != expected:

@@ -92,8 +92,9 @@ class PackedCollate(TokenRows):
         return "packed"
 
     @classmethod
-    def of(cls, budget: TokenBudget, **options: Any) -> PackedCollate:
+    def of(cls, budget: int | TokenBudget, **options: Any) -> PackedCollate:
         """Return the collate function for the groups of a budget. See `TokenRows.of`."""
+        budget = TokenBudget.of(budget)
         return super().of(budget, max_samples=budget.max_samples, **options)
 
     def prepare(self, sample: Any) -> Any:

@@ -60,8 +60,9 @@ class TokenRows:
         raise NotImplementedError
 
     @classmethod
-    def of(cls: type[Rows], budget: TokenBudget, **options: Any) -> Rows:
+    def of(cls: type[Rows], budget: int | TokenBudget, **options: Any) -> Rows:
         """Return the collate function for the groups of a budget."""
+        budget = TokenBudget.of(budget)
         multiple, shapes = budget.pad_to_multiple_of, budget.shape_ladder()
         return cls(pad_to_multiple_of=multiple, shapes=shapes, **options)
 

@@ -30,7 +30,7 @@ from odb_nodes.loader.checkpoint_folders import (
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.rank_states import rank_file
 from odb_nodes.loader.reshard_nodes import Ranks
-from odb_nodes.loader.resharding import data_ranks, deep_equal, reshard, reshard_parts
+from odb_nodes.loader.resharding import data_place, deep_equal, reshard, reshard_parts
 
 logger = logging.getLogger("odb_nodes")
 
@@ -326,12 +326,12 @@ class _Parts:
         return states, own["generators"]
 
     def _is_of_these_ranks(self, states: Mapping[str, Any]) -> bool:
-        """Tell whether as many ranks of `process_group` had data of their own."""
+        """Tell whether the loaders are those of this rank of `process_group`."""
         if self._process_group is None:
             return True
-        _, size = group_rank(self._process_group)
+        here = group_rank(self._process_group)
         loaders = [one for name, one in states.items() if isinstance(self._parts.get(name), Loader)]
-        return all(data_ranks(one) in (None, size) for one in loaders)
+        return all(data_place(one) in (None, here) for one in loaders)
 
     def _resharded(self, world_size: int, name: str, states: list[Any]) -> list[Any]:
         """Return the states of a part on all ranks as those of another number of ranks."""

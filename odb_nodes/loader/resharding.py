@@ -117,13 +117,13 @@ def add_rule(holder: str, rule: Rule) -> None:
     _rules[holder] = rule
 
 
-def data_ranks(state: Any) -> int | None:
-    """Return how many ranks have data of their own, by the state of a loader on one of them."""
+def data_place(state: Any) -> tuple[int, int] | None:
+    """Return which rank has saved the state of a loader, of how many with data of their own."""
     try:
-        size = _place_of(_opened(state)).get("world_size")
+        place = _place_of(_opened(state))
     except StateError:  # which loading it will raise
         return None
-    return size if isinstance(size, int) else None
+    return place.get("rank", 0), place.get("world_size", 1)
 
 
 def batches_per_step(state: Mapping[str, Any]) -> int:
@@ -175,7 +175,8 @@ def _reshard_loader(states: Sequence[Any], world_size: int) -> list[dict[str, An
     if len(order) < len(found):
         raise StateError(
             f"{len(found)} ranks have saved loaders of {len(order)} ranks with data of their own: "
-            "give `Checkpoints` the `process_group` of the loaders, their `DeviceMesh`."
+            "give `Checkpoints` the `process_group` of the loaders, their `DeviceMesh`, and each "
+            "loader as a part of its own."
         )
     for rank, place in enumerate(order):
         if rank != place:

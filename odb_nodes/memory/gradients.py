@@ -45,7 +45,8 @@ def has_collectives(model: nn.Module) -> bool:
 def has_own_backward(model: nn.Module) -> bool:
     """Tell whether the backward of a model is not torch's, as that of DeepSpeed's engine."""
     # That of a module of Lightning is torch's, and is not called where it optimizes by hand.
-    return callable(getattr(model, "backward", None)) and not hasattr(model, "manual_backward")
+    is_lightning = hasattr(type(model), "manual_backward")
+    return callable(getattr(model, "backward", None)) and not is_lightning
 
 
 def check_has_all(model: nn.Module, loss: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from odb_nodes._core.checks import check_count, import_extra
 from odb_nodes.sources.jsonl_source import Paths, files_of, listed
+from odb_nodes.sources.kept_index import stamp_of
 
 _TRIES = 3  # to read a row group, as over a network
 _WAIT_S = 0.5  # before the second one, and twice as long before the third
@@ -49,11 +50,11 @@ class ParquetDataset:
             raise ValueError("`paths` must name at least 1 file, but is empty.")
         self.mixed_blocks = check_count("mixed_blocks", mixed_blocks)
         """How many blocks of `shuffle_blocks` are mixed at a time."""
-        if isinstance(columns, str):
+        if isinstance(columns, str) or columns == []:
             raise TypeError(f"`columns` must be a list of names, but is {columns!r} instead.")
         self._columns = None if columns is None else [*columns]
         self._metadata: list[Any] = []
-        self._sizes: list[int] = []
+        self._stamps: list[tuple[int, int]] = []
         self._groups: list[tuple[int, int]] = []  # of each block: its file, and its number there
         rows = [0]
         for number, file in enumerate(self._files):
@@ -62,7 +63,7 @@ class ParquetDataset:
             )
             self._check_columns(file, metadata)
             self._metadata.append(metadata)
-            self._sizes.append(_size_of(file))
+            self._stamps.append(_stamp_of(file))
             for group in range(metadata.num_row_groups):
                 self._groups.append((number, group))
                 rows.append(metadata.row_group(group).num_rows)
@@ -79,7 +80,7 @@ class ParquetDataset:
     def data_id(self) -> str:
         """What a state is compared by: the files, their sizes and columns."""
         files = [os.path.basename(file) for file in self._files]
-        content = repr((files, self._sizes, self._columns))
+        content = repr((files, [size for size, _ in self._stamps], self._columns))
         return f"{len(files)} files, CRC-32 {zlib.crc32(content.encode())}"
 
     def __len__(self) -> int:
@@ -110,10 +111,10 @@ class ParquetDataset:
         number, group = self._groups[block]
         file, first, end = self._files[number], self._starts[block], self._starts[block + 1]
         what = f"row group {group} of {file} (rows {first}..{end - 1}) cannot be read"
-        if _size_of(file) != self._sizes[number]:
+        if _stamp_of(file) != self._stamps[number]:
             raise OSError(
-                f"{what}: the file has {_size_of(file)} bytes now, but had {self._sizes[number]} "
-                "when the dataset was made. Put it back, or make the dataset anew."
+                f"{what}: the file was cut or replaced since the dataset was made, or its time was "
+                "changed. Put it back, or make the dataset anew."
             )
         read = partial(_row_group, self._metadata[number], group, self._columns)
         table = _read(read, file, what, OSError)
@@ -135,9 +136,9 @@ def _is_url(path: object) -> bool:
     return isinstance(path, str) and "://" in path
 
 
-def _size_of(file: str) -> int:
-    """Return the bytes of a local file; -1 for others, which are not asked each time."""
-    return -1 if _is_url(file) else os.stat(file).st_size
+def _stamp_of(file: str) -> tuple[int, int]:
+    """Return size and time of a local file; -1 for others, which are not asked each time."""
+    return (-1, -1) if _is_url(file) else stamp_of(os.stat(file))
 
 
 def _open(file: str) -> Any:

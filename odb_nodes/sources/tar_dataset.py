@@ -45,7 +45,7 @@ class TarDataset:
     Raises:
         FileNotFoundError: a file does not exist, or a folder or pattern has none.
         ValueError: a file is no tar file, is compressed, damaged or cut, or has a member twice in
-            one sample, as a link, or with holes.
+            one sample, members of one sample apart from each other, links, or holes.
     """
 
     def __init__(self, paths: Paths) -> None:
@@ -103,7 +103,7 @@ def _search(path: Path) -> Index:
     """Return where the members of a file are, and which of them begin a sample."""
     firsts, starts, sizes = array("q"), array("q"), array("q")
     names, name_ends = bytearray(), array("q")
-    before, of_sample = None, set[str]()
+    before, of_sample, keys = None, set[str](), set[int]()
     try:
         for name, start, size in _members(path):
             key, extension = _split(name)
@@ -117,6 +117,12 @@ def _search(path: Path) -> Index:
             if key != before:
                 firsts.append(len(starts))
                 before, of_sample = key, {KEY}
+                if (hashed := hash(key)) in keys:
+                    raise ValueError(
+                        f"{path} has {name} behind other samples than its own: members of one "
+                        "sample must be neighbours. Write it anew, sorted by name."
+                    )
+                keys.add(hashed)
             if extension in of_sample:
                 raise ValueError(
                     f"{path} has {name} twice in one sample, or as its key. Write it anew."

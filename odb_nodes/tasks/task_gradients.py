@@ -66,7 +66,7 @@ class TaskGradients:
             StateError: it is no state of these.
             ValueError: it is of other tasks.
         """
-        self.weights.load_state_dict(state_dict)
+        self.weights.load_state_dict({"weights": state_dict.get("weights")})
         self._begin_step()
         self._meeting.begin()
 
@@ -342,7 +342,10 @@ class GradNorm(TaskGradients):
             steps = check_count("steps", state_dict.get("steps"), 0)
             check_type("first", first := state_dict.get("first", ()), Mapping)
         except (TypeError, ValueError) as error:
-            raise StateError(f"{error} Load what `GradNorm.state_dict` returned.") from error
+            raise StateError(
+                f"{error} Load what `GradNorm.state_dict` returned: a run that was saved with "
+                "`TaskWeights` or `PCGrad` goes on with these alone."
+            ) from error
         super().load_state_dict(state_dict)
         self._steps, self._first = steps, dict(first)
 
@@ -419,6 +422,7 @@ class PCGrad(TaskGradients):
     ) -> None:
         super().__init__(weights, parameters, process_group, timeout_s)
         self._seed = check_integer("seed", seed)
+        self._last: list[torch.Tensor | None] = []  # the gradients that were set last
 
     def backward(
         self, losses: torch.Tensor, info: StepInfo, *, position_ids: torch.Tensor | None = None
@@ -443,18 +447,28 @@ class PCGrad(TaskGradients):
     ) -> torch.Tensor:
         """Add the gradients of a batch, and return a loss whose own backward adds none."""
         self.backward(losses, info, position_ids=position_ids)
-        loss = self.weights.loss(losses, info, position_ids=position_ids)
-        return loss.detach().requires_grad_()
+        loss = self.weights.loss(losses, info, position_ids=position_ids).detach().requires_grad_()
+        loss.register_hook(_check_is_unchanged)
+        return loss
 
     def step(self) -> None:
         """End an optimizer step: set `grad` of all parameters. All ranks call it.
 
         Raises:
             PeerError: a rank was lost, or did not come.
-            RuntimeError: this rank has not called `backward` for each batch of an optimizer step.
+            RuntimeError: this rank has not called `backward` for each batch of an optimizer step;
+                or a parameter has a gradient of another loss.
             StateError: the ranks differ in weights or seed, or end different steps.
         """
         info = self._end({"seed": self._seed})
+        last_set = self._last or [None] * len(self._parameters)
+        for one, last in zip(self._parameters, last_set, strict=True):
+            if one.grad is not None and one.grad is not last and one.grad.any():
+                raise RuntimeError(
+                    "a parameter has a gradient before `PCGrad.step`, which sets the gradients of "
+                    "the losses it was given, and only these. Add the other loss, such as a "
+                    "regularizer, to the losses of the tasks; or call `zero_grad` before it."
+                )
         sums = self._take(info)
         factors = sums.new_tensor([*self.weights.values()])
         scale = self.weights.scale(info) / info.world_size  # 1 / sum of weight x targets
@@ -470,6 +484,15 @@ class PCGrad(TaskGradients):
         sizes = [one.numel() for one in self._parameters]
         for one, grad in zip(self._parameters, free.sum(0).split(sizes), strict=True):
             one.grad = grad.view_as(one).to(one.dtype, copy=True)
+        self._last = [one.grad for one in self._parameters]
+
+
+def _check_is_unchanged(gradient: torch.Tensor) -> None:
+    if abs(float(gradient) - 1) > 1e-3:
+        raise RuntimeError(
+            "the loss must be returned as `PCGrad` gave it, but was multiplied by "
+            f"{float(gradient):g}, which would change no gradient. Set the weights of the tasks."
+        )
 
 
 def _check_within(name: str, value: Any, low: float, high: float) -> None:

@@ -156,6 +156,11 @@ class TaskWeights(Mapping[str, float]):
             raise StateError(
                 "the state has no `weights`: load what `state_dict` of the same class returned."
             )
+        if "first" in state_dict:
+            raise StateError(
+                "the state is that of a `GradNorm`, whose weights move: go on with a `GradNorm`, "
+                "or set the weights of its state, `state_dict['weights']`."
+            )
         if {*weights} != {*self}:
             raise ValueError(
                 f"the state has weights of the tasks {[*weights]}, but these are of {[*self]}."
@@ -196,6 +201,7 @@ def _sums_of_samples(
             )
         return losses.sum(1) if losses.ndim == 2 else losses
     width = position_ids.shape[-1]
+    position_ids = position_ids.reshape(-1, width)[: len(position_ids)]  # of (4, 1, T), the text's
     if position_ids.shape != (1, width) or losses.shape not in ((1, width), (1, width - 1)):
         raise ValueError(
             "`position_ids` and `losses` must be (1, T), the latter also (1, T - 1), but have the "

@@ -212,8 +212,11 @@ class VisionLanguageCollate(StepImages):
         return "padded" if self.model is None else "packed"
 
     @classmethod
-    def of(cls, budget: TokenBudget, *, model: Any = None, **options: Any) -> VisionLanguageCollate:
+    def of(
+        cls, budget: int | TokenBudget, *, model: Any = None, **options: Any
+    ) -> VisionLanguageCollate:
         """Return the collate function for the groups of a budget, padded or packed."""
+        budget = TokenBudget.of(budget)
         if budget.layout == "padded":
             return super().of(budget, **options)
         if model is None:

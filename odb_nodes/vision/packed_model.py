@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class PackedModel:
             dimensions; `None` where a model numbers its tokens.
     """
 
-    positions_from: Any
+    positions_from: Any = field(repr=False)  # which modules cannot show without their weights
 
     @classmethod
     def of(cls, model: Any, packable: tuple[str, ...]) -> PackedModel:
@@ -70,7 +70,7 @@ class PackedModel:
             given["image_grid_thw"] = torch.from_numpy(grid)
             made, _ = make(**{key: value for key, value in given.items() if key in taken})
             return made[:, 0].reshape(-1, len(rows["input_ids"]))  # type: ignore[no-any-return]
-        except (RuntimeError, StopIteration, TypeError) as error:
+        except (IndexError, RuntimeError, StopIteration, TypeError) as error:
             raise SampleError(
                 f"the model cannot place the tokens of a sample with images: {error!r:.200}. It "
                 "must have `image_grid_thw` and `mm_token_type_ids`, with a run of image tokens "

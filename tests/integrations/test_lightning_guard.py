@@ -9,7 +9,7 @@ import torch
 import trainers as t
 from ledgers import check_ledger
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from memory_faults import above, fail, never
 from torch.distributed.fsdp import fully_shard
 
@@ -18,6 +18,7 @@ from odb_nodes.integrations.lightning import ODBCallback
 from odb_nodes.integrations.lightning.callback import _check_guard
 from odb_nodes.memory import OomGuard
 from odb_nodes.monitor import Monitor, read_run
+from odb_nodes.tasks import TaskWeights
 
 pytestmark = pytest.mark.filterwarnings(t.OF_LIGHTNING)
 
@@ -111,7 +112,9 @@ class Starts(Guarded):
         self.automatic_optimization = True
 
 
+TASKS = {"task_weights": TaskWeights({"even": 1.0, "odd": 9.0})}
 REFUSED = {
+    "tasks": ({"recorded": TASKS}, ValueError, "`task_weights` must not be given with an `Oom"),
     "automatic": ({"kind": Starts}, ValueError, "automatic_optimization = False"),
     "no backward": ({"kind": Forgets}, RuntimeError, "did not call `step.backward"),
 }
@@ -121,6 +124,7 @@ REFUSED = {
     ("strategy", "message"),
     [
         (FSDPStrategy(), "computes no steps under `FSDPStrategy`"),
+        (object.__new__(DeepSpeedStrategy), "computes no steps under `DeepSpeedStrategy`"),
         (DDPStrategy(), "`guard_above` of the `OomGuard` must be 0.0 under DDP"),
     ],
 )
@@ -128,7 +132,7 @@ def test_a_strategy_needs_steps_that_can_be_taken_back(strategy, message):
     module = SimpleNamespace(automatic_optimization=False)
     trainer = SimpleNamespace(strategy=strategy, lightning_module=module)
     with pytest.raises(ValueError, match=message):
-        _check_guard(trainer, SimpleNamespace(guard_above=0.8))
+        _check_guard(trainer, SimpleNamespace(guard_above=0.8), None)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -189,6 +189,13 @@ class Unlabelled(lm.Plain):
         return {"loss": self.logits(input_ids).mean()}
 
 
+class NeedsLabels(lm.Plain):
+    """Cannot be called without them."""
+
+    def forward(self, input_ids, labels, attention_mask=None):
+        return super().forward(input_ids, labels=labels)
+
+
 class Masked(PaddingCollate):
     """Supervises less than the samples say."""
 
@@ -230,6 +237,7 @@ REFUSED = {
         "returned a single number",
     ),
     "no logits": ("TaskWeights", {"model": Unlabelled}, ValueError, "`compute_loss_func` must be"),
+    "needed": ("TaskWeights", {"model": NeedsLabels}, ValueError, "where `forward` .* `labels`"),
     "labels": ("TaskWeights", {"data_collator": Masked()}, ValueError, "supervised tokens, but"),
 }
 

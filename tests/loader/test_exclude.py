@@ -2,9 +2,11 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from aligned_ranks import on_ranks
+from rank_jobs import run_ranks
 from torchdata.nodes import ParallelMapper, Prefetcher
 
 from odb_nodes import (
@@ -231,3 +233,33 @@ def test_ranks_that_exclude_other_keys_are_an_error_on_all(steps):
     for message in on_ranks(2, run):
         assert '`exclude` is "[0, 1, 2]" on rank 0, "[0, 1, 2, 3]" on rank 1' in message
     assert repr(ExcludedKeys({"": range(9)})) != repr(ExcludedKeys({"": [*range(8), 9]}))
+
+
+@pytest.mark.slow
+def test_over_real_ranks_with_workers(tmp_path):
+    body = """
+        sys.path.append(sys.argv[1])
+        import test_exclude as t
+        import warnings
+        warnings.simplefilter("ignore")
+        options = {"num_workers": 2, "round_size": 4, "accumulate": 2}
+        with t.loader_of(**options) as loader:
+            it = iter(loader)
+            before = [pop_step_info(next(it)) for _ in range(6)]
+            state, rest = loader.state_dict(), [pop_step_info(batch) for batch in it]
+        keys = {*rest[0].keys[:1], *before[0].keys[:1], *rest[-1].keys[:1]}
+        excluded = {key for some in r.gathered(keys) for key in some}
+        with t.loader_of(exclude=excluded, **options) as loader:
+            loader.load_state_dict(state)
+            after = t.taken(loader)
+        ranks, befores = r.gathered(after), r.gathered(before)
+        rows = [key for steps in (*ranks, *befores) for key in t.keys_of(steps)]
+        out = [one.key for steps in (*ranks, *befores) for info in steps for one in info.left_out]
+        assert sorted(rows + out) == [*range(t.SIZE)]
+        gone = {key for steps in ranks for key in t.excluded_in(steps)}
+        assert gone == excluded - {key for steps in befores for key in t.keys_of(steps)}
+        assert sum(r.gathered(loader.excluded_samples)) == len(gone) >= 3
+        r.finish(len(after))
+    """
+    steps = run_ranks(tmp_path, body, 2, Path(__file__).parent)
+    assert steps[0] == steps[1] > 3

@@ -26,6 +26,20 @@ def test_a_folder_has_one_monitor_and_a_run_that_begins_anew_says_so(tmp_path):
     assert steps_of(tmp_path) == [1, 2, 3]
 
 
+def test_a_full_disk_warns_once_and_is_a_gap(tmp_path, monkeypatch):
+    write = os.write
+
+    def after(step):
+        full = step in (2, 3)
+        monkeypatch.setattr(os, "write", lambda a, b: write(a, b[: 10 if full else None]))
+
+    with Monitor(tmp_path, every=1) as monitor:
+        with pytest.warns(UserWarning, match="cannot be written") as caught:
+            train(monitor, loader_of(), steps=6, after=after)
+    assert sum("cannot be written" in str(one.message) for one in caught) == 1
+    assert steps_of(tmp_path) == [1, 2, 5, 6]
+
+
 @pytest.mark.parametrize("writers", [("jsonl",), ("jsonl", "tensorboard")])
 def test_a_folder_that_is_deleted_is_noticed_and_made_anew(tmp_path, writers):
     folder = tmp_path / "run"

@@ -1,11 +1,13 @@
 """Plans of samples whose lengths are known, against loaders of real and of in-process ranks."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_jobs import run_ranks
 
 from odb_nodes import ODBDataLoader, SampleError, TokenBudget, pop_step_info
 from odb_nodes.planning import plan_epoch
@@ -86,3 +88,24 @@ def test_the_groups_of_a_step_are_matched_by_costs():
 def test_refusals(arguments, error, words):
     with pytest.raises(error, match=words):
         plan_epoch(**{"lengths": [3, 5], "budget": 8, **arguments})
+
+
+REAL_STEPS = """
+import sys
+lengths, options = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+options["process_fn"] = lambda tokens: {"input_ids": [1] * tokens}
+loader = r.ODBDataLoader(lengths, shuffle=False, **options)
+infos = [r.pop_step_info(batch) for batch in loader]
+print(json.dumps([[] if info.is_filler else [*info.keys] for info in infos]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"window": 64, "accumulate": 3}, {"window": "auto"}])
+def test_a_plan_is_what_real_ranks_train_on(tmp_path, options):
+    options |= {"round_size": 8, "seed": 3}
+    arguments = json.dumps(LENGTHS), json.dumps({"token_budget": 128, **options})
+    ranks = run_ranks(tmp_path, REAL_STEPS, 4, *arguments)
+    assert plan_epoch(LENGTHS, 128, world_size=4, **options) == [
+        list(step) for step in zip(*ranks, strict=True)
+    ]

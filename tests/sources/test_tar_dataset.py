@@ -141,6 +141,9 @@ def test_what_cannot_be_read_is_named(files, tmp_path):
     write(tmp_path / "twice.tar", [("1.txt", b"a"), ("1.__key__", b"b")])
     with pytest.raises(ValueError, match=r"1.__key__ twice in one sample, or as its key"):
         TarDataset(tmp_path / "twice.tar")
+    write(tmp_path / "twice.tar", [("1.txt", b"a"), ("2.txt", b"b"), ("1.json", b"c")])
+    with pytest.raises(ValueError, match=r"1.json behind other samples .* sorted by name"):
+        TarDataset(tmp_path / "twice.tar")
     (tmp_path / "twice.tar").unlink()
     files[0].write_bytes(gzip.compress(whole))
     with pytest.raises(ValueError, match="a.tar is no tar file, or is compressed"):
@@ -154,3 +157,27 @@ def test_what_cannot_be_read_is_named(files, tmp_path):
     other.load_state_dict(state)
     with pytest.raises(StateError, match="`data_id` was '2 files"):
         iter(other)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"num_workers": 2}, marks=pytest.mark.slow),
+        {"num_workers": 2, "method": "thread"},
+    ],
+)
+def test_a_run_resumes_exactly(options, files):
+    if "method" in options:
+        from odb_nodes import WorkerOptions
+
+        options = {"workers": WorkerOptions(**options)}
+    with loader_of(files, **options) as loader, loader_of(files, **options) as again:
+        expected = [steps(loader) for _ in range(2)]
+        assert sorted(index for ids, _ in expected[0] for index in ids) == [*range(120)]
+        loader.set_epoch(0)
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        again.load_state_dict(loader.state_dict())
+        assert steps(again) == expected[0][3:] and steps(again) == expected[1]

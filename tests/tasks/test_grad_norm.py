@@ -172,6 +172,10 @@ def test_a_state_that_is_none_is_refused():
     for steps in (-1, "2", None):
         with pytest.raises(StateError, match=f"`steps` must be .* is {steps!r}"):
             balance.load_state_dict({**state, "steps": steps})
+    with pytest.raises(StateError, match="`steps` must .* saved with `TaskWeights` or `PCGrad`"):
+        balance.load_state_dict(balance.weights.state_dict())
+    with pytest.raises(StateError, match="that of a `GradNorm`, whose weights move"):
+        balance.weights.load_state_dict(state)
     with pytest.raises(StateError, match="`first` must be a `Mapping`"):
         balance.load_state_dict({"steps": 1})
     assert balance.state_dict() == state

@@ -101,3 +101,21 @@ def test_without_a_conflict_sums_are_plain_and_of_half_precision_kept_in_float32
     projected.step()
     assert at.grad.dtype == torch.bfloat16
     assert float(at.grad) == 1000.0
+
+
+def test_another_loss_beside_those_of_the_tasks_is_an_error():
+    at = torch.nn.Parameter(torch.ones(1))
+    projected = PCGrad(TaskWeights(NEAR_FAR_WEIGHTS), [at])
+    loader = iter(loader_of(regression()))
+    for step in range(2):
+        info = pop_step_info(next(loader))
+        loss = projected.loss(at.expand(len(info.row_tasks)) + 1, info)
+        if not step:  # `step` overwrites its own gradients, which need not be zeroed.
+            loss.backward()
+            projected.step()
+    with pytest.raises(RuntimeError, match="was multiplied by 2, which would change no"):
+        (2 * loss).backward()
+    at.grad = None
+    (loss + at.square().sum()).backward()
+    with pytest.raises(RuntimeError, match="a parameter has a gradient before `PCGrad.step`"):
+        projected.step()

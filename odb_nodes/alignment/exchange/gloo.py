@@ -391,17 +391,29 @@ def _data_ranks(mesh: Any) -> list[int]:
     if (here := mesh.get_coordinate()) is None:
         return []
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    if mesh.ndim == 1 and not _words_of(names[0]) <= _MODEL_DIMENSIONS:
+        return list(map(int, mesh.mesh.tolist()))  # the dimension of the data, of any name
+    if mesh.ndim == 1 and mesh.size() < dist.get_world_size():
+        raise ValueError(
+            f"`process_group` is the dimension {names[0]!r} of a `DeviceMesh` alone, whose ranks "
+            "have the same data, so that it does not say which have other data. Pass the whole "
+            "mesh, or the dimension of the data."
+        )
     place = [
-        slice(None) if mesh.ndim == 1 or _shares_steps(name, names) else at
+        slice(None) if _shares_steps(name, names) else at
         for name, at in zip(names, here, strict=True)
     ]
     ranks: list[int] = mesh.mesh[tuple(place)].flatten().tolist()
     return ranks
 
 
+def _words_of(name: str) -> set[str]:
+    return {*name.lower().split("_")}
+
+
 def _shares_steps(name: str, names: Sequence[str]) -> bool:
     """Tell whether the ranks along a dimension of a mesh have different data."""
-    words = {*name.lower().split("_")}
+    words = _words_of(name)
     if words <= _DATA_DIMENSIONS:
         return True
     if words <= _MODEL_DIMENSIONS:

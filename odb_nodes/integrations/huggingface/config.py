@@ -26,7 +26,7 @@ from odb_nodes.memory.guard import GUARD_ABOVE, check_shrink
 from odb_nodes.memory.meter import MemoryMeter, check_meter, check_share
 from odb_nodes.monitor import Monitor
 from odb_nodes.planning import TokenBudget
-from odb_nodes.tasks import AnyWeights, check_task_weights, weights_of
+from odb_nodes.tasks import AnyWeights, check_task_weights, task_names
 from odb_nodes.tasks.task_gradients import TaskGradients
 
 AUTO = "auto"
@@ -117,7 +117,7 @@ class ODBConfig(BatchOptions):
     def __post_init__(self) -> None:
         check_task_weights(self.task_weights)
         if self.task_weights is not None:
-            object.__setattr__(self, "tasks", [*weights_of(self.task_weights)])
+            object.__setattr__(self, "tasks", task_names(self.task_weights, self.tasks))
         super().__post_init__()
         for name, choices in (
             ("loss_is", get_args(LossKind)),
@@ -197,6 +197,10 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
         '`loss_is` must not be "divided" where the model takes no `num_items_in_batch`, which its '
         "`forward` shows by `**kwargs`, and there is no `compute_loss_func`.": (
             config.loss_is == "divided" and not compat.takes_num_items(trainer)
+        ),
+        "`compute_loss_func` must be given with `task_weights` where `forward` of the model needs "
+        "`labels`: it is called without them, to return `logits`.": (
+            weighs_tasks and trainer.compute_loss_func is None and compat.needs_labels(trainer)
         ),
         '`loss_is` and `on_oom="skip"` must not be given together with `task_weights`.': (
             weighs_tasks and (config.loss_is is not None or config.on_oom == "skip")

@@ -43,9 +43,9 @@ class MicroStep:
             return loss * self.factor
         if loss.ndim == 0:
             raise ValueError(
-                "`compute_loss` must return the loss of each token, (B, T), or of each sample, "
-                "(B,), where `task_weights` are given, but returned a single number. Give the "
-                "trainer a `compute_loss_func` that returns them."
+                "`compute_loss` must return the loss of each token, (B, T), or the sum of each "
+                "sample, (B,), where `task_weights` are given, but returned a single number. Give "
+                "the trainer a `compute_loss_func` that returns them."
             )
         is_packed = len(loss) != len(self.info.row_tasks) and not self.info.is_filler
         given = position_ids if is_packed else None
@@ -252,7 +252,7 @@ class LossWeigher:
         self._packs = False  # All ranks compute the same micro-step, once.
         batch = batches[int(several.to(torch.uint8).argmax())]
         found = leak(self._trainer.model, batch, lambda: self._loss_of(batch)) or 0.0
-        own = torch.tensor([found > MOST_LEAK], device=self._trainer.args.device)
+        own = torch.tensor([not found <= MOST_LEAK], device=self._trainer.args.device)
         if self._trainer.accelerator.gather(own).any():
             raise mixing_error(self._trainer.model)
 
@@ -315,7 +315,7 @@ class TokenLosses:
             raise ValueError(
                 "`compute_loss_func` must be given with `task_weights` where the model does not "
                 "return the `logits` of integer `labels`. It returns the loss of each token, "
-                "(B, T), 0 where it is not supervised, or of each sample, (B,)."
+                "(B, T), 0 where it is not supervised, or the sum of each sample, (B,)."
             )
         if labels.ndim > 1 and shifts(self._trainer):
             logits, labels = logits[:, :-1], labels[:, 1:]

@@ -12,7 +12,6 @@ from odb_nodes._core.checks import MAX_COUNT
 from odb_nodes._core.content import flatten_row
 from odb_nodes._core.seeds import declares_draws
 from odb_nodes.collate import PackedCollate, PaddingCollate
-from odb_nodes.collate.check_packing import mixing_error
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import collate_group
 from odb_nodes.errors import SampleError
@@ -204,7 +203,12 @@ def model_batch(trainer: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
             return kept
         selected = {key: kept[key] for key in kept if key in columns or key in taken}
         if "position_ids" in kept and not {"position_ids", "attention_mask"} & {*selected}:
-            raise mixing_error(trainer.model)  # a packed row, which it takes for one sample
+            raise ValueError(
+                "the samples of a packed row must not see each other, but in a "
+                f"`{type(compat.base_model(trainer.model)).__name__}` they do: its `forward` names "
+                'no `position_ids`, so the `Trainer` leaves them out. Take `layout="padded"`; or '
+                "`remove_unused_columns=False`, if it takes them by `**kwargs`."
+            )
         return selected
 
     return select

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from lightning.pytorch.strategies.xla import XLAStrategy
 
 from odb_nodes._compat import lightning as compat
 from odb_nodes._core.checks import check_type
@@ -150,7 +156,7 @@ class ODBCallback(Callback):
         if isinstance(self.task_weights, TaskGradients):
             self.task_weights.check_model(pl_module)
         if batches.guard is not None:
-            _check_guard(trainer, batches.guard)
+            _check_guard(trainer, batches.guard, self.task_weights)
         self._meter = StepMeter()  # whose clock starts here
         if self._monitor is not None:
             if (saved := self._run.start.monitor) is None:
@@ -404,9 +410,14 @@ def _of_all_ranks(trainer: Trainer, value: Any) -> list[Any]:
     return values
 
 
-def _check_guard(trainer: Any, guard: OomGuard) -> None:
-    """Reject a trainer under which a guard could not take back a step."""
-    strategy, is_ddp = trainer.strategy, isinstance(trainer.strategy, DDPStrategy)
+def _is_ddp(strategy: Any) -> bool:
+    others = (DeepSpeedStrategy, XLAStrategy)  # derived from DDP's
+    return isinstance(strategy, DDPStrategy) and not isinstance(strategy, others)
+
+
+def _check_guard(trainer: Any, guard: OomGuard, tasks: AnyWeights | None) -> None:
+    """Reject what a guard could not take back a step of, or would not weigh."""
+    strategy, is_ddp = trainer.strategy, _is_ddp(trainer.strategy)
     is_known = is_ddp or isinstance(strategy, (SingleDeviceStrategy, ModelParallelStrategy))
     _refuse(
         {
@@ -420,6 +431,8 @@ def _check_guard(trainer: Any, guard: OomGuard) -> None:
             "averages no gradients, so each step is to be computed on each rank first.": (
                 is_ddp and guard.guard_above > 0
             ),
+            "`task_weights` must not be given with an `OomGuard`, which weighs all supervised "
+            "tokens alike. Leave one out, or use `ODBTrainer`.": tasks is not None,
         }
     )
 
@@ -428,7 +441,7 @@ def _check_trainer(trainer: Any, tasks: AnyWeights | None) -> None:
     """Reject arguments of a trainer that would silently change the steps, the data or losses."""
     limit = trainer.limit_train_batches  # 1 is one batch, 1.0 is all
     strategy, every = type(trainer.strategy).__name__, trainer.reload_dataloaders_every_n_epochs
-    is_whole = isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
+    is_whole = isinstance(trainer.strategy, SingleDeviceStrategy) or _is_ddp(trainer.strategy)
     follows, name = isinstance(tasks, TaskGradients), type(tasks).__name__
     _refuse(
         {

@@ -18,7 +18,7 @@ from odb_nodes.integrations.step_estimate import (
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.planning import TokenBudget
-from odb_nodes.tasks import weights_of
+from odb_nodes.tasks import task_names
 
 
 class ODBDataModule(LightningDataModule):
@@ -70,7 +70,7 @@ class ODBDataModule(LightningDataModule):
             )
         options = self._options_of(trainer)
         if (tasks := callbacks[0].task_weights) is not None:
-            options = replace(options, tasks=[*weights_of(tasks)])
+            options = replace(options, tasks=task_names(tasks, options.tasks))
         return callbacks[0].batches(ODBDataLoader(self._dataset, **vars(options)))
 
     def estimated_steps(self, looked_at: int = LOOKED_AT) -> int:

@@ -55,11 +55,17 @@ def test_a_rank_outside_of_the_group_and_a_mesh_without_meaning_are_refused(tmp_
     from torch.distributed.device_mesh import DeviceMesh
     errors = []
     names = "dp_shard_cp", "tp"
+    for name in "tp", "x":
+        group = DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=(name,))
+        with r.make_dataloader(100, process_group=group) as loader:
+            found = r.real_ids(r.epochs_of(loader, 1)[0])
+        assert found == [*range(100)] if name == "tp" else len(found) < 50
     for group in (
         dist.new_group([0, 1]),
         DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("dp", "tp")),
         DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=names),
         DeviceMesh("cpu", [[0, 2], [1, 3]]),
+        DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))["tp"],
     ):
         try:
             iter(r.make_dataloader(100, process_group=group))
@@ -67,10 +73,11 @@ def test_a_rank_outside_of_the_group_and_a_mesh_without_meaning_are_refused(tmp_
             errors.append(str(error))
     r.finish(errors)
     """
-    *outside, mixed, unnamed = run_ranks(tmp_path, body, 4)[2]
+    *outside, mixed, unnamed, of_one_model = run_ranks(tmp_path, body, 4)[2]
     assert all("`process_group` must contain this rank" in error for error in outside)
     assert len(outside) == 2 and "'dp_shard_cp' does not say" in mixed
     assert "'' does not say" in unnamed
+    assert "is the dimension 'tp' of a `DeviceMesh` alone" in of_one_model
 
 
 def stages():

@@ -24,8 +24,9 @@ def collate_for(budget: TokenBudget | None, collate_fn: Collate | None) -> Colla
     if collate_fn.layout != budget.layout:
         raise ValueError(
             f'`collate_fn` must be for groups of layout "{budget.layout}", which the budget has, '
-            f'but is a `{name}` of layout "{collate_fn.layout}" instead. Take that layout for the '
-            f"budget; or, for text, `{kind.__name__}.of(budget)`, and for images "
+            f'but is a `{name}` of layout "{collate_fn.layout}" instead. Take '
+            f'`layout="{collate_fn.layout}"` for the budget; or, for text, '
+            f"`{kind.__name__}.of(budget)`, and for images "
             "`VisionLanguageCollate.of(budget, ...)`."
         )
     for field, expected in vars(kind.of(budget)).items():

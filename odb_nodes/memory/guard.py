@@ -323,8 +323,7 @@ class GuardedStep:
 
     def __init__(self, guard: OomGuard, batches: Sequence[StepBatch]) -> None:
         self._guard = guard
-        self._batches: list[Any] = [one.batch for one in batches]
-        self.batches = [*self._batches]  # as they were yielded
+        self.batches: list[Any] = [one.batch for one in batches]  # each let go of as it is taken
         self.infos = [one.info for one in batches]
         self.is_done = False
         self.loss: torch.Tensor | None = None  # as `backward` returned it
@@ -454,7 +453,7 @@ class GuardedStep:
 
         Where whole steps are left out, one after the other, it is a `StepMemoryError`.
         """
-        self._guard.split_steps += len(self.parts) > len(self._batches)
+        self._guard.split_steps += len(self.parts) > len(self.batches)
         guard, info = self._guard, self.infos[0]
         samples, targets = map(sum, zip(*left_out, strict=True))
         if info.optimizer_targets:  # Samples without targets train nothing, and are not computed.
@@ -475,7 +474,7 @@ class GuardedStep:
 
     def take(self, part: Part) -> Any:
         """Return the batch of a part as it was yielded, once; `None` where there is none."""
-        batch, self._batches[part.batch] = self._batches[part.batch], None
+        batch, self.batches[part.batch] = self.batches[part.batch], None
         return batch if part.is_whole else None  # What was computed before may have changed it.
 
     @contextmanager
@@ -526,7 +525,7 @@ class GuardedStep:
                 model.no_sync() if waits else nullcontext(),  # type: ignore[operator]
             ):
                 losses.append(run(part, self.take(part)))
-        self._guard.split_steps += len(self.parts) > len(self._batches)
+        self._guard.split_steps += len(self.parts) > len(self.batches)
         return torch.stack(losses).sum()
 
     def _failing(self, numbers: range, model: nn.Module, run: Run) -> Part | None:

@@ -297,6 +297,11 @@ class VisionLanguageCollate(StepImages):
                 continue
             try:
                 pixels, grid = found = self._patches_of(sample)
+                if grid is None and self.dummy is not None:
+                    raise SampleError(
+                        "a sample with `pixel_values` must have `image_grid_thw`, as the `dummy` "
+                        "has, but lacks it. Let the processor return it."
+                    )
                 if grid is not None:
                     per_token = _patches_per_token(sample, len(pixels), per_token)
                 first = first or found

@@ -95,7 +95,7 @@ class TrainBatches:
         step = item if isinstance(item, GuardedStep) else None
         infos = [pop_step_info(item)] if step is None else step.infos
         number = infos[-1].step if step is None else infos[-1].step // self.loader.accumulate
-        batches = [item] if step is None else step.batches
+        batches = [item] if step is None else [*step.batches]
         state = self.loader.state_dict()
         return Fetched(number, batches, infos, state, wait_s / len(batches), step)
 

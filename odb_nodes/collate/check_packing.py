@@ -13,7 +13,7 @@ from odb_nodes._core.content import is_mapping
 MOST_LEAK = 0.02
 """Change of a sample that another one causes, relative to that one's own; without any, it is 0.
 
-Room for experts, whose kernels round by how many tokens each gets. Attention has 0.2 and more."""
+Room for experts, whose kernels round by how many tokens each gets. Attention has 0.15 and more."""
 
 
 def check_packing(model: Any, batch: Mapping[str, Any]) -> None:

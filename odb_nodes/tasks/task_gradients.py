@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch.utils.weak import TensorWeakRef
 
 from odb_nodes._compat.torch import is_dtensor
 from odb_nodes._core.checks import (
@@ -422,7 +423,7 @@ class PCGrad(TaskGradients):
     ) -> None:
         super().__init__(weights, parameters, process_group, timeout_s)
         self._seed = check_integer("seed", seed)
-        self._last: list[torch.Tensor | None] = []  # the gradients that were set last
+        self._last: list[Callable[[], Any]] = []  # references to the gradients that were set last
 
     def backward(
         self, losses: torch.Tensor, info: StepInfo, *, position_ids: torch.Tensor | None = None
@@ -460,15 +461,15 @@ class PCGrad(TaskGradients):
                 or a parameter has a gradient of another loss.
             StateError: the ranks differ in weights or seed, or end different steps.
         """
-        info = self._end({"seed": self._seed})
-        last_set = self._last or [None] * len(self._parameters)
+        last_set = self._last or [lambda: None] * len(self._parameters)
         for one, last in zip(self._parameters, last_set, strict=True):
-            if one.grad is not None and one.grad is not last and one.grad.any():
+            if one.grad is not None and one.grad is not last() and one.grad.any():
                 raise RuntimeError(
                     "a parameter has a gradient before `PCGrad.step`, which sets the gradients of "
                     "the losses it was given, and only these. Add the other loss, such as a "
                     "regularizer, to the losses of the tasks; or call `zero_grad` before it."
                 )
+        info = self._end({"seed": self._seed})
         sums = self._take(info)
         factors = sums.new_tensor([*self.weights.values()])
         scale = self.weights.scale(info) / info.world_size  # 1 / sum of weight x targets
@@ -481,10 +482,10 @@ class PCGrad(TaskGradients):
             for other in others:
                 if (conflict := gradient @ own[other]) < 0:
                     gradient -= conflict / own[other].square().sum() * own[other]
-        sizes = [one.numel() for one in self._parameters]
+        sizes, self._last = [one.numel() for one in self._parameters], []
         for one, grad in zip(self._parameters, free.sum(0).split(sizes), strict=True):
-            one.grad = grad.view_as(one).to(one.dtype, copy=True)
-        self._last = [one.grad for one in self._parameters]
+            one.grad = new = grad.view_as(one).to(one.dtype, copy=True)
+            self._last.append(TensorWeakRef(new))
 
 
 def _check_is_unchanged(gradient: torch.Tensor) -> None:

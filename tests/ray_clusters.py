@@ -12,7 +12,7 @@ import pytest
 TESTS = Path(__file__).parent
 MARKS = [
     pytest.mark.slow,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray"),
 ]
 

@@ -30,7 +30,7 @@ from odb_nodes import IterableSource, WorkerError, pop_step_info
 pytestmark = MARKS
 
 SIZE = 120
-RAY = {"method": "ray", "num_workers": 2, "chunk_size": 4, "timeout_s": 60}
+RAY = {"method": "ray", "num_workers": 2, "chunk_size": 4, "timeout_s": 300}
 ONE = {**RAY, "num_workers": 1}
 
 

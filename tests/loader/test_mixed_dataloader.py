@@ -1,12 +1,10 @@
-"""Three sources, each with processing of its own, that several tests and rank programs mix."""
+"""Several datasets in one `ODBDataLoader`: by weight, each with processing of its own."""
 
 import json
-import random
 from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from aligned_ranks import TIMEOUT_S, on_ranks
 from torch.utils.data import IterableDataset
 
@@ -30,76 +28,31 @@ from odb_nodes import (
     pop_step_info,
 )
 
-TEMPLATES = ("user: {} bot: {}", "<u>{}<b>{}", "Q {}\nA {}")
-WEIGHTS = {"chat": 0.5, "captions": 0.3, "ocr": 0.2}
 
-
-def encode(text, masked=0):
+def encode(text):
     ids = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
-    return {"input_ids": ids, "labels": np.where(np.arange(len(ids)) < masked, -100, ids)}
-
-
-def chat(record):
-    """A template that Python draws, and a cut that torch does; the question is not learned."""
-    text = random.choice(TEMPLATES).format(record["question"], record["answer"])
-    return encode(text[: len(text) - int(torch.randint(3, ()))], masked=len(record["question"]))
-
-
-def caption(text):
-    return encode(" ".join(np.random.permutation(text.split())))
-
-
-def ocr(pair):
-    shape, text = pair
-    return encode(f"{shape[0]}x{shape[1]} {text}", masked=4)
-
-
-FUNCTIONS = {"chat": chat, "captions": caption, "ocr": ocr}
+    return {"input_ids": ids, "labels": ids}
 
 
 class Scans(IterableDataset):
     def __iter__(self):
-        return (((n, n + 1), "scan " * (n % 7 + 1)) for n in range(16))
-
-
-def write_chats(path, size=24):
-    records = [{"question": "why " * (n % 5 + 1), "answer": f"since {n} " * 3} for n in range(size)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def mixture(chats):
-    captions = [f"the picture number {n} of " + "very " * (n % 11) + "many" for n in range(30)]
-    return {"chat": JsonlSource(chats), "captions": captions, "ocr": Scans()}
-
-
-def make(datasets, **options):
-    given = {"token_budget": 400, "window": 12, "seed": 3, "round_size": 8, **options}
-    given = {"weights": WEIGHTS, "process_fn": FUNCTIONS, **given}
-    return ODBDataLoader(datasets(), **given)
-
-
-def rows(loader):
-    """What the batches of an epoch hold, as plain data."""
-    return [(pop_step_info(batch), batch["input_ids"].tolist()) for batch in loader]
-
-
-# --- several datasets in one `ODBDataLoader`: by weight, each with processing of its own ---------
+        return ((n, "scan " * (n % 7 + 1)) for n in range(16))
 
 
 @pytest.fixture
-def datasets(tmp_path):
-    chats = write_chats(tmp_path / "chats.jsonl")
-    return lambda: mixture(chats)
+def chats(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"text": f"since {n}"}) + "\n" for n in range(20)))
+    return path
 
 
-def test_the_length_of_an_epoch_is_known_where_that_of_each_dataset_is(datasets):
+def test_the_length_of_an_epoch_is_known_where_that_of_each_dataset_is():
     sized = {"a": [1] * 30, "b": [1] * 12}
-    assert make(lambda: sized, weights=None, process_fn=None).num_samples == 42
+    assert ODBDataLoader(sized, token_budget=9).num_samples == 42
     with pytest.raises(TypeError):
-        _ = make(datasets).num_samples
+        _ = ODBDataLoader({**sized, "c": Scans()}, token_budget=9).num_samples
     with pytest.raises(TypeError, match='where `stop` is "cycle"'):
-        _ = make(lambda: sized, weights=Mixing(stop="cycle"), process_fn=None).num_samples
+        _ = ODBDataLoader(sized, token_budget=9, weights=Mixing(stop="cycle")).num_samples
 
 
 class Chats(JsonlSource):
@@ -109,16 +62,15 @@ class Chats(JsonlSource):
         super().__init__(folder / "chats.jsonl")
 
 
-def test_a_source_may_be_in_many_loaders_and_under_many_names(tmp_path):
-    file = JsonlSource(write_chats(tmp_path / "chats.jsonl", 20))
-    given = {"token_budget": 400, "window": 8, "process_fn": chat}
-    for data, size in (({"a": file, "b": file}, 40), (file, 20), (Chats(folder=tmp_path), 20)):
-        loaders = [ODBDataLoader(data, **given) for _ in range(2)]
-        both = [
-            [pop_step_info(batch) for batch in batches] for batches in zip(*loaders, strict=True)
-        ]
-        assert sum(info.local_samples for info, _ in both) == size
-        assert all(one == other for one, other in both)
+def test_a_source_may_be_in_many_loaders_and_under_many_names(chats):
+    file = JsonlSource(chats)
+    given = {"token_budget": 400, "window": 8, "process_fn": lambda record: encode(record["text"])}
+    for data, size in (({"a": file, "b": file}, 40), (file, 20), (Chats(folder=chats.parent), 20)):
+        one, other = (
+            [pop_step_info(batch) for batch in ODBDataLoader(data, **given)] for _ in range(2)
+        )
+        assert sum(info.local_samples for info in one) == size
+        assert one == other
 
 
 def test_each_source_has_an_order_of_its_own():
@@ -171,54 +123,40 @@ def no_labels(text):
     return {"input_ids": encode(text)["input_ids"], "id": text}
 
 
-def broken_ocr(pair):
-    if pair[0][0] == 7:
+def broken_scan(item):
+    if item[0] == 7:
         raise OSError("not there")
-    return ocr(pair)
+    return encode(item[1])
 
 
 def broken_chat(record):
-    if "since 11" in record["answer"]:
+    if record["text"] == "since 11":
         raise KeyError("role")
-    return chat(record)
+    return encode(record["text"])
 
 
-def short(function):
-    return {"a": ["x"] * 9, "b": ["yyy"]}, {"a": encode, "b": function}
-
-
-FAULTS = {
-    "labels": (*short(cut_labels), r"sample 0 of source 'b'.*`labels` must have the length"),
-    "keys": (*short(no_labels), r"\(source 'b', key 0\), `id` 'yyy': .* also has"),
-    "no length": (None, {"ocr": None}, "source 'ocr'.*a sample has no length"),
-    "sample": (None, {"ocr": broken_ocr}, "sample 7 of source 'ocr'.*OSError: not there"),
-    "line": (
-        None,
-        {"chat": broken_chat},
-        r"sample \d+ of source 'chat', line 12 of .*chats.jsonl.*KeyError: 'role'",
-    ),
+BY_TOKENS = {"weights": Mixing(weights={"a": 1, "b": 1}, by="tokens")}
+FAULTS = {  # the second of two datasets, its function, other options
+    "labels": (lambda _: ["yyy"], cut_labels, {}, "sample 0 of source 'b'.*`labels` must have the"),
+    "keys": (lambda _: ["yyy"], no_labels, {}, r"\(source 'b', key 0\), `id` 'yyy': .* also has"),
+    "no length": (lambda _: Scans(), None, {}, "source 'b'.*a sample has no length"),
+    "sample": (lambda _: Scans(), broken_scan, {}, "sample 7 of source 'b'.*OSError: not there"),
+    "by tokens": (lambda _: Scans(), broken_scan, BY_TOKENS, "'b': .*sample 7 of epoch.*not there"),
+    "line": (JsonlSource, broken_chat, {}, r"of source 'b', line 12 of .*chats.jsonl.*'role'"),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_error_names_source_and_sample(datasets, fault, num_workers):
-    data, functions, message = FAULTS[fault]
-    if data is None:
-        loader = make(datasets, process_fn={**FUNCTIONS, **functions}, num_workers=num_workers)
-    else:
-        given = {"token_budget": 64, "process_fn": functions, "num_workers": num_workers}
-        loader = ODBDataLoader(data, shuffle=False, **given)
-    with loader, pytest.raises(SampleError, match=message):
+def test_an_error_names_source_and_sample(chats, fault, num_workers):
+    make, function, options, message = FAULTS[fault]
+    given = {"token_budget": 64, "process_fn": {"a": encode, "b": function}, "shuffle": False}
+    data = {"a": ["x"] * 9, "b": make(chats)}
+    with (
+        ODBDataLoader(data, num_workers=num_workers, **given | options) as loader,
+        pytest.raises(SampleError, match=message),
+    ):
         list(loader)
-
-
-def test_where_shares_are_of_tokens_too(datasets):
-    functions = {**FUNCTIONS, "ocr": broken_ocr}
-    mixing = Mixing(weights=WEIGHTS, by="tokens")
-    with pytest.raises(SampleError, match="source 'ocr': .*sample 7 of epoch.*not there"):
-        list(make(datasets, process_fn=functions, weights=mixing))
 
 
 # Batches that mix tasks more evenly.

@@ -2,12 +2,11 @@
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
+import aligned_ranks
 import numpy as np
 import pytest
 import torch.distributed as dist
-from in_process import InProcessHub
 
 from odb_nodes import PeerError, StateError
 from odb_nodes.alignment.exchange import Channel, Interrupted
@@ -21,8 +20,8 @@ CONFIG = {"epoch": 0, "step": 0, "RankAligner": {"seed": 0}}
 class Rank:
     """A channel, and what its program may do with it."""
 
-    def __init__(self, hub, rank, left_behind):
-        self.exchange, self.rank = hub.exchange(rank), rank
+    def __init__(self, exchange, left_behind):
+        self.exchange, self.rank = exchange, exchange.rank
         self.left_behind = left_behind  # an event of all ranks
         self.channel = Channel(self.exchange, 64)
 
@@ -58,17 +57,15 @@ class Rank:
 
 def on_ranks(world_size, run, timeout_s=20.0):
     """What `run(rank)` returns on each rank, or the error that it raised."""
+    left_behind = threading.Event()
 
-    def caught(rank):
+    def caught(exchange):
         try:
-            return run(rank)
+            return run(Rank(exchange, left_behind))
         except (PeerError, StateError) as error:
             return error
 
-    hub, left_behind = InProcessHub(world_size, timeout_s), threading.Event()
-    with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(caught, Rank(hub, rank, left_behind)) for rank in range(world_size)]
-        return [future.result(60) for future in futures]
+    return aligned_ranks.on_ranks(world_size, caught, timeout_s)
 
 
 LEFT_BEHIND = {

@@ -62,6 +62,7 @@ ONLY = {"odb_nodes.planning": ["plan_epoch"]}
 """Of a module that also serves the package, the names that are public."""
 
 ALIASES = {
+    "LOOKED_AT": "How many samples `estimate_steps` looks at.",
     "Strategy": "The type of a name in `STRATEGIES`.",
     "Record": "One record of a run: a dict of plain values.",
     "SourceState": "The type of a state's field that holds the state of a source.",
@@ -97,23 +98,23 @@ def api_page() -> str:
     lines = [
         "# API reference",
         "",
-        "The public names; others may change without notice. Their docstrings, with signatures,",
-        "units, shapes and errors, are also in the [reference](reference.md) of the site, which",
+        "The public names; others may change without notice. Their docstrings have signatures, units,",
+        "shapes and errors, and are also in the [reference](reference.md) of the site, which",
         "`sphinx-build -W docs docs/_build/site` makes. `python docs/conf.py` writes this page.",
         "",
     ]
+    known: set[str] = set()
     for module, text in PUBLIC.items():
-        lines += [
-            f"## `{module}`",
-            "",
-            *([text, ""] if text else []),
-            "| name | |",
-            "| --- | --- |",
-        ]
-        for name in public_names(module):
-            value = getattr(importlib.import_module(module), name)
-            first = ALIASES.get(name) or (value.__doc__ or "").strip().split("\n\n")[0]
-            lines.append(f"| `{name}` | {' '.join(first.split())} |")
+        lines += [f"## `{module}`", "", *([text, ""] if text else [])]
+        names = public_names(module)
+        for name in names:
+            if name not in known:
+                value = getattr(importlib.import_module(module), name)
+                first = ALIASES.get(name) or (value.__doc__ or "").strip().split("\n\n")[0]
+                lines.append(f"- `{name}`: {' '.join(first.split())}")
+        if again := [f"`{name}`" for name in names if name in known]:
+            lines.append(f"- from above: {', '.join(again)}")
+        known.update(names)
         lines.append("")
     return "\n".join(lines)
 

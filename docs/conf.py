@@ -98,8 +98,8 @@ def api_page() -> str:
     lines = [
         "# API reference",
         "",
-        "The public names; others may change without notice. Their docstrings have signatures, units,",
-        "shapes and errors, and are also in the [reference](reference.md) of the site, which",
+        "The public names; others may change without notice. Their docstrings, with signatures,",
+        "units, shapes and errors, are also in the [reference](reference.md) of the site, which",
         "`sphinx-build -W docs docs/_build/site` makes. `python docs/conf.py` writes this page.",
         "",
     ]

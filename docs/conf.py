@@ -39,7 +39,7 @@ PUBLIC = {
     "odb_nodes.tasks": "See [Several tasks](tasks.md).",
     "odb_nodes.vision": "See [Images and text](vision.md). Extra: `vision`.",
     "odb_nodes.testing": "",
-    "odb_nodes.tools.lengths": "See [Before training](before-training.md), also for what follows.",
+    "odb_nodes.tools.lengths": "See [Before training](before-training.md), also for these tools.",
     "odb_nodes.tools.simulate": "",
     "odb_nodes.tools.profile": "",
     "odb_nodes.tools.baselines": "",
@@ -107,11 +107,14 @@ def api_page() -> str:
     for module, text in PUBLIC.items():
         lines += [f"## `{module}`", "", *([text, ""] if text else [])]
         names = public_names(module)
-        for name in names:
-            if name not in known:
-                value = getattr(importlib.import_module(module), name)
-                first = ALIASES.get(name) or (value.__doc__ or "").strip().split("\n\n")[0]
-                lines.append(f"- `{name}`: {' '.join(first.split())}")
+        new_names = [name for name in names if name not in known]
+        if ".tools." in module:
+            lines.append(f"- {', '.join(f'`{name}`' for name in new_names)}")
+            new_names = []
+        for name in new_names:
+            value = getattr(importlib.import_module(module), name)
+            first = ALIASES.get(name) or (value.__doc__ or "").strip().split("\n\n")[0]
+            lines.append(f"- `{name}`: {' '.join(first.split())}")
         if again := [f"`{name}`" for name in names if name in known]:
             lines.append(f"- from above: {', '.join(again)}")
         known.update(names)

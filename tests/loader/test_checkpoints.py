@@ -335,6 +335,7 @@ def test_all_ranks_load_the_newest_that_each_of_them_sees():
     assert choose([ahead, ahead]) == (NAMES[1], NAMES[1])
     assert choose([ahead, behind]) == (NAMES[0], NAMES[1])
     assert choose([behind, behind]) == (NAMES[0], NAMES[0])
+    assert choose([ahead, {NAMES[0]: ALL}]) == choose([{NAMES[0]: ALL}, ahead]) == (*NAMES[:2],)
     assert choose([{}, {}]) == choose([{NAMES[0]: ONE_LACKS}] * 2) == (None, None)
     # Disks that are not shared are noticed.
     assert choose([{NAMES[0]: ONE_LACKS}, {NAMES[0]: OTHER_LACKS}]) == (None, NAMES[0])

@@ -37,6 +37,13 @@ def complaints(errors):
     return [line for line in errors.splitlines() if "samples in the pool before" not in line]
 
 
+def finish_well(program, limit_s=120):
+    """What a program printed until it ended, without a complaint."""
+    code, out, errors = program.finish(limit_s)
+    assert (code, complaints(errors)) == (0, []), errors
+    return out
+
+
 @pytest.fixture
 def run(tmp_path):
     """Starts a program, and ends all that it leaves when the test is over."""
@@ -54,87 +61,59 @@ def run(tmp_path):
 # --- a trainer that is killed ---------------------------------------------------------------------
 
 KILLED = """
-    loaders = {
-        "idle": w.dataloader(w.Texts(), sys.argv[1]),
-        "sleeping": w.dataloader(w.Texts(fault=w.sleep), sys.argv[1]),
-        "computing": w.dataloader(w.Texts(fault=w.compute), sys.argv[1]),
-        "without prefetch": w.dataloader(w.Texts(seconds=0.01), sys.argv[1], prefetch=0),
+    method, *names = sys.argv[1:]
+    def begin(fault=None, seconds=0.0, **options):
+        return iter(w.dataloader(w.Texts(200, seconds, fault), method, **options))
+    def begin_on_a_thread():
+        begun = []
+        thread = threading.Thread(target=lambda: begun.append(make["busy in C"]()))
+        thread.start()
+        thread.join()
+        return begun[0]
+    make = {
+        "idle": begin,
+        "without prefetch": lambda: begin(seconds=0.01, prefetch=0),
+        "writing": lambda: begin(process_fn=w.enlarge, collate_fn=w.keep_ids),
+        "sleeping": lambda: begin(w.sleep),
+        "computing": lambda: begin(w.compute),
+        "busy in C": lambda: begin(w.hold_the_gil, prefetch=0),
+        "busy in C, of a thread that has ended": begin_on_a_thread,
     }
-    loaders = {name: loaders[name] for name in sys.argv[2:]}
-    iterators = {name: iter(loader) for name, loader in loaders.items()}
-    for name in {"idle", "without prefetch"} & {*iterators}:
-        next(iterators[name])
-    time.sleep(0.5)
-    print(sum(len(loader.worker_pids) for loader in loaders.values()), flush=True)
+    iterators = [make[name]() for name in names]
+    threads = [threading.Thread(target=next, args=[one], daemon=True) for one in iterators]
+    for thread in threads:
+        thread.start()
+    for name, thread in zip(names, threads):
+        if name in ("idle", "without prefetch", "writing"):
+            thread.join()
+    time.sleep(1)
+    print("ready", flush=True)
     time.sleep(600)
 """
+DOING = ["idle", "without prefetch", "writing", "sleeping", "computing", "busy in C"]
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
 def test_a_killed_trainer_leaves_no_process(start_method, run, exhaustive):
-    names = ["idle", "sleeping", "computing", "without prefetch"]
+    names = [*DOING, "busy in C, of a thread that has ended"]
     if start_method != "fork" and not exhaustive:  # where each worker imports torch
         names = ["idle", "computing"]
     program = run(KILLED, start_method, *names)
-    assert program.line() == str(2 * len(names))
+    program.line()
     assert len(program.running()) > 2 * len(names)
+    os.kill(program.process.pid, signal.SIGSTOP)  # so that nobody reads what workers write
+    time.sleep(0.5)
     os.kill(program.process.pid, signal.SIGKILL)
     # Those that were started last may still import torch.
     assert_nobody_is_left(program, ORPHAN_LIMIT_S if start_method == "fork" else 30)
 
 
-WRITING = """
-    loader = w.dataloader(w.Texts(), process_fn=w.enlarge, collate_fn=w.keep_ids)
-    next(iter(loader))
-    print("ready", flush=True)
-    for batch in loader:
-        time.sleep(0.01)
-"""
-STARTING = """
-    print("ready", flush=True)
-    next(iter(w.dataloader(w.Texts(), "spawn")))
-"""
-
-
-@pytest.mark.parametrize("body", [WRITING, STARTING], ids=["writing", "starting"])
-def test_a_trainer_killed_while_its_workers_write_or_start_leaves_no_process(body, run):
-    program = run(body)
+def test_a_trainer_killed_while_its_workers_start_leaves_no_process(run):
+    program = run('print("ready", flush=True)\nnext(iter(w.dataloader(w.Texts(), "spawn")))')
     program.line()
-    if body is WRITING:
-        os.kill(program.process.pid, signal.SIGSTOP)  # so that nobody reads what they write
-        time.sleep(0.5)
-    else:
-        wait_until(lambda: len(program.running()) >= 4, 30)  # with the resource tracker
+    wait_until(lambda: len(program.running()) >= 4, 30)  # with the resource tracker
     os.kill(program.process.pid, signal.SIGKILL)
     assert_nobody_is_left(program, 6 * ORPHAN_LIMIT_S)  # those that start first import torch
-
-
-@pytest.mark.parametrize("started_by", ["the main thread", "a thread that has ended"])
-def test_a_killed_trainer_leaves_no_process_that_is_busy_in_c(started_by, run):
-    program = run(
-        """
-        iterators = []
-        def start():
-            iterators.append(iter(w.dataloader(w.Texts(fault=w.hold_the_gil), prefetch=0)))
-        if sys.argv[1] == "the main thread":
-            start()
-        else:
-            thread = threading.Thread(target=start, daemon=True)
-            thread.start()
-            thread.join()
-        threading.Thread(target=next, args=iterators, daemon=True).start()
-        time.sleep(1)
-        print("ready", flush=True)
-        time.sleep(600)
-        """,
-        started_by,
-    )
-    program.line()
-    workers = [psutil.Process(pid) for pid in program.running() if pid != program.process.pid]
-    assert len(workers) == 2
-    assert wait_until(lambda: all(one.cpu_times().user > 0.1 for one in workers))  # at it
-    os.kill(program.process.pid, signal.SIGKILL)
-    assert_nobody_is_left(program)
 
 
 def test_a_process_forked_by_others_keeps_no_worker_alive(run):
@@ -226,22 +205,31 @@ def test_sigterm_to_all_is_handled_by_the_trainer_alone(run):
                 break
         print(len(asked), step, flush=True)
     """)
-    code, out, errors = program.finish(60)
-    assert (code, complaints(errors)) == (0, [])
+    out = finish_well(program)
     assert out.splitlines() == [f"asked {program.process.pid}", "1 20"]
 
 
 # --- a program that just ends ---------------------------------------------------------------------
 
 ENDINGS = """
+    from odb_nodes.nodes.read_ahead import ReadAhead
     ending, start_method = sys.argv[1:]
     if ending == "sigterm handler":
         signal.signal(signal.SIGTERM, lambda *_: None)
     fault = w.SleepFrom(30) if ending == "busy" else None
-    loader = w.dataloader(w.Texts(500, 0.001, fault), start_method)
+    def compute():
+        end, row = time.monotonic() + 1.5, torch.ones(20_000)
+        while time.monotonic() < end:
+            row.add(1)
+    if ending == "inside torch":  # the thread of a loader that nobody holds
+        loader = Loader(ReadAhead(w.Endless(compute), 4))
+    else:
+        loader = w.dataloader(w.Texts(500, 0.001, fault), start_method)
     for step, batch in enumerate(loader):
         if step == 0 and ending != "next epoch":
             break
+    if ending == "inside torch":
+        del loader
     time.sleep(0.5)
     print("done", flush=True)
     if ending == "exception":
@@ -260,6 +248,7 @@ ENDINGS = """
         ("next epoch", "fork"),
         ("exception", "fork"),
         ("sigterm handler", "fork"),
+        ("inside torch", "thread"),
     ],
 )
 def test_a_program_ends_without_close(ending, start_method, run):
@@ -268,51 +257,22 @@ def test_a_program_ends_without_close(ending, start_method, run):
     header = "import tempfile\nfolder = tempfile.TemporaryDirectory()\n"
     program = run(ENDINGS, ending, start_method, header=header * (ending == "sigterm handler"))
     program.line()
-    code, _, errors = program.finish(EXIT_LIMIT_S)
-    said = complaints(errors)
     if ending == "exception":
+        code, _, errors = program.finish(EXIT_LIMIT_S)
+        said = complaints(errors)
         assert (code, said[0][:9], said[-1]) == (1, "Traceback", "ValueError: loss is NaN")
         assert errors.count("Traceback") == 1
     else:
-        assert (code, said) == (0, [])
+        finish_well(program, EXIT_LIMIT_S)
     assert_nobody_is_left(program)
-
-
-def test_a_program_ends_while_the_thread_of_a_forgotten_loader_is_inside_torch(run):
-    program = run("""
-        from odb_nodes.nodes.read_ahead import ReadAhead
-        def compute():
-            end, row = time.monotonic() + 1.5, torch.ones(20_000)
-            while time.monotonic() < end:
-                row.add(1)
-        next(iter(Loader(ReadAhead(w.Endless(compute), 4))))
-        time.sleep(0.2)
-        print("done", flush=True)
-    """)
-    program.line()
-    code, _, errors = program.finish(EXIT_LIMIT_S)
-    assert (code, complaints(errors)) == (0, [])
 
 
 # --- leaks ----------------------------------------------------------------------------------------
 
 EPOCHS = """
-    import psutil
-
-    def held():
-        names = os.listdir("/proc/self/fd")
-        paths = [os.path.join("/proc/self/fd", name) for name in names]
-        files = [(path, os.readlink(path)) for path in paths if os.path.lexists(path)]
-        return {
-            "threads": sorted(thread.name for thread in threading.enumerate()),
-            "processes": [child.pid for child in psutil.Process().children(recursive=True)],
-            "files": files,
-            "native threads": os.listdir("/proc/self/task"),
-            "shared memory": sorted(os.listdir("/dev/shm")),
-        }
-
+    import rank_jobs as r
     start_method, prefetch = sys.argv[1], int(sys.argv[2])
-    before = held()
+    before, shared_memory = r.held(), {*os.listdir("/dev/shm")}
     loader = w.dataloader(w.Texts(100), start_method, prefetch=prefetch)
     steps = set()
     for epoch in range(5):
@@ -321,20 +281,18 @@ EPOCHS = """
             break
     assert len(steps) == 1
     loader.close()
-    def more():
-        return {key: left for key, now in held().items() if (left := {*now} - {*before[key]})}
-
+    after = r.held()
+    assert not {name: after[name] for name in after if after[name] > before[name]}, before
     deadline = time.monotonic() + 5
-    while more() and time.monotonic() < deadline:
-        time.sleep(0.01)  # A thread that was joined is on its way out for another moment.
-    assert not more(), more()
+    while (more := {*os.listdir("/dev/shm")} - shared_memory) and time.monotonic() < deadline:
+        time.sleep(0.1)  # Other programs come and go.
+    assert not more
 """
 
 
 @pytest.mark.parametrize(("start_method", "prefetch"), [("fork", 4), ("fork", 0), ("thread", 4)])
 def test_many_epochs_leave_nothing_behind(start_method, prefetch, run):
-    code, _, errors = run(EPOCHS, start_method, prefetch).finish(120)
-    assert (code, complaints(errors)) == (0, [])
+    finish_well(run(EPOCHS, start_method, prefetch))
 
 
 def own_threads():
@@ -465,8 +423,7 @@ def test_workers_start_while_other_threads_are_busy(run):
             thread.join()
         print(groups == groups[:1] * 6)
     """)
-    code, out, errors = program.finish(100)
-    assert (code, out, complaints(errors)) == (0, "True\n", [])
+    assert finish_well(program) == "True\n"
 
 
 # --- a forked child has a copy of the loader, and owns nothing of what the loader has started ----

@@ -406,27 +406,13 @@ def test_ranks_that_exclude_other_keys_are_an_error_on_all(steps):
 # --- samples that processing skips: left out in order, counted by reason, exact after a resume ---
 
 
-ITEMS = 90
-skip_some = SkipSome()
-COUNTS = {"corrupt": 12, "missing": 18}
-
-
 def skipping(**options):
-    given = {"token_budget": 64, "window": 12, "process_fn": skip_some, **options}
-    return ODBDataLoader(range(ITEMS), **given)
-
-
-def ids_of(loader):
-    return [batch["id"].tolist() for batch in loader]
-
-
-def flat(epoch):
-    return sorted(index for batch in epoch for index in batch)
+    return loader_of(process_fn=SkipSome(**options), shuffle=False)
 
 
 def test_the_first_of_each_reason_is_shown():
     with pytest.warns(UserWarning) as caught:
-        ids_of(skipping(shuffle=False))
+        taken(skipping())
     shown = [str(one.message) for one in caught if "is skipped" in str(one.message)]
     assert [text.partition(". Further")[0] for text in shown] == [
         "sample 0 of the epoch (key 0) is skipped (missing): no file for 0",
@@ -435,18 +421,17 @@ def test_the_first_of_each_reason_is_shown():
 
 
 def test_data_that_was_mended_or_lost_between_save_and_resume():
-    loader = skipping(shuffle=False)
-    next(iter(loader))
-    lost = skipping(process_fn=SkipSome(also=range(ITEMS)), shuffle=False)
-    lost.load_state_dict(loader.state_dict())
+    next(iter(loader := skipping()))
+    lost, mended = skipping(also=range(SIZE)), skipping(never=True)
+    for one in (lost, mended):
+        one.load_state_dict(loader.state_dict())
     with pytest.raises(StateError, match="is skipped now .lost.: gone"):
         next(iter(lost))
-    mended = skipping(process_fn=SkipSome(never=True), shuffle=False)
-    mended.load_state_dict(loader.state_dict())
-    rest = flat(ids_of(mended))
     # What was skipped stays so, what comes later is good: nothing twice.
-    assert len(rest) == len(set(rest))
-    assert sum(mended.skipped_samples.values()) < sum(COUNTS.values())
+    rest = keys_of(taken(mended))
+    assert len(rest) == len({*rest})
+    taken(loader)
+    assert 0 < sum(mended.skipped_samples.values()) < sum(loader.skipped_samples.values())
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -454,21 +439,18 @@ def test_data_that_was_mended_or_lost_between_save_and_resume():
 def test_a_planned_sample_that_is_skipped_now_is_an_error_that_names_it(make_source, strict):
     """Steps count it, so that also `strict=False` cannot do without it."""
 
-    def loader_of(process_fn):
-        items = ITEMS if make_source is ShardedSampler else range(ITEMS)
-        source = make_source(items)
-        if make_source is IterableWrapper:  # a node that knows nothing of keys
-            node = Mapper(source, process_fn)
-        else:
-            node = ParallelProcessor(source, process_fn)
+    def make(**options):
+        process_fn, source = SkipSome(**options), make_source(range(90))
+        has_keys = make_source is not IterableWrapper  # a node that knows nothing of them
+        node = (ParallelProcessor if has_keys else Mapper)(source, process_fn)
         return Loader(RankAligner(WindowBucketer(LengthObserver(node), 64, 8), round_size=8))
 
-    it = iter(loader := loader_of(skip_some))
+    it = iter(loader := make())
     for _ in range(15):  # to within the third round
         next(it)
     state = loader.state_dict()
     key = next(it).samples[0].data["id"]
-    resumed = loader_of(SkipSome(also=[key]))
+    resumed = make(also=[key])
     resumed.load_state_dict(state, strict=strict)
     message = rf"RankAligner cannot.* {key}\b.* was good .*skipped now .lost.: gone"
     with pytest.raises(StateError, match=message):

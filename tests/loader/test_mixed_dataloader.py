@@ -282,28 +282,24 @@ def test_ranks_that_set_different_weights_all_raise_when_the_epoch_begins(within
 
 
 REFUSALS = [
-    (lambda: loader_of().set_weights({"a": 1, "b": 1}), ValueError, "the names of `sources`"),
-    (lambda: loader_of().set_weights({**FIRST, "d": 1}), ValueError, "but has .*'d'"),
-    (lambda: loader_of().set_weights({**FIRST, "a": 0}), ValueError, r"`weights\['a'\]`.* is 0"),
-    (lambda: loader_of().set_weights({**FIRST, "a": "x"}), ValueError, "but is 'x'"),
-    (lambda: loader_of().set_weights([1, 2, 3]), TypeError, "must be a dict by name"),
-    (
-        lambda: ODBDataLoader([{"input_ids": [1]}], token_budget=9).set_weights(FIRST),
-        ValueError,
-        "`set_weights` needs a mixture",
-    ),
-    (
-        lambda: loader_of(weights=WeightSchedule([(0, FIRST)])).set_weights(FIRST),
-        ValueError,
-        "they follow a `WeightSchedule`",
-    ),
+    ({"a": 1, "b": 1}, {}, ValueError, "the names of `sources`"),
+    ({**FIRST, "d": 1}, {}, ValueError, "but has .*'d'"),
+    ({**FIRST, "a": 0}, {}, ValueError, r"`weights\['a'\]`.* is 0"),
+    ({**FIRST, "a": "x"}, {}, ValueError, "but is 'x'"),
+    ([1, 2, 3], {}, TypeError, "must be a dict by name"),
+    (FIRST, {"weights": WeightSchedule([(0, FIRST)])}, ValueError, "follow a `WeightSchedule`"),
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), REFUSALS)
-def test_what_cannot_be_set_is_refused(call, error, message):
+@pytest.mark.parametrize(("weights", "options", "error", "message"), REFUSALS)
+def test_what_cannot_be_set_is_refused(weights, options, error, message):
     with pytest.raises(error, match=message):
-        call()
+        loader_of(**options).set_weights(weights)
+
+
+def test_one_dataset_has_no_weights_to_set():
+    with pytest.raises(ValueError, match="`set_weights` needs a mixture"):
+        ODBDataLoader([{"input_ids": [1]}], token_budget=9).set_weights(FIRST)
 
 
 def test_a_refused_call_changes_nothing():

@@ -1,14 +1,13 @@
 """The last round of an epoch: when it begins, who gives what to whom, and into what it is cut."""
 
 import itertools
-import json
 
 import numpy as np
 import pytest
+from aligned_ranks import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from pools import budgets, pool_of
-from rank_jobs import run_ranks
 
 from odb_nodes import ODBDataLoader, Sample, SampleError, TokenBudget, pop_step_info
 from odb_nodes.planning import plan_epoch, round_steps
@@ -257,15 +256,22 @@ def steps_of_rank(loader):
     return [[] if info.is_filler else [*info.keys] for info in infos]
 
 
-def test_a_plan_of_one_rank_is_that_of_its_loader():
-    loader = ODBDataLoader(
-        LENGTHS,
-        token_budget=128,
-        window=64,
-        shuffle=False,
-        process_fn=lambda tokens: {"input_ids": [1] * tokens},
-    )
-    assert plan_epoch(LENGTHS, 128, window=64) == [[step] for step in steps_of_rank(loader)]
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, {"window": 64}),
+        (4, {"window": 64, "accumulate": 3, "round_size": 8, "seed": 3}),
+        (4, {"window": "auto", "round_size": 8}),
+    ],
+)
+def test_a_plan_is_what_the_loaders_of_ranks_train_on(world_size, options):
+    def run(exchange):
+        given = {"token_budget": 128, "shuffle": False, "process_group": exchange, **options}
+        process_fn = lambda tokens: {"input_ids": [1] * tokens}  # noqa: E731
+        return steps_of_rank(ODBDataLoader(LENGTHS, process_fn=process_fn, **given))
+
+    steps = [[*step] for step in zip(*on_ranks(world_size, run), strict=True)]
+    assert plan_epoch(LENGTHS, 128, world_size=world_size, **options) == steps
 
 
 def spread(steps, costs):
@@ -300,24 +306,3 @@ def test_the_groups_of_a_step_are_matched_by_costs():
 def test_refusals(arguments, error, words):
     with pytest.raises(error, match=words):
         plan_epoch(**{"lengths": [3, 5], "budget": 8, **arguments})
-
-
-REAL_STEPS = """
-import sys
-lengths, options = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-options["process_fn"] = lambda tokens: {"input_ids": [1] * tokens}
-loader = r.ODBDataLoader(lengths, shuffle=False, **options)
-infos = [r.pop_step_info(batch) for batch in loader]
-print(json.dumps([[] if info.is_filler else [*info.keys] for info in infos]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"window": 64, "accumulate": 3}, {"window": "auto"}])
-def test_a_plan_is_what_real_ranks_train_on(tmp_path, options):
-    options |= {"round_size": 8, "seed": 3}
-    arguments = json.dumps(LENGTHS), json.dumps({"token_budget": 128, **options})
-    ranks = run_ranks(tmp_path, REAL_STEPS, 4, *arguments)
-    assert plan_epoch(LENGTHS, 128, world_size=4, **options) == [
-        list(step) for step in zip(*ranks, strict=True)
-    ]

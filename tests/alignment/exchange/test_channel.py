@@ -76,45 +76,43 @@ LEFT_BEHIND = {
 }
 
 
+def begin_and_leave(rank, kind):
+    """Begin an epoch, of which rank 0 leaves something behind."""
+    rank.begin()
+    rank.gather(rank.rank)
+    if kind == "hello":
+        rank.channel.begin()
+    if rank.rank == 0:
+        rank.leave_behind(lambda: LEFT_BEHIND[kind](rank))
+    assert rank.left_behind.wait(10)
+
+
 @pytest.mark.parametrize("kind", LEFT_BEHIND)
 def test_what_one_rank_left_behind_harms_no_beginning(kind):
     def run(rank):
-        rank.begin()
-        rank.gather(rank.rank)
-        if kind == "hello":
-            rank.channel.begin()
-        if rank.rank == 0:
-            rank.leave_behind(lambda: LEFT_BEHIND[kind](rank))
-        assert rank.left_behind.wait(10)
+        begin_and_leave(rank, kind)
         rank.begin(step=5)
         return rank.gather(rank.rank)
 
     assert on_ranks(3, run) == [[0, 1, 2]] * 3
 
 
+def fail_on_rank_1(rank):
+    """What a rank does whose state, or another's, is refused."""
+    rank.channel.begin()
+    if rank.rank == 1:
+        rank.channel.fail(StateError("not this one"), "reset")
+        raise StateError("mine")
+    rank.agree()
+
+
 @pytest.mark.parametrize("kind", ["hello", "round", "failure"])
 def test_a_bad_state_reaches_ranks_that_left_something_behind(kind):
     def run(rank):
-        rank.begin()
-        rank.gather(rank.rank)
-        if kind == "hello":
-            rank.channel.begin()
-        if rank.rank == 0:
-            rank.leave_behind(lambda: LEFT_BEHIND[kind](rank))
-        assert rank.left_behind.wait(10)
-        rank.channel.begin()
-        if rank.rank == 1:
-            rank.channel.fail(StateError("not this one"), "reset")
-            raise StateError("mine")
-        rank.agree()
+        begin_and_leave(rank, kind)
+        fail_on_rank_1(rank)
 
-    start = time.monotonic()
-    first, own, *others = on_ranks(3, run)
-    assert time.monotonic() - start < 10
-    for other in (first, *others):
-        assert type(other) is StateError
-        assert "rank 1 failed in reset: StateError: not this one" in str(other)
-    assert str(own) == "mine"
+    check_that_a_bad_state_is_told(3, run)
 
 
 @pytest.mark.parametrize("busy", [0, 1])
@@ -122,16 +120,18 @@ def test_a_bad_state_is_told_where_one_rank_began_once_more(busy):
     def run(rank):
         if rank.rank == busy:
             rank.channel.begin()
-        rank.channel.begin()
-        if rank.rank == 1:
-            rank.channel.fail(StateError("not this one"), "reset")
-            raise StateError("mine")
-        rank.agree()
+        fail_on_rank_1(rank)
 
+    check_that_a_bad_state_is_told(2, run)
+
+
+def check_that_a_bad_state_is_told(world_size, run):
     start = time.monotonic()
-    other, own = on_ranks(2, run)
+    first, own, *others = on_ranks(world_size, run)
     assert time.monotonic() - start < 10
-    assert type(other) is StateError and "not this one" in str(other)
+    for other in (first, *others):
+        assert type(other) is StateError
+        assert "rank 1 failed in reset: StateError: not this one" in str(other)
     assert str(own) == "mine"
 
 

@@ -1,7 +1,6 @@
 """Alignment with real processes over gloo."""
 
 import json
-from collections import Counter
 from itertools import chain
 from pathlib import Path
 from statistics import median
@@ -23,7 +22,7 @@ from rank_jobs import (
 )
 from torch.nn.functional import cross_entropy, pad
 from torchdata.nodes import Mapper
-from worker_functions import Program, SkipSome, Texts
+from worker_functions import Program, Texts
 
 from odb_nodes import (
     LengthObserver,
@@ -63,32 +62,6 @@ def test_no_hang_whatever_the_seed(tmp_path, sampled):
     r.finish()
     """
     run_ranks(tmp_path, body, 4, sampled(every=5).get("every", 1), timeout_s=200)
-
-
-def test_samples_of_mixed_sources_come_once_or_are_counted_as_skipped(tmp_path):
-    body = """
-    import worker_functions as w
-    from odb_nodes.tools.source_report import SourceReport
-    sources = {"many": range(90), "one": [91]}  # one rank has nothing of the second
-    options = {"token_budget": 96, "window": 8, "round_size": 4, "num_workers": 1}
-    with ODBDataLoader(sources, process_fn=w.SkipSome(), **options) as loader:
-        for epoch in range(2):
-            report, ids = SourceReport(), []
-            for batch in loader:
-                info = pop_step_info(batch)
-                report.add(info)
-                assert sum(r.gathered(info.local_samples)) == info.all_samples_this_step
-                ids += [] if info.is_filler else batch["id"].tolist()
-            counts = {name: one.samples for name, one in report.over_ranks().counts.items()}
-            assert r.gathered(counts) == [counts] * 2
-    r.finish([sorted(sum(r.gathered(ids), [])), loader.skipped_samples, counts])
-    """
-    kept = [index for index in [*range(90), 91] if SkipSome().reason(index) is None]
-    reasons = Counter(filter(None, map(SkipSome().reason, range(90))))
-    first, second = run_ranks(tmp_path, body, 2)
-    assert first[0] == second[0] == kept
-    assert Counter(first[1]) + Counter(second[1]) == reasons
-    assert first[2] == {"many": len(kept) - 1, "one": 1}
 
 
 # --- real ranks resumed from a distributed checkpoint, also by another number of ranks ------------

@@ -61,6 +61,8 @@ Run = Callable[[Part, Any], torch.Tensor]
 """(part, its batch as it was yielded, or `None` where it is to be collated) -> its share of the
 loss; adds its gradients."""
 
+MILLIONTHS = 1e6  # in which shares are gathered
+
 _LEAST = 4  # of the limit at least one part in so many is asked for
 _SHOWN = 8  # keys in an error
 _SHRINK = 0.9  # of the cost that did not fit, in an error
@@ -162,7 +164,8 @@ class OomGuard:
         self._begun: list[StepBatch] = []  # of an optimizer step in which the loader has raised
         self.left_out = 0  # samples, of all ranks, of the last steps in a row left out whole
         self.ooms = self.split_steps = self.skipped_samples = 0
-        self.peak_share = self.recent_share = 0.0
+        self.peak_share = 0.0
+        self._begin_metrics()
 
     def __iter__(self) -> Iterator[GuardedStep]:
         """Begin an epoch, or continue from a loaded state, as `iter(loader)` does.
@@ -217,6 +220,30 @@ class OomGuard:
             raise
         self._begun = []
         return begun
+
+    def take_metrics(
+        self, gather: Callable[[torch.Tensor], torch.Tensor], device: Any
+    ) -> dict[str, float]:
+        """Return `odb/ooms`, `odb/parts` and `odb/peak_memory_share` since the last call.
+
+        All ranks call it together.
+
+        Args:
+            gather: returns the tensors of all ranks, stacked or concatenated.
+            device: the device that `gather` needs.
+        """
+        own = [self.ooms - self._ooms_taken, *self.computed, round(self._share * MILLIONTHS)]
+        rows = gather(torch.tensor([own], device=device)).reshape(-1, len(own))
+        self._begin_metrics()
+        ooms, parts, batches, _ = rows.sum(0).tolist()
+        metrics = {"odb/ooms": float(ooms), "odb/parts": parts / max(1, batches)}
+        if self.meter is not None:
+            metrics["odb/peak_memory_share"] = int(rows[:, 3].max()) / MILLIONTHS
+        return metrics
+
+    def _begin_metrics(self) -> None:
+        self._ooms_taken, self._share = self.ooms, 0.0
+        self.computed = [0, 0]  # parts and batches since the metrics were taken
 
     # --- the other ranks --------------------------------------------------------------------------
 
@@ -284,7 +311,7 @@ class OomGuard:
                 yield
                 if meter is not None:
                     share = meter.peak_bytes() / meter.limit_bytes
-                    self.recent_share = max(self.recent_share, share)
+                    self._share = max(self._share, share)
                     self.peak_share = max(self.peak_share, share)
         except Exception as error:
             if self.on_oom == "raise" and is_out_of_memory(error):
@@ -452,8 +479,8 @@ class GuardedStep:
 
         Where whole steps are left out, one after the other, it is a `StepMemoryError`.
         """
-        self._guard.split_steps += len(self.parts) > len(self.batches)
         guard, info = self._guard, self.infos[0]
+        self.count()
         samples, targets = map(sum, zip(*left_out, strict=True))
         if info.optimizer_targets:  # Samples without targets train nothing, and are not computed.
             is_whole = targets == info.optimizer_targets
@@ -470,6 +497,14 @@ class GuardedStep:
         if samples:
             self.infos = self.parts.infos(left_out)
         return bool(samples)
+
+    def count(self) -> None:
+        """Count the step, once it is computed."""
+        parts, batches = len(self.parts), len(self.batches)
+        self._guard.split_steps += parts > batches
+        self._guard.computed = [
+            before + one for before, one in zip(self._guard.computed, (parts, batches), strict=True)
+        ]
 
     def take(self, part: Part) -> Any:
         """Return the batch of a part as it was yielded, once; `None` where there is none."""
@@ -524,7 +559,7 @@ class GuardedStep:
                 model.no_sync() if waits else nullcontext(),  # type: ignore[operator]
             ):
                 losses.append(run(part, self.take(part)))
-        self._guard.split_steps += len(self.parts) > len(self.batches)
+        self.count()
         return torch.stack(losses).sum()
 
     def _failing(self, numbers: range, model: nn.Module, run: Run) -> Part | None:

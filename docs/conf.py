@@ -39,7 +39,7 @@ PUBLIC = {
     "odb_nodes.tasks": "See [Several tasks](tasks.md).",
     "odb_nodes.vision": "See [Images and text](vision.md). Extra: `vision`.",
     "odb_nodes.testing": "",
-    "odb_nodes.tools.lengths": "See [Before training](before-training.md), also for these tools.",
+    "odb_nodes.tools.lengths": "",
     "odb_nodes.tools.simulate": "",
     "odb_nodes.tools.profile": "",
     "odb_nodes.tools.baselines": "",
@@ -47,7 +47,7 @@ PUBLIC = {
     "odb_nodes.tools.estimate": "",
     "odb_nodes.tools.inspection": "",
     "odb_nodes.tools.reshard": "",
-    "odb_nodes.tools.steps": "See [Make the step again](provenance.md#make-the-step-again).",
+    "odb_nodes.tools.steps": "",
     "odb_nodes.tools.source_report": "",
     "odb_nodes.integrations.huggingface": "See [the Trainer](huggingface.md). Extra: `hf`.",
     "odb_nodes.integrations.accelerate": "See [Accelerate](accelerate.md).",
@@ -101,24 +101,31 @@ def api_page() -> str:
         "The public names; others may change without notice. Their docstrings, with signatures,",
         "units, shapes and errors, are also in the [reference](reference.md) of the site, which",
         "`sphinx-build -W docs docs/_build/site` makes. `python docs/conf.py` writes this page.",
-        "",
     ]
     known: set[str] = set()
     for module, text in PUBLIC.items():
-        lines += [f"## `{module}`", "", *([text, ""] if text else [])]
+        if ".tools." in module and not any(".tools." in line for line in lines):
+            lines += [
+                "",
+                "## `odb_nodes.tools`",
+                "",
+                "See [Before training](before-training.md).",
+                "",
+            ]
         names = public_names(module)
         new_names = [name for name in names if name not in known]
-        if ".tools." in module:
-            lines.append(f"- {', '.join(f'`{name}`' for name in new_names)}")
-            new_names = []
+        known.update(names)
+        if ".tools." in module:  # the guide says what they do
+            lines.append(f"- `{module}`: {', '.join(f'`{name}`' for name in new_names)}")
+            continue
+        lines += ["", f"## `{module}`", "", *([text, ""] if text else [])]
         for name in new_names:
             value = getattr(importlib.import_module(module), name)
             first = ALIASES.get(name) or (value.__doc__ or "").strip().split("\n\n")[0]
             lines.append(f"- `{name}`: {' '.join(first.split())}")
-        if again := [f"`{name}`" for name in names if name in known]:
+        if again := [f"`{name}`" for name in names if name not in new_names]:
             lines.append(f"- from above: {', '.join(again)}")
-        known.update(names)
-        lines.append("")
+    lines.append("")
     return "\n".join(lines)
 
 

@@ -91,28 +91,27 @@ class OomGuard:
             optimizer.step()
             optimizer.zero_grad()
 
-    Where forward or backward runs out of memory, the gradients of the step are cleared, each batch
+    If forward or backward runs out of memory, the gradients of the step are cleared, each batch
     that costs as much as the one that failed is halved, and the step is computed again from its
-    first batch; so until it fits. The parts are collated anew from their samples, and weighted so
-    that the gradients are those of the whole. Neither the plan of the ranks nor the state of the
-    loader changes.
+    first batch, until it fits. The parts are collated anew from their samples, and weighted so that
+    the gradients equal the gradients of the whole. Neither the plan of the ranks nor the state of
+    the loader changes.
 
-    Under DDP, a step whose most expensive batch, of whichever rank, costs more than `guard_above`
-    of the limit is computed without messages, then all ranks agree, and average their gradients
-    once. In any other step, and with models whose ranks compute together (FSDP, tensor
-    parallelism), nothing that one rank has failed in can be taken back: there the step is an error
-    on all ranks.
+    Under DDP, a step whose most expensive batch on any rank costs more than `guard_above` of the
+    limit is computed without messages; then all ranks agree, and average their gradients once. In
+    any other step, and with models whose ranks compute together (FSDP, tensor parallelism), a
+    failure cannot be taken back: the step is an error on all ranks.
 
     Args:
         loader: an `ODBDataLoader`, or a `Loader` whose graph ends with a `GroupCollator`. Nobody
             else may take batches from it meanwhile.
-        on_oom: what happens where memory runs out. `"split"`: as above; a sample that does not fit
+        on_oom: what happens if memory runs out. `"split"`: as above; a sample that does not fit
             alone is an error. `"skip"`: such a sample is left out, the mean is over the others, on
-            all ranks; where 32 samples or more in a row are whole steps that are left out, it is an
-            error. `"raise"`: the error of the model is raised.
+            all ranks; if whole steps of 32 samples or more in a row are left out, it is an error.
+            `"raise"`: the error of the model is raised.
         guard_above: share of `limit`, see above.
         limit: cost of a batch that is known to fit, in the unit of `TokenBudget.tokens`; one above
-            it is computed in parts from the beginning. Default: that of the loader's budget.
+            it is computed in parts from the beginning. Default: the loader's budget.
         shrink: share of the cost that ran out of memory, above 0 and below 1, that all ranks form
             their groups under from the next round on; the smallest wins, and states keep it. Not
             for a budget with `shapes`. `None`: the budget stays.
@@ -372,7 +371,7 @@ class GuardedStep:
         Args:
             model: the model, a plain module, DDP or FSDP, whose gradients are `None` or 0.
             loss_fn: batch -> mean loss over its supervised tokens, a tensor without dimensions. It
-                is called more than once where memory runs out. It moves the batch to the device.
+                is called more than once if memory runs out. It moves the batch to the device.
             scaler: scales the loss for gradients in half precision.
 
         Returns:
@@ -385,7 +384,7 @@ class GuardedStep:
             RuntimeError: `backward` was called before; or there are gradients already, which a
                 guarded step would lose; or a DDP model has no `RankAligner`.
             TypeError: `loss_fn` returns no loss, or trains parameters that `model` does not have;
-                or `model` is not the whole of what is trained together.
+                or `model` is only a part of what is trained together.
             PeerError: another rank failed, or did not come.
         """
         guard, model = self._guard, uncompiled(model)

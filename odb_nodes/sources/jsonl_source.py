@@ -59,8 +59,8 @@ class JsonlSource(ShardedOrder[Any]):
         paths: a file, a folder, or a pattern such as `"data/*.jsonl"` or `"{00..99}.jsonl"`; or
             several of these, in order. A folder stands for its `.jsonl` and `.jsonl.gz` files.
             Files of a folder or of a pattern with `*` are sorted by name. UTF-8.
-        rank: this rank; by default that of torch.distributed, or of `RANK`.
-        world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
+        rank: this rank. Default: from torch.distributed, or `RANK`.
+        world_size: number of ranks. Default: from torch.distributed, or `WORLD_SIZE`.
         shuffle: whether to permute the records, differently in every epoch; otherwise they come
             file after file. `ODBDataLoader(shuffle=False)` overrides it.
         seed: seed of the order; the same on all ranks. An `ODBDataLoader` adds its own seed.
@@ -186,7 +186,7 @@ class JsonlSource(ShardedOrder[Any]):
         _close_all(self._open)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only where it is equal."""
+        """Return what decides the output: a state fits only if it is equal."""
         files = [path.name for path in self._paths]
         return {"files": files, "sizes_bytes": list(self._sizes), **super().fingerprint()}
 

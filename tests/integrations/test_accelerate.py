@@ -11,10 +11,9 @@ import trainers as t
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from ledgers import check_ledger, rows_of
-from memory_faults import above, fail
 from refusals import refuses
 
-from odb_nodes import Ledger, ODBDataLoader, StateError, load_rank_state, pop_step_info
+from odb_nodes import ODBDataLoader, StateError, load_rank_state, pop_step_info
 from odb_nodes.integrations.accelerate import configure_accelerator
 from odb_nodes.memory import OomGuard
 from odb_nodes.monitor import Monitor
@@ -31,48 +30,6 @@ def configured(accumulate=1, window=12, **options):
 
 
 # --- memory ---------------------------------------------------------------------------------------
-
-
-def train_guarded(folder, fails, *, save_at=None, resume=None):
-    """Train by an `OomGuard`, with a model of the accelerator. Returns weights, and its failures.
-
-    Args:
-        fails: which batches run out of memory, see `memory_faults.fail`.
-        save_at: after which step a checkpoint is saved.
-    """
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    raw = fail(lm.Mean(), "features", fails, "backward")
-    optimizer = torch.optim.SGD(raw.parameters(), lr=lm.LR, momentum=0.9)
-    job = t.Job(folder=folder, accumulate=3)
-    loader = configure_accelerator(accelerator, job.loader())
-    model, optimizer = accelerator.prepare(raw, optimizer)
-    if resume is not None:
-        accelerator.load_state(resume)
-    guard, step = OomGuard(loader.loader, guard_above=0.0), 0
-    with loader, Ledger(folder / "ledger") as ledger:
-        for _ in range(job.epochs):
-            for guarded in guard:
-                guarded.backward(model, lambda batch: model(**batch)["loss"])
-                optimizer.step()
-                optimizer.zero_grad()
-                for info in guarded.infos:
-                    ledger.record(info)
-                step += 1
-                if step == save_at:
-                    ledger.sync()
-                    accelerator.save_state(folder / "saved", safe_serialization=False)
-    accelerator.free_memory()
-    return lm.weights_of(raw), guard.ooms
-
-
-def test_a_guarded_loop_trains_as_one_whose_memory_suffices(tmp_path):
-    expected, _ = t.train("Accelerate", folder=tmp_path / "whole", accumulate=3)[:2]
-    found, ooms = train_guarded(tmp_path, above(40), save_at=2)
-    assert ooms > 0
-    assert found == pytest.approx(expected, abs=1e-10)
-    resumed, _ = train_guarded(tmp_path, above(40), resume=tmp_path / "saved")
-    assert resumed == pytest.approx(expected, abs=1e-10)
-    check_ledger(tmp_path / "ledger", SIZE, attempts=2)
 
 
 def test_metrics_of_steps_that_a_guard_takes_are_no_figures():

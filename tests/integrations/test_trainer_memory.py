@@ -176,20 +176,6 @@ def test_means_of_each_kind_are_weighed_in_parts(tmp_path, loss_is):
     )
 
 
-def test_a_run_that_resumes_after_a_failure_goes_on_alike(tmp_path):
-    options = {"save_steps": 1, "gradient_accumulation_steps": 2}
-    options |= {"odb": {"ledger": tmp_path / "ledger"}}
-    whole, events = run(tmp_path / "run", above(40), **options)
-    for place in (1, len(events.states) - 1):
-        resume = str(tmp_path / "run" / f"checkpoint-{place}")
-        folder = tmp_path / f"from-{place}"
-        found, after = run(folder, above(40), "backward", resume=resume, **options)
-        assert lm.weights_of(found.model) == pytest.approx(lm.weights_of(whole.model), abs=CLOSE)
-        assert after.events[-1] == events.events[-1]
-        assert sum(t.logs_of(found, "odb/ooms")) > 0
-    check_ledger(tmp_path / "ledger", SIZE, attempts=3, epochs=1)
-
-
 @pytest.mark.parametrize("model", ["Normalizing", "Averaging"])
 def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(tmp_path, model):
     odb = {"on_oom": "skip", "ledger": tmp_path / "ledger"}

@@ -75,24 +75,6 @@ def in_the_middle_of_a_run(**options):
 # --- how near it comes ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("limit_mib", "widths"), [(2, [20]), (7, WIDTHS), (30, [8, 24, 48, 72, 96])]
-)
-def test_it_comes_within_5_percent_of_the_true_largest_budget(limit_mib, widths):
-    training, limit_bytes = make_training(), limit_mib * MIB
-    found = find(training, limit_bytes, widths=widths)
-    assert len(found.points) <= 24
-    budget = found.budget
-    costs = {width: budget.row_cost(width) for width in widths}
-    rows = [most_rows(partial(peak_of, training), limit_bytes, width) for width in widths]
-    true = min((n + 1) * costs[width] - 1 for n, width in zip(rows, widths, strict=True))
-    assert 0.95 * true - min(costs.values()) <= budget.tokens <= true
-    for width in (*widths, (widths[0] + widths[-1]) // 2):
-        rows = budget.tokens // budget.row_cost(width)
-        assert peak_of(training, rows, width) <= limit_bytes
-
-
 @dataclass
 class Device:
     """The meter of a made-up device, whose steps take what a formula says."""

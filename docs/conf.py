@@ -39,7 +39,7 @@ PUBLIC = {
     "odb_nodes.tasks": "See [Several tasks](tasks.md).",
     "odb_nodes.vision": "See [Images and text](vision.md). Extra: `vision`.",
     "odb_nodes.testing": "",
-    "odb_nodes.tools.lengths": "See [Before training](before-training.md), also for what follows.",
+    "odb_nodes.tools.lengths": "See [Before training](before-training.md), also for these tools.",
     "odb_nodes.tools.simulate": "",
     "odb_nodes.tools.profile": "",
     "odb_nodes.tools.baselines": "",
@@ -62,6 +62,7 @@ ONLY = {"odb_nodes.planning": ["plan_epoch"]}
 """Of a module that also serves the package, the names that are public."""
 
 ALIASES = {
+    "LOOKED_AT": "How many samples `estimate_steps` looks at.",
     "Strategy": "The type of a name in `STRATEGIES`.",
     "Record": "One record of a run: a dict of plain values.",
     "SourceState": "The type of a state's field that holds the state of a source.",
@@ -102,18 +103,21 @@ def api_page() -> str:
         "`sphinx-build -W docs docs/_build/site` makes. `python docs/conf.py` writes this page.",
         "",
     ]
+    known: set[str] = set()
     for module, text in PUBLIC.items():
-        lines += [
-            f"## `{module}`",
-            "",
-            *([text, ""] if text else []),
-            "| name | |",
-            "| --- | --- |",
-        ]
-        for name in public_names(module):
+        lines += [f"## `{module}`", "", *([text, ""] if text else [])]
+        names = public_names(module)
+        new_names = [name for name in names if name not in known]
+        if ".tools." in module:
+            lines.append(f"- {', '.join(f'`{name}`' for name in new_names)}")
+            new_names = []
+        for name in new_names:
             value = getattr(importlib.import_module(module), name)
             first = ALIASES.get(name) or (value.__doc__ or "").strip().split("\n\n")[0]
-            lines.append(f"| `{name}` | {' '.join(first.split())} |")
+            lines.append(f"- `{name}`: {' '.join(first.split())}")
+        if again := [f"`{name}`" for name in names if name in known]:
+            lines.append(f"- from above: {', '.join(again)}")
+        known.update(names)
         lines.append("")
     return "\n".join(lines)
 

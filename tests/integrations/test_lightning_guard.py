@@ -1,6 +1,5 @@
 """A module of Lightning whose steps run out of memory trains as one whose steps do not."""
 
-import json
 from types import SimpleNamespace
 
 import language_models as lm
@@ -167,8 +166,7 @@ def test_two_ranks_train_as_without_failures(tmp_path):
         del runs
         r.finish(found)
     """
-    with t.on_ranks(tmp_path, 2, body, init=False) as job:
-        (whole, failing), (other, _) = (json.loads(out.splitlines()[-1]) for out in job.finish(200))
+    (whole, failing), (other, _) = t.results_of(tmp_path, body, init=False)
     assert whole[0] == other[0] and whole[1] == 0 < failing[1]
     assert failing[0] == pytest.approx(whole[0], abs=1e-10)
 

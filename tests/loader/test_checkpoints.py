@@ -9,8 +9,6 @@ import pytest
 import torch
 from elastic import EXCLUDED, SAMPLES, job, sample, states_at
 from elastic import job as job_of
-from hypothesis import given
-from hypothesis import strategies as st
 
 from odb_nodes import (
     Checkpoints,
@@ -351,17 +349,6 @@ def test_all_ranks_load_the_newest_that_each_of_them_sees():
     assert choose([{}, {}]) == choose([{NAMES[0]: ONE_LACKS}] * 2) == (None, None)
     # Disks that are not shared are noticed.
     assert choose([{NAMES[0]: ONE_LACKS}, {NAMES[0]: OTHER_LACKS}]) == (None, NAMES[0])
-
-
-CONTENTS = st.sets(st.integers(0, 2)).map(lambda missing: Contents(3, tuple(sorted(missing))))
-
-
-@given(st.lists(st.dictionaries(st.sampled_from(NAMES), CONTENTS), min_size=1, max_size=3))
-def test_a_choice_is_complete_for_every_rank(views):
-    name, newest = choose(views)
-    assert name is None or all(view[name].missing == () for view in views)
-    assert name is None or (newest is not None and newest >= name)
-    assert choose(views[::-1]) == (name, newest)
 
 
 # --- checkpoint -----------------------------------------------------------------------------------

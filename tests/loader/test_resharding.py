@@ -184,15 +184,6 @@ def test_an_empty_list_of_states_is_refused():
         reshard([], 2)
 
 
-def test_what_only_its_rank_can_read_goes_on_with_others_between_epochs():
-    begun = job(2, state="payload")
-    for step, epoch in ((0, 0), (-1, 1)):
-        rest = job(3, resharded(begun, step, 3), epochs=1 + epoch, state="payload")
-        expected = job(3, epochs=1 + epoch, state="payload")
-        for (found, _), (of_run, _) in zip(rest, expected, strict=True):
-            assert found == [one for one in of_run if one[0].epoch == epoch]
-
-
 def ranks_in(state):
     """The configurations in a state that say which rank it is of."""
     for key, one in state.items():

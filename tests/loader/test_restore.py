@@ -3,13 +3,16 @@
 import json
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 from aligned_ranks import on_ranks
+from torchdata.nodes import Batcher, Prefetcher
 
 from odb_nodes import (
+    GroupCollator,
     ItemKey,
     IterableSource,
     JsonlSource,
@@ -29,7 +32,7 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
-from odb_nodes.contract import EpochNode, EpochState, can_restore
+from odb_nodes.contract import EpochNode, EpochState, can_restore, snapshot
 from odb_nodes.nodes import pooled_table
 
 ROUND = 8
@@ -443,3 +446,79 @@ def test_a_state_has_at_most_20_bytes_a_pooled_sample(kind):
     parts = [part for part in (*records, waiting) if isinstance(part, bytes)]
     assert sum(map(len, parts)) <= 20 * len(loader._graphs[0].bucketer._pool)
     assert (records[4] is not None) == (kind == "cycle")
+
+
+# --- states that are kept: whenever they are made, they are what they would have been at once ----
+
+
+SIZE = 150
+LENGTHS = np.random.default_rng(3).integers(3, 90, SIZE).tolist()
+
+
+def text(index):
+    if index % 37 == 5:
+        return Skipped("bad", "on purpose")
+    return {"input_ids": torch.arange(LENGTHS[index]) + index}
+
+
+def observed(process=text):
+    sampler = ShardedSampler(SIZE, rank=0, world_size=1)
+    return LengthObserver(ParallelProcessor(sampler, process))
+
+
+def unmade_in(state):
+    """How many values of a state are not made yet."""
+    parts = state.values() if isinstance(state, dict) else state
+    if hasattr(state, "to_state"):
+        return 1
+    return sum(map(unmade_in, parts)) if isinstance(state, (dict, list, tuple)) else 0
+
+
+def test_samples_do_not_stay_for_the_sake_of_a_state():
+    class Data(dict):
+        alive = 0
+
+        def __init__(self, index):
+            super().__init__(input_ids=list(range(LENGTHS[index])))
+            Data.alive += 1
+
+        def __del__(self):
+            Data.alive -= 1
+
+    aligner = RankAligner(WindowBucketer(observed(Data), 400, 16))
+    aligner.reset(None)
+    kept = []
+    for group, _ in aligner:
+        kept.append(snapshot(aligner))
+        del group
+    assert unmade_in(kept) > 20
+    assert Data.alive <= 2  # the sample to fill with, and the last one of the processor
+
+
+class SavesOtherwise(WindowBucketer):
+    def save(self):
+        return replace(super().save(), dropped_samples=99)
+
+
+class SaysOtherwise(WindowBucketer):
+    def get_state(self):
+        return {**super().get_state(), "dropped_samples": 99}
+
+
+@pytest.mark.parametrize("kind", [SavesOtherwise, SaysOtherwise])
+def test_a_derived_node_is_asked_for_its_own_state(kind):
+    next(node := kind(observed(), 400, 30))
+    assert snapshot(node)["dropped_samples"] == 99
+    assert bool(unmade_in(snapshot(node))) is (kind is SavesOtherwise)
+
+
+@pytest.mark.parametrize("between", ["Prefetcher", "Batcher"])
+def test_nodes_of_torchdata_between_are_handed_plain_data(between):
+    collated = GroupCollator(RankAligner(WindowBucketer(observed(), 400, 30)), rank=0)
+    wrap = {"Prefetcher": lambda one: Prefetcher(one, 2), "Batcher": lambda one: Batcher(one, 2)}
+    loader = Loader(wrap[between](collated))
+    with pytest.warns(UserWarning, match="skipped"):
+        for _ in loader:
+            assert not unmade_in(loader.position.root)
+            assert not unmade_in(loader.root.state_dict())
+    loader.close()

@@ -277,24 +277,6 @@ def take(lengths, budget, patches=None):
     return [lengths[index] for index in pool_of(lengths, budget, patches).take()]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "expected"),
-    [
-        ([40, 30, 20, 10, 60], [40, 30, 20, 10]),  # the oldest fill the row
-        ([40, 30, 50, 29, 7], [40, 30, 29]),  # one that fills the rest best
-        ([40, 30, 50, 11, 18, 7], [40, 30, 11, 18]),  # or two
-        ([40, 45, 50, 60], [40, 60]),  # in place of the last, where that fills better
-        ([40, 55, 30, 31], [40, 30, 31]),  # or two of them
-        ([40, 45, 20, 41], [40, 20, 41]),  # the oldest always stays
-        ([200, 50, 50], [200]),  # an oversize sample has a row of its own
-        ([50, 200, 49], [50, 49]),
-        ([100, 1], [100]),
-    ],
-)
-def test_the_rest_is_filled_as_well_as_it_can_be(lengths, expected):
-    assert take(lengths, packed(101 if sum(expected) == 101 else 100)) == expected
-
-
 def test_the_limits_hold_beside_the_tokens():
     assert take([10, 10, 10, 80], packed(100, max_samples=2)) == [10, 80]
     assert take([10, 10, 10, 10], packed(100, max_samples=1)) == [10]

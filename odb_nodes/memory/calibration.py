@@ -492,17 +492,14 @@ class BudgetSearch:
         if fails is None:
             return most if expected is None else min(max(expected, fits + bracket.step), most)
         first, last = fits + bracket.step, fails - bracket.step
-        if expected is None or expected < fits or self._is_misled(bracket, expected):
+        done = self._trials.done
+        failed = [one for one in done if one.width == bracket.width and not one.fits]
+        is_misled = expected is not None and expected >= fails and len(failed) > 1
+        if expected is None or expected < fits or is_misled:
             rows = isqrt(fits * fails)
         else:
             rows = min(max(expected, first), last) if first < last else (first + last) // 2
         return min(max(rows, fits + 1), fails - 1)
-
-    def _is_misled(self, bracket: Bracket, expected: int) -> bool:
-        """Tell whether rows were expected to fit again and again, and have not."""
-        done = self._trials.done
-        failed = [one for one in done if one.width == bracket.width and not one.fits]
-        return bracket.fails is not None and expected >= bracket.fails and len(failed) > 1
 
     def _expected_rows(self, width: int) -> int | None:
         """Return how many rows of a width should fit, if anything tells."""

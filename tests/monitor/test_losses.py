@@ -22,6 +22,7 @@ from odb_nodes.monitor import (
     worst_samples,
 )
 from odb_nodes.monitor.losses import SampleLossWriter
+from odb_nodes.monitor.records import line_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")
 SAMPLES = [
@@ -233,5 +234,5 @@ def test_files_of_ranks_that_the_run_has_no_more_do_not_count(tmp_path):
             {"kind": "attempt", "version": 1, "step": step, "resumed_at": step, "world_size": size}
             for step, size in ((0, 2), (begins_at, 1))
         ]
-        (folder / "monitor.jsonl").write_text("".join(json.dumps(one) + "\n" for one in attempts))
+        (folder / "monitor.jsonl").write_text("".join(map(line_of, attempts)))
         assert {(one.key, one.loss) for one in read_losses(folder)} == expected

@@ -115,6 +115,7 @@ DAMAGED = [
     lambda one: one | {"sum": one["sum"] | {"tokens": None}},
     lambda one: one | {"shapes": {"wide": 1}},
     lambda one: one | {"shapes": {"8x16": "1"}},
+    lambda one: one | {"step": one["step"] + 1},  # one digit
 ]
 
 

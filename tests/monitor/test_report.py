@@ -17,6 +17,7 @@ from odb_nodes import Ledger, Observation, ODBDataLoader, pop_step_info
 from odb_nodes.cli import main
 from odb_nodes.monitor import Monitor, RowLosses, read_run, report
 from odb_nodes.monitor.figures import Curve, curves
+from odb_nodes.monitor.records import line_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")
 
@@ -136,10 +137,11 @@ def test_a_run_that_went_on_otherwise_says_so_by_stretch(tmp_path, runs):
     """A run of 4 ranks goes on with 2 after step 3, in the third attempt."""
     first, *records = (runs[1] / "monitor.jsonl").read_text().splitlines()
     attempt = json.loads(first) | {"world_size": 4, "config": {"lr": 0.1}}
+    del attempt["crc"]
     other = attempt | {"world_size": 9, "step": 5, "resumed_at": 5}
     last = attempt | {"world_size": 2, "step": 3, "resumed_at": 3, "config": {"lr": 0.2}}
-    lines = [json.dumps(attempt), *records[:5], json.dumps(other), records[5]]
-    lines += [json.dumps(last), *records[3:]]
+    own = [line_of(one).rstrip() for one in (attempt, other, last)]
+    lines = [own[0], *records[:5], own[1], records[5], own[2], *records[3:]]
     (tmp_path / "monitor.jsonl").write_text("\n".join(lines) + "\n")
     found = report(tmp_path)
     (summary,) = found.runs

@@ -21,7 +21,7 @@ from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.reshard_nodes import Ranks
 from odb_nodes.loader.resharding import batches_per_step
 from odb_nodes.memory.guard import GuardedStep, OomGuard
-from odb_nodes.monitor.metrics import timed
+from odb_nodes.monitor.window import timed
 from odb_nodes.step_info import StepInfo, pop_step_info
 from odb_nodes.tasks.task_gradients import AnyWeights
 
@@ -207,10 +207,13 @@ class Run:
             return self._settled
         if not self.has_stepped:
             return self._settled
-        gpu_rng = _bytes_of(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None
-        tasks = None if self._tasks is None else self._tasks.state_dict()
-        cpu_rng = _bytes_of(torch.get_rng_state())
-        return replace(self.after, cpu_rng=cpu_rng, gpu_rng=gpu_rng, tasks=tasks)
+        is_on_gpu = torch.cuda.is_initialized()
+        return replace(
+            self.after,
+            cpu_rng=torch.get_rng_state().numpy().tobytes(),
+            gpu_rng=torch.cuda.get_rng_state().numpy().tobytes() if is_on_gpu else None,
+            tasks=None if self._tasks is None else self._tasks.state_dict(),
+        )
 
     def state_after(self, batches: TrainBatches) -> dict[str, Any] | None:
         """Return the loader's state after the epoch, if the current batch was its last."""
@@ -222,10 +225,6 @@ class Run:
             torch.set_rng_state(_tensor_of(start.cpu_rng))
         if start.gpu_rng is not None and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(_tensor_of(start.gpu_rng))
-
-
-def _bytes_of(rng: torch.Tensor) -> bytes:
-    return rng.numpy().tobytes()
 
 
 def _tensor_of(rng: bytes) -> torch.Tensor:

@@ -197,6 +197,9 @@ def test_a_run_that_runs_out_of_memory_is_that_without_and_resumes_exactly(
         assert sum(one["sum"]["samples"] for one in steps) == EPOCHS * SIZE
         assert len(steps) == len(entries)
         assert max(one["mean"].get("loss", 0.0) for one in steps) > 0
+        assert sum(one["sum"].get("ooms", 0) for one in steps) == found.ooms
+        assert sum(one.get("odb/ooms", 0.0) for one in found.logs) == found.ooms
+        assert max(one.get("odb/parts", 0.0) for one in found.logs) > 1
     resumed = t.train(trainer, name="on", resume=4, records=True, **given)
     assert torch.equal(resumed.weights, found.weights)
     assert t.Job(name="on", **given).entries() == entries[4:]

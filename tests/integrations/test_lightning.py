@@ -1,6 +1,5 @@
 """What only Lightning has: hooks that save, counters of its loops, and modules of many kinds."""
 
-import json
 from pathlib import Path
 
 import language_models as lm
@@ -430,8 +429,7 @@ def test_runs_of_virtual_ranks_move_between_one_rank_and_two(tmp_path):
     assert {epoch for epoch, _, _, step in whole.seen if step in STEPS} == {0, 1}
 
     body = "import test_lightning as l\nr.finish(l.on_two_ranks(sys.argv[1]))"
-    with t.on_ranks(tmp_path, 2, body, str(tmp_path), init=False) as job:
-        ranks = [json.loads(out.splitlines()[-1]) for out in job.finish()]
+    ranks = t.results_of(tmp_path, body, str(tmp_path), init=False)
     for (first, found), (second, _), start in zip(*ranks, (*STEPS, 0), strict=True):
         steps = ids_of_steps([*first, *second])
         assert steps == {step: expected[step] for step in range(start, len(expected))}

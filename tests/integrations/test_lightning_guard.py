@@ -1,6 +1,5 @@
 """A module of Lightning whose steps run out of memory trains as one whose steps do not."""
 
-import json
 from types import SimpleNamespace
 
 import language_models as lm
@@ -8,7 +7,7 @@ import pytest
 import torch
 import trainers as t
 from ledgers import check_ledger
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from memory_faults import above, fail, never
 from torch.distributed.fsdp import fully_shard
@@ -68,13 +67,27 @@ def fit(*callbacks, kind=Guarded, resume=None, trainer=(), recorded=(), **option
     return module
 
 
+class Logged(Callback):
+    """Keeps what is logged after each batch."""
+
+    def __init__(self):
+        self.metrics = []
+
+    def on_train_batch_end(self, trainer, *_):
+        self.metrics.append({name: float(x) for name, x in trainer.callback_metrics.items()})
+
+
 @pytest.mark.parametrize(("accumulate", "place"), [(1, "forward"), (3, "backward")])
 def test_a_run_is_that_without_failures_and_resumes_exactly(tmp_path, accumulate, place):
     options = {"accumulate": accumulate, "place": place}
     folder = {"ledger": tmp_path / "ledger", "monitor": Monitor(tmp_path / "monitor", every=1)}
     whole = fit(**options)
-    found = fit(save := t.SaveEach(tmp_path), fails=above(30), recorded=folder, **options)
+    callbacks = (save := t.SaveEach(tmp_path)), (logged := Logged())
+    every = {"log_every_n_steps": 1}
+    found = fit(*callbacks, fails=above(30), recorded=folder, trainer=every, **options)
     assert whole.guard.ooms == 0 < found.guard.ooms
+    assert sum(one["odb/ooms"] for one in logged.metrics) == found.guard.ooms
+    assert max(one["odb/parts"] for one in logged.metrics) > 1
     assert found.guard.split_steps > 2
     weights = lm.weights_of(found.model)
     assert weights == pytest.approx(lm.weights_of(whole.model), abs=1e-10)
@@ -83,6 +96,7 @@ def test_a_run_is_that_without_failures_and_resumes_exactly(tmp_path, accumulate
     assert len(steps) == len(found.gradients) == save.number
     assert sum(one["sum"]["samples"] for one in steps) == 2 * SIZE
     assert all(one["mean"]["loss"] > 0 for one in steps)
+    assert sum(one["sum"].get("ooms", 0) for one in steps) == found.guard.ooms
     for number in (1, save.number - 2):
         resumed = fit(resume=f"{tmp_path}/{number}.ckpt", fails=above(30), **options)
         assert len(resumed.gradients) == save.number - number
@@ -152,8 +166,7 @@ def test_two_ranks_train_as_without_failures(tmp_path):
         del runs
         r.finish(found)
     """
-    with t.on_ranks(tmp_path, 2, body, init=False) as job:
-        (whole, failing), (other, _) = (json.loads(out.splitlines()[-1]) for out in job.finish(200))
+    (whole, failing), (other, _) = t.results_of(tmp_path, body, init=False)
     assert whole[0] == other[0] and whole[1] == 0 < failing[1]
     assert failing[0] == pytest.approx(whole[0], abs=1e-10)
 

@@ -54,11 +54,6 @@ def test_every_sample_comes_once_and_the_gradient_is_that_of_the_mean_over_all_t
     assert {entry["epoch"] for entry in whole.entries} == {*range(EPOCHS)}
 
 
-def test_the_check_sees_a_gradient_of_another_scale(whole):
-    wrong = [{**one, "gradient": [1.5 * x for x in one["gradient"]]} for one in whole.entries]
-    assert lm.check_steps([wrong], SIZE) == pytest.approx(0.5)
-
-
 def test_the_optimizer_steps_where_the_step_info_says_also_after_the_shorter_last_step(whole):
     real = [
         [end for end, fills in zip(entry["ends"], entry["fillers"], strict=True) if not fills]
@@ -166,6 +161,15 @@ def test_a_step_that_failed_is_recorded_nowhere(trainer, tmp_path, new_threads):
     assert audit(tmp_path / "ledger", SIZE).state == "open"
     assert [one["step"] for one in read_run(tmp_path / "monitor").steps] == [1, 2, 3, 4]
     assert not new_threads()
+
+
+@pytest.mark.parametrize("trainer", [*t.TRAINERS][1:], indirect=True)  # not of a loop's own parts
+def test_a_monitor_goes_on_at_the_step_of_a_checkpoint_without_one(trainer, tmp_path):
+    t.train(trainer, folder=tmp_path, save_every=4, epochs=1)
+    t.train(trainer, folder=tmp_path, resume=4, epochs=1, records=True)
+    run = read_run(tmp_path / "monitor")
+    assert run.attempts[0]["resumed_at"] == 4
+    assert run.steps[0]["first_step"] == 5
 
 
 # --- ranks ----------------------------------------------------------------------------------------

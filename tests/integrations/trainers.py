@@ -4,6 +4,7 @@ A `Job` says what is trained. A function of `TRAINERS` trains it as a user would
 `Run`; a line per optimizer step is in a file of each rank, also where the run is killed.
 """
 
+import copy
 import csv
 import gc
 import json
@@ -264,6 +265,41 @@ class Recorder(TrainerCallback):
         self.record.after_step(self.infos, lr=self.lr, progress=state.epoch)
 
 
+class GradientCheck(TrainerCallback):
+    """Compares the gradient of each step with that of a copy of the model.
+
+    Args:
+        expect: called with the copy and the batches of the step, without fillers; computes it.
+        keys: the arguments of the model that are kept of a batch.
+    """
+
+    def __init__(self, trainer, expect, *keys):
+        self.trainer, self.expect, self.batches = trainer, expect, []
+        self.errors, self.of_parameters = [], []  # of each step: of all, the largest of any
+        self.reference = copy.deepcopy(trainer.model)
+
+        def keep(module, args, given):
+            if module.training:
+                self.batches.append({key: given[key] for key in keys if key in given})
+
+        trainer.model.register_forward_pre_hook(keep, with_kwargs=True)
+        trainer.add_callback(self)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.reference.load_state_dict(self.trainer.model.state_dict())
+        self.fillers = [step.factor == 0 for step in self.trainer.odb_run.losses.waiting if step]
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        steps, self.batches = zip(self.batches, self.fillers, strict=True), []
+        self.reference.zero_grad()
+        self.expect(self.reference, [batch for batch, is_filler in steps if not is_filler])
+        pairs = zip(self.trainer.model.parameters(), self.reference.parameters(), strict=True)
+        off = [((own.grad - one.grad).norm(), one.grad.norm()) for own, one in pairs]
+        self.of_parameters.append(max((error / norm for error, norm in off if error), default=0.0))
+        whole, norm = torch.tensor(off).norm(dim=0)
+        self.errors.append(float(whole / norm))
+
+
 def arguments(folder, **options):
     given = {
         "output_dir": str(folder),
@@ -469,6 +505,12 @@ def on_ranks(folder, world_size, body, *args, **options):
     here = str(Path(__file__).parent)
     begin = f"import sys; sys.path.insert(0, {here!r})\nimport language_models as lm, trainers as t"
     return RankJob(folder, f"{begin}\n{dedent(body)}", world_size, *args, warm=WARM, **options)
+
+
+def results_of(folder, body, *args, **options):
+    """What each of two ranks has printed last, as JSON."""
+    with on_ranks(folder, 2, body, *args, **options) as job:
+        return [json.loads(out.splitlines()[-1]) for out in job.finish(200)]
 
 
 def jobs_on_ranks(trainer, world_size, *jobs):

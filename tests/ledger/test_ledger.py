@@ -73,17 +73,6 @@ def test_an_attempt_begins_with_the_first_step_that_is_recorded(tmp_path):
     assert audit(tmp_path).attempts == {0: ((3, 0), (3, 2))}
 
 
-def test_a_process_that_goes_back_says_so(tmp_path):
-    with Ledger(tmp_path) as ledger:
-        for step in range(5):
-            ledger.record(info_of(step, [step]))
-            assert len(rows_of(tmp_path)) == step + 1  # in the file at once
-        ledger.begin_attempt()
-        for step in range(2, 6):
-            ledger.record(info_of(step, [step], ends=step == 5))
-    assert audit(tmp_path, 6).ok
-
-
 def test_rank_and_world_size_are_those_of_the_job(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")

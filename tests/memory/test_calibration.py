@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from refusals import refuses
 from sampling import fewer
 from small_lm import assert_same, make_batch, make_training, snapshot
 
@@ -468,16 +469,11 @@ OF_PREFLIGHT = [
     ({"budget": None}, "`budget` must be an integer"),
     ({"meter": ElsewhereMeter(MIB)}, "`meter` sees nothing of `train_step`: 3"),
 ]
-
-
-@pytest.mark.parametrize(
-    ("call", "options", "message"),
-    [*[("find", *one) for one in REFUSED + OF_FIND],
-     *[("preflight", *one) for one in REFUSED + OF_PREFLIGHT]],
-)  # fmt: skip
-def test_bad_arguments(call, options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        find(**options) if call == "find" else tried(**{"budget": TokenBudget(100), **options})
+BAD = (TypeError, ValueError)
+test_bad_arguments_of_find_budget = refuses(REFUSED + OF_FIND, lambda given: find(**given), BAD)
+test_bad_arguments_of_preflight = refuses(
+    REFUSED + OF_PREFLIGHT, lambda given: tried(**{"budget": TokenBudget(100), **given}), BAD
+)
 
 
 def test_a_row_that_does_not_fit_is_named():
@@ -523,9 +519,9 @@ def test_a_step_without_a_backward_pass_is_warned_of_and_no_other():
         torch.autograd.grad(training.model(*batch), weights, allow_unused=True)
 
     with pytest.warns(UserWarning, match="has computed no gradient of the weights in `states`"):
-        find(training, train_step=without)
-    for train_step in (dropped, taken):
-        find(training, train_step=train_step)  # without the warning, which would be an error
+        find(training, train_step=without, widths=[12], max_trials=4)
+    for train_step in (dropped, taken):  # without the warning, which would be an error
+        find(training, train_step=train_step, widths=[12], max_trials=4)
         assert not any(weight._backward_hooks for weight in weights)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from monitors import loader_of, loss_of, train
+from refusals import refuses
 
 from odb_nodes import Ledger, pop_step_info
 from odb_nodes.cli import main
@@ -165,17 +166,14 @@ def test_a_ledger_beside_several_runs_is_of_none_of_them(tmp_path):
     assert audits("one", "two") == [None, None]
 
 
-@pytest.mark.parametrize(
-    ("folders", "error", "match"),
+test_a_folder_without_records_is_an_error = refuses(
     [
         ("nowhere", FileNotFoundError, r"monitor.jsonl"),
         ([], ValueError, "at least 1 run"),
         ([3], TypeError, "`folders`"),
     ],
+    lambda folders: report(folders),
 )
-def test_a_folder_without_records_is_an_error(folders, error, match):
-    with pytest.raises(error, match=match):
-        report(folders)
 
 
 def test_only_the_page_needs_what_draws_it(tmp_path, runs, monkeypatch):

@@ -251,7 +251,8 @@ def make_dataset(samples, seed=0):
 
 def process(item):
     tokens, patches = item
-    return Skipped("short") if tokens < 20 else {"input_ids": [1] * tokens, "patches": patches}
+    ids = np.ones(tokens, np.int64)
+    return Skipped("short") if tokens < 20 else {"input_ids": ids, "patches": patches}
 
 
 def observe(sample):

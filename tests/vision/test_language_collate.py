@@ -12,6 +12,7 @@ from pictures import (
     samples,
     step,
 )
+from refusals import refuses
 
 from odb_nodes import PaddingCollate, SampleError, TokenBudget
 from odb_nodes.processing.observation import observe_sample
@@ -177,12 +178,7 @@ REFUSALS = [
         "`image_processor` must be .* Pass `processor.im",
     ),
 ]
-
-
-@pytest.mark.parametrize(("call", "error", "message"), REFUSALS)
-def test_what_does_not_go_with_images_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+test_what_does_not_go_with_images_is_refused = refuses(REFUSALS)
 
 
 # --- patches made with the batch ------------------------------------------------------------------

@@ -94,6 +94,7 @@ def print_calibration(calibration: Calibration, limit_bytes: int) -> None:
     )
     budget = calibration.budget
     print(f"budget: tokens={budget.tokens}, attention_tokens={budget.attention_tokens}")
+    print(f"for whole cards, of this fit:\n{calibration.model.table()}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from math import ceil, isfinite, isqrt, sqrt
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_nodes._core.checks import MAX_COUNT, check_count, check_type
+from odb_nodes._core.text import markdown_table
 from odb_nodes.errors import StateError
 from odb_nodes.memory.meter import MOST_BYTES, check_share
 from odb_nodes.planning import TokenBudget
@@ -25,7 +27,12 @@ VERSION = 1
 SAFETY = 2.0  # times the error of the points, beyond which an unseen shape may lie
 LEAST_MARGIN = 0.002  # relative: what an allocator rounds
 UNKNOWN_MARGIN = 0.05  # relative, of a fit through all points
+CARDS_GIB = (16, 24, 40, 48, 80, 141)
 SMALL_SQUARE = 0.01  # share of the linear part at the widest shape, below which none is declared
+
+
+class _NoRoomError(ValueError):
+    """Not a single token fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +188,7 @@ class MemoryModel:
         attention_tokens, unit_bytes = self._unit_of_cost(fit)
         tokens = (1 - share) * room_bytes / unit_bytes
         if tokens < 1:
-            raise ValueError(
+            raise _NoRoomError(
                 f"a step without a single token is predicted to take {fit.constant_bytes:,.0f} "
                 f"bytes, but only {usable_bytes:,.0f} are usable: use a smaller model or "
                 "optimizer, shard them, or raise `limit_bytes` or `threshold`."
@@ -215,6 +222,35 @@ class MemoryModel:
         largest = self.budget(limit_bytes, **options)
         accumulate = ceil(wanted / (ranks * largest.tokens))
         return replace(largest, tokens=ceil(wanted / (ranks * accumulate))), accumulate
+
+    def table(self, cards_gib: Sequence[float] = CARDS_GIB, **options: Any) -> str:
+        """Return the budgets for cards with so much memory, as a table in Markdown.
+
+        All follow from this one fit. Where not a single token fits, `tokens` is 0.
+
+        Args:
+            cards_gib: memory of each card, in GiB.
+            options: arguments of `budget`, such as `threshold`.
+
+        Raises:
+            TypeError, ValueError: as `budget`, except that no batch fits.
+        """
+        self.fit()
+        widest = max(width for _, width, _ in self._points)
+        of_budgets = ("attention_tokens", "max_patches")
+        lines = []
+        for card_gib in cards_gib:
+            line = {"card, GiB": card_gib, "tokens": 0, **dict.fromkeys(of_budgets, 0)}
+            line[rows := f"rows of {widest:,}"] = 0
+            with suppress(_NoRoomError):
+                budget = self.budget(int(card_gib * 2**30), **options)
+                line.update((name, getattr(budget, name) or 0) for name in ("tokens", *of_budgets))
+                line[rows] = budget.tokens // budget.row_cost(widest)
+            lines.append(line)
+        unused = [name for name in of_budgets if not any(line[name] for line in lines)]
+        return markdown_table(
+            [{name: f"{n:,}" for name, n in line.items() if name not in unused} for line in lines]
+        )
 
     def to_json(self) -> str:
         """Return the points as JSON."""

@@ -137,6 +137,25 @@ test_what_cannot_be_is_an_error = refuses(
 )
 
 
+def test_a_table_has_the_budget_of_each_card():
+    budgets = [MODEL.budget(int(gib * GIB), threshold=0.8) for gib in (16, 141)]
+    rows = [budget.tokens // budget.row_cost(192) for budget in budgets]
+    assert MODEL.table([0.01, 16, 141], threshold=0.8).splitlines() == [
+        "| card, GiB |    tokens | attention_tokens | rows of 192 |",
+        "| --------: | --------: | ---------------: | ----------: |",
+        "|      0.01 |         0 |                0 |           0 |",
+        f"|        16 |   {budgets[0].tokens:,} |              500 |       {rows[0]:,} |",
+        f"|       141 | {budgets[1].tokens:,} |              500 |      {rows[1]:,} |",
+    ]
+    assert [line.split()[1] for line in MODEL.table().splitlines()[2:]] == [
+        *("16", "24", "40", "48", "80", "141")
+    ]
+    assert "attention_tokens" not in synthetic_model(c=0).table()
+    for model, message in ((NO_GROWTH, "how memory grows"), (MemoryModel(), "2 points")):
+        with pytest.raises(ValueError, match=message):
+            model.table()
+
+
 def test_a_plan_takes_as_few_batches_as_memory_allows():
     budget, accumulate = MODEL.plan(20 * GIB, tokens_per_step=40_000, world_size=4)
     assert (budget.tokens, accumulate) == (10_000, 1)

@@ -82,9 +82,9 @@ def measure(way: str, samples: Sequence[Sample], device: str) -> Row:
     else:
         if way == BUDGET:  # that fits with the longest samples, counted in tokens alone
             budget = TokenBudget((budget.tokens // budget.row_cost(MAX_TOKENS)) * MAX_TOKENS)
-        attention = f", attention_tokens={budget.attention_tokens:,}" * bool(
-            budget.attention_tokens
-        )
+        attention = ""
+        if budget.attention_tokens:
+            attention = f", attention_tokens={budget.attention_tokens:,}"
         described = f"tokens={budget.tokens:,}{attention}"
         batches = ODBDataLoader(samples, token_budget=budget, window=256)
     peaks, errors, real = [], [], 0

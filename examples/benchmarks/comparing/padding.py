@@ -6,13 +6,34 @@ import time
 from functools import partial
 from typing import NamedTuple
 
-from comparing.batching import PACKED_PLANS, PADDED_PLANS, Plan, Planner
+from comparing.batching import (
+    PACKED,
+    PACKED_PLANS,
+    PADDED,
+    PADDED_PLANS,
+    Plan,
+    Planner,
+    lhotse,
+    ours,
+)
 from comparing.common import Options, Row, Table, Tables, attempts
 from odb_nodes import TokenBudget
 from odb_nodes.tools.simulate import SimulationReport, lognormal_lengths, measured
 
 CVS = (0.3, 0.5, 1.0, 2.0)
 BUDGET, WINDOW, RANKS = 16_384, 1024, 4
+ATTENTION_TOKENS = 12_288  # as many add as much for attention as they are
+
+
+AWARE_PLANS: dict[str, dict[str, Planner]] = {
+    "padded": {
+        "lhotse, `quadratic_duration`": partial(lhotse, quadratic=ATTENTION_TOKENS),
+        f"{PADDED}, `attention_tokens`": partial(ours, "padded", attention_tokens=ATTENTION_TOKENS),
+    },
+    "packed": {
+        f"{PACKED}, `attention_tokens`": partial(ours, "packed", attention_tokens=ATTENTION_TOKENS)
+    },
+}
 
 
 class Result(NamedTuple):
@@ -37,9 +58,11 @@ def measure(planner: Planner, layout: str, plan: Plan) -> Result:
 
 def tables(options: Options) -> Tables:
     """Yield a table of one rank, one of four, and one of attention's cost."""
-    samples = 2_000 if options.quick else 40_000
-    plans = {"padded": PADDED_PLANS, "packed": PACKED_PLANS}
+    samples = 2_000 if options.quick else 20_000
     for ranks in (1, RANKS):
+        plans = {"padded": PADDED_PLANS, "packed": PACKED_PLANS}
+        if ranks > 1:  # attention counts where ranks wait for one another
+            plans = {layout: plans[layout] | AWARE_PLANS[layout] for layout in plans}
         rows: dict[tuple[str, str], Row] = {}
         for cv in CVS:
             lengths = lognormal_lengths(samples, cv=cv).tolist()

@@ -19,7 +19,7 @@ from comparing.training import (
 )
 from tiny_lm import load_corpus
 
-BATCH_SAMPLES = 16
+BATCH_SAMPLES = 8
 SEEDS = (0, 1, 2)
 
 
@@ -70,7 +70,7 @@ def ways(lengths: list[int], options: Options) -> dict[str, Way]:
 
 def tables(options: Options) -> Tables:
     """Yield the table."""
-    samples = 64 if options.quick else 1200
+    samples = 64 if options.quick else 480
     seeds = SEEDS[:1] if options.quick else SEEDS
     task = text_task(1.0, encoded(load_corpus(every=8 if options.quick else 1)), samples)
     given = ways(lengths_of(task.train), options)

@@ -127,18 +127,26 @@ def litdata(data: ByteTexts, folder: Path, workers: int) -> Batches:
     """Run LitData on chunks on the local disk."""
     package = rival("litdata")
     if not (chunks := folder / "litdata").exists():
-        package.optimize(row_of_text, data.texts, str(chunks), chunk_bytes="4MB", num_workers=1)
-
-    class Chunks(package.StreamingDataset):  # type: ignore[misc, name-defined]
-        def __getitem__(self, at: Any) -> dict[str, Any]:
-            return tokens_of(super().__getitem__(at)["text"])
+        package.optimize(
+            row_of_text,
+            data.texts,
+            str(chunks),
+            chunk_bytes="4MB",
+            num_workers=1,
+            start_method="fork",
+        )
 
     yield from package.StreamingDataLoader(
-        Chunks(str(chunks), shuffle=True),
+        package.StreamingDataset(str(chunks), shuffle=True, transform=tokens_of_row),
         batch_size=BATCH_SAMPLES,
         num_workers=workers,
         collate_fn=collate,
     )
+
+
+def tokens_of_row(row: dict[str, bytes]) -> dict[str, Any]:
+    """Return the sample of a row."""
+    return tokens_of(row["text"])
 
 
 def row_of_text(text: str) -> dict[str, bytes]:

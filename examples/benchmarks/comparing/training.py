@@ -418,13 +418,13 @@ def make_vlm(processor: Any, seed: int) -> torch.nn.Module:
 
 def tasks(options: Options) -> Iterator[Task]:
     """Yield all tasks."""
-    samples = 64 if options.quick else 800
+    samples = 64 if options.quick else 256
     texts = encoded(load_corpus(every=8 if options.quick else 1))
     for cv in (1.0,) if options.quick else (0.3, 0.5, 1.0, 2.0):
         yield text_task(cv, texts, samples)
     yield replace(text_task(1.0, texts, samples), name="LoRA, text, CV 1.0", make_model=make_lora)
     yield t5_task(texts, samples)
-    yield vlm_task(24 if options.quick else 240)
+    yield vlm_task(24 if options.quick else 160)
 
 
 def tables(options: Options) -> Tables:

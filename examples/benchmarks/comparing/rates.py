@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -195,7 +196,7 @@ def measure(loader: Any, data: ByteTexts, folder: Path, workers: int) -> Run:
 
 def tables(options: Options) -> Tables:
     """Yield the table."""
-    samples = 2_000 if options.quick else 20_000
+    samples = 2_000 if options.quick else 6_000
     data = ByteTexts(samples, "numpy")
     rows: dict[str, dict[str, str]] = {name: {"": name} for name in CONTENDERS}
     with tempfile.TemporaryDirectory() as folder:
@@ -212,6 +213,8 @@ def tables(options: Options) -> Tables:
             for name, runs in found.items():
                 rate = spread([run.samples_per_s for run in runs])
                 rows[name][f"samples / s, {workers} workers"] = rate
+                cpu_us = statistics.median(run.cpu_s / run.samples * 1e6 for run in runs)
+                rows[name][f"CPU us a sample, {workers}"] = f"{cpu_us:,.0f}"
                 rows[name]["padding"] = f"{runs[-1].padding:.2f}"
                 rows[name]["samples"] = f"{runs[-1].samples:,}"
     yield Table(

@@ -334,16 +334,16 @@ def text_task(cv: float, texts: tuple[list[Any], list[Any]], samples: int) -> Ta
     return Task(
         name=f"text, CV {cv}",
         train=pieces(texts[0], samples, cv, seed=0),
-        held_out=pieces(texts[1], 128, cv, seed=1),
+        held_out=pieces(texts[1], samples // 2, cv, seed=1),
         make_model=make_llama,
         budget=2 * LONGEST_TOKENS,
         contenders=TEXT_CONTENDERS,
     )
 
 
-def make_llama(seed: int) -> torch.nn.Module:
+def make_llama(seed: int, hidden_size: int = 96) -> torch.nn.Module:
     """Return a tiny Llama, whose attention stays within each sample of a packed row."""
-    return build_model(seed=seed, attention="per_sample", hidden_size=96)
+    return build_model(seed=seed, attention="per_sample", hidden_size=hidden_size)
 
 
 def make_lora(seed: int) -> torch.nn.Module:
@@ -368,7 +368,7 @@ def make_t5(seed: int) -> torch.nn.Module:
 def t5_task(texts: tuple[list[Any], list[Any]], samples: int) -> Task:
     """Return the task of a tiny T5: to say the first quarter of a text again."""
     parts = []
-    for seed, (part, count) in enumerate(zip(texts, (samples, 128), strict=True)):
+    for seed, (part, count) in enumerate(zip(texts, (samples, samples // 2), strict=True)):
         cut = pieces(part, count, 1.0, seed)
         for sample in cut:
             sample["labels"] = sample["input_ids"][: max(1, len(sample["input_ids"]) // 4)]
@@ -397,7 +397,7 @@ def vlm_task(samples: int) -> Task:
     processor = build_processor()
     train, held_out = (
         [processor(pictures[at]) for at in range(len(pictures))]
-        for pictures in (Pictures(samples), Pictures(48, seed=1))
+        for pictures in (Pictures(samples), Pictures(samples // 4, seed=1))
     )
     return Task(
         name="images and text (Qwen2-VL)",
@@ -418,13 +418,13 @@ def make_vlm(processor: Any, seed: int) -> torch.nn.Module:
 
 def tasks(options: Options) -> Iterator[Task]:
     """Yield all tasks."""
-    samples = 64 if options.quick else 256
+    samples = 32 if options.quick else 256
     texts = encoded(load_corpus(every=8 if options.quick else 1))
     for cv in (1.0,) if options.quick else (0.3, 0.5, 1.0, 2.0):
         yield text_task(cv, texts, samples)
     yield replace(text_task(1.0, texts, samples), name="LoRA, text, CV 1.0", make_model=make_lora)
     yield t5_task(texts, samples)
-    yield vlm_task(24 if options.quick else 160)
+    yield vlm_task(12 if options.quick else 160)
 
 
 def tables(options: Options) -> Tables:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.utils.data
 
 from comparing.common import Options, Table, Tables, attempts, isolated, rival
-from odb_nodes import ODBDataLoader
+from odb_nodes import ODBDataLoader, WorkerOptions
 from odb_nodes.tools.simulate import lognormal_lengths
 
 BATCH_SAMPLES, BUDGET, MEAN_TOKENS, LONGEST_TOKENS = 32, 16_384, 400, 4096
@@ -98,7 +98,13 @@ class ShuffleBuffer(torch.utils.data.IterableDataset[dict[str, Any]]):
         yield from buffer
 
 
-def odb_nodes(process: Process, window: int, state: Any, iterable: bool = False) -> Running:
+def odb_nodes(
+    process: Process,
+    window: int,
+    state: Any,
+    iterable: bool = False,
+    method: Literal["process", "thread"] = "process",
+) -> Running:
     """Run this library, over a list or a stream of indices."""
     data: Any = range(len(process.lengths))
     loader = ODBDataLoader(
@@ -107,7 +113,7 @@ def odb_nodes(process: Process, window: int, state: Any, iterable: bool = False)
         window=window,
         process_fn=process,
         collate_fn=as_dict,
-        num_workers=WORKERS,
+        workers=WorkerOptions(num_workers=WORKERS, method=method),
         shuffle=not iterable,
     )
     if state is not None:
@@ -321,12 +327,9 @@ def write_energon(folder: Path, size: int) -> None:
         for index in range(size):
             writer.write({"__key__": f"{index:06}", "txt": str(index)})
     prepare = Path(sys.executable).with_name("energon")
+    options = "--non-interactive --num-workers 2 --split-ratio 1,0,0 --sample-type TextSample"
     subprocess.run(
-        [
-            *[prepare, "prepare", "--non-interactive", "--num-workers", "2"],
-            *["--split-ratio", "1,0,0"],
-            *["--sample-type", "TextSample", "--field-map", '{"text": "txt"}', folder],
-        ],
+        [str(prepare), "prepare", *options.split(), "--field-map", '{"text": "txt"}', str(folder)],
         check=True,
     )
 
@@ -357,7 +360,7 @@ Start = Callable[[Process, int, Any], Running]
 
 def measure(start: Start, lengths: list[int], window: int, times_ms: Sequence[float]) -> Found:
     """Run an epoch without a break, and one that is broken off and resumed."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder, starts, fresh = Path(name), 0, pickle.dumps(None)
 
         def begin(sleep_ms: float, state: bytes) -> tuple[Process, Running]:
@@ -415,6 +418,7 @@ CONTENDERS: dict[str, tuple[str, Start]] = {
     "Grain, packed first fit": ("budget", partial(grain, packed=True)),
     "lhotse, lengths from processing": ("budget", lhotse),
     "odb_nodes, list": ("budget", odb_nodes),
+    "odb_nodes, list, threads": ("budget", partial(odb_nodes, method="thread")),
     "odb_nodes, stream": ("budget", partial(odb_nodes, iterable=True)),
 }
 

@@ -9,7 +9,6 @@ import signal
 import statistics
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -163,7 +162,7 @@ def _run_rank(
         raise
     if rank == 0:
         sender.send(result)
-    time.sleep(3600)  # until all are killed: the other rank may still need this one
+    _wait_for_the_end()  # the other rank may still need this one
 
 
 def _send(run: Callable[..., Any], args: tuple[Any, ...], sender: Connection) -> None:
@@ -177,7 +176,14 @@ def _send(run: Callable[..., Any], args: tuple[Any, ...], sender: Connection) ->
         traceback.print_exc()
         result = RivalFailedError(f"{type(error).__name__}: {str(error).splitlines()[0]}")
     sender.send(result)
-    time.sleep(3600)  # until it is killed
+    _wait_for_the_end()
+
+
+def _wait_for_the_end() -> None:
+    """Wait until this process is killed, or the one that started it has ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
 
 
 def attempts(contenders: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.utils.data
 
 from comparing.common import Options, Table, Tables, attempts, isolated, rival
-from odb_nodes import ODBDataLoader, WorkerOptions
+from odb_nodes import ODBDataLoader
 from odb_nodes.tools.simulate import lognormal_lengths
 
 BATCH_SAMPLES, BUDGET, MEAN_TOKENS, LONGEST_TOKENS = 32, 16_384, 400, 4096
@@ -98,13 +98,7 @@ class ShuffleBuffer(torch.utils.data.IterableDataset[dict[str, Any]]):
         yield from buffer
 
 
-def odb_nodes(
-    process: Process,
-    window: int,
-    state: Any,
-    iterable: bool = False,
-    method: Literal["process", "thread"] = "process",
-) -> Running:
+def odb_nodes(process: Process, window: int, state: Any, iterable: bool = False) -> Running:
     """Run this library, over a list or a stream of indices."""
     data: Any = range(len(process.lengths))
     loader = ODBDataLoader(
@@ -113,7 +107,7 @@ def odb_nodes(
         window=window,
         process_fn=process,
         collate_fn=as_dict,
-        workers=WorkerOptions(num_workers=WORKERS, method=method),
+        num_workers=WORKERS,
         shuffle=not iterable,
     )
     if state is not None:
@@ -418,7 +412,6 @@ CONTENDERS: dict[str, tuple[str, Start]] = {
     "Grain, packed first fit": ("budget", partial(grain, packed=True)),
     "lhotse, lengths from processing": ("budget", lhotse),
     "odb_nodes, list": ("budget", odb_nodes),
-    "odb_nodes, list, threads": ("budget", partial(odb_nodes, method="thread")),
     "odb_nodes, stream": ("budget", partial(odb_nodes, iterable=True)),
 }
 

@@ -39,7 +39,7 @@ PUBLIC = {
     "odb_nodes.tasks": "See [Several tasks](tasks.md).",
     "odb_nodes.vision": "See [Images and text](vision.md). Extra: `vision`.",
     "odb_nodes.testing": "",
-    "odb_nodes.tools.lengths": "See [Before training](before-training.md), also for what follows.",
+    "odb_nodes.tools.lengths": "",
     "odb_nodes.tools.simulate": "",
     "odb_nodes.tools.profile": "",
     "odb_nodes.tools.baselines": "",
@@ -47,7 +47,7 @@ PUBLIC = {
     "odb_nodes.tools.estimate": "",
     "odb_nodes.tools.inspection": "",
     "odb_nodes.tools.reshard": "",
-    "odb_nodes.tools.steps": "See [Make the step again](provenance.md#make-the-step-again).",
+    "odb_nodes.tools.steps": "",
     "odb_nodes.tools.source_report": "",
     "odb_nodes.integrations.huggingface": "See [the Trainer](huggingface.md). Extra: `hf`.",
     "odb_nodes.integrations.accelerate": "See [Accelerate](accelerate.md).",
@@ -62,6 +62,7 @@ ONLY = {"odb_nodes.planning": ["plan_epoch"]}
 """Of a module that also serves the package, the names that are public."""
 
 ALIASES = {
+    "LOOKED_AT": "How many samples `estimate_steps` looks at.",
     "Strategy": "The type of a name in `STRATEGIES`.",
     "Record": "One record of a run: a dict of plain values.",
     "SourceState": "The type of a state's field that holds the state of a source.",
@@ -100,21 +101,31 @@ def api_page() -> str:
         "The public names; others may change without notice. Their docstrings, with signatures,",
         "units, shapes and errors, are also in the [reference](reference.md) of the site, which",
         "`sphinx-build -W docs docs/_build/site` makes. `python docs/conf.py` writes this page.",
-        "",
     ]
+    known: set[str] = set()
     for module, text in PUBLIC.items():
-        lines += [
-            f"## `{module}`",
-            "",
-            *([text, ""] if text else []),
-            "| name | |",
-            "| --- | --- |",
-        ]
-        for name in public_names(module):
+        if ".tools." in module and not any(".tools." in line for line in lines):
+            lines += [
+                "",
+                "## `odb_nodes.tools`",
+                "",
+                "See [Before training](before-training.md).",
+                "",
+            ]
+        names = public_names(module)
+        new_names = [name for name in names if name not in known]
+        known.update(names)
+        if ".tools." in module:  # the guide says what they do
+            lines.append(f"- `{module}`: {', '.join(f'`{name}`' for name in new_names)}")
+            continue
+        lines += ["", f"## `{module}`", "", *([text, ""] if text else [])]
+        for name in new_names:
             value = getattr(importlib.import_module(module), name)
             first = ALIASES.get(name) or (value.__doc__ or "").strip().split("\n\n")[0]
-            lines.append(f"| `{name}` | {' '.join(first.split())} |")
-        lines.append("")
+            lines.append(f"- `{name}`: {' '.join(first.split())}")
+        if again := [f"`{name}`" for name in names if name not in new_names]:
+            lines.append(f"- from above: {', '.join(again)}")
+    lines.append("")
     return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ class StateError(ValueError):
 
 
 class StepMemoryError(RuntimeError):
-    """A step of training ran out of memory, and nothing can be done about it within the step."""
+    """A training step ran out of memory, and cannot be computed again."""
 
 
 class WorkerError(RuntimeError):

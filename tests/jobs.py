@@ -9,15 +9,17 @@ import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from in_process import InProcessHub
+from torchdata.nodes import Prefetcher
 
 from odb_nodes import (
     GroupCollator,
+    IterableSource,
     JsonlSource,
     LengthObserver,
     Loader,
@@ -36,6 +38,7 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
+from odb_nodes.contract.graph import walk
 
 SAMPLES = 110
 LONG, TIMEOUT_S = 90, 20.0
@@ -124,11 +127,14 @@ def read(end="", **options):
     return lambda folder, *shard: JsonlSource(records(folder, end), *shard, **options)
 
 
-def of_nodes(exchange, budget=BUDGET, exclude=()):
+def of_nodes(exchange, budget=BUDGET, exclude=(), source=ShardedSampler, **options):
     """The graph of `ODBDataLoader`, node by node."""
     shard = {"rank": exchange.rank, "world_size": exchange.world_size}
-    source = ParallelProcessor(ShardedSampler(SAMPLES, seed=3, **shard), sample, **shard)
-    bucketer = WindowBucketer(LengthObserver(source), budget, 16, exclude=exclude)
+    data = SAMPLES if source is ShardedSampler else range(SAMPLES)
+    observed = LengthObserver(ParallelProcessor(source(data, **shard), sample, **shard))
+    bucketer = WindowBucketer(observed, budget, 16, exclude=exclude, **options)
+    if options:
+        return Loader(Prefetcher(GroupCollator(bucketer), 3))  # which needs no aligner
     return Loader(GroupCollator(RankAligner(bucketer, exchange, 8, timeout_s=TIMEOUT_S)))
 
 
@@ -146,7 +152,8 @@ class Kind(NamedTuple):
         ranks: the numbers of ranks that it may have.
         once: whether each sample comes once in an epoch.
         counts_unread: whether samples that no rank reads are counted, as their number is known.
-        calls: weights that are set after a step, by its number, for the next epoch.
+        calls: weights that are set after a step, by its number, for the next epoch; or (rank,
+            tokens): that rank asks for a smaller budget then.
     """
 
     options: dict
@@ -188,6 +195,7 @@ class Kind(NamedTuple):
 
 THREADS = WorkerOptions(num_workers=2, method="thread", chunk_size=3)
 SCHEDULE = WeightSchedule([(0, {"a": 1, "b": 1}), (40, {"a": 3, "b": 1})])
+ASKS = {2: (0, 60), 3: (-1, 45), 9: (0, 40)}
 CALLS = {1: {"a": 1, "b": 8}, 4: {"a": 8, "b": 1}, 5: {"a": 2, "b": 1}}
 EQUAL = {"a": 1, "b": 1}
 TO_VIRTUAL = ("accumulate", "auto window", "threads", "packed", "collate", "stop", "stateful")
@@ -256,7 +264,22 @@ KINDS = {
             ),
         }
     ),
+    "asks": Kind({}, calls=ASKS),
+    "asks packed": Kind(
+        {"token_budget": TokenBudget(88, layout="packed", oversize="drop"), "accumulate": 3},
+        calls=ASKS,
+    ),
+    "asks iterable": Kind(
+        {"dataset": lambda *_: Shuffled(), "uneven": "stop"},
+        moves=False,
+        counts_unread=False,
+        calls=ASKS,
+    ),
     "nodes": Kind({}, make=of_nodes),
+    "no aligner": Kind({}, make=partial(of_nodes, state="replay"), ranks=(1,)),
+    "no aligner, iterable": Kind(
+        {}, False, partial(of_nodes, source=IterableSource, state="payload"), ranks=(1,)
+    ),
     "virtual": Kind({"virtual_ranks": 4}, ranks=(1, 2, 4)),
     "virtual mixed": Kind(
         {"virtual_ranks": 3, "dataset": two(), "weights": Mixing(by="tokens")}, ranks=(1, 3)
@@ -336,9 +359,17 @@ class Job:
             assert not any(found), "some ranks have steps left"
             self.its, self.touched = None, False
             return None
-        if (weights := self.kind.calls.get(found[0].info.step)) is not None:
-            self.each(lambda loader: loader.set_weights(weights), self.loaders)
+        self.call(self.kind.calls.get(found[0].info.step))
         return found
+
+    def call(self, what):
+        if isinstance(what, dict):
+            self.each(lambda loader: loader.set_weights(what), self.loaders)
+        elif what is not None:
+            rank, tokens = what
+            root = self.loaders[rank % len(self.loaders)].root
+            (aligner,) = (node for node in walk(root) if isinstance(node, RankAligner))
+            aligner.ask_for_tokens(tokens)
 
     def epoch(self):
         """The steps that are left of an epoch."""

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 
+from odb_nodes.monitor.records import line_of
 from odb_nodes.monitor.window import Counts
 from odb_nodes.tools.tune import StepTime
 
@@ -60,4 +61,4 @@ def write_records(folder, seconds, tokens, squares, *, every, waits=None):
         place = {"first_step": start + 1, "step": start + len(seconds[part]), "epoch": 0}
         shapes = {"shapes": {"1x1": len(seconds[part])}, "seconds": 0.0}
         lines.append({"kind": "steps"} | place | Counts.over_ranks(shares).groups() | shapes)
-    (folder / "monitor.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (folder / "monitor.jsonl").write_text("".join(map(line_of, lines)))

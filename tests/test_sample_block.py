@@ -301,6 +301,23 @@ def test_a_sample_that_comes_twice_keeps_its_data_until_both_are_out():
     assert not table._sources and not table._rows
 
 
+def test_chunks_of_which_few_samples_are_left_are_cut_down_to_these():
+    pool = RollingPool(TokenBudget(1), 4000)
+    table = PooledTable(pool)
+    for first in range(0, 500, 50):
+        ordinals = np.arange(first, pool.pulled + 50)
+        rows = DataColumns.of([{"ids": np.array([at])} for at in ordinals])
+        block = SampleBlock.of([PLAIN] * 50).with_data(rows)
+        pool.add(ordinals, block.tokens, block.patches)
+        table.add(ordinals, block)
+        pool.pulled = first + 50
+        out = ordinals[ordinals % 10 > 0]
+        pool.remove(out)
+        assert [row["ids"].item() for row in table.take(out).data()] == out.tolist()
+        assert [row["ids"].item() for row in table.all().data()] == [*range(0, first + 50, 10)]
+        assert table._rows <= 250  # of up to 500
+
+
 @pytest.mark.parametrize(
     "wrong", [{"tokens": 3.5}, {"key": -1}, {"key": 2**63}, {"key": "doc"}, {"targets": -2}]
 )

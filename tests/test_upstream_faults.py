@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "upstream_faults.md").read_text()
-# Of the table "Of the trainers": library, functions of ours, canary.
+# Of the table of the trainers: library, functions of ours, canary.
 TRAINERS = re.findall(
     r"^\| (accelerate|transformers|lightning)\b.* \| ([^|]+) \| `([\w/.:]+)` \|$", PAGE, re.M
 )

@@ -325,7 +325,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         return ("world_size", "round_size", "accumulate", "uneven", *of_the_plan)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only where it is equal."""
+        """Return what decides the output: a state fits only if it is equal."""
         return {
             "rank": self.rank,
             "world_size": self.peers.world_size,

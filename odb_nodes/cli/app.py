@@ -129,6 +129,10 @@ def _window(text: str) -> int | str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _row_sizes(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
 def _weight(text: str) -> tuple[str, float]:
     name, _, weight = text.rpartition("=")
     try:
@@ -151,8 +155,8 @@ _SEVERAL: Any = {"nargs": "+", "action": "extend"}
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "data": _option(
-        "JSON Lines (a file, folder or pattern), a saved folder of `datasets`, or module:function "
-        "that returns a dataset, or a loader, whose options are then the defaults",
+        "JSON Lines or Parquet (a file, folder or pattern), a saved folder of `datasets`, or "
+        "module:function that returns a dataset, or a loader, whose options are then the defaults",
         nargs="?",
     ),
     "--accumulate": _option("batches of an optimizer step (1)", _COUNT),
@@ -174,11 +178,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--max-samples": _option("most samples of a batch", _COUNT),
     "--memory-gib": _option("memory of a device, with --memory-model", _positive),
     "--memory-model": _option("a `MemoryModel` as JSON, in place of --limit", _existing),
+    "--oversize": _option("what becomes of too long samples: alone, drop or error (alone)"),
     "--pad-to-multiple-of": _option("what widths are a multiple of, in tokens (1)", _COUNT),
     "--rank": _option("rank of a folder to show (0)", _COUNT_OR_NONE, default=0),
     "--ranks": _option("number of ranks, or several (1)", _COUNT, **_SEVERAL),
     "--round-size": _option(f"steps between messages ({JobOptions.round_size})", _COUNT),
-    "--row-sizes": _option("any, even or friendly (any)"),
+    "--row-sizes": _option(
+        "any, even or friendly, or a number, with --shapes and --oversize drop (any)", _row_sizes
+    ),
     "--samples": _option("samples to draw (all)", _COUNT),
     "--save-lengths": _option("file to write the lengths to"),
     "--seed": _option("of the order, and of what is drawn (0)", int),
@@ -244,7 +251,7 @@ COMMANDS: dict[Callable[[Any], int | None], tuple[str, dict[str, dict[str, Any]]
     ),
     commands.simulate: (
         f"{_DATA} --cv --ranks --window --round-size {_BUDGET} --shapes --attention-tokens "
-        "--row-sizes --accumulate --uneven --weight --shuffle --timeline",
+        "--row-sizes --oversize --accumulate --uneven --weight --shuffle --timeline",
         {},
     ),
     commands.tune: (

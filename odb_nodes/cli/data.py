@@ -223,10 +223,12 @@ def _dataset_of(data: str) -> Any:
         if isinstance(saved, dict):
             raise ValueError(f"`{path}` has splits: pass the folder of one, of {sorted(saved)}.")
         return saved
-    if "*" not in data and not path.exists():
+    if not glob.has_magic(data) and "{" not in data and not path.exists():
         raise FileNotFoundError(f"there is no `{data}`: pass a file or folder that exists.")
-    from odb_nodes.sources import JsonlSource
+    from odb_nodes.sources import JsonlSource, ParquetDataset
 
+    if data.endswith(".parquet") or (path.is_dir() and any(path.glob("*.parquet"))):
+        return ParquetDataset(data)
     source = JsonlSource(data, 0, 1, shuffle=False)
     return source.copy(shuffle=source.can_restore)  # a loader, too, cannot shuffle compressed files
 

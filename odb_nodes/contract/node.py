@@ -231,7 +231,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         return state
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output, as plain data: a state fits only where it is equal.
+        """Return what decides the output, as plain data: a state fits only if it is equal.
 
         It stays the same until the next reset, and is asked for once.
         """

@@ -24,12 +24,12 @@ from weakref import WeakSet
 from odb_nodes._compat import accelerate as compat
 from odb_nodes._core.checks import check_type, import_extra
 from odb_nodes.errors import StateError
+from odb_nodes.integrations.recording import StepRecorder
 from odb_nodes.integrations.resuming import begin_or_resume, load_saved_states
-from odb_nodes.ledger import Ledger
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.rank_states import load_rank_state, save_rank_state
 from odb_nodes.loader.resharding import reshard
-from odb_nodes.monitor import Monitor, StepMeter, timed
+from odb_nodes.monitor import Monitor, timed
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
 import_extra("accelerate", "accelerate")
@@ -66,16 +66,14 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         self,
         accelerator: Accelerator,
         loader: ODBDataLoader,
-        ledger: Ledger | None = None,
-        monitor: Monitor | None = None,
+        recorder: StepRecorder,
+        monitor: Monitor | None,
     ) -> None:
         self.loader = loader
         self.gradient_state = GradientState()
         self._accelerator = accelerator
-        self._meter = StepMeter()
         self._last: StepInfo | None = None  # of the batch that was yielded last
-        self._ledger = ledger
-        self._monitor = monitor
+        self._recorder, self._monitor = recorder, monitor  # which the loop itself tells of steps
         if monitor is not None:
             monitor.attach(loader)
         self._unrecorded: StepInfo | None = None  # the same, until its step is recorded
@@ -112,7 +110,7 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
     def _prepared(self, batch: Any, wait_s: float) -> Any:
         accelerator = self._accelerator
         info = pop_step_info(batch)
-        self._meter.add(batch, info, wait_s)
+        self._recorder.meter.add(batch, info, wait_s)
         if self._monitor is not None:
             self._monitor.waited(wait_s)
         self._last = self._unrecorded = info
@@ -131,9 +129,7 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         All ranks call it at the same step. Log the result with `accelerator.log`. It is empty where
         this loader has yielded no batch since then, as where an `OomGuard` takes them.
         """
-        if not len(self._meter):
-            return {}
-        return self._meter.take_metrics(self._accelerator.gather, self._accelerator.device)
+        return self._recorder.take_metrics(self._accelerator.gather, self._accelerator.device)
 
     def close(self) -> None:
         """Stop workers and threads, and leave the accelerator's checkpoints alone. Idempotent.
@@ -145,8 +141,7 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         for handle in self._handles:
             handle.remove()
         self._record()
-        if self._ledger is not None:
-            self._ledger.close()
+        self._recorder.close()
         _configured.discard(self._accelerator)
         self.loader.close()
 
@@ -158,8 +153,7 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
             self._unrecorded = None  # A step that failed is not done.
             if self._monitor is not None:
                 self._monitor.close(write=False)
-            if self._ledger is not None:
-                self._ledger.close(ended=False)
+            self._recorder.close(ended=False)
         self.close()
 
     def _save(self, _models: Any, _weights: Any, output_dir: str) -> None:
@@ -172,8 +166,7 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
                 "optimizer step."
             )
         self._record()
-        if self._ledger is not None:
-            self._ledger.sync()
+        self._recorder.save()
         save_rank_state(self.loader.state_dict(), output_dir)
         if self._monitor is not None:
             if last is not None and self._monitor.place != (last.epoch, last.step):
@@ -189,8 +182,7 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         states, is_own = load_saved_states(input_dir, *place, NOT_SAVED)
         self.loader.load_state_dict(states[0] if is_own else reshard(states, place[1])[place[0]])
         self._last = self._unrecorded = None
-        if self._ledger is not None:
-            self._ledger.begin_attempt()
+        self._recorder.begin_attempt()
         saved = Path(input_dir) / MONITOR
         if self._monitor is not None and saved.is_dir() and is_own:
             self._monitor.load_state_dict(load_rank_state(saved))
@@ -200,8 +192,8 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
     def _record(self) -> None:
         """Write the step of the last batch into the ledger: whoever goes on has done it."""
         info, self._unrecorded = self._unrecorded, None
-        if info is not None and self._ledger is not None:
-            self._ledger.record(info)
+        if info is not None:
+            self._recorder.record([({}, info, 0.0)], meter=False)
 
 
 def configure_accelerator(
@@ -248,9 +240,9 @@ def configure_accelerator(
             "would be missing in its checkpoints. Close that one first."
         )
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    kept = None if ledger is None else Ledger(ledger, rank=rank, world_size=world_size)
+    recorder = StepRecorder(ledger, rank=rank, world_size=world_size)
     _configured.add(accelerator)
-    return AcceleratedLoader(accelerator, loader, kept, monitor)
+    return AcceleratedLoader(accelerator, loader, recorder, monitor)
 
 
 def _check_accumulation(steps: int, loader: ODBDataLoader) -> None:

@@ -40,7 +40,7 @@ def digest_of(step_digests: Digests) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochAudit:
-    """What the ledger says of one epoch.
+    """The result of an audit for one epoch.
 
     Attributes:
         epoch: number of the epoch.
@@ -90,7 +90,7 @@ class EpochAudit:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What an audit of a ledger has found; as a string, a report to read.
+    """The result of an audit; as a string, its report.
 
     Attributes:
         folder: the folder of the ledger.
@@ -99,7 +99,7 @@ class Audit:
         open_ranks: ranks whose last attempt has no end: they go on, were killed, or their last
             records are missing.
         problems: what is missing, double, changed or damaged, by rank, step and key.
-        notes: what else is to be known, and what could not be checked.
+        notes: further facts, and what could not be checked.
     """
 
     folder: str
@@ -157,17 +157,17 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
     Args:
         folder: the folder that all ranks have written to; or one that their files were put into.
         size: number of samples of the data over all ranks; a dict source -> size where several
-            are mixed. In a complete epoch each of them must have a fate: keys that are indices are
-            named, others counted. Of a source that is drawn from at random, or that is not read to
-            its end, leave it out.
+            are mixed. In a complete epoch each sample must have a fate: missing indices are named,
+            other keys counted. Leave out a source that is drawn from at random, or is not read to
+            its end.
 
     Returns:
-        Facts and problems; `audit(...).ok` is whether there are none, and the run has ended or all
-        of its epochs are complete: see `Audit.state`.
+        Facts and problems. `audit(...).ok` is true if there are no problems, and the run has ended
+        or all of its epochs are complete: see `Audit.state`.
 
     Raises:
-        TypeError, ValueError: `size` is not that of the sources, `folder` is not that of a ledger,
-            or an attempt in it is of another version.
+        TypeError, ValueError: `size` does not fit the sources, `folder` holds no ledger, or an
+            attempt in it is of another version.
         FileNotFoundError: there is no ledger in the folder.
     """
     _check_size(size)

@@ -25,7 +25,7 @@ _LOST = "steps that are not recorded are a gap, for which no `audit` is ok"
 
 
 class Ledger:
-    """A file of this rank in which each step that is done is recorded: its samples by key.
+    """Records each step of this rank, with the keys of its samples, in a file.
 
         ledger = Ledger("run/ledger")
         for batch in loader:
@@ -35,19 +35,18 @@ class Ledger:
         ledger.close()  # the run has ended
         print(audit("run/ledger"))
 
-    All ranks, and all restarts of a run, write into one folder; a run that begins anew needs a
-    folder of its own. The first step that is recorded begins an attempt: what attempts before it
-    recorded of that step, or of later ones, does not count. A killed process loses nothing that was
-    recorded. A disk that is full warns once and leaves a gap that `audit` reports; so does a file
-    that is deleted, which is made anew. A forked child records nothing.
+    All ranks, and all restarts of a run, write into one folder; a new run needs a new folder. The
+    first step that is recorded begins an attempt: earlier attempts' records of this step and later
+    ones no longer count. A killed process loses nothing that was recorded. A full disk or a deleted
+    file warns once and leaves a gap that `audit` reports. A forked child records nothing.
 
-    A run that ends closes its ledger, which records the end. Without that record an `audit` cannot
-    tell a run that goes on, or was killed, from one whose last records are missing.
+    Close the ledger at the end of the run: that records the end. Without it, an `audit` cannot tell
+    a run that continues, or was killed, from one whose last records are missing.
 
     Args:
         folder: where the files are; made if need be.
-        rank, world_size: this rank and the number of ranks, of those that share the data; default:
-            those of torch.distributed, or of the environment. Of ranks that train on the same
+        rank, world_size: this rank and the number of ranks, among the ranks that share the data.
+            Default: from torch.distributed, or the environment. Of ranks that train on the same
             samples (parts of one model), one records.
 
     Raises:
@@ -99,8 +98,7 @@ class Ledger:
     def record(self, info: StepInfo) -> None:
         """Record a step that is done.
 
-        Call it after the step was trained on, and before a checkpoint is saved that is to go on
-        after it.
+        Call it after the step was trained on, and before the next checkpoint is saved.
 
         Args:
             info: the `StepInfo` of the step.
@@ -146,7 +144,7 @@ class Ledger:
     def close(self, *, ended: bool = True) -> None:
         """Record that the run ends here, and close the file. Idempotent.
 
-        `with` does so where its block ends; where that raises, the run has not `ended`.
+        `with` calls it at the end of its block; if the block raises, the run has not `ended`.
 
         Args:
             ended: whether the run ended by itself. If not, no end is recorded, as after a kill: the

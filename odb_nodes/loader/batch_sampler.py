@@ -42,31 +42,29 @@ class BatchSamplerState(NodeState):
 
 
 class TokenBatchSampler:
-    """Yields batches of indices under a token budget, where the lengths are known.
+    """Yields batches of indices under a token budget, for known lengths.
 
         sampler = TokenBatchSampler(lengths, 16_384, seed=0)
         loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
 
     It is for a `DataLoader`, a `StatefulDataLoader`, or a trainer that wants a `batch_sampler`.
-    With a `window` in samples, the batches are those of an `ODBDataLoader` whose samples have these
-    lengths; with `"auto"`, those of its first epoch (on one rank, a loader goes by the lengths of
-    the epoch before). All ranks have the same number of batches, which differs from epoch to epoch;
-    those of a step cost about the same.
-    Where a rank has no sample left for a step, it takes the shortest sample once more; with
-    `uneven="stop"` all ranks end there. No `StepInfo` comes with a batch, so weigh its loss by its
-    number of targets yourself.
+    With a `window` in samples, an `ODBDataLoader` whose samples have these lengths makes the same
+    batches; with `"auto"`, in its first epoch. All ranks have the same number of batches, which
+    differs from epoch to epoch; the batches of a step cost about the same. A rank that has no
+    sample left for a step takes the shortest sample once more; with `uneven="stop"` all ranks end
+    there. No `StepInfo` comes with a batch: weigh its loss by its number of targets yourself.
 
-    Once all batches of an epoch are out, the next iteration begins the next epoch; `set_epoch` goes
-    to another one. The state of a `StatefulDataLoader` holds that of its sampler. A plain
-    `DataLoader` with workers reads ahead: save `state_dict(step)` with the number of batches that
-    were trained on. Lightning takes the length of the first epoch for that of all, unless you pass
+    After all batches of an epoch, the next iteration begins the next epoch; `set_epoch` chooses
+    another one. A `StatefulDataLoader` saves the sampler's state. A plain `DataLoader` with workers
+    reads ahead: save `state_dict(step)` with the number of batches that were trained on. Lightning
+    takes the length of the first epoch for all epochs, unless you pass
     `Trainer(reload_dataloaders_every_n_epochs=1)`.
 
     Args:
         lengths: tokens of each sample, (n,).
         budget: padded tokens of a batch, or a `TokenBudget` without a limit of patches.
-        rank: this rank; by default that of torch.distributed, or of `RANK`.
-        world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
+        rank: this rank. Default: from torch.distributed, or `RANK`.
+        world_size: number of ranks. Default: from torch.distributed, or `WORLD_SIZE`.
         window: samples that wait on each rank to be grouped. See `ODBDataLoader`.
         shuffle: whether each epoch has an order of its own; otherwise 0, 1, 2, ...
         seed: of the orders; the same on all ranks.
@@ -173,14 +171,14 @@ class TokenBatchSampler:
         self._is_resumed = self._is_at_end = self._has_ended = False
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        """Return where the sampler stands.
+        """Return the position of the sampler.
 
-        After the last batch of an epoch that is its end: an iteration of the state yields nothing,
+        A state after the last batch of an epoch is at its end: the next iteration yields nothing,
         and the one after it the next epoch. Once the iteration has ended, it is the next epoch.
 
         Args:
-            step: batches of the epoch that were trained on. Default: those that are out, some of
-                which the workers of a plain `DataLoader` may hold.
+            step: batches of the epoch that were trained on. Default: all batches that are out,
+                some of which the workers of a plain `DataLoader` may hold.
 
         Raises:
             ValueError: `step` is more than the batches that are out.

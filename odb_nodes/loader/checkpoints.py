@@ -65,7 +65,8 @@ class Checkpoints:
             DDP the model and the optimizer; never sharded ones (FSDP, ZeRO), nor the loader. The
             checkpoint records them, so `load` needs no names.
         timeout_s: seconds to wait for another rank before it is an error.
-        process_group: that of the loaders, where some ranks read the same data: a `DeviceMesh`.
+        process_group: the loaders' `process_group`, if some ranks read the same data: a
+            `DeviceMesh`.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -106,13 +107,13 @@ class Checkpoints:
     def load(self) -> int:
         """Load the newest checkpoint that is complete. Every rank calls it.
 
-        No part is changed before all ranks have read their files whole. Where another number of
-        ranks has saved it, the loaders among the parts are resharded, see `reshard`, and those that
-        have `reshard_states`, as a `Monitor`; all other parts must be `replicated`, or equal on all
-        ranks; and a rank goes on with the random generators of one that there was before.
+        No part is changed before all ranks have read their files whole. If another number of
+        ranks has saved it, loaders among the parts are resharded, see `reshard`, and parts that
+        have `reshard_states`, such as a `Monitor`; all other parts must be `replicated`, or equal
+        on all ranks. A rank then takes the random generators of one of the old ranks.
 
         Returns:
-            The step that it was saved at; 0 where there is none, and nothing is changed.
+            The step that it was saved at; 0 if there is no checkpoint, and nothing is changed.
 
         Raises:
             StateError: the checkpoint is of other parts, is damaged, or cannot be resharded; a dict
@@ -150,7 +151,7 @@ class Checkpoints:
         """Save a checkpoint. Every rank calls it, at the same step.
 
         No rank waits for another one, except in the first call of a job that has not called `load`,
-        and where another rank is two saves behind.
+        and if another rank is two saves behind.
 
         Args:
             step: the number of the step, which `load` returns.

@@ -80,7 +80,7 @@ class ODBDataLoader(Loader[Any]):
             such as `JsonlSource`; or a dict of those by name, which are mixed by `weights`.
         token_budget: padded tokens of a batch, or a `TokenBudget`.
         collate_fn: list of processed samples -> batch, a dict or another mutable mapping. Default:
-            `PaddingCollate.of(budget)`, or `PackedCollate.of(budget)` where the budget's layout is
+            `PaddingCollate.of(budget)`, or `PackedCollate.of(budget)` if the budget's layout is
             `"packed"`. The workers do the `prepare` of these two; any other function gets the
             samples as processing returned them.
         shuffle: whether to shuffle a map-style dataset, or a `JsonlSource`, anew in each epoch.
@@ -92,25 +92,25 @@ class ODBDataLoader(Loader[Any]):
             no other thread either, unless a rank hosts several `virtual_ranks`.
         window: samples that wait in the pool, on each rank; `"auto"`: as many as fill 32 batches.
         process_fn: item of the dataset -> processed sample, or `Skipped`; runs in the workers.
-            Where `dataset` is a dict, one function for all, or a dict with one for each. Default:
-            the items are processed samples already. Where dataset, `process_fn` and `observe` all
+            If `dataset` is a dict, one function for all, or a dict with one for each. Default:
+            the items are processed samples already. If dataset, `process_fn` and `observe` all
             have an attribute `draws_random_numbers = False`, nothing is seeded.
         observe: processed sample -> its tokens, or `Observation`; see `LengthObserver`.
-        prefetch: number of batches that a thread makes ahead, where there are workers.
+        prefetch: number of batches that a thread makes ahead, if there are workers.
         state: what a state holds of the pool, `"replay"` or `"payload"`; see `WindowBucketer`.
         workers: all options of the workers, in place of `num_workers`. By default at least
             `window` samples (1024 for `"auto"`) are in flight: a refill never waits for one.
-        collate_in: `"workers"`: worker processes make the batches, of samples that never come to
-            the trainer's process; `"main"`: that process makes them; `"auto"`: workers do where
+        collate_in: `"workers"`: worker processes make the batches, and samples never reach the
+            trainer's process; `"main"`: the trainer's process makes them; `"auto"`: workers do if
             samples are large. See docs/performance.md.
         sampler: iterable of indices into a map-style dataset, in place of `shuffle`. It must yield
             the same order when it is iterated again.
         pin_memory: whether batches are in pinned memory, for faster copies to the accelerator.
             Without CUDA it has no effect.
-        process_group: the ranks that share the data; see `RankAligner`. Default: all of the job.
+        process_group: the ranks that share the data; see `RankAligner`. Default: all ranks.
         sharded: whether `dataset` or `sampler` yields the samples of this rank alone, so that they
             are not split over the ranks here.
-        uneven: where ranks have unequal data: `"fill"` or `"stop"`; see `RankAligner`.
+        uneven: if ranks have unequal data: `"fill"` or `"stop"`; see `RankAligner`.
         loss_scaling: `StepInfo.loss_scale` is `"exact"`, `"approx"` or `"none"`; see `RankAligner`.
         accumulate: number of batches of an optimizer step.
         round_size: number of steps between two messages of the ranks; see `RankAligner`.
@@ -122,18 +122,18 @@ class ODBDataLoader(Loader[Any]):
         tasks: names of all tasks of the samples, for `StepInfo.task_targets`; see `TaskWeights`.
         dearest_first: batches of the longest samples that begin each epoch; see `WindowBucketer`.
         diversity: weight, in 0..1, of an even mix of tasks in a batch; see `WindowBucketer`.
-        weights: name of the dataset -> its share of the samples, where `dataset` is a dict;
+        weights: name of the dataset -> its share of the samples, if `dataset` is a dict;
             `"proportional"` to the samples of each; a `WeightSchedule`; or a `Mixing`, for shares
             of tokens, or another end of the epoch. Default: equal shares; each sample is emitted
             once in an epoch.
-        virtual_ranks: plan the steps for so many ranks, a multiple of those there are. A rank hosts
-            as many as another, and takes their batches one after the other, as micro-steps: the
-            optimizer steps are the same on any number of ranks. See docs/resuming.md.
+        virtual_ranks: plan the steps of this number of ranks, a multiple of the real number. All
+            ranks host equally many, and take their batches in turn, as micro-steps: the optimizer
+            steps are the same on any number of ranks. See docs/resuming.md.
 
     Raises:
         TypeError, ValueError: an argument is not valid, `collate_fn` is a `PaddingCollate` or
-            `PackedCollate` for another budget, or the dataset is empty. It may be empty where it is
-            `sharded` and the job has several ranks.
+            `PackedCollate` for another budget, or the dataset is empty, unless it is `sharded` and
+            the job has several ranks.
     """
 
     yields_batches = True

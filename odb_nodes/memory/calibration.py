@@ -87,7 +87,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What `find_budget` has found.
+    """The result of `find_budget`.
 
     Attributes:
         points: the trials, in their order.
@@ -121,28 +121,28 @@ def find_budget(
     """Find the largest budget whose batches fit into memory, by trying steps of training.
 
     For each width it raises the rows of a batch until a step fails or takes more than the limit,
-    then bisects. All `states`, and the random generators of torch, numpy and Python, are afterwards
-    as they were, bitwise, also if a step fails or raises. They are kept on the CPU meanwhile. What
-    else `train_step` and `make_batch` change stays changed.
+    then bisects. It keeps all `states`, and the random generators of torch, numpy and Python, on
+    the CPU, and restores them bitwise, even if a step fails or raises. Other changes that
+    `train_step` and `make_batch` make remain.
 
     Args:
         train_step: makes one whole step of training with a batch, the optimizer's step included.
-        make_batch: (rows, width) -> batch of rows padded to `width` tokens, as those of training
-            are; with `patches_per_row` (rows, width, patches) -> batch.
+        make_batch: (rows, width) -> batch of rows padded to `width` tokens, as in training; with
+            `patches_per_row` (rows, width, patches) -> batch.
         states: all that the steps change: models with their gradients and buffers, optimizers,
             random generators, and others that have `state_dict` and `load_state_dict`, such as
             schedulers and scalers.
-        meter: measures what a step takes, and says what it may take: `CudaMeter()` on a GPU.
+        meter: measures the memory of a step, and has its limit: `CudaMeter()` on a GPU.
         widths: tokens of rows to try: the shortest samples of the data, the longest, and one or two
             between. The budget is verified at these, and predicted between them.
         patches_per_row: image patches of each row of a batch.
-        max_trials: most steps, at least 4. Where both ways are compared, of each.
+        max_trials: most steps, at least 4; with `checkpointing`, most steps of each way.
         checkpointing: a model to compare with and without activation checkpointing, in tokens per
-            second, which is not checkpointed yet. It is left as it was: where
+            second. It must not be checkpointed yet, and is left as it was: if
             `Calibration.checkpointing` is true, call `enable_checkpointing(model)`.
 
     Returns:
-        The faster way, where both are compared.
+        The calibration; with `checkpointing`, of the faster way.
 
     Raises:
         ShapeTooLargeError: one row of a width does not fit.
@@ -187,17 +187,17 @@ def preflight(
 ) -> tuple[Trial, ...]:
     """Make a step of training with each of the largest batches that a budget allows.
 
-    These are the batch with the widest rows, that with the most rows, and that which costs the
-    most. With `oversize="alone"`, the widest is a row of the longest data, above the budget or not.
-    Everything that the steps change is put back, as in `find_budget`. A step is made twice,
-    since in the first one the optimizer may only begin to have its state.
+    These are the batch with the widest rows, the batch with the most rows, and the most expensive
+    batch. With `oversize="alone"`, the widest is a row of the longest data, above the budget or
+    not. Everything that the steps change is restored, as in `find_budget`. Each step is made twice,
+    since the optimizer may create its state in the first one.
 
     Args:
         train_step: makes one whole step of training with a batch, the optimizer's step included.
         make_batch: (rows, width) -> batch; with `patches_per_row` (rows, width, patches) -> batch.
-        budget: the budget of the run; a number is one of so many padded tokens.
+        budget: the budget of the run; a number counts padded tokens.
         states: all that the steps change, as for `find_budget`.
-        meter: measures what a step takes, and says what it may take.
+        meter: measures the memory of a step, and has its limit.
         widths: lengths of the data, in tokens: the shortest and the longest one suffice. `None`:
             all that the budget allows, which may be longer than the model does.
         patches_per_row: image patches of each row; a batch has `max_patches` at most.
@@ -492,17 +492,14 @@ class BudgetSearch:
         if fails is None:
             return most if expected is None else min(max(expected, fits + bracket.step), most)
         first, last = fits + bracket.step, fails - bracket.step
-        if expected is None or expected < fits or self._is_misled(bracket, expected):
+        done = self._trials.done
+        failed = [one for one in done if one.width == bracket.width and not one.fits]
+        is_misled = expected is not None and expected >= fails and len(failed) > 1
+        if expected is None or expected < fits or is_misled:
             rows = isqrt(fits * fails)
         else:
             rows = min(max(expected, first), last) if first < last else (first + last) // 2
         return min(max(rows, fits + 1), fails - 1)
-
-    def _is_misled(self, bracket: Bracket, expected: int) -> bool:
-        """Tell whether rows were expected to fit again and again, and have not."""
-        done = self._trials.done
-        failed = [one for one in done if one.width == bracket.width and not one.fits]
-        return bracket.fails is not None and expected >= bracket.fails and len(failed) > 1
 
     def _expected_rows(self, width: int) -> int | None:
         """Return how many rows of a width should fit, if anything tells."""

@@ -27,14 +27,14 @@ __all__ = ["LongestFirst", "generate_in_parts"]
 def generate_in_parts(
     model: Any, batch: Mapping[str, Any], *, pad_token_id: int | None = None, **options: Any
 ) -> tuple[torch.Tensor, int]:
-    """Generate for a batch; where memory runs out, for its halves, and so on.
+    """Generate for a batch; if memory runs out, for its halves, and so on.
 
     Args:
         model: has a `generate`, as the models of transformers have.
-        batch: its arguments: tensors whose first dimension is that of `input_ids`, (B, T), and
-            anything that is no tensor. A model whose ranks compute together (FSDP, tensor
-            parallelism) is not asked again: there the error is raised.
-        pad_token_id: fills the rows of shorter parts, on the right. Default: that of the model's
+        batch: its arguments: tensors with the first dimension of `input_ids`, (B, T), and
+            anything that is no tensor. With a model whose ranks compute together (FSDP, tensor
+            parallelism), the error is raised.
+        pad_token_id: fills the rows of shorter parts, on the right. Default: from the model's
             `generation_config`, or else its first end-of-sequence token.
         options: further arguments of `generate`, the same for all rows.
 

@@ -61,6 +61,8 @@ Run = Callable[[Part, Any], torch.Tensor]
 """(part, its batch as it was yielded, or `None` where it is to be collated) -> its share of the
 loss; adds its gradients."""
 
+MILLIONTHS = 1e6  # in which shares are gathered
+
 _LEAST = 4  # of the limit at least one part in so many is asked for
 _SHOWN = 8  # keys in an error
 _SHRINK = 0.9  # of the cost that did not fit, in an error
@@ -89,28 +91,27 @@ class OomGuard:
             optimizer.step()
             optimizer.zero_grad()
 
-    Where forward or backward runs out of memory, the gradients of the step are cleared, each batch
+    If forward or backward runs out of memory, the gradients of the step are cleared, each batch
     that costs as much as the one that failed is halved, and the step is computed again from its
-    first batch; so until it fits. The parts are collated anew from their samples, and weighted so
-    that the gradients are those of the whole. Neither the plan of the ranks nor the state of the
-    loader changes.
+    first batch, until it fits. The parts are collated anew from their samples, and weighted so that
+    the gradients equal the gradients of the whole. Neither the plan of the ranks nor the state of
+    the loader changes.
 
-    Under DDP, a step whose most expensive batch, of whichever rank, costs more than `guard_above`
-    of the limit is computed without messages, then all ranks agree, and average their gradients
-    once. In any other step, and with models whose ranks compute together (FSDP, tensor
-    parallelism), nothing that one rank has failed in can be taken back: there the step is an error
-    on all ranks.
+    Under DDP, a step whose most expensive batch on any rank costs more than `guard_above` of the
+    limit is computed without messages; then all ranks agree, and average their gradients once. In
+    any other step, and with models whose ranks compute together (FSDP, tensor parallelism), a
+    failure cannot be taken back: the step is an error on all ranks.
 
     Args:
         loader: an `ODBDataLoader`, or a `Loader` whose graph ends with a `GroupCollator`. Nobody
             else may take batches from it meanwhile.
-        on_oom: what happens where memory runs out. `"split"`: as above; a sample that does not fit
+        on_oom: what happens if memory runs out. `"split"`: as above; a sample that does not fit
             alone is an error. `"skip"`: such a sample is left out, the mean is over the others, on
-            all ranks; where 32 samples or more in a row are whole steps that are left out, it is an
-            error. `"raise"`: the error of the model is raised.
+            all ranks; if whole steps of 32 samples or more in a row are left out, it is an error.
+            `"raise"`: the error of the model is raised.
         guard_above: share of `limit`, see above.
         limit: cost of a batch that is known to fit, in the unit of `TokenBudget.tokens`; one above
-            it is computed in parts from the beginning. Default: that of the loader's budget.
+            it is computed in parts from the beginning. Default: the loader's budget.
         shrink: share of the cost that ran out of memory, above 0 and below 1, that all ranks form
             their groups under from the next round on; the smallest wins, and states keep it. Not
             for a budget with `shapes`. `None`: the budget stays.
@@ -163,7 +164,8 @@ class OomGuard:
         self._begun: list[StepBatch] = []  # of an optimizer step in which the loader has raised
         self.left_out = 0  # samples, of all ranks, of the last steps in a row left out whole
         self.ooms = self.split_steps = self.skipped_samples = 0
-        self.peak_share = self.recent_share = 0.0
+        self.peak_share = 0.0
+        self._begin_metrics()
 
     def __iter__(self) -> Iterator[GuardedStep]:
         """Begin an epoch, or continue from a loaded state, as `iter(loader)` does.
@@ -218,6 +220,30 @@ class OomGuard:
             raise
         self._begun = []
         return begun
+
+    def take_metrics(
+        self, gather: Callable[[torch.Tensor], torch.Tensor], device: Any
+    ) -> dict[str, float]:
+        """Return `odb/ooms`, `odb/parts` and `odb/peak_memory_share` since the last call.
+
+        All ranks call it together.
+
+        Args:
+            gather: returns the tensors of all ranks, stacked or concatenated.
+            device: the device that `gather` needs.
+        """
+        own = [self.ooms - self._ooms_taken, *self.computed, round(self._share * MILLIONTHS)]
+        rows = gather(torch.tensor([own], device=device)).reshape(-1, len(own))
+        self._begin_metrics()
+        ooms, parts, batches, _ = rows.sum(0).tolist()
+        metrics = {"odb/ooms": float(ooms), "odb/parts": parts / max(1, batches)}
+        if self.meter is not None:
+            metrics["odb/peak_memory_share"] = int(rows[:, 3].max()) / MILLIONTHS
+        return metrics
+
+    def _begin_metrics(self) -> None:
+        self._ooms_taken, self._share = self.ooms, 0.0
+        self.computed = [0, 0]  # parts and batches since the metrics were taken
 
     # --- the other ranks --------------------------------------------------------------------------
 
@@ -285,7 +311,7 @@ class OomGuard:
                 yield
                 if meter is not None:
                     share = meter.peak_bytes() / meter.limit_bytes
-                    self.recent_share = max(self.recent_share, share)
+                    self._share = max(self._share, share)
                     self.peak_share = max(self.peak_share, share)
         except Exception as error:
             if self.on_oom == "raise" and is_out_of_memory(error):
@@ -345,7 +371,7 @@ class GuardedStep:
         Args:
             model: the model, a plain module, DDP or FSDP, whose gradients are `None` or 0.
             loss_fn: batch -> mean loss over its supervised tokens, a tensor without dimensions. It
-                is called more than once where memory runs out. It moves the batch to the device.
+                is called more than once if memory runs out. It moves the batch to the device.
             scaler: scales the loss for gradients in half precision.
 
         Returns:
@@ -358,7 +384,7 @@ class GuardedStep:
             RuntimeError: `backward` was called before; or there are gradients already, which a
                 guarded step would lose; or a DDP model has no `RankAligner`.
             TypeError: `loss_fn` returns no loss, or trains parameters that `model` does not have;
-                or `model` is not the whole of what is trained together.
+                or `model` is only a part of what is trained together.
             PeerError: another rank failed, or did not come.
         """
         guard, model = self._guard, uncompiled(model)
@@ -453,8 +479,8 @@ class GuardedStep:
 
         Where whole steps are left out, one after the other, it is a `StepMemoryError`.
         """
-        self._guard.split_steps += len(self.parts) > len(self.batches)
         guard, info = self._guard, self.infos[0]
+        self.count()
         samples, targets = map(sum, zip(*left_out, strict=True))
         if info.optimizer_targets:  # Samples without targets train nothing, and are not computed.
             is_whole = targets == info.optimizer_targets
@@ -471,6 +497,14 @@ class GuardedStep:
         if samples:
             self.infos = self.parts.infos(left_out)
         return bool(samples)
+
+    def count(self) -> None:
+        """Count the step, once it is computed."""
+        parts, batches = len(self.parts), len(self.batches)
+        self._guard.split_steps += parts > batches
+        self._guard.computed = [
+            before + one for before, one in zip(self._guard.computed, (parts, batches), strict=True)
+        ]
 
     def take(self, part: Part) -> Any:
         """Return the batch of a part as it was yielded, once; `None` where there is none."""
@@ -525,7 +559,7 @@ class GuardedStep:
                 model.no_sync() if waits else nullcontext(),  # type: ignore[operator]
             ):
                 losses.append(run(part, self.take(part)))
-        self._guard.split_steps += len(self.parts) > len(self.batches)
+        self.count()
         return torch.stack(losses).sum()
 
     def _failing(self, numbers: range, model: nn.Module, run: Run) -> Part | None:

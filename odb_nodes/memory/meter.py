@@ -152,7 +152,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_memory(error: BaseException | None = None, *, old_garbage: bool = True) -> None:
-    """Give back memory that nothing needs any more: garbage, and what torch's allocator caches.
+    """Free garbage, and the memory that torch's allocator caches.
 
     Args:
         error: an error that has been caught. The frames of its traceback, and of the errors that

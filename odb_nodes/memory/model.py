@@ -58,10 +58,10 @@ class MemoryModel:
 
         a + b * n * L + c * n * L**2 + d * p bytes:
 
-    a is weights, gradients and the optimizer's state, b the activations, c attention where it is
-    quadratic, d the vision tower. The points should differ in width and in rows: where all have one
-    width, b and c cannot be told apart. Small batches whose peak is that of the optimizer's own
-    step do not show how memory grows: leave them out.
+    a is weights, gradients and the optimizer's state, b the activations, c quadratic attention, d
+    the vision tower. The points should differ in width and in rows: with one width, b and c cannot
+    be told apart. Leave out small batches whose peak is the optimizer's own step: they do not show
+    how memory grows.
     """
 
     def __init__(self) -> None:
@@ -141,8 +141,8 @@ class MemoryModel:
     ) -> TokenBudget:
         """Return the largest budget whose batches, with the margin, fit into a share of a limit.
 
-        It has `attention_tokens` where memory grows with the square of the width; and, where
-        patches take memory, `max_patches`, for the mean share that they have in the points. Rows
+        It has `attention_tokens` if memory grows with the square of the width; and, if
+        patches take memory, `max_patches`, for their mean share in the points. Rows
         that are narrower than all points may take up to 1 / sqrt(`attention_tokens`) more than
         predicted, since costs are integers.
 
@@ -197,8 +197,8 @@ class MemoryModel:
     ) -> tuple[TokenBudget, int]:
         """Return the budget of a batch, and how many batches an optimizer step accumulates.
 
-        All ranks' batches of a step together cost `tokens_per_step`, or a little more where it
-        cannot be divided; as few are accumulated as memory allows.
+        All ranks' batches of a step together cost `tokens_per_step`, or a little more if it
+        cannot be divided. As few batches are accumulated as memory allows.
 
         Args:
             limit_bytes: memory of one device.

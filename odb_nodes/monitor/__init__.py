@@ -7,10 +7,10 @@ from odb_nodes.monitor.losses import (
     row_losses,
     worst_samples,
 )
-from odb_nodes.monitor.metrics import StepMeter, summarize, timed
 from odb_nodes.monitor.monitor import Monitor
 from odb_nodes.monitor.records import Record, RunRecords, read_run, scalars
 from odb_nodes.monitor.reports import Report, RunSummary, report
+from odb_nodes.monitor.window import StepMeter, summarize, timed
 from odb_nodes.monitor.writers import MlflowWriter, RecordWriter, WandbWriter
 
 __all__ = [

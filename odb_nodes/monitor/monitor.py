@@ -21,7 +21,6 @@ from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.reshard_nodes import Ranks, check_same
 from odb_nodes.loader.resharding import add_rule
 from odb_nodes.monitor.losses import RowLosses, SampleLoss, SampleLossWriter
-from odb_nodes.monitor.metrics import timed
 from odb_nodes.monitor.records import (
     ATTEMPT,
     EPOCH,
@@ -39,6 +38,7 @@ from odb_nodes.monitor.window import (
     Window,
     check_row_losses,
     not_negative,
+    timed,
     told_last,
     told_values,
 )

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import zlib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -22,14 +23,6 @@ VERSION = 1
 STEPS, EPOCH, ATTEMPT = "steps", "epoch", "attempt"  # kinds of records
 
 GROUPS = ("mean", "sum", "peak", "last")  # of values in a record
-_PLACE = ("first_step", "step", "epoch", "seconds")
-_ATTEMPT = ("version", "step", "resumed_at", "world_size")
-_SUMS = (
-    *("samples", "tokens", "padded_tokens", "busiest_tokens", "targets"),
-    *("optimizer_steps", "micro_steps", "filler_steps"),
-    *("seconds", "rank_seconds", "data_wait_s"),
-)
-
 Record = dict[str, Any]
 """A record as JSON data; its `kind` is "steps", "epoch" or "attempt"."""
 
@@ -130,24 +123,20 @@ def parse_run(folder: Path) -> tuple[RunRecords, list[int]]:
     return run, damaged
 
 
+def line_of(record: Record) -> str:
+    """Return a record as a line of the file, with a checksum at its end."""
+    text = json.dumps(record, allow_nan=False)
+    return f'{text[:-1]}, "crc": {zlib.crc32(text.encode())}}}\n'
+
+
 def _parsed(line: bytes) -> Record | None:
-    """Return the record of a line; None where it is damaged: it has not what its kind has."""
+    """Return the record of a line; None where it is damaged."""
     try:
         record: Record = json.loads(line)
-        if record["kind"] == ATTEMPT:
-            later = record["version"] > VERSION  # and may have other keys
-            numbers = [record[name] for name in (_ATTEMPT[:1] if later else _ATTEMPT)]
-        else:
-            numbers = [record[name] for name in _PLACE] + [record["sum"][name] for name in _SUMS]
-            values = [one for group in (*GROUPS, "weight") for one in record[group].values()]
-            numbers += [one for one in values if one is not None]  # what was not finite
-            shapes = record["shapes"] if record["kind"] == STEPS else {}
-            numbers += [*map(int, "x".join(shapes).split("x"))] if shapes else []
-            numbers += shapes.values()
-        is_whole = record["kind"] in (ATTEMPT, STEPS, EPOCH)
-        are_numbers = all(isinstance(one, int | float) for one in numbers)
-        return record if is_whole and are_numbers else None
-    except (AttributeError, KeyError, TypeError, ValueError):
+        is_later = record["kind"] == ATTEMPT and record["version"] > VERSION  # and may be another
+        record.pop("crc", None)
+        return record if is_later or line_of(record).encode() == line + b"\n" else None
+    except (KeyError, TypeError, ValueError):
         return None
 
 

@@ -17,8 +17,7 @@ from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.contract.graph import walk
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
-from odb_nodes.monitor.metrics import COLUMNS
-from odb_nodes.monitor.window import Counts
+from odb_nodes.monitor.window import COLUMNS, Counts
 from odb_nodes.sources import SourceMixer
 from odb_nodes.step_info import StepInfo
 

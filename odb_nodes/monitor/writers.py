@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from odb_nodes._core.checks import check_choice, check_type, describe, import_extra
 from odb_nodes._core.files import LockedFile
 from odb_nodes._core.user_warning import warn_user
-from odb_nodes.monitor.records import FILE, Record, scalars
+from odb_nodes.monitor.records import FILE, Record, line_of, scalars
 
 __all__ = ["MlflowWriter", "RecordWriter", "WandbWriter"]
 
@@ -70,7 +69,7 @@ class JsonlWriter:
     def write(self, record: Record) -> None:
         """Append a record."""
         lines = [record] if self._is_written else [self._begun, record]
-        text = "".join(json.dumps(one, allow_nan=False) + "\n" for one in lines)
+        text = "".join(map(line_of, lines))
         try:
             self._file.open()  # where it was deleted
             # A line that was cut short stands alone, and is skipped by readers.

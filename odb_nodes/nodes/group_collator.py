@@ -75,7 +75,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
             below. If it has a method `collate_step(samples, info)`, that is called instead, with
             the `StepInfo`, whose `row_tasks` are those of the samples in a filler step, too.
         seed: seed of the random numbers of `collate_fn`.
-        rank: this rank; by default that of torch.distributed, or of `RANK`.
+        rank: this rank. Default: from torch.distributed, or `RANK`.
         pin_memory: whether tensors are in pinned memory, where CUDA is available: those of the
             collate functions for text are written into it, others are copied.
 

@@ -93,5 +93,5 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
         return made_of(sample, item)  # type: ignore[no-any-return]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only where it is equal."""
+        """Return what decides the output: a state fits only if it is equal."""
         return {"observe": self._name}

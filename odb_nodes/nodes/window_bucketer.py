@@ -398,7 +398,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         return group
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only where it is equal."""
+        """Return what decides the output: a state fits only if it is equal."""
         return self._config
 
     # --------------------------------------------------------------------------------------------

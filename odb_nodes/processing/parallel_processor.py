@@ -179,7 +179,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         process_fn: item -> processed sample; picklable unless workers are forked or threads.
         seed: seed of the random numbers of processing; `None` does not seed.
         workers: how to run in parallel.
-        rank: this rank; by default that of torch.distributed, or of `RANK`.
+        rank: this rank. Default: from torch.distributed, or `RANK`.
         world_size: number of ranks, likewise.
     """
 
@@ -443,7 +443,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             raise failure.explained(f"which is made again for a restore ({bad})")
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only where it is equal."""
+        """Return what decides the output: a state fits only if it is equal."""
         return {
             "process_fn": self._name,
             "seed": self._seed,

@@ -68,9 +68,9 @@ class IterableSource(EpochNode[T, IterableState]):
 
     Args:
         iterable: an `IterableDataset`, a sampler, or any other iterable that can be iterated again.
-        rank: this rank; by default that of torch.distributed, or of `RANK`. Pass 0 (and a world
+        rank: this rank. Default: from torch.distributed, or `RANK`. Pass 0 (and a world
             size of 1) if the iterable shards itself.
-        world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
+        world_size: number of ranks. Default: from torch.distributed, or `WORLD_SIZE`.
         yields_indices: the items are indices into a dataset, and so are the keys of the samples.
             Default: the key is the number of the item in the epoch.
 
@@ -240,7 +240,7 @@ class IterableSource(EpochNode[T, IterableState]):
             )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only where it is equal."""
+        """Return what decides the output: a state fits only if it is equal."""
         order = self._iterable.fingerprint if isinstance(self._iterable, _Stream) else {}
         return {"rank": self._rank, "world_size": self._world_size, **order}
 

@@ -7,6 +7,7 @@ import glob
 import gzip
 import json
 import os
+import re
 import stat
 import weakref
 import zlib
@@ -55,11 +56,11 @@ class JsonlSource(ShardedOrder[Any]):
     and restoring decompresses up to the position.
 
     Args:
-        paths: a file, a folder, or a pattern such as `"data/*.jsonl"`; or several of these, in
-            order. A folder stands for its `.jsonl` and `.jsonl.gz` files. Files of a folder or
-            pattern are sorted by name. UTF-8.
-        rank: this rank; by default that of torch.distributed, or of `RANK`.
-        world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
+        paths: a file, a folder, or a pattern such as `"data/*.jsonl"` or `"{00..99}.jsonl"`; or
+            several of these, in order. A folder stands for its `.jsonl` and `.jsonl.gz` files.
+            Files of a folder or of a pattern with `*` are sorted by name. UTF-8.
+        rank: this rank. Default: from torch.distributed, or `RANK`.
+        world_size: number of ranks. Default: from torch.distributed, or `WORLD_SIZE`.
         shuffle: whether to permute the records, differently in every epoch; otherwise they come
             file after file. `ODBDataLoader(shuffle=False)` overrides it.
         seed: seed of the order; the same on all ranks. An `ODBDataLoader` adds its own seed.
@@ -185,7 +186,7 @@ class JsonlSource(ShardedOrder[Any]):
         _close_all(self._open)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only where it is equal."""
+        """Return what decides the output: a state fits only if it is equal."""
         files = [path.name for path in self._paths]
         return {"files": files, "sizes_bytes": list(self._sizes), **super().fingerprint()}
 
@@ -280,8 +281,15 @@ def _close_all(files: dict[int, IO[bytes]]) -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def listed(paths: Paths) -> Sequence[str | os.PathLike[str]]:
-    """Return one path or several as a list; raise a `TypeError` for anything else."""
+_BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{},]*(?:,[^{},]*)+))\}")
+
+
+def listed(paths: Paths) -> list[str]:
+    """Return the paths that are given, with braces expanded: `"{00..99}"`, `"{a,b}"`.
+
+    Raises:
+        TypeError: it is neither a path nor a list of them.
+    """
     given = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else paths
     is_list = isinstance(given, Sequence)
     if not is_list or not all(isinstance(one, (str, os.PathLike)) for one in given):
@@ -289,7 +297,16 @@ def listed(paths: Paths) -> Sequence[str | os.PathLike[str]]:
             "`paths` must be a path, a string or `pathlib.Path`, or a list of them, but is "
             f"{paths!r:.200} instead."
         )
-    return given
+    return [one for path in given for one in _expanded(os.fspath(path))]
+
+
+def _expanded(path: str) -> list[str]:
+    if (found := _BRACES.search(path)) is None or os.path.exists(path):
+        return [path]
+    first, last, names = found.groups()
+    several = names.split(",") if names else range(int(first), int(last) + 1)
+    before, after, width = path[: found.start()], path[found.end() :], len(first or "")
+    return [path for one in several for path in _expanded(f"{before}{one:0>{width}}{after}")]
 
 
 def files_of(path: str | os.PathLike[str], *ends: str) -> list[Path]:

@@ -27,9 +27,10 @@ class ParquetDataset:
     rows of `mixed_blocks` of them at a time, which each worker keeps in memory.
 
     Args:
-        paths: a file, a folder, or a pattern such as `"data/*.parquet"`; or several of these, in
-            order. A folder stands for its `.parquet` files. Or URLs that fsspec opens, such as
-            `"s3://bucket/a.parquet"`; `"filecache::s3://..."` keeps them on a local disk.
+        paths: a file, a folder, or a pattern such as `"data/*.parquet"` or `"{00..99}.parquet"`; or
+            several of these, in order. A folder stands for its `.parquet` files. Or URLs that
+            fsspec opens, such as `"s3://bucket/{00..99}.parquet"`; `"filecache::s3://..."` keeps
+            them on a local disk.
         columns: the columns to read. Default: all of the first file.
         mixed_blocks: row groups whose rows are shuffled together.
 

@@ -278,7 +278,7 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         return indices
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only where it is equal."""
+        """Return what decides the output: a state fits only if it is equal."""
         of_data: dict[str, Any] = {} if self._data_id is None else {"data_id": self._data_id}
         if self._blocks is not None:
             starts = zlib.crc32(np.array(self._blocks, "<i8").tobytes())
@@ -325,8 +325,8 @@ class ShardedSampler(ShardedOrder[int]):
             fits only where its `data_id`, if it has one, is equal.
         shuffle: whether to permute the indices, differently in every epoch; otherwise 0, 1, 2, ...
         seed: any integer; the same on all ranks.
-        rank: this rank; by default that of torch.distributed, or of `RANK`.
-        world_size: number of ranks; by default that of torch.distributed, or of `WORLD_SIZE`.
+        rank: this rank. Default: from torch.distributed, or `RANK`.
+        world_size: number of ranks. Default: from torch.distributed, or `WORLD_SIZE`.
 
     Raises:
         TypeError: `size` is neither an integer nor sized, or `shuffle` is no bool.

@@ -332,7 +332,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             begin_cycle(self.sources[name])
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only where it is equal."""
+        """Return what decides the output: a state fits only if it is equal."""
         schedule = self._schedule
         return {
             "sources": list(self.sources),  # of equals, the first is next

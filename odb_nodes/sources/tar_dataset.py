@@ -39,8 +39,8 @@ class TarDataset:
     more that is kept in a hidden file beside it, or else in `~/.cache/odb_nodes`.
 
     Args:
-        paths: a file, a folder, or a pattern such as `"data/*.tar"`; or several of these, in order.
-            A folder stands for its `.tar` files. They must not be compressed.
+        paths: a file, a folder, or a pattern such as `"data/*.tar"` or `"{00..99}.tar"`; or several
+            of these, in order. A folder stands for its `.tar` files. They must not be compressed.
 
     Raises:
         FileNotFoundError: a file does not exist, or a folder or pattern has none.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -32,6 +32,7 @@ Rule = Literal["gradnorm", "ratio"]
 class TaskGradients:
     """Base of what needs the gradient of each task: adds up those of the sums of losses."""
 
+    needs_gradients = True
     option: ClassVar[str]  # what the parameters are called among the arguments of a subclass
     method: ClassVar[str]  # what adds a batch is called there
     sets_gradients: ClassVar[bool] = False
@@ -529,3 +530,24 @@ def _trained(parameters: Any, option: str) -> list[torch.nn.Parameter]:
             "FSDP leaves alone."
         )
     return trained
+
+
+# --- for trainers ---------------------------------------------------------------------------------
+
+AnyWeights = TaskWeights | GradNorm | PCGrad
+
+
+def check_task_weights(value: object) -> None:
+    """Raise a `TypeError` unless `value` weighs the losses of tasks, or is None."""
+    remedy = 'Pass `TaskWeights({"chat": 1.0, "code": 0.5})`, or a `GradNorm` or `PCGrad` of some.'
+    check_type("task_weights", value, AnyWeights | None, remedy)
+
+
+def task_names(tasks: AnyWeights, given: Collection[str] | None) -> list[str]:
+    """Return the names that a loader needs; raise a `ValueError` if it was given others."""
+    names = [*tasks.weights]
+    if given and {*given} != {*names}:
+        raise ValueError(
+            f"`tasks` must be those of `task_weights`, {names}, but are {[*given]}. Leave them out."
+        )
+    return names

@@ -38,6 +38,8 @@ class TaskWeights(Mapping[str, float]):
         TypeError, ValueError: a weight is no such number, or a name no string.
     """
 
+    needs_gradients = False
+
     def __init__(self, weights: Mapping[str, float]) -> None:
         check_type("weights", weights, Mapping, 'Pass weights such as {"chat": 1.0, "code": 0.5}.')
         if not weights:
@@ -57,6 +59,17 @@ class TaskWeights(Mapping[str, float]):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._weights})"
+
+    @property
+    def weights(self) -> TaskWeights:
+        """Itself, as `GradNorm.weights` and `PCGrad.weights` are."""
+        return self
+
+    def check_model(self, model: torch.nn.Module) -> None:
+        """Do nothing: weights alone are of no model."""
+
+    def step(self) -> None:
+        """Do nothing: these weights follow no gradients."""
 
     def set(self, weights: Mapping[str, float]) -> None:
         """Change weights, between two optimizer steps and on all ranks alike.

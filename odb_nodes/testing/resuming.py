@@ -25,7 +25,7 @@ _END = "end of epoch"
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeReport:
-    """What `assert_resumes_exactly` went through.
+    """The resumes that `assert_resumes_exactly` has compared.
 
     Attributes:
         steps: items of the uninterrupted run.
@@ -46,7 +46,7 @@ def assert_resumes_exactly(
     horizon: int | None = None,
     chain: int = 3,
 ) -> ResumeReport:
-    """Assert that a graph resumed from any step goes on exactly as the uninterrupted run.
+    """Assert that a graph resumed from any step continues exactly like the uninterrupted run.
 
     Runs the graph once for `epochs` epochs and keeps its state, through `torch.save` and
     `torch.load(weights_only=True)`, before the first item, after each item, and after each end of
@@ -67,7 +67,7 @@ def assert_resumes_exactly(
         chain: resumes in a chain; 0 for none.
 
     Returns:
-        What was gone through.
+        The resumes that were compared.
 
     Raises:
         AssertionError: names the state, the item that differs, and both values; or what a state

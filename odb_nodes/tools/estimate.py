@@ -29,7 +29,7 @@ LOOKED_AT = 512
 
 @dataclass(frozen=True, kw_only=True)
 class EpochEstimate:
-    """What the first epoch of a loader will be like.
+    """An estimate of the first epoch of a loader.
 
     Attributes:
         steps: number of batches of each rank.
@@ -57,7 +57,7 @@ class EpochEstimate:
 
 
 def estimate_epoch(loader: ODBDataLoader, samples: int | None = LOOKED_AT) -> EpochEstimate:
-    """Return what the first epoch of a loader will be like.
+    """Estimate the first epoch of a loader.
 
     Processes some samples in this thread, and plans the steps of all ranks from their lengths. It
     asks no other rank, and leaves loader and random generators as they are.

@@ -32,7 +32,7 @@ _BAR = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What the state of a loader says.
+    """A description of the state of a loader.
 
     Attributes:
         damage: why it is not what was saved; "" where it is.
@@ -64,7 +64,7 @@ class Inspection:
 
 
 def read_inspections(path: Path) -> tuple[str, list[Inspection]]:
-    """Return what a file says, or the files of all ranks in a folder.
+    """Describe the states in a file, or in the files of all ranks in a folder.
 
     Args:
         path: a state file; the folder of a checkpoint; or one of `Checkpoints`, of which the newest
@@ -92,7 +92,7 @@ def read_inspections(path: Path) -> tuple[str, list[Inspection]]:
 
 
 def inspect_state(state: Any, name: str = "the state") -> Inspection:
-    """Return what a state says: that of a `Loader`, or of what holds one.
+    """Describe the state of a `Loader`, or of an object that holds one.
 
     Args:
         state: the state.
@@ -142,7 +142,7 @@ def _inspections(state: Any, name: str) -> Iterator[Inspection]:
 
 
 def misfits(ranks: Sequence[Inspection]) -> list[str]:
-    """Return why the states of all ranks do not belong together; none where they do."""
+    """Return the reasons why the states of all ranks do not fit together."""
     found = [f"rank {rank}: {one.damage}" for rank, one in enumerate(ranks) if one.damage]
     first = ranks[0]
     for rank, one in enumerate(ranks):

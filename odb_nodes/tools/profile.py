@@ -98,7 +98,7 @@ class LengthSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What one way to make batches comes to on some ranks.
+    """Figures of one way to make batches on a number of ranks.
 
     Attributes:
         world_size: number of ranks.
@@ -132,7 +132,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(Shown):
-    """What a dataset is like, and what batches of it come to.
+    """The lengths of a dataset, and figures of its batches.
 
     Attributes:
         about: which table it is of, with its digest.
@@ -238,7 +238,7 @@ def profile(
     seed: int = SimulationOptions.seed,
     **options: Any,
 ) -> Profile:
-    """Return what a dataset is like, and what batches of it come to.
+    """Return the lengths of a dataset, and figures of its batches by each strategy.
 
     Args:
         table: the lengths of its samples. Where these are some of them, the steps are estimates.

@@ -112,7 +112,7 @@ def lognormal_lengths(
 
 
 def budget_code(budget: TokenBudget) -> str:
-    """Return what makes a budget, as a number of tokens where that is all."""
+    """Return the code that makes a budget, or its number of tokens if that is all."""
     default = vars(TokenBudget(budget.tokens))
     given = [f"{name}={one!r}" for name, one in vars(budget).items() if one != default[name]]
     return (

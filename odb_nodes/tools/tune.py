@@ -175,7 +175,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a choice comes to in one epoch. All times are estimates.
+    """Figures of one epoch under a choice. All times are estimates.
 
     Attributes:
         choice: the options.
@@ -257,7 +257,7 @@ def outcome_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning(Shown):
-    """What was tried, and what is best of it.
+    """The choices that were tried, and the best of them.
 
     Attributes:
         about: which table the lengths are of, with its digest.

@@ -84,7 +84,7 @@ class StepImages(PaddingCollate):
 
 @dataclass(frozen=True, kw_only=True)
 class DummyImage:
-    """The smallest image that a model takes, to be put behind the text of a sample.
+    """The smallest image that a model takes, placed after the text of a sample.
 
     It passes through the vision tower, so this rank takes part in that tower's collectives. Its
     tokens come last, where no other token of a causal model sees them, and they are not supervised:

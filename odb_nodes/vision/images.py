@@ -44,7 +44,7 @@ class ImageError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class BadImages:
-    """The treatment of a sample with an image that cannot be used, by reason.
+    """What to do with a sample whose image cannot be used, by reason.
 
     `"error"` raises a `SampleError`, before which nothing is lost. `"skip"` leaves the whole sample
     out of the epoch and counts it in `skipped_samples`, by the name of the field. A file that

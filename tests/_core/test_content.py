@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import zlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from odb_nodes import PerSource, TokenBudget
 from odb_nodes._core.content import array_of_ints, content_digest, flatten_row, tensor_bytes
+from odb_nodes._core.hashing import hash_ints, hash_rows, stable_name
+from odb_nodes.planning.group_costs import BudgetCost
 
 
 def matrix(number, *changed):
@@ -142,3 +146,53 @@ def test_a_list_that_holds_itself_becomes_none():
 def test_rows_and_their_batches_of_one_are_rows(kind):
     assert list(flatten_row("input_ids", kind([3, 4]))) == [3, 4]
     assert list(flatten_row("input_ids", kind([[3, 4]]))) == [3, 4]
+
+
+# --- hashes of integers, and names of callables: what an object declares of itself ---------------
+
+
+INTS = st.integers(-(2**70), 2**70)
+COLUMNS = st.integers(1, 40).flatmap(
+    lambda rows: st.lists(st.lists(INTS, min_size=rows, max_size=rows), min_size=1, max_size=4)
+)
+
+
+def test_golden_hashes():
+    golden = [0, 16294208416658607535, 875356130342922583]
+    assert [hash_ints(), hash_ints(0), hash_ints(1, -2, 2**63)] == golden
+    with pytest.raises(TypeError):
+        hash_rows([1, 2.5])
+
+
+@given(COLUMNS)
+def test_rows_hash_as_their_integers(columns):
+    found = hash_rows(*columns)
+    assert found == [hash_ints(*row) for row in zip(*columns, strict=True)]
+    assert {*map(type, found)} == {int}
+
+
+class Crop:
+    def __init__(self, tokens):
+        self.fingerprint_name = f"Crop({tokens})"
+
+    def __call__(self, item):
+        return item
+
+
+class Plain:
+    __call__ = Crop.__call__
+
+
+@pytest.mark.parametrize(
+    ("named", "name"),
+    [
+        (Crop(5), "Crop(5)"),
+        (partial(Crop(5), 3), "Crop(5)(3)"),
+        (Plain(), "Plain"),
+        (Crop, "Crop"),
+        (PerSource({"a": Crop(3), "b": Plain()}), "PerSource(a=Crop(3), b=Plain)"),
+        (BudgetCost(TokenBudget(64, layout="packed")), "packed_tokens"),
+    ],
+)
+def test_an_object_is_known_by_the_name_that_it_declares_or_its_class(named, name):
+    assert stable_name(named) == name

@@ -49,12 +49,14 @@ SIZES = {
     "one sample each": [1, 1, 1],
     "fewer samples than steps": [2, 120],
 }
-BUDGETS = [
-    TokenBudget(60, pad_to_multiple_of=8),
-    TokenBudget(60, layout="packed", max_samples=3),
-    TokenBudget(60, shapes=5),
-    TokenBudget(60, attention_tokens=30),
-    TokenBudget(60, attention_tokens=30, layout="packed"),
+OPTIONS = [
+    {"accumulate": 1},
+    {"accumulate": 3},
+    {"budget": TokenBudget(60, pad_to_multiple_of=8)},
+    {"budget": TokenBudget(60, layout="packed", max_samples=3)},
+    {"budget": TokenBudget(60, shapes=5)},
+    {"budget": TokenBudget(60, attention_tokens=30)},
+    {"budget": TokenBudget(60, attention_tokens=30, layout="packed")},
 ]
 
 
@@ -101,10 +103,11 @@ def check_infos(items, budget, accumulate):
         start = stop
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_equal_steps_and_every_sample_once(sizes, accumulate):
-    check_aligned(sizes, accumulate=accumulate)
+def test_equal_steps_and_every_sample_once(sizes, options):
+    check_aligned(sizes, **options)
 
 
 @given(
@@ -118,12 +121,6 @@ def test_equal_steps_and_every_sample_once(sizes, accumulate):
 @fewer(3)
 def test_any_shards_and_rounds(sizes, **options):
     check_aligned(sizes, **options)
-
-
-@pytest.mark.parametrize("budget", BUDGETS, ids=str)
-@pytest.mark.parametrize("sizes", [[30, 90], [50, 0]], ids=str)
-def test_groups_of_every_layout(budget, sizes):
-    check_aligned(sizes, budget=budget)
 
 
 def test_one_rank_needs_no_exchange_and_keeps_the_order():

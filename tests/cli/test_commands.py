@@ -332,3 +332,18 @@ def test_sources_have_sizes_and_digests_are_of_the_first_steps(tmp_path, capsys)
 def test_what_is_wrong_has_an_exit_code_of_its_own(tmp_path, capsys, arguments, words):
     assert run("audit", str(tmp_path), *arguments) == 2
     assert words in capsys.readouterr().err
+
+
+def test_parquet_is_read_and_batches_have_a_multiple_of_rows(tmp_path, capsys):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name, lengths in zip("ab", (LENGTHS[:150], LENGTHS[150:]), strict=True):
+        ids = {"input_ids": [[1] * length for length in lengths]}
+        parquet.write_table(pytest.importorskip("pyarrow").table(ids), tmp_path / f"{name}.parquet")
+    options = ["--budget", 4096, "--shapes", 4, "--row-sizes", 4, "--oversize", "drop"]
+    found = []
+    for data in (tmp_path, f"{tmp_path}/{{a,b}}.parquet"):
+        assert run("simulate", data, *options) == 0
+        found.append(cells(capsys.readouterr().out))
+    budget = TokenBudget(4096, shapes=4, row_sizes=4, oversize="drop")
+    figures = simulate(LengthTable.of(LENGTHS), world_size=1, budget=budget).as_row()
+    assert found[0] == found[1] and found[0][0].items() >= figures.items()

@@ -1,10 +1,9 @@
 """Packed, padded and alone, a sample has the same losses in a model of transformers."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.nn.functional import cross_entropy
 
 from odb_nodes import ODBDataLoader, PackedCollate, PaddingCollate, TokenBudget, pop_step_info
@@ -29,7 +28,7 @@ def model(attention):
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=64,
+        max_position_embeddings=1024,
         attn_implementation=attention,
         initializer_range=0.3,  # so that attention is far from uniform
     )
@@ -86,22 +85,6 @@ def test_every_token_has_the_loss_that_it_has_alone(kind, attention):
         torch.testing.assert_close(got[index], losses, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("mask_dtype", [None, torch.float32], ids=["positions", "mask"])
-def test_no_gradient_flows_from_one_sample_to_another(mask_dtype):
-    llama = model("sdpa")
-    batch = PackedCollate(mask_dtype=mask_dtype, pad_to_multiple_of=32)(DATASET[:6])
-    embedded = llama.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
-    bounds = batch["cu_seq_lens_q"].tolist()
-    inputs = {key: value for key, value in batch.items() if key not in ("labels", "id")}
-    logits = llama(inputs_embeds=embedded, **inputs).logits
-    for start, stop in itertools.pairwise(bounds[:7]):
-        (grad,) = torch.autograd.grad(
-            logits[:, start:stop].square().sum(), embedded, retain_graph=True
-        )
-        touched = grad[0].abs().sum(1).nonzero().flatten().tolist()
-        assert touched == list(range(start, stop))
-
-
 def test_with_a_cache_samples_would_see_each_other():
     """Why `use_cache=False` is in the batch: this must fail once transformers needs it no more."""
     llama, batch = model("sdpa"), PackedCollate()(DATASET)
@@ -129,3 +112,59 @@ def test_the_gradient_of_a_step_is_that_of_the_padded_samples(fields):
             gradients.append([parameter.grad.clone() for parameter in llama.parameters()])
         assert info.local_targets == (padded["labels"][:, 1:] != -100).sum()
         torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
+
+
+# --- batches of bounded shapes: a compiled model is compiled for each shape once, and never again -
+
+
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 1, 300), 2, 200).astype(int)
+
+
+def sample(index):
+    ids = np.full(LENGTHS[index], index % 50)
+    return {"input_ids": ids, "labels": ids}
+
+
+def compiled_model(limit):
+    torch.compiler.reset()
+    counters.clear()
+    torch._dynamo.config.recompile_limit = limit
+    return torch.compile(model("sdpa"), backend="eager", dynamic=False, fullgraph=True)
+
+
+@pytest.fixture(autouse=True)
+def restored_limit():
+    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):
+        yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        TokenBudget(512, layout="packed", shapes=1, max_samples=40, pad_to_multiple_of=64),
+        TokenBudget(512, shapes=8, max_samples=16),
+    ],
+    ids=str,
+)
+def test_nothing_is_compiled_again_after_the_warm_up(budget):
+    ladder = budget.shape_ladder()
+    compiled = compiled_model(limit=len(ladder))
+    kind = PackedCollate if budget.layout == "packed" else PaddingCollate
+    collate = kind.of(budget)
+    for _, width in ladder:
+        compiled(**collate([{"input_ids": [0] * width, "labels": [0] * width}])).loss.backward()
+    assert counters["stats"]["unique_graphs"] == len(ladder)
+
+    shapes = set()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        loader = ODBDataLoader(range(300), token_budget=budget, process_fn=sample, window=64)
+        for batch in loader:
+            pop_step_info(batch)
+            shapes.add(tuple(batch["input_ids"].shape))
+            compiled(**batch).loss.backward()
+    assert counters["stats"]["unique_graphs"] == len(ladder)
+    assert shapes <= set(ladder)
+    assert len(shapes) > 3 or budget.layout == "packed"
+    unbounded = ODBDataLoader(range(300), token_budget=512, process_fn=sample, window=64)
+    assert len({tuple(batch["input_ids"].shape) for batch in unbounded}) > 15

@@ -10,8 +10,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.utils.data import IterableDataset
+from torchdata.nodes import BaseNode, Batcher, IterableWrapper, Mapper, Prefetcher, SamplerWrapper
 
-from odb_nodes import EpochNode, IterableSource, LengthObserver
+from odb_nodes import (
+    EpochNode,
+    IterableSource,
+    LengthObserver,
+    Loader,
+    ODBDataLoader,
+    ParallelProcessor,
+    ShardedSampler,
+    SourceMixer,
+    StateError,
+    WindowBucketer,
+)
 from odb_nodes.contract import (
     EpochState,
     NodeState,
@@ -21,6 +34,8 @@ from odb_nodes.contract import (
     copy_state,
     snapshot,
 )
+from odb_nodes.contract.node import take
+from odb_nodes.sample import ItemKey
 from odb_nodes.testing import assert_resumes_exactly
 
 PAGE = Path(__file__).parents[2] / "docs" / "own-nodes.md"
@@ -200,3 +215,205 @@ def test_a_mistake_in_a_node_of_ones_own_is_named_before_a_state_is_out(mistake)
         node = kind(LengthObserver(IterableSource([], 0, 1)), 8)
         node.reset()
         node.state_dict()
+
+
+# --- nodes that do not say where they stand -------------------------------------------------------
+
+
+DATA = [{"input_ids": [1] * (n % 9 + 1)} for n in range(60)]
+
+
+class Forgetful(BaseNode):
+    """A plain node that does not say where it stands."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.state = state
+
+    def reset(self, initial_state=None):
+        super().reset(initial_state)
+        self._items = iter(DATA)
+
+    def next(self):
+        return next(self._items)
+
+    def get_state(self):
+        return self.state
+
+
+class ForgetfulIterable(IterableDataset):
+    def __init__(self, state):
+        self.state = state
+
+    def __iter__(self):
+        return iter(DATA)
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        pass
+
+
+GRAPHS = {
+    "root": lambda node: node,
+    "below ours": LengthObserver,
+    "below a bucketer": lambda node: WindowBucketer(LengthObserver(node), 64, 8),
+    "below a processor": lambda node: ParallelProcessor(node, dict, rank=0, world_size=1),
+    "below a Mapper": lambda node: LengthObserver(Mapper(node, dict)),
+    "below a Batcher": lambda node: Batcher(node, 2),
+    "below a Prefetcher": lambda node: Prefetcher(Mapper(node, dict), 2),
+    "in a mixer": lambda node: SourceMixer({"a": node}, {"a": 1}),
+}
+
+
+@dataclass(kw_only=True)
+class PassingState(NodeState):
+    source: SourceState
+
+
+class Passing(StatefulNode):
+    """A node that asks its source by `state_dict`."""
+
+    STATE = PassingState
+
+    def __init__(self, source):
+        super().__init__()
+        self.source = source
+
+    def save(self):
+        return PassingState(source=self.source.state_dict())
+
+    def next(self):
+        return next(self.source)
+
+
+@dataclass(kw_only=True)
+class ListedState(NodeState):
+    sources: SourceStates
+
+
+class Listed(Passing):
+    """A node with a list of sources, whose states it names."""
+
+    STATE = ListedState
+
+    def __init__(self, source):
+        super().__init__(source)
+        self.sources = [source]
+
+    def begin_epoch(self):
+        self.source.reset(None)
+
+    def save(self):
+        return ListedState(sources={"first": self.sources[0].state_dict()})
+
+
+GRAPHS |= {
+    "below one's own": Passing,
+    "in a list": Listed,
+    "further below": lambda node: Passing(Mapper(node, dict)),
+}
+
+
+@pytest.mark.parametrize("state", [{}, None], ids=str)
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_a_plain_node_without_a_state_is_refused_before_its_items_are_lost(graph, state):
+    named = "`Forgetful`" if graph in ("root", "below a Mapper") else ".*"
+    said = rf"`get_state` of {named} must return where .* returned ({{}}|None).*position"
+    with pytest.raises((TypeError, StateError), match=said):
+        list(Loader(GRAPHS[graph](Forgetful(state))))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda data: ODBDataLoader(data, token_budget=64, window=8),
+        lambda data: Loader(IterableSource(data, 0, 1)),
+        lambda data: Loader(Mapper(IterableWrapper(data), dict)),
+        lambda data: Loader(Mapper(SamplerWrapper(data), dict)),
+    ],
+    ids=["loader", "source", "wrapper", "sampler"],
+)
+@pytest.mark.parametrize("state", [{}, None], ids=str)
+def test_an_iterable_whose_own_state_is_empty_is_refused(make, state):
+    with pytest.raises(TypeError, match="`state_dict` of `ForgetfulIterable` must return"):
+        list(make(ForgetfulIterable(state)))
+
+
+# --- a chunk of items at once: those that single calls of `next` give, also of derived nodes -----
+
+
+class Marked:
+    """What a node may take from a mixin."""
+
+    def next(self):
+        return f"{super().next()}!"
+
+
+class MarkedSampler(Marked, ShardedSampler):
+    pass
+
+
+class MarkedProcessor(ParallelProcessor):
+    def next(self):
+        return f"{super().next()}!"
+
+
+class KeyedProcessor(ParallelProcessor):
+    def item_key(self):
+        key = super().item_key()
+        return ItemKey(key.source, key.key + 1000, key.world_size)
+
+
+class SquareSampler(MarkedSampler):
+    """Defines anew what it hands on at once."""
+
+    def next_chunk(self, count):
+        indices, keys = self._take(count), [None] * count
+        return [index * index for index in indices], keys
+
+
+def sampler(kind=ShardedSampler):
+    return kind(5, False, 0, 0, 1)
+
+
+@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "mark", "first_key"),
+    [(ParallelProcessor, "", 0), (MarkedProcessor, "!", 0), (KeyedProcessor, "", 1000)],
+)
+def test_a_processor_may_be_derived(kind, mark, first_key, together):
+    node, items, keys = kind(sampler(), str), [], []
+    node.reset(None)
+    while len(items) < 5:
+        some, their_keys = take(node, together)
+        items, keys = [*items, *some], keys + [key.key for key in their_keys]
+    assert items == [f"{number}{mark}" for number in range(5)]
+    assert keys == [*range(first_key, first_key + 5)]
+    assert list(kind(sampler(), str)) == items
+
+
+def test_a_chunk_is_taken_where_it_is_defined_beside_or_below_next_and_not_above_it():
+    assert take(sampler(SquareSampler), 3) == ([0, 1, 4], [None] * 3)
+    derived = type("Derived", (MarkedSampler,), {})
+    assert list(ParallelProcessor(sampler(derived), str)) == ["0!", "1!", "2!", "3!", "4!"]
+
+
+@pytest.mark.parametrize(
+    "found, told",
+    [
+        (([], []), "0 and 0 keys"),
+        (([1, 2], [None]), "2 and 1 keys"),
+        (([1, 2, 3], [None] * 3), "must return 1 to 2 items"),
+    ],
+)
+def test_what_is_not_as_declared_is_refused(found, told):
+    class Wrong(ShardedSampler):
+        def next_chunk(self, count):
+            return found
+
+    node = sampler(Wrong)
+    for _ in range(2):  # The items are lost: it stays an error until a reset.
+        with pytest.raises(TypeError, match=rf"`next_chunk` of `Wrong`.*{told}|{told}"):
+            take(node, 2)

@@ -11,12 +11,12 @@ import trainers as t
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from ledgers import check_ledger, rows_of
-from memory_faults import above, fail
+from refusals import refuses
 
-from odb_nodes import Ledger, ODBDataLoader, StateError, load_rank_state, pop_step_info
+from odb_nodes import ODBDataLoader, StateError, load_rank_state, pop_step_info
 from odb_nodes.integrations.accelerate import configure_accelerator
 from odb_nodes.memory import OomGuard
-from odb_nodes.monitor import Monitor, read_run
+from odb_nodes.monitor import Monitor
 
 SIZE = 40
 
@@ -30,48 +30,6 @@ def configured(accumulate=1, window=12, **options):
 
 
 # --- memory ---------------------------------------------------------------------------------------
-
-
-def train_guarded(folder, fails, *, save_at=None, resume=None):
-    """Train by an `OomGuard`, with a model of the accelerator. Returns weights, and its failures.
-
-    Args:
-        fails: which batches run out of memory, see `memory_faults.fail`.
-        save_at: after which step a checkpoint is saved.
-    """
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
-    raw = fail(lm.Mean(), "features", fails, "backward")
-    optimizer = torch.optim.SGD(raw.parameters(), lr=lm.LR, momentum=0.9)
-    job = t.Job(folder=folder, accumulate=3)
-    loader = configure_accelerator(accelerator, job.loader())
-    model, optimizer = accelerator.prepare(raw, optimizer)
-    if resume is not None:
-        accelerator.load_state(resume)
-    guard, step = OomGuard(loader.loader, guard_above=0.0), 0
-    with loader, Ledger(folder / "ledger") as ledger:
-        for _ in range(job.epochs):
-            for guarded in guard:
-                guarded.backward(model, lambda batch: model(**batch)["loss"])
-                optimizer.step()
-                optimizer.zero_grad()
-                for info in guarded.infos:
-                    ledger.record(info)
-                step += 1
-                if step == save_at:
-                    ledger.sync()
-                    accelerator.save_state(folder / "saved", safe_serialization=False)
-    accelerator.free_memory()
-    return lm.weights_of(raw), guard.ooms
-
-
-def test_a_guarded_loop_trains_as_one_whose_memory_suffices(tmp_path):
-    expected, _ = t.train("Accelerate", folder=tmp_path / "whole", accumulate=3)[:2]
-    found, ooms = train_guarded(tmp_path, above(40), save_at=2)
-    assert ooms > 0
-    assert found == pytest.approx(expected, abs=1e-10)
-    resumed, _ = train_guarded(tmp_path, above(40), resume=tmp_path / "saved")
-    assert resumed == pytest.approx(expected, abs=1e-10)
-    check_ledger(tmp_path / "ledger", SIZE, attempts=2)
 
 
 def test_metrics_of_steps_that_a_guard_takes_are_no_figures():
@@ -166,27 +124,15 @@ def test_a_step_is_recorded_before_it_is_saved_and_a_load_is_an_attempt(tmp_path
     check_ledger(folder, SIZE, attempts=2)
 
 
-def test_a_monitor_goes_on_at_the_step_of_a_checkpoint_without_one(tmp_path):
-    accelerator, loader = configured(2)
+def test_a_checkpoint_waits_for_the_monitor(tmp_path):
+    monitor = Monitor(tmp_path / "run", progress=False)
+    accelerator, loader = configured(monitor=monitor)
     with loader:
-        for batch in loader:
-            if pop_step_info(batch).step == 5:
-                accelerator.save_state(tmp_path / "saved")
-                break
-    monitor = Monitor(tmp_path / "run", every=1, progress=False)
-    accelerator, loader = configured(2, monitor=monitor)
-    with loader:
-        accelerator.load_state(tmp_path / "saved")
-        batches = iter(loader)
-        monitor.step(batch := next(batches), pop_step_info(batch))
-        batch = next(batches)
-        with pytest.raises(StateError, match="`monitor.step` must be called for step 7"):
+        batch = next(iter(loader))
+        with pytest.raises(StateError, match="`monitor.step` must be called for step 0"):
             accelerator.save_state(tmp_path / "refused")
         monitor.step(batch, pop_step_info(batch))
-        accelerator.save_state(tmp_path / "again")
-    run = read_run(tmp_path / "run")
-    assert [one["step"] for one in run.steps] == [4]
-    assert run.attempts[0]["resumed_at"] == 3
+        accelerator.save_state(tmp_path / "saved")
 
 
 # --- the loader and its accelerator ---------------------------------------------------------------
@@ -225,9 +171,7 @@ REFUSALS = [
         "`sync_with_dataloader` must be True",
     ),
 ]
-
-
-@pytest.mark.parametrize(("options", "loader", "error", "message"), REFUSALS)
-def test_what_does_not_go_together_is_refused(options, loader, error, message):
-    with pytest.raises(error, match=message):
-        configure_accelerator(Accelerator(cpu=True, **options), loader())
+test_what_does_not_go_together_is_refused = refuses(
+    REFUSALS,
+    lambda options, loader: configure_accelerator(Accelerator(cpu=True, **options), loader()),
+)

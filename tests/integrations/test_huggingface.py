@@ -128,35 +128,19 @@ def test_the_gradient_of_a_model_of_transformers(tmp_path, kind):
     shifts = kind != "encoder-decoder"
     layout = "packed" if kind == "packed decoder" else "padded"
     model = (decoder() if shifts else encoder_decoder()).double()
-    reference = copy.deepcopy(model)
     data = lm.Texts(SIZE)[:]
     if not shifts:  # whose first label is a target
         data = [{**sample, "labels": sample["input_ids"][::2]} for sample in data]
-    errors, batches = [], []
 
-    class Check(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            reference.load_state_dict(model.state_dict())
+    def expect(reference, batches):
+        assert all(("position_ids" in batch) is (layout == "packed") for batch in batches)
+        rows = [row for batch in batches for row in rows_of(batch)]
+        labels = [row["labels"][:, 1:] if shifts else row["labels"] for row in rows]
+        counts = [int((label != -100).sum()) for label in labels]
+        for row, count in zip(rows, counts, strict=True):
+            if count:  # The loss of one sample alone is its mean.
+                (reference(**row).loss * count / sum(counts)).backward()
 
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            reference.zero_grad()
-            rows = [row for batch in batches for row in rows_of(batch)]
-            labels = [row["labels"][:, 1:] if shifts else row["labels"] for row in rows]
-            counts = [int((label != -100).sum()) for label in labels]
-            for row, count in zip(rows, counts, strict=True):
-                if count:  # The loss of one sample alone is its mean.
-                    (reference(**row).loss * count / sum(counts)).backward()
-            expected, found = (lm.gradient_of(one) for one in (reference, model))
-            errors.append((found - expected).norm() / expected.norm())
-            batches.clear()
-
-    def keep(module, args, kwargs):
-        if module.training:
-            keys = {"input_ids", "labels", "attention_mask", "position_ids"} & {*kwargs}
-            assert ("position_ids" in keys) is (layout == "packed")
-            batches.append({key: kwargs[key] for key in keys})
-
-    model.register_forward_pre_hook(keep, with_kwargs=True)
     trainer = (ODBTrainer if shifts else ODBSeq2SeqTrainer)(
         model,
         t.arguments(tmp_path, max_steps=5, gradient_accumulation_steps=3),
@@ -164,10 +148,11 @@ def test_the_gradient_of_a_model_of_transformers(tmp_path, kind):
         data_collator=None if shifts else collate_pairs,
         odb=t.config(token_budget=TokenBudget(64, layout=layout)),
     )
-    trainer.add_callback(Check())
+    keys = ("input_ids", "labels", "attention_mask", "position_ids")
+    check = t.GradientCheck(trainer, expect, *keys)
     trainer.train()
-    assert len(errors) == 5
-    assert max(errors) < 1e-6  # they compute losses in fp32
+    assert len(check.errors) == 5
+    assert max(check.errors) < 1e-6  # they compute losses in fp32
 
 
 def rows_of(batch):
@@ -205,17 +190,6 @@ def test_a_run_of_so_many_steps_goes_on_by_epochs(tmp_path):
     entries, rest = resume(tmp_path, "rest", 4, num_train_epochs=1)
     assert ids_of(entries) == ids_of(entries_of(tmp_path, "whole")[4:])
     assert rest.state.epoch == 1
-
-
-def test_a_second_run_of_a_trainer_begins_anew(tmp_path):
-    trainer = t.make_trainer(tmp_path, num_train_epochs=1, gradient_accumulation_steps=3)
-    trainer.train()
-    first = entries_of(tmp_path)
-    trainer.train()
-    second = entries_of(tmp_path)[len(first) :]
-    for key in ("step", "progress", "ids"):
-        assert [entry[key] for entry in second] == [entry[key] for entry in first]
-    assert lm.check_steps([second], SIZE) < 1e-12
 
 
 def test_a_part_of_an_epoch(tmp_path):
@@ -494,14 +468,6 @@ def test_a_monitor_has_each_step_also_where_the_trainer_logs_few(tmp_path, savin
     if saving:
         found = records(lambda **given: resume(tmp_path, "rest", 1, **given))
         assert found == expected
-
-
-def test_a_monitor_goes_on_at_the_step_of_a_checkpoint_without_one(tmp_path):
-    t.make_trainer(tmp_path, save_steps=4, max_steps=4).train()
-    resume(tmp_path, "resumed", 4, odb={"monitor": str(tmp_path / "monitor")})
-    run = read_run(tmp_path / "monitor")
-    assert run.attempts[0]["resumed_at"] == 4
-    assert run.steps[0]["first_step"] == 5
 
 
 def test_workers_change_nothing(tmp_path):

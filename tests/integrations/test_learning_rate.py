@@ -1,12 +1,8 @@
-from functools import cache
-
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from odb_nodes import ODBDataLoader, TokenBudget
 from odb_nodes.integrations.learning_rate import LrScaling, follow
-from odb_nodes.integrations.step_estimate import estimate_steps
 
 
 def optimizer():
@@ -39,30 +35,3 @@ def test_a_schedule_follows_samples():
         sgd.step()
         scheduler.step()
         assert scheduler.get_last_lr() == [pytest.approx(2 * (1 - done[0]))]
-
-
-@cache
-def epoch(accumulate):
-    """A dataset, and how many steps an epoch of it has."""
-    lengths = torch.distributions.LogNormal(4.0, 0.8)
-    torch.manual_seed(0)
-    dataset = [{"input_ids": [1] * int(n.clamp(2, 900))} for n in lengths.sample((3000,))]
-    loader = ODBDataLoader(dataset, token_budget=2048, window=256, accumulate=accumulate)
-    return dataset, sum(batch["odb_step_info"].ends_optimizer_step for batch in loader)
-
-
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("looked_at, error", [(10_000, 0.03), (256, 0.15)])
-def test_the_estimate_of_steps_is_about_right(accumulate, looked_at, error):
-    dataset, steps = epoch(accumulate)
-    before = torch.get_rng_state()
-    estimate = estimate_steps(
-        dataset,
-        budget=TokenBudget(2048),
-        window=256,
-        accumulate=accumulate,
-        world_size=1,
-        looked_at=looked_at,
-    )
-    assert torch.equal(torch.get_rng_state(), before)
-    assert estimate == pytest.approx(steps, rel=error)

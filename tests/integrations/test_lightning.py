@@ -1,7 +1,7 @@
 """What only Lightning has: hooks that save, counters of its loops, and modules of many kinds."""
 
-import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import language_models as lm
 import pytest
@@ -9,11 +9,15 @@ import torch
 import trainers as t
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.tuner import Tuner
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from odb_nodes import ODBDataLoader, StateError, pop_step_info
 from odb_nodes.integrations.lightning import ODBCallback, ODBDataModule
+from odb_nodes.integrations.lightning.callback import _check_guard
+from odb_nodes.tasks import TaskWeights
 
 pytestmark = [
     pytest.mark.filterwarnings(t.OF_LIGHTNING),
@@ -430,8 +434,7 @@ def test_runs_of_virtual_ranks_move_between_one_rank_and_two(tmp_path):
     assert {epoch for epoch, _, _, step in whole.seen if step in STEPS} == {0, 1}
 
     body = "import test_lightning as l\nr.finish(l.on_two_ranks(sys.argv[1]))"
-    with t.on_ranks(tmp_path, 2, body, str(tmp_path), init=False) as job:
-        ranks = [json.loads(out.splitlines()[-1]) for out in job.finish()]
+    ranks = t.results_of(tmp_path, body, str(tmp_path), init=False)
     for (first, found), (second, _), start in zip(*ranks, (*STEPS, 0), strict=True):
         steps = ids_of_steps([*first, *second])
         assert steps == {step: expected[step] for step in range(start, len(expected))}
@@ -449,3 +452,96 @@ def test_the_gradient_and_the_estimate_of_steps_are_those_of_all_virtual_ranks()
     assert trainer.train_dataloader.loader.options.accumulate == 2
     assert gradient_error(module) <= TOLERANCE
     assert abs(module.estimated - trainer.global_step) <= 2
+
+
+# --- steps that run out of memory -----------------------------------------------------------------
+
+
+class Sharded(t.GuardedModule):
+    """Ranks compute together; one runs out of memory."""
+
+    options = {"timeout_s": 20}  # noqa: RUF012
+
+    def configure_model(self):
+        fully_shard(self.model)
+
+
+def fit_guarded(folder, kind=t.GuardedModule, trainer=(), odb=(), **job):
+    module = kind(t.Job(folder=folder, **{"on_oom": "split", **job}))
+    t.lightning_trainer(ODBCallback(**dict(odb)), **dict(trainer)).fit(module)
+    return module
+
+
+class Forgets(t.GuardedModule):
+    def training_step(self, step, batch_idx):
+        self.optimizers().step()
+
+
+class Starts(t.GuardedModule):
+    """Optimizes automatically."""
+
+    def __init__(self, job):
+        super().__init__(job)
+        self.automatic_optimization = True
+
+
+TASKS = {"task_weights": TaskWeights({"even": 1.0, "odd": 9.0})}
+UNGUARDED = {
+    "tasks": ({"odb": TASKS}, ValueError, "`task_weights` must not be given with an `Oom"),
+    "automatic": ({"kind": Starts}, ValueError, "automatic_optimization = False"),
+    "no backward": ({"kind": Forgets}, RuntimeError, "did not call `step.backward"),
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (FSDPStrategy(), "computes no steps under `FSDPStrategy`"),
+        (object.__new__(DeepSpeedStrategy), "computes no steps under `DeepSpeedStrategy`"),
+        (DDPStrategy(), "`guard_above` of the `OomGuard` must be 0.0 under DDP"),
+    ],
+)
+def test_a_strategy_needs_steps_that_can_be_taken_back(strategy, message):
+    module = SimpleNamespace(automatic_optimization=False)
+    trainer = SimpleNamespace(strategy=strategy, lightning_module=module)
+    with pytest.raises(ValueError, match=message):
+        _check_guard(trainer, SimpleNamespace(guard_above=0.8), None)
+
+
+@pytest.mark.parametrize("name", UNGUARDED)
+def test_what_a_guard_cannot_do_is_refused_by_name(name, tmp_path):
+    options, error, message = UNGUARDED[name]
+    with pytest.raises(error, match=message):
+        fit_guarded(tmp_path, **options)
+
+
+def test_two_ranks_train_as_without_failures(tmp_path):
+    body = """
+        import test_lightning as j
+        given = {"trainer": {"strategy": "ddp", "devices": 2}, "accumulate": 2, "size": 37}
+        runs = [j.fit_guarded("", fails_above=above, **given) for above in (10**9, 25)]
+        found = [[lm.weights_of(one.model).tolist(), one.model.ooms] for one in runs]
+        del runs
+        r.finish(found)
+    """
+    (whole, failing), (other, _) = t.results_of(tmp_path, body, init=False)
+    assert whole[0] == other[0] and whole[1] == 0 < failing[1]
+    assert failing[0] == pytest.approx(whole[0], abs=1e-10)
+
+
+def test_ranks_that_compute_together_train_and_end_together(tmp_path):
+    body = """
+        import test_lightning as j
+        from lightning.pytorch.strategies import ModelParallelStrategy
+        given = {"kind": j.Sharded, "size": 37}
+
+        def ranks():
+            return {"strategy": ModelParallelStrategy(), "devices": 2, "max_epochs": 1}
+
+        print(len(j.fit_guarded("", trainer=ranks(), **given).infos[0].keys) > 0, flush=True)
+        j.fit_guarded("", fails_above=60 + 9 * rank, trainer=ranks(), **given)
+    """
+    with t.on_ranks(tmp_path, 2, body, init=False) as job:
+        results = job.results(150)
+    assert all("True" in out for _, out, _ in results), results
+    assert all(code and "StepMemoryError" in errors for code, _, errors in results), results

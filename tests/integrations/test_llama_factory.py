@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from refusals import refuses
 from torch.utils.data import IterableDataset
 
 from odb_nodes import PackedCollate, TokenBudget
@@ -72,12 +73,9 @@ REFUSED = [
     ({"gradient_accumulation_steps": 0}, "`gradient_accumulation_steps` must be in"),
     ({"neat_packing": "yes"}, "`neat_packing` must be True or False"),
 ]
-
-
-@pytest.mark.parametrize(("changed", "message"), REFUSED)
-def test_what_contradicts_is_refused(changed, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        DynamicBatches.of(*arguments(**changed))
+test_what_contradicts_is_refused = refuses(
+    REFUSED, lambda changed: DynamicBatches.of(*arguments(**changed)), error=(TypeError, ValueError)
+)
 
 
 def test_what_is_missing_given_twice_or_too_small_is_refused():

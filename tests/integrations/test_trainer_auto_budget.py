@@ -1,7 +1,6 @@
 """A `Trainer` that finds its budget trains as one that is given it."""
 
 import gc
-import json
 
 import language_models as lm
 import pytest
@@ -254,14 +253,12 @@ def test_rows_are_padded_as_the_collate_function_pads(tmp_path, place):
 # --- two ranks ------------------------------------------------------------------------------------
 
 
-def on_ranks(folder, body):
-    begin = "from odb_nodes.testing import SavedTensorMeter\nfolder = sys.argv[1]\n"
-    return t.on_ranks(folder, 2, begin + t.dedent(body), str(folder))
-
-
 @pytest.mark.slow
 def test_two_ranks_train_with_the_smallest_budget(tmp_path):
     body = """
+        from odb_nodes.testing import SavedTensorMeter
+        folder = sys.argv[1]
+
         def run(name, resume=None, **odb):
             options = {"num_train_epochs": 1, "gradient_accumulation_steps": 2, "logging_steps": 1}
             options |= {"save_steps": 1, "optim": "adamw_torch"}
@@ -280,8 +277,7 @@ def test_two_ranks_train_with_the_smallest_budget(tmp_path):
         resumed = run("resumed", resume=f"{folder}/auto/checkpoint-1")
         r.finish([[vars(one[0]), *one[1:]] for one in (found, given, resumed)])
     """
-    with on_ranks(tmp_path, body) as job:
-        own, others = (json.loads(out.splitlines()[-1]) for out in job.finish(200))
+    own, others = t.results_of(tmp_path, body, str(tmp_path))
     (found, given, resumed), steps = own, own[0][2]
     assert own == others
     assert found == given and found[:3] == resumed[:3]
@@ -292,14 +288,15 @@ def test_two_ranks_train_with_the_smallest_budget(tmp_path):
 
 
 NO_BUDGET = """
-    meter = SavedTensorMeter((60_000, 6_000)[rank])
-    t.make_trainer(folder, odb={"token_budget": "auto", "memory_meter": meter}).train()
+from odb_nodes.testing import SavedTensorMeter
+meter = SavedTensorMeter((60_000, 6_000)[rank])
+t.make_trainer(sys.argv[1], odb={"token_budget": "auto", "memory_meter": meter}).train()
 """
 
 
 @pytest.mark.slow
 def test_where_one_rank_finds_no_budget_both_end(tmp_path):
-    with on_ranks(tmp_path, NO_BUDGET) as job:
+    with t.on_ranks(tmp_path, 2, NO_BUDGET, str(tmp_path)) as job:
         (_, _, first), (_, _, second) = job.results(100)
     assert "PeerError: rank 1 failed in finding the budget: ShapeTooLargeError" in first
     assert "ShapeTooLargeError: a single row of" in second

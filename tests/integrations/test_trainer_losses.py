@@ -1,17 +1,28 @@
 """What the loss of a batch is a mean over, under a `Trainer`, and how that is found out."""
 
-import copy
-import json
+import itertools
 
 import language_models as lm
 import pytest
 import torch
 import trainers as t
-from transformers import Trainer, TrainerCallback, Wav2Vec2Config, Wav2Vec2ForCTC
+from pictures import model, samples
+from test_huggingface import decoder
+from transformers import (
+    MambaConfig,
+    MambaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
+)
 
+from odb_nodes import TokenBudget
 from odb_nodes.integrations.huggingface import ODBTrainer, ODBTrainerMixin
 from odb_nodes.integrations.huggingface.loss import count_targets
 from odb_nodes.sample import Observation
+from odb_nodes.tasks import TaskWeights
+from odb_nodes.vision import VisionLanguageCollate
 
 SIZE = 40
 SAID = {"loss_is": "sample_mean"}
@@ -167,39 +178,20 @@ def ctc_trainer(folder, reduction, odb=(), **options):
 
 def test_the_mean_of_ctc_is_over_samples(tmp_path):
     trainer = ctc_trainer(tmp_path, "mean", gradient_accumulation_steps=3)
-    model, batches, errors, silent = trainer.model, [], [], []
-    reference = copy.deepcopy(model)
+    silent = []
 
-    class Check(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            reference.load_state_dict(model.state_dict())
-            self.fillers = [step.factor == 0 for step in trainer.odb_run.losses.waiting if step]
+    def expect(reference, batches):
+        rows = sum(len(batch["labels"]) for batch in batches)
+        for batch in batches:
+            silent.append(bool((batch["labels"] == -100).all()))
+            for row in range(len(batch["labels"])):
+                one = {key: value[row : row + 1] for key, value in batch.items()}
+                (reference(**one).loss / rows).backward()
 
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            reference.zero_grad()
-            seen = zip(batches, self.fillers, strict=True)
-            seen = [batch for batch, is_filler in seen if not is_filler]
-            rows = sum(len(batch["labels"]) for batch in seen)
-            for batch in seen:
-                for row in range(len(batch["labels"])):
-                    one = {key: value[row : row + 1] for key, value in batch.items()}
-                    (reference(**one).loss / rows).backward()
-            expected, found = (lm.gradient_of(one) for one in (reference, model))
-            errors.append((found - expected).norm() / expected.norm())
-            batches.clear()
-
-    def keep(module, args, kwargs):
-        if module.training:
-            batches.append(
-                {key: kwargs[key] for key in ("input_values", "attention_mask", "labels")}
-            )
-            silent.append(bool((kwargs["labels"] == -100).all()))
-
-    model.register_forward_pre_hook(keep, with_kwargs=True)
-    trainer.add_callback(Check())
+    check = t.GradientCheck(trainer, expect, "input_values", "attention_mask", "labels")
     trainer.train()
-    assert len(errors) == 5
-    assert max(errors) < 1e-6  # the loss is computed in fp32
+    assert len(check.errors) == 5
+    assert max(check.errors) < 1e-6  # the loss is computed in fp32
     assert any(silent)  # which the model got as they are
 
 
@@ -264,8 +256,7 @@ def errors_of_rank(folder):
 @pytest.mark.slow
 def test_two_ranks_weigh_samples_alike(tmp_path):
     body = "import test_trainer_losses as l\nr.finish(l.errors_of_rank(sys.argv[1]))"
-    with t.on_ranks(tmp_path, 2, body, str(tmp_path)) as job:
-        found = [json.loads(out.splitlines()[-1]) for out in job.finish()]
+    found = t.results_of(tmp_path, body, str(tmp_path))
     assert max(map(max, found)) < 1e-12
 
 
@@ -323,3 +314,67 @@ def test_a_trainer_whose_model_is_gone_trains_again(tmp_path):
     trainer.model = trainer.model_wrapped = None
     trainer.train()
     assert torch.equal(lm.weights_of(trainer.model), first)
+
+
+# --- packed rows: images in them, and models that would mix their samples ------------------------
+
+
+def test_the_gradient_of_packed_images_is_that_of_the_padded_samples(tmp_path):
+    network, data = model().double(), samples(range(24))
+    known = {tuple(sample["input_ids"].tolist()): sample for sample in data}
+
+    def expect(reference, batches):
+        group = []
+        for batch in batches:
+            assert batch["position_ids"].shape[:2] == (4, 1)
+            row, bounds = batch["input_ids"][0].tolist(), batch["cu_seq_lens_q"].tolist()
+            group += [known[tuple(row[a:b])] for a, b in itertools.pairwise(bounds)]
+        batch = VisionLanguageCollate(dummy=None)(group)
+        reference(**{key: batch[key] for key in batch if key != "id"}).loss.backward()
+
+    budget = TokenBudget(300, layout="packed", max_patches=300)
+    trainer = ODBTrainer(
+        network,
+        t.arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2),
+        train_dataset=data,
+        odb=t.config(
+            token_budget=budget,
+            collate_fn=VisionLanguageCollate.of(budget, dummy=None, model=network),
+        ),
+    )
+    check = t.GradientCheck(trainer, expect, "input_ids", "position_ids", "cu_seq_lens_q")
+    trainer.train()
+    assert len(check.of_parameters) == 4
+    assert max(check.of_parameters) < 1e-5  # the loss is computed in fp32
+
+
+TEXTS = [{"input_ids": [*range(2, 6 + n % 9)], "labels": [*range(2, 6 + n % 9)]} for n in range(30)]
+TASKS = {
+    "task_weights": TaskWeights({"a": 1.0}),
+    "observe": lambda sample: Observation(len(sample["input_ids"]), task="a"),
+}
+
+
+def mamba():
+    return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1))
+
+
+@pytest.mark.parametrize(
+    ("make", "mixing"), [(decoder, ""), (mamba, "MambaForC"), (model, "Qwen2VLForC")]
+)
+@pytest.mark.parametrize("odb", [{}, {"loss_is": "token_mean"}, TASKS])
+def test_a_model_that_would_mix_the_samples_of_a_row_does_not_train(make, mixing, odb, tmp_path):
+    network = make()
+    before = lm.weights_of(network)
+    trainer = ODBTrainer(
+        network,
+        t.arguments(tmp_path, max_steps=1),
+        train_dataset=TEXTS,
+        odb=t.config(token_budget=TokenBudget(64, layout="packed"), **odb),
+    )
+    if not mixing:
+        trainer.train()
+        return
+    with pytest.raises(ValueError, match=f"must not see each other, but in a `{mixing}.* they do"):
+        trainer.train()
+    assert torch.equal(lm.weights_of(network), before)

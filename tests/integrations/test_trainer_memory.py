@@ -25,7 +25,6 @@ pytestmark = [
 ]
 
 SIZE = 40
-LOSSES = [("Normalizing", None), ("Averaging", None), ("Plain", lm.sum_over_items)]
 CLOSE = 1e-10
 
 
@@ -113,31 +112,27 @@ def long_texts(size=SIZE):
 # --- one rank -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("accumulate", "place"), [(1, "forward"), (3, "backward")])
-@pytest.mark.parametrize("model, function", LOSSES)
-def test_a_run_is_that_without_failures_whichever_batch_fails(
-    tmp_path, model, function, accumulate, place, sampled
-):
-    options = {"gradient_accumulation_steps": accumulate, "model": model}
-    options |= {"compute_loss_func": function}
-    expected = run(tmp_path / "whole", calls := Calls(), **options)
-    for number in range(0, calls.number, sampled(every=5).get("every", 1)):
-        folder = tmp_path / f"{number}"
-        fails = at_call({number}, least_rows=1)
-        found = run(folder, fails, place, odb={"ledger": folder / "ledger"}, **options)
-        check_equal(found, expected)
-        assert sum(t.logs_of(found[0], "odb/ooms")) == 1
-        check_ledger(folder / "ledger", SIZE, attempts=1, epochs=1)
-
-
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(("accumulate", "layout"), [(1, "packed"), (3, "padded")])
-def test_what_does_not_fit_is_computed_in_parts(tmp_path, accumulate, layout, place):
-    odb = {"token_budget": TokenBudget(64, layout=layout)}
-    options = {"model": PerToken, "gradient_accumulation_steps": accumulate, "odb": odb}
-    expected = run(tmp_path / "whole", **options)
-    found = run(tmp_path / "failing", above(30), place, **options)
+@pytest.mark.parametrize(
+    ("accumulate", "layout", "model", "function"),
+    [
+        (1, "packed", PerToken, None),
+        (3, "padded", "Normalizing", None),
+        (1, "padded", "Averaging", None),
+        (3, "padded", "Plain", lm.sum_over_items),
+    ],
+)
+def test_what_does_not_fit_is_computed_in_parts(
+    tmp_path, accumulate, layout, model, function, place
+):
+    def train(name, fails):
+        odb = {"token_budget": TokenBudget(64, layout=layout), "ledger": tmp_path / name / "ledger"}
+        options = {"model": model, "gradient_accumulation_steps": accumulate, "odb": odb}
+        return run(tmp_path / name, fails, place, compute_loss_func=function, **options)
+
+    expected, found = train("whole", never), train("failing", above(30))
     check_equal(found, expected)
+    check_ledger(tmp_path / "failing" / "ledger", SIZE, attempts=1, epochs=1)
     assert sum(t.logs_of(found[0], "odb/ooms")) > 5
     assert max(t.logs_of(found[0], "odb/parts")) > 1.5
     assert {*t.logs_of(expected[0], "odb/parts")} == {1.0}
@@ -181,49 +176,20 @@ def test_means_of_each_kind_are_weighed_in_parts(tmp_path, loss_is):
     )
 
 
-def test_a_run_that_resumes_after_a_failure_goes_on_alike(tmp_path):
-    options = {"save_steps": 1, "gradient_accumulation_steps": 2}
-    options |= {"odb": {"ledger": tmp_path / "ledger"}}
-    whole, events = run(tmp_path / "run", above(40), **options)
-    for place in (1, len(events.states) - 1):
-        resume = str(tmp_path / "run" / f"checkpoint-{place}")
-        folder = tmp_path / f"from-{place}"
-        found, after = run(folder, above(40), "backward", resume=resume, **options)
-        assert lm.weights_of(found.model) == pytest.approx(lm.weights_of(whole.model), abs=CLOSE)
-        assert after.events[-1] == events.events[-1]
-        assert sum(t.logs_of(found, "odb/ooms")) > 0
-    check_ledger(tmp_path / "ledger", SIZE, attempts=3, epochs=1)
-
-
 @pytest.mark.parametrize("model", ["Normalizing", "Averaging"])
 def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(tmp_path, model):
     odb = {"on_oom": "skip", "ledger": tmp_path / "ledger"}
     options = {"model": model, "gradient_accumulation_steps": 3, "odb": odb}
     trainer, noted = run(tmp_path, above(20), **options)
-    assert worst_error([noted.steps], SIZE) < 1e-12
+    assert lm.check_steps([noted.steps], SIZE, long_texts()) < 1e-12
     before = [torch.tensor(step["before"], dtype=torch.float64) for step in noted.steps]
     ids = [lm.ids_of([step]) for step in noted.steps]
-    losses = [lm.expected_loss(*one) if one[1] else 0.0 for one in zip(before, ids, strict=True)]
+    losses = [lm.expected_loss(*one) for one in zip(before, ids, strict=True)]
     assert t.logs_of(trainer, "loss") == pytest.approx(losses, abs=2e-4)
     report = audit(tmp_path / "ledger", SIZE)
     assert report.ok
     assert f"{len(long_texts())} skipped (out of memory)" in str(report)
     assert sum(t.logs_of(trainer, "odb/samples_per_step")) == SIZE - len(long_texts())
-
-
-def worst_error(of_ranks, size):
-    """How far gradients are off those of one process, where samples of some length are left out."""
-    worst, seen = 0.0, []
-    for step in zip(*of_ranks, strict=True):
-        assert all(entry["gradient"] == step[0]["gradient"] for entry in step)
-        before, found = (
-            torch.tensor(step[0][name], dtype=torch.float64) for name in ("before", "gradient")
-        )
-        seen += (ids := lm.ids_of(step))
-        expected = lm.expected_gradient(before, ids) if ids else torch.zeros_like(found)
-        worst = max(worst, float((found - expected).abs().max()))
-    assert sorted(seen) == sorted({*range(size)} - long_texts(size))
-    return worst
 
 
 def test_after_memory_ran_out_batches_are_smaller(tmp_path):
@@ -342,19 +308,11 @@ def sometimes(share, seed):
     return at_call({number for number in range(1000) if rng.random() < share})
 
 
-def on_ranks(folder, body, **how):
-    """A job of two ranks, which have the names of this module as `j`."""
-    begin = (
-        "import json, test_trainer_memory as j\nfrom memory_faults import above, at_call, never\n"
-    )
-    begin += "how = json.loads(sys.argv[1])\n"
-    how = json.dumps({"folder": str(folder), **how})
-    return t.on_ranks(folder, 2, begin + t.dedent(body), how)
-
-
-def last_lines(job):
-    with job:
-        return [json.loads(out.splitlines()[-1]) for out in job.finish(200)]
+BEGIN = """
+import json, test_trainer_memory as j
+from memory_faults import above, at_call, never
+how = json.loads(sys.argv[1])
+"""
 
 
 @pytest.mark.slow
@@ -376,7 +334,8 @@ def test_two_ranks_train_as_without_failures(tmp_path, model, place):
             del trainer, events
         r.finish(found)
     """
-    for whole, failing in last_lines(on_ranks(tmp_path, body, model=model, place=place)):
+    how = json.dumps({"folder": str(tmp_path), "model": model, "place": place})
+    for whole, failing in t.results_of(tmp_path, BEGIN + t.dedent(body), how):
         assert failing[0] == pytest.approx(whole[0], abs=CLOSE)
         assert failing[1] == pytest.approx(whole[1], abs=2e-4)
         assert failing[3:] == whole[3:]
@@ -387,14 +346,14 @@ def test_two_ranks_train_as_without_failures(tmp_path, model, place):
 
 
 GATHERS = """
-    odb = {"guard_above": 0.0, "timeout_s": 20, "loss_is": "divided"}
-    j.run(how["folder"], kind=j.Gathering, odb=odb)
+odb = {"guard_above": 0.0, "timeout_s": 20, "loss_is": "divided"}
+j.run(how, kind=j.Gathering, odb=odb)
 """
 
 
 @pytest.mark.slow
 def test_a_loss_that_gathers_is_an_error_on_both(tmp_path):
-    with on_ranks(tmp_path, GATHERS) as job:
+    with t.on_ranks(tmp_path, 2, BEGIN + GATHERS, json.dumps(str(tmp_path))) as job:
         results = job.results(100)
     text = "`compute_loss` of `Gathering` gathers from other ranks"
     assert all(code != 0 and text in errors for code, _, errors in results)

@@ -1,7 +1,5 @@
 """Tasks that a trainer weighs: as a loop of one's own weighs them, and alike after a resume."""
 
-import json
-
 import language_models as lm
 import pytest
 import torch
@@ -99,49 +97,6 @@ def run_trainer(folder, name, resume=None, **options):
     trainer = trainer_of(folder, name, **options)
     trainer.train(resume_from_checkpoint=resume)
     return trainer, (lm.weights_of(trainer.model), values_of(trainer.odb.task_weights))
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("name", KINDS)
-def test_a_trainer_weighs_tasks_as_a_loop_does_and_resumes_without_a_difference(
-    tmp_path, name, accumulate
-):
-    options = {"save_steps": 1, "gradient_accumulation_steps": accumulate}
-    trainer, (weights, tasks) = run_trainer(tmp_path, name, **options)
-    expected, expected_tasks = own_loop(name, accumulate)
-    assert weights == pytest.approx(expected, rel=1e-12)
-    assert tasks == pytest.approx(expected_tasks, rel=1e-12)
-    assert (tasks == {"even": 1.0, "odd": 3.0}) == (name != "GradNorm")
-    logged = t.logs_of(trainer, "odb/weight/odd")
-    assert (len({*logged}) > 1) == (name == "GradNorm") and logged
-    for place in (3, trainer.state.global_step - 1):
-        resume = str(tmp_path / f"checkpoint-{place}")
-        _, (found, found_tasks) = run_trainer(tmp_path / "again", name, resume, **options)
-        assert torch.equal(found, weights)
-        assert found_tasks == tasks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-def test_two_ranks_weigh_tasks_as_a_loop_on_two_ranks_and_resume(tmp_path, name):
-    body = """
-        import test_trainer_tasks as j
-        folder, name = sys.argv[1:]
-        options = {"save_steps": 2, "gradient_accumulation_steps": 2}
-        found = [j.own_loop(name, 2)]
-        for resume in (None, folder + "/checkpoint-2"):
-            trainer, result = j.run_trainer(folder, name, resume, **options)
-            found.append(result)
-            del trainer
-        r.finish([[weights.tolist(), tasks] for weights, tasks in found])
-    """
-    with t.on_ranks(tmp_path, 2, body, str(tmp_path), name) as job:
-        one, other = (json.loads(out.splitlines()[-1]) for out in job.finish(200))
-    assert one == other
-    own, whole, resumed = one
-    assert resumed == whole
-    assert whole[0] == pytest.approx(own[0], rel=1e-10)
-    assert whole[1] == pytest.approx(own[1], rel=1e-12)
 
 
 def test_a_trainer_that_exists_evaluates_the_mean_over_tokens(tmp_path):
@@ -308,37 +263,6 @@ def run_lightning(name, accumulate, *callbacks, resume=None, kind=TaskModule, **
     return lm.weights_of(model), values_of(tasks)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("name", KINDS)
-def test_lightning_weighs_tasks_as_a_loop_does_and_resumes_without_a_difference(
-    tmp_path, name, accumulate
-):
-    weights, tasks = run_lightning(name, accumulate, save := t.SaveEach(tmp_path))
-    expected, expected_tasks = own_loop(name, accumulate)
-    assert weights == pytest.approx(expected, rel=1e-12)
-    assert tasks == pytest.approx(expected_tasks, rel=1e-12)
-    for place in range(2, save.number, 5):
-        resume = f"{tmp_path}/{place}.ckpt"
-        found, found_tasks = run_lightning(name, accumulate, resume=resume)
-        assert torch.equal(found, weights)
-        assert found_tasks == tasks
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_two_ranks_of_lightning_weigh_tasks_as_a_loop_on_two_ranks(tmp_path, name):
-    body = """
-        import test_trainer_tasks as j
-        ranks = {"strategy": sys.argv[2], "devices": 2}
-        found = [j.run_lightning(sys.argv[1], 2, **ranks), j.own_loop(sys.argv[1], 2)]
-        r.finish([[weights.tolist(), tasks] for weights, tasks in found])
-    """
-    with t.on_ranks(tmp_path, 2, body, name, "ddp", init=False) as job:
-        one, other = (json.loads(out.splitlines()[-1]) for out in job.finish(200))
-    assert one == other
-    assert one[0][0] == pytest.approx(one[1][0], rel=1e-10)
-    assert one[0][1] == pytest.approx(one[1][1], rel=1e-12)
-
-
 class ShardedTasks(TaskModule):
     def configure_model(self):
         fully_shard(self.model)
@@ -354,23 +278,14 @@ def test_ranks_that_share_parameters_weigh_tasks(tmp_path):
                 whole = [one.full_tensor().flatten() for one in self.model.parameters()]
                 seen.append(torch.cat(whole).tolist())
         ranks = {"strategy": ModelParallelStrategy(), "devices": 2, "kind": Kept}
-        j.lm.weights_of = lambda model: None
+        weights_of, j.lm.weights_of = j.lm.weights_of, lambda model: None
         j.run_lightning("TaskWeights", 2, **ranks)
-        r.finish(seen)
+        j.lm.weights_of = weights_of
+        r.finish([*seen, j.own_loop("TaskWeights", 2)[0].tolist()])
     """
-    with t.on_ranks(tmp_path, 2, body, init=False) as job:
-        one, other = (json.loads(out.splitlines()[-1]) for out in job.finish(200))
-    with t.on_ranks(tmp_path, 2, OWN) as job:
-        (own, _), _ = (json.loads(out.splitlines()[-1]) for out in job.finish(200))
+    one, other = t.results_of(tmp_path, body, init=False)
     assert one == other
-    assert one[0] == pytest.approx(own, rel=1e-10)
-
-
-OWN = """
-import test_trainer_tasks as j
-weights, tasks = j.own_loop("TaskWeights", 2)
-r.finish([weights.tolist(), tasks])
-"""
+    assert one[0] == pytest.approx(one[1], rel=1e-10)
 
 
 def test_a_loss_of_lightning_that_weighs_no_tasks_is_an_error():
@@ -380,3 +295,64 @@ def test_a_loss_of_lightning_that_weighs_no_tasks_is_an_error():
         run_lightning("GradNorm", 1, plugins=MixedPrecision("16-mixed", "cpu"))
     with pytest.raises(ValueError, match="`PCGrad` needs whole gradients .* `ModelParallel"):
         run_lightning("PCGrad", 1, strategy=ModelParallelStrategy())
+
+
+# --- what both keep -------------------------------------------------------------------------------
+
+
+def under_transformers(folder, name, accumulate, resume=None, ranks=1):
+    options = {"save_steps": 1, "gradient_accumulation_steps": accumulate}
+    trainer, found = run_trainer(folder, name, resume, **options)
+    if resume is None:
+        logged = t.logs_of(trainer, "odb/weight/odd")
+        assert (len({*logged}) > 1) == (name == "GradNorm") and logged
+    return found, [f"{folder}/checkpoint-{step + 1}" for step in range(trainer.state.global_step)]
+
+
+def under_lightning(folder, name, accumulate, resume=None, ranks=1):
+    save = t.SaveEach(folder)
+    ranks = {"strategy": "ddp", "devices": ranks} if ranks > 1 else {}
+    found = run_lightning(name, accumulate, save, resume=resume, **ranks)
+    return found, [f"{folder}/{number + 1}.ckpt" for number in range(save.number)]
+
+
+TRAINERS = {"Transformers": under_transformers, "Lightning": under_lightning}
+"""(folder, kind of weights, accumulation) -> weights of the model and tasks, and checkpoints."""
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_tasks_are_weighed_as_a_loop_does_and_resume_without_a_difference(
+    tmp_path, trainer, name, accumulate
+):
+    train = TRAINERS[trainer]
+    (weights, tasks), saved = train(tmp_path / "whole", name, accumulate)
+    expected, expected_tasks = own_loop(name, accumulate)
+    assert weights == pytest.approx(expected, rel=1e-12)
+    assert tasks == pytest.approx(expected_tasks, rel=1e-12)
+    assert (tasks == {"even": 1.0, "odd": 3.0}) == (name != "GradNorm")
+    for path in (saved[2], saved[len(saved) // 2], saved[-2]):
+        (found, found_tasks), _ = train(tmp_path / "again", name, accumulate, path)
+        assert torch.equal(found, weights)
+        assert found_tasks == tasks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_two_ranks_weigh_tasks_as_a_loop_on_two_ranks_and_resume(tmp_path, trainer, name):
+    body = """
+        import test_trainer_tasks as j
+        folder, trainer, name = sys.argv[1:]
+        whole, saved = j.TRAINERS[trainer](folder, name, 2, ranks=2)
+        resumed, _ = j.TRAINERS[trainer](folder + "/again", name, 2, saved[1], ranks=2)
+        found = (j.own_loop(name, 2), whole, resumed)
+        r.finish([[weights.tolist(), tasks] for weights, tasks in found])
+    """
+    one, other = t.results_of(tmp_path, body, str(tmp_path), trainer, name, init=False)
+    assert one == other
+    own, whole, resumed = one
+    assert resumed == whole
+    assert whole[0] == pytest.approx(own[0], rel=1e-10)
+    assert whole[1] == pytest.approx(own[1], rel=1e-12)

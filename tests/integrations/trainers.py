@@ -4,6 +4,7 @@ A `Job` says what is trained. A function of `TRAINERS` trains it as a user would
 `Run`; a line per optimizer step is in a file of each rank, also where the run is killed.
 """
 
+import copy
 import csv
 import gc
 import json
@@ -26,6 +27,7 @@ from accelerate import Accelerator
 from language_models import LR, Texts, read
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from memory_faults import PLACES, fail
 from rank_jobs import RankJob
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
@@ -36,6 +38,7 @@ from odb_nodes.integrations.huggingface import ODBConfig, ODBTrainer
 from odb_nodes.integrations.lightning import ODBCallback, ODBDataModule
 from odb_nodes.integrations.llama_factory import DynamicBatches
 from odb_nodes.integrations.step_estimate import estimate_steps
+from odb_nodes.memory import OomGuard
 from odb_nodes.monitor import Monitor, StepMeter
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -64,6 +67,8 @@ class Job:
         resume: optimizer step of the checkpoint that the run goes on from; 0 begins.
         kill_at: the optimizer step that the process is killed in.
         fail_at: the optimizer step that raises KeyboardInterrupt.
+        on_oom: what a guard does where memory runs out; None for no guard.
+        fails_above: the most tokens of a batch that fits into memory under a guard.
     """
 
     folder: Path
@@ -78,6 +83,8 @@ class Job:
     resume: int = 0
     kill_at: int | None = None
     fail_at: int | None = None
+    on_oom: str | None = None
+    fails_above: int = 1 << 30
 
     @property
     def ledger(self):
@@ -94,8 +101,19 @@ class Job:
         given = {"token_budget": self.token_budget, "window": 12, "round_size": 4}
         return given | {"exclude": self.exclude or None}
 
-    def loader(self):
-        return ODBDataLoader(Texts(self.size), accumulate=self.accumulate, **self.options)
+    def loader(self, **more):
+        return ODBDataLoader(Texts(self.size), accumulate=self.accumulate, **self.options, **more)
+
+    def model(self):
+        """Under a guard, one that is NaN without targets, and counts how often memory ran out."""
+        model = lm.Mean() if self.on_oom is None else lm.Averaging()
+        model.ooms, place = 0, PLACES[self.accumulate > 1]
+
+        def fails(rows, width):
+            model.ooms += rows * width > self.fails_above
+            return rows * width > self.fails_above
+
+        return fail(model, "features", fails, place)
 
     def estimate(self):
         """Optimizer steps of the run, as a loop of one's own learns them ahead."""
@@ -114,6 +132,7 @@ class Run(NamedTuple):
     weights: torch.Tensor
     estimate: int
     logs: list
+    ooms: int
 
 
 class Record:
@@ -138,6 +157,8 @@ class Record:
         """Call after the optimizer has stepped on the batches of `infos`."""
         self.step += 1
         ids, self.model.seen = self.model.seen, []
+        if self.job.on_oom:  # some were tried again, or in parts
+            ids = [[*info.keys] for info in infos]
         self.entry |= {"step": self.step, "epoch": infos[0].epoch, "ids": ids}
         self.entry |= {"fillers": [info.is_filler for info in infos]}
         self.entry |= {"ends": [info.ends_optimizer_step for info in infos]}
@@ -149,12 +170,27 @@ class Record:
 # --- loops of one's own ---------------------------------------------------------------------------
 
 
+def train_guarded(job, model, optimizer, loader, record, save, ledger):
+    """Take the steps of a guard."""
+    guard = OomGuard(loader, job.on_oom, guard_above=0.0)
+    for _ in range(loader.epoch, job.epochs):
+        for step in guard:
+            step.backward(model, lambda batch: model(**batch)["loss"])
+            record.before_step()
+            optimizer.step()
+            optimizer.zero_grad()
+            for info in step.infos:
+                ledger.record(info)
+            ledger.sync()
+            record.after_step(step.infos, save)
+
+
 def plain(job):
     """A loop over `ODBDataLoader`, with DDP and `Checkpoints`."""
     rank, world_size = lm.rank_and_size()
     if world_size > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
-    raw, loader, monitor = lm.Mean(), job.loader(), job.monitor
+    raw, loader, monitor = job.model(), job.loader(), None if job.on_oom else job.monitor
     model = DistributedDataParallel(raw) if world_size > 1 else raw
     optimizer = torch.optim.SGD(raw.parameters(), lr=LR, momentum=0.9)
     parts = {"model": raw, "optimizer": optimizer, "loader": loader}
@@ -173,8 +209,11 @@ def plain(job):
     if job.resume:
         checkpoints(job.resume).load()
     ledger = None if job.ledger is None else Ledger(job.ledger, rank=rank, world_size=world_size)
+    ended = False
     try:
-        for _ in range(loader.epoch, job.epochs):
+        if job.on_oom:
+            train_guarded(job, model, optimizer, loader, record, save, ledger)
+        for _ in range(loader.epoch, 0 if job.on_oom else job.epochs):
             for batch in loader if monitor is None else monitor.watch(loader):
                 infos.append(info := pop_step_info(batch))
                 meter.add(batch, info)
@@ -192,10 +231,6 @@ def plain(job):
                     logs += [meter.take_metrics(torch.clone, "cpu")] if world_size == 1 else []
                     record.after_step(infos, save)
                     infos = []
-    except KeyboardInterrupt:
-        ended = False
-        raise
-    else:
         ended = True
         if monitor is not None:
             monitor.close()
@@ -203,15 +238,16 @@ def plain(job):
         loader.close()
         if ledger is not None:
             ledger.close(ended=ended)
-    return Run(lm.weights_of(raw), job.estimate(), logs)
+    return Run(lm.weights_of(raw), job.estimate(), logs, raw.ooms)
 
 
 def accelerate(job):
     """A loop of Accelerate."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=job.accumulate)
-    raw, monitor = lm.Mean(), job.monitor
+    raw, monitor = job.model(), None if job.on_oom else job.monitor
     optimizer = torch.optim.SGD(raw.parameters(), lr=LR, momentum=0.9)
-    loader = configure_accelerator(accelerator, job.loader(), job.ledger, monitor)
+    ledger = None if job.on_oom else job.ledger
+    loader = configure_accelerator(accelerator, job.loader(), ledger, monitor)
     model, optimizer, loader = accelerator.prepare(raw, optimizer, loader)
     if job.resume:
         accelerator.load_state(job.folder / f"step-{job.resume}")
@@ -220,8 +256,11 @@ def accelerate(job):
     def save(step):
         accelerator.save_state(job.folder / f"step-{step}", safe_serialization=False)
 
+    if job.on_oom:
+        with loader, Ledger(job.ledger) as ledger:
+            train_guarded(job, model, optimizer, loader.loader, record, save, ledger)
     with loader:
-        for _ in range(loader.loader.epoch, job.epochs):
+        for _ in range(loader.loader.epoch, 0 if job.on_oom else job.epochs):
             for batch in loader:
                 infos.append(info := pop_step_info(batch))
                 with accelerator.accumulate(model):
@@ -238,7 +277,7 @@ def accelerate(job):
                     record.after_step(infos, save)
                     infos = []
     accelerator.free_memory()
-    return Run(lm.weights_of(raw), job.estimate(), logs)
+    return Run(lm.weights_of(raw), job.estimate(), logs, raw.ooms)
 
 
 # --- transformers ---------------------------------------------------------------------------------
@@ -258,10 +297,47 @@ class Recorder(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.lr = kwargs["optimizer"].param_groups[0]["lr"]
+        if (guard := self.trainer.odb_run.guard) is not None:
+            self.infos = guard.infos
         self.record.before_step()
 
     def on_step_end(self, args, state, control, **kwargs):
         self.record.after_step(self.infos, lr=self.lr, progress=state.epoch)
+
+
+class GradientCheck(TrainerCallback):
+    """Compares the gradient of each step with that of a copy of the model.
+
+    Args:
+        expect: called with the copy and the batches of the step, without fillers; computes it.
+        keys: the arguments of the model that are kept of a batch.
+    """
+
+    def __init__(self, trainer, expect, *keys):
+        self.trainer, self.expect, self.batches = trainer, expect, []
+        self.errors, self.of_parameters = [], []  # of each step: of all, the largest of any
+        self.reference = copy.deepcopy(trainer.model)
+
+        def keep(module, args, given):
+            if module.training:
+                self.batches.append({key: given[key] for key in keys if key in given})
+
+        trainer.model.register_forward_pre_hook(keep, with_kwargs=True)
+        trainer.add_callback(self)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.reference.load_state_dict(self.trainer.model.state_dict())
+        self.fillers = [step.factor == 0 for step in self.trainer.odb_run.losses.waiting if step]
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        steps, self.batches = zip(self.batches, self.fillers, strict=True), []
+        self.reference.zero_grad()
+        self.expect(self.reference, [batch for batch, is_filler in steps if not is_filler])
+        pairs = zip(self.trainer.model.parameters(), self.reference.parameters(), strict=True)
+        off = [((own.grad - one.grad).norm(), one.grad.norm()) for own, one in pairs]
+        self.of_parameters.append(max((error / norm for error, norm in off if error), default=0.0))
+        whole, norm = torch.tensor(off).norm(dim=0)
+        self.errors.append(float(whole / norm))
 
 
 def arguments(folder, **options):
@@ -312,7 +388,7 @@ def logs_of(trainer, name):
 
 def dynamic_trainer(job, arguments, **recorded):
     odb = config(**job.options, **recorded)
-    return ODBTrainer(lm.Mean(), arguments, train_dataset=Texts(job.size), odb=odb)
+    return ODBTrainer(job.model(), arguments, train_dataset=Texts(job.size), odb=odb)
 
 
 def llama_factory_trainer(job, arguments, **recorded):
@@ -320,7 +396,7 @@ def llama_factory_trainer(job, arguments, **recorded):
     given = {"cutoff_len": min(24, job.token_budget), "stage": "sft"}
     given |= {"gradient_accumulation_steps": job.accumulate}
     batches = DynamicBatches.of(given, token_budget=job.token_budget)
-    trainer = Seq2SeqTrainer(lm.Mean(), arguments, train_dataset=Texts(job.size))
+    trainer = Seq2SeqTrainer(job.model(), arguments, train_dataset=Texts(job.size))
     options = {key: value for key, value in job.options.items() if key != "token_budget"}
     return batches.configure(trainer, **options, **recorded)
 
@@ -331,12 +407,13 @@ def under_trainer(job, make=dynamic_trainer):
     options |= {"logging_steps": 1, "save_steps": job.save_every or 500}
     options |= {"save_strategy": "steps" if job.save_every else "no"}
     recorded = {"ledger": job.ledger, "monitor": job.monitor}
+    recorded |= {"on_oom": job.on_oom, "guard_above": 0.0} if job.on_oom else {}
     trainer = make(job, arguments(job.folder, **options), **recorded)
     trainer.add_callback(recorder := Recorder(trainer, job))
     resume = str(job.folder / f"checkpoint-{job.resume}") if job.resume else None
     trainer.train(resume_from_checkpoint=resume)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return Run(lm.weights_of(trainer.model), recorder.estimate, logs)
+    return Run(lm.weights_of(trainer.model), recorder.estimate, logs, trainer.model.ooms)
 
 
 # --- Lightning ------------------------------------------------------------------------------------
@@ -380,14 +457,39 @@ class Module(LightningModule):
         return list(steps.values())
 
 
+class GuardedModule(Module):
+    """Optimizes by hand: each of its batches is an optimizer step of an `OomGuard`."""
+
+    options = {}  # noqa: RUF012  # of the loader, beside those of the job
+
+    def __init__(self, job):
+        super().__init__()
+        self.job, self.model, self.automatic_optimization = job, job.model(), False
+
+    def training_step(self, step, batch_idx):
+        step.backward(self.trainer.strategy.model, lambda batch: self.model(**batch)["loss"])
+        self.infos = step.infos
+        optimizer = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def on_before_optimizer_step(self, optimizer):
+        """Notes no gradient, which may be in parts, or none."""
+
+    def train_dataloader(self):
+        loader = self.job.loader(**self.options)
+        return self.odb.batches(OomGuard(loader, self.job.on_oom, guard_above=0.0))
+
+
 class RecordingCallback(Callback):
     """Records the steps of a `Module`, and saves; before `ODBCallback` or after it."""
 
     def __init__(self, job, module):
-        self.record, self.module = Record(job, module.model), module
+        self.record, self.module, self.estimate = Record(job, module.model), module, None
 
     def on_train_start(self, trainer, module):
-        self.estimate = trainer.datamodule.estimated_steps()
+        if trainer.datamodule is not None:
+            self.estimate = trainer.datamodule.estimated_steps()
 
     def on_before_optimizer_step(self, *_):
         self.record.before_step()
@@ -423,16 +525,17 @@ def lightning_trainer(*callbacks, **options):
 def under_lightning(job):
     """A `Trainer` of Lightning."""
     rank, world_size = lm.rank_and_size()
-    module = Module()
+    module = GuardedModule(job) if job.on_oom else Module()
     odb = ODBCallback(ledger=job.ledger, monitor=job.monitor)
     callback = RecordingCallback(job, module)
     ranks = {"strategy": "ddp", "devices": world_size} if world_size > 1 else {"devices": 1}
-    options = {"max_epochs": job.epochs, "accumulate_grad_batches": job.accumulate, **ranks}
+    accumulate = 1 if job.on_oom else job.accumulate  # its batches are whole steps
+    options = {"max_epochs": job.epochs, "accumulate_grad_batches": accumulate, **ranks}
     options |= {"logger": CSVLogger(job.folder), "log_every_n_steps": 1}
     callbacks = [callback, odb] if job.accumulate == 1 else [odb, callback]  # who saves first
     trainer = lightning_trainer(*callbacks, **options)
     resume = str(job.folder / f"step-{job.resume}.ckpt") if job.resume else None
-    data = ODBDataModule(Texts(job.size), **job.options)
+    data = None if job.on_oom else ODBDataModule(Texts(job.size), **job.options)
     try:
         trainer.fit(module, datamodule=data, ckpt_path=resume)
     except SystemExit:  # what Lightning makes of an interrupt
@@ -441,7 +544,8 @@ def under_lightning(job):
     if rank == 0:
         with open(trainer.logger.experiment.metrics_file_path) as file:
             logs = [{key: float(row[key] or 0) for key in row} for row in csv.DictReader(file)]
-    return Run(lm.weights_of(module.model), callback.estimate, logs)
+    ooms = module.model.ooms if job.on_oom else 0
+    return Run(lm.weights_of(module.model), callback.estimate, logs, ooms)
 
 
 # --- the registry ---------------------------------------------------------------------------------
@@ -469,6 +573,12 @@ def on_ranks(folder, world_size, body, *args, **options):
     here = str(Path(__file__).parent)
     begin = f"import sys; sys.path.insert(0, {here!r})\nimport language_models as lm, trainers as t"
     return RankJob(folder, f"{begin}\n{dedent(body)}", world_size, *args, warm=WARM, **options)
+
+
+def results_of(folder, body, *args, **options):
+    """What each of two ranks has printed last, as JSON."""
+    with on_ranks(folder, 2, body, *args, **options) as job:
+        return [json.loads(out.splitlines()[-1]) for out in job.finish(200)]
 
 
 def jobs_on_ranks(trainer, world_size, *jobs):

@@ -8,7 +8,7 @@ import pytest
 from ledgers import SIZE, epoch_of, info_of, kind_of, pieces_of, record, write_pieces, write_run
 
 from odb_nodes import Ledger, audit
-from odb_nodes.ledger.records import HEADER, NAME, ROW_BYTES, STEP, preamble
+from odb_nodes.ledger.records import HEADER, NAME, ROW_BYTES, preamble
 
 MUTATIONS = 300
 WORLD_SIZE = 3
@@ -70,17 +70,6 @@ def test_a_change_of_one_record_is_found(intact, tmp_path, mutate, exhaustive):
         assert any(f"rank {rank}: " in text for text in found.problems), (what, found)
         if mutate is changed and what[2] not in (0, HEADER):
             assert [one.epoch for one in found.epochs] == [0, 1]  # what follows is read
-
-
-def test_it_is_said_where(intact, tmp_path):
-    ranks = [list(pieces) for pieces in intact]
-    steps = [at for at, one in enumerate(ranks[1]) if kind_of(one) & ~3 == STEP]
-    del ranks[1][steps[-2]]  # of the last attempt, the last step but one
-    write_pieces(tmp_path, ranks)
-    problems = audit(tmp_path, SIZE).problems
-    text = "rank 1: attempt 4, after epoch 1 step 5: the record of epoch 1 step 7"
-    assert any(text in one for one in problems)
-    assert "rank 1, epoch 1: not recorded: step 6." in problems
 
 
 def test_a_torn_last_record_is_ignored_and_said(tmp_path):

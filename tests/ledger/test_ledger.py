@@ -2,8 +2,6 @@
 
 import errno
 import os
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -249,35 +247,6 @@ def test_a_file_that_is_deleted_is_noticed_and_made_anew(tmp_path, what, syncs):
     with pytest.warns(UserWarning, match="deleted"):
         ledger.close()
     assert not ledger.path.exists()
-
-
-@pytest.mark.slow
-def test_another_process_may_not_write_and_a_real_limit_of_the_file_size_stops_no_run(tmp_path):
-    """The kernel refuses to write more, as on a full disk; and what a living process writes."""
-    body = f"""
-import resource, signal, sys, warnings
-sys.path.insert(0, {os.path.dirname(os.path.dirname(__file__))!r})
-from ledgers import info_of
-from odb_nodes import Ledger
-try:
-    Ledger({str(tmp_path / "held")!r})
-except RuntimeError as error:
-    print(error)
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-ledger = Ledger({str(tmp_path)!r})
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-for step in range(100):
-    ledger.record(info_of(step, [step]))
-ledger.close()
-print("done")
-"""
-    command = [sys.executable, "-c", body]
-    with Ledger(tmp_path / "held"):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.stdout.startswith("another process") and done.stdout.endswith("done\n"), done.stderr
-    assert done.stderr.count("cannot be written") == 1
-    found = audit(tmp_path)
-    assert found.state == "open" and 10 < found.epochs[0].last_step < 60
 
 
 @pytest.mark.slow

@@ -7,10 +7,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from elastic import EXCLUDED, SAMPLES, job, sample, states_at
 from elastic import job as job_of
-from hypothesis import given
-from hypothesis import strategies as st
+from elastic import make, states_at
 
 from odb_nodes import (
     Checkpoints,
@@ -18,7 +16,6 @@ from odb_nodes import (
     ODBDataLoader,
     PeerError,
     StateError,
-    TokenBudget,
     load_rank_state,
     load_state,
     reshard,
@@ -141,16 +138,6 @@ def test_another_run_in_the_same_folder_is_an_error(tmp_path):
 # Other numbers of ranks.
 
 
-class ElasticLoader(ODBDataLoader):
-    """The loader of the states, on one rank."""
-
-    def __init__(self):
-        given = {"token_budget": TokenBudget(80, oversize="drop"), "window": 16, "round_size": 8}
-        super().__init__(
-            range(SAMPLES), process_fn=sample, seed=3, exclude=EXCLUDED, timeout_s=20, **given
-        )
-
-
 class Counter:
     """A part of which the sum over ranks is what matters."""
 
@@ -192,8 +179,8 @@ def test_a_checkpoint_of_another_number_of_ranks_is_resharded_if_all_parts_are(t
         parts["loader"] = states[rank]
         parts["model"]["weight"] += rank * (not equal)
 
-    save_as_two(Job(tmp_path, ElasticLoader()).checkpoints, of_rank)
-    job = Job(tmp_path, ElasticLoader())
+    save_as_two(Job(tmp_path, make(None)).checkpoints, of_rank)
+    job = Job(tmp_path, make(None))
     before = job.loader.state_dict()
     if equal:
         assert job.checkpoints.load() == 3
@@ -309,7 +296,7 @@ def made(parts=None, folder="folder", **options):
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("call", "error", "message"),
     [
         (lambda: made(folder=3), TypeError, "`folder` must be a `str` or "),
         (lambda: made([1]), TypeError, "`parts` must be a `Mapping`"),
@@ -331,9 +318,9 @@ def made(parts=None, folder="folder", **options):
         (lambda: made().save(-1), ValueError, "`step` must be in 0.."),
     ],
 )
-def test_arguments(make, error, message):
+def test_arguments(call, error, message):
     with pytest.raises(error, match=message):
-        make()
+        call()
 
 
 # Which checkpoint all ranks load.
@@ -348,20 +335,10 @@ def test_all_ranks_load_the_newest_that_each_of_them_sees():
     assert choose([ahead, ahead]) == (NAMES[1], NAMES[1])
     assert choose([ahead, behind]) == (NAMES[0], NAMES[1])
     assert choose([behind, behind]) == (NAMES[0], NAMES[0])
+    assert choose([ahead, {NAMES[0]: ALL}]) == choose([{NAMES[0]: ALL}, ahead]) == (*NAMES[:2],)
     assert choose([{}, {}]) == choose([{NAMES[0]: ONE_LACKS}] * 2) == (None, None)
     # Disks that are not shared are noticed.
     assert choose([{NAMES[0]: ONE_LACKS}, {NAMES[0]: OTHER_LACKS}]) == (None, NAMES[0])
-
-
-CONTENTS = st.sets(st.integers(0, 2)).map(lambda missing: Contents(3, tuple(sorted(missing))))
-
-
-@given(st.lists(st.dictionaries(st.sampled_from(NAMES), CONTENTS), min_size=1, max_size=3))
-def test_a_choice_is_complete_for_every_rank(views):
-    name, newest = choose(views)
-    assert name is None or all(view[name].missing == () for view in views)
-    assert name is None or (newest is not None and newest >= name)
-    assert choose(views[::-1]) == (name, newest)
 
 
 # --- checkpoint -----------------------------------------------------------------------------------
@@ -443,7 +420,7 @@ class Holder:
 
 
 def test_another_number_of_ranks_is_resharded(tmp_path, as_rank, caplog):
-    states, saved = states_at(job(3, steps=2), 2), {}
+    states, saved = states_at(job_of(3, steps=2), 2), {}
     for rank, state in enumerate(states):
         as_rank(rank, 3)
         save_rank_state({"loader": state, "step": 2}, tmp_path)

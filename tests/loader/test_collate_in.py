@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from stored_rows import BUDGET, SIZE, WORKERS, Rows, assert_equal, epoch, options, where
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
+    Ledger,
     Mixing,
     ODBDataLoader,
     PaddingCollate,
@@ -35,6 +35,75 @@ from odb_nodes.processing import transport
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import StoredData
 from odb_nodes.testing import assert_resumes_exactly
+
+
+class Rows:
+    """Samples of different lengths: arrays and tensors, small and large, and plain data."""
+
+    def __init__(self, size=160, side=0):
+        self.size, self.side = size, side
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        length = 5 + index * 37 % 60
+        sample = {"input_ids": np.arange(length) + index, "id": f"row {index}"}
+        if self.side:
+            sample["pixels"] = torch.full((self.side, self.side), index, dtype=torch.int32)
+        return sample
+
+
+def where(samples):
+    """A padded batch, and the process that has made it."""
+    ids = [torch.as_tensor(sample["input_ids"]) for sample in samples]
+    batch = {
+        "input_ids": torch.nn.utils.rnn.pad_sequence(ids, batch_first=True),
+        "attention_mask": torch.tensor([len(row) for row in ids]),
+        "ids": [sample.get("id") for sample in samples],
+        "made by": os.getpid(),
+    }
+    if "pixels" in samples[0]:
+        batch["pixels"] = torch.stack([sample["pixels"] for sample in samples])
+    return batch
+
+
+SIZE, BUDGET = 160, 512
+
+
+def options(**given):
+    workers = WorkerOptions(num_workers=2, chunk_size=given.pop("chunk_size", 7), **WORKERS)
+    defaults = {"token_budget": BUDGET, "window": 24, "collate_in": "workers"}
+    return {**defaults, "workers": workers, **given}
+
+
+WORKERS = {"start_method": "fork"}
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.equal(other)
+    return one == other
+
+
+def epoch(dataset, collate_in, **given):
+    """Batches without who has made them, step infos, and states of an epoch."""
+    found = []
+    with ODBDataLoader(dataset, **options(collate_in=collate_in, **given)) as loader:
+        for batch in loader:
+            info = pop_step_info(batch)
+            batch = {key: value for key, value in batch.items() if key != "made by"}
+            found.append((batch, info, loader.state_dict()))
+    return found
+
+
+def assert_equal(one, other):
+    assert len(one) == len(other) > 3
+    for (batch, info, state), (batch2, info2, state2) in zip(one, other, strict=True):
+        assert batch.keys() == batch2.keys()
+        assert all(same(batch[key], batch2[key]) for key in batch)
+        assert (info, state) == (info2, state2)
+
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memfd_create")
 
@@ -431,3 +500,62 @@ def test_a_worker_may_have_few_files_or_none(allow):
     given = {"chunk_size": 1, "worker_init_fn": allow, **WORKERS}
     given = {"workers": WorkerOptions(num_workers=1, **given), "collate_fn": where, "window": 200}
     assert_equal(*(epoch(Rows(300, 150), mode, **given) for mode in ("main", "workers")))
+
+
+# --- the trainer's process calls nothing for each sample, but for groups and chunks --------------
+
+
+GROUPS, TOKENS = 24, 10
+
+
+class Texts:
+    def __init__(self, samples):
+        self._samples = samples
+
+    def __len__(self):
+        return self._samples
+
+    def __getitem__(self, index):
+        ids = np.full(TOKENS, index)
+        return {"input_ids": ids, "labels": ids}
+
+
+def calls_of_an_epoch(of_each, budget, ledger):
+    """Return the calls of Python functions in an epoch of groups of `of_each` samples."""
+    calls = 0
+
+    def count(_frame, event, _argument):
+        nonlocal calls
+        calls += event == "call"
+
+    loader = ODBDataLoader(
+        Texts(GROUPS * of_each),
+        token_budget=budget,
+        window=4 * of_each,
+        workers=WorkerOptions(num_workers=1, chunk_size=4 * of_each),
+        prefetch=0,
+    )
+    with loader, ledger:
+        batches, groups = iter(loader), 0
+        ledger.record(pop_step_info(next(batches)))
+        sys.setprofile(count)
+        try:
+            for batch in batches:
+                ledger.record(pop_step_info(batch))
+                groups += 1
+        finally:
+            sys.setprofile(None)
+    assert groups == GROUPS - 1
+    return calls
+
+
+@pytest.mark.slow  # worker processes
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_no_function_is_called_for_each_sample(layout, tmp_path):
+    few, many = (
+        calls_of_an_epoch(
+            of_each, TokenBudget(of_each * TOKENS, layout=layout), Ledger(tmp_path / str(of_each))
+        )
+        for of_each in (8, 128)
+    )
+    assert (many - few) / (GROUPS * (128 - 8)) < 0.5

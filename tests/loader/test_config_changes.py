@@ -151,6 +151,7 @@ SMALLER = [
     (bucketed, {"tokens": 200}, False, "load with `change_budget=True`"),
     (bucketed, {"tokens": 300}, False, "with `strict=False`"),
     (bucketed, {"tokens": 300}, True, "With `change_budget=True` .* may only become smaller"),
+    (bucketed, {"tokens": 200, "pad_to_multiple_of": 8}, True, "`budget.pad_to_multiple_of` was 1"),
     (partial(bucketed, shapes=4), {"tokens": 200}, True, "With `shapes` a budget cannot"),
 ]
 
@@ -162,6 +163,12 @@ def test_a_smaller_budget_has_an_argument_of_its_own(make, change, change_budget
     with pytest.raises(StateError, match=message) as caught:
         next(iter(loader))
     assert change["tokens"] < 256 or change_budget or "change_budget" not in str(caught.value)
+
+
+def test_a_budget_may_become_smaller_in_samples():
+    loader = Loader(bucketed(max_samples=2))
+    loader.load_state_dict(saved(bucketed()), change_budget=True)
+    assert max(map(len, loader)) == 2
 
 
 @pytest.mark.parametrize("change_budget", [False, True])

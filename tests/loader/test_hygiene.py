@@ -6,12 +6,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 
 import psutil
 import pytest
-from worker_functions import Endless, Program, Texts, dataloader
+from worker_functions import Endless, Program, Texts, dataloader, processor, same
 
-from odb_nodes import Loader, WorkerError
+from odb_nodes import Loader, ODBDataLoader, WorkerError
 from odb_nodes.nodes.read_ahead import ReadAhead
 
 ORPHAN_LIMIT_S = 5.0
@@ -36,6 +37,13 @@ def complaints(errors):
     return [line for line in errors.splitlines() if "samples in the pool before" not in line]
 
 
+def finish_well(program, limit_s=120):
+    """What a program printed until it ended, without a complaint."""
+    code, out, errors = program.finish(limit_s)
+    assert (code, complaints(errors)) == (0, []), errors
+    return out
+
+
 @pytest.fixture
 def run(tmp_path):
     """Starts a program, and ends all that it leaves when the test is over."""
@@ -53,87 +61,59 @@ def run(tmp_path):
 # --- a trainer that is killed ---------------------------------------------------------------------
 
 KILLED = """
-    loaders = {
-        "idle": w.dataloader(w.Texts(), sys.argv[1]),
-        "sleeping": w.dataloader(w.Texts(fault=w.sleep), sys.argv[1]),
-        "computing": w.dataloader(w.Texts(fault=w.compute), sys.argv[1]),
-        "without prefetch": w.dataloader(w.Texts(seconds=0.01), sys.argv[1], prefetch=0),
+    method, *names = sys.argv[1:]
+    def begin(fault=None, seconds=0.0, **options):
+        return iter(w.dataloader(w.Texts(200, seconds, fault), method, **options))
+    def begin_on_a_thread():
+        begun = []
+        thread = threading.Thread(target=lambda: begun.append(make["busy in C"]()))
+        thread.start()
+        thread.join()
+        return begun[0]
+    make = {
+        "idle": begin,
+        "without prefetch": lambda: begin(seconds=0.01, prefetch=0),
+        "writing": lambda: begin(process_fn=w.enlarge, collate_fn=w.keep_ids),
+        "sleeping": lambda: begin(w.sleep),
+        "computing": lambda: begin(w.compute),
+        "busy in C": lambda: begin(w.hold_the_gil, prefetch=0),
+        "busy in C, of a thread that has ended": begin_on_a_thread,
     }
-    loaders = {name: loaders[name] for name in sys.argv[2:]}
-    iterators = {name: iter(loader) for name, loader in loaders.items()}
-    for name in {"idle", "without prefetch"} & {*iterators}:
-        next(iterators[name])
-    time.sleep(0.5)
-    print(sum(len(loader.worker_pids) for loader in loaders.values()), flush=True)
+    iterators = [make[name]() for name in names]
+    threads = [threading.Thread(target=next, args=[one], daemon=True) for one in iterators]
+    for thread in threads:
+        thread.start()
+    for name, thread in zip(names, threads):
+        if name in ("idle", "without prefetch", "writing"):
+            thread.join()
+    time.sleep(1)
+    print("ready", flush=True)
     time.sleep(600)
 """
+DOING = ["idle", "without prefetch", "writing", "sleeping", "computing", "busy in C"]
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
 def test_a_killed_trainer_leaves_no_process(start_method, run, exhaustive):
-    names = ["idle", "sleeping", "computing", "without prefetch"]
+    names = [*DOING, "busy in C, of a thread that has ended"]
     if start_method != "fork" and not exhaustive:  # where each worker imports torch
         names = ["idle", "computing"]
     program = run(KILLED, start_method, *names)
-    assert program.line() == str(2 * len(names))
+    program.line()
     assert len(program.running()) > 2 * len(names)
+    os.kill(program.process.pid, signal.SIGSTOP)  # so that nobody reads what workers write
+    time.sleep(0.5)
     os.kill(program.process.pid, signal.SIGKILL)
     # Those that were started last may still import torch.
     assert_nobody_is_left(program, ORPHAN_LIMIT_S if start_method == "fork" else 30)
 
 
-WRITING = """
-    loader = w.dataloader(w.Texts(), process_fn=w.enlarge, collate_fn=w.keep_ids)
-    next(iter(loader))
-    print("ready", flush=True)
-    for batch in loader:
-        time.sleep(0.01)
-"""
-STARTING = """
-    print("ready", flush=True)
-    next(iter(w.dataloader(w.Texts(), "spawn")))
-"""
-
-
-@pytest.mark.parametrize("body", [WRITING, STARTING], ids=["writing", "starting"])
-def test_a_trainer_killed_while_its_workers_write_or_start_leaves_no_process(body, run):
-    program = run(body)
+def test_a_trainer_killed_while_its_workers_start_leaves_no_process(run):
+    program = run('print("ready", flush=True)\nnext(iter(w.dataloader(w.Texts(), "spawn")))')
     program.line()
-    if body is WRITING:
-        os.kill(program.process.pid, signal.SIGSTOP)  # so that nobody reads what they write
-        time.sleep(0.5)
-    else:
-        wait_until(lambda: len(program.running()) >= 4, 30)  # with the resource tracker
+    wait_until(lambda: len(program.running()) >= 4, 30)  # with the resource tracker
     os.kill(program.process.pid, signal.SIGKILL)
     assert_nobody_is_left(program, 6 * ORPHAN_LIMIT_S)  # those that start first import torch
-
-
-@pytest.mark.parametrize("started_by", ["the main thread", "a thread that has ended"])
-def test_a_killed_trainer_leaves_no_process_that_is_busy_in_c(started_by, run):
-    program = run(
-        """
-        iterators = []
-        def start():
-            iterators.append(iter(w.dataloader(w.Texts(fault=w.hold_the_gil), prefetch=0)))
-        if sys.argv[1] == "the main thread":
-            start()
-        else:
-            thread = threading.Thread(target=start, daemon=True)
-            thread.start()
-            thread.join()
-        threading.Thread(target=next, args=iterators, daemon=True).start()
-        time.sleep(1)
-        print("ready", flush=True)
-        time.sleep(600)
-        """,
-        started_by,
-    )
-    program.line()
-    workers = [psutil.Process(pid) for pid in program.running() if pid != program.process.pid]
-    assert len(workers) == 2
-    assert wait_until(lambda: all(one.cpu_times().user > 0.1 for one in workers))  # at it
-    os.kill(program.process.pid, signal.SIGKILL)
-    assert_nobody_is_left(program)
 
 
 def test_a_process_forked_by_others_keeps_no_worker_alive(run):
@@ -225,22 +205,31 @@ def test_sigterm_to_all_is_handled_by_the_trainer_alone(run):
                 break
         print(len(asked), step, flush=True)
     """)
-    code, out, errors = program.finish(60)
-    assert (code, complaints(errors)) == (0, [])
+    out = finish_well(program)
     assert out.splitlines() == [f"asked {program.process.pid}", "1 20"]
 
 
 # --- a program that just ends ---------------------------------------------------------------------
 
 ENDINGS = """
+    from odb_nodes.nodes.read_ahead import ReadAhead
     ending, start_method = sys.argv[1:]
     if ending == "sigterm handler":
         signal.signal(signal.SIGTERM, lambda *_: None)
     fault = w.SleepFrom(30) if ending == "busy" else None
-    loader = w.dataloader(w.Texts(500, 0.001, fault), start_method)
+    def compute():
+        end, row = time.monotonic() + 1.5, torch.ones(20_000)
+        while time.monotonic() < end:
+            row.add(1)
+    if ending == "inside torch":  # the thread of a loader that nobody holds
+        loader = Loader(ReadAhead(w.Endless(compute), 4))
+    else:
+        loader = w.dataloader(w.Texts(500, 0.001, fault), start_method)
     for step, batch in enumerate(loader):
         if step == 0 and ending != "next epoch":
             break
+    if ending == "inside torch":
+        del loader
     time.sleep(0.5)
     print("done", flush=True)
     if ending == "exception":
@@ -259,6 +248,7 @@ ENDINGS = """
         ("next epoch", "fork"),
         ("exception", "fork"),
         ("sigterm handler", "fork"),
+        ("inside torch", "thread"),
     ],
 )
 def test_a_program_ends_without_close(ending, start_method, run):
@@ -267,51 +257,22 @@ def test_a_program_ends_without_close(ending, start_method, run):
     header = "import tempfile\nfolder = tempfile.TemporaryDirectory()\n"
     program = run(ENDINGS, ending, start_method, header=header * (ending == "sigterm handler"))
     program.line()
-    code, _, errors = program.finish(EXIT_LIMIT_S)
-    said = complaints(errors)
     if ending == "exception":
+        code, _, errors = program.finish(EXIT_LIMIT_S)
+        said = complaints(errors)
         assert (code, said[0][:9], said[-1]) == (1, "Traceback", "ValueError: loss is NaN")
         assert errors.count("Traceback") == 1
     else:
-        assert (code, said) == (0, [])
+        finish_well(program, EXIT_LIMIT_S)
     assert_nobody_is_left(program)
-
-
-def test_a_program_ends_while_the_thread_of_a_forgotten_loader_is_inside_torch(run):
-    program = run("""
-        from odb_nodes.nodes.read_ahead import ReadAhead
-        def compute():
-            end, row = time.monotonic() + 1.5, torch.ones(20_000)
-            while time.monotonic() < end:
-                row.add(1)
-        next(iter(Loader(ReadAhead(w.Endless(compute), 4))))
-        time.sleep(0.2)
-        print("done", flush=True)
-    """)
-    program.line()
-    code, _, errors = program.finish(EXIT_LIMIT_S)
-    assert (code, complaints(errors)) == (0, [])
 
 
 # --- leaks ----------------------------------------------------------------------------------------
 
 EPOCHS = """
-    import psutil
-
-    def held():
-        names = os.listdir("/proc/self/fd")
-        paths = [os.path.join("/proc/self/fd", name) for name in names]
-        files = [(path, os.readlink(path)) for path in paths if os.path.lexists(path)]
-        return {
-            "threads": sorted(thread.name for thread in threading.enumerate()),
-            "processes": [child.pid for child in psutil.Process().children(recursive=True)],
-            "files": files,
-            "native threads": os.listdir("/proc/self/task"),
-            "shared memory": sorted(os.listdir("/dev/shm")),
-        }
-
+    import rank_jobs as r
     start_method, prefetch = sys.argv[1], int(sys.argv[2])
-    before = held()
+    before, shared_memory = r.held(), {*os.listdir("/dev/shm")}
     loader = w.dataloader(w.Texts(100), start_method, prefetch=prefetch)
     steps = set()
     for epoch in range(5):
@@ -320,20 +281,18 @@ EPOCHS = """
             break
     assert len(steps) == 1
     loader.close()
-    def more():
-        return {key: left for key, now in held().items() if (left := {*now} - {*before[key]})}
-
+    after = r.held()
+    assert not {name: after[name] for name in after if after[name] > before[name]}, before
     deadline = time.monotonic() + 5
-    while more() and time.monotonic() < deadline:
-        time.sleep(0.01)  # A thread that was joined is on its way out for another moment.
-    assert not more(), more()
+    while (more := {*os.listdir("/dev/shm")} - shared_memory) and time.monotonic() < deadline:
+        time.sleep(0.1)  # Other programs come and go.
+    assert not more
 """
 
 
 @pytest.mark.parametrize(("start_method", "prefetch"), [("fork", 4), ("fork", 0), ("thread", 4)])
 def test_many_epochs_leave_nothing_behind(start_method, prefetch, run):
-    code, _, errors = run(EPOCHS, start_method, prefetch).finish(120)
-    assert (code, complaints(errors)) == (0, [])
+    finish_well(run(EPOCHS, start_method, prefetch))
 
 
 def own_threads():
@@ -464,5 +423,119 @@ def test_workers_start_while_other_threads_are_busy(run):
             thread.join()
         print(groups == groups[:1] * 6)
     """)
-    code, out, errors = program.finish(100)
-    assert (code, out, complaints(errors)) == (0, "True\n", [])
+    assert finish_well(program) == "True\n"
+
+
+# --- a forked child has a copy of the loader, and owns nothing of what the loader has started ----
+
+
+LIMIT_S = 20
+
+
+def in_child(action):
+    """Run an action in a forked child; return what it returned, or raised, as text."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        signal.alarm(LIMIT_S)  # ends the child: a hang
+        try:
+            try:
+                said = str(action())
+            except Exception:
+                said = traceback.format_exc()
+            os.write(writer, said.encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as answers:
+        said = answers.read().decode()
+    assert os.waitpid(pid, 0)[1] == 0, "the child hung"
+    return said
+
+
+def first_ids(batches):
+    return [int(row[0]) for batch in batches for row in batch["input_ids"]]
+
+
+def forget(loader, iterator):
+    del loader, iterator
+    gc.collect()
+
+
+@pytest.mark.parametrize(("method", "prefetch"), [("fork", 4), ("fork", 0), ("thread", 4)])
+def test_a_forked_child_is_told_to_make_a_loader_of_its_own_and_disturbs_nothing(method, prefetch):
+    with dataloader(Texts(), method, prefetch=prefetch) as loader:
+        iterator = iter(loader)
+        first = next(iterator)
+        for action in (lambda: next(iterator), lambda: iter(loader), loader.state_dict):
+            said = in_child(action)
+            assert f"WorkerError: this loader was started in process {os.getpid()}; " in said
+            assert "Make a loader of its own in the child process." in said
+        assert in_child(loader.close) == in_child(lambda: forget(loader, iterator)) == "None"
+        assert sorted(first_ids([first, *iterator])) == list(range(200))
+
+
+def test_a_node_that_a_child_closes_goes_on_in_its_parent():
+    node = processor(same, num_workers=2, chunk_size=4)
+    node.reset(None)
+    first = next(node)
+
+    def again():
+        with pytest.raises(WorkerError, match="Make a loader of its own"):
+            node.reset(None)
+        node.close()
+        node.reset(None)  # with workers of its own
+        try:
+            return len(list(node))
+        finally:
+            node.close()
+
+    assert in_child(again) == "50"
+    assert len([first, *node]) == 50
+    node.close()
+
+
+def test_a_loader_without_threads_or_that_was_not_begun_goes_on_in_a_child():
+    loader = ODBDataLoader(Texts(), token_budget=64, window=12, prefetch=0)
+    iterator = iter(loader)
+    next(iterator)
+    there = in_child(lambda: first_ids(iterator))
+    assert there == str(first_ids(iterator))
+    with dataloader(Texts()) as loader:
+        assert in_child(lambda: (len(first_ids(loader)), loader.close())[0]) == "200"
+        assert len(first_ids(loader)) == 200
+
+
+@pytest.mark.parametrize("method", ["fork", "thread"])
+def test_a_child_that_ends_by_sys_exit_disturbs_nobody(method, tmp_path):
+    body = """
+        loader = w.dataloader(w.Texts(), sys.argv[1])
+        iterator = iter(loader)
+        next(iterator)
+        if (pid := os.fork()) == 0:
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        print(sum(1 for _ in iterator) > 10)
+    """
+    with Program(tmp_path, body, method) as program:
+        assert program.finish(60) == (0, "True\n", "")
+
+
+def fork_once(index):
+    """Leave a child behind that goes on as if it were the worker."""
+    if index == 7:
+        os.fork()
+    return {"input_ids": [index + 1]}
+
+
+def test_a_child_that_processing_has_forked_ends_and_takes_nothing():
+    data = list(range(100))
+    options = {"process_fn": fork_once, "shuffle": False, "window": 8, "num_workers": 1}
+    with ODBDataLoader(data, token_budget=10, **options) as loader:
+        first_ids = [int(i) for batch in loader for i in batch["input_ids"].flatten()]
+        (worker,) = loader.worker_pids
+        (child,) = psutil.Process(worker).children()
+        deadline = time.monotonic() + LIMIT_S
+        while child.status() != psutil.STATUS_ZOMBIE:  # which the worker does not reap
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert sorted(first_ids) == [index + 1 for index in data]

@@ -1,5 +1,6 @@
 """Every sample has a key, which is in the step that it is in, or in what was left out."""
 
+import json
 import random
 from collections import Counter
 
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from aligned_ranks import on_ranks
-from torchdata.nodes import IterableWrapper, Unbatcher
+from torchdata.nodes import IterableWrapper, Mapper, ParallelMapper, Prefetcher, Unbatcher
+from worker_functions import SkipSome
 
 from odb_nodes import (
     GroupCollator,
@@ -16,27 +18,36 @@ from odb_nodes import (
     JsonlSource,
     LengthObserver,
     Loader,
+    Mixing,
     Observation,
     ODBDataLoader,
     ParallelProcessor,
     PerSource,
     RankAligner,
+    Sample,
+    SampleError,
     ShardedSampler,
     Skipped,
+    SourceItem,
     SourceMixer,
+    StateError,
     TokenBudget,
     WeightedSampler,
     WindowBucketer,
     pop_step_info,
 )
 from odb_nodes.contract import EpochNode, EpochState
+from odb_nodes.nodes.exclusions import ExcludedKeys
 
 BUDGET = TokenBudget(64, oversize="drop")
 SKIPPED = [(n, "", "seventeenth") for n in range(5, 120, 17)]
 DROPPED = [(n, "", "dropped") for n in (40, 41, 80)]
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*(Further ones|were skipped)", "ignore:`weights` are not given", "ignore:.*not emitted"
+    "ignore:.* (is|were) (skipped|dropped)",
+    "ignore:.*Further ones",
+    "ignore:`weights` are not given",
+    "ignore:.*not emitted",
 )
 
 
@@ -224,3 +235,230 @@ def test_a_sample_that_comes_twice_in_an_epoch_is_drawn_anew():
     of_a = [number for routed, number in everything if routed.source == "a"]
     assert len(of_a) == len({*of_a}) > 10
     assert len({number for _, number in everything}) == len(everything)  # nor are they shared
+
+
+# --- samples are left out by their keys: what the resume machine does not see of it --------------
+
+
+SIZE = 72
+
+
+def loader_of(data=range(SIZE), **options):
+    return ODBDataLoader(
+        data, **{"token_budget": BUDGET, "window": 8, "process_fn": text, **options}
+    )
+
+
+def taken(loader):
+    return [pop_step_info(batch) for batch in loader]
+
+
+def keys_of(steps):
+    return [key for info in steps for key in info.keys]
+
+
+def excluded_in(steps):
+    return [one.key for info in steps for one in info.left_out if one.reason == "excluded"]
+
+
+def alone(exclude=None, above=lambda node: node):
+    node = LengthObserver(ParallelProcessor(ShardedSampler(SIZE), text))
+    return Loader(above(GroupCollator(WindowBucketer(node, BUDGET, 8, exclude=exclude))))
+
+
+@pytest.mark.parametrize(
+    "above",
+    [
+        lambda node: Prefetcher(node, 3, snapshot_frequency=2),
+        lambda node: ParallelMapper(node, dict, 1, prebatch=2),
+    ],
+)
+def test_a_node_that_takes_batches_once_more_is_refused_above(above):
+    alone(None, above=above)
+    with pytest.raises(ValueError, match="`exclude` must be empty below a `.*` that takes items"):
+        alone({3}, above=above)
+
+
+def test_a_node_between_pool_and_aligner_may_hold_samples():
+    def graph(exclude=None):
+        node = LengthObserver(ParallelProcessor(ShardedSampler(SIZE), text))
+        bucketer = WindowBucketer(node, BUDGET, 8, exclude=exclude)
+        return Loader(GroupCollator(RankAligner(Prefetcher(bucketer, 2), accumulate=2)))
+
+    assert 3 not in keys_of(taken(graph([3])))
+    it = iter(loader := graph())
+    for _ in range(4):
+        next(it)
+    resumed = graph([3])
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.raises(StateError, match="its source must be the `WindowBucketer` itself"):
+        iter(resumed)
+    list(it)
+    resumed.load_state_dict(loader.state_dict())
+    assert 3 not in keys_of(taken(resumed))
+
+
+# --- the loader -----------------------------------------------------------------------------------
+
+
+def test_a_loader_counts_them_and_keeps_them_in_its_state():
+    excluded = [*range(3, SIZE, 9)]
+    loader = loader_of(exclude=excluded)
+    next(iter(loader))
+    state = loader.state_dict()
+    loader = loader_of()
+    loader.load_state_dict(state)
+    taken(loader)
+    for _ in range(2):
+        assert sorted(excluded_in(taken(loader))) == excluded
+        assert loader.excluded_samples == len(excluded)
+
+
+def test_of_a_mixture_those_of_one_source_go_however_often_they_come():
+    data = {"long": range(60), "short": range(7)}
+    steps = taken(loader_of(data, weights=Mixing(stop="cycle"), exclude={"short": [3]}))
+    rows = Counter(pair for info in steps for pair in zip(info.row_sources, info.keys, strict=True))
+    assert rows["short", 4] > 3
+    assert rows["long", 3] == 1
+    assert not rows["short", 3]
+    assert {*excluded_in(steps)} == {3}
+    assert abs(len(excluded_in(steps)) - rows["short", 4]) <= 1
+
+
+def test_a_file_names_keys_and_sources(tmp_path):
+    path = tmp_path / "exclude.jsonl"
+    lines = [17, {"source": "ocr", "key": 4, "reason": "NaN"}, {"key": 2**63 - 1}]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    expected = ExcludedKeys({"": [17, 2**63 - 1], "ocr": [4]})
+    for given in (path, str(path), expected, {"": iter([17, 2**63 - 1]), "ocr": {4}}):
+        assert ExcludedKeys.of(given) == expected
+    assert ExcludedKeys.from_state(expected.to_state()) == expected
+    with pytest.warns(UserWarning, match="keys of source 'ocr', but `dataset` is no dict"):
+        assert 17 not in keys_of(taken(loader_of(exclude=path)))
+    path.write_text("\ufeff17\n" + json.dumps({"key": 4, "note": "a\u2028b"}, ensure_ascii=False))
+    assert ExcludedKeys.of(path) == ExcludedKeys({"": [17, 4]})
+
+
+REFUSALS = [
+    (3, TypeError, "`exclude` must be integers, a mapping"),
+    (b"x", TypeError, "`exclude` must be integers"),
+    ([1, "x"], TypeError, r"`exclude\[1\]` must be an integer, but is 'x'"),
+    ([True], TypeError, r"`exclude\[0\]` must be an integer, but is True"),
+    ([-1], ValueError, r"`exclude\[0\]` must be in 0\.\.\d+, but is -1"),
+    ([2**63], ValueError, r"`exclude\[0\]` must be in 0"),
+    ({"ocr": [1.5]}, TypeError, r"`exclude\['ocr'\]\[0\]` must be an integer"),
+    ({"ocr": 3}, TypeError, r"`exclude\['ocr'\]` must be integers"),
+    ({3: [1]}, TypeError, "a source in `exclude` must be a string"),
+    ("not-there.jsonl", ValueError, "'not-there.jsonl' cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("exclude", "error", "rule"), REFUSALS)
+def test_what_is_not_valid_is_named(exclude, error, rule):
+    for make in (lambda: loader_of(exclude=exclude), lambda: alone(exclude)):
+        with pytest.raises(error, match=rule):
+            make()
+
+
+@pytest.mark.parametrize("exclude", [[3], {"A": [3]}])
+def test_keys_of_a_source_that_there_is_not_are_an_error(exclude):
+    with pytest.raises(ValueError, match="`exclude` has keys of source .*, but the sources are"):
+        loader_of({"a": range(9), "b": range(9)}, exclude=exclude)
+
+
+@pytest.mark.parametrize(
+    "line", ["x", '"x"', "1.5", "-1", "true", "{}", '{"key": "3"}', '{"source": 3, "key": 3}']
+)
+def test_a_line_that_is_not_valid_is_named(tmp_path, line):
+    path = tmp_path / "exclude.jsonl"
+    path.write_text(f"3\n\n{line}\n4\n")
+    with pytest.raises(ValueError, match=r"^`exclude`, line 3 of '.*exclude.jsonl': must be a key"):
+        loader_of(exclude=path)
+
+
+def test_an_epoch_of_which_nothing_is_left_says_why():
+    with pytest.raises(SampleError, match=f"`exclude` leaves out {SIZE} samples"):
+        taken(loader_of(exclude=range(SIZE)))
+    with pytest.raises(SampleError, match="all 4 samples of the epoch were left out: .*skipped"):
+        taken(loader_of(exclude=set(range(SIZE)) - set(range(5, SIZE, 17))))
+
+
+# --- what ranks must do alike ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 5])
+def test_ranks_that_exclude_other_keys_are_an_error_on_all(steps):
+    def run(exchange):
+        loader = loader_of(process_group=exchange)
+        for _ in zip(range(steps), loader, strict=False):
+            pass
+        other = loader_of(process_group=exchange, exclude=range(3 + exchange.rank))
+        other.load_state_dict(loader.state_dict())
+        with pytest.raises(StateError) as caught:
+            taken(other)
+        return str(caught.value)
+
+    for message in on_ranks(2, run):
+        assert '`exclude` is "[0, 1, 2]" on rank 0, "[0, 1, 2, 3]" on rank 1' in message
+    assert repr(ExcludedKeys({"": range(9)})) != repr(ExcludedKeys({"": [*range(8), 9]}))
+
+
+# --- samples that processing skips: left out in order, counted by reason, exact after a resume ---
+
+
+def skipping(**options):
+    return loader_of(process_fn=SkipSome(**options), shuffle=False)
+
+
+def test_the_first_of_each_reason_is_shown():
+    with pytest.warns(UserWarning) as caught:
+        taken(skipping())
+    shown = [str(one.message) for one in caught if "is skipped" in str(one.message)]
+    assert [text.partition(". Further")[0] for text in shown] == [
+        "sample 0 of the epoch (key 0) is skipped (missing): no file for 0",
+        "sample 3 of the epoch (key 3) is skipped (corrupt): cannot read 3",
+    ]
+
+
+def test_data_that_was_mended_or_lost_between_save_and_resume():
+    next(iter(loader := skipping()))
+    lost, mended = skipping(also=range(SIZE)), skipping(never=True)
+    for one in (lost, mended):
+        one.load_state_dict(loader.state_dict())
+    with pytest.raises(StateError, match="is skipped now .lost.: gone"):
+        next(iter(lost))
+    # What was skipped stays so, what comes later is good: nothing twice.
+    rest = keys_of(taken(mended))
+    assert len(rest) == len({*rest})
+    taken(loader)
+    assert 0 < sum(mended.skipped_samples.values()) < sum(loader.skipped_samples.values())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("make_source", [ShardedSampler, IterableSource, IterableWrapper])
+def test_a_planned_sample_that_is_skipped_now_is_an_error_that_names_it(make_source, strict):
+    """Steps count it, so that also `strict=False` cannot do without it."""
+
+    def make(**options):
+        process_fn, source = SkipSome(**options), make_source(range(90))
+        has_keys = make_source is not IterableWrapper  # a node that knows nothing of them
+        node = (ParallelProcessor if has_keys else Mapper)(source, process_fn)
+        return Loader(RankAligner(WindowBucketer(LengthObserver(node), 64, 8), round_size=8))
+
+    it = iter(loader := make())
+    for _ in range(15):  # to within the third round
+        next(it)
+    state = loader.state_dict()
+    key = next(it).samples[0].data["id"]
+    resumed = make(also=[key])
+    resumed.load_state_dict(state, strict=strict)
+    message = rf"RankAligner cannot.* {key}\b.* was good .*skipped now .lost.: gone"
+    with pytest.raises(StateError, match=message):
+        iter(resumed)
+
+
+def test_nodes_pass_a_skipped_sample_on():
+    items = [Skipped("a"), SourceItem("x", Skipped("b")), SourceItem("x", {"input_ids": [1]})]
+    observed = list(Loader(LengthObserver(IterableWrapper(items))))
+    skipped = Skipped("b", source="x")
+    assert observed == [Skipped("a"), skipped, Sample({"input_ids": [1]}, 1, 0, 0, "x", "tokens")]

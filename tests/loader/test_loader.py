@@ -7,6 +7,7 @@ from itertools import islice
 
 import pytest
 import torch
+from graphs import ABOVE, BELOW, make
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling import fewer
@@ -24,6 +25,7 @@ from torchdata.nodes import (
 from torchdata.nodes import Loader as StockLoader
 
 from odb_nodes import LengthObserver, Loader, SampleError, ShardedSampler, StateError
+from odb_nodes.testing import assert_resumes_exactly
 
 
 class Numbers(BaseNode):
@@ -628,3 +630,24 @@ def test_a_second_thread_is_an_error_while_one_takes_an_item_and_disturbs_nothin
     thread.join(30)
     assert items + list(iterator) == epoch(0)  # They may take turns.
     loader.close()
+
+
+# --- graphs of nodes of torchdata resume exactly --------------------------------------------------
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("state", ["replay", "payload"])
+@pytest.mark.parametrize("below", BELOW)
+def test_every_step_of_three_epochs_over_every_source(below, state, exhaustive, sampled):
+    if below == "ParallelMapper-process" and not exhaustive:
+        pytest.skip("torchdata forks while its reader thread runs: now and then a worker hangs")
+    options = sampled(every=7, horizon=12, chain=1)
+    report = assert_resumes_exactly(lambda: make(below, state), epochs=3, **options)
+    assert report.steps > 40
+
+
+@pytest.mark.parametrize("above", ABOVE)
+def test_every_step_of_three_epochs_under_every_node(above, sampled):
+    assert_resumes_exactly(
+        lambda: make("Mapper", above=above), epochs=3, **sampled(every=7, horizon=12, chain=1)
+    )

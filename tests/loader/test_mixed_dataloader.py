@@ -1,61 +1,58 @@
 """Several datasets in one `ODBDataLoader`: by weight, each with processing of its own."""
 
+import json
 from collections import Counter
 
 import numpy as np
 import pytest
-from mixed_sources import (
-    FUNCTIONS,
-    WEIGHTS,
-    chat,
-    encode,
-    make,
-    mixture,
-    ocr,
-    rows,
-    write_chats,
-)
+from aligned_ranks import TIMEOUT_S, on_ranks
+from torch.utils.data import IterableDataset
 
 from odb_nodes import (
+    GroupCollator,
     IterableSource,
     JsonlSource,
     LengthObserver,
+    Loader,
     Mixing,
     Observation,
     ODBDataLoader,
+    PeerError,
     SampleError,
+    ShardedSampler,
+    SourceMixer,
+    StateError,
     TokenBudget,
+    WeightSchedule,
     WindowBucketer,
-    WorkerOptions,
     pop_step_info,
 )
 
 
+def encode(text):
+    ids = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+    return {"input_ids": ids, "labels": ids}
+
+
+class Scans(IterableDataset):
+    def __iter__(self):
+        return ((n, "scan " * (n % 7 + 1)) for n in range(16))
+
+
 @pytest.fixture
-def datasets(tmp_path):
-    chats = write_chats(tmp_path / "chats.jsonl")
-    return lambda: mixture(chats)
+def chats(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"text": f"since {n}"}) + "\n" for n in range(20)))
+    return path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("by", ["samples", "tokens"])
-def test_random_templates_are_those_of_any_number_of_workers(datasets, by):
-    mixing = Mixing(weights=WEIGHTS, by=by)
-    inline = make(datasets, weights=mixing)
-    expected = [rows(inline), rows(inline)]
-    assert expected[0] != expected[1]
-    workers = WorkerOptions(num_workers=2, chunk_size=4)
-    with make(datasets, weights=mixing, workers=workers) as parallel:
-        assert [rows(parallel), rows(parallel)] == expected
-
-
-def test_the_length_of_an_epoch_is_known_where_that_of_each_dataset_is(datasets):
+def test_the_length_of_an_epoch_is_known_where_that_of_each_dataset_is():
     sized = {"a": [1] * 30, "b": [1] * 12}
-    assert make(lambda: sized, weights=None, process_fn=None).num_samples == 42
+    assert ODBDataLoader(sized, token_budget=9).num_samples == 42
     with pytest.raises(TypeError):
-        _ = make(datasets).num_samples
+        _ = ODBDataLoader({**sized, "c": Scans()}, token_budget=9).num_samples
     with pytest.raises(TypeError, match='where `stop` is "cycle"'):
-        _ = make(lambda: sized, weights=Mixing(stop="cycle"), process_fn=None).num_samples
+        _ = ODBDataLoader(sized, token_budget=9, weights=Mixing(stop="cycle")).num_samples
 
 
 class Chats(JsonlSource):
@@ -65,16 +62,15 @@ class Chats(JsonlSource):
         super().__init__(folder / "chats.jsonl")
 
 
-def test_a_source_may_be_in_many_loaders_and_under_many_names(tmp_path):
-    file = JsonlSource(write_chats(tmp_path / "chats.jsonl", 20))
-    given = {"token_budget": 400, "window": 8, "process_fn": chat}
-    for data, size in (({"a": file, "b": file}, 40), (file, 20), (Chats(folder=tmp_path), 20)):
-        loaders = [ODBDataLoader(data, **given) for _ in range(2)]
-        both = [
-            [pop_step_info(batch) for batch in batches] for batches in zip(*loaders, strict=True)
-        ]
-        assert sum(info.local_samples for info, _ in both) == size
-        assert all(one == other for one, other in both)
+def test_a_source_may_be_in_many_loaders_and_under_many_names(chats):
+    file = JsonlSource(chats)
+    given = {"token_budget": 400, "window": 8, "process_fn": lambda record: encode(record["text"])}
+    for data, size in (({"a": file, "b": file}, 40), (file, 20), (Chats(folder=chats.parent), 20)):
+        one, other = (
+            [pop_step_info(batch) for batch in ODBDataLoader(data, **given)] for _ in range(2)
+        )
+        assert sum(info.local_samples for info in one) == size
+        assert one == other
 
 
 def test_each_source_has_an_order_of_its_own():
@@ -127,54 +123,40 @@ def no_labels(text):
     return {"input_ids": encode(text)["input_ids"], "id": text}
 
 
-def broken_ocr(pair):
-    if pair[0][0] == 7:
+def broken_scan(item):
+    if item[0] == 7:
         raise OSError("not there")
-    return ocr(pair)
+    return encode(item[1])
 
 
 def broken_chat(record):
-    if "since 11" in record["answer"]:
+    if record["text"] == "since 11":
         raise KeyError("role")
-    return chat(record)
+    return encode(record["text"])
 
 
-def short(function):
-    return {"a": ["x"] * 9, "b": ["yyy"]}, {"a": encode, "b": function}
-
-
-FAULTS = {
-    "labels": (*short(cut_labels), r"sample 0 of source 'b'.*`labels` must have the length"),
-    "keys": (*short(no_labels), r"\(source 'b', key 0\), `id` 'yyy': .* also has"),
-    "no length": (None, {"ocr": None}, "source 'ocr'.*a sample has no length"),
-    "sample": (None, {"ocr": broken_ocr}, "sample 7 of source 'ocr'.*OSError: not there"),
-    "line": (
-        None,
-        {"chat": broken_chat},
-        r"sample \d+ of source 'chat', line 12 of .*chats.jsonl.*KeyError: 'role'",
-    ),
+BY_TOKENS = {"weights": Mixing(weights={"a": 1, "b": 1}, by="tokens")}
+FAULTS = {  # the second of two datasets, its function, other options
+    "labels": (lambda _: ["yyy"], cut_labels, {}, "sample 0 of source 'b'.*`labels` must have the"),
+    "keys": (lambda _: ["yyy"], no_labels, {}, r"\(source 'b', key 0\), `id` 'yyy': .* also has"),
+    "no length": (lambda _: Scans(), None, {}, "source 'b'.*a sample has no length"),
+    "sample": (lambda _: Scans(), broken_scan, {}, "sample 7 of source 'b'.*OSError: not there"),
+    "by tokens": (lambda _: Scans(), broken_scan, BY_TOKENS, "'b': .*sample 7 of epoch.*not there"),
+    "line": (JsonlSource, broken_chat, {}, r"of source 'b', line 12 of .*chats.jsonl.*'role'"),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_error_names_source_and_sample(datasets, fault, num_workers):
-    data, functions, message = FAULTS[fault]
-    if data is None:
-        loader = make(datasets, process_fn={**FUNCTIONS, **functions}, num_workers=num_workers)
-    else:
-        given = {"token_budget": 64, "process_fn": functions, "num_workers": num_workers}
-        loader = ODBDataLoader(data, shuffle=False, **given)
-    with loader, pytest.raises(SampleError, match=message):
+def test_an_error_names_source_and_sample(chats, fault, num_workers):
+    make, function, options, message = FAULTS[fault]
+    given = {"token_budget": 64, "process_fn": {"a": encode, "b": function}, "shuffle": False}
+    data = {"a": ["x"] * 9, "b": make(chats)}
+    with (
+        ODBDataLoader(data, num_workers=num_workers, **given | options) as loader,
+        pytest.raises(SampleError, match=message),
+    ):
         list(loader)
-
-
-def test_where_shares_are_of_tokens_too(datasets):
-    functions = {**FUNCTIONS, "ocr": broken_ocr}
-    mixing = Mixing(weights=WEIGHTS, by="tokens")
-    with pytest.raises(SampleError, match="source 'ocr': .*sample 7 of epoch.*not there"):
-        list(make(datasets, process_fn=functions, weights=mixing))
 
 
 # Batches that mix tasks more evenly.
@@ -199,3 +181,148 @@ def test_samples_without_a_task_are_refused():
     loader = ODBDataLoader([{"input_ids": [1, 2]}] * 8, token_budget=99, diversity=0.5)
     with pytest.raises(SampleError, match=r"`diversity` must be 0 .* sample \(key \d\) has none"):
         next(iter(loader))
+
+
+# --- weights of a mixture that are set for the next epoch ----------------------------------------
+
+
+NAMES = ("a", "b", "c")
+FIRST = {"a": 3, "b": 2, "c": 1}
+OTHER, LATER = {"a": 1, "b": 1, "c": 8}, {"a": 8, "b": 1, "c": 1}
+SIZE = 180
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*of the tokens of the first")
+
+
+def loader_of(exchange=None, by="samples", weights=FIRST, **options):
+    data = {n: [{"input_ids": [i] * (3 + 7 * i % 29)} for i in range(SIZE)] for n in NAMES}
+    given = {"token_budget": 160, "window": 12, "seed": 1, "round_size": 8, "timeout_s": TIMEOUT_S}
+    given |= {"weights": Mixing(weights=weights, by=by), "process_group": exchange}
+    return ODBDataLoader(data, **given | options)
+
+
+def rows_of(loader):
+    return [batch["input_ids"].tolist() for batch in loader]
+
+
+def drawn(loader, by="samples"):
+    """What an epoch has of each source, and the shares of those early in it."""
+    seen, early = Counter(), Counter()
+    for batch in loader:
+        info = pop_step_info(batch)
+        rows = [*zip(info.row_sources, info.keys, strict=True)]
+        if sum(early.values()) < (90 if by == "samples" else 1800):
+            early.update({name: getattr(one, by) for name, one in info.local_sources.items()})
+        seen.update([] if info.is_filler else rows)
+    return seen, {name: early[name] / early.total() for name in NAMES}
+
+
+def shares(weights):
+    return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+
+
+@pytest.mark.parametrize("by", ["samples", "tokens"])
+@pytest.mark.parametrize("options", [{}, {"virtual_ranks": 2}])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_next_epochs_are_drawn_by_what_was_set_last_and_each_sample_comes_once(
+    ranks, options, by
+):
+    def run(exchange):
+        loader, found = loader_of(exchange, by, **options), []
+        for calls in ([], [], [LATER, OTHER], [LATER], []):
+            for weights in calls:
+                loader.set_weights(weights)
+            found.append(drawn(loader, by))
+        return found
+
+    epochs = zip(*on_ranks(ranks, run), strict=True)
+    for weights, of_ranks in zip((FIRST, FIRST, OTHER, LATER, LATER), epochs, strict=True):
+        seen = sum((seen for seen, _ in of_ranks), Counter())
+        assert seen == Counter((name, key) for name in NAMES for key in range(SIZE))
+        for _, early in of_ranks:
+            assert early == pytest.approx(shares(weights), abs=0.1)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_present_epoch_goes_on_as_it_began(num_workers):
+    options = {"workers": None, "num_workers": num_workers}
+    with loader_of(**options) as loader, loader_of(**options) as other:
+        expected = rows_of(loader)
+        found = []
+        for step, batch in enumerate(other):
+            found.append(batch["input_ids"].tolist())
+            if step in (0, 7):
+                other.set_weights(LATER)
+        assert found == expected
+        with loader_of(weights=LATER) as third:
+            next(iter(third))  # leaves its first epoch
+            assert rows_of(other) == rows_of(third)
+
+
+@pytest.mark.parametrize("other", [LATER, None])
+@pytest.mark.parametrize("within", [False, True])
+def test_ranks_that_set_different_weights_all_raise_when_the_epoch_begins(within, other):
+    def run(exchange):
+        loader = loader_of(exchange)
+        weights = OTHER if exchange.rank == 0 else other
+        it = iter(loader) if within else None
+        if it is not None:
+            next(it)
+        if weights:
+            loader.set_weights(weights)
+        for _ in it or ():
+            pass
+        with pytest.raises((StateError, PeerError)) as caught:
+            next(iter(loader))
+        return str(caught.value)
+
+    for message in on_ranks(2, run):
+        assert '`SourceMixer.weights` is {"a": 1.0, "b": 1.0, "c": 8.0} on rank 0, {"' in message
+        assert f'"a": {(other or FIRST)["a"]:.1f}' in message
+
+
+REFUSALS = [
+    ({"a": 1, "b": 1}, {}, ValueError, "the names of `sources`"),
+    ({**FIRST, "d": 1}, {}, ValueError, "but has .*'d'"),
+    ({**FIRST, "a": 0}, {}, ValueError, r"`weights\['a'\]`.* is 0"),
+    ({**FIRST, "a": "x"}, {}, ValueError, "but is 'x'"),
+    ([1, 2, 3], {}, TypeError, "must be a dict by name"),
+    (FIRST, {"weights": WeightSchedule([(0, FIRST)])}, ValueError, "follow a `WeightSchedule`"),
+]
+
+
+@pytest.mark.parametrize(("weights", "options", "error", "message"), REFUSALS)
+def test_what_cannot_be_set_is_refused(weights, options, error, message):
+    with pytest.raises(error, match=message):
+        loader_of(**options).set_weights(weights)
+
+
+def test_one_dataset_has_no_weights_to_set():
+    with pytest.raises(ValueError, match="`set_weights` needs a mixture"):
+        ODBDataLoader([{"input_ids": [1]}], token_budget=9).set_weights(FIRST)
+
+
+def test_a_refused_call_changes_nothing():
+    loader = loader_of()
+    loader.set_weights(OTHER)
+    with pytest.raises(ValueError, match="weights"):
+        loader.set_weights({**FIRST, "a": -1})
+    assert rows_of(loader) == rows_of(loader_of(weights=OTHER))
+
+
+def test_the_outermost_mixture_of_a_graph_of_nodes_has_them():
+    def graph(weights):
+        inner = SourceMixer(
+            {name: ShardedSampler(90, seed=1, rank=0, world_size=1) for name in "ab"}, world_size=1
+        )
+        last = ShardedSampler(90, seed=1, rank=0, world_size=1)
+        mixed = SourceMixer({"in": inner, "c": last}, weights, world_size=1)
+        samples = LengthObserver(mixed, lambda item: 3)
+        return Loader(GroupCollator(WindowBucketer(samples, 30, 12), collate_fn=lambda rows: {}))
+
+    def keys(loader):
+        return [pop_step_info(batch).keys for batch in loader]
+
+    loader = graph({"in": 1, "c": 1})
+    loader.set_weights({"in": 5, "c": 1})
+    assert keys(loader) == keys(graph({"in": 5, "c": 1}))

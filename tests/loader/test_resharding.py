@@ -12,8 +12,6 @@ from aligned_ranks import TIMEOUT_S, on_ranks
 from elastic import (
     ENDED_EARLY,
     LEFT_OUT,
-    SAMPLES,
-    ids_of,
     job,
     make,
     resharded,
@@ -21,7 +19,6 @@ from elastic import (
     states_at,
     whole,
 )
-from gradients import LanguageModel, gradient_of, mean_loss, relative_error
 
 from odb_nodes import (
     GroupCollator,
@@ -29,7 +26,6 @@ from odb_nodes import (
     Loader,
     Mixing,
     ODBDataLoader,
-    PaddingCollate,
     ShardedSampler,
     StateError,
     TokenBudget,
@@ -50,37 +46,6 @@ def test_as_many_ranks_as_before_get_their_states_as_they_are(step):
     found = reshard(states[::-1], 3)
     assert found == states
     assert all(one is not state for one, state in zip(found, states, strict=True))
-
-
-def tokens_of(index):
-    rng = random.Random(index)
-    tokens = [rng.randrange(33) for _ in range(rng.randint(2, 24))]
-    labels = [one if rng.random() < 0.6 else -100 for one in tokens]
-    return {"input_ids": tokens, "labels": labels, "id": index}
-
-
-@pytest.mark.parametrize(("before", "after", "accumulate"), [(2, 3, 1), (3, 4, 2)])
-def test_the_gradient_is_that_of_one_process(before, after, accumulate):
-    options = {"process_fn": tokens_of, "accumulate": accumulate, "exclude": None}
-    begun = job(before, steps=2 * accumulate, **options)
-    rest = job(after, resharded(begun, -1, after), **options)
-    assert ids_of([*begun, *rest])[0] == [*range(SAMPLES)]
-    model, ids, expected = LanguageModel(), [], None
-    for of_ranks in zip(*(found for found, _ in rest), strict=True):
-        for info, own in of_ranks:
-            if own:
-                loss = mean_loss(model, PaddingCollate()([tokens_of(index) for index in own]))
-                (loss * info.loss_scale / after).backward()
-            ids += own
-        if of_ranks[0][0].ends_optimizer_step:
-            found = gradient_of(model)
-            model.zero_grad()
-            mean_loss(model, PaddingCollate()([tokens_of(index) for index in ids])).backward()
-            expected = gradient_of(model)
-            assert relative_error(found, expected) < 1e-12
-            model.zero_grad()
-            ids = []
-    assert not ids and expected is not None
 
 
 def test_groups_are_under_a_budget_that_is_lowered_at_once():
@@ -182,15 +147,6 @@ def test_states_that_are_not_those_of_all_ranks_of_a_run_are_refused(make_states
 def test_an_empty_list_of_states_is_refused():
     with pytest.raises(ValueError, match="`states` must have the state of each rank"):
         reshard([], 2)
-
-
-def test_what_only_its_rank_can_read_goes_on_with_others_between_epochs():
-    begun = job(2, state="payload")
-    for step, epoch in ((0, 0), (-1, 1)):
-        rest = job(3, resharded(begun, step, 3), epochs=1 + epoch, state="payload")
-        expected = job(3, epochs=1 + epoch, state="payload")
-        for (found, _), (of_run, _) in zip(rest, expected, strict=True):
-            assert found == [one for one in of_run if one[0].epoch == epoch]
 
 
 def ranks_in(state):

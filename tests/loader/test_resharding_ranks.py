@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from rank_jobs import free_port
 
 from odb_nodes import audit
@@ -57,36 +56,6 @@ def kill_after_a_checkpoint(ranks, folder, timeout_s=90):
     outcomes = [(rank.communicate()[0], rank.returncode) for rank in ranks]
     assert [code for _, code in outcomes] == [-9] * len(ranks), outcomes[0][0]
     return checkpoints.complete()[-1]
-
-
-def weights_of(folder):
-    return torch.cat([one.flatten() for one in torch.load(folder / "model.pt").values()])
-
-
-@pytest.mark.timeout(400)
-def test_a_run_of_virtual_ranks_is_the_same_on_any_number_of_ranks(script, tmp_path):
-    text = script.read_text()
-    for old, new in (
-        ("seed=0)", "seed=0, virtual_ranks=4)"),
-        ("del model\n", 'torch.save(network.state_dict(), f"{folder}/model.pt")\ndel model\n'),
-    ):
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    script.write_text(text)
-    found = []
-    for name, sizes in ("whole", [4]), ("moved", [4, 2, 1]):
-        folder = tmp_path / name
-        for world_size in sizes[:-1]:
-            kill_after_a_checkpoint(start(script, world_size, folder), folder)
-        for rank in (ranks := start(script, sizes[-1], folder)):
-            output, _ = rank.communicate(timeout=180)
-            assert rank.returncode == 0, output
-        assert len(ranks) == sizes[-1]
-        (epoch,) = audit(folder / "ledger", SAMPLES).epochs
-        found.append((epoch.digest, epoch.world_sizes, epoch.steps, weights_of(folder)))
-    whole, moved = found
-    assert whole[:3] == moved[:3]
-    assert torch.allclose(whole[3], moved[3], rtol=0, atol=1e-5)
 
 
 @pytest.mark.timeout(400)

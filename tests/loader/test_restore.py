@@ -3,13 +3,16 @@
 import json
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
 from aligned_ranks import on_ranks
+from torchdata.nodes import Batcher, Prefetcher
 
 from odb_nodes import (
+    GroupCollator,
     ItemKey,
     IterableSource,
     JsonlSource,
@@ -29,7 +32,7 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
-from odb_nodes.contract import EpochNode, EpochState, can_restore
+from odb_nodes.contract import EpochNode, EpochState, can_restore, snapshot
 from odb_nodes.nodes import pooled_table
 
 ROUND = 8
@@ -50,8 +53,7 @@ class Counting:
         self.calls += 1
         if self.data is not None:
             return {"input_ids": self.data[item]}
-        n = item["n"] if isinstance(item, dict) else item
-        return {"input_ids": [n] * length(n)}
+        return {"input_ids": [item] * length(item)}
 
 
 def graph_of(exchange, source, process_fn, window, num_workers=0):
@@ -62,25 +64,12 @@ def graph_of(exchange, source, process_fn, window, num_workers=0):
     return RankAligner(bucketer, exchange, ROUND, timeout_s=20.0)
 
 
-def map_style(size, tmp_path):
-    return lambda **shard: ShardedSampler(size, **shard)
-
-
-def json_lines(size, tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(f"{json.dumps({'n': n})}\n" for n in range(size)))
-    return lambda **shard: JsonlSource(path, **shard)
-
-
-def iterable(size, tmp_path):
-    return lambda **shard: IterableSource(range(size), **shard)
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("make_source", [map_style, json_lines, iterable])
-def test_a_restore_processes_at_most_the_window_and_the_round(make_source, num_workers, tmp_path):
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_a_restore_processes_at_most_the_window_and_the_round(has_keys, num_workers):
     window, world_size = 64, 2
-    source = make_source(6 * window * world_size, tmp_path)
+    size = 6 * window * world_size
+    source = partial(ShardedSampler, size) if has_keys else partial(IterableSource, range(size))
 
     def run(exchange):
         loader = Loader(graph_of(exchange, source, Counting(), window))
@@ -99,9 +88,9 @@ def test_a_restore_processes_at_most_the_window_and_the_round(make_source, num_w
             root.reset(state["root"])
             replayed = root.replayed_samples + root.source.replayed_samples
             # Without keys, the samples of the round that are out are made again, too.
-            assert replayed <= window + of_round * (1 + (make_source is iterable))
+            assert replayed <= window + of_round * (2 - has_keys)
             assert num_workers or process_fn.calls <= replayed
-            assert num_workers or make_source is iterable or process_fn.calls == replayed
+            assert num_workers or not has_keys or process_fn.calls == replayed
             most = max(most, replayed)
             root.source.source.source.close()
         return most
@@ -179,26 +168,24 @@ def data_of(seed, size=200):
     return [[rng.randrange(1000) for _ in range(rng.randrange(2, 40))] for _ in range(size)]
 
 
+def over(data, state=None, strict=True, **options):
+    """A loader over samples of these tokens, begun where a state stands."""
+    given = {"token_budget": 200, "window": 24, "process_fn": Counting(data), **options}
+    loader = ODBDataLoader(range(len(data)), **given)
+    if state is not None:
+        loader.load_state_dict(state, strict=strict)
+        iter(loader)
+    return loader
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_an_item_that_was_edited_or_swapped_is_found(seed):
     rng, data = random.Random(seed), data_of(seed)
-
-    def resumed(data, state):
-        loader = ODBDataLoader(
-            range(200), token_budget=200, process_fn=Counting(data), window=24, seed=seed
-        )
-        loader.load_state_dict(state)
-        iter(loader)
-        return loader
-
-    loader = ODBDataLoader(
-        range(200), token_budget=200, process_fn=Counting(data), window=24, seed=seed
-    )
-    it = iter(loader)
+    it = iter(loader := over(data, seed=seed))
     for _ in range(rng.randrange(1, 15)):
         next(it)
     state = loader.state_dict()
-    pooled = resumed(data, state)._graphs[0].bucketer._table.all()
+    pooled = over(data, state, seed=seed)._graphs[0].bucketer._table.all()
     key = rng.choice([one.key for one in pooled])
     changed = [list(one) for one in data]
     if seed % 2:
@@ -207,7 +194,7 @@ def test_an_item_that_was_edited_or_swapped_is_found(seed):
         other = rng.choice([n for n in range(200) if n != key])
         changed[key], changed[other] = data[other], data[key]
     with pytest.raises(StateError, match=r"\(key \d+\) (has other content|had \d+ tokens)"):
-        resumed(changed, state)
+        over(changed, state, seed=seed)
 
 
 def on_two_ranks(exchange, data):
@@ -247,17 +234,12 @@ def test_a_sample_that_is_held_for_the_round_is_compared_even_if_a_change_is_mea
 
 
 def test_a_change_that_is_meant_is_warned_of_once():
-    data = data_of(1)
-    loader = ODBDataLoader(range(200), token_budget=200, window=24, process_fn=Counting(data))
-    next(iter(loader))
+    next(iter(loader := over(data := data_of(1))))
     changed = [[n + 1 for n in one] for one in data]
-    again = ODBDataLoader(range(200), token_budget=200, window=24, process_fn=Counting(changed))
-    again.load_state_dict(loader.state_dict(), strict=False)
     with pytest.warns(UserWarning, match="has other content now") as caught:
-        rest = [pop_step_info(batch).keys for batch in again]
-    assert (
-        len([one for one in caught if "content" in str(one.message)]) == 2
-    )  # pool, and group ahead
+        rest = [pop_step_info(one).keys for one in over(changed, loader.state_dict(), strict=False)]
+    found = [one for one in caught if "content" in str(one.message)]
+    assert len(found) == 2  # pool, and group ahead
     assert len([key for keys in rest for key in keys]) > 150
 
 
@@ -277,23 +259,23 @@ def test_a_key_that_is_not_there_any_more_is_an_error(tmp_path):
         ShardedSampler(50).read(50)
 
 
+def bucketer(kind=WindowBucketer, process=None, size=900):
+    samples = ParallelProcessor(ShardedSampler(size), process or Counting())
+    return kind(LengthObserver(samples), 256, 32)
+
+
 def test_a_state_with_keys_needs_a_source_that_reads_them(monkeypatch):
     def make():
-        node = LengthObserver(ParallelProcessor(ShardedSampler(900), Counting()))
-        return RankAligner(WindowBucketer(node, 256, 32))
+        return RankAligner(bucketer())
 
-    node = make()
-    node.reset(None)
-    next(node)
+    next(node := make())
     states = node.state_dict(), node.source.state_dict()
     monkeypatch.delattr(ShardedSampler, "read")
     with pytest.raises(StateError, match="cannot read items by their keys any more"):
         make().reset(states[0])
     with pytest.raises(StateError, match="cannot read items by their keys any more"):
         make().source.reset(states[1])
-    node = make()
-    node.reset(None)
-    next(node)
+    next(node := make())
     without = node.state_dict()
     monkeypatch.undo()
     with pytest.raises(StateError, match="reads items by their keys now"):
@@ -305,12 +287,7 @@ def test_a_state_with_keys_needs_a_source_that_reads_them(monkeypatch):
 
 @pytest.mark.parametrize("at", ["to_bits", "to_records"])
 def test_a_state_that_was_interrupted_leaves_the_next_one_right(at, monkeypatch):
-    def make():
-        node = LengthObserver(ParallelProcessor(ShardedSampler(900), Counting()))
-        return WindowBucketer(node, 256, 32)
-
-    node = make()
-    node.reset(None)
+    node = bucketer()
     for _ in range(9):
         next(node)
         node.state_dict()
@@ -319,9 +296,8 @@ def test_a_state_that_was_interrupted_leaves_the_next_one_right(at, monkeypatch)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(pooled_table, at, interrupt)
             node.state_dict()
-    state = node.state_dict()
-    again = make()
-    again.reset(state)
+    again = bucketer()
+    again.reset(node.state_dict())
     assert [next(again) for _ in range(20)] == [next(node) for _ in range(20)]
 
 
@@ -387,16 +363,10 @@ def test_a_round_that_failed_leaves_the_state_as_it_was():
 
 
 def test_a_restore_that_is_refused_leaves_no_worker_behind():
-    data = data_of(2)
-
-    def make(data):
-        options = {"process_fn": Counting(data), "window": 24, "num_workers": 2}
-        return ODBDataLoader(range(200), token_budget=200, **options)
-
-    with make(data) as loader:
+    with over(data := data_of(2), num_workers=2) as loader:
         next(iter(loader))
         state = loader.state_dict()
-    with make([[n + 1 for n in one] for one in data]) as again:
+    with over([[n + 1 for n in one] for one in data], num_workers=2) as again:
         again.load_state_dict(state)
         for _ in range(2):
             with pytest.raises(StateError, match="has other content"):
@@ -443,3 +413,63 @@ def test_a_state_has_at_most_20_bytes_a_pooled_sample(kind):
     parts = [part for part in (*records, waiting) if isinstance(part, bytes)]
     assert sum(map(len, parts)) <= 20 * len(loader._graphs[0].bucketer._pool)
     assert (records[4] is not None) == (kind == "cycle")
+
+
+# --- states that are kept: whenever they are made, they are what they would have been at once ----
+
+
+def unmade_in(state):
+    """How many values of a state are not made yet."""
+    parts = state.values() if isinstance(state, dict) else state
+    if hasattr(state, "to_state"):
+        return 1
+    return sum(map(unmade_in, parts)) if isinstance(state, (dict, list, tuple)) else 0
+
+
+def test_samples_do_not_stay_for_the_sake_of_a_state():
+    class Data(dict):
+        alive = 0
+
+        def __init__(self, index):
+            super().__init__(input_ids=[index] * length(index))
+            Data.alive += 1
+
+        def __del__(self):
+            Data.alive -= 1
+
+    aligner = RankAligner(bucketer(process=Data, size=150))
+    aligner.reset(None)
+    kept = []
+    for group, _ in aligner:
+        kept.append(snapshot(aligner))
+        del group
+    assert unmade_in(kept) > 20
+    assert Data.alive <= 2  # the sample to fill with, and the last one of the processor
+
+
+class SavesOtherwise(WindowBucketer):
+    def save(self):
+        return replace(super().save(), dropped_samples=99)
+
+
+class SaysOtherwise(WindowBucketer):
+    def get_state(self):
+        return {**super().get_state(), "dropped_samples": 99}
+
+
+@pytest.mark.parametrize("kind", [SavesOtherwise, SaysOtherwise])
+def test_a_derived_node_is_asked_for_its_own_state(kind):
+    next(node := bucketer(kind))
+    assert snapshot(node)["dropped_samples"] == 99
+    assert bool(unmade_in(snapshot(node))) is (kind is SavesOtherwise)
+
+
+@pytest.mark.parametrize("between", ["Prefetcher", "Batcher"])
+def test_nodes_of_torchdata_between_are_handed_plain_data(between):
+    collated = GroupCollator(RankAligner(bucketer(size=150)), rank=0)
+    wrap = {"Prefetcher": lambda one: Prefetcher(one, 2), "Batcher": lambda one: Batcher(one, 2)}
+    loader = Loader(wrap[between](collated))
+    for _ in loader:
+        assert not unmade_in(loader.position.root)
+        assert not unmade_in(loader.root.state_dict())
+    loader.close()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import refuses
 from torch import nn
 from transformers import (
     BertConfig,
@@ -137,18 +138,15 @@ def test_a_budget_stands_for_its_batch_of_the_widest_rows(batch, shape):
     assert (found.rows, found.width) == shape
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "error", "message"),
+T5 = T5ForConditionalGeneration(T5Config(num_layers=1, d_model=8, d_ff=8, num_heads=1))
+test_what_cannot_be_estimated_is_an_error = refuses(
     [
         (nn.Linear(2, 2), {}, ValueError, "`model.config` must be .* has no .*hidden_size or"),
-        (T5ForConditionalGeneration(T5Config(num_layers=1, d_model=8, d_ff=8, num_heads=1)), {},
-         ValueError, "an encoder with a decoder"),
+        (T5, {}, ValueError, "an encoder with a decoder"),
         (None, {}, TypeError, "`model` must be"),
         (make("llama"), {"batch": (0, 5)}, ValueError, "`batch` must be in 1"),
         (make("llama"), {"batch": "5"}, TypeError, "`batch` must be"),
         (make("llama"), {"optimizer": "shampoo"}, ValueError, "`optimizer` must be one of"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_estimated_is_an_error(model, options, error, message):
-    with pytest.raises(error, match=message):
-        estimate_training_memory(model, **{"batch": 64, **options})
+    lambda model, given: estimate_training_memory(model, **{"batch": 64, **given}),
+)

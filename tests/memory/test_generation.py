@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import refuses
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from odb_nodes import SampleError, Skipped, TokenBudget
@@ -136,8 +137,7 @@ def skipping(number):
     return {"input_ids": [1]} if number < 2 else Skipped("empty")
 
 
-@pytest.mark.parametrize(
-    ("dataset", "budget", "options", "error", "message"),
+test_what_cannot_be_generated_for_is_an_error = refuses(
     [
         ({1, 2}, 96, {}, TypeError, "`dataset` must be a sequence"),
         (iter([1]), 96, {}, TypeError, "`dataset` .* Pass a list"),
@@ -147,7 +147,5 @@ def skipping(number):
         ([[1]], 96, {"new_tokens": -1}, ValueError, "`new_tokens` must be"),
         ([], TokenBudget(96, layout="packed"), {}, ValueError, "padded"),
     ],
+    lambda dataset, budget, options: LongestFirst(dataset, budget, **options),
 )
-def test_what_cannot_be_generated_for_is_an_error(dataset, budget, options, error, message):
-    with pytest.raises(error, match=message):
-        LongestFirst(dataset, budget, **options)

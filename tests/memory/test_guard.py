@@ -14,6 +14,7 @@ from gradients import (
     samples_of,
 )
 from memory_faults import PLACES, FailingModel, above, at_call, loss_of, never
+from refusals import refuses
 from torch import nn
 from torchdata.nodes import IterableWrapper
 
@@ -387,12 +388,9 @@ REFUSALS = [
     (Holder, {}, TypeError, "Pass the `.loader` of this `Holder`"),
     (lambda: [1], {}, TypeError, "`loader` must be an `ODBDataLoader`"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("make", "options", "error", "message"), REFUSALS)
-def test_what_is_not_for_a_guard_is_refused(make, options, error, message):
-    with pytest.raises(error, match=message):
-        OomGuard(make(), **options)
+test_what_is_not_for_a_guard_is_refused = refuses(
+    REFUSALS, lambda make, options: OomGuard(make(), **options)
+)
 
 
 def test_what_is_not_for_a_step_is_refused():

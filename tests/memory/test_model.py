@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refuses
 from small_lm import make_batch, make_training
 
 from odb_nodes import StateError, TokenBudget
@@ -119,8 +120,7 @@ MODEL = synthetic_model()
 NO_GROWTH = model_of([(n, w, 0, 10**9) for n, w in EIGHT_SHAPES])
 
 
-@pytest.mark.parametrize(
-    ("model", "limit_bytes", "options", "message"),
+test_what_cannot_be_is_an_error = refuses(
     [
         (MODEL, 10**7, {}, "a step without a single token .* 10,0"),
         (MODEL, 0, {}, "`limit_bytes` must be in 1"),
@@ -132,10 +132,9 @@ NO_GROWTH = model_of([(n, w, 0, 10**9) for n, w in EIGHT_SHAPES])
         (MODEL, GIB, {"attention_tokens": 5}, "`attention_tokens` must not"),
         (NO_GROWTH, GIB, {}, "do not show how memory grows"),
     ],
+    lambda model, limit_bytes, options: model.budget(limit_bytes, **options),
+    error=(TypeError, ValueError),
 )
-def test_what_cannot_be_is_an_error(model, limit_bytes, options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        model.budget(limit_bytes, **options)
 
 
 def test_a_plan_takes_as_few_batches_as_memory_allows():
@@ -181,8 +180,7 @@ def test_what_is_no_model_is_refused(text):
         MemoryModel.from_json(text)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
+test_points_are_checked = refuses(
     [
         (lambda: model_of([(1, 16, 0, 10**6)]).fit(), "2 points or more, but there are 1"),
         (lambda: MemoryModel().predict(1, 1), "but there are 0"),
@@ -192,7 +190,5 @@ def test_what_is_no_model_is_refused(text):
         (lambda: MemoryModel().add(1, 1, 0, 0), "`peak_bytes`"),
         (lambda: MemoryModel().add(1, 1, 0, 1.5), "`peak_bytes`"),
     ],
+    error=(TypeError, ValueError),
 )
-def test_points_are_checked(call, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        call()

@@ -22,6 +22,7 @@ from odb_nodes.monitor import (
     worst_samples,
 )
 from odb_nodes.monitor.losses import SampleLossWriter
+from odb_nodes.monitor.records import line_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")
 SAMPLES = [
@@ -106,7 +107,7 @@ def test_the_book_has_each_sample_once_per_epoch_and_so_it_is_after_resumes(tmp_
         train(monitor, loader_of(), 2, states=states)
     found = read_losses(tmp_path)
     assert len(found) == 200 and {*found} == expected(2)
-    for number in range(0, len(states), 7):
+    for number in range(0, len(states), 13):
         folder = tmp_path / str(number)
         with book(folder) as monitor:
             train(monitor, loader_of(), 2, steps=number + 3)
@@ -233,5 +234,5 @@ def test_files_of_ranks_that_the_run_has_no_more_do_not_count(tmp_path):
             {"kind": "attempt", "version": 1, "step": step, "resumed_at": step, "world_size": size}
             for step, size in ((0, 2), (begins_at, 1))
         ]
-        (folder / "monitor.jsonl").write_text("".join(json.dumps(one) + "\n" for one in attempts))
+        (folder / "monitor.jsonl").write_text("".join(map(line_of, attempts)))
         assert {(one.key, one.loss) for one in read_losses(folder)} == expected

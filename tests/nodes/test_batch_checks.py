@@ -8,7 +8,7 @@ import torch
 
 from odb_nodes import Observation, ODBDataLoader, PaddingCollate, TokenBudget, pop_step_info
 
-TEXT = [{"input_ids": [1] * (n % 60 + 4)} for n in range(300)]
+TEXT = [{"input_ids": [1] * (n % 60 + 4)} for n in range(150)]
 LABELS = [{**one, "labels": one["input_ids"]} for one in TEXT]
 NOTED = [{**one, "label": n % 3} for n, one in enumerate(TEXT)]
 ANSWERS = [{**one, "labels": [1] * (n % 9 + 2)} for n, one in enumerate(TEXT)]
@@ -16,7 +16,7 @@ SHORT = [one for one in ANSWERS if len(one["labels"]) <= len(one["input_ids"])]
 SILENT = [{**one, "labels": [-100] * len(one["input_ids"])} for one in TEXT]
 PADDED = [
     dict.fromkeys(("input_ids", "attention_mask"), ([1] * (n % 60 + 4) + [0] * 512)[:512])
-    for n in range(300)
+    for n in range(150)
 ]
 
 
@@ -102,7 +102,7 @@ WEIGHED = {"accumulate": 3}  # One batch of one rank weighs 1 anyway.
         (SHORT, {"collate_fn": seq2seq, **WEIGHED}, "as those of an encoder-decoder"),
         (SHORT, {"collate_fn": with_decoder, **WEIGHED}, "as those of an encoder-decoder"),
         (
-            [*LABELS[:150], *({**one, "labels": 1} for one in TEXT[:150])],
+            [*LABELS[:75], *({**one, "labels": 1} for one in TEXT[:75])],
             {"collate_fn": lambda group: {"ids": [*map(len, group)]}},
             r"labels\+samples",
         ),
@@ -150,7 +150,7 @@ def test_what_is_not_as_planned_is_told_of_once(data, options, message):
         ),
         (SILENT, {"loss_scaling": "none"}),  # The loss may be one over samples.
         (SILENT[:4] + LABELS[4:], {"token_budget": 10**5, "window": 300}),
-        ([{"input_ids": [1]}] * 300, {}),  # Without labels.
+        ([{"input_ids": [1]}] * 150, {}),  # Without labels.
     ],
 )
 def test_good_batches_are_not_warned_of(data, options):

@@ -869,7 +869,7 @@ class CountingSource(BaseNode):
 @pytest.mark.parametrize(("chunk_size", "in_flight"), [(1, 1), (1, 100), (4, 8), (4, None)])
 @of("inline", "threads", "fork", "ray")
 def test_no_more_samples_are_in_flight_than_asked_for(kind, chunk_size, in_flight, make):
-    source = CountingSource(200)
+    source = CountingSource(80)
     node = make(kind, source=source, chunk_size=chunk_size, in_flight_samples=in_flight)
     asked = 4 * 2 * chunk_size if in_flight is None else -(-in_flight // chunk_size) * chunk_size
     asked = 0 if kind == "inline" else asked
@@ -916,6 +916,7 @@ def read_batches(loader, seen):
     return seen
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt(), SystemExit(3), w.Unpicklable(1, 2)], ids=repr
 )

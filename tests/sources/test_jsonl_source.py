@@ -89,6 +89,8 @@ def test_a_folder_and_a_pattern_stand_for_their_files(files, compressed):
     assert ids(in_order(str(folder / "*.gz"), *ALONE)) == list(range(60))
     assert sorted(ids(in_order(folder, *ALONE))) == sorted(2 * [*range(60)])
     assert ids(in_order([files[1], compressed[0]], *ALONE)) == [*range(40, 60), *range(40)]
+    braces = f"{folder}/{{{files[1].name},{files[0].name}}}"
+    assert ids(in_order(braces, *ALONE)) == [*range(40, 60), *range(40)]
     assert len(ids(JsonlSource([files[0], files[0]], *ALONE))) == 80  # as it was asked for
     named = files[0].rename(folder / "[a].jsonl")  # a pattern, and a file
     assert ids(in_order(named, *ALONE)) == list(range(40))

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from collections import Counter
 from itertools import islice
 
 import numpy as np
@@ -11,9 +12,10 @@ from damaged_states import resealed
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
+from refusals import refuses
 from torchdata.nodes import SamplerWrapper
 
-from odb_nodes import ShardedSampler, StateError
+from odb_nodes import ShardedSampler, StateError, WeightedSampler
 from odb_nodes.contract.config import loading_with
 from odb_nodes.sources.sharded_sampler import Permutation, Share, dealt
 
@@ -244,12 +246,9 @@ REFUSALS = [
     ({"world_size": 0}, ValueError, "`world_size` .* 0"),
     ({"world_size": 2.0}, TypeError, "`world_size` .* 2.0"),
 ]
-
-
-@pytest.mark.parametrize(("changed", "error", "message"), REFUSALS)
-def test_arguments_that_are_not_valid_are_refused_by_name(changed, error, message):
-    with pytest.raises(error, match=message):
-        ShardedSampler(**{**CONFIG, **changed})
+test_arguments_that_are_not_valid_are_refused_by_name = refuses(
+    REFUSALS, lambda changed: ShardedSampler(**{**CONFIG, **changed})
+)
 
 
 @pytest.mark.parametrize("epoch", [-1, True, 1.0, "1", None])
@@ -381,3 +380,43 @@ def test_what_is_left_of_a_share_is_dealt_once():
             numbers = share.at(share.done, share.count(size))
             seen += numbers.tolist()
         assert sorted(seen) == [*range(size)]
+
+
+# --- indices drawn by weight ----------------------------------------------------------------------
+
+
+def test_indices_are_drawn_by_their_weights():
+    counts = Counter(WeightedSampler([1, 0, 3, 0], 20_000, seed=2))
+    assert counts[1] == counts[3] == 0
+    assert counts[2] / counts[0] == pytest.approx(3, rel=0.05)
+
+
+def test_an_epoch_has_an_order_of_its_own_that_comes_again():
+    sampler = WeightedSampler([1.0] * 50, seed=1)
+    first, again = list(sampler), list(sampler)
+    sampler.set_epoch(1)
+    assert first == again != list(sampler)
+    assert list(WeightedSampler([1.0] * 50, seed=2)) != first
+
+
+def test_without_replacement_each_comes_once_and_heavy_ones_early():
+    weights = [1.0] * 500 + [50.0] * 500
+    drawn = list(WeightedSampler(weights, replacement=False))
+    assert sorted(drawn) == list(range(1000))
+    assert sum(index >= 500 for index in drawn[:300]) > 280
+    assert {*WeightedSampler([0, 1, 1, 1], 3, replacement=False)} == {1, 2, 3}
+
+
+test_weights_that_cannot_be_drawn_by_are_named = refuses(
+    [
+        ([1, -1], {}, "must not be negative"),
+        ([0, 0], {}, "some more than 0"),
+        ([], {}, "some more than 0"),
+        ([1, float("nan")], {}, "one row of finite numbers"),
+        ([[1]], {}, "one row of finite numbers"),
+        ([0, 1], {"replacement": False}, "at most 1, the number of weights above 0"),
+        ([1], {"num_samples": 0}, "`num_samples` must be in 1.."),
+    ],
+    lambda weights, options: WeightedSampler(weights, **options),
+    error=ValueError,
+)

@@ -2,6 +2,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from refusals import refuses
 from torchdata.nodes import IterableWrapper, Mapper
 
 from odb_nodes import (
@@ -317,8 +318,7 @@ def test_sources_that_cannot_be_mixed_are_errors_and_no_endless_loop(make, messa
 ONE = sampler("a", 9)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
+test_arguments_that_are_not_valid_are_named = refuses(
     [
         (lambda: mixer(weights={"chat": 1}), "`weights` must have the names"),
         (lambda: mixer(weights={**WEIGHTS, "ocr": 0}), r"`weights\['ocr'\]` .* positive"),
@@ -330,7 +330,5 @@ ONE = sampler("a", 9)
         (lambda: Mixing(by="never"), "`by` must be one of .* 'never'"),
         (lambda: Mixing(stop="never"), "`stop` must be one of .* 'never'"),
     ],
+    error=ValueError,
 )
-def test_arguments_that_are_not_valid_are_named(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()

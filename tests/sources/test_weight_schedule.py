@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refuses
 from sampling import fewer
 from torchdata.nodes import Mapper
 
@@ -166,8 +167,7 @@ def test_another_schedule_is_refused(other):
 EQUAL = {"a": 1, "b": 1}
 
 
-@pytest.mark.parametrize(
-    ("places", "error", "message"),
+test_a_schedule_that_is_not_valid_says_why = refuses(
     [
         ({0: EQUAL}, TypeError, r"`places` must be a `list` or a `tuple`"),
         ([], ValueError, "must begin at 0, but begin at none"),
@@ -185,23 +185,19 @@ EQUAL = {"a": 1, "b": 1}
         ([(0, EQUAL), (5, {"a": 0, "b": 0})], ValueError, "a weight above 0 at each place"),
         ([(0, {"a": 1, "b": 0})], ValueError, "'b' is always 0"),
     ],
+    lambda places: Schedule(places),
 )
-def test_a_schedule_that_is_not_valid_says_why(places, error, message):
-    with pytest.raises(error, match=message):
-        Schedule(places)
 
 
 OFF = Schedule([(0, PLACES[1][1]), (5, PLACES[2][1])])
 
 
-@pytest.mark.parametrize(
-    ("schedule", "stop", "message"),
+test_a_schedule_that_does_not_fit_the_mixture_is_refused = refuses(
     [
         (OFF, "all_exhausted", r"last place .*all_exh.* \['b'\] are off"),
         (OFF, "cycle", r"last place .*cycle.* \['b'\] are off"),
         (Schedule([(0, EQUAL)]), "cycle", r"names of `sources`, \['a', 'b', 'c'\]"),
     ],
+    lambda schedule, stop: mixer(schedule, stop=stop),
+    error=ValueError,
 )
-def test_a_schedule_that_does_not_fit_the_mixture_is_refused(schedule, stop, message):
-    with pytest.raises(ValueError, match=message):
-        mixer(schedule, stop=stop)

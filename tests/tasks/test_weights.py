@@ -8,6 +8,7 @@ import pytest
 import torch
 from aligned_ranks import TIMEOUT_S, on_ranks
 from gradients import SIZES, LanguageModel, gradient_of, relative_error, samples_of
+from refusals import refuses
 from torch.nn.functional import cross_entropy
 
 from odb_nodes import Observation, ODBDataLoader, SampleError, TokenBudget, pop_step_info
@@ -170,12 +171,7 @@ REFUSALS = [
     (lambda: loader_of([1], tasks="ab"), TypeError, "`tasks` must be a list of names"),
     (lambda: loader_of([1], tasks=["a", "a"]), ValueError, "names that differ"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "error", "message"), REFUSALS)
-def test_what_is_not_valid_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+test_what_is_not_valid_is_refused = refuses(REFUSALS)
 
 
 @pytest.mark.parametrize(

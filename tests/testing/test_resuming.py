@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from refusals import refuses
 from torchdata.nodes import BaseNode, IterableWrapper, Prefetcher
 
 from odb_nodes import (
@@ -69,8 +70,7 @@ def test_each_resume_counts_and_goes_as_far_as_the_horizon(horizon, chain):
 ONE = Numbers()
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "error", "message"),
+test_what_does_not_resume_or_is_not_valid_is_named = refuses(
     [
         (lambda: Numbers(lost=1), {}, AssertionError, r"resumed after 0 items of epoch 0: .*of 0"),
         (lambda: Numbers(np.int64), {}, AssertionError, r"\['parts'\]\[0\]` is a `numpy.int64`"),
@@ -83,10 +83,8 @@ ONE = Numbers()
         (Numbers, {"chain": -1}, ValueError, "`chain`"),
         (Numbers, {"horizon": 0}, ValueError, "`horizon`"),
     ],
+    lambda make, options: assert_resumes_exactly(make, **options),
 )
-def test_what_does_not_resume_or_is_not_valid_is_named(make, options, error, message):
-    with pytest.raises(error, match=message):
-        assert_resumes_exactly(make, **options)
 
 
 @dataclass(kw_only=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import refuses
 from torch.utils.checkpoint import checkpoint
 
 from odb_nodes.memory import MemoryMeter, free_memory
@@ -104,15 +105,13 @@ def test_after_a_failed_step_nothing_is_left_and_the_next_may_succeed(fails_in):
     assert isinstance(meter, MemoryMeter)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+test_bad_arguments_are_errors = refuses(
     [
         ({"limit_bytes": 0}, "`limit_bytes` must be in 1"),
         ({"limit_bytes": 1.5}, "`limit_bytes` must be an integer"),
         ({"limit_bytes": 1, "fails_in": "step"}, "`fails_in` must be one of"),
         ({"limit_bytes": 1, "backward_point": -1}, "`backward_point` must be in 0"),
     ],
+    lambda options: SavedTensorMeter(**options),
+    error=(TypeError, ValueError),
 )
-def test_bad_arguments_are_errors(options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        SavedTensorMeter(**options)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from in_process import InProcessHub
+from refusals import refuses
 
 from odb_nodes import IterableSource, JsonlSource, ODBDataLoader, TokenBudget
 from odb_nodes.integrations.step_estimate import estimate_steps
@@ -12,7 +13,7 @@ from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import lognormal_lengths, simulate
 
 LENGTHS = lognormal_lengths(900, cv=1.0, mean_tokens=90, longest_tokens=700)
-DATASET = [{"input_ids": [1] * length} for length in LENGTHS.tolist()]
+DATASET = [{"input_ids": np.ones(length, np.int64)} for length in LENGTHS]
 OPTIONS = {"token_budget": 1500, "window": 64, "seed": 3}
 
 
@@ -70,8 +71,10 @@ def test_optimizer_steps_are_estimated_without_a_loader(world_size):
     options = {"world_size": world_size, "budget": 1500, "window": 64, "accumulate": 2}
     steps = simulate(LENGTHS, **options).steps / 2
     for looked_at, error in ((900, 0.05), (300, 0.15)):
+        before = torch.get_rng_state()
         estimate = estimate_steps(DATASET, looked_at=looked_at, **options)
         assert estimate == pytest.approx(steps, rel=error)
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_the_error_is_that_of_the_mean_of_draws():
@@ -117,9 +120,6 @@ REFUSALS = [
     (ODBDataLoader(DATASET, **OPTIONS), {"samples": 0}, ValueError, "`samples`"),
     (DATASET, {}, TypeError, "`loader`"),
 ]
-
-
-@pytest.mark.parametrize(("loader", "options", "error", "match"), REFUSALS)
-def test_errors_name_what_is_wrong(loader, options, error, match):
-    with pytest.raises(error, match=match):
-        estimate_epoch(loader, **options)
+test_errors_name_what_is_wrong = refuses(
+    REFUSALS, lambda loader, options: estimate_epoch(loader, **options)
+)

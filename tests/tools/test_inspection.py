@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from aligned_ranks import on_ranks
+from refusals import refuses
 
 from odb_nodes import (
     Checkpoints,
@@ -198,9 +199,4 @@ REFUSALS = [
     (lambda: reported(infos()).table({"short": 1}), ValueError, "`weights` must have the names"),
     (lambda: SourceReport().add({"input_ids": []}), TypeError, "`info` must be a `StepInfo`"),
 ]
-
-
-@pytest.mark.parametrize(("call", "error", "match"), REFUSALS)
-def test_what_is_wrong_is_refused(call, error, match):
-    with pytest.raises(error, match=match):
-        call()
+test_what_is_wrong_is_refused = refuses(REFUSALS)

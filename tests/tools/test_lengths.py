@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from refusals import refuses
 
 from odb_nodes import (
     JsonlSource,
@@ -148,8 +149,7 @@ def test_what_is_no_table_is_refused(tmp_path, monkeypatch):
         LengthTable.load(path)
 
 
-@pytest.mark.parametrize(
-    ("dataset", "options", "error", "words"),
+test_errors_name_what_is_wrong = refuses(
     [
         ([], {}, ValueError, "empty"),
         (DATASET, {"samples": 0}, ValueError, "`samples`"),
@@ -157,7 +157,5 @@ def test_what_is_no_table_is_refused(tmp_path, monkeypatch):
         ({"input_ids": [[1, 2]]}, {}, TypeError, "columns"),
         ({"a": DATASET}, {"process_fn": {"b": None}}, ValueError, "`process_fn`"),
     ],
+    lambda dataset, options: observe_lengths(dataset, **options),
 )
-def test_errors_name_what_is_wrong(dataset, options, error, words):
-    with pytest.raises(error, match=words):
-        observe_lengths(dataset, **options)

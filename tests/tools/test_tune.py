@@ -4,6 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from refusals import refuses
 from step_logs import TRUE, write_log, write_records
 
 from odb_nodes import ODBDataLoader, TokenBudget
@@ -171,8 +172,7 @@ def test_of_a_large_dataset_some_samples_are_drawn_and_skipped_ones_do_not_count
     assert tuned.best.steps == simulate(table, world_size=1, **vars(tuned.best.choice)).steps
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
+test_errors_name_what_is_wrong = refuses(
     [
         ({"limit": 500}, ValueError, "`limit` must hold the longest sample, which costs 700"),
         ({"limit": 0}, ValueError, "`limit`"),
@@ -180,10 +180,8 @@ def test_of_a_large_dataset_some_samples_are_drawn_and_skipped_ones_do_not_count
         ({"tokens_per_step": 1_000}, ValueError, "`tokens_per_step` must be in 1400.."),
         ({"log": "nowhere.jsonl"}, FileNotFoundError, "nowhere"),
     ],
+    lambda options: tune(TABLE, **{"world_size": 2, **options}),
 )
-def test_errors_name_what_is_wrong(options, error, words):
-    with pytest.raises(error, match=words):
-        tune(TABLE, **{"world_size": 2, **options})
 
 
 # --- the times of micro-steps ---------------------------------------------------------------------

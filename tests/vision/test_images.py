@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pictures import Qwen2VLImageProcessorPil, as_bytes, noise, smooth
 from PIL import Image, ImageOps
+from refusals import refuses
 
 from odb_nodes.errors import SampleError
 from odb_nodes.vision import ImageError, ImageReader, resized_shape
@@ -145,9 +146,4 @@ REFUSALS = [
     (lambda: read("https://example.org/a.png"), SampleError, "the URL 'https.*png' .*Fetch"),
     (lambda: read(URL), SampleError, "URL 'data:image/png;base64,A{1,60} instead"),
 ]
-
-
-@pytest.mark.parametrize(("call", "error", "message"), REFUSALS)
-def test_arguments_and_what_cannot_be_an_image_are_errors(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+test_arguments_and_what_cannot_be_an_image_are_errors = refuses(REFUSALS)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from pictures import (
     Qwen2VLImageProcessorPil,
+    augmented,
     content_of,
     make_loader,
     processor,
@@ -12,8 +13,9 @@ from pictures import (
     samples,
     step,
 )
+from refusals import refuses
 
-from odb_nodes import PaddingCollate, SampleError, TokenBudget
+from odb_nodes import PaddingCollate, SampleError, TokenBudget, load_state, save_state
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.testing import assert_resumes_exactly
 from odb_nodes.vision import VisionLanguageCollate
@@ -177,12 +179,7 @@ REFUSALS = [
         "`image_processor` must be .* Pass `processor.im",
     ),
 ]
-
-
-@pytest.mark.parametrize(("call", "error", "message"), REFUSALS)
-def test_what_does_not_go_with_images_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+test_what_does_not_go_with_images_is_refused = refuses(REFUSALS)
 
 
 # --- patches made with the batch ------------------------------------------------------------------
@@ -234,3 +231,26 @@ def test_late_patches_come_out_of_workers_and_states(state, sampled):
         assert content_of(loader) == content_of(make_loader(30))
     less = sampled(horizon=2, chain=1, every=2)
     assert_resumes_exactly(lambda: make_loader(20, process_fn=late, state=state), epochs=1, **less)
+
+
+# --- random crops and templates: a sample is the same whoever processes it, and however often ----
+
+CROPPED = {"damaged_every": 0, "process_fn": augmented, "token_budget": 600}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:of the .* samples of the epoch")
+def test_crops_depend_neither_on_workers_nor_on_a_resume_but_on_the_epoch(tmp_path):
+    with make_loader(40, **CROPPED) as loader:
+        expected = [content_of(loader), content_of(loader)]
+    first, second = ({i: b for b in epoch for i in b["id"]} for epoch in expected)
+    assert any(first[index] != second[index] for index in first)  # New crops each epoch.
+    for before, after in ((0, 4), (2, 0)):
+        with make_loader(40, **CROPPED, num_workers=before) as loader:
+            batches = iter(loader)
+            for _ in range(5):
+                next(batches)
+            save_state(loader.state_dict(), tmp_path / "state")
+        with make_loader(40, **CROPPED, num_workers=after) as loader:
+            loader.load_state_dict(load_state(tmp_path / "state"))
+            assert [content_of(loader), content_of(loader)] == [expected[0][5:], expected[1]]

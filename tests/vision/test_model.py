@@ -27,6 +27,7 @@ def alone(network, group):
     return loss, gradient
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("indices", "options"), [*zip(GROUPS, OPTIONS, strict=True)], ids=str)
 def test_loss_and_gradient_of_a_group_are_those_of_its_samples(kind, indices, options):

@@ -9,6 +9,7 @@ from aligned_ranks import TIMEOUT_S, on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from pictures import step
+from refusals import refuses
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
@@ -277,9 +278,4 @@ REFUSALS = [
         "`id` 's1'.*the same dimensions",
     ),
 ]
-
-
-@pytest.mark.parametrize(("call", "error", "message"), REFUSALS)
-def test_what_is_not_valid_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+test_what_is_not_valid_is_refused = refuses(REFUSALS)

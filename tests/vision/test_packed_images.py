@@ -11,6 +11,7 @@ import pytest
 import torch
 from aligned_ranks import on_ranks
 from pictures import IMAGE_TOKEN, network_of, processor, record, samples, step
+from refusals import refuses
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface
 
@@ -130,7 +131,7 @@ MIXED = [
     ("Qwen3VL", lambda kind: given_to(kind, use_cache=True)),
     ("Qwen2VL", without_text_positions),
     ("Qwen2_5_VL", without_text_positions),
-    ("PaliGemma", prefix_of),
+    pytest.param("PaliGemma", prefix_of, marks=pytest.mark.slow),
 ]
 
 
@@ -151,8 +152,7 @@ def test_text_in_one_row_of_a_model_with_positions_of_its_own_is_found_mixed():
     check_packing(network("Qwen2VL"), batch)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
+test_what_cannot_be_checked_is_named = refuses(
     [
         (lambda: check_packing(torch.nn.Linear(1, 1), {}), TypeError, "of transformers.*`Linear`"),
         (
@@ -160,11 +160,8 @@ def test_text_in_one_row_of_a_model_with_positions_of_its_own_is_found_mixed():
             ValueError,
             "two samples or more",
         ),
-    ],
+    ]
 )
-def test_what_cannot_be_checked_is_named(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
 
 
 def varlen(module, query, key, value, attention_mask, *, scaling, is_causal=None, **given):
@@ -307,10 +304,7 @@ def one_run(sample):
     return {**sample, **{key: sample[key][order] for key in keys}}
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_what_cannot_be_packed_is_refused(call, message):
-    with pytest.raises((TypeError, ValueError, SampleError), match=message):
-        call()
+test_what_cannot_be_packed_is_refused = refuses(REFUSED, error=(TypeError, ValueError, SampleError))
 
 
 def test_a_family_that_one_has_tried_may_be_added():

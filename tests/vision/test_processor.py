@@ -8,6 +8,7 @@ import pytest
 import transformers
 from pictures import Qwen2VLImageProcessorPil, as_bytes, asked, in_mode, noise, processor
 from PIL import Image
+from refusals import refuses
 
 from odb_nodes import SampleError, Skipped
 from odb_nodes._core.hashing import stable_name
@@ -264,12 +265,7 @@ REFUSALS = [
     (lambda: make(late_patches="yes"), TypeError, "`late_patches` .* is 'yes'"),
     (lambda: make(max_image_pixels=None), TypeError, "`max_image_pixels` .* is None"),
 ]
-
-
-@pytest.mark.parametrize(("call", "error", "message"), REFUSALS)
-def test_an_argument_that_is_not_valid_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+test_an_argument_that_is_not_valid_is_refused = refuses(REFUSALS)
 
 
 def test_it_travels_to_workers_and_states_know_what_it_does():

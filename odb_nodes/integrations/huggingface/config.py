@@ -26,8 +26,7 @@ from odb_nodes.memory.guard import GUARD_ABOVE, check_shrink
 from odb_nodes.memory.meter import MemoryMeter, check_meter, check_share
 from odb_nodes.monitor import Monitor
 from odb_nodes.planning import TokenBudget
-from odb_nodes.tasks import AnyWeights, check_task_weights, task_names
-from odb_nodes.tasks.task_gradients import TaskGradients
+from odb_nodes.tasks.task_gradients import AnyWeights, check_task_weights, task_names
 
 AUTO = "auto"
 """The `token_budget` that is found by trying."""
@@ -210,7 +209,7 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
             config.schedule == "samples" and not by_epochs
         ),
     }
-    if isinstance(tasks := config.task_weights, TaskGradients):
+    if (tasks := config.task_weights) is not None and tasks.needs_gradients:
         for what, applies in {
             "FSDP, which shards parameters": trainer.is_fsdp_enabled,
             "DeepSpeed, which computes gradients itself": trainer.is_deepspeed_enabled,

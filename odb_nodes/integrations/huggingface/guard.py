@@ -30,7 +30,6 @@ GATHERS = (
     "memory runs out. Leave out `on_oom`; or give `guard_above=1`, with which no step that the "
     "budget allows is computed in parts."
 )
-MILLIONTHS = 1e6  # gathered as integers
 
 Compute = Callable[[dict[str, Any], MicroStep], torch.Tensor]
 """(batch, its weight) -> its loss; adds its gradients."""
@@ -48,41 +47,35 @@ class RunGuard:
     ) -> None:
         odb = trainer.odb
         self._trainer, self._losses, self._model_batch = trainer, losses, model_batch
-        self._guard = OomGuard(
+        self.guard = OomGuard(
             loader,
             odb.on_oom,
             guard_above=odb.guard_above,
             shrink=odb.shrink,
             meter=meter_of(trainer.args, odb),
         )
-        self._guard.collator.keep_samples()
+        self.guard.collator.keep_samples()
         self._has_met = self._has_guarded = False
         self.batches: list[dict[str, Any]] = []  # once computed, without what was left out
-        self._step = GuardedStep(self._guard, [])
+        self._step = GuardedStep(self.guard, [])
         self._returned: list[torch.Tensor] = []  # loss of each batch, as the `Trainer` has it
         self._is_alone = False
-        self._ooms = self._parts = self._steps = 0  # until they are taken
 
     @property
     def infos(self) -> list[StepInfo]:
         """The `StepInfo` of each batch; of a step that is done, without what was left out."""
         return self._step.infos
 
-    @property
-    def ooms(self) -> int:
-        """How often memory has run out on this rank in the run."""
-        return self._guard.ooms
-
     def begin_step(self, batches: list[dict[str, Any]], infos: Sequence[StepInfo]) -> None:
         """Begin an optimizer step of these batches."""
         if not self._has_met:
-            self._guard.meet("ODBConfig")
+            self.guard.meet("ODBConfig")
             self._has_met = True
         self.batches, self._returned = [*batches], []
-        take = self._guard.collator.take_samples
+        take = self.guard.collator.take_samples
         pairs = zip(batches, infos, strict=True)
         taken = [StepBatch(batch, take(info), info) for batch, info in pairs]
-        self._step = GuardedStep(self._guard, taken)
+        self._step = GuardedStep(self.guard, taken)
 
     def compute(
         self, model: nn.Module, inputs: dict[str, Any], weight: MicroStep, compute: Compute
@@ -114,40 +107,22 @@ class RunGuard:
             with step.together(part):
                 loss = run(part, step.take(part))
         self._returned.append(loss)
-        if len(self._returned) == len(self.batches):
-            self._parts += len(step.parts)
-            self._steps += len(self.batches)
+        if len(self._returned) == len(self.batches) and not self._is_alone:
+            step.count()
         return loss
-
-    def take_metrics(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """Return the metrics since the last call; docs/huggingface.md says what they are."""
-        ooms, self._ooms = self._guard.ooms - self._ooms, self._guard.ooms
-        share, self._guard.recent_share = self._guard.recent_share, 0.0
-        own = [ooms, self._parts, self._steps, round(share * MILLIONTHS)]
-        self._parts = self._steps = 0
-        of_ranks = gather(torch.tensor([own], device=self._trainer.args.device))
-        ooms, parts, steps, _ = of_ranks.sum(0).tolist()
-        metrics = {"odb/ooms": float(ooms), "odb/parts": parts / max(1, steps)}
-        if self._guard.meter is not None:
-            metrics["odb/peak_memory_share"] = int(of_ranks[:, 3].max()) / MILLIONTHS
-        return metrics
-
-    def close(self) -> None:
-        """End the run: this rank waits for no other any more."""
-        self._guard.leave()
 
     def _is_computed_alone(self, model: nn.Module) -> bool:
         """Tell whether this rank computes the step without the others, and can take it back."""
         if has_own_backward(model) or has_collectives(model):
             return False
-        if self._guard.channel is None:
+        if self.guard.channel is None:
             return True
-        return isinstance(model, DistributedDataParallel) and self._guard.guards(self.infos)
+        return isinstance(model, DistributedDataParallel) and self.guard.guards(self.infos)
 
     def _compute_alone(self, number: int, model: nn.Module, run: Run) -> torch.Tensor:
         step: GuardedStep = self._step
         checks: AbstractContextManager[Any] = nullcontext()
-        if self._guard.channel is not None and not self._has_guarded:
+        if self.guard.channel is not None and not self._has_guarded:
             # Checked once, since it looks at each operation of torch.
             checks = RefusingCollectives(GATHERS.format(type(self._trainer).__name__))
         with checks:
@@ -176,4 +151,4 @@ class RunGuard:
         return self._losses.factor_without(int(self._trainer.accelerator.gather(own).sum()))
 
     def _collate(self, part: Part) -> dict[str, Any]:
-        return self._model_batch(self._guard.collate(part))
+        return self._model_batch(self.guard.collate(part))

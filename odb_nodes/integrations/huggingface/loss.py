@@ -19,7 +19,7 @@ from odb_nodes.collate.check_packing import MOST_LEAK, leak, mixing_error, pretr
 from odb_nodes.integrations.huggingface.samples import has_pairs
 from odb_nodes.sample import IGNORE_INDEX
 from odb_nodes.step_info import StepInfo
-from odb_nodes.tasks import AnyWeights
+from odb_nodes.tasks.task_gradients import AnyWeights
 
 SAME = 5e-2  # relative tolerance of a mean that stays the same; leaves room for half precision
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-import torch
 from accelerate.utils import broadcast_object_list
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchdata.nodes import BaseNode
@@ -25,6 +24,7 @@ from odb_nodes.integrations.huggingface.guard import RunGuard
 from odb_nodes.integrations.huggingface.loss import LossWeigher
 from odb_nodes.integrations.huggingface.samples import given_dataset, loader_options, model_batch
 from odb_nodes.integrations.learning_rate import at_positions
+from odb_nodes.integrations.recording import StepRecorder
 from odb_nodes.integrations.resuming import (
     begin_or_resume,
     changed_arguments_remedy,
@@ -32,14 +32,10 @@ from odb_nodes.integrations.resuming import (
     resharded_run,
 )
 from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_loader_steps
-from odb_nodes.ledger import Ledger
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.rank_states import save_rank_state
 from odb_nodes.monitor import Monitor
-from odb_nodes.monitor.metrics import StepMeter
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
-from odb_nodes.tasks import weight_metrics
-from odb_nodes.tasks.task_gradients import TaskGradients
 
 NO_BOUND = 2**40  # optimizer steps, where nothing bounds them
 MOST_OF_AN_EPOCH = 0.999  # share of an epoch shown, at most, before its end is seen
@@ -176,39 +172,6 @@ class TakenStep(NamedTuple):
     wait_s: float
 
 
-class RunMonitor:
-    """Tells a monitor of each optimizer step, once the `Trainer` has logged it if it does."""
-
-    def __init__(self, monitor: Monitor | str | os.PathLike[str], ranks: int) -> None:
-        self.monitor = monitor if isinstance(monitor, Monitor) else Monitor(monitor)
-        self.losses: list[torch.Tensor] = []  # of this optimizer step, as `training_step` has them
-        self.lr: float | None = None
-        self._ranks, self._ooms = ranks, 0
-        self._done: tuple[TakenStep, dict[str, Any]] | None = None
-
-    def add(self, step: TakenStep, ooms: int) -> None:
-        """Take the optimizer step that is done; over ranks, the mean of summed losses is its."""
-        measured = {
-            "loss": sum(self.losses) if self.losses else None,
-            "loss_weight": step.infos[0].optimizer_targets / self._ranks,
-            "lr": self.lr,
-            "ooms": ooms - self._ooms,
-        }
-        self.losses, self.lr, self._ooms = [], None, ooms
-        self._done = step, measured
-
-    def write(self, grad_norm: float | None = None) -> None:
-        """Record the optimizer step that was added, if any. All ranks call it together."""
-        if self._done is None:
-            return
-        (batches, infos, wait_s), at_end = self._done
-        self._done = None
-        at_end["grad_norm"] = grad_norm
-        for batch, info in zip(batches, infos, strict=True):
-            measured = at_end if info.ends_optimizer_step else {}
-            self.monitor.step(batch, info, wait_s=wait_s, **measured)
-
-
 class Run:
     """Follows one call of `train`, from a checkpoint if any, and takes the batches of each step."""
 
@@ -247,31 +210,25 @@ class Run:
             self.most_steps = NO_BOUND
             if samples is not None:
                 self.most_steps = max(self.total_steps, math.ceil(epochs) * samples) + 1
-        self.losses, self.meter = LossWeigher(trainer), StepMeter()
+        self.losses = LossWeigher(trainer)
         self._model_batch = model_batch(trainer)
         self._arguments = {name: getattr(args, name) for name in FIXED_ARGUMENTS}
         self._follows_plan = False  # the learning-rate schedule, at the pace of these ranks
         self._is_warned = False
         self._step = TakenStep([], [], 0.0)  # that has begun
-        self._ledger: Ledger | None = None
-        if odb.ledger is not None:
-            self._ledger = Ledger(odb.ledger, rank=args.process_index, world_size=args.world_size)
-        self.monitor: RunMonitor | None = None
-        if odb.monitor is not None:
-            self.monitor = RunMonitor(odb.monitor, args.world_size)
-            if state.monitor is None:
-                self.monitor.monitor.reset(state.step)
-            else:
-                self.monitor.monitor.load_state_dict(state.monitor)
-            self.monitor.monitor.attach(batches.loader)
+        monitor, place = odb.monitor, {"rank": args.process_index, "world_size": self._ranks}
+        if not isinstance(monitor, Monitor | None):
+            monitor = Monitor(monitor)
+        self.recorder = StepRecorder(odb.ledger, monitor, tasks=odb.task_weights, **place)
+        self.recorder.resume(batches.loader, state.monitor, state.step)
         if (tasks := odb.task_weights) is not None:
-            if isinstance(tasks, TaskGradients):
-                tasks.check_model(trainer.model)
+            tasks.check_model(trainer.model)
             if state.tasks is not None:
                 tasks.load_state_dict(state.tasks)
         self.guard: RunGuard | None = None
         if odb.on_oom is not None:
             self.guard = RunGuard(trainer, batches.loader, self.losses, self._model_batch)
+            self.recorder.guard = self.guard.guard
 
     # --- how far it is ----------------------------------------------------------------------------
 
@@ -326,7 +283,7 @@ class Run:
             samples=batches.samples,
             rank_steps=self._begun.rank_steps_at(step, self._ranks),
             loader=batches.loader.state_dict(),
-            monitor=None if self.monitor is None else self.monitor.monitor.state_dict(),
+            monitor=self.recorder.save(),
             tasks=None if tasks is None else tasks.state_dict(),
         )
         return seal_whole(HOLDER, state)
@@ -359,8 +316,7 @@ class Run:
         Where fewer than `count` are left, copies of the first come before them, which are not
         computed: the `Trainer` steps only after `count` batches.
         """
-        if self.monitor is not None:
-            self.monitor.write()
+        self.recorder.tell_monitor()
         start_s = time.perf_counter()
         taken = list(islice(batches, count))
         if not taken:
@@ -388,23 +344,13 @@ class Run:
         return self._step._replace(batches=self.guard.batches, infos=self.guard.infos)
 
     def record_step(self) -> None:
-        """Count the optimizer step that is done, and write it into the ledger, if there is one."""
+        """Record the optimizer step that is done."""
         step = self.computed()
-        if self._ledger is not None:
-            for info in step.infos:
-                self._ledger.record(info)
-        if self._trainer.odb.log_metrics:
-            for batch, info in zip(step.batches, step.infos, strict=True):
-                self.meter.add(batch, info, step.wait_s)
-        if self.monitor is not None:
-            self.monitor.add(step, 0 if self.guard is None else self.guard.ooms)
+        rows = [(*pair, step.wait_s) for pair in zip(step.batches, step.infos, strict=True)]
+        self.recorder.record(rows, meter=self._trainer.odb.log_metrics)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the state of this rank into a checkpoint, after its records are on the disk."""
-        if self.monitor is not None:
-            self.monitor.write()
-        if self._ledger is not None:
-            self._ledger.sync()
+        """Write the state of this rank into a checkpoint."""
         save_rank_state(self.state_dict(), folder)
 
     @contextmanager
@@ -416,23 +362,9 @@ class Run:
             is_done = True
         finally:
             if self.guard is not None:
-                self.guard.close()
-            if self._ledger is not None:
-                self._ledger.close(ended=is_done)
+                self.guard.guard.leave()
             self.batches.loader.close()
-            if self.monitor is not None:
-                if is_done:
-                    self.monitor.write()
-                self.monitor.monitor.close(write=is_done)
-
-    def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of the steps since the last call. All ranks call it together."""
-        if not len(self.meter):
-            return {}
-        gather = self._trainer.accelerator.gather
-        metrics = self.meter.take_metrics(gather, self._trainer.args.device)
-        metrics |= weight_metrics(self.losses.tasks)
-        return metrics if self.guard is None else metrics | self.guard.take_metrics(gather)
+            self.recorder.close(ended=is_done)
 
 
 # --- what a run begins with -----------------------------------------------------------------------

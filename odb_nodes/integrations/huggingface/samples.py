@@ -164,7 +164,12 @@ class TrainerCollate:
         dropped: set[str] = set()
         if self._columns is not None:
             if self._selects_before:
-                samples = [self._selected(sample) for sample in samples]
+                samples = [
+                    {key: one[key] for key in one if key in self._columns}
+                    if isinstance(one, Mapping)
+                    else one
+                    for one in samples
+                ]
             else:  # known before the function takes keys out
                 dropped = {key for one in samples if isinstance(one, Mapping) for key in one}
                 dropped -= self._columns
@@ -182,11 +187,6 @@ class TrainerCollate:
         return batch
 
     collate_step = __call__
-
-    def _selected(self, sample: Any) -> Any:
-        if self._columns is None or not isinstance(sample, Mapping):
-            return sample
-        return {key: sample[key] for key in sample if key in self._columns}
 
 
 def model_batch(trainer: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:

@@ -31,7 +31,6 @@ from odb_nodes.integrations.huggingface.samples import TrainerPadding
 from odb_nodes.integrations.learning_rate import follow
 from odb_nodes.memory.meter import free_memory
 from odb_nodes.planning import TokenBudget
-from odb_nodes.tasks.task_gradients import TaskGradients
 
 if TYPE_CHECKING:  # The mixin calls the methods of the class that it is mixed into.
     _Mixed = Trainer
@@ -148,9 +147,8 @@ class ODBTrainerMixin(_Mixed):
             loss = compute(inputs, weight)
         else:
             loss = run.guard.compute(model, inputs, weight, compute)
-        if run.monitor is not None:
-            run.monitor.losses.append(loss)
-        if weight.info.ends_optimizer_step and isinstance(weight.tasks, TaskGradients):
+        run.recorder.losses.append(loss)
+        if weight.info.ends_optimizer_step and weight.tasks is not None:
             weight.tasks.step()
         return loss
 
@@ -236,7 +234,8 @@ class ODBTrainerMixin(_Mixed):
         run = self.odb_run
         if run is not None:
             if "loss" in logs and self.odb.log_metrics:
-                logs.update(run.take_metrics())
+                gather = self.accelerator.gather
+                logs.update(run.recorder.take_metrics(gather, self.args.device))
             if "train_samples_per_second" in logs:  # which assumes batches of one size
                 per_second = run.batches.samples_seen / max(logs["train_runtime"], 1e-9)
                 logs["train_samples_per_second"] = round(per_second, 3)
@@ -276,9 +275,7 @@ class RunCallback(TrainerCallback):
         run = self._run
         run.check_step(state.global_step)
         self._has_stepped = False
-        run.meter.take()  # The time of all set-up is not the first steps'.
-        if run.monitor is not None:
-            run.monitor.monitor.start_clock()
+        run.recorder.start_clock()
         if run.by_epochs:
             # Before version 5, the `Trainer` sets its bound after the scheduler is made. Later it
             # does not, and a resumed run keeps the number of its checkpoint.
@@ -292,8 +289,7 @@ class RunCallback(TrainerCallback):
         if scaling is not None:
             samples = self._run.computed().infos[0].optimizer_samples  # without those left out
             self._scaled.enter_context(scaling.applied(optimizer, samples))
-        if self._run.monitor is not None:
-            self._run.monitor.lr = float(optimizer.param_groups[0]["lr"])
+        self._run.recorder.at_step = {"lr": float(optimizer.param_groups[0]["lr"])}
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the learning rate, which the schedule goes on from."""
@@ -307,8 +303,8 @@ class RunCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Give the monitor the norm of the gradients, which only a log has."""
-        if self._run is not None and self._run.monitor is not None:
-            self._run.monitor.write(given["logs"].get("grad_norm"))
+        if self._run is not None:
+            self._run.recorder.tell_monitor(given["logs"].get("grad_norm"))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Abandon an epoch that another callback has stopped; finish a run whose end was late."""

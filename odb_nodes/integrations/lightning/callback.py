@@ -29,13 +29,12 @@ from odb_nodes.integrations.lightning.run import (
     TrainBatches,
     position_of_rank,
 )
-from odb_nodes.ledger import Ledger
+from odb_nodes.integrations.recording import StepRecorder
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.memory.guard import OomGuard
-from odb_nodes.monitor import Monitor, StepMeter
+from odb_nodes.monitor import Monitor
 from odb_nodes.step_info import StepInfo
-from odb_nodes.tasks import AnyWeights, check_task_weights, weight_metrics
-from odb_nodes.tasks.task_gradients import TaskGradients
+from odb_nodes.tasks.task_gradients import AnyWeights, check_task_weights
 
 
 class ODBCallback(Callback):
@@ -72,18 +71,12 @@ class ODBCallback(Callback):
         check_task_weights(task_weights)
         self.task_weights = task_weights
         self._monitor, self._log_metrics, self._ledger_folder = monitor, log_metrics, ledger
-        self._ledger: Ledger | None = None
-        self._begin_run(Run(None, RunState()))
+        self._begin_run(Run(None, RunState()), StepRecorder())
 
-    def _begin_run(self, run: Run) -> None:
-        self._run, self._meter = run, StepMeter()
+    def _begin_run(self, run: Run, recorder: StepRecorder) -> None:
+        self._run, self._recorder = run, recorder
         self._batches: TrainBatches | None = None
-        self._begin_step()
-
-    def _begin_step(self) -> None:
         self._unrecorded: list[Fetched] = []  # batches of an optimizer step that is not taken yet
-        self._losses: list[torch.Tensor] = []  # this rank's share of the loss of that step
-        self._at_step: dict[str, Any] = {}  # norm of the gradient and learning rate
 
     def batches(self, loader: ODBDataLoader | OomGuard) -> TrainBatches:
         """Return what `train_dataloader` of a module or data module must return.
@@ -131,7 +124,7 @@ class ODBCallback(Callback):
         """
         if self._run.current is None:
             raise RuntimeError("`step_info` is known only once a training step has begun.")
-        return replace(self._run.current.info, loss_scale=1.0)
+        return replace(self._run.current.last_info, loss_scale=1.0)
 
     # --- a run --------------------------------------------------------------------------------
 
@@ -139,10 +132,15 @@ class ODBCallback(Callback):
         """Reject arguments of the trainer that cannot be used with dynamic batches."""
         if stage == "fit":
             _check_trainer(trainer, self.task_weights)
-            self._begin_run(Run(trainer, RunState(epoch=trainer.current_epoch), self.task_weights))
-            if self._ledger_folder is not None:
-                rank, world_size = trainer.global_rank, trainer.world_size
-                self._ledger = Ledger(self._ledger_folder, rank=rank, world_size=world_size)
+            run = Run(trainer, RunState(epoch=trainer.current_epoch), self.task_weights)
+            recorder = StepRecorder(
+                self._ledger_folder,
+                self._monitor,
+                rank=trainer.global_rank,
+                world_size=trainer.world_size,
+                tasks=self.task_weights,
+            )
+            self._begin_run(run, recorder)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the loader, and begin the monitor."""
@@ -153,17 +151,13 @@ class ODBCallback(Callback):
                 f"`{type(given).__name__}` instead. To train on several datasets, give one "
                 "`ODBDataLoader` a dict of them."
             )
-        if isinstance(self.task_weights, TaskGradients):
+        if self.task_weights is not None:
             self.task_weights.check_model(pl_module)
         if batches.guard is not None:
             _check_guard(trainer, batches.guard, self.task_weights)
-        self._meter = StepMeter()  # whose clock starts here
-        if self._monitor is not None:
-            if (saved := self._run.start.monitor) is None:
-                self._monitor.reset(trainer.global_step)
-            else:
-                self._monitor.load_state_dict(saved)
-            self._monitor.attach(batches.loader)
+        self._recorder.guard = batches.guard
+        self._recorder.resume(batches.loader, self._run.start.monitor, trainer.global_step)
+        self._recorder.start_clock()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -171,7 +165,8 @@ class ODBCallback(Callback):
         """Begin the batch: find its `StepInfo` and the loader's state after it."""
         fetched = self._run.begin(self._required_batches(), batch_idx)
         if fetched.infos[0].micro_step == 0:
-            self._begin_step()
+            self._unrecorded = []
+            self._recorder.begin_step()
         self._unrecorded.append(fetched)
         self._weighs_tasks = False
 
@@ -186,26 +181,26 @@ class ODBCallback(Callback):
                 "`training_step` must return `callback.task_loss(losses)`, where `ODBCallback` has "
                 "`task_weights`, but returned another loss, whose tasks were not weighed."
             )
-        weight = self._run.current.info.loss_scale if self.task_weights is None else 1.0
+        weight = self._run.current.last_info.loss_scale if self.task_weights is None else 1.0
         # The gradient is scaled, since a hook cannot return another loss.
         factor = weight * compat.loss_divisor(trainer, pl_module)
         loss.register_hook(lambda gradient: gradient * factor)
         self._run.backwards += 1
         if weight:  # else it may be NaN
-            self._losses.append(compat.mean_loss(trainer, pl_module, loss) * weight)
+            self._recorder.losses.append(compat.mean_loss(trainer, pl_module, loss) * weight)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """End the step of the tasks; take gradient norm and learning rate for the monitor."""
-        ends = self._run.current is not None and self._run.current.info.ends_optimizer_step
-        if ends and isinstance(self.task_weights, TaskGradients):
+        ends = self._run.current is not None and self._run.current.last_info.ends_optimizer_step
+        if ends and self.task_weights is not None:
             self.task_weights.step()
         if self._monitor is not None:
             groups = optimizer.param_groups
             grads = [x.grad for group in groups for x in group["params"] if x.grad is not None]
             norm = torch.nn.utils.get_total_norm(grads) if grads else None
-            self._at_step = {"grad_norm": norm, "lr": float(groups[0]["lr"])}
+            self._recorder.at_step = {"grad_norm": norm, "lr": float(groups[0]["lr"])}
 
     def on_train_batch_end(
         self,
@@ -236,8 +231,7 @@ class ODBCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have the monitor write what it has counted, while all ranks are there."""
-        if self._monitor is not None:
-            self._monitor.close(write=True)
+        self._recorder.close()
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -262,12 +256,8 @@ class ODBCallback(Callback):
         if self._batches is None:
             return  # Nothing was trained here.
         self._record()  # Another callback may save before our hook is called.
-        if self._ledger is not None:
-            self._ledger.sync()
         progress = compat.loop_progress(checkpoint)
-        position = self._run.settle()
-        if self._monitor is not None:
-            position = replace(position, monitor=self._monitor.state_dict())
+        position = replace(self._run.settle(), monitor=self._recorder.save())
         after = self._run.state_after(self._batches)
         if after is not None and compat.epochs_processed(progress) > position.epoch:
             epoch = position.epoch + 1
@@ -332,7 +322,7 @@ class ODBCallback(Callback):
         run = self._run
         if run.current is None or trainer.fast_dev_run:
             return
-        info, has_stepped = run.current.info, run.has_stepped
+        info, has_stepped = run.current.last_info, run.has_stepped
         if has_stepped != info.ends_optimizer_step:
             found, expected = ("", "not ") if has_stepped else ("not ", "")
             share = "" if info.batches_per_step == 1 else f" // {info.batches_per_step}"
@@ -360,39 +350,27 @@ class ODBCallback(Callback):
         Lightning saves checkpoints within an optimizer step, too, which resume before it.
         """
         taken = self._unrecorded
-        if not (taken and taken[-1].info.ends_optimizer_step and self._run.has_stepped):
+        if not (taken and taken[-1].last_info.ends_optimizer_step and self._run.has_stepped):
             return
-        last, step = taken[-1].info, taken[-1].step
-        loss = step.loss if step is not None else sum(self._losses) if self._losses else None
-        at_end = {
-            "loss": loss,
-            "loss_weight": last.optimizer_targets / last.world_size,
-            **self._at_step,
-        }
-        self._begin_step()
-        for one in taken:
-            for batch, info in zip(one.batches, one.infos, strict=True):
-                if self._log_metrics:
-                    self._meter.add(batch, info, one.wait_s)
-                if self._ledger is not None:
-                    self._ledger.record(info)
-                if self._monitor is not None:
-                    given = at_end if info.ends_optimizer_step else {}
-                    self._monitor.step(batch, info, wait_s=one.wait_s, **given)
+        if (step := taken[-1].step) is not None and step.loss is not None:
+            self._recorder.losses = [step.loss]
+        self._unrecorded = []
+        rows = (
+            (batch, info, one.wait_s)
+            for one in taken
+            for batch, info in zip(one.batches, one.infos, strict=True)
+        )
+        self._recorder.record(rows, meter=self._log_metrics)
+        self._recorder.tell_monitor()
 
     def _close(self, *, ended: bool = True) -> None:
-        if self._ledger is not None:
-            self._ledger.close(ended=ended)
-            self._ledger = None
-        if self._monitor is not None:
-            self._monitor.close(write=False)
+        self._recorder.close(ended=ended)
         if self._batches is not None:
             self._batches.close()
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
         gather: Any = pl_module.all_gather
-        metrics = self._meter.take_metrics(gather, pl_module.device)
-        metrics |= weight_metrics(self.task_weights)
+        metrics = self._recorder.take_metrics(gather, pl_module.device)
         pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
         try:
             share = self._run.after.samples / self._required_batches().loader.num_samples
@@ -442,7 +420,7 @@ def _check_trainer(trainer: Any, tasks: AnyWeights | None) -> None:
     limit = trainer.limit_train_batches  # 1 is one batch, 1.0 is all
     strategy, every = type(trainer.strategy).__name__, trainer.reload_dataloaders_every_n_epochs
     is_whole = isinstance(trainer.strategy, SingleDeviceStrategy) or _is_ddp(trainer.strategy)
-    follows, name = isinstance(tasks, TaskGradients), type(tasks).__name__
+    follows, name = tasks is not None and tasks.needs_gradients, type(tasks).__name__
     _refuse(
         {
             f"`overfit_batches` must be 0, but is {trainer.overfit_batches}. Train on a small "

@@ -18,7 +18,7 @@ from odb_nodes.integrations.step_estimate import (
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.planning import TokenBudget
-from odb_nodes.tasks import task_names
+from odb_nodes.tasks.task_gradients import task_names
 
 
 class ODBDataModule(LightningDataModule):

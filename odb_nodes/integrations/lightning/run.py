@@ -21,9 +21,9 @@ from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.reshard_nodes import Ranks
 from odb_nodes.loader.resharding import batches_per_step
 from odb_nodes.memory.guard import GuardedStep, OomGuard
-from odb_nodes.monitor.metrics import timed
+from odb_nodes.monitor.window import timed
 from odb_nodes.step_info import StepInfo, pop_step_info
-from odb_nodes.tasks import AnyWeights
+from odb_nodes.tasks.task_gradients import AnyWeights
 
 CHANGED = changed_arguments_remedy(
     names="`accumulate` is `accumulate_grad_batches`, the others are those of the `ODBDataModule` "
@@ -37,9 +37,11 @@ CHANGED = changed_arguments_remedy(
 class Fetched(NamedTuple):
     """A batch that Lightning has read, and may not have trained on yet; or a guard's step."""
 
-    number: int  # of those that Lightning has read in the epoch, from 0
+    batch_idx: int  # of those that Lightning has read in the epoch, from 0
     batches: list[Any]  # as they were collated, before they were moved to a device
-    planned: list[StepInfo]  # taken out, as Lightning cannot move a frozen dataclass to a device
+    planned_infos: list[
+        StepInfo
+    ]  # taken out, as Lightning cannot move a frozen dataclass to a device
     state: dict[str, Any]  # of the loader after this batch
     wait_s: float  # for each of `batches`
     step: GuardedStep | None
@@ -47,11 +49,11 @@ class Fetched(NamedTuple):
     @property
     def infos(self) -> list[StepInfo]:
         """The `StepInfo` of each batch; of a guarded step that is done, as it was computed."""
-        return self.planned if self.step is None else self.step.infos
+        return self.planned_infos if self.step is None else self.step.infos
 
     @property
-    def info(self) -> StepInfo:
-        """That of the last batch."""
+    def last_info(self) -> StepInfo:
+        """The `StepInfo` of the last batch."""
         return self.infos[-1]
 
 
@@ -94,10 +96,10 @@ class TrainBatches:
     def _fetched(self, item: Any, wait_s: float) -> Fetched:
         step = item if isinstance(item, GuardedStep) else None
         infos = [pop_step_info(item)] if step is None else step.infos
-        number = infos[-1].step if step is None else infos[-1].step // self.loader.accumulate
+        batch_idx = infos[-1].step if step is None else infos[-1].step // self.loader.accumulate
         batches = [item] if step is None else [*step.batches]
         state = self.loader.state_dict()
-        return Fetched(number, batches, infos, state, wait_s / len(batches), step)
+        return Fetched(batch_idx, batches, infos, state, wait_s / len(batches), step)
 
     def close(self) -> None:
         """Stop the workers; other ranks are not waited for any more."""
@@ -167,10 +169,11 @@ class Run:
             self._set_rngs()
         settled, fetched = self.settle(), batches.take()
         info, epoch = fetched.infos[0], self._trainer.current_epoch
-        if fetched.number != batch_idx:
+        if fetched.batch_idx != batch_idx:
             raise StateError(
-                f"Lightning is at batch {batch_idx} of the epoch, the loader at {fetched.number}: "
-                "the checkpoint was changed, or an epoch was left before its end."
+                f"Lightning is at batch {batch_idx} of the epoch, the loader at "
+                f"{fetched.batch_idx}: the checkpoint was changed, or an epoch was left before "
+                "its end."
             )
         total, samples = compat.batches_begun(self._trainer), self.after.samples
         if info.step == 0:
@@ -182,7 +185,7 @@ class Run:
         self._optimizer_steps = self._trainer.global_step
         self.after = RunState(
             epoch=epoch,
-            steps=fetched.number + 1,
+            steps=fetched.batch_idx + 1,
             total_steps=total,
             samples=samples + sum(one.local_samples for one in fetched.infos),
             loader=fetched.state,
@@ -200,14 +203,17 @@ class Run:
         It goes by what the optimizer did, not by which hooks have run: another callback may save a
         checkpoint before our hook is called, or after an exception.
         """
-        if self.current is None or not self.current.info.ends_optimizer_step:
+        if self.current is None or not self.current.last_info.ends_optimizer_step:
             return self._settled
         if not self.has_stepped:
             return self._settled
-        gpu_rng = _bytes_of(torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else None
-        tasks = None if self._tasks is None else self._tasks.state_dict()
-        cpu_rng = _bytes_of(torch.get_rng_state())
-        return replace(self.after, cpu_rng=cpu_rng, gpu_rng=gpu_rng, tasks=tasks)
+        is_on_gpu = torch.cuda.is_initialized()
+        return replace(
+            self.after,
+            cpu_rng=torch.get_rng_state().numpy().tobytes(),
+            gpu_rng=torch.cuda.get_rng_state().numpy().tobytes() if is_on_gpu else None,
+            tasks=None if self._tasks is None else self._tasks.state_dict(),
+        )
 
     def state_after(self, batches: TrainBatches) -> dict[str, Any] | None:
         """Return the loader's state after the epoch, if the current batch was its last."""
@@ -219,10 +225,6 @@ class Run:
             torch.set_rng_state(_tensor_of(start.cpu_rng))
         if start.gpu_rng is not None and torch.cuda.is_initialized():
             torch.cuda.set_rng_state(_tensor_of(start.gpu_rng))
-
-
-def _bytes_of(rng: torch.Tensor) -> bytes:
-    return rng.numpy().tobytes()
 
 
 def _tensor_of(rng: bytes) -> torch.Tensor:

@@ -5,7 +5,6 @@
 of one's own, `DynamicBatches` gives them to its trainer.
 """
 
-from odb_nodes.integrations.llama_factory.arguments import DynamicBatches
-from odb_nodes.integrations.llama_factory.run import main
+from odb_nodes.integrations.llama_factory.run import DynamicBatches, main
 
 __all__ = ["DynamicBatches", "main"]

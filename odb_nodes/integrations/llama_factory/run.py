@@ -1,17 +1,253 @@
-"""Runs LLaMA-Factory's own training with dynamic batches."""
+"""Dynamic batches for LLaMA-Factory: from its arguments, for its trainer or a whole run of it.
+
+    batches = DynamicBatches.of(data_args, training_args, finetuning_args)
+    ...  # load the dataset with `batches.data_args`, make the trainer
+    batches.configure(trainer)
+
+For these, only the names of the arguments count: LLaMA-Factory is not imported.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from typing import Any
 
 from odb_nodes._compat import llama_factory as compat
-from odb_nodes._core.checks import check_type
+from odb_nodes._core.checks import check_bool, check_choice, check_count, check_type
+from odb_nodes.collate import PackedCollate
 from odb_nodes.integrations.learning_rate import LrScaling
-from odb_nodes.integrations.llama_factory.arguments import DynamicBatches
+from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import WorkerOptions
+
+__all__ = ["DynamicBatches", "main"]
+
+_READ = (
+    *("cutoff_len", "per_device_train_batch_size", "gradient_accumulation_steps", "packing"),
+    *("neat_packing", "stage", "disable_shuffling", "group_by_length", "dataloader_drop_last"),
+)
+_MEDIA = ("images", "videos", "audios")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicBatches:
+    """Dynamic batches that a set of arguments describes; made by `of`.
+
+    Attributes:
+        budget: the budget of a batch on one rank: `cutoff_len` x `per_device_train_batch_size`
+            tokens, which need at most the memory of the fixed batches. Packed with `neat_packing`.
+        accumulate: batches per optimizer step.
+        shuffle: whether to shuffle the training data.
+        data_args: the arguments to load the dataset with: a copy without packing, which is done
+            here while training.
+    """
+
+    budget: TokenBudget
+    accumulate: int
+    shuffle: bool
+    data_args: Any
+
+    @classmethod
+    def of(cls, *arguments: Any, token_budget: int | None = None) -> DynamicBatches:
+        """Return the dynamic batches that the arguments describe.
+
+        Args:
+            arguments: `data_args`, `training_args` and `finetuning_args`, or one mapping of a YAML
+                file. Read are `cutoff_len`, `per_device_train_batch_size`,
+                `gradient_accumulation_steps`, `packing`, `neat_packing`, `stage`,
+                `disable_shuffling`, `group_by_length` and `dataloader_drop_last`. The first is
+                required; so is the second without `token_budget`.
+            token_budget: tokens of a batch on one rank, in place of the product.
+
+        Raises:
+            TypeError, ValueError: an argument is missing, is not what it must be, contradicts
+                another one, or cannot be used with dynamic batches; names it and what to do.
+        """
+        given = _merged(arguments)
+        cutoff = check_count("cutoff_len", _required(given, "cutoff_len"))
+        if token_budget is not None:
+            tokens = check_count("token_budget", token_budget)
+            if tokens < cutoff:
+                raise ValueError(
+                    f"`token_budget` must be at least `cutoff_len` ({cutoff}), but is {tokens}: "
+                    "the longest samples would exceed it on their own."
+                )
+        else:
+            name = "per_device_train_batch_size"
+            tokens = cutoff * check_count(name, _required(given, name))
+        _check_kind(given)
+        name = "gradient_accumulation_steps"
+        return cls(
+            budget=TokenBudget(tokens, layout="packed" if _is_packed(given) else "padded"),
+            accumulate=check_count(name, given.get(name, 1)),
+            shuffle=not _flag(given, "disable_shuffling"),
+            data_args=_without_packing(arguments),
+        )
+
+    def configure(self, trainer: Any, **options: Any) -> Any:
+        """Give these dynamic batches to a trainer of transformers, and return it.
+
+        Args:
+            trainer: a trainer of any class, made with the same arguments, that is not training.
+            options: further fields of `ODBConfig`.
+
+        Raises:
+            ImportError: transformers is not installed.
+            ValueError: the trainer was made with other arguments, or has a packed dataset.
+        """
+        integration = import_module("odb_nodes.integrations.huggingface")  # imports transformers
+        accumulate = trainer.args.gradient_accumulation_steps
+        if accumulate != self.accumulate:
+            raise ValueError(
+                f"`gradient_accumulation_steps` of the trainer must be {self.accumulate}, as in "
+                f"the arguments, but is {accumulate} instead."
+            )
+        _check_not_packed(trainer.train_dataset)
+        if not self.shuffle:
+            trainer.args.train_sampling_strategy = "sequential"
+        budget = self._padded_as(trainer.data_collator)
+        if budget.layout == "packed":
+            options.setdefault("collate_fn", _PackedText(PackedCollate.of(budget)))
+        return integration.configure_trainer(trainer, token_budget=budget, **options)
+
+    def _padded_as(self, collator: Any) -> TokenBudget:
+        """Return the budget, rounded up to a multiple of what the collator pads to."""
+        multiple = getattr(collator, "pad_to_multiple_of", None) or 1
+        if self.budget.layout == "packed" or multiple == 1:
+            return self.budget
+        tokens = -(-self.budget.tokens // multiple) * multiple
+        return replace(self.budget, tokens=tokens, pad_to_multiple_of=multiple)
+
+
+class _PackedText:
+    """Packs text, in rows that have empty columns for media."""
+
+    draws_random_numbers = False
+
+    def __init__(self, collate: PackedCollate) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the batch of `samples`."""
+        for name in _MEDIA:
+            if any(sample.get(name) for sample in samples):
+                raise ValueError(
+                    f"`neat_packing` must be False where samples have `{name}`: only text is "
+                    "packed. Without it, short samples share a batch anyway."
+                )
+        rows = ({key: row[key] for key in row if key not in _MEDIA} for row in samples)
+        return self._collate(list(rows))
+
+
+def _fields(holder: Any) -> Mapping[str, Any]:
+    if isinstance(holder, Mapping):
+        return holder
+    return {name: getattr(holder, name) for name in _READ if hasattr(holder, name)}
+
+
+def _merged(holders: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the arguments of several objects or mappings, which agree where both have one."""
+    given: dict[str, Any] = {}
+    for holder in map(_fields, holders):
+        for name in _READ:
+            if name in holder and given.setdefault(name, holder[name]) != holder[name]:
+                values = f"{given[name]!r} and as {holder[name]!r}"
+                raise ValueError(f"`{name}` is given twice, as {values}.")
+    return given
+
+
+def _required(given: Mapping[str, Any], name: str) -> Any:
+    if name not in given:
+        raise ValueError(
+            f"`{name}` must be given: pass all of `data_args`, `training_args` and "
+            "`finetuning_args`, or one mapping with their fields."
+        )
+    return given[name]
+
+
+def _flag(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name)
+    return False if value is None else check_bool(name, value)
+
+
+def _check_kind(given: Mapping[str, Any]) -> None:
+    """Reject kinds of training and of batches that cannot be dynamic."""
+    check_choice(
+        "stage",
+        given.get("stage", "sft"),
+        ("pt", "sft"),
+        "In other stages a sample has several sequences, which a token budget does not count.",
+    )
+    for name, reason in (
+        ("group_by_length", "dynamic batches already group samples of like length"),
+        ("dataloader_drop_last", "no batch is short of a fixed size, and every sample is used"),
+    ):
+        if _flag(given, name):
+            raise ValueError(f"`{name}` must be False, but is True: {reason}.")
+
+
+def _is_packed(given: Mapping[str, Any]) -> bool:
+    packing, is_neat = given.get("packing"), _flag(given, "neat_packing")
+    if is_neat and packing is False:
+        raise ValueError(
+            "`packing` must not be False where `neat_packing` is True. Drop one of them."
+        )
+    if not is_neat and _flag(given, "packing"):
+        raise ValueError(
+            "`packing` must be False, or `neat_packing` True: with `packing` alone, the samples of "
+            "a row attend to each other. Without either, short samples share a batch anyway."
+        )
+    if not is_neat and packing is None and given.get("stage", "sft") == "pt":
+        raise ValueError(
+            '`packing` must be given where `stage` is "pt", since it is True by default there: '
+            "set it to False for dynamic batches, or `neat_packing` to True for packed ones."
+        )
+    return is_neat
+
+
+def _without_packing(holders: tuple[Any, ...]) -> Any:
+    """Return a copy of the arguments of the data, with packing off."""
+    data_args = next(one for one in holders if "cutoff_len" in _fields(one))
+    if isinstance(data_args, Mapping):
+        return {**data_args, "packing": False, "neat_packing": False}
+    changed = copy.copy(data_args)
+    changed.packing = changed.neat_packing = False
+    return changed
+
+
+def _check_not_packed(dataset: Any) -> None:
+    """Reject a dataset whose rows hold several samples.
+
+    Packed rows have `position_ids`, which others get only when they are collated; and those of
+    `neat_packing` have a mask that numbers their samples from 1.
+    """
+    if isinstance(dataset, Mapping):  # several to mix
+        for one in dataset.values():
+            _check_not_packed(one)
+        return
+    row = _first_row(dataset)
+    names = getattr(dataset, "column_names", None) or [*row]
+    mask = row.get("attention_mask")
+    if "position_ids" in names or (mask is not None and len(mask) and max(mask) > 1):
+        raise ValueError(
+            "`train_dataset` of the trainer must not be packed, but is packed already. Load it "
+            "with `data_args` of `DynamicBatches`, and without an old `tokenized_path`."
+        )
+
+
+def _first_row(dataset: Any) -> Mapping[str, Any]:
+    """Return the first row of a dataset, also of a stream; an empty one where none can be had."""
+    if isinstance(dataset, Sized):  # A stream of `datasets` has `__getitem__`, but no length.
+        row = dataset[0] if len(dataset) and hasattr(dataset, "__getitem__") else {}
+    else:
+        can_repeat = isinstance(dataset, Iterable) and not isinstance(dataset, Iterator)
+        row = next(iter(dataset), {}) if can_repeat else {}
+    return row if isinstance(row, Mapping) else {}
+
+
+# --- a run of LLaMA-Factory -----------------------------------------------------------------------
 
 ODB_KEY = "odb"
 _OF_MAPPING: Mapping[str, Any] = {"lr_scaling": LrScaling, "workers": WorkerOptions}

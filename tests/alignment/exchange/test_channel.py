@@ -2,15 +2,17 @@
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
+import aligned_ranks
 import numpy as np
 import pytest
-from in_process import InProcessHub
+import torch.distributed as dist
 
 from odb_nodes import PeerError, StateError
 from odb_nodes.alignment.exchange import Channel, Interrupted
+from odb_nodes.alignment.exchange import store as store_module
 from odb_nodes.alignment.exchange.channel import _ROUND as ROUND
+from odb_nodes.alignment.exchange.store import BoundedStore, StoreLost
 
 CONFIG = {"epoch": 0, "step": 0, "RankAligner": {"seed": 0}}
 
@@ -18,8 +20,8 @@ CONFIG = {"epoch": 0, "step": 0, "RankAligner": {"seed": 0}}
 class Rank:
     """A channel, and what its program may do with it."""
 
-    def __init__(self, hub, rank, left_behind):
-        self.exchange, self.rank = hub.exchange(rank), rank
+    def __init__(self, exchange, left_behind):
+        self.exchange, self.rank = exchange, exchange.rank
         self.left_behind = left_behind  # an event of all ranks
         self.channel = Channel(self.exchange, 64)
 
@@ -55,17 +57,15 @@ class Rank:
 
 def on_ranks(world_size, run, timeout_s=20.0):
     """What `run(rank)` returns on each rank, or the error that it raised."""
+    left_behind = threading.Event()
 
-    def caught(rank):
+    def caught(exchange):
         try:
-            return run(rank)
+            return run(Rank(exchange, left_behind))
         except (PeerError, StateError) as error:
             return error
 
-    hub, left_behind = InProcessHub(world_size, timeout_s), threading.Event()
-    with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(caught, Rank(hub, rank, left_behind)) for rank in range(world_size)]
-        return [future.result(60) for future in futures]
+    return aligned_ranks.on_ranks(world_size, caught, timeout_s)
 
 
 LEFT_BEHIND = {
@@ -76,45 +76,43 @@ LEFT_BEHIND = {
 }
 
 
+def begin_and_leave(rank, kind):
+    """Begin an epoch, of which rank 0 leaves something behind."""
+    rank.begin()
+    rank.gather(rank.rank)
+    if kind == "hello":
+        rank.channel.begin()
+    if rank.rank == 0:
+        rank.leave_behind(lambda: LEFT_BEHIND[kind](rank))
+    assert rank.left_behind.wait(10)
+
+
 @pytest.mark.parametrize("kind", LEFT_BEHIND)
 def test_what_one_rank_left_behind_harms_no_beginning(kind):
     def run(rank):
-        rank.begin()
-        rank.gather(rank.rank)
-        if kind == "hello":
-            rank.channel.begin()
-        if rank.rank == 0:
-            rank.leave_behind(lambda: LEFT_BEHIND[kind](rank))
-        assert rank.left_behind.wait(10)
+        begin_and_leave(rank, kind)
         rank.begin(step=5)
         return rank.gather(rank.rank)
 
     assert on_ranks(3, run) == [[0, 1, 2]] * 3
 
 
+def fail_on_rank_1(rank):
+    """What a rank does whose state, or another's, is refused."""
+    rank.channel.begin()
+    if rank.rank == 1:
+        rank.channel.fail(StateError("not this one"), "reset")
+        raise StateError("mine")
+    rank.agree()
+
+
 @pytest.mark.parametrize("kind", ["hello", "round", "failure"])
 def test_a_bad_state_reaches_ranks_that_left_something_behind(kind):
     def run(rank):
-        rank.begin()
-        rank.gather(rank.rank)
-        if kind == "hello":
-            rank.channel.begin()
-        if rank.rank == 0:
-            rank.leave_behind(lambda: LEFT_BEHIND[kind](rank))
-        assert rank.left_behind.wait(10)
-        rank.channel.begin()
-        if rank.rank == 1:
-            rank.channel.fail(StateError("not this one"), "reset")
-            raise StateError("mine")
-        rank.agree()
+        begin_and_leave(rank, kind)
+        fail_on_rank_1(rank)
 
-    start = time.monotonic()
-    first, own, *others = on_ranks(3, run)
-    assert time.monotonic() - start < 10
-    for other in (first, *others):
-        assert type(other) is StateError
-        assert "rank 1 failed in reset: StateError: not this one" in str(other)
-    assert str(own) == "mine"
+    check_that_a_bad_state_is_told(3, run)
 
 
 @pytest.mark.parametrize("busy", [0, 1])
@@ -122,16 +120,18 @@ def test_a_bad_state_is_told_where_one_rank_began_once_more(busy):
     def run(rank):
         if rank.rank == busy:
             rank.channel.begin()
-        rank.channel.begin()
-        if rank.rank == 1:
-            rank.channel.fail(StateError("not this one"), "reset")
-            raise StateError("mine")
-        rank.agree()
+        fail_on_rank_1(rank)
 
+    check_that_a_bad_state_is_told(2, run)
+
+
+def check_that_a_bad_state_is_told(world_size, run):
     start = time.monotonic()
-    other, own = on_ranks(2, run)
+    first, own, *others = on_ranks(world_size, run)
     assert time.monotonic() - start < 10
-    assert type(other) is StateError and "not this one" in str(other)
+    for other in (first, *others):
+        assert type(other) is StateError
+        assert "rank 1 failed in reset: StateError: not this one" in str(other)
     assert str(own) == "mine"
 
 
@@ -217,3 +217,67 @@ def test_bytes_of_any_lengths(sizes):
 
     expected = [bytes([rank + 1]) * size for rank, size in enumerate(sizes)]
     assert on_ranks(2, run) == [expected] * 2
+
+
+# --- a store that does not answer is given up in time, and its calls keep their order ------------
+
+
+class StoppedStore:
+    """A store whose host is stopped until `go`."""
+
+    def __init__(self):
+        self.go, self.calls = threading.Event(), []
+
+    def set(self, key, value):
+        assert self.go.wait(20)
+        self.calls.append((key, value))
+
+    def get(self, key):
+        raise RuntimeError("Failed to recv, got 0 bytes.\nException raised from recv")
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    store = StoppedStore()
+    monkeypatch.setattr(store_module.compat, "job_store", lambda: store)
+    yield store
+    store.go.set()
+
+
+def test_a_call_that_is_given_up_in_time_comes_before_the_next(stopped):
+    store, start = BoundedStore(5.0), time.monotonic()
+    for value in ("1", "2"):
+        with pytest.raises(StoreLost, match="rank 0, which hosts .* not answered for 0.1 s"):
+            store.call("set", "key", value, limit_s=0.1)
+    assert 0.2 <= time.monotonic() - start < 3
+    stopped.go.set()
+    store.call("set", "key", "3", limit_s=5.0)
+    assert stopped.calls == [("key", "1"), ("key", "2"), ("key", "3")]
+
+
+def test_a_wait_can_be_interrupted(stopped):
+    def interrupt():
+        raise Interrupted
+
+    start = time.monotonic()
+    with pytest.raises(Interrupted):
+        BoundedStore(5.0).call("set", "key", "1", limit_s=60.0, check=interrupt)
+    assert time.monotonic() - start < 5
+
+
+def test_a_store_that_is_gone_is_said_in_one_line(stopped, monkeypatch):
+    gone = r"which hosts the store of the job, is gone \(Failed to recv, got 0 bytes.\)$"
+    with pytest.raises(StoreLost, match=f"^rank 0, {gone}"):
+        BoundedStore(5.0).call("get", "key", limit_s=5.0)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(StoreLost, match="torchrun, which hosts the store"):
+        BoundedStore(5.0).call("get", "key", limit_s=5.0)
+
+
+def test_keys_stand_below_the_prefix(monkeypatch):
+    below = dist.HashStore()
+    monkeypatch.setattr(store_module.compat, "job_store", lambda: below)
+    store = BoundedStore(5.0)
+    store.use_prefix("odb_nodes")
+    store.call("set", "key", "1", limit_s=5.0)
+    assert below.get("odb_nodes/key") == b"1"

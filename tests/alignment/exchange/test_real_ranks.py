@@ -1,31 +1,39 @@
 """Alignment with real processes over gloo."""
 
-from collections import Counter
+import json
+from itertools import chain
+from pathlib import Path
 from statistics import median
 
 import pytest
+import torch
+from aligned_ranks import on_ranks
 from elastic import trained_on
 from gradients import SCALINGS, SIZES
-from rank_jobs import run_ranks
-from worker_functions import SkipSome
+from in_process import InProcessHub
+from rank_jobs import (
+    epochs_of,
+    free_port,
+    loader_over,
+    make_dataloader,
+    real_ids,
+    run_ranks,
+    samples_of,
+)
+from torch.nn.functional import cross_entropy, pad
+from torchdata.nodes import Mapper
+from worker_functions import Program, Texts
 
-SHAPES = {
-    2: [[40, 41], [30, 90], [50, 0], [0, 1]],
-    4: [[41, 40, 40, 40], [30, 90, 30, 30], [40, 0, 40, 40], [1, 0, 0, 0]],
-}
-
-
-@pytest.mark.parametrize("world_size", SHAPES)
-def test_equal_steps_and_every_sample_once(world_size, tmp_path):
-    body = """
-    for sizes in json.loads(sys.argv[1]):
-        for options in ({"read_ahead": 3}, {"accumulate": 3}):
-            loader = r.make_loader(sizes[rank], **options)
-            r.check_epochs(sizes, r.epochs_of(loader))
-            loader.close()
-    r.finish()
-    """
-    run_ranks(tmp_path, body, world_size, SHAPES[world_size])
+from odb_nodes import (
+    LengthObserver,
+    Loader,
+    ODBDataLoader,
+    RankAligner,
+    ShardedSampler,
+    TokenBudget,
+    WindowBucketer,
+    pop_step_info,
+)
 
 
 def test_no_hang_whatever_the_seed(tmp_path, sampled):
@@ -56,57 +64,7 @@ def test_no_hang_whatever_the_seed(tmp_path, sampled):
     run_ranks(tmp_path, body, 4, sampled(every=5).get("every", 1), timeout_s=200)
 
 
-def test_samples_of_mixed_sources_come_once_or_are_counted_as_skipped(tmp_path):
-    body = """
-    import worker_functions as w
-    from odb_nodes.tools.source_report import SourceReport
-    sources = {"many": range(90), "one": [91]}  # one rank has nothing of the second
-    options = {"token_budget": 96, "window": 8, "round_size": 4, "num_workers": 1}
-    with ODBDataLoader(sources, process_fn=w.SkipSome(), **options) as loader:
-        for epoch in range(2):
-            report, ids = SourceReport(), []
-            for batch in loader:
-                info = pop_step_info(batch)
-                report.add(info)
-                assert sum(r.gathered(info.local_samples)) == info.all_samples_this_step
-                ids += [] if info.is_filler else batch["id"].tolist()
-            counts = {name: one.samples for name, one in report.over_ranks().counts.items()}
-            assert r.gathered(counts) == [counts] * 2
-    r.finish([sorted(sum(r.gathered(ids), [])), loader.skipped_samples, counts])
-    """
-    kept = [index for index in [*range(90), 91] if SkipSome().reason(index) is None]
-    reasons = Counter(filter(None, map(SkipSome().reason, range(90))))
-    first, second = run_ranks(tmp_path, body, 2)
-    assert first[0] == second[0] == kept
-    assert Counter(first[1]) + Counter(second[1]) == reasons
-    assert first[2] == {"many": len(kept) - 1, "one": 1}
-
-
 # --- real ranks resumed from a distributed checkpoint, also by another number of ranks ------------
-
-
-def test_a_distributed_checkpoint(tmp_path):
-    body = """
-    import torch.distributed.checkpoint as dcp
-    from odb_nodes import DistributedState
-    from odb_nodes.contract.graph import walk
-    def loader():
-        return r.make_loader([500, 420][rank], window="auto")
-    whole = loader()
-    iterator = iter(whole)
-    for _ in range(7):
-        next(iterator)
-    dcp.save({"loader": DistributedState(whole)}, checkpoint_id=sys.argv[1])
-    left = [r.describe(batch) for batch in iterator]
-    left += [r.describe(batch) for batch in whole]
-    resumed = loader()
-    dcp.load({"loader": DistributedState(resumed)}, checkpoint_id=sys.argv[1])
-    assert [r.describe(batch) for _ in range(2) for batch in resumed] == left
-    (window,) = (n.window for n in walk(resumed.root) if isinstance(n, WindowBucketer))
-    r.finish([len(left), window])
-    """
-    (steps, window), second = run_ranks(tmp_path, body, 2, tmp_path / "checkpoint")
-    assert second == [steps, window] and steps > 3 and window > 128
 
 
 def test_a_distributed_checkpoint_of_another_number_of_ranks(tmp_path):
@@ -171,3 +129,219 @@ def test_the_gradient_of_ranks_is_that_of_one_process(world_size, tmp_path):
     # Unscaled means give another gradient, except where there is one mean and nothing to scale.
     assert alone <= TOLERANCE if world_size == 1 else alone > 1e-3
     assert others[0] > 1e-3 and others[2] > 1e-3
+
+
+# --- ranks that share the data are those of the group: here 2 (dp) of the 4 of 2 (dp) x 2 (tp) ---
+
+
+SIZE = 101
+
+FROM_A_MESH = """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    group = mesh["dp"]
+"""
+FROM_A_WHOLE_MESH = """
+    names = "pp", "dp_replicate", "dp_shard", "cp"
+    group = init_device_mesh("cpu", (1, 2, 1, 2), mesh_dim_names=names)
+"""
+FROM_NEW_GROUP = """
+    groups = [dist.new_group([tp, 2 + tp]) for tp in range(2)]  # made by all ranks, in one order
+    group = groups[rank % 2]
+"""
+JOB = """
+    from torch.distributed.device_mesh import init_device_mesh
+{group}
+    size, num_workers = map(int, sys.argv[1:])
+    with r.make_dataloader(size, num_workers=num_workers, process_group=group) as loader:
+        epochs = r.epochs_of(loader)
+        dist.barrier()  # rank 0 hosts the store: it waits for the group of the others
+        r.finish(epochs)
+"""
+
+
+@pytest.mark.parametrize(
+    ("group", "num_workers"),
+    [(FROM_A_MESH, 1), (FROM_A_WHOLE_MESH, 0), (FROM_NEW_GROUP, 0)],
+    ids=["mesh", "whole mesh", "new_group"],
+)
+def test_dp_ranks_share_the_data_and_tp_ranks_get_the_same(group, num_workers, tmp_path):
+    alone = on_ranks(2, lambda exchange: epochs_of(make_dataloader(SIZE, process_group=exchange)))
+    epochs = run_ranks(tmp_path, JOB.format(group=group), 4, SIZE, num_workers)
+    assert epochs == [alone[0], alone[0], alone[1], alone[1]]
+    for steps in zip(*alone, strict=True):
+        assert sorted(index for rank in steps for index in real_ids(rank)) == [*range(SIZE)]
+
+
+def test_a_rank_outside_of_the_group_and_a_mesh_without_meaning_are_refused(tmp_path):
+    body = """
+    from torch.distributed.device_mesh import DeviceMesh
+    errors = []
+    names = "dp_shard_cp", "tp"
+    for name in "tp", "x":
+        group = DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=(name,))
+        with r.make_dataloader(100, process_group=group) as loader:
+            found = r.real_ids(r.epochs_of(loader, 1)[0])
+        assert found == [*range(100)] if name == "tp" else len(found) < 50
+    for group in (
+        dist.new_group([0, 1]),
+        DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("dp", "tp")),
+        DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=names),
+        DeviceMesh("cpu", [[0, 2], [1, 3]]),
+        DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))["tp"],
+    ):
+        try:
+            iter(r.make_dataloader(100, process_group=group))
+        except ValueError as error:
+            errors.append(str(error))
+    r.finish(errors)
+    """
+    *outside, mixed, unnamed, of_one_model = run_ranks(tmp_path, body, 4)[2]
+    assert all("`process_group` must contain this rank" in error for error in outside)
+    assert len(outside) == 2 and "'dp_shard_cp' does not say" in mixed
+    assert "'' does not say" in unnamed
+    assert "is the dimension 'tp' of a `DeviceMesh` alone" in of_one_model
+
+
+def stages():
+    """Both stages of a model in a pipeline."""
+    torch.manual_seed(0)
+    head = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 200))
+    return torch.nn.Embedding(200, 8).double(), head.double()
+
+
+def micro_batched(exchange):
+    """A loader of batches for 4 micro-batches each."""
+    budget = TokenBudget(256, shapes=4, row_sizes=4, oversize="drop")
+    return ODBDataLoader(Texts(200), token_budget=budget, window=32, process_group=exchange)
+
+
+def targets_of(batch):
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return pad(labels[:, 1:], (0, 1), value=-100)
+
+
+def summed_loss(logits, targets):
+    return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+ON_A_PIPELINE = """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    sys.path.insert(0, sys.argv[1])
+    import test_real_ranks as t
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    place, group, schedules = mesh["pp"].get_local_rank(), mesh["pp"].get_group(), {}
+    model = t.stages()[place]
+    def loss(logits, targets):
+        return t.summed_loss(logits, targets) / max(info.local_targets, 1) * info.loss_scale
+    for batch in t.micro_batched(mesh):
+        info, ids = r.pop_step_info(batch), batch["input_ids"]
+        if ids.shape not in schedules:
+            stage = PipelineStage(model, place, 2, torch.device("cpu"), group=group)
+            schedules[ids.shape] = ScheduleGPipe(stage, 4, loss_fn=loss, scale_grads=False)
+        if place:
+            schedules[ids.shape].step(target=t.targets_of(batch))
+        else:
+            schedules[ids.shape].step(ids)
+    for one in model.parameters():
+        dist.all_reduce(one.grad, group=mesh["dp"].get_group())
+    r.finish([len(schedules), [(one.grad / 2).flatten().tolist() for one in model.parameters()]])
+"""
+
+
+@pytest.mark.slow
+def test_gradients_of_a_pipeline_are_those_of_one_process(tmp_path):
+    model = torch.nn.Sequential(*stages())
+
+    def batches(exchange):
+        return [(pop_step_info(batch), batch) for batch in micro_batched(exchange)]
+
+    shapes = set()
+    for info, batch in chain(*on_ranks(2, batches)):
+        shapes.add(batch["input_ids"].shape)
+        if not info.is_filler:
+            loss = summed_loss(model(batch["input_ids"]), targets_of(batch))
+            (loss / info.all_targets).backward()
+    assert len(shapes) > 1 and all(rows % 4 == 0 for rows, _ in shapes)
+    for place, (count, grads) in enumerate(
+        run_ranks(tmp_path, ON_A_PIPELINE, 4, Path(__file__).parent)
+    ):
+        expected = [one.grad.flatten() for one in model[place % 2].parameters()]
+        assert 1 < count <= len(shapes) and len(grads) == len(expected)
+        for one, other in zip(grads, expected, strict=True):
+            assert (
+                torch.tensor(one, dtype=torch.float64) - other
+            ).abs().max() < 1e-12 * other.abs().max()
+
+
+# --- however the ranks of a job are started, they get the same groups; and what is no such job ---
+
+
+TEXTS = 101  # so that one of two ranks has more than the other
+
+TORCHRUN = """
+    import torch.distributed as dist
+    import rank_jobs as r
+    dist.init_process_group("gloo")
+    r.write_groups(sys.argv[1], int(sys.argv[2]))
+"""
+MULTIPROCESSING = """
+    import multiprocessing
+    import rank_jobs as r
+    method, folder, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    context, port = multiprocessing.get_context(method), r.free_port()
+    ranks = [
+        context.Process(target=r.join_and_write_groups, args=(rank, 2, port, folder, size))
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(max(abs(process.exitcode) for process in ranks))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["torchrun", "fork", "spawn", "forkserver"])
+def test_ranks_get_the_groups_of_ranks_on_threads_however_they_are_started(how, tmp_path):
+    if how == "torchrun":
+        launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+        launcher = (*launcher, "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+        program = Program(tmp_path, TORCHRUN, tmp_path, TEXTS, launcher=launcher)
+    else:
+        program = Program(tmp_path, MULTIPROCESSING, how, tmp_path, TEXTS)
+    with program:
+        code, out, errors = program.finish(60)
+        assert code == 0, f"{out}\n{errors}"
+    expected = on_ranks(2, lambda rank: epochs_of(make_dataloader(TEXTS, process_group=rank)))
+    for rank, epochs in enumerate(expected):
+        without_workers, with_two = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert without_workers == with_two == epochs
+
+
+# --- jobs that nothing can align ------------------------------------------------------------------
+
+LOADERS = {
+    "ODBDataLoader": lambda: make_dataloader(TEXTS),
+    "RankAligner": lambda: loader_over(samples_of(0, TEXTS)),
+}
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_several_ranks_without_a_process_group_are_an_error(make, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"has 2 ranks.*not initialised.*init_process_group\("):
+        iter(make())
+
+
+@pytest.mark.parametrize(("place", "shards", "ranks"), [(0, 3, 2), (1, 2, 2), (0, 2, 1)])
+def test_a_source_of_another_rank_than_the_aligner_is_an_error(place, shards, ranks):
+    texts = Texts(TEXTS)
+    source = Mapper(ShardedSampler(texts, rank=place, world_size=shards), texts.__getitem__)
+    bucketer = WindowBucketer(LengthObserver(source), 96, 16)
+    aligner = RankAligner(bucketer, InProcessHub(2).exchange(0) if ranks == 2 else None)
+    rule = rf"`ShardedSampler` is rank {place} of {shards} ranks.*is rank 0 of {ranks}"
+    with pytest.raises(RuntimeError, match=rule):
+        iter(Loader(aligner))

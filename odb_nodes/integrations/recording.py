@@ -1,0 +1,120 @@
+"""What records the optimizer steps of a trainer: a ledger, a monitor, and its log's metrics."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from odb_nodes.ledger import Ledger
+from odb_nodes.loader.dataloader import ODBDataLoader
+from odb_nodes.memory.guard import OomGuard
+from odb_nodes.monitor import Monitor, StepMeter
+from odb_nodes.step_info import StepInfo
+from odb_nodes.tasks.task_gradients import AnyWeights
+
+
+class StepRecorder:
+    """Tells ledger, monitor and meter of each optimizer step that is done."""
+
+    def __init__(
+        self,
+        ledger: str | os.PathLike[str] | None = None,
+        monitor: Monitor | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        tasks: AnyWeights | None = None,
+    ) -> None:
+        self._ledger = None if ledger is None else Ledger(ledger, rank=rank, world_size=world_size)
+        self.monitor, self._tasks = monitor, tasks
+        self.meter = StepMeter()
+        self.guard: OomGuard | None = None
+        self._ooms = 0
+        self._untold: list[tuple[Any, StepInfo, float, dict[str, Any]]] = []
+        self.begin_step()
+
+    def resume(self, loader: ODBDataLoader, state: Mapping[str, Any] | None, step: int) -> None:
+        """Let the monitor go on from its state, or without one from so many optimizer steps."""
+        if self.monitor is not None:
+            if state is None:
+                self.monitor.reset(step)
+            else:
+                self.monitor.load_state_dict(state)
+            self.monitor.attach(loader)
+
+    def start_clock(self) -> None:
+        """Begin the time of the first steps here, after all set-up."""
+        self.meter.take()
+        if self.monitor is not None:
+            self.monitor.start_clock()
+
+    def begin_step(self) -> None:
+        """Forget what was measured of an optimizer step, which another one follows."""
+        self.losses: list[torch.Tensor] = []  # this rank's shares of the loss of the step
+        self.at_step: dict[str, Any] = {}  # learning rate and norm of the gradient
+
+    def record(self, batches: Iterable[tuple[Any, StepInfo, float]], *, meter: bool = True) -> None:
+        """Record an optimizer step that is done: its batches, with the seconds of waiting for each.
+
+        The monitor is told of it by `tell_monitor`, which may know more of it.
+        """
+        for batch, info, wait_s in batches:
+            if meter:
+                self.meter.add(batch, info, wait_s)
+            if self._ledger is not None:
+                self._ledger.record(info)
+            if self.monitor is not None:
+                self._untold.append((batch, info, wait_s, {}))
+        if self._untold:
+            last, ooms = self._untold[-1][1], 0 if self.guard is None else self.guard.ooms
+            self._untold[-1][-1].update(
+                loss=sum(self.losses) if self.losses else None,
+                loss_weight=last.optimizer_targets / last.world_size,
+                ooms=ooms - self._ooms,
+                **self.at_step,
+            )
+            self._ooms = ooms
+        self.begin_step()
+
+    def tell_monitor(self, grad_norm: float | None = None) -> None:
+        """Tell the monitor of the step that was recorded, if any. All ranks call it together."""
+        untold, self._untold = self._untold, []
+        if grad_norm is not None and untold:
+            untold[-1][-1]["grad_norm"] = grad_norm
+        for batch, info, wait_s, measured in untold:
+            self.monitor.step(batch, info, wait_s=wait_s, **measured)  # type: ignore[union-attr]
+
+    def take_metrics(
+        self, gather: Callable[[torch.Tensor], torch.Tensor], device: Any
+    ) -> dict[str, float]:
+        """Return `odb/*` of the steps since the last call; see `StepMeter.take_metrics`."""
+        if not len(self.meter):
+            return {}
+        metrics = self.meter.take_metrics(gather, device)
+        if self._tasks is not None:
+            metrics |= {f"odb/weight/{task}": one for task, one in self._tasks.weights.items()}
+        return metrics if self.guard is None else metrics | self.guard.take_metrics(gather, device)
+
+    def save(self) -> dict[str, Any] | None:
+        """Return the state of the monitor, once the disk has all records."""
+        self.tell_monitor()
+        if self._ledger is not None:
+            self._ledger.sync()
+        return None if self.monitor is None else self.monitor.state_dict()
+
+    def begin_attempt(self) -> None:
+        """Go back to a checkpoint: what was recorded of later steps does not count."""
+        if self._ledger is not None:
+            self._ledger.begin_attempt()
+
+    def close(self, *, ended: bool = True) -> None:
+        """Close ledger and monitor. Idempotent; where the run has ended, all ranks call it."""
+        if self._ledger is not None:
+            self._ledger.close(ended=ended)
+        if ended:
+            self.tell_monitor()
+        if self.monitor is not None:
+            self.monitor.close(write=ended)

@@ -254,11 +254,11 @@ def make_contenders(args: argparse.Namespace) -> list[Contender]:
     ]
 
 
-def measure(contender: Contender, workers: int) -> Run:
+def measure_batches(epoch: Iterator[Batch]) -> Run:
     """Run one epoch and count what comes out."""
     samples = batches = real_tokens = padded_tokens = 0
     start, cpu_start = time.perf_counter(), _cpu_s()
-    for batch in contender.epoch(contender.dataset, workers):
+    for batch in epoch:
         samples += len(batch["input_ids"])
         batches += 1
         # By numpy: the threads of a torch sum would take the cores from the workers.
@@ -281,7 +281,10 @@ def _cpu_s() -> float:
 
 def compare(contenders: list[Contender], workers: int, rounds: int) -> list[Run]:
     """Return the median run of each loader."""
-    runs = [[measure(contender, workers) for contender in contenders] for _ in range(rounds)]
+    runs = [
+        [measure_batches(one.epoch(one.dataset, workers)) for one in contenders]
+        for _ in range(rounds)
+    ]
     return [
         sorted(several, key=attrgetter("seconds"))[(rounds - 1) // 2]
         for several in zip(*runs, strict=True)

@@ -1,37 +1,29 @@
-"""Generation on texts of all lengths, beside dynabatch with its own settings, on the same texts.
+"""Generation on texts of all lengths: fixed batches, dynabatch with its settings, this library.
 
-    pip install dynabatch==0.2.23
-    python examples/benchmarks/benchmark_generation.py
-    python examples/benchmarks/benchmark_generation.py --texts 500 --without-generating
-
-Both begin with the longest texts, of which `--batch-size` are known to fit. What fits is a number
+All begin with the longest texts, of which `BATCH_SAMPLES` are known to fit. What fits is a number
 of tokens here, padding and new ones included: that of this first batch. A batch above it runs out
-of memory, and each package halves or cuts it in its own way. The texts are the functions and
-classes of Python's standard library, the model is a small T5 with random weights.
+of memory, and each package halves or cuts it in its own way.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from pathlib import Path
+from functools import partial
 from typing import Any
-
-sys.path.append(str(Path(__file__).parents[1]))
 
 import torch
 from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
+from comparing.common import Options, Row, Table, Tables, in_turns, rival, spread
 from odb_nodes import PaddingCollate
 from odb_nodes.memory import LongestFirst, generate_in_parts
 from tiny_lm import VOCABULARY_SIZE, stdlib_texts, train_tokenizer
 
+BATCH_SAMPLES = 16
 LONGEST_TOKENS, NEW_TOKENS = 512, 16
-DYNABATCH, OURS = "dynabatch", "odb_nodes"
+DYNABATCH, OURS, FIXED = "dynabatch", "odb_nodes", "fixed batches"
 
 
 @dataclass
@@ -39,11 +31,12 @@ class Batches:
     """What a package made of the texts.
 
     Attributes:
-        name: the package.
+        name: the contender.
         indices: of the texts of each batch.
         failed: batches that ran out of memory.
         parts: batches that were generated for, after all were cut that ran out of memory.
         seconds: of generating.
+        cpu_s: CPU time of it.
     """
 
     name: str
@@ -51,6 +44,7 @@ class Batches:
     failed: int = 0
     parts: int = 0
     seconds: float = 0.0
+    cpu_s: float = 0.0
     outputs: dict[int, list[int]] = field(default_factory=dict)
 
 
@@ -98,7 +92,7 @@ def dynabatch_batches(
     texts: list[str], tokenizer: PreTrainedTokenizerFast, batch_size: int, **options: Any
 ) -> list[list[int]]:
     """Return the batches of dynabatch, each as the indices of its texts."""
-    sampler = import_module("dynabatch").dynabatch_sampler(
+    sampler = rival("dynabatch").dynabatch_sampler(
         texts, tokenizer, batch_size, max_input_token_length=LONGEST_TOKENS, **options
     )
     return [list(map(int, batch)) for batch in sampler]
@@ -109,71 +103,97 @@ def generate(
 ) -> None:
     """Generate for all batches, with what each package has against a lack of memory."""
     collate = PaddingCollate()
-    start_s = time.perf_counter()
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     for indices in batches.indices:
         batch = collate([{"input_ids": ids[index]} for index in indices])
         calls, failures = device.calls, device.failures
-        if batches.name == OURS:
+        if batches.name != DYNABATCH:
             rows, _ = generate_in_parts(model, batch, **options)
         else:
-            rows, _ = import_module("dynabatch").generate_with_oom_fallback(
+            rows, _ = rival("dynabatch").generate_with_oom_fallback(
                 model, batch, len(batches.indices[0]), torch.device("cpu"), **options
             )
         batches.failed += device.failures > failures
         batches.parts += device.calls - calls - (device.failures - failures)
         batches.outputs |= dict(zip(indices, rows.tolist(), strict=True))
     batches.seconds = time.perf_counter() - start_s
+    batches.cpu_s = time.process_time() - start_cpu_s
 
 
-def report(all_batches: Sequence[Batches], lengths: Sequence[int], most_tokens: int) -> None:
-    """Print a table of what was made of the texts."""
-    print(
-        f"{'':<24}{'batches':>9}{'padded tokens':>15}{'padding':>9}{'largest':>9}{'failed':>8}"
-        f"{'parts':>7}{'seconds':>9}"
-    )
-    for batches in all_batches:
-        shapes = [(len(some), max(lengths[one] for one in some)) for some in batches.indices]
-        padded = sum(rows * width for rows, width in shapes)
-        largest = max(rows * (width + NEW_TOKENS) for rows, width in shapes) / most_tokens
-        print(
-            f"{batches.name:<24}{len(shapes):>9}{padded:>15,}{1 - sum(lengths) / padded:>9.1%}"
-            f"{largest:>9.2f}{batches.failed:>8}{batches.parts:>7}{batches.seconds:>9.1f}"
+def run(
+    name: str,
+    texts: list[str],
+    tokenizer: PreTrainedTokenizerFast,
+    ids: list[list[int]],
+    model: T5ForConditionalGeneration,
+    device: Device,
+) -> Batches:
+    """Make batches of the texts in one way, and generate for them."""
+    if name == DYNABATCH:
+        indices = dynabatch_batches(texts, tokenizer, BATCH_SAMPLES)
+    elif name == FIXED:
+        order = sorted(range(len(ids)), key=lambda at: -len(ids[at]))
+        indices = [order[at : at + BATCH_SAMPLES] for at in range(0, len(ids), BATCH_SAMPLES)]
+    else:
+        longest_first = LongestFirst(
+            ids,
+            device.most_tokens,
+            new_tokens=NEW_TOKENS,
+            process_fn=lambda one: {"input_ids": one},
         )
+        indices = [found for _, found in longest_first]
+    batches = Batches(name, indices)
+    generate(batches, model, ids, device)
+    return batches
 
 
-def main() -> None:
-    """Print what both packages make of the same texts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--texts", type=int, default=2000)
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--without-generating", action="store_true")
-    arguments = parser.parse_args()
+def tables(options: Options) -> Tables:
+    """Yield the table."""
     torch.set_num_threads(1)
-    texts = stdlib_texts()[: arguments.texts]
+    texts = stdlib_texts()[: 200 if options.quick else 1500]
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=train_tokenizer(texts)._tokenizer, pad_token="<pad>", eos_token="<end>"
     )
     ids = [tokenizer(text).input_ids[:LONGEST_TOKENS] for text in texts]
-    lengths = list(map(len, ids))
-    most_tokens = arguments.batch_size * (max(lengths) + NEW_TOKENS)
-    ours = LongestFirst(
-        ids, most_tokens, new_tokens=NEW_TOKENS, process_fn=lambda one: {"input_ids": one}
+    most_tokens = BATCH_SAMPLES * (max(map(len, ids)) + NEW_TOKENS)
+    model = make_model()
+    device = Device(model, most_tokens)
+    names = (FIXED, DYNABATCH, OURS)
+    found = in_turns(
+        {name: partial(run, name, texts, tokenizer, ids, model, device) for name in names},
+        options.rounds,
     )
-    found = [Batches(OURS, [indices for _, indices in ours])]
-    try:
-        dynamic = dynabatch_batches(texts, tokenizer, arguments.batch_size)
-        fixed = dynabatch_batches(texts, tokenizer, arguments.batch_size, dynamic_batch_mode=False)
-        found += [Batches(DYNABATCH, dynamic), Batches(f"{DYNABATCH}, not dynamic", fixed)]
-    except ModuleNotFoundError as error:
-        print(f"dynabatch is not installed ({error}): `pip install dynabatch==0.2.23`.")
-    if not arguments.without_generating:
-        model = make_model()
-        device = Device(model, most_tokens)
-        for batches in found:
-            generate(batches, model, ids, device)
-    report(found, lengths, most_tokens)
+    base = [one.cpu_s for one in found[FIXED]]
+    yield Table(
+        "Generation",
+        f"{len(texts):,} functions and classes of the standard library, longest first, at most "
+        f"{LONGEST_TOKENS} tokens; {NEW_TOKENS} new ones each, by a tiny T5; a batch of the "
+        f"{BATCH_SAMPLES} longest is known to fit, and one of more tokens than this fails.",
+        [
+            row_of(name, runs, list(map(len, ids)), most_tokens, base)
+            for name, runs in found.items()
+        ],
+    )
 
 
-if __name__ == "__main__":
-    main()
+def row_of(
+    name: str, runs: list[Batches], lengths: list[int], most_tokens: int, base: list[float]
+) -> Row:
+    """Return the row of a contender."""
+    last = runs[-1]
+    shapes = [(len(some), max(lengths[one] for one in some)) for some in last.indices]
+    padded = sum(rows * width for rows, width in shapes)
+    largest = max(rows * (width + NEW_TOKENS) for rows, width in shapes) / most_tokens
+    return {
+        "": name,
+        "batches": f"{len(shapes)}",
+        "padding": f"{1 - sum(lengths) / padded:.3f}",
+        "largest / room": f"{largest:.2f}",
+        "failed": f"{last.failed}",
+        "parts": f"{last.parts}",
+        "seconds": spread([one.seconds for one in runs], 1),
+        "times the first, by CPU time": spread(
+            [first / one.cpu_s for first, one in zip(base, runs, strict=True)], 2
+        ),
+    }

@@ -1,0 +1,1 @@
+"""The tables of `compare.py`, one module for each kind."""

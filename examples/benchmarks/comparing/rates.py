@@ -1,0 +1,227 @@
+"""How many samples a second a loader delivers where processing is next to nothing."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader
+
+from benchmark_loader import BATCH_SAMPLES, BUDGET_TOKENS, ByteTexts, Run, measure_batches
+from comparing.common import Options, Table, Tables, in_turns, isolated, rival, spread
+from odb_nodes import ODBDataLoader, PaddingCollate, TarDataset
+
+TIMEOUT_S = 600.0
+
+Batches = Iterator[dict[str, Any]]
+collate = PaddingCollate()
+
+
+def tokens_of(text: bytes) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the sample of a text, as `ByteTexts` makes it."""
+    ids = np.frombuffer(text, np.uint8).astype(np.int64)
+    return {"input_ids": ids.copy(), "labels": ids.copy()}
+
+
+def odb_nodes(data: ByteTexts, _folder: Path, workers: int) -> Batches:
+    """Run this library over texts in memory."""
+    with ODBDataLoader(data, token_budget=BUDGET_TOKENS, num_workers=workers) as loader:
+        yield from loader
+
+
+def odb_nodes_tar(data: ByteTexts, folder: Path, workers: int) -> Batches:
+    """Run this library over tar files."""
+    with ODBDataLoader(
+        TarDataset(tar_files(data, folder)),
+        token_budget=BUDGET_TOKENS,
+        num_workers=workers,
+        process_fn=tokens_of_member,
+    ) as loader:
+        yield from loader
+
+
+def torch_loader(data: ByteTexts, _folder: Path, workers: int) -> Batches:
+    """Run torch's `DataLoader`."""
+    yield from DataLoader(
+        data, BATCH_SAMPLES, shuffle=True, num_workers=workers, collate_fn=collate
+    )
+
+
+def stateful_dataloader(data: ByteTexts, _folder: Path, workers: int) -> Batches:
+    """Run torchdata's `StatefulDataLoader`."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    yield from StatefulDataLoader(
+        data, BATCH_SAMPLES, shuffle=True, num_workers=workers, collate_fn=collate
+    )
+
+
+def grain(data: ByteTexts, _folder: Path, workers: int) -> Batches:
+    """Run Grain, with processes that prefetch."""
+    grain = rival("grain")
+    stream = grain.MapDataset.source(data).seed(0).shuffle()
+    batches = stream.batch(BATCH_SAMPLES, batch_fn=collate).to_iter_dataset()
+    yield from batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+
+
+def spdl(data: ByteTexts, _folder: Path, workers: int) -> Batches:
+    """Run SPDL, with threads."""
+    order = [*range(len(data))]
+    random.Random(0).shuffle(order)
+    pipeline = (
+        rival("spdl.pipeline")
+        .PipelineBuilder()
+        .add_source(order)
+        .pipe(data.__getitem__, concurrency=workers, output_order="input")
+        .aggregate(BATCH_SAMPLES)
+        .pipe(collate)
+        .add_sink(4)
+        .build(num_threads=workers + 1)
+    )
+    with pipeline.auto_stop():
+        yield from pipeline
+
+
+def webdataset(data: ByteTexts, folder: Path, workers: int) -> Batches:
+    """Run WebDataset on tar files on the local disk."""
+    package = rival("webdataset")
+    files = tar_files(data, folder)
+    stream = (
+        package.WebDataset(files, shardshuffle=len(files), empty_check=False)
+        .shuffle(1000)
+        .map(tokens_of_member)
+        .batched(BATCH_SAMPLES, collation_fn=collate)
+    )
+    yield from package.WebLoader(stream, batch_size=None, num_workers=workers)
+
+
+def tokens_of_member(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return the sample of a text in a tar file."""
+    return tokens_of(sample["txt"])
+
+
+def tar_files(data: ByteTexts, folder: Path) -> list[str]:
+    """Return tar files of the texts, written where there are none yet."""
+    import io
+    import tarfile
+
+    files = [folder / f"{at:03}.tar" for at in range(8)]
+    for at, path in enumerate(files):
+        if path.exists():
+            continue
+        with tarfile.open(path, "w") as tar:
+            for index in range(at, len(data), len(files)):
+                text = data.texts[index].encode()
+                member = tarfile.TarInfo(f"{index:06}.txt")
+                member.size = len(text)
+                tar.addfile(member, io.BytesIO(text))
+    return [*map(str, files)]
+
+
+def litdata(data: ByteTexts, folder: Path, workers: int) -> Batches:
+    """Run LitData on chunks on the local disk."""
+    package = rival("litdata")
+    if not (chunks := folder / "litdata").exists():
+        package.optimize(
+            row_of_text,
+            data.texts,
+            str(chunks),
+            chunk_bytes="4MB",
+            num_workers=1,
+            start_method="fork",
+        )
+
+    yield from package.StreamingDataLoader(
+        package.StreamingDataset(str(chunks), shuffle=True, transform=tokens_of_row),
+        batch_size=BATCH_SAMPLES,
+        num_workers=workers,
+        collate_fn=collate,
+    )
+
+
+def tokens_of_row(row: dict[str, bytes]) -> dict[str, Any]:
+    """Return the sample of a row."""
+    return tokens_of(row["text"])
+
+
+def row_of_text(text: str) -> dict[str, bytes]:
+    """Return the row of a text."""
+    return {"text": text.encode()}
+
+
+def streaming(data: ByteTexts, folder: Path, workers: int) -> Batches:
+    """Run MosaicML Streaming on shards on the local disk."""
+    package = rival("streaming")
+    package.base.util.clean_stale_shared_memory()
+    if not (shards := folder / "mds").exists():
+        with package.MDSWriter(out=str(shards), columns={"text": "bytes"}) as writer:
+            for text in data.texts:
+                writer.write({"text": text.encode()})
+
+    class Shards(package.StreamingDataset):  # type: ignore[misc, name-defined]
+        def __getitem__(self, at: int) -> dict[str, Any]:
+            return tokens_of(super().__getitem__(at)["text"])
+
+    yield from package.StreamingDataLoader(
+        Shards(local=str(shards), shuffle=True, batch_size=BATCH_SAMPLES),
+        batch_size=BATCH_SAMPLES,
+        num_workers=workers,
+        collate_fn=collate,
+    )
+
+
+CONTENDERS = {
+    "odb_nodes, memory": odb_nodes,
+    "`DataLoader`, memory": torch_loader,
+    "`StatefulDataLoader`, memory": stateful_dataloader,
+    "Grain, memory": grain,
+    "SPDL, memory, threads": spdl,
+    "odb_nodes, tar files": odb_nodes_tar,
+    "WebDataset, tar files": webdataset,
+    "LitData, chunks on disk": litdata,
+    "Streaming, shards on disk": streaming,
+}
+
+
+def measure(loader: Any, data: ByteTexts, folder: Path, workers: int) -> Run:
+    """Run one epoch."""
+    return measure_batches(loader(data, folder, workers))
+
+
+def tables(options: Options) -> Tables:
+    """Yield the table."""
+    samples = 2_000 if options.quick else 6_000
+    data = ByteTexts(samples, "numpy")
+    rows: dict[str, dict[str, str]] = {name: {"": name} for name in CONTENDERS}
+    with tempfile.TemporaryDirectory() as folder:
+        for workers in (2,) if options.quick else (1, 2, 4):
+            epochs = {
+                name: partial(
+                    isolated, measure, one, data, Path(folder), workers, limit_s=TIMEOUT_S
+                )
+                for name, one in CONTENDERS.items()
+            }
+            if not options.quick:
+                in_turns(epochs, 1)  # writes the files, and reads them once
+            found = in_turns(epochs, options.rounds)
+            for name, runs in found.items():
+                rate = spread([run.samples_per_s for run in runs])
+                rows[name][f"samples / s, {workers} workers"] = rate
+                cpu_us = statistics.median(run.cpu_s / run.samples * 1e6 for run in runs)
+                rows[name][f"CPU us a sample, {workers}"] = f"{cpu_us:,.0f}"
+                rows[name]["padding"] = f"{runs[-1].padding:.2f}"
+                rows[name]["samples"] = f"{runs[-1].samples:,}"
+    yield Table(
+        "Loader rate",
+        f"{samples:,} texts (mean 400 tokens, one for each byte), numpy arrays, padded by the same "
+        f"function; an epoch from the start of the workers to their end, the median of "
+        f"{options.rounds}, and the range. Fixed batches have {BATCH_SAMPLES} samples; a budget is "
+        f"{BUDGET_TOKENS:,} padded tokens.",
+        [row for row in rows.values() if len(row) > 1],
+    )

@@ -289,6 +289,7 @@ def listed(paths: Paths) -> list[str]:
 
     Raises:
         TypeError: it is neither a path nor a list of them.
+        ValueError: braces are within braces, count down, or name a path twice.
     """
     given = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else paths
     is_list = isinstance(given, Sequence)
@@ -301,12 +302,20 @@ def listed(paths: Paths) -> list[str]:
 
 
 def _expanded(path: str) -> list[str]:
-    if (found := _BRACES.search(path)) is None or os.path.exists(path):
+    if not _BRACES.search(path) or os.path.exists(path):
         return [path]
-    first, last, names = found.groups()
-    several = names.split(",") if names else range(int(first), int(last) + 1)
-    before, after, width = path[: found.start()], path[found.end() :], len(first or "")
-    return [path for one in several for path in _expanded(f"{before}{one:0>{width}}{after}")]
+    found = [path]
+    while (braces := _BRACES.search(found[0])) is not None:
+        first, last, names = braces.groups()
+        several = names.split(",") if names else range(int(first), int(last) + 1)
+        width = len(first or "")
+        found = [_BRACES.sub(f"{one:0>{width}}", old, count=1) for old in found for one in several]
+        if len({*found}) < len(found) or not found or re.search(r"\{[^{}]*\{", path):
+            raise ValueError(
+                f"`paths` must have braces that count up or list names, each once and none within "
+                f"others, but has {path!r}. Write `{{00..99}}` or `{{a,b}}`, or list the files."
+            )
+    return found
 
 
 def files_of(path: str | os.PathLike[str], *ends: str) -> list[Path]:

@@ -11,6 +11,7 @@ from torchdata.nodes import Mapper
 
 from odb_nodes import JsonlSource, Loader, ODBDataLoader, SampleError, StateError, pop_step_info
 from odb_nodes.sources import ShardedSampler, jsonl_source, kept_index
+from odb_nodes.sources.jsonl_source import listed
 
 in_order = partial(JsonlSource, shuffle=False)
 ALONE = (0, 1)
@@ -249,9 +250,18 @@ REFUSALS = [
         "`shuffle` must not be True .* `shuffle=False`",
     ),
     (lambda to: in_order(to / "cut.gz"), ValueError, "cut.gz cannot be decompressed"),
+    (lambda to: JsonlSource(f"{to}/{{a,{{b,c}}}}.jsonl"), ValueError, r"braces .*\{a,\{b,c\}\}"),
+    (lambda to: JsonlSource(f"{to}/{{5..1}}.jsonl"), ValueError, r"braces .*\{5\.\.1\}"),
+    (lambda to: JsonlSource(f"{to}/{{a,a}}.jsonl"), ValueError, r"braces .*\{a,a\}"),
+    (lambda to: JsonlSource(f"{to}/{{08..10}}.jsonl"), FileNotFoundError, "/08.jsonl"),
     (lambda to: JsonlSource(to / "dead"), FileNotFoundError, "link .* not exist, .*b.jsonl"),
     (lambda to: JsonlSource(to / "dead/*"), FileNotFoundError, "link .* not exist, .*b.jsonl"),
 ]
+
+
+def test_braces_count_with_zeros_and_combine():
+    found = listed(["x{08..10}.a", "y/{p,q}/{1..2}", "plain"])
+    assert found == ["x08.a", "x09.a", "x10.a", "y/p/1", "y/p/2", "y/q/1", "y/q/2", "plain"]
 
 
 @pytest.mark.parametrize(("call", "error", "message"), REFUSALS)

@@ -39,7 +39,7 @@ def write_records(folder, seconds, tokens, squares, *, every, waits=None):
     """
     waits = np.zeros(len(seconds)) if waits is None else waits
     ranks = tokens.shape[1]
-    lines = [{"kind": "attempt", "version": 1, "step": 0, "resumed_at": 0, "world_size": ranks}]
+    lines = [{"kind": "attempt", "version": 2, "step": 0, "resumed_at": 0, "world_size": ranks}]
     for start in range(0, len(seconds), every):
         part = slice(start, start + every)
         shares = [

@@ -48,6 +48,9 @@ class StepRecorder:
     def start_clock(self) -> None:
         """Begin the time of the first steps here, after all set-up."""
         self.meter.take()
+        if self.guard is not None:  # which may have been in a run before
+            self._ooms = self.guard.ooms
+            self.guard.begin_metrics()
         if self.monitor is not None:
             self.monitor.start_clock()
 

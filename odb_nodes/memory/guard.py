@@ -165,7 +165,7 @@ class OomGuard:
         self.left_out = 0  # samples, of all ranks, of the last steps in a row left out whole
         self.ooms = self.split_steps = self.skipped_samples = 0
         self.peak_share = 0.0
-        self._begin_metrics()
+        self.begin_metrics()
 
     def __iter__(self) -> Iterator[GuardedStep]:
         """Begin an epoch, or continue from a loaded state, as `iter(loader)` does.
@@ -222,26 +222,28 @@ class OomGuard:
         return begun
 
     def take_metrics(
-        self, gather: Callable[[torch.Tensor], torch.Tensor], device: Any
+        self, gather: Callable[[torch.Tensor], torch.Tensor] = torch.clone, device: Any = "cpu"
     ) -> dict[str, float]:
         """Return `odb/ooms`, `odb/parts` and `odb/peak_memory_share` since the last call.
 
         All ranks call it together.
 
         Args:
-            gather: returns the tensors of all ranks, stacked or concatenated.
+            gather: returns the tensors of all ranks, stacked or concatenated, such as
+                `accelerator.gather`. Default: this rank alone.
             device: the device that `gather` needs.
         """
         own = [self.ooms - self._ooms_taken, *self.computed, round(self._share * MILLIONTHS)]
         rows = gather(torch.tensor([own], device=device)).reshape(-1, len(own))
-        self._begin_metrics()
+        self.begin_metrics()
         ooms, parts, batches, _ = rows.sum(0).tolist()
         metrics = {"odb/ooms": float(ooms), "odb/parts": parts / max(1, batches)}
         if self.meter is not None:
             metrics["odb/peak_memory_share"] = int(rows[:, 3].max()) / MILLIONTHS
         return metrics
 
-    def _begin_metrics(self) -> None:
+    def begin_metrics(self) -> None:
+        """Count for `take_metrics` from here on."""
         self._ooms_taken, self._share = self.ooms, 0.0
         self.computed = [0, 0]  # parts and batches since the metrics were taken
 

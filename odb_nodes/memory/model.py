@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from math import ceil, isfinite, isqrt, sqrt
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -223,7 +224,7 @@ class MemoryModel:
         accumulate = ceil(wanted / (ranks * largest.tokens))
         return replace(largest, tokens=ceil(wanted / (ranks * accumulate))), accumulate
 
-    def table(self, cards_gib: Sequence[float] = CARDS_GIB, **options: Any) -> str:
+    def table(self, cards_gib: float | Sequence[float] = CARDS_GIB, **options: Any) -> str:
         """Return the budgets for cards with so much memory, as a table in Markdown.
 
         All follow from this one fit. Where not a single token fits, `tokens` is 0.
@@ -235,11 +236,17 @@ class MemoryModel:
         Raises:
             TypeError, ValueError: as `budget`, except that no batch fits.
         """
+        given = [cards_gib] if isinstance(cards_gib, (int, float)) else [*cards_gib]
+        if not given or not all(isinstance(one, Real) and one > 0 for one in given):
+            raise ValueError(
+                f"`cards_gib` must be numbers of GiB above 0, one for each card, but is "
+                f"{cards_gib!r} instead."
+            )
         self.fit()
         widest = max(width for _, width, _ in self._points)
         of_budgets = ("attention_tokens", "max_patches")
         lines = []
-        for card_gib in cards_gib:
+        for card_gib in given:
             line = {"card, GiB": card_gib, "tokens": 0, **dict.fromkeys(of_budgets, 0)}
             line[rows := f"rows of {widest:,}"] = 0
             with suppress(_NoRoomError):

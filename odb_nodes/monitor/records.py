@@ -19,7 +19,7 @@ from odb_nodes._core.user_warning import warn_user
 __all__ = ["Record", "RunRecords", "read_run", "scalars"]
 
 FILE = "monitor.jsonl"
-VERSION = 1
+VERSION = 2
 STEPS, EPOCH, ATTEMPT = "steps", "epoch", "attempt"  # kinds of records
 
 GROUPS = ("mean", "sum", "peak", "last")  # of values in a record
@@ -80,7 +80,7 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecords:
 
     Raises:
         FileNotFoundError: it has no records.
-        ValueError: they were written by a later version.
+        ValueError: they were written by another version.
     """
     run, damaged = parse_run(Path(folder))
     if damaged:
@@ -106,7 +106,7 @@ def parse_run(folder: Path) -> tuple[RunRecords, list[int]]:
         kind = record["kind"]
         if kind != ATTEMPT:
             damaged += cut
-        elif record["version"] > VERSION:
+        elif record["version"] != VERSION:
             raise ValueError(
                 f"`{folder / FILE}` has version {record['version']}, but this odb_nodes reads "
                 f"{VERSION}. Read it with the odb_nodes that wrote it."
@@ -133,9 +133,11 @@ def _parsed(line: bytes) -> Record | None:
     """Return the record of a line; None where it is damaged."""
     try:
         record: Record = json.loads(line)
-        is_later = record["kind"] == ATTEMPT and record["version"] > VERSION  # and may be another
-        record.pop("crc", None)
-        return record if is_later or line_of(record).encode() == line + b"\n" else None
+        has_crc = record.pop("crc", None) is not None
+        if line_of(record).encode() == line + b"\n":
+            return record
+        is_other = record["kind"] == ATTEMPT and record["version"] != VERSION
+        return record if is_other and not has_crc else None
     except (KeyError, TypeError, ValueError):
         return None
 

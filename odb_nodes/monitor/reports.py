@@ -90,7 +90,15 @@ class RunSummary:
     @property
     def resumes(self) -> list[int]:
         """The steps after which the run was resumed, or begun again with other settings."""
-        return [first - 1 for first, _ in self.stretches()[1:]]
+        return [attempt["resumed_at"] for _, attempt in self.stretches()[1:]]
+
+    @property
+    def unrecorded_steps(self) -> int:
+        """The steps between records: those before a resume on another number of ranks."""
+        ends = [0, *(one["step"] for one in self.records.steps)]
+        return sum(
+            one["first_step"] - 1 - end for one, end in zip(self.records.steps, ends, strict=False)
+        )
 
     def settings(self) -> dict[str, str]:
         """Return what the run was made with, by name: where that has changed, by stretch."""
@@ -109,6 +117,7 @@ class RunSummary:
         lrs = [lr for one in steps if (lr := one["last"].get("lr")) is not None]
         return {
             "optimizer steps": sums["optimizer_steps"],
+            "optimizer steps without a record": self.unrecorded_steps or None,
             "epochs": len(self.records.epochs),
             "times begun or resumed": len(self.records.attempts),
             "resumed after step": ", ".join(map(str, self.resumes)) or None,

@@ -154,6 +154,10 @@ def test_a_table_has_the_budget_of_each_card():
     for model, message in ((NO_GROWTH, "how memory grows"), (MemoryModel(), "2 points")):
         with pytest.raises(ValueError, match=message):
             model.table()
+    for cards in ([], 0, [16, "24"]):
+        with pytest.raises(ValueError, match=r"`cards_gib` must be numbers of GiB above 0"):
+            MODEL.table(cards)
+    assert MODEL.table(16) == MODEL.table([16])
 
 
 def test_a_plan_takes_as_few_batches_as_memory_allows():

@@ -231,7 +231,7 @@ def test_files_of_ranks_that_the_run_has_no_more_do_not_count(tmp_path):
         part.write([SampleLoss("", 0, 0, 0, 5, 1.0)], 0, 4)
         part.close()
         attempts = [
-            {"kind": "attempt", "version": 1, "step": step, "resumed_at": step, "world_size": size}
+            {"kind": "attempt", "version": 2, "step": step, "resumed_at": step, "world_size": size}
             for step, size in ((0, 2), (begins_at, 1))
         ]
         (folder / "monitor.jsonl").write_text("".join(map(line_of, attempts)))

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 import odb_nodes
 from odb_nodes import JsonlSource, ODBDataLoader, TokenBudget, pop_step_info
 from odb_nodes._core import progress
-from odb_nodes.monitor import Monitor, read_run, summarize
+from odb_nodes.monitor import Monitor, StepMeter, read_run, summarize
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")
 
@@ -309,6 +309,20 @@ def test_the_metrics_of_two_ranks_by_hand():
     assert (found["odb/real_tokens_per_step"], found["odb/samples_per_step"]) == (19.0, 2.5)
     assert found["odb/real_tokens_per_s"] == 3.8
     assert found["odb/data_wait_share"] == pytest.approx(4 / 20)
+
+
+def test_a_meter_counts_batches_and_the_wait_for_each():
+    dataset = [{"input_ids": [1] * (n % 7 + 2)} for n in range(50)]
+    meter, padded, batches = StepMeter(), 0, 0
+    for batch in ODBDataLoader(dataset, token_budget=32, window=8, accumulate=2):
+        meter.add(batch, pop_step_info(batch), wait_s=0.25)
+        padded, batches = padded + batch["input_ids"].numel(), batches + 1
+    rows, steps, _ = meter.take()
+    found, real = summarize(rows[None], steps, 10.0), sum(len(one["input_ids"]) for one in dataset)
+    assert found["odb/padding_share"] == pytest.approx(1 - real / padded)
+    assert found["odb/samples_per_step"] == 50 / steps
+    assert found["odb/data_wait_share"] == pytest.approx(0.25 * batches / 10)
+    assert meter.take()[0].shape == (0, 5)
 
 
 def test_nothing_counted():

@@ -147,6 +147,11 @@ def test_a_run_that_went_on_otherwise_says_so_by_stretch(tmp_path, runs):
     (summary,) = found.runs
     assert summary.facts()["ranks"] == "4, then 2 from step 4"
     assert summary.facts()["resumed after step"] == "3"
+    assert summary.facts()["optimizer steps without a record"] is None
+    gap = [one for one in lines if json.loads(one).get("first_step") != 2]
+    (tmp_path / "monitor.jsonl").write_text("\n".join(gap) + "\n")
+    (summary,) = report(tmp_path).runs
+    assert summary.facts()["optimizer steps without a record"] == 1
     assert summary.settings()["lr (config)"] == "0.1, then 0.2 from step 4"
     assert summary.settings()["token_budget"] == "96"
     drawn = {one.layout.title.text: one for one in found.figures()}

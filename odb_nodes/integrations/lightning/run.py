@@ -39,9 +39,8 @@ class Fetched(NamedTuple):
 
     batch_idx: int  # of those that Lightning has read in the epoch, from 0
     batches: list[Any]  # as they were collated, before they were moved to a device
-    planned_infos: list[
-        StepInfo
-    ]  # taken out, as Lightning cannot move a frozen dataclass to a device
+    # Taken out, as Lightning cannot move a frozen dataclass to a device.
+    planned_infos: list[StepInfo]
     state: dict[str, Any]  # of the loader after this batch
     wait_s: float  # for each of `batches`
     step: GuardedStep | None

@@ -9,6 +9,7 @@ import argparse
 import math
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ _EXPECTED = (
     ValueError,
     WorkerError,
 )
+_PIPE_IS_BROKEN = 141  # 128 + SIGPIPE, as a shell has it
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 _NOT_OF_USER = (f"{Path(__file__).parents[1]}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}")
 
@@ -69,6 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         command.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code = args.run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        parser.exit(_PIPE_IS_BROKEN)
     except commands.UsageError as error:
         command.error(str(error))
     except Exception as error:

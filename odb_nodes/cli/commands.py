@@ -25,6 +25,7 @@ from odb_nodes.planning.auto_window import shown
 
 if TYPE_CHECKING:
     from odb_nodes.planning import TokenBudget
+    from odb_nodes.tools.lengths import LengthTable
 
 __all__ = ["BUDGET_TOKENS", "UsageError"]
 
@@ -115,6 +116,18 @@ def _inspect_step(args: Namespace) -> int:
     return 0
 
 
+def _tell_of_oversize(table: LengthTable, budget: TokenBudget) -> None:
+    """Say how many samples exceed a budget, which a comparison of figures may not show."""
+    if count := int(table.costs.are_oversize(budget).sum()):
+        becomes = {
+            "alone": "have a batch of their own",
+            "drop": "are dropped",
+            "error": "are errors",
+        }
+        what = f"{count:,} of {len(table):,} samples exceed the budget on their own"
+        print(f"\n{what}: they {becomes[budget.oversize]}.")
+
+
 def profile(args: Namespace) -> None:
     """Show the lengths of a dataset, and compare ways to make batches of it."""
     data = Data(args, ["json", "html"])
@@ -122,8 +135,9 @@ def profile(args: Namespace) -> None:
     window = job.pop("window")
     from odb_nodes.tools.profile import profile as make_profile
 
+    table = data.table()
     made = make_profile(
-        data.table(),
+        table,
         budget=budget,
         world_sizes=args.ranks or [data.options.virtual_ranks or 1],
         windows=args.window or [window],
@@ -132,6 +146,7 @@ def profile(args: Namespace) -> None:
         **job,
     )
     print(made)
+    _tell_of_oversize(table, budget)
     for path, text in ((args.json, made.to_json), (args.html, made.to_html)):
         if path is not None:
             path.write_text(text())
@@ -178,6 +193,7 @@ def simulate(args: Namespace) -> None:
         batches = epoch.batches(job)
         rows.append(run | epoch.report(job, batches).as_row())
     print(markdown_table(rows))
+    _tell_of_oversize(table, budget)
     if args.timeline is not None:
         title = f"{counted(job.world_size, 'rank')}, window {epoch.window(job):,}"
         if args.timeline == "-":

@@ -227,8 +227,19 @@ def _dataset_of(data: str) -> Any:
         raise FileNotFoundError(f"there is no `{data}`: pass a file or folder that exists.")
     from odb_nodes.sources import JsonlSource, ParquetDataset
 
-    if data.endswith(".parquet") or (path.is_dir() and any(path.glob("*.parquet"))):
+    has_parquet = path.is_dir() and any(path.glob("*.parquet"))
+    if has_parquet and any(path.glob("*.jsonl*")):
+        raise ValueError(
+            f"`{path}` has both Parquet and JSON Lines files: pass a pattern of the ones that are "
+            f"meant, such as '{path}/*.parquet'."
+        )
+    if has_parquet or data.endswith(".parquet"):
         return ParquetDataset(data)
+    if path.suffix in (".arrow", ".feather", ".pq", ".parq", ".csv", ".tar"):
+        raise ValueError(
+            f"`{path}` is neither JSON Lines nor `.parquet`: pass module:function that returns a "
+            "dataset of it."
+        )
     source = JsonlSource(data, 0, 1, shuffle=False)
     return source.copy(shuffle=source.can_restore)  # a loader, too, cannot shuffle compressed files
 

@@ -273,8 +273,10 @@ class TokenBudget:
                 f"{limit}, with `attention_tokens={self.attention_tokens}` that of a row of "
                 f"{self.capacity}"
             )
-        rounded = f", in multiples of {self.pad_to_multiple_of} {self.capacity}"
-        return f"{limit}{rounded if self.capacity < self.tokens else ''}"
+        if self.capacity == self.tokens:
+            return limit
+        rows = f" for {self.fewest_rows} rows" if self.fewest_rows > 1 else ""
+        return f"{limit}{rows}, in multiples of {self.pad_to_multiple_of} {self.capacity} a sample"
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the fields, which decide the groups."""

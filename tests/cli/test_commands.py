@@ -345,5 +345,17 @@ def test_parquet_is_read_and_batches_have_a_multiple_of_rows(tmp_path, capsys):
         assert run("simulate", data, *options) == 0
         found.append(cells(capsys.readouterr().out))
     budget = TokenBudget(4096, shapes=4, row_sizes=4, oversize="drop")
+    (tmp_path / "c.jsonl").write_text("{}")
+    assert run("simulate", tmp_path, *options) == 2
+    assert "has both Parquet and JSON Lines" in capsys.readouterr().err
     figures = simulate(LengthTable.of(LENGTHS), world_size=1, budget=budget).as_row()
     assert found[0] == found[1] and found[0][0].items() >= figures.items()
+
+
+def test_samples_that_exceed_the_budget_are_counted(capsys, table):
+    over = sum(length > 300 for length in LENGTHS)
+    for command, becomes in (("simulate", "dropped"), ("profile", "have a batch of their own")):
+        options = ["--oversize", "drop"] if command == "simulate" else []
+        assert run(command, "--lengths", table, "--budget", 300, "--window", 64, *options) == 0
+        out = capsys.readouterr().out
+        assert f"{over} of 300 samples exceed the budget" in out and becomes in out

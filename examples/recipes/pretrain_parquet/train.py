@@ -141,6 +141,8 @@ def main() -> None:
                 checkpoints.save(step)
             if step == options.steps:
                 break
+    if rank == 0:
+        torch.save(raw_model.state_dict(), options.output / "model.pt")
     if ranks > 1:
         del model  # before its group, whose threads it would wait for
         dist.destroy_process_group()

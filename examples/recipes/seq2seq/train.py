@@ -43,12 +43,13 @@ def make_data(path: Path) -> None:
     """Write 1,000 numbers in digits and in words, which are longer. Yours replaces the file."""
     rng = random.Random(0)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.part", "w") as file:  # a kill leaves no file that looks complete
+    part = f"{path}.{os.getpid()}"  # a kill leaves no file that looks complete, nor do other ranks
+    with open(part, "w") as file:
         for _ in range(1000):
             digits = rng.choices(range(10), k=1 + min(250, int(rng.lognormvariate(3.5, 0.8))))
             source, target = " ".join(map(str, digits)), " ".join(NUMBERS[n] for n in digits)
             file.write(json.dumps({"source": source, "target": target}) + "\n")
-    os.replace(f"{path}.part", path)
+    os.replace(part, path)
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:

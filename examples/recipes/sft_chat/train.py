@@ -48,7 +48,8 @@ def make_data(path: Path) -> None:
     """Write 600 conversations of one turn to four about sums. Yours replaces the file."""
     rng = random.Random(0)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.part", "w") as file:  # a kill leaves no file that looks complete
+    part = f"{path}.{os.getpid()}"  # a kill leaves no file that looks complete, nor do other ranks
+    with open(part, "w") as file:
         for _ in range(600):
             messages = [{"role": "system", "content": "You add numbers, and show your work."}]
             for _ in range(rng.randint(1, 4)):
@@ -60,7 +61,7 @@ def make_data(path: Path) -> None:
                 messages.append({"role": "user", "content": question})
                 messages.append({"role": "assistant", "content": answer})
             file.write(json.dumps({"messages": messages}) + "\n")
-    os.replace(f"{path}.part", path)
+    os.replace(part, path)
 
 
 def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:

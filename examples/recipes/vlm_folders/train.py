@@ -142,6 +142,7 @@ def main() -> None:
                 checkpoints.save(step)
             if step == options.steps:
                 break
+        torch.save(model.state_dict(), options.output / "model.pt")
         print(f"skipped so far: {dict(loader.skipped_samples)}")
 
 

@@ -181,7 +181,7 @@ def test_ctrl_c_again_and_again(run):
         os.killpg(program.session, signal.SIGINT)
         time.sleep(0.3)
     program.process.send_signal(signal.SIGUSR1)  # By default this ends it.
-    code, out, err = program.finish(60)
+    code, out, err = program.finish(200)
     assert "WorkerError" not in err
     if code == -signal.SIGUSR1:
         assert out.count("caught") > 3
@@ -517,7 +517,7 @@ def test_a_child_that_ends_by_sys_exit_disturbs_nobody(method, tmp_path):
         print(sum(1 for _ in iterator) > 10)
     """
     with Program(tmp_path, body, method) as program:
-        assert program.finish(60) == (0, "True\n", "")
+        assert program.finish(200) == (0, "True\n", "")
 
 
 def fork_once(index):

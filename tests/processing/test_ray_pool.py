@@ -287,7 +287,7 @@ def test_a_trainer_that_ends_leaves_no_actor(tmp_path, ray, own, how):
         os.kill(program.process.pid, how) if own else os.killpg(program.process.pid, how)
         wait_for(lambda: [pid for pid in actors if is_running(pid)], 0)
         if not own:
-            code, out, err = program.finish(30)
+            code, out, err = program.finish(200)
             assert (code, out) == ((-9, "") if how == signal.SIGKILL else (-2, "stops\n")), err
 
 
@@ -298,4 +298,4 @@ def test_a_ray_that_is_not_there_is_an_error_after_the_limit(tmp_path):
     next(node)
     """
     with Program(tmp_path, body, environment={"RAY_ADDRESS": "127.0.0.1:1"}) as program:
-        assert "Ray does not answer" in program.finish(60)[2]
+        assert "Ray does not answer" in program.finish(200)[2]

@@ -543,7 +543,7 @@ def test_the_exit_code_may_be_taken_by_another_part_of_the_program(tmp_path):
         loader.close()
     """
     with w.Program(tmp_path, body) as program:
-        assert program.finish(60) == (0, "True\n", "")
+        assert program.finish(200) == (0, "True\n", "")
 
 
 # --- what hangs -----------------------------------------------------------------------------------

@@ -312,7 +312,7 @@ def test_ranks_get_the_groups_of_ranks_on_threads_however_they_are_started(how, 
     else:
         program = Program(tmp_path, MULTIPROCESSING, how, tmp_path, TEXTS)
     with program:
-        code, out, errors = program.finish(60)
+        code, out, errors = program.finish(200)
         assert code == 0, f"{out}\n{errors}"
     expected = on_ranks(2, lambda rank: epochs_of(make_dataloader(TEXTS, process_group=rank)))
     for rank, epochs in enumerate(expected):

@@ -43,8 +43,8 @@ def source_of(
     """Return the source node, and what its items are looked up in: `None` for nothing."""
     if isinstance(dataset, (str, bytes, os.PathLike)):
         raise TypeError(
-            f"`dataset` must be a dataset, but is {dataset!r:.80} instead. For the records of a "
-            "JSON Lines file pass `JsonlSource(path)`."
+            f"`dataset` must be a dataset, but is {dataset!r:.80} instead. For files pass "
+            "`JsonlSource(path)`, `ParquetDataset(path)` or `TarDataset(path)`."
         )
     if isinstance(dataset, DataLoader):
         raise TypeError(

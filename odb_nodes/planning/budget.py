@@ -275,8 +275,9 @@ class TokenBudget:
             )
         if self.capacity == self.tokens:
             return limit
-        rows = f" for {self.fewest_rows} rows" if self.fewest_rows > 1 else ""
-        return f"{limit}{rows}, in multiples of {self.pad_to_multiple_of} {self.capacity} a sample"
+        rows = f"{self.fewest_rows} rows, " if self.fewest_rows > 1 else ""
+        multiple = f"multiples of {self.pad_to_multiple_of}"
+        return f"{limit}, so a sample may have {self.capacity} ({rows}{multiple})"
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the fields, which decide the groups."""

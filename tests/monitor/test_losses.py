@@ -107,7 +107,7 @@ def test_the_book_has_each_sample_once_per_epoch_and_so_it_is_after_resumes(tmp_
         train(monitor, loader_of(), 2, states=states)
     found = read_losses(tmp_path)
     assert len(found) == 200 and {*found} == expected(2)
-    for number in range(0, len(states), 13):
+    for number in range(0, len(states), 7):
         folder = tmp_path / str(number)
         with book(folder) as monitor:
             train(monitor, loader_of(), 2, steps=number + 3)

@@ -504,9 +504,8 @@ class GuardedStep:
         """Count the step, once it is computed."""
         parts, batches = len(self.parts), len(self.batches)
         self._guard.split_steps += parts > batches
-        self._guard.computed = [
-            before + one for before, one in zip(self._guard.computed, (parts, batches), strict=True)
-        ]
+        self._guard.computed[0] += parts
+        self._guard.computed[1] += batches
 
     def take(self, part: Part) -> Any:
         """Return the batch of a part as it was yielded, once; `None` where there is none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -145,21 +145,28 @@ def trl_packs(plan: Plan) -> Iterator[Step]:
     yield from plan.in_steps([rows[at] for at in plan.shuffled(len(rows))])
 
 
+def _first_fit(plan: Plan, indices: Iterable[int]) -> list[list[int]]:
+    """Return packs: each sample goes into the first one that has room for it."""
+    packs: list[list[int]] = []
+    room: list[int] = []
+    for index in indices:
+        tokens = plan.lengths[index]
+        fits = next((pack for pack, left in enumerate(room) if left >= tokens), len(room))
+        if fits == len(room):
+            room.append(plan.budget)
+            packs.append([])
+        room[fits] -= tokens
+        packs[fits].append(index)
+    return packs
+
+
 def axolotl_first_fit(plan: Plan) -> Iterator[Step]:
     """Yield axolotl's multipack, written anew: first fit decreasing, 100,000 samples at a time."""
     order = plan.shuffled()
     packs: list[list[int]] = []
     for at in range(0, len(order), 100_000):
-        room: list[int] = []
-        first = len(packs)
-        for index in sorted(order[at : at + 100_000], key=lambda one: -plan.lengths[one]):
-            tokens = plan.lengths[index]
-            fits = next((pack for pack, left in enumerate(room) if left >= tokens), len(room))
-            if fits == len(room):
-                room.append(plan.budget)
-                packs.append([])
-            room[fits] -= tokens
-            packs[first + fits].append(index)
+        longest_first = sorted(order[at : at + 100_000], key=lambda one: -plan.lengths[one])
+        packs += _first_fit(plan, longest_first)
     yield from plan.in_steps(packs)
 
 
@@ -184,17 +191,7 @@ def greedy_knapsack(plan: Plan) -> Iterator[Step]:
 
 def nemo_first_fit_shuffle(plan: Plan) -> Iterator[Step]:
     """Yield NeMo's `first_fit_shuffle`, written anew: first fit in a random order."""
-    packs: list[list[int]] = []
-    room: list[int] = []
-    for index in plan.shuffled():
-        tokens = plan.lengths[index]
-        fits = next((pack for pack, left in enumerate(room) if left >= tokens), len(room))
-        if fits == len(room):
-            room.append(plan.budget)
-            packs.append([])
-        room[fits] -= tokens
-        packs[fits].append(index)
-    yield from plan.in_steps(packs)
+    yield from plan.in_steps(_first_fit(plan, plan.shuffled()))
 
 
 PADDED_PLANS: dict[str, Planner] = {

@@ -93,6 +93,7 @@ def build_model(
     hidden_size: int = 128,
     layers: int = 2,
     max_tokens: int = MAX_TOKENS,
+    vocabulary_size: int = VOCABULARY_SIZE,
 ) -> LlamaForCausalLM:
     """Return the model with random weights: 0.7 million parameters by default.
 
@@ -104,10 +105,11 @@ def build_model(
             so wide is an attention head.
         layers: number of decoder layers.
         max_tokens: the longest sample.
+        vocabulary_size: rows of the embedding, of which the tokenizer uses `VOCABULARY_SIZE`.
     """
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=vocabulary_size,
         hidden_size=hidden_size,
         intermediate_size=3 * hidden_size,
         num_hidden_layers=layers,

@@ -186,7 +186,8 @@ def in_turns(train: Samples, held_out: Samples, options: Any) -> list[dict[str, 
                 torch.cuda.empty_cache()
             rows[strategy] = run(strategy, train, held_out, options)
             rates[strategy].append(rows[strategy].pop("rate"))
-            print(f"{strategy}: {rates[strategy][-1]:,.0f}", file=sys.stderr, flush=True)
+            told = f"{strategy}: {rates[strategy][-1]:,.0f} {rows[strategy]}"
+            print(told, file=sys.stderr, flush=True)
     medians = {strategy: statistics.median(found) for strategy, found in rates.items()}
     slowest = min(rate for rate in medians.values() if rate)
     columns = dict.fromkeys(name for row in rows.values() for name in row)

@@ -457,3 +457,43 @@ def test_how_ranks_train_a_model_is_known(tmp_path):
             kind_of(model)
     finally:
         torch.distributed.destroy_process_group()
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+def test_a_gpu_that_runs_out_of_memory_gives_the_same_gradients():
+    vocabulary, loader_options = 8192, {"token_budget": 8192, "window": 64, "seed": 3}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(vocabulary, 64), nn.Linear(64, vocabulary)).cuda()
+    texts = [torch.randint(vocabulary, (50 + 37 * n % 900,)) for n in range(200)]
+    data = [{"input_ids": text, "labels": text} for text in texts]
+
+    def loss(batch):
+        ids, labels = batch["input_ids"].cuda(), batch["labels"].cuda()
+        logits = model(ids)[:, :-1].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+
+    def gradients(**options):
+        found, guard = [], OomGuard(ODBDataLoader(data, **loader_options), **options)
+        for step in guard:
+            step.backward(model, loss)
+            found.append(torch.cat([one.grad.flatten() for one in model.parameters()]))
+            model.zero_grad()
+        return guard, found
+
+    torch.cuda.reset_peak_memory_stats()
+    _, expected = gradients()
+    expected = [one.cpu() for one in expected]
+    peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.6 * peak / total)
+    try:
+        guard, found = gradients()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert guard.ooms > 0 == guard.skipped_samples
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one.cpu(), other) < 1e-5

@@ -77,7 +77,7 @@ def main() -> None:
 
     # 2. Ranks. On GPUs each rank has one of its own; on CPUs they talk over gloo.
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    on_gpu = torch.cuda.is_available()
+    on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else "cpu"
     if on_gpu:
         torch.cuda.set_device(device)

@@ -41,6 +41,7 @@ class Result(NamedTuple):
 
     report: SimulationReport
     lost: int
+    repeated: int
     seconds: float
 
 
@@ -53,7 +54,8 @@ def measure(planner: Planner, layout: str, plan: Plan) -> Result:
     lengths = ([[plan.lengths[index] for index in batch] for batch in step] for step in steps)
     budget = TokenBudget(BUDGET, layout=layout)  # type: ignore[arg-type]
     report = SimulationReport.of_batches(measured(lengths, budget), budget)
-    return Result(report, len(plan.lengths) - len(seen), seconds)
+    repeated = sum(len(batch) for step in steps for batch in step) - len(seen)
+    return Result(report, len(plan.lengths) - len(seen), repeated, seconds)
 
 
 def tables(options: Options) -> Tables:
@@ -95,7 +97,10 @@ def one_rank(cv: float, result: Result) -> Row:
     row = {f"CV {cv}: padding, fill": f"{report.padding_share:.3f}, {fill:.3f}"}
     if cv == CVS[-1]:
         largest = report.largest_tokens / BUDGET
-        row |= {"largest batch / budget": f"{largest:.2f}", "lost": f"{result.lost}"}
+        row |= {
+            "largest batch / budget": f"{largest:.2f}",
+            "lost, repeated": f"{result.lost}, {result.repeated}",
+        }
         row |= {"planning, s": f"{result.seconds:.1f}"}
     return row
 
@@ -105,5 +110,5 @@ def many_ranks(cv: float, result: Result) -> Row:
     row = {f"CV {cv}": f"{result.report.efficiency:.3f}"}
     if cv == CVS[-1]:
         row |= {"attention balance, CV 2": f"{result.report.attention_balance:.3f}"}
-        row |= {"lost": f"{result.lost}"}
+        row |= {"lost, repeated": f"{result.lost}, {result.repeated}"}
     return row

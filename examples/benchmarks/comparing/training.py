@@ -424,7 +424,7 @@ def tasks(options: Options) -> Iterator[Task]:
         yield text_task(cv, texts, samples)
     yield replace(text_task(1.0, texts, samples), name="LoRA, text, CV 1.0", make_model=make_lora)
     yield t5_task(texts, samples)
-    yield vlm_task(12 if options.quick else 160)
+    yield vlm_task(32 if options.quick else 160)
 
 
 def tables(options: Options) -> Tables:

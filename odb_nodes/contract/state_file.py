@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -18,6 +19,10 @@ from odb_nodes._core.files import replacing
 from odb_nodes.errors import StateError
 
 __all__ = ["load_state", "save_state"]
+
+
+class TornStateError(StateError):
+    """A state or checkpoint that was not written whole, or is not whole any more."""
 
 
 def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
@@ -111,15 +116,15 @@ def load_state(path: str | os.PathLike[str]) -> Any:
             if (damaged := archive.testzip()) is not None:
                 raise ValueError(f"checksum of {damaged}")
         return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
     except pickle.UnpicklingError as error:
         raise StateError(
             f"`{path}` is not a state file: it holds something else than plain data and tensors "
             f"(numpy's are not): {_refused(error)}."
         ) from error
     except Exception as error:
-        raise StateError(
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # of a seek led astray
+            raise
+        raise TornStateError(
             f"`{path}` ({path.stat().st_size} bytes) is truncated or not a state file "
             f"({type(error).__name__}). Use an earlier checkpoint."
         ) from error

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate.utils import broadcast_object_list
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchdata.nodes import BaseNode
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract import NodeState, SourceState
 from odb_nodes.contract.state import seal_whole, unseal_whole
+from odb_nodes.contract.state_file import TornStateError, load_state
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.huggingface.auto_budget import find_for, saved_budget
 from odb_nodes.integrations.huggingface.guard import RunGuard
@@ -33,7 +37,7 @@ from odb_nodes.integrations.resuming import (
 )
 from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_loader_steps
 from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.loader.rank_states import save_rank_state
+from odb_nodes.loader.rank_states import PREFIX, rank_files, save_rank_state
 from odb_nodes.monitor import Monitor
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
@@ -73,6 +77,7 @@ class RunState(NodeState):
     loader: SourceState  # empty at the beginning
     monitor: dict[str, Any] | None = None
     tasks: dict[str, Any] | None = None
+    files: dict[str, int] | None = None  # bytes of each that the `Trainer` has saved; on rank 0
 
     def rank_steps_at(self, step: int, ranks: int) -> int:
         """Return the rank-steps of so many optimizer steps, if so many ranks go on from here."""
@@ -272,7 +277,7 @@ class Run:
             return scheduler
         return at_positions(scheduler, lambda step: begun.schedule_step(step, self._ranks))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, files: dict[str, int] | None = None) -> dict[str, Any]:
         """Return the position of the run on this rank. Between optimizer steps only."""
         batches, step = self.batches, self._trainer.state.global_step
         tasks = self.losses.tasks
@@ -285,6 +290,7 @@ class Run:
             loader=batches.loader.state_dict(),
             monitor=self.recorder.save(),
             tasks=None if tasks is None else tasks.state_dict(),
+            files=files,
         )
         return seal_whole(HOLDER, state)
 
@@ -350,8 +356,17 @@ class Run:
         self.recorder.record(rows, meter=self._trainer.odb.log_metrics)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the state of this rank into a checkpoint."""
-        save_rank_state(self.state_dict(), folder)
+        """Write the state of this rank into a checkpoint, after the `Trainer` has written its own.
+
+        The states are the last files, and that of rank 0 names what was there: a checkpoint is
+        complete if all of that is there.
+        """
+        files = None
+        if self._trainer.args.process_index == 0:
+            found = [path for path in Path(folder).rglob("*") if PREFIX not in path.name]
+            sizes = {path: path.stat().st_size for path in found if path.is_file()}
+            files = {str(path.relative_to(folder)): size for path, size in sizes.items()}
+        save_rank_state(self.state_dict(files), folder)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -370,11 +385,62 @@ class Run:
 # --- what a run begins with -----------------------------------------------------------------------
 
 
+def last_checkpoint(args: Any) -> str | None:
+    """Return the newest complete checkpoint, the same on all ranks.
+
+    Where none is complete it is the newest, so that resuming says what is wrong with it.
+    """
+    found: list[Any] = [None]
+    if args.process_index == 0:
+        try:
+            found = [_last_complete(Path(args.output_dir))]
+        except (OSError, StateError) as error:  # All ranks raise it: none waits for the others.
+            found = [error]
+    (chosen,) = broadcast_object_list(found)
+    if isinstance(chosen, Exception):
+        raise chosen
+    return None if chosen is None else os.path.join(args.output_dir, chosen)
+
+
+def _last_complete(folder: Path) -> str | None:
+    """Return the name of the newest complete checkpoint, and warn of those that are skipped."""
+    matches = (re.fullmatch(PREFIX_CHECKPOINT_DIR + r"-(\d+)", one) for one in os.listdir(folder))
+    torn: dict[str, str] = {}
+    for step in sorted((int(one[1]) for one in matches if one), reverse=True):
+        name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        try:
+            for file in rank_files(folder / name, PREFIX):
+                _check_files(folder / name, load_state(file).get("files"))
+        except (FileNotFoundError, TornStateError) as error:
+            torn[name] = f"`{name}` is not complete, and is skipped: {error} Remove it."
+            continue
+        for warning in torn.values():
+            warn_user(f"{warning} The run resumes from `{name}`.")
+        return name
+    return next(iter(torn), None)
+
+
+def _check_files(checkpoint: str | os.PathLike[str], files: Mapping[str, int] | None) -> None:
+    """Raise where a file of the `Trainer` is missing or cut."""
+    for name, size in (files or {}).items():
+        try:
+            found = os.stat(os.path.join(checkpoint, name)).st_size
+        except FileNotFoundError:
+            found = 0
+        if found < size:
+            raise TornStateError(
+                f"`{name}` of `{checkpoint}` must have {size} bytes, as when it was saved, but has "
+                f"{found}. Use an earlier checkpoint."
+            )
+
+
 def _saved_run(checkpoint: str, args: Any) -> RunState:
     """Return the position that a checkpoint was saved at, by whatever number of ranks."""
     rank, world_size = args.process_index, args.world_size
     saved, is_own = load_saved_states(checkpoint, rank, world_size, NOT_SAVED)
     runs = [unseal_whole(one, HOLDER, RunState) for one in saved]
+    for run in runs:
+        _check_files(checkpoint, run.files)
     if is_own:
         return runs[0]
     alike = ("step", "epoch", "samples", "rank_steps", "steps_per_epoch", "planned_ranks", "tasks")

@@ -103,7 +103,9 @@ class RunProgress:
         if passed_s is not None and not is_terminal() and self._is_shown:
             samples = None if stats is None else stats.samples()
             parts = [f"step {step} after {passed_s:.0f} s: epoch {info.epoch}"]
-            parts += [f"{samples[0]:,} of {samples[1]:,} samples"] if samples else []
+            if samples is not None:
+                total = f" of {samples[1]:,}" if samples[0] <= samples[1] else ""
+                parts.append(f"{samples[0]:,}{total} samples")
             parts += [f"{name} {value}" for name, value in self._figures.items()]
             logger.warning("%s", ", ".join(parts))
 

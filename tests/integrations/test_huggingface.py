@@ -3,6 +3,7 @@
 import copy
 import errno
 import itertools
+import json
 import os
 import re
 import shutil
@@ -28,7 +29,7 @@ from transformers import (
 )
 from transformers.trainer_utils import HPSearchBackend
 
-from odb_nodes import PaddingCollate, StateError, TokenBudget
+from odb_nodes import JsonlSource, PaddingCollate, StateError, TokenBudget
 from odb_nodes.integrations.huggingface import (
     LrScaling,
     ODBConfig,
@@ -282,6 +283,26 @@ def test_epochs_of_a_stream_need_their_steps(tmp_path):
         rest, resumed = resume(tmp_path, "resumed", 15, **options)
     assert rest == entries[15:]
     assert torch.equal(lm.weights_of(resumed.model), lm.weights_of(whole.model))
+
+
+def test_epochs_of_json_lines_are_those_of_a_list_of_the_records(tmp_path):
+    data = [{**one, "input_ids": one["input_ids"].tolist()} for one in lm.Texts(SIZE)[:]]
+    data = [{**one, "labels": one["labels"].tolist()} for one in data]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in data))
+    t.make_trainer(tmp_path, train_dataset=data).train()
+    whole = t.make_trainer(tmp_path, "lines", train_dataset=JsonlSource(path), save_steps=5)
+    whole.train()
+    assert whole.state.epoch == 2
+    assert entries_of(tmp_path, "lines") == entries_of(tmp_path)
+    rest, resumed = resume(tmp_path, "rest", 10, train_dataset=JsonlSource(path))
+    assert rest == entries_of(tmp_path)[10:]
+    assert torch.equal(lm.weights_of(resumed.model), lm.weights_of(whole.model))
+    samples = t.make_trainer(
+        tmp_path, "samples", train_dataset=JsonlSource(path), odb={"schedule": "samples"}
+    )
+    samples.train()
+    assert entries_of(tmp_path, "samples")[-1]["lr"] < 0.1 * lm.LR
 
 
 def test_a_trainer_with_arguments_of_its_own_keeps_the_epochs_of_a_stream(tmp_path):

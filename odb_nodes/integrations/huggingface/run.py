@@ -39,6 +39,7 @@ from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_lo
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.rank_states import PREFIX, rank_files, save_rank_state
 from odb_nodes.monitor import Monitor
+from odb_nodes.sources import JsonlSource
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 
 NO_BOUND = 2**40  # optimizer steps, where nothing bounds them
@@ -115,9 +116,12 @@ class TrainBatches:
         self.loader = ODBDataLoader(dataset, **vars(loader_options(trainer)))
         self.loader.trust_labels()
         self.dataset = self.loader.dataset
+        self.samples_per_epoch: int | None = None
         # The length of a dict is its number of datasets; that of a node is of one rank.
-        is_counted = isinstance(dataset, Sized) and not isinstance(dataset, (Mapping, BaseNode))
-        self.samples_per_epoch = len(dataset) if is_counted else None
+        if isinstance(dataset, JsonlSource):
+            self.samples_per_epoch = dataset.num_records
+        elif isinstance(dataset, Sized) and not isinstance(dataset, (Mapping, BaseNode)):
+            self.samples_per_epoch = len(dataset)
         self._epochs = args.num_train_epochs if args.max_steps <= 0 else None
         self.samples_seen = 0  # of all ranks, in all epochs of this process
         self.begin_epoch(0)

@@ -143,8 +143,7 @@ class StepInfo:
             of the task; behind a `RankAligner`, of its `tasks`.
         world_size: ranks whose gradients are averaged.
         local_padded_tokens: size of the batch's `input_ids`, or the padded tokens planned under
-            the budget if these are more, as where `observe` counts more than `input_ids` holds;
-            0 if neither is known.
+            the budget if these are more; 0 if neither is known.
         batches_per_step: number of `virtual_ranks` that each rank hosts, else 1. Each of their
             batches is a `step` and a micro-step of its own; "all ranks" are all virtual ranks, so
             these batches have equal counts.

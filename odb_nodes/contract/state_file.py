@@ -16,13 +16,9 @@ from typing import Any, BinaryIO
 import torch
 
 from odb_nodes._core.files import replacing
-from odb_nodes.errors import StateError
+from odb_nodes.errors import StateError, TornStateError
 
 __all__ = ["load_state", "save_state"]
-
-
-class TornStateError(StateError):
-    """A state or checkpoint that was not written whole, or is not whole any more."""
 
 
 def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:

@@ -11,8 +11,9 @@ from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.simulation import SimulationKeywords
 from odb_nodes.sample import Observe
+from odb_nodes.sources import JsonlSource
 from odb_nodes.tools.estimate import LOOKED_AT, job_of
-from odb_nodes.tools.lengths import can_look_at, observe_lengths
+from odb_nodes.tools.lengths import is_map_style, observe_lengths
 from odb_nodes.tools.simulate import MOST_DRAWN, TableEpoch
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def check_can_estimate(
     dataset: Any, remedy: str, what: str = "the steps of an epoch can be estimated"
 ) -> None:
     """Reject a dataset that cannot be looked at, on all ranks, though one rank may do so."""
-    if not can_look_at(dataset):
+    if not (is_map_style(dataset) or isinstance(dataset, JsonlSource)):
         raise TypeError(
             f"{what} only where the dataset is map-style with a length, or a `JsonlSource`, but it "
             f"is `{type(dataset).__name__}`. {remedy}"

@@ -14,13 +14,8 @@ from typing import Any, Protocol
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.content import from_bytes, to_bytes
 from odb_nodes.alignment.exchange import group_rank
-from odb_nodes.contract.state_file import (
-    TornStateError,
-    check_readable,
-    load_state,
-    save_state,
-)
-from odb_nodes.errors import StateError
+from odb_nodes.contract.state_file import check_readable, load_state, save_state
+from odb_nodes.errors import StateError, TornStateError
 from odb_nodes.loader.resharding import reshard
 
 logger = logging.getLogger("odb_nodes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
@@ -49,11 +50,9 @@ class LoaderStats:
 
     def samples(self) -> tuple[int, int] | None:
         """Return the samples done, and those of the epoch on this rank, where they are known."""
-        try:
-            if isinstance(self.loader, ODBDataLoader) and self.loader.num_samples is not None:
+        with suppress(TypeError):  # a dataset without a length
+            if isinstance(self.loader, ODBDataLoader):
                 return self.loader.samples_done, self.loader.num_samples
-        except TypeError:  # a dataset without a length
-            pass
         return None
 
 

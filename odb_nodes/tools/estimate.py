@@ -17,7 +17,8 @@ from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Sample
-from odb_nodes.tools.lengths import LengthTable, can_look_at, observe_lengths
+from odb_nodes.sources import JsonlSource
+from odb_nodes.tools.lengths import LengthTable, is_map_style, observe_lengths
 from odb_nodes.tools.simulate import SimulationReport, TableEpoch
 
 __all__ = ["EpochEstimate", "estimate_epoch", "table_of_loader"]
@@ -112,7 +113,7 @@ def table_of_loader(
     check_type("loader", loader, ODBDataLoader)
     options, dataset = loader.options, loader.dataset
     for one in dataset.values() if type(dataset) is dict else [dataset]:
-        if not can_look_at(one):
+        if not (is_map_style(one) or isinstance(one, JsonlSource)):
             raise TypeError(
                 "an epoch can be estimated where the dataset is map-style or a `JsonlSource`, but "
                 f"it is a `{type(one).__name__}`, which the loader itself iterates. Make a second "

@@ -379,17 +379,12 @@ def files_read(dataset: Any) -> list[Path]:
 
 
 def is_map_style(dataset: Any) -> bool:
-    """Tell whether a dataset has a length, and samples at each index."""
+    """Tell whether samples of a dataset can be looked at without disturbing who iterates it."""
     return (
         isinstance(dataset, Sized)
         and hasattr(dataset, "__getitem__")
         and not isinstance(dataset, (Mapping, BaseNode, IterableDataset))
     )
-
-
-def can_look_at(dataset: Any) -> bool:
-    """Tell whether samples of a dataset can be looked at without disturbing who iterates it."""
-    return is_map_style(dataset) or isinstance(dataset, JsonlSource)
 
 
 def _is_stream(dataset: Any) -> bool:

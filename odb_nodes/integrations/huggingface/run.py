@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -21,8 +21,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract import NodeState, SourceState
 from odb_nodes.contract.state import seal_whole, unseal_whole
-from odb_nodes.contract.state_file import TornStateError, load_state
-from odb_nodes.errors import StateError
+from odb_nodes.contract.state_file import load_state
+from odb_nodes.errors import StateError, TornStateError
 from odb_nodes.integrations.huggingface.auto_budget import find_for, saved_budget
 from odb_nodes.integrations.huggingface.guard import RunGuard
 from odb_nodes.integrations.huggingface.loss import LossWeigher
@@ -360,12 +360,8 @@ class Run:
         self.recorder.record(rows, meter=self._trainer.odb.log_metrics)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the state of this rank into a checkpoint, after the `Trainer` has written its own.
-
-        The states are the last files, and that of rank 0 names what was there: a checkpoint is
-        complete if all of that is there.
-        """
-        files = None
+        """Write the state of this rank, the last of its files in a checkpoint."""
+        files = None  # Rank 0 names those of the `Trainer`: without one, a checkpoint is torn.
         if self._trainer.args.process_index == 0:
             found = [path for path in Path(folder).rglob("*") if PREFIX not in path.name]
             sizes = {path: path.stat().st_size for path in found if path.is_file()}
@@ -390,10 +386,7 @@ class Run:
 
 
 def last_checkpoint(args: Any) -> str | None:
-    """Return the newest complete checkpoint, the same on all ranks.
-
-    Where none is complete it is the newest, so that resuming says what is wrong with it.
-    """
+    """Return the newest complete checkpoint, or else the newest; the same on all ranks."""
     found: list[Any] = [None]
     if args.process_index == 0:
         try:
@@ -427,10 +420,9 @@ def _last_complete(folder: Path) -> str | None:
 def _check_files(checkpoint: str | os.PathLike[str], files: Mapping[str, int] | None) -> None:
     """Raise where a file of the `Trainer` is missing or cut."""
     for name, size in (files or {}).items():
-        try:
-            found = os.stat(os.path.join(checkpoint, name)).st_size
-        except FileNotFoundError:
-            found = 0
+        found = 0
+        with suppress(FileNotFoundError):
+            found = os.path.getsize(os.path.join(checkpoint, name))
         if found < size:
             raise TornStateError(
                 f"`{name}` of `{checkpoint}` must have {size} bytes, as when it was saved, but has "

@@ -170,9 +170,7 @@ class ODBTrainerMixin(_Mixed):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Train; see `Trainer.train`. Another number of ranks may resume a checkpoint, too.
-
-        True resumes from the newest complete checkpoint of `output_dir`, and warns of newer ones.
+        """Train; see `Trainer.train`. True resumes the newest complete checkpoint, on any ranks.
 
         Raises:
             FileNotFoundError, StateError: the checkpoint has no state of this rank's batches.

@@ -107,7 +107,7 @@ def estimate_steps(
     theirs. On lengths with a long tail, 512 samples give the number to within some percent.
 
     Args:
-        dataset: the map-style dataset to train on, with a length.
+        dataset: the map-style dataset to train on, with a length, or a `JsonlSource`.
         process_fn: item of the dataset -> processed sample.
         observe: processed sample -> its tokens; see `LengthObserver`.
         looked_at: number of samples to process.
@@ -146,10 +146,10 @@ def check_can_estimate(
     dataset: Any, remedy: str, what: str = "the steps of an epoch can be estimated"
 ) -> None:
     """Reject a dataset that cannot be looked at, on all ranks, though one rank may do so."""
-    if not is_map_style(dataset):
+    if not (is_map_style(dataset) or isinstance(dataset, JsonlSource)):
         raise TypeError(
-            f"{what} only where the dataset is map-style and has a length, but it is "
-            f"`{type(dataset).__name__}`. {remedy}"
+            f"{what} only where the dataset is map-style with a length, or a `JsonlSource`, but it "
+            f"is `{type(dataset).__name__}`. {remedy}"
         )
 
 

@@ -54,7 +54,6 @@ PUBLIC = {
     "odb_nodes.integrations.lightning": "See [Lightning](lightning.md).",
     "odb_nodes.integrations.llama_factory": "See [LLaMA-Factory](llama_factory.md).",
     "odb_nodes.integrations.learning_rate": "",
-    "odb_nodes.integrations.step_estimate": "",
 }
 """Modules whose `__all__` is public, and what their section of `api.md` begins with."""
 

@@ -23,7 +23,7 @@ ALONE = f"""
 from odb_nodes import *
 import odb_nodes.integrations, odb_nodes.testing, odb_nodes.vision
 import odb_nodes.monitor, odb_nodes.integrations.learning_rate
-import odb_nodes.integrations.step_estimate
+import odb_nodes.tools.estimate
 print(sorted({FRAMEWORKS} & {{*sys.modules}}))
 """
 ACCELERATE = """

@@ -31,6 +31,7 @@ from odb_nodes.memory.meter import (
     free_memory,
     is_out_of_memory,
     measuring,
+    warn_of_fragments,
 )
 from odb_nodes.memory.model import MemoryModel
 from odb_nodes.planning import TokenBudget
@@ -153,6 +154,7 @@ def find_budget(
     sizes = sorted(set(_checked_widths(widths)))
     check_count("max_trials", max_trials, 4)
     check_type("checkpointing", checkpointing, nn.Module | None)
+    warn_of_fragments(meter)
 
     def calibrate() -> Calibration:
         bar = Bar(None, "steps tried to find the budget", max_trials)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -11,10 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from odb_nodes._core.checks import check_type
+from odb_nodes._core.user_warning import warn_user
 
 __all__ = ["CudaMeter", "MemoryMeter", "ShapeTooLargeError", "free_memory", "is_out_of_memory"]
 
 MOST_BYTES = 2**63 - 1
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 MESSAGES = (
     "out of memory",  # CUDA, HIP, XPU, MPS, and errors of the CUDA runtime
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -100,6 +103,19 @@ class CudaMeter:
     def reserved_bytes(self) -> int:
         """Return the peak of reserved bytes since `reset`, never below `peak_bytes()`."""
         return torch.cuda.max_memory_reserved(self._device)
+
+
+def warn_of_fragments(meter: MemoryMeter) -> None:
+    """Warn where a GPU's allocator cannot use freed blocks for batches of other shapes."""
+    settings = [os.environ.get(name, "") for name in ALLOCATOR_SETTINGS]
+    if isinstance(meter, CudaMeter) and not any(
+        "expandable_segments:True" in one for one in settings
+    ):
+        warn_user(
+            f"Set {ALLOCATOR_SETTINGS[0]}=expandable_segments:True before Python starts: without "
+            "it, a budget that was found with batches of some widths may not fit with others, "
+            "since what they free is in pieces that do not fit."
+        )
 
 
 def check_share(name: str, value: Any) -> float:

@@ -43,6 +43,7 @@ class Packing:
 
     def __init__(self, budget: TokenBudget) -> None:
         self._budget = budget
+        # Whether a sample costs its tokens alone: another cost of `TokenBudget` is named here, too.
         self._in_tokens = budget.attention_tokens is None or budget.shapes is not None
         # What attention adds is no multiple, so any row may be rounded up.
         rounding = budget.pad_to_multiple_of - 1

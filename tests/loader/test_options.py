@@ -7,10 +7,10 @@ from typing import get_type_hints
 import pytest
 
 from odb_nodes import ODBDataLoader, RankAligner, WindowBucketer, WorkerOptions
-from odb_nodes.integrations.step_estimate import estimate_steps
 from odb_nodes.loader.options import BatchOptions, LoaderOptions
 from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.simulation import SimulationKeywords
+from odb_nodes.tools.estimate import estimate_steps
 from odb_nodes.tools.simulate import simulate, simulate_steps
 
 KEYWORD = inspect.Parameter.KEYWORD_ONLY

@@ -2,13 +2,15 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from odb_nodes.memory import CudaMeter, MemoryMeter, free_memory, is_out_of_memory
-from odb_nodes.memory.meter import check_meter
+from odb_nodes.memory.meter import ALLOCATOR_SETTINGS, check_meter, warn_of_fragments
+from odb_nodes.testing import SavedTensorMeter
 
 GIB = 2**30
 
@@ -74,6 +76,24 @@ def test_it_measures_one_device(gpu, device, asked):
 def test_what_cannot_be_measured_with_is_refused(gpu, make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "warns"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False", True),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128,expandable_segments:True", False),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", False),
+    ],
+)
+def test_freed_blocks_must_fit_other_shapes(gpu, monkeypatch, name, value, warns):
+    for other in ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    warn_of_fragments(SavedTensorMeter(GIB))
+    with pytest.warns(UserWarning, match="expandable_segments:True") if warns else nullcontext():
+        warn_of_fragments(CudaMeter())
 
 
 def test_without_a_gpu_it_names_the_meter_for_a_cpu(monkeypatch):

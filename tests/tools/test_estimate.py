@@ -7,8 +7,7 @@ from in_process import InProcessHub
 from refusals import refuses
 
 from odb_nodes import IterableSource, JsonlSource, ODBDataLoader, TokenBudget
-from odb_nodes.integrations.step_estimate import estimate_steps
-from odb_nodes.tools.estimate import estimate_epoch, table_of_loader
+from odb_nodes.tools.estimate import estimate_epoch, estimate_steps, table_of_loader
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import lognormal_lengths, simulate
 

@@ -27,11 +27,10 @@ from comparing.common import (
     Row,
     Table,
     Tables,
-    attempts,
     in_ranks,
+    in_turns,
     isolated,
     rival,
-    spread,
 )
 from odb_nodes import ODBDataLoader, PackedCollate, PaddingCollate, TokenBudget, pop_step_info
 from odb_nodes.tools.simulate import lognormal_lengths
@@ -424,46 +423,53 @@ def tasks(options: Options) -> Iterator[Task]:
         yield text_task(cv, texts, samples)
     yield replace(text_task(1.0, texts, samples), name="LoRA, text, CV 1.0", make_model=make_lora)
     yield t5_task(texts, samples)
-    yield vlm_task(12 if options.quick else 160)
+    yield vlm_task(32 if options.quick else 160)
 
 
 def tables(options: Options) -> Tables:
-    """Yield a table for each task, with one rank and with two."""
+    """Yield tables of the speed, the batches and the loss, with a column for each task."""
+    parts = ("Speed", "Batches", "Quality")
+    rows: dict[str, dict[str, Row]] = {part: {} for part in parts}
+    clock, cpu = [1.0], [1.0]  # how far turns are apart
+    conditions = []
     for task in tasks(options):
         for ranks in (1, 2):
             if ranks == 2 and ("CV 1.0" not in task.name or task.name.startswith("LoRA")):
                 continue
+            column = f"{task.name}, {ranks} ranks" if ranks > 1 else task.name
             ways = ways_of(task, options)
-            found: dict[str, list[Trained]] = {}
-            for _ in range(options.rounds):
-                turn = attempts(
-                    {name: partial(run, task, way, ranks) for name, way in ways.items()}
-                )
-                for name, one in turn.items():
-                    found.setdefault(name, []).append(one)
-            yield Table(
-                f"Training: {task.name}, {ranks} rank{'s' * (ranks > 1)}",
-                f"{len(task.train):,} samples, one epoch, room for {task.budget:,} padded tokens; "
-                f"one thread for each rank, median of {options.rounds} turns and the range.",
-                [row_of(name, runs, found, ways[name]) for name, runs in found.items()],
+            found = in_turns(
+                {name: partial(run, task, way, ranks) for name, way in ways.items()},
+                options.rounds,
             )
-
-
-def row_of(name: str, runs: list[Trained], found: dict[str, list[Trained]], way: Way) -> Row:
-    """Return the row of a contender."""
-    last, base = runs[-1], next(iter(found.values()))
-    pairs = [*zip(runs, base, strict=False)]
-    by_clock = [other.seconds / one.seconds for one, other in pairs]
-    by_cpu = [other.cpu_s / one.cpu_s for one, other in pairs]
-    return {
-        "": name,
-        "real tokens / s": f"{statistics.median(x.real_tokens / x.seconds for x in runs):,.0f}",
-        "times the first": spread(by_clock, 2),
-        "by CPU time": spread(by_cpu, 2),
-        "padding": f"{1 - last.real_tokens / last.padded_tokens:.3f}",
-        "largest batch, tokens": f"{last.largest_tokens:,}",
-        "optimizer steps": f"{last.steps:,}",
-        "batches a step": f"{way.accumulate}",
-        "samples": f"{last.samples:,}",
-        "held-out loss": f"{last.loss:.3f}",
-    }
+            base = next(iter(found.values()))
+            for name, runs in found.items():
+                last = runs[-1]
+                by_clock = [of.seconds / one.seconds for one, of in zip(runs, base, strict=True)]
+                by_cpu = [of.cpu_s / one.cpu_s for one, of in zip(runs, base, strict=True)]
+                clock.append(max(by_clock) / min(by_clock))
+                cpu.append(max(by_cpu) / min(by_cpu))
+                share = 1 - last.real_tokens / last.padded_tokens
+                cells = (
+                    f"{statistics.median(by_clock):.2f}, {statistics.median(by_cpu):.2f}",
+                    f"{share:.3f}, {last.largest_tokens:,}, {last.steps:,}",
+                    f"{last.loss:.3f}",
+                )
+                for part, cell in zip(parts, cells, strict=True):
+                    rows[part].setdefault(name, {"": name})[column] = cell
+            real = base[-1].real_tokens / statistics.median(one.seconds for one in base)
+            conditions.append(
+                f"{column}: {len(task.train):,} samples, room for {task.budget:,} padded tokens, "
+                f"fixed batches at {real:,.0f} real tokens / s"
+            )
+    described = (
+        f"Times the real tokens / s of fixed batches, by the clock and by CPU time; one epoch, one "
+        f"thread for each rank, median of {options.rounds} turns, which differ by up to "
+        f"{max(clock) - 1:.0%} and {max(cpu) - 1:.0%}. {'; '.join(conditions)}.",
+        "Padding, padded tokens of the largest batch, optimizer steps.",
+        "Held-out loss after the epoch, nats per token.",
+    )
+    for part, text in zip(parts, described, strict=True):
+        columns = dict.fromkeys(name for row in rows[part].values() for name in row)
+        full = [{name: row.get(name, "") for name in columns} for row in rows[part].values()]
+        yield Table(f"Training: {part.lower()}", text, full)

@@ -30,7 +30,6 @@ from odb_nodes.integrations.huggingface.samples import (
     loader_options,
     model_batch,
 )
-from odb_nodes.integrations.step_estimate import check_can_estimate
 from odb_nodes.memory.calibration import Calibration, find_budget
 from odb_nodes.memory.gradients import give_gradients, has_collectives
 from odb_nodes.memory.meter import CudaMeter, MemoryMeter, free_memory
@@ -40,6 +39,7 @@ from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Sample
 from odb_nodes.sources import JsonlSource
 from odb_nodes.step_info import pop_step_info
+from odb_nodes.tools.estimate import check_can_estimate
 from odb_nodes.tools.lengths import observe_lengths
 
 logger = logging.getLogger("odb_nodes")

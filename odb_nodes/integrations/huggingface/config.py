@@ -20,7 +20,6 @@ from odb_nodes._core.checks import (
     check_type,
 )
 from odb_nodes.integrations.learning_rate import LrScaling
-from odb_nodes.integrations.step_estimate import LOOKED_AT
 from odb_nodes.loader.options import BatchOptions
 from odb_nodes.memory.guard import GUARD_ABOVE, check_shrink
 from odb_nodes.memory.meter import MemoryMeter, check_meter, check_share
@@ -28,6 +27,7 @@ from odb_nodes.monitor import Monitor
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sources import JsonlSource
 from odb_nodes.tasks.task_gradients import AnyWeights, check_task_weights, task_names
+from odb_nodes.tools.estimate import LOOKED_AT
 
 AUTO = "auto"
 """The `token_budget` that is found by trying."""

@@ -35,12 +35,12 @@ from odb_nodes.integrations.resuming import (
     load_saved_states,
     resharded_run,
 )
-from odb_nodes.integrations.step_estimate import check_can_estimate, estimate_loader_steps
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.rank_states import PREFIX, rank_files, save_rank_state
 from odb_nodes.monitor import Monitor
 from odb_nodes.sources import JsonlSource
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
+from odb_nodes.tools.estimate import check_can_estimate, estimate_loader_steps
 
 NO_BOUND = 2**40  # optimizer steps, where nothing bounds them
 MOST_OF_AN_EPOCH = 0.999  # share of an epoch shown, at most, before its end is seen

@@ -180,12 +180,8 @@ def table_of_loader(
     check_type("loader", loader, ODBDataLoader)
     options, dataset = loader.options, loader.dataset
     for one in dataset.values() if type(dataset) is dict else [dataset]:
-        if not (is_map_style(one) or isinstance(one, JsonlSource)):
-            raise TypeError(
-                "an epoch can be estimated where the dataset is map-style or a `JsonlSource`, but "
-                f"it is a `{type(one).__name__}`, which the loader itself iterates. Make a second "
-                "one of it, and pass that to `observe_lengths` and `simulate`."
-            )
+        remedy = "Make a second one of it, and pass that to `observe_lengths` and `simulate`."
+        check_can_estimate(one, remedy, "an epoch can be estimated")
     indices = None if options.sampler is None else [*options.sampler]
     if indices is not None:
         dataset = Subset(dataset, indices)

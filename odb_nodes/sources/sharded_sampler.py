@@ -204,8 +204,9 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         super().__init__()
         self._size = len(size) if isinstance(size, Sized) else check_integer("size", size)
         self._shuffle = check_bool("shuffle", shuffle)
-        blocks = shuffle_blocks(size)
-        self._blocks, self._mixed_blocks = (None, 0) if blocks is None else blocks
+        self._blocks: list[int] | None = None
+        if (blocks := shuffle_blocks(size)) is not None:
+            self._blocks, self._mixed_blocks = blocks
         self._data_id: str | None = getattr(size, "data_id", None)
         self._seed = check_integer("seed", seed)
         self._rank, self._world_size = resolve_rank(rank, world_size)

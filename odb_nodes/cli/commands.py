@@ -186,7 +186,8 @@ def simulate(args: Namespace) -> None:
     table = data.table()
     print(table)
     shuffle = data.shuffles if args.shuffle is None else args.shuffle
-    epoch = TableEpoch(table=table, shuffle=shuffle, weights=data.weights())
+    shares = data.options.state == "replay"
+    epoch = TableEpoch(table=table, shuffle=shuffle, weights=data.weights(), shares_rest=shares)
     rows: list[dict[str, str]] = []
     for job in jobs:
         run = {"ranks": str(job.world_size), "window": shown(job.window, epoch.window(job))}

@@ -21,6 +21,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from odb_nodes._core.files import LockedFile
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.monitor.records import FILE, parse_run
 from odb_nodes.sample import IGNORE_INDEX
 
@@ -134,8 +135,8 @@ class SampleLossWriter:
 def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
     """Return the losses of all samples, rank by rank in the order of the steps.
 
-    Blocks that a kill has cut short, or that are damaged, are left out, and those of steps that a
-    later attempt does not count any more.
+    Blocks that a kill has cut short are left out, and those of steps that a later attempt does not
+    count any more; of others that are damaged it warns.
 
     Args:
         folder: the folder of a run under `Monitor(losses_by_sample=True)`; others have none.
@@ -153,22 +154,35 @@ def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
                 break
             last = min(last, attempt["step"])
         blocks: list[dict[str, Any]] = []
-        for block in _blocks(path.read_bytes()):
+        damaged: list[int] = []
+        cut: list[int] = []  # lines before this one, which a kill may have cut short
+        for number, block in _blocks(path.read_bytes()):
+            if block is None:
+                cut.append(number)
+                continue
             blocks = [one for one in blocks if one["step"] <= block["before"]]
+            if block["before"] > (blocks[-1]["step"] if blocks else 0):
+                damaged += cut
+            cut = []
             blocks.append(block)
+        if damaged:
+            lines = ", ".join(map(str, damaged))
+            warn_user(f"lines of `{path}` are damaged, and their losses missing: {lines}.")
         for block in blocks:
             if block["step"] <= last:
                 found += map(SampleLoss, *block["columns"])
     return found
 
 
-def _blocks(data: bytes) -> Iterator[dict[str, Any]]:
-    """Yield each line that is whole."""
-    for line in data.split(b"\n"):
-        try:
-            yield json.loads(zlib.decompress(base64.b64decode(line, validate=True)))
-        except (ValueError, zlib.error):
+def _blocks(data: bytes) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield each line that is not empty, with its number; `None` for one that is damaged."""
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if not line:
             continue
+        try:
+            yield number, json.loads(zlib.decompress(base64.b64decode(line, validate=True)))
+        except (ValueError, zlib.error):
+            yield number, None
 
 
 def worst_samples(losses: Sequence[SampleLoss], count: int) -> list[list[SampleLoss]]:

@@ -97,7 +97,8 @@ def parse_run(folder: Path) -> tuple[RunRecords, list[int]]:
     run = RunRecords(folder=folder, attempts=[], steps=[], epochs=[])
     damaged: list[int] = []
     cut: list[int] = []  # the line before, which a kill may have cut short
-    for number, line in enumerate((folder / FILE).read_bytes().splitlines(), start=1):
+    data = (folder / FILE).read_bytes()
+    for number, line in enumerate(data.splitlines(), start=1):
         if not line:
             continue
         record = _parsed(line)
@@ -121,6 +122,8 @@ def parse_run(folder: Path) -> tuple[RunRecords, list[int]]:
             (run.steps if kind == STEPS else run.epochs).append(record)
         elif run.attempts[-1:] != [record]:  # the same where a disk was full within what follows it
             run.attempts.append(record)
+    if data.endswith(b"\n"):  # so the last line was written whole
+        damaged += cut
     return run, damaged
 
 

@@ -204,9 +204,9 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         super().__init__()
         self._size = len(size) if isinstance(size, Sized) else check_integer("size", size)
         self._shuffle = check_bool("shuffle", shuffle)
-        self._blocks = _checked_blocks(getattr(size, "shuffle_blocks", None), self._size)
-        mixed = getattr(size, "mixed_blocks", _MIXED_BLOCKS)
-        self._mixed_blocks = check_count("mixed_blocks", mixed)
+        self._blocks: list[int] | None = None
+        if (blocks := shuffle_blocks(size)) is not None:
+            self._blocks, self._mixed_blocks = blocks
         self._data_id: str | None = getattr(size, "data_id", None)
         self._seed = check_integer("seed", seed)
         self._rank, self._world_size = resolve_rank(rank, world_size)
@@ -294,10 +294,12 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         }
 
 
-def _checked_blocks(starts: Any, size: int) -> Sequence[int] | None:
-    """Return where the blocks of a dataset begin, if it says so."""
-    if starts is None:
+def shuffle_blocks(dataset: Any) -> tuple[list[int], int] | None:
+    """Return where the blocks of a dataset begin, and how many are mixed, if it says so."""
+    if (starts := getattr(dataset, "shuffle_blocks", None)) is None:
         return None
+    size = len(dataset)
+    mixed = check_count("mixed_blocks", getattr(dataset, "mixed_blocks", _MIXED_BLOCKS))
     given = np.asarray(starts)
     bounds = np.append(given.astype(np.int64), size) if given.dtype.kind in "iu" else given
     if bounds is given or bounds[0] != 0 or (np.diff(bounds) < 0).any():
@@ -305,8 +307,7 @@ def _checked_blocks(starts: Any, size: int) -> Sequence[int] | None:
             f"`shuffle_blocks` must be the first index of each block, ascending from 0 to at most "
             f"{size}, the length of the dataset, but is {starts!r:.200} instead."
         )
-    found: list[int] = bounds[:-1].tolist()
-    return found
+    return bounds[:-1].tolist(), mixed
 
 
 class ShardedSampler(ShardedOrder[int]):

@@ -82,7 +82,11 @@ def estimate_epoch(loader: ODBDataLoader, samples: int | None = LOOKED_AT) -> Ep
     processes = group_rank(options.process_group)[1]
     job = job_of(options, processes)
     shuffle = options.shuffle is not False and options.sampler is None
-    report = TableEpoch(table=table, shuffle=shuffle, weights=options.weights).report(job)
+    shares_rest = options.state == "replay"
+    epoch = TableEpoch(
+        table=table, shuffle=shuffle, weights=options.weights, shares_rest=shares_rest
+    )
+    report = epoch.report(job)
     return EpochEstimate(
         steps=report.steps * job.world_size // processes,
         optimizer_steps=-(-report.steps // job.accumulate),
@@ -194,7 +198,8 @@ def table_of_loader(
         workers=workers,
     )
     if indices is not None:
-        table = replace(table, keys=np.array(indices, dtype=np.int64)[table.keys])
+        keys = np.array(indices, dtype=np.int64)[table.keys]
+        table = replace(table, keys=keys, streams=table.names)  # read in the sampler's order
     if options.sharded:  # The data of the other ranks is taken to be alike.
         world_size = group_rank(options.process_group)[1]
         table = replace(table, sizes=tuple(size * world_size for size in table.sizes))

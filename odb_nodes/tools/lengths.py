@@ -38,6 +38,7 @@ from odb_nodes.sample import ItemKey, Observation, Observe, Sample, Skipped, nes
 from odb_nodes.sources.datasets import source_of
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import check_names
+from odb_nodes.sources.sharded_sampler import shuffle_blocks
 
 __all__ = ["LengthTable", "files_read", "observe_lengths"]
 
@@ -60,6 +61,7 @@ class LengthTable:
         names: names of the sources; `("",)` where they have none.
         sizes: number of samples that each source has; more than rows where some were drawn.
         streams: names of the sources that a loader reads in their order, such as iterables.
+        blocks: of a source that is read in blocks: the first index of each, and how many are mixed.
         made_by: what the lengths depend on, such as the name of `process_fn`.
     """
 
@@ -71,6 +73,7 @@ class LengthTable:
     names: tuple[str, ...] = ("",)
     sizes: tuple[int, ...]
     streams: tuple[str, ...] = ()
+    blocks: Mapping[str, tuple[Sequence[int], int]] = field(default_factory=dict)
     made_by: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -175,7 +178,7 @@ class LengthTable:
     def rows(self, rows: IntArray, sizes: tuple[int, ...] | None = None) -> LengthTable:
         """Return a table of some rows of this one, which may repeat, of sources of these sizes."""
         columns = {column: getattr(self, column)[rows] for column in _COLUMNS}
-        return replace(self, **columns, sizes=self.sizes if sizes is None else sizes)
+        return replace(self, **columns, sizes=self.sizes if sizes is None else sizes, blocks={})
 
     def skipping(self, rows: npt.NDArray[np.bool_]) -> LengthTable:
         """Return this table as if processing skipped the samples where `rows`, (n,), is true."""
@@ -239,7 +242,7 @@ class LengthTable:
                 ) from error
 
     def _about(self) -> str:
-        names = ("names", "sizes", "streams", "made_by")
+        names = ("names", "sizes", "streams", "made_by", *(("blocks",) if self.blocks else ()))
         return json.dumps({"version": VERSION} | {name: getattr(self, name) for name in names})
 
 
@@ -293,6 +296,7 @@ def observe_lengths(
     numbers: dict[str, int] = {}  # of the sources, by name
     sizes: dict[str, float] = {}
     streams: list[str] = []
+    blocks: dict[str, tuple[list[int], int]] = {}
     for place, (name, one) in enumerate(named.items()):
         options = LoaderOptions(
             token_budget=1,
@@ -316,6 +320,8 @@ def observe_lengths(
         stands_for = 1.0 if size is None else size / max(read.total(), 1)
         sizes |= {source: count * stands_for for source, count in read.items()}
         streams += read if keys is None and _is_stream(one) else ()
+        if samples is None and is_map_style(one) and (found := shuffle_blocks(one)):
+            blocks[name] = found
     columns = np.frombuffer(rows, dtype=np.int64).reshape(-1, 5).T
     if not columns[0].any():
         raise ValueError("`dataset` must have a sample that is not skipped, but has none.")
@@ -324,6 +330,7 @@ def observe_lengths(
         names=tuple(numbers),
         sizes=tuple(round(sizes[name]) for name in numbers),
         streams=tuple(streams),
+        blocks=blocks,
         made_by=made_by,
     )
 

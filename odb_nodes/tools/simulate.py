@@ -284,6 +284,8 @@ class TableEpoch:
     table: LengthTable
     shuffle: bool = True
     weights: Weights | Mixing = None
+    shares_rest: bool = True
+    """Whether ranks share what is left at the end, which they do not with `state="payload"`."""
     samples: int | None = None
     """How many stand for the dataset. Default: all of a whole table; of others at least 20,000, and
     8 windows on each rank."""
@@ -324,7 +326,8 @@ class TableEpoch:
             table.costs,
             shards,
             job,
-            shares_rest=not table.streams,  # some have keys, and some have none
+            # Of streams, some have keys, and some have none.
+            shares_rest=self.shares_rest and not table.streams,
             knows_length=Mixing.of(self.weights).stop == "all_exhausted",
         )
 
@@ -344,6 +347,15 @@ class TableEpoch:
         return report.scaled(self.scale(job))
 
 
+class _Rows(list[int]):
+    """Rows of a table, in the blocks that a loader reads them in."""
+
+    def __init__(self, rows: Iterable[int], blocks: tuple[Sequence[int], int] | None) -> None:
+        super().__init__(rows)
+        if blocks is not None:
+            self.shuffle_blocks, self.mixed_blocks = blocks
+
+
 def _shards(
     table: LengthTable, job: SimulationOptions, shuffle: bool, mixing: Mixing
 ) -> list[IntArray]:
@@ -353,14 +365,16 @@ def _shards(
         if mixing != Mixing():
             raise ValueError("`weights` must be None: the table has one source, without a name.")
         shuffled = shuffle and not table.streams
-        order = np.array([*ShardedSampler(len(table), shuffled, job.seed, 0, 1)])
+        read_from = _Rows(range(len(table)), table.blocks.get(""))
+        order = np.array([*ShardedSampler(read_from, shuffled, job.seed, 0, 1)])
         return [order[rank :: job.world_size] for rank in ranks]
+    blocks = table.blocks
     rows = {
         name: np.flatnonzero(table.sources == number).tolist()
         for number, name in enumerate(table.names)
     }
     sources = {  # the keys of a dict are an iterable that knows its length, but no sequence
-        name: dict.fromkeys(own).keys() if name in table.streams else own
+        name: dict.fromkeys(own).keys() if name in table.streams else _Rows(own, blocks.get(name))
         for name, own in rows.items()
     }
     tokens, patches = table.tokens.tolist(), table.patches.tolist()

@@ -122,6 +122,12 @@ def test_a_line_that_is_damaged_is_left_out_and_told(run, change):
         assert steps_of(folder) == [1, 3, 4]
 
 
+def test_the_last_line_too_is_told_if_it_was_written_whole(run):
+    folder = run(5, "garbage{")
+    with pytest.warns(UserWarning, match=r"are damaged, and left out: 5\."):
+        read_run(folder)
+
+
 def test_records_of_another_version_are_refused_and_a_folder_without_any(run):
     for version in (1, 99):
         folder = run(1, lambda one, version=version: {"kind": "attempt", "version": version})

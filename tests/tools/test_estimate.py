@@ -54,6 +54,33 @@ def test_it_is_of_all_ranks_and_asks_none():
     assert steps == pytest.approx(expected.steps, rel=0.03)
 
 
+class Blocks(list):
+    shuffle_blocks, mixed_blocks = range(0, 200, 20), 2
+
+
+@pytest.mark.parametrize(
+    ("dataset", "change"),
+    [
+        (DATASET[:200], {}),
+        (DATASET[:200], {"sampler": [n * 7 % 200 for n in range(150)]}),
+        (DATASET[:200], {"state": "payload"}),
+        (Blocks(DATASET[:200]), {}),
+        ({"a": Blocks(DATASET[:200]), "b": DATASET[200:230]}, {"weights": {"a": 2, "b": 1}}),
+    ],
+    ids=["plain", "sampler", "payload", "blocks", "mixed blocks"],
+)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_it_is_the_epoch_of_all_ranks_however_they_read(ranks, dataset, change, tmp_path):
+    loader = ODBDataLoader(dataset, virtual_ranks=ranks, round_size=4, **OPTIONS, **change)
+    table_of_loader(loader).save(tmp_path / "table.npz")
+    assert LengthTable.load(tmp_path / "table.npz").digest == table_of_loader(loader).digest
+    report = estimate_epoch(loader, samples=None).report
+    infos = [batch["odb_step_info"] for batch in loader]
+    own = [info for info in infos if not info.is_filler]
+    assert (report.steps * ranks, report.filler_slots) == (len(infos), len(infos) - len(own))
+    assert report.padded_tokens == sum(info.local_padded_tokens for info in own)
+
+
 def test_some_samples_give_it_about():
     loader = ODBDataLoader(DATASET, **OPTIONS)
     whole = estimate_epoch(loader, samples=None)

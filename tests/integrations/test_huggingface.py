@@ -19,6 +19,8 @@ import torch
 import trainers as t
 from torch.utils.data import IterableDataset
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -111,6 +113,13 @@ def decoder(**options):
     return LlamaForCausalLM(LlamaConfig(**sizes, **options))
 
 
+def gpt2():
+    """A causal model whose name is not in transformers' table of losses."""
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": lm.VOCABULARY}
+    sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+
+
 def encoder_decoder():
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     sizes |= {"vocab_size": lm.VOCABULARY, "dropout_rate": 0.0, "decoder_start_token_id": 0}
@@ -127,11 +136,12 @@ def collate_pairs(samples):
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("kind", ["decoder", "packed decoder", "encoder-decoder"])
+@pytest.mark.parametrize("kind", ["decoder", "gpt2", "packed decoder", "encoder-decoder"])
 def test_the_gradient_of_a_model_of_transformers(tmp_path, kind):
     shifts = kind != "encoder-decoder"
     layout = "packed" if kind == "packed decoder" else "padded"
-    model = (decoder() if shifts else encoder_decoder()).double()
+    make = {"gpt2": gpt2, "encoder-decoder": encoder_decoder}.get(kind, decoder)
+    model = make().double()
     data = lm.Texts(SIZE)[:]
     if not shifts:  # whose first label is a target
         data = [{**sample, "labels": sample["input_ids"][::2]} for sample in data]

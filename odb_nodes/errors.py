@@ -25,6 +25,10 @@ class StateError(ValueError):
     """A state does not fit the graph, is incomplete, or does not reproduce what it recorded."""
 
 
+class TornStateError(StateError):
+    """A state or checkpoint that was not written whole, or is not whole any more."""
+
+
 class StepMemoryError(RuntimeError):
     """A training step ran out of memory, and cannot be computed again."""
 

@@ -142,8 +142,8 @@ class StepInfo:
         task_targets: supervised tokens of all ranks and micro-steps of this optimizer step, by name
             of the task; behind a `RankAligner`, of its `tasks`.
         world_size: ranks whose gradients are averaged.
-        local_padded_tokens: size of the batch's `input_ids`; without them, the padded tokens
-            planned under the budget; 0 if neither is known.
+        local_padded_tokens: size of the batch's `input_ids`, or the padded tokens planned under
+            the budget if these are more; 0 if neither is known.
         batches_per_step: number of `virtual_ranks` that each rank hosts, else 1. Each of their
             batches is a `step` and a micro-step of its own; "all ranks" are all virtual ranks, so
             these batches have equal counts.

@@ -60,6 +60,19 @@ def consists_of(stages: list[Any], names: set[str]) -> bool:
     return bool(stages) and all(type(stage).__name__ in names for stage in stages)
 
 
+def splits_by_shards(stages: list[Any]) -> bool:
+    """Tell whether ranks with shards of their own get, together, what one rank would.
+
+    Each would count its own rows from 0, as `add_column` does, and drop a last batch of its own.
+    """
+    of_all = any(
+        getattr(stage, name, False)
+        for stage in stages
+        for name in ("with_indices", "drop_last_batch")
+    )
+    return consists_of(stages, SPLIT_BY_SHARDS) and not of_all
+
+
 def is_split(stream: Any) -> bool:
     """Tell whether a stream was split over ranks already, by `split_dataset_by_node`."""
     return getattr(stream, "_distributed", None) is not None

@@ -291,7 +291,8 @@ def shifts_labels(model: Any) -> bool:
     """Return whether position i of a model predicts label i + 1, so that the first is no target.
 
     Relies on `PreTrainedModel.loss_type` and the table `LOSS_MAPPING`, as `Trainer` itself does. A
-    model of another library is taken for a causal one.
+    name that is not in the table, as of GPT-2, has the causal loss if it calls `loss_function`: the
+    `Trainer` takes such models for others. A model of another library is taken for a causal one.
     """
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -301,7 +302,10 @@ def shifts_labels(model: Any) -> bool:
         return False
     if not isinstance(base, PreTrainedModel):
         return True
-    return LOSS_MAPPING.get(getattr(base, "loss_type", None) or "") is ForCausalLMLoss
+    loss = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "")
+    if loss is None:
+        return "loss_function" in inspect.unwrap(type(base).forward).__code__.co_names
+    return loss is ForCausalLMLoss
 
 
 def ctc_reduction(trainer: Any) -> str | None:

@@ -54,6 +54,20 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def folder_with(pattern: str, folder: str | os.PathLike[str]) -> Path:
+    """Return a folder that has such files: the given one, or else the only one of its folders."""
+    given = Path(folder)
+    inner = sorted({path.parent for path in given.glob(f"*/{pattern}")})
+    if not inner or any(given.glob(pattern)):
+        return given
+    if len(inner) > 1:
+        raise ValueError(
+            f"`{folder}` must be the folder of one run, but {len(inner)} of its folders have a "
+            f"`{pattern}`: {', '.join(f'`{one.name}`' for one in inner)}. Give one of them."
+        )
+    return inner[0]
+
+
 def sync_folder(folder: Path) -> None:
     """Have the names in a folder on the disk, where the system can do that."""
     if not hasattr(os, "O_DIRECTORY"):

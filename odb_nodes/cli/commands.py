@@ -33,7 +33,7 @@ _AUDIT_CODES = {"damaged": 1, "open": 3}
 _GIB = 2**30
 _KEPT = ("max_samples", "pad_to_multiple_of", "layout", "oversize", "shapes", "row_sizes")
 """Fields of a budget that no model of memory decides."""
-_REPORT_READS = ("*.jsonl", "*.bin")  # of a folder, where a page may well be put, and replaced
+_REPORT_READS = ("*.jsonl", "*.bin", "*/*.jsonl", "*/*.bin")  # of a folder, which may get a page
 
 
 def audit(args: Namespace) -> int:

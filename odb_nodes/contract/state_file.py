@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from odb_nodes._core.files import replacing
-from odb_nodes.errors import StateError
+from odb_nodes.errors import StateError, TornStateError
 
 __all__ = ["load_state", "save_state"]
 
@@ -111,15 +112,15 @@ def load_state(path: str | os.PathLike[str]) -> Any:
             if (damaged := archive.testzip()) is not None:
                 raise ValueError(f"checksum of {damaged}")
         return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
     except pickle.UnpicklingError as error:
         raise StateError(
             f"`{path}` is not a state file: it holds something else than plain data and tensors "
             f"(numpy's are not): {_refused(error)}."
         ) from error
     except Exception as error:
-        raise StateError(
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # of a seek led astray
+            raise
+        raise TornStateError(
             f"`{path}` ({path.stat().st_size} bytes) is truncated or not a state file "
             f"({type(error).__name__}). Use an earlier checkpoint."
         ) from error

@@ -155,7 +155,8 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
     """Return what became of every sample that a `Ledger` has recorded, and what is wrong.
 
     Args:
-        folder: the folder that all ranks have written to; or one that their files were put into.
+        folder: the folder that all ranks have written to; or one that their files were put into;
+            or the folder of a run that has one such folder in it.
         size: number of samples of the data over all ranks; a dict source -> size where several
             are mixed. In a complete epoch each sample must have a fate: missing indices are named,
             other keys counted. Leave out a source that is drawn from at random, or is not read to
@@ -188,7 +189,7 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
     for _, own in groupby(run.segments, key=lambda one: one.epoch):
         epochs.append(_EpochCheck(run, [*own], problems, notes).check(epochs, killed, size))
     return Audit(
-        folder=str(folder),
+        folder=str(run.folder),
         attempts=run.starts(),
         epochs=tuple(epochs),
         open_ranks=tuple(left),

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._core.files import folder_with
 from odb_nodes._core.text import counted
 from odb_nodes.errors import StateError
 from odb_nodes.ledger.records import (
@@ -53,11 +54,11 @@ Steps = npt.NDArray[np.void]
 _KIND_BITS = 0xFF ^ (FILLER | ENDS_EPOCH)
 
 
-def rank_files(folder: str | os.PathLike[str]) -> list[RankFile]:
+def rank_files(folder: Path) -> list[RankFile]:
     """Return the files of a ledger, in the order of the ranks."""
     if os.path.isfile(folder):
         raise ValueError(f"`folder` must be a folder, but `{folder}` is a file.")
-    paths = sorted(Path(folder).glob("rank-*.ledger"))
+    paths = sorted(folder.glob("rank-*.ledger"))
     if not paths:
         missing = "no file `rank-00000.ledger`" if os.path.isdir(folder) else "no such folder"
         raise FileNotFoundError(
@@ -272,6 +273,7 @@ class Run:
 
     Attributes:
         attempts: of all ranks.
+        folder: that the files are in.
         by_rank: rank -> its attempts, in their order.
         names: sources and reasons of samples, in all files.
         own: names of the sources that each rank has for itself.
@@ -281,7 +283,8 @@ class Run:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.files = rank_files(folder)
+        self.folder = folder_with("rank-*.ledger", folder)
+        self.files = rank_files(self.folder)
         named = [name for file in self.files for one in file.names for name in one.values()]
         self.own = {name.source for name in named if name.is_own}
         self.attempts: list[Attempt] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -257,10 +258,11 @@ class ODBDataLoader(Loader[Any]):
             epoch, step, samples = self._place()
         except StateError:
             return "loaded with a state of another graph"
-        try:
-            total = f" of {self.num_samples}"
-        except TypeError:  # of a dataset without a length
-            total = ""
+        total = ""
+        with suppress(TypeError):  # of a dataset without a length
+            if samples <= self.num_samples:  # Levelling may give this rank more, or fewer.
+                about = "about " * (group_rank(self._options.process_group)[1] > 1)
+                total = f" of {about}{self.num_samples}"
         return f"epoch {epoch}, step {step}: {samples}{total} samples done"
 
     @property
@@ -310,7 +312,7 @@ class ODBDataLoader(Loader[Any]):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of an epoch on this rank.
+        """Number of samples of an epoch on this rank; of several ranks, each has about so many.
 
         Raises:
             TypeError: the dataset does not know its length.

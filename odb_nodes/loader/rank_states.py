@@ -15,7 +15,7 @@ from odb_nodes._core.checks import check_count
 from odb_nodes._core.content import from_bytes, to_bytes
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.contract.state_file import check_readable, load_state, save_state
-from odb_nodes.errors import StateError
+from odb_nodes.errors import StateError, TornStateError
 from odb_nodes.loader.resharding import reshard
 
 logger = logging.getLogger("odb_nodes")
@@ -131,7 +131,7 @@ def rank_files(folder: str | os.PathLike[str], prefix: str | None = None) -> lis
         )
     files = {int(one[2]): folder / one[0] for one in names}
     if missing := sorted({*range(sizes[0])} - files.keys()):
-        raise StateError(
+        raise TornStateError(
             f"`{folder}` lacks the states of ranks {missing}: a rank was stopped before it had "
             "saved. Use an earlier checkpoint."
         )
@@ -142,6 +142,8 @@ def names_in(folder: Path) -> list[re.Match[str]]:
     """Return what the name of each state in a folder begins with, its rank and number of ranks."""
     try:
         names = os.listdir(folder)
+    except PermissionError:
+        raise
     except OSError:  # There is none, or none any more.
         return []
     return [match for name in names if (match := _FILE.fullmatch(name))]

@@ -14,6 +14,7 @@ from platform import python_version
 from typing import Any
 
 from odb_nodes._core.checks import check_named, check_type
+from odb_nodes._core.files import folder_with
 from odb_nodes._core.user_warning import warn_user
 
 __all__ = ["Record", "RunRecords", "read_run", "scalars"]
@@ -76,13 +77,13 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecords:
     of steps after the one that a later attempt goes on from do not count.
 
     Args:
-        folder: the folder that a `Monitor` wrote into.
+        folder: the folder that a `Monitor` wrote into, or one that has one such folder in it.
 
     Raises:
         FileNotFoundError: it has no records.
-        ValueError: they were written by another version.
+        ValueError: they were written by another version, or several folders in it have records.
     """
-    run, damaged = parse_run(Path(folder))
+    run, damaged = parse_run(folder_with(FILE, folder))
     if damaged:
         lines = ", ".join(map(str, damaged))
         warn_user(f"lines of `{run.folder / FILE}` are damaged, and left out: {lines}.")

@@ -332,7 +332,8 @@ def report(
     """Return what runs come to, and write it down. Runs that go on can be looked at, too.
 
     Args:
-        folders: those that a `Monitor` wrote into; several runs are drawn over one another.
+        folders: those that a `Monitor` wrote into, as `read_run` takes them; several runs are
+            drawn over one another.
         html: a page with all figures in it, which needs the extra `report` to be made, and no
             network to be looked at; `None` for none.
         csv: a row for each record; `None` for none.
@@ -348,13 +349,12 @@ def report(
         check_type("folders", folder, str | os.PathLike)
     if not given:
         raise ValueError("`folders` must name at least 1 run, but is empty.")
-    runs = []
-    for name, folder in zip(_names_of(given), given, strict=True):
-        records = read_run(folder)
-        if not records.steps:
-            raise ValueError(f"`{folder}` has no record of steps yet. Wait for the first one.")
-        runs.append(RunSummary.of(name, records))
-    found = Report(tuple(runs))
+    read = [read_run(folder) for folder in given]
+    for one in read:
+        if not one.steps:
+            raise ValueError(f"`{one.folder}` has no record of steps yet. Wait for the first one.")
+    names = _names_of([one.folder for one in read])
+    found = Report(tuple(map(RunSummary.of, names, read)))
     for path, make in ((html, found.to_html), (csv, found.to_csv), (json, found.to_json)):
         if path is not None:
             with replacing(Path(path)) as file:
@@ -362,14 +362,14 @@ def report(
     return found
 
 
-def _names_of(folders: Sequence[AnyPath]) -> list[str]:
+def _names_of(folders: Sequence[Path]) -> list[str]:
     """Return the names of the folders, with as many parents as tell them apart."""
-    parts = [Path(folder).resolve().parts for folder in folders]
+    parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
         if len({*names}) == len(names):
             return names
-    return [f"{Path(folder).name} ({number})" for number, folder in enumerate(folders)]
+    return [f"{folder.name} ({number})" for number, folder in enumerate(folders)]
 
 
 def _columns(runs: dict[str, dict[str, Any]]) -> Rows:

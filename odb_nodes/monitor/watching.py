@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
@@ -49,11 +50,9 @@ class LoaderStats:
 
     def samples(self) -> tuple[int, int] | None:
         """Return the samples done, and those of the epoch on this rank, where they are known."""
-        try:
-            if isinstance(self.loader, ODBDataLoader) and self.loader.num_samples is not None:
+        with suppress(TypeError):  # a dataset without a length
+            if isinstance(self.loader, ODBDataLoader):
                 return self.loader.samples_done, self.loader.num_samples
-        except TypeError:  # a dataset without a length
-            pass
         return None
 
 
@@ -103,7 +102,9 @@ class RunProgress:
         if passed_s is not None and not is_terminal() and self._is_shown:
             samples = None if stats is None else stats.samples()
             parts = [f"step {step} after {passed_s:.0f} s: epoch {info.epoch}"]
-            parts += [f"{samples[0]:,} of {samples[1]:,} samples"] if samples else []
+            if samples is not None:
+                total = f" of {samples[1]:,}" if samples[0] <= samples[1] else ""
+                parts.append(f"{samples[0]:,}{total} samples")
             parts += [f"{name} {value}" for name, value in self._figures.items()]
             logger.warning("%s", ", ".join(parts))
 

@@ -307,8 +307,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         padded = 0
         if isinstance(ids := batch.get("input_ids"), torch.Tensor):
             padded = ids.numel()
-        elif self._budget is not None:
-            padded = self._budget.padded_tokens(group.lengths)
+        if self._budget is not None:  # `observe` may count more than `input_ids` holds.
+            padded = max(padded, self._budget.padded_tokens(group.lengths))
         real = 0 if info.is_filler else sum(group.lengths)
         return info.with_counts(local_tokens=real, local_padded_tokens=padded)
 

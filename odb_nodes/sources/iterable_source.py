@@ -8,7 +8,6 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -297,10 +296,10 @@ class _Stream:
                 "an `IterableSource`)."
             )
         stages, shards = hf_datasets.stages_of(dataset), int(dataset.num_shards)
-        known = partial(hf_datasets.consists_of, stages)
-        self.restores = known(hf_datasets.RESTORABLE) and hf_datasets.restores_exactly()
-        self.split = 1 < world_size and not shards % world_size
-        self.split = self.split and known(hf_datasets.SPLIT_BY_SHARDS)
+        known = hf_datasets.consists_of(stages, hf_datasets.RESTORABLE)
+        self.restores = known and hf_datasets.restores_exactly()
+        divides = 1 < world_size and not shards % world_size
+        self.split = divides and hf_datasets.splits_by_shards(stages)
         self._dataset = dataset
         if self.split:
             self._dataset = hf_datasets.split_over_ranks(dataset, rank, world_size)

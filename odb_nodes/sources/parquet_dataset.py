@@ -112,13 +112,17 @@ class ParquetDataset:
         number, group = self._groups[block]
         file, first, end = self._files[number], self._starts[block], self._starts[block + 1]
         what = f"row group {group} of {file} (rows {first}..{end - 1}) cannot be read"
-        if _stamp_of(file) != self._stamps[number]:
-            raise OSError(
-                f"{what}: the file was cut or replaced since the dataset was made, or its time was "
-                "changed. Put it back, or make the dataset anew."
-            )
         read = partial(_row_group, self._metadata[number], group, self._columns)
-        table = _read(read, file, what, OSError)
+        remedy = "Put it back, or make the dataset anew."
+        try:
+            if _stamp_of(file) != self._stamps[number]:
+                raise OSError(
+                    f"{what}: the file was cut or replaced since the dataset was made, or its time "
+                    f"was changed. {remedy}"
+                )
+            table = _read(read, file, what, OSError)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{what}: the file is gone. {remedy}") from error
         return {name: table[name].combine_chunks() for name in table.column_names}
 
     def _check_columns(self, file: str, metadata: Any) -> None:

@@ -211,7 +211,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
 
     def next(self) -> Any:
         """Return the next item of the source that is most behind."""
-        exhausted = ""
+        exhausted: str | None = None
         while not self._ended:
             name = self._most_behind()
             try:

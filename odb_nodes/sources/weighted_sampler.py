@@ -41,10 +41,12 @@ class WeightedSampler:
         seed: int = 0,
     ) -> None:
         self._weights = np.asarray(weights, dtype=np.float64)
-        if self._weights.ndim != 1 or not np.isfinite(self._weights).all():
+        with np.errstate(over="ignore"):
+            is_finite = np.isfinite(self._weights.sum())
+        if self._weights.ndim != 1 or not is_finite:
             raise ValueError(
-                "`weights` must be one row of finite numbers, one for each sample, but is "
-                f"{weights!r:.80} instead."
+                "`weights` must be one row of numbers, one for each sample, with a finite sum, but "
+                f"is {weights!r:.80} instead."
             )
         positive = int(np.count_nonzero(self._weights))
         if not positive or self._weights.min() < 0:
@@ -80,7 +82,7 @@ class WeightedSampler:
             indices = np.minimum(places.searchsorted(drawn, side="right"), last)
         else:
             with np.errstate(divide="ignore"):
-                keys = rng.exponential(size=len(self._weights)) / self._weights
+                keys = np.log(rng.exponential(size=len(self._weights))) - np.log(self._weights)
             indices = keys.argsort(kind="stable")[: self._num_samples]
         for start in range(0, len(indices), _CHUNK):
             yield from indices[start : start + _CHUNK].tolist()

@@ -111,7 +111,7 @@ def estimate_steps(
     theirs. On lengths with a long tail, 512 samples give the number to within some percent.
 
     Args:
-        dataset: the map-style dataset to train on, with a length.
+        dataset: the map-style dataset to train on, with a length, or a `JsonlSource`.
         process_fn: item of the dataset -> processed sample.
         observe: processed sample -> its tokens; see `LengthObserver`.
         looked_at: number of samples to process.
@@ -150,10 +150,10 @@ def check_can_estimate(
     dataset: Any, remedy: str, what: str = "the steps of an epoch can be estimated"
 ) -> None:
     """Reject a dataset that cannot be looked at, on all ranks, though one rank may do so."""
-    if not is_map_style(dataset):
+    if not (is_map_style(dataset) or isinstance(dataset, JsonlSource)):
         raise TypeError(
-            f"{what} only where the dataset is map-style and has a length, but it is "
-            f"`{type(dataset).__name__}`. {remedy}"
+            f"{what} only where the dataset is map-style with a length, or a `JsonlSource`, but it "
+            f"is `{type(dataset).__name__}`. {remedy}"
         )
 
 
@@ -184,12 +184,8 @@ def table_of_loader(
     check_type("loader", loader, ODBDataLoader)
     options, dataset = loader.options, loader.dataset
     for one in dataset.values() if type(dataset) is dict else [dataset]:
-        if not (is_map_style(one) or isinstance(one, JsonlSource)):
-            raise TypeError(
-                "an epoch can be estimated where the dataset is map-style or a `JsonlSource`, but "
-                f"it is a `{type(one).__name__}`, which the loader itself iterates. Make a second "
-                "one of it, and pass that to `observe_lengths` and `simulate`."
-            )
+        remedy = "Make a second one of it, and pass that to `observe_lengths` and `simulate`."
+        check_can_estimate(one, remedy, "an epoch can be estimated")
     indices = None if options.sampler is None else [*options.sampler]
     if indices is not None:
         dataset = Subset(dataset, indices)

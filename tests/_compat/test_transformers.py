@@ -160,6 +160,20 @@ def test_labels_are_shifted_where_the_trainer_counts_them_shifted(tmp_path):
     assert compat.shifts_labels(Plain())
 
 
+@canary("PreTrainedModel.loss_function, which is causal for names it does not know", "loss")
+def test_models_that_the_table_of_losses_lacks_shift_as_their_own_loss_does():
+    gpt = transformers.GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=9)
+    xl = transformers.XLNetConfig(d_model=4, n_layer=1, n_head=1, d_inner=4, vocab_size=9)
+    ids = torch.tensor([[1, 2, 3]])
+    first_alone = torch.tensor([[1, -100, -100]])
+    for model, shifts in (
+        (transformers.GPT2LMHeadModel(gpt), True),
+        (transformers.XLNetLMHeadModel(xl), False),
+    ):
+        assert model(input_ids=ids, labels=first_alone).loss.isfinite() == (not shifts)
+        assert compat.shifts_labels(model) is shifts
+
+
 def gradient_of(trainer, items):
     """Of a loss whose own gradient is 1."""
     trainer.model.zero_grad()

@@ -4,15 +4,18 @@ import gzip
 import itertools
 import json
 import re
+import shutil
 import sys
 
 import pytest
 from ledgers import SIZE, info_of, pieces_of, record, write_run
+from monitors import loader_of, train
 from step_logs import write_log
 
 from odb_nodes import ODBDataLoader, TokenBudget, audit, save_rank_state, save_state
 from odb_nodes.cli import main
 from odb_nodes.memory import MemoryModel
+from odb_nodes.monitor import Monitor, report
 from odb_nodes.tools.estimate import table_of_loader
 from odb_nodes.tools.inspection import read_inspections
 from odb_nodes.tools.lengths import LengthTable, observe_lengths
@@ -303,6 +306,27 @@ def test_its_exit_code_tells_a_hole_and_an_open_run_from_what_is_whole(tmp_path,
     record(tmp_path / "open", info_of(1, [1], ends=True), ended=False)
     assert run("audit", str(tmp_path / "open"), "--size", "2") == 0  # each sample has a fate
     assert "OK so far; no end is recorded" in capsys.readouterr().out
+
+
+def test_report_and_audit_take_the_only_such_folder_of_a_run(tmp_path, capsys):
+    job, ledger, monitor = (tmp_path / name for name in ("job", "job/ledger", "job/monitor"))
+    write_run(ledger, 2)
+    with Monitor(monitor, every=1) as writer:
+        train(writer, loader_of(), steps=2)
+    assert run("audit", str(job)) == 0
+    assert capsys.readouterr().out == f"{audit(ledger)}\n"
+    run("report", str(job))
+    assert capsys.readouterr().out.startswith(f"{report(monitor)}\n")
+    assert "| monitor |" in str(report(monitor))
+    assert run("report", str(job), "--csv", str(monitor / "monitor.jsonl"), "--force") == 2
+    assert "is also read" in capsys.readouterr().err
+    shutil.copytree(ledger, job / "old")
+    shutil.copytree(monitor, job / "other")
+    for command, found in ("audit", "`ledger`, `old`"), ("report", "`monitor`, `other`"):
+        assert run(command, str(job)) == 2
+        assert "2 of its folders have a `" in (said := capsys.readouterr().err) and found in said
+    shutil.copy(ledger / "rank-00000.ledger", job)
+    assert str(audit(job)).startswith(f"{job}: ")  # its own come first
 
 
 def test_sources_have_sizes_and_digests_are_of_the_first_steps(tmp_path, capsys):

@@ -206,7 +206,7 @@ def test_a_folder_that_cannot_be_flushed_loses_no_file(call, path, monkeypatch):
 
 def nested():
     deep = []
-    for _ in range(2000):
+    for _ in range(100_000):
         deep = [deep]
     return deep
 

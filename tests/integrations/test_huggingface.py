@@ -1,7 +1,11 @@
 """What only the `Trainer` of transformers has: its losses, schedules, evaluation and arguments."""
 
 import copy
+import errno
 import itertools
+import json
+import os
+import re
 import shutil
 import signal
 import warnings
@@ -15,6 +19,8 @@ import torch
 import trainers as t
 from torch.utils.data import IterableDataset
 from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
@@ -25,7 +31,7 @@ from transformers import (
 )
 from transformers.trainer_utils import HPSearchBackend
 
-from odb_nodes import PaddingCollate, StateError, TokenBudget
+from odb_nodes import JsonlSource, PaddingCollate, StateError, TokenBudget
 from odb_nodes.integrations.huggingface import (
     LrScaling,
     ODBConfig,
@@ -107,6 +113,13 @@ def decoder(**options):
     return LlamaForCausalLM(LlamaConfig(**sizes, **options))
 
 
+def gpt2():
+    """A causal model whose name is not in transformers' table of losses."""
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": lm.VOCABULARY}
+    sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+
+
 def encoder_decoder():
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     sizes |= {"vocab_size": lm.VOCABULARY, "dropout_rate": 0.0, "decoder_start_token_id": 0}
@@ -123,11 +136,12 @@ def collate_pairs(samples):
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("kind", ["decoder", "packed decoder", "encoder-decoder"])
+@pytest.mark.parametrize("kind", ["decoder", "gpt2", "packed decoder", "encoder-decoder"])
 def test_the_gradient_of_a_model_of_transformers(tmp_path, kind):
     shifts = kind != "encoder-decoder"
     layout = "packed" if kind == "packed decoder" else "padded"
-    model = (decoder() if shifts else encoder_decoder()).double()
+    make = {"gpt2": gpt2, "encoder-decoder": encoder_decoder}.get(kind, decoder)
+    model = make().double()
     data = lm.Texts(SIZE)[:]
     if not shifts:  # whose first label is a target
         data = [{**sample, "labels": sample["input_ids"][::2]} for sample in data]
@@ -279,6 +293,26 @@ def test_epochs_of_a_stream_need_their_steps(tmp_path):
         rest, resumed = resume(tmp_path, "resumed", 15, **options)
     assert rest == entries[15:]
     assert torch.equal(lm.weights_of(resumed.model), lm.weights_of(whole.model))
+
+
+def test_epochs_of_json_lines_are_those_of_a_list_of_the_records(tmp_path):
+    data = [{**one, "input_ids": one["input_ids"].tolist()} for one in lm.Texts(SIZE)[:]]
+    data = [{**one, "labels": one["labels"].tolist()} for one in data]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in data))
+    t.make_trainer(tmp_path, train_dataset=data).train()
+    whole = t.make_trainer(tmp_path, "lines", train_dataset=JsonlSource(path), save_steps=5)
+    whole.train()
+    assert whole.state.epoch == 2
+    assert entries_of(tmp_path, "lines") == entries_of(tmp_path)
+    rest, resumed = resume(tmp_path, "rest", 10, train_dataset=JsonlSource(path))
+    assert rest == entries_of(tmp_path)[10:]
+    assert torch.equal(lm.weights_of(resumed.model), lm.weights_of(whole.model))
+    samples = t.make_trainer(
+        tmp_path, "samples", train_dataset=JsonlSource(path), odb={"schedule": "samples"}
+    )
+    samples.train()
+    assert entries_of(tmp_path, "samples")[-1]["lr"] < 0.1 * lm.LR
 
 
 def test_a_trainer_with_arguments_of_its_own_keeps_the_epochs_of_a_stream(tmp_path):
@@ -515,18 +549,74 @@ def test_a_schedule_of_deepspeed_that_would_be_told_a_bound_is_refused(tmp_path,
 def test_a_checkpoint_without_a_fitting_state_is_refused(tmp_path):
     t.make_trainer(tmp_path, save_steps=3, num_train_epochs=1).train()
     early, late = (tmp_path / f"checkpoint-{step}" for step in (3, 6))
-    state = "odb_nodes-rank00000-of-00001.pt"
     changed = "`accumulate` was 1 when saved.* is `gradient_accumulation_steps`.* `from_pretrained`"
     with pytest.raises(StateError, match=changed):
         resume(tmp_path, "rest", 6, gradient_accumulation_steps=2)
-    shutil.copy(early / state, late)
+    shutil.copy(early / STATE, late)
     with pytest.raises(StateError, match="resumes at optimizer step 6, but .* saved at step 3"):
         resume(tmp_path, "rest", 6)
-    (late / state).unlink()
+    (late / STATE).unlink()
     with pytest.raises(FileNotFoundError, match="has no state of a loader: .* `save_only_model`"):
         resume(tmp_path, "rest", 6)
     with pytest.raises(FileNotFoundError, match="is no folder"):
         resume(tmp_path, "rest", 4)
+
+
+STATE = "odb_nodes-rank00000-of-00001.pt"
+TORN = {
+    "no state": (STATE, 0, "checkpoint-6` has no states"),
+    "cut state": (STATE, 0.5, "is truncated or not a state file"),
+    "no weights": ("model.safetensors", 0, r"`model.safetensors` .* must have \d+ bytes, .* has 0"),
+    "cut weights": ("model.safetensors", 0.5, r"must have \d+ bytes, .* but has \d+"),
+    "no state of the Trainer": ("trainer_state.json", 0, r"`trainer_state.json` .* but has 0"),
+    "no optimizer": ("optimizer.pt", 0, r"`optimizer.pt` .* but has 0"),
+}
+
+
+@pytest.mark.parametrize("damage", TORN)
+def test_a_torn_checkpoint_is_skipped_with_a_warning_that_names_it(tmp_path, damage):
+    options = {"num_train_epochs": 1, "save_steps": 3}
+    t.make_trainer(tmp_path, **options).train()
+    for folder in sorted(tmp_path.glob("checkpoint-*"), key=lambda one: int(one.name[11:]))[2:]:
+        shutil.rmtree(folder)
+    name, share, why = TORN[damage]
+    path = tmp_path / "checkpoint-6" / name
+    if share:
+        os.truncate(path, int(path.stat().st_size * share))
+    else:
+        path.unlink()
+    with pytest.raises((StateError, FileNotFoundError)):
+        resume(tmp_path, "refused", 6, **options)
+
+    trainer = t.make_trainer(tmp_path, "rest", **options)
+    with pytest.warns(UserWarning, match="`checkpoint-6` is not complete.*`checkpoint-3`") as found:
+        trainer.train(resume_from_checkpoint=True)
+    assert re.search(why, str(found[0].message))
+    assert entries_of(tmp_path, "rest") == entries_of(tmp_path)[3:]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_skipped(tmp_path, monkeypatch):
+    options = {"num_train_epochs": 1, "save_steps": 3}
+    t.make_trainer(tmp_path, **options).train()
+
+    def refuse(path, *_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    for target in ("zipfile.ZipFile", "os.listdir"):
+        with monkeypatch.context() as patch, pytest.raises(PermissionError):
+            patch.setattr(target, refuse)
+            t.make_trainer(tmp_path, "rest", **options).train(resume_from_checkpoint=True)
+
+
+def test_without_a_complete_checkpoint_the_newest_is_refused(tmp_path):
+    t.make_trainer(tmp_path, num_train_epochs=1, save_steps=3).train()
+    for path in tmp_path.glob(f"*/{STATE}"):
+        path.unlink()
+    newest = max(tmp_path.glob("checkpoint-*"), key=lambda one: int(one.name[11:]))
+    with pytest.raises(FileNotFoundError, match=f"{newest.name}` has no state of a loader"):
+        t.make_trainer(tmp_path, "rest").train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        t.make_trainer(tmp_path, "rest", output_dir=str(tmp_path / newest)).train(True)
 
 
 @pytest.mark.filterwarnings("ignore:(the run goes on|no token of):UserWarning")
@@ -642,3 +732,33 @@ def test_two_ranks_check_a_loss_together_and_weigh_it(tmp_path):
         folder = tmp_path / f"{number}"
         entries = [lm.read(folder / f"run-{rank}.jsonl") for rank in range(2)]
         assert lm.check_steps(entries, size) < 1e-12
+
+
+@pytest.mark.slow
+def test_two_ranks_skip_the_same_torn_checkpoint(tmp_path):
+    body = """
+        import contextlib, pytest
+        options = dict(num_train_epochs=1, save_steps=3)
+        t.make_trainer(sys.argv[1], **options).train()
+        steps = len(t.entries_of(sys.argv[1]))
+        last = f"{sys.argv[1]}/checkpoint-{steps}"
+        if rank == 1:
+            os.unlink(f"{last}/odb_nodes-rank00001-of-00002.pt")
+        dist.barrier()
+        why = rf"checkpoint-{steps}` is .* lacks .* ranks \\[1\\]"
+        warned = pytest.warns(UserWarning, match=why)
+        with contextlib.nullcontext() if rank else warned:
+            t.make_trainer(sys.argv[1], "rest", **options).train(resume_from_checkpoint=True)
+        at = (steps - 1) // 3 * 3
+        assert t.entries_of(sys.argv[1], "rest") == t.entries_of(sys.argv[1])[at:]
+        dist.barrier()
+        if rank == 0:  # An error of rank 0 is one of all.
+            def refuse(path):
+                raise PermissionError(path)
+            os.listdir = refuse
+        with pytest.raises(PermissionError):
+            t.make_trainer(sys.argv[1], "refused", **options).train(resume_from_checkpoint=True)
+        r.finish(None)
+    """
+    with t.on_ranks(tmp_path, 2, body, str(tmp_path)) as job:
+        job.finish(200)

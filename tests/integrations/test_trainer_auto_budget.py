@@ -1,6 +1,7 @@
 """A `Trainer` that finds its budget trains as one that is given it."""
 
 import gc
+import json
 
 import language_models as lm
 import pytest
@@ -8,7 +9,7 @@ import torch
 import trainers as t
 from test_huggingface import Stream, decoder
 
-from odb_nodes import PackedCollate, PaddingCollate, TokenBudget
+from odb_nodes import JsonlSource, PackedCollate, PaddingCollate, TokenBudget
 from odb_nodes.integrations.huggingface import auto_budget
 from odb_nodes.memory import ShapeTooLargeError
 from odb_nodes.testing import SavedTensorMeter
@@ -215,6 +216,19 @@ def test_models_on_several_devices_are_refused(tmp_path, name):
 def test_there_are_no_batches_before_a_budget_is_found(tmp_path):
     with pytest.raises(ValueError, match='`token_budget` is "auto", and no budget is found yet'):
         trainer_of(tmp_path, auto()).get_train_dataloader()
+
+
+def test_json_lines_have_the_budget_of_a_list_of_the_records(tmp_path):
+    data = [{"input_ids": [1] * (n % 20 + 2), "id": n} for n in range(40)]
+    data = [{**one, "labels": one["input_ids"]} for one in data]
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in data))
+    found = []
+    for dataset in (data, JsonlSource(path)):
+        trainer = trainer_of(tmp_path, auto(), max_steps=1, train_dataset=dataset)
+        trainer.train()
+        found.append(trainer.odb_budget)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

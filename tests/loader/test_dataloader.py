@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torchdata.nodes
+from aligned_ranks import on_ranks
 from graphs import LENGTHS, SIZE, Dataset, augment, make_dataloader
 from in_process import InProcessHub
 from torch.utils.data import (
@@ -64,6 +65,22 @@ def test_groups_depend_on_data_seed_and_configuration_alone():
 
 def tokens(index):
     return [int(index) + 1] * int(LENGTHS[index])
+
+
+def test_it_claims_no_total_that_levelling_exceeds():
+    data = [{"input_ids": [1] * (2 + n * n * 37 % 199)} for n in range(333)]
+
+    def run(exchange):
+        loader = ODBDataLoader(data, token_budget=512, window=64, process_group=exchange)
+        assert repr(loader).endswith(f": 0 of about {loader.num_samples} samples done)")
+        for _ in loader:
+            pass
+        return loader
+
+    fewer, more = sorted(on_ranks(2, run), key=lambda one: one.samples_done)
+    assert fewer.samples_done < fewer.num_samples and more.samples_done > more.num_samples
+    assert f": {fewer.samples_done} of about {fewer.num_samples} samples" in repr(fewer)
+    assert f": {more.samples_done} samples done" in repr(more)
 
 
 def test_ids_are_converted_before_the_pool_for_a_collate_function_of_ours_alone():

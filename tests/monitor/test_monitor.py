@@ -34,6 +34,24 @@ def mean_loss(infos):
     return pytest.approx(total / sum(info.local_targets for info in infos), rel=1e-14)
 
 
+@pytest.mark.filterwarnings("ignore:a batch has .* labels:UserWarning")
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_padding_is_a_share_of_what_observe_counts(tmp_path, layout):
+    """Twice the tokens under twice the budget are the same batches, with as much padding."""
+
+    def shares(times):
+        budget = TokenBudget(96 * times, layout=layout)
+        options = {"token_budget": budget, "observe": lambda one: times * len(one["input_ids"])}
+        with Monitor(tmp_path / f"{times}", every=1) as monitor:
+            train(monitor, loader_of(**options))
+        run = read_run(tmp_path / f"{times}")
+        return [one["mean"]["padding_share"] for one in [*run.steps, *run.epochs]]
+
+    doubled = shares(2)
+    assert doubled == shares(1)
+    assert max(doubled) > 0 or layout == "packed"
+
+
 def test_the_records_add_up_to_the_data(tmp_path):
     infos, shapes = [], {}
     with Monitor(tmp_path, every=2) as monitor:

@@ -59,6 +59,11 @@ STREAMS = {
     ),
     "map of arrow": lambda: stream().map(lambda row: {"twice": 2 * row["id"]}),
     "filter": lambda: stream().filter(lambda row: row["id"] % 3),
+    "filter by number": lambda: stream().filter(lambda row, n: n < 9, with_indices=True),
+    "column by number": lambda: stream().remove_columns("id").add_column("id", [*range(24)]),
+    "without a last batch": lambda: generated().map(
+        lambda rows: rows, batched=True, batch_size=5, drop_last_batch=True
+    ),
     "columns": lambda: stream().select_columns(["id"]),
     "take and skip": lambda: stream().skip(3).take(15),
     "repeat": lambda: generated().take(7).repeat(2),

@@ -143,6 +143,9 @@ def test_what_cannot_be_read_is_named(files, tmp_path):
         rows[25]
     with pytest.raises(ValueError, match=r"0.parquet is no Parquet file, or is cut: "):
         ParquetDataset(files)
+    files[0].unlink()
+    with pytest.raises(FileNotFoundError, match=r"row group 1 of .*0.parquet .*is gone. Put it b"):
+        rows[25]
     damaged = bytearray(whole)
     damaged[100:300] = b"x" * 200
     files[0].write_bytes(damaged)
@@ -181,6 +184,9 @@ def test_a_url_is_read_in_some_tries(files, monkeypatch):
     with pytest.raises(OSError, match=r"row group 2 of memory://.* in 3 tries: the net"):
         rows[45]
     assert len(fails) == 5 and rows[45]["id"] == 45
+    fsspec.filesystem("memory").rm("data/0.parquet")
+    with pytest.raises(FileNotFoundError, match=r"row group 3 of memory://.* the file is gone"):
+        rows[65]
 
 
 class Blocks(list):

@@ -405,6 +405,8 @@ def test_without_replacement_each_comes_once_and_heavy_ones_early():
     assert sorted(drawn) == list(range(1000))
     assert sum(index >= 500 for index in drawn[:300]) > 280
     assert {*WeightedSampler([0, 1, 1, 1], 3, replacement=False)} == {1, 2, 3}
+    tiny = [*WeightedSampler([0] + [1e-310] * 30, 20, replacement=False)]
+    assert 0 not in tiny != sorted(tiny)
 
 
 test_weights_that_cannot_be_drawn_by_are_named = refuses(
@@ -412,8 +414,9 @@ test_weights_that_cannot_be_drawn_by_are_named = refuses(
         ([1, -1], {}, "must not be negative"),
         ([0, 0], {}, "some more than 0"),
         ([], {}, "some more than 0"),
-        ([1, float("nan")], {}, "one row of finite numbers"),
-        ([[1]], {}, "one row of finite numbers"),
+        ([1, float("nan")], {}, "one row of numbers"),
+        ([1e308] * 9, {}, "a finite sum"),
+        ([[1]], {}, "one row of numbers"),
         ([0, 1], {"replacement": False}, "at most 1, the number of weights above 0"),
         ([1], {"num_samples": 0}, "`num_samples` must be in 1.."),
     ],

@@ -174,6 +174,12 @@ def test_when_an_epoch_ends(stop):
             len(mixer(stop=stop))
 
 
+def test_a_source_may_have_an_empty_name():
+    sources = {name: ShardedSampler(size, shuffle=False) for name, size in {"": 2, "b": 4}.items()}
+    items = [item for _, item in Loader(SourceMixer(sources))]
+    assert sorted(items) == [0, 0, 1, 1, 2, 3]
+
+
 def orders_of_ocr(loader, epoch):
     """The orders in which a cycled source of 20 comes in an epoch."""
     if epoch is not None:

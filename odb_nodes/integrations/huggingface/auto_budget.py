@@ -37,6 +37,7 @@ from odb_nodes.nodes import GroupCollator
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Sample
+from odb_nodes.sources import JsonlSource
 from odb_nodes.step_info import pop_step_info
 from odb_nodes.tools.estimate import check_can_estimate
 from odb_nodes.tools.lengths import observe_lengths
@@ -202,7 +203,8 @@ def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
     found: dict[int, Sample] = {}
     with preserved_rngs():
         for tokens in (shortest, first, middle, last):
-            item = dataset[keys[tokens]]
+            read = dataset.read if isinstance(dataset, JsonlSource) else dataset.__getitem__
+            item = read(keys[tokens])
             sample = observe_sample(item if process_fn is None else process_fn(item), observe)
             if isinstance(sample, Sample):  # whose length may be drawn at random
                 found[width(sample.tokens)] = sample

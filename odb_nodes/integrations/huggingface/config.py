@@ -25,6 +25,7 @@ from odb_nodes.memory.guard import GUARD_ABOVE, check_shrink
 from odb_nodes.memory.meter import MemoryMeter, check_meter, check_share
 from odb_nodes.monitor import Monitor
 from odb_nodes.planning import TokenBudget
+from odb_nodes.sources import JsonlSource
 from odb_nodes.tasks.task_gradients import AnyWeights, check_task_weights, task_names
 from odb_nodes.tools.estimate import LOOKED_AT
 
@@ -239,13 +240,14 @@ def check_overrides(kinds: Iterable[type]) -> None:
 
 @contextmanager
 def allow_streams(trainer: Any, odb: Any, dataset: Any, given: Iterable[Any]) -> Iterator[None]:
-    """Let a trainer be made for epochs of a dataset without a length, given `steps_per_epoch`."""
+    """Let a trainer be made for epochs without a length; a `JsonlSource` counts its records."""
     args = next((one for one in given if isinstance(one, TrainingArguments)), None)
     has_steps = args is not None and args.max_steps > 0
     if dataset is None or has_steps or has_length(dataset):
         yield
         return
-    if args is None or getattr(odb, "steps_per_epoch", None) is None:
+    is_counted = isinstance(dataset, JsonlSource) or getattr(odb, "steps_per_epoch", None)
+    if args is None or not is_counted:
         raise ValueError(
             "`max_steps`, or `steps_per_epoch` of the `ODBConfig` together with "
             "`num_train_epochs`, must be given where `train_dataset` has no length, as "

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate.utils import broadcast_object_list
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchdata.nodes import BaseNode
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract import NodeState, SourceState
 from odb_nodes.contract.state import seal_whole, unseal_whole
-from odb_nodes.errors import StateError
+from odb_nodes.contract.state_file import load_state
+from odb_nodes.errors import StateError, TornStateError
 from odb_nodes.integrations.huggingface.auto_budget import find_for, saved_budget
 from odb_nodes.integrations.huggingface.guard import RunGuard
 from odb_nodes.integrations.huggingface.loss import LossWeigher
@@ -32,8 +36,9 @@ from odb_nodes.integrations.resuming import (
     resharded_run,
 )
 from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.loader.rank_states import save_rank_state
+from odb_nodes.loader.rank_states import PREFIX, rank_files, save_rank_state
 from odb_nodes.monitor import Monitor
+from odb_nodes.sources import JsonlSource
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 from odb_nodes.tools.estimate import check_can_estimate, estimate_loader_steps
 
@@ -73,6 +78,7 @@ class RunState(NodeState):
     loader: SourceState  # empty at the beginning
     monitor: dict[str, Any] | None = None
     tasks: dict[str, Any] | None = None
+    files: dict[str, int] | None = None  # bytes of each that the `Trainer` has saved; on rank 0
 
     def rank_steps_at(self, step: int, ranks: int) -> int:
         """Return the rank-steps of so many optimizer steps, if so many ranks go on from here."""
@@ -110,9 +116,12 @@ class TrainBatches:
         self.loader = ODBDataLoader(dataset, **vars(loader_options(trainer)))
         self.loader.trust_labels()
         self.dataset = self.loader.dataset
+        self.samples_per_epoch: int | None = None
         # The length of a dict is its number of datasets; that of a node is of one rank.
-        is_counted = isinstance(dataset, Sized) and not isinstance(dataset, (Mapping, BaseNode))
-        self.samples_per_epoch = len(dataset) if is_counted else None
+        if isinstance(dataset, JsonlSource):
+            self.samples_per_epoch = dataset.num_records
+        elif isinstance(dataset, Sized) and not isinstance(dataset, (Mapping, BaseNode)):
+            self.samples_per_epoch = len(dataset)
         self._epochs = args.num_train_epochs if args.max_steps <= 0 else None
         self.samples_seen = 0  # of all ranks, in all epochs of this process
         self.begin_epoch(0)
@@ -272,7 +281,7 @@ class Run:
             return scheduler
         return at_positions(scheduler, lambda step: begun.schedule_step(step, self._ranks))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, files: dict[str, int] | None = None) -> dict[str, Any]:
         """Return the position of the run on this rank. Between optimizer steps only."""
         batches, step = self.batches, self._trainer.state.global_step
         tasks = self.losses.tasks
@@ -285,6 +294,7 @@ class Run:
             loader=batches.loader.state_dict(),
             monitor=self.recorder.save(),
             tasks=None if tasks is None else tasks.state_dict(),
+            files=files,
         )
         return seal_whole(HOLDER, state)
 
@@ -350,8 +360,13 @@ class Run:
         self.recorder.record(rows, meter=self._trainer.odb.log_metrics)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the state of this rank into a checkpoint."""
-        save_rank_state(self.state_dict(), folder)
+        """Write the state of this rank, the last of its files in a checkpoint."""
+        files = None  # Rank 0 names those of the `Trainer`: without one, a checkpoint is torn.
+        if self._trainer.args.process_index == 0:
+            found = [path for path in Path(folder).rglob("*") if PREFIX not in path.name]
+            sizes = {path: path.stat().st_size for path in found if path.is_file()}
+            files = {str(path.relative_to(folder)): size for path, size in sizes.items()}
+        save_rank_state(self.state_dict(files), folder)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -370,11 +385,58 @@ class Run:
 # --- what a run begins with -----------------------------------------------------------------------
 
 
+def last_checkpoint(args: Any) -> str | None:
+    """Return the newest complete checkpoint, or else the newest; the same on all ranks."""
+    found: list[Any] = [None]
+    if args.process_index == 0:
+        try:
+            found = [_last_complete(Path(args.output_dir))]
+        except (OSError, StateError) as error:  # All ranks raise it: none waits for the others.
+            found = [error]
+    (chosen,) = broadcast_object_list(found)
+    if isinstance(chosen, Exception):
+        raise chosen
+    return None if chosen is None else os.path.join(args.output_dir, chosen)
+
+
+def _last_complete(folder: Path) -> str | None:
+    """Return the name of the newest complete checkpoint, and warn of those that are skipped."""
+    matches = (re.fullmatch(PREFIX_CHECKPOINT_DIR + r"-(\d+)", one) for one in os.listdir(folder))
+    torn: dict[str, str] = {}
+    for step in sorted((int(one[1]) for one in matches if one), reverse=True):
+        name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        try:
+            for file in rank_files(folder / name, PREFIX):
+                _check_files(folder / name, load_state(file).get("files"))
+        except (FileNotFoundError, TornStateError) as error:
+            torn[name] = f"`{name}` is not complete, and is skipped: {error} Remove it."
+            continue
+        for warning in torn.values():
+            warn_user(f"{warning} The run resumes from `{name}`.")
+        return name
+    return next(iter(torn), None)
+
+
+def _check_files(checkpoint: str | os.PathLike[str], files: Mapping[str, int] | None) -> None:
+    """Raise where a file of the `Trainer` is missing or cut."""
+    for name, size in (files or {}).items():
+        found = 0
+        with suppress(FileNotFoundError):
+            found = os.path.getsize(os.path.join(checkpoint, name))
+        if found < size:
+            raise TornStateError(
+                f"`{name}` of `{checkpoint}` must have {size} bytes, as when it was saved, but has "
+                f"{found}. Use an earlier checkpoint."
+            )
+
+
 def _saved_run(checkpoint: str, args: Any) -> RunState:
     """Return the position that a checkpoint was saved at, by whatever number of ranks."""
     rank, world_size = args.process_index, args.world_size
     saved, is_own = load_saved_states(checkpoint, rank, world_size, NOT_SAVED)
     runs = [unseal_whole(one, HOLDER, RunState) for one in saved]
+    for run in runs:
+        _check_files(checkpoint, run.files)
     if is_own:
         return runs[0]
     alike = ("step", "epoch", "samples", "rank_steps", "steps_per_epoch", "planned_ranks", "tasks")

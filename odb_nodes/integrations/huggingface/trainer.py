@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from odb_nodes._compat import transformers as compat
 from odb_nodes.integrations.huggingface.auto_budget import check_auto
@@ -26,7 +26,7 @@ from odb_nodes.integrations.huggingface.loss import (
     count_targets,
     shifts,
 )
-from odb_nodes.integrations.huggingface.run import Run, TrainBatches
+from odb_nodes.integrations.huggingface.run import Run, TrainBatches, last_checkpoint
 from odb_nodes.integrations.huggingface.samples import TrainerPadding
 from odb_nodes.integrations.learning_rate import follow
 from odb_nodes.memory.meter import free_memory
@@ -170,7 +170,7 @@ class ODBTrainerMixin(_Mixed):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Train; see `Trainer.train`. Another number of ranks may resume a checkpoint, too.
+        """Train; see `Trainer.train`. True resumes the newest complete checkpoint, on any ranks.
 
         Raises:
             FileNotFoundError, StateError: the checkpoint has no state of this rank's batches.
@@ -181,14 +181,14 @@ class ODBTrainerMixin(_Mixed):
         _check(self, self.odb)
         checkpoint = resume_from_checkpoint or None
         if checkpoint is True:
-            checkpoint = get_last_checkpoint(self.args.output_dir)
+            checkpoint = last_checkpoint(self.args)
         self.odb_run = None  # while a budget is found
         if self.odb.finds_budget:
             self.odb_budget = None
         self.odb_run = run = Run(self, checkpoint)
         try:
             with run.running(), compat.bounded_loop(self.args, run.most_steps):
-                return super().train(resume_from_checkpoint, *args, **kwargs)
+                return super().train(checkpoint or resume_from_checkpoint, *args, **kwargs)
         finally:
             self.odb_run = None
 

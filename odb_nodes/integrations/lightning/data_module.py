@@ -84,7 +84,7 @@ class ODBDataModule(LightningDataModule):
             looked_at: number of samples of the dataset to process for the estimate.
 
         Raises:
-            TypeError: the dataset is not map-style with a length.
+            TypeError: the dataset is neither map-style with a length nor a `JsonlSource`.
             ValueError: the run has no end, or `accumulate_grad_batches` does not fit
                 `virtual_ranks`.
         """

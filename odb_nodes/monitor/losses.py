@@ -120,8 +120,8 @@ class SampleLossWriter:
         if not samples:
             return
         rows = [one._replace(loss=float(f"{one.loss:.7g}")) for one in samples]
-        block = {"before": before, "step": step, "time_s": round(time.time(), 2)}
-        block["columns"] = [*zip(*rows, strict=True)]
+        columns = [*zip(*rows, strict=True)]
+        block = {"before": before, "step": step, "time_s": time.time(), "columns": columns}
         line = base64.b64encode(zlib.compress(json.dumps(block).encode(), 1))
         try:
             self._file.open()  # where it was deleted

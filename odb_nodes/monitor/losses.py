@@ -121,7 +121,7 @@ class SampleLossWriter:
             return
         rows = [one._replace(loss=float(f"{one.loss:.7g}")) for one in samples]
         columns = [*zip(*rows, strict=True)]
-        block = {"before": before, "step": step, "time_s": time.time(), "columns": columns}
+        block = {"before": before, "step": step, "time_s": int(time.time()), "columns": columns}
         line = base64.b64encode(zlib.compress(json.dumps(block).encode(), 1))
         try:
             self._file.open()  # where it was deleted

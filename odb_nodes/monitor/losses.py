@@ -12,6 +12,7 @@ import base64
 import json
 import math
 import os
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -119,7 +120,8 @@ class SampleLossWriter:
         if not samples:
             return
         rows = [one._replace(loss=float(f"{one.loss:.7g}")) for one in samples]
-        block = {"before": before, "step": step, "columns": [*zip(*rows, strict=True)]}
+        columns = [*zip(*rows, strict=True)]
+        block = {"before": before, "step": step, "time_s": int(time.time()), "columns": columns}
         line = base64.b64encode(zlib.compress(json.dumps(block).encode(), 1))
         try:
             self._file.open()  # where it was deleted
@@ -148,11 +150,6 @@ def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
     folder = Path(folder)
     attempts = parse_run(folder)[0].attempts if (folder / FILE).is_file() else []
     for path in sorted(folder.glob("losses-[0-9][0-9][0-9][0-9][0-9].bin")):
-        last = math.inf  # step up to which the file counts: the last attempts may be without it
-        for attempt in reversed(attempts):
-            if attempt["world_size"] > int(path.stem.partition("-")[2]):
-                break
-            last = min(last, attempt["step"])
         blocks: list[dict[str, Any]] = []
         damaged: list[int] = []
         cut: list[int] = []  # lines before this one, which a kill may have cut short
@@ -168,9 +165,12 @@ def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
         if damaged:
             lines = ", ".join(map(str, damaged))
             warn_user(f"lines of `{path}` are damaged, and their losses missing: {lines}.")
+        rank = int(path.stem.partition("-")[2])
+        for attempt in (one for one in attempts if one["world_size"] <= rank):  # not in this file
+            step, time_s = attempt["step"], attempt["time_s"]
+            blocks = [one for one in blocks if one["step"] <= step or one["time_s"] > time_s]
         for block in blocks:
-            if block["step"] <= last:
-                found += map(SampleLoss, *block["columns"])
+            found += map(SampleLoss, *block["columns"])
     return found
 
 

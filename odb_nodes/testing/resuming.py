@@ -152,7 +152,14 @@ def _compare(graph: Any, reference: list[Any], start: int, stop: int) -> None:
 
 
 def _as_loader(graph: Any) -> Any:
-    return Loader(graph) if isinstance(graph, BaseNode) else graph
+    if isinstance(graph, BaseNode):
+        return Loader(graph)
+    if not hasattr(graph, "load_state_dict"):
+        raise TypeError(
+            f"`make_graph` must return a node or a loader, but returned {graph!r:.80} instead. "
+            "Return what is iterated."
+        )
+    return graph
 
 
 def _close(graph: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 import warnings
 
 import pytest
@@ -222,23 +223,38 @@ def test_samples_of_ranks_with_data_of_their_own_are_told_apart(tmp_path):
     assert "<td>19</td><td>0</td><td>1</td>" in worst  # key, repeat, rank
 
 
-def test_files_of_ranks_that_the_run_has_no_more_do_not_count(tmp_path):
-    """A run of one rank begins anew in the folder of one of two, or goes on from its step 2."""
-    for begins_at, expected in ((0, {(0, 1.0)}), (2, {(0, 1.0), (1, 9.0), (1, 8.0)})):
-        folder = tmp_path / str(begins_at)
-        folder.mkdir()
-        for rank in range(2):
-            part = SampleLossWriter(folder, rank)
-            part.write([SampleLoss("", rank, 0, 0, 5, 9.0 - (rank == 0))], 0, 1)
-            part.write([SampleLoss("", rank, 0, 0, 5, 8.0)], 1, 2)
-            part.write([SampleLoss("", rank, 0, 0, 5, 7.0)], 2, 3)
-            part.close()
-        part = SampleLossWriter(folder, 0)
-        part.write([SampleLoss("", 0, 0, 0, 5, 1.0)], 0, 4)
+@pytest.mark.parametrize("comes_back", [False, True])
+@pytest.mark.parametrize("begins_at", [0, 2])
+def test_files_of_ranks_that_the_run_had_not_do_not_count(
+    tmp_path, monkeypatch, begins_at, comes_back
+):
+    """A run of one rank begins anew in the folder of one of two, or goes on from its step 2.
+
+    The second rank may come back at step 4.
+    """
+    now_s = 100.0
+    monkeypatch.setattr(time, "time", lambda: now_s)
+
+    def write(rank, *rows):
+        part = SampleLossWriter(tmp_path, rank)
+        for loss, before, step in rows:
+            part.write([SampleLoss("", rank, 0, 0, 5, loss)], before, step)
         part.close()
-        attempts = [
-            {"kind": "attempt", "version": 2, "step": step, "resumed_at": step, "world_size": size}
-            for step, size in ((0, 2), (begins_at, 1))
-        ]
-        (folder / "monitor.jsonl").write_text("".join(map(line_of, attempts)))
-        assert {(one.key, one.loss) for one in read_losses(folder)} == expected
+
+    for rank in range(2):
+        write(rank, (9.0 - (rank == 0), 0, 1), (8.0, 1, 2), (7.0, 2, 3))
+    now_s = 300.0
+    write(0, (1.0, 0, 4))
+    begins = [(0, 2, 99.0), (begins_at, 1, 200.0)]
+    expected = {(0, 1.0)} | ({(1, 9.0), (1, 8.0)} if begins_at else set())
+    if comes_back:
+        now_s = 400.0
+        write(1, (2.0, 4, 5))
+        begins.append((4, 2, 400.0))
+        expected.add((1, 2.0))
+    names = ("step", "world_size", "time_s")
+    attempts = [
+        {"kind": "attempt", "version": 2, **dict(zip(names, one, strict=True))} for one in begins
+    ]
+    (tmp_path / "monitor.jsonl").write_text("".join(map(line_of, attempts)))
+    assert {(one.key, one.loss) for one in read_losses(tmp_path)} == expected

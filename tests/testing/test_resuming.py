@@ -78,6 +78,7 @@ test_what_does_not_resume_or_is_not_valid_is_named = refuses(
         (lambda: IterableWrapper([]), {}, AssertionError, "there is nothing to resume"),
         (lambda: ONE, {}, ValueError, "must return a new graph each time, .*`Numbers`"),
         (ONE, {}, TypeError, "`make_graph` must be a function"),
+        (lambda: [1], {}, TypeError, "`make_graph` must return a node or a loader"),
         (Numbers, {"every": 0}, ValueError, "`every`"),
         (Numbers, {"epochs": 0}, ValueError, "`epochs`"),
         (Numbers, {"chain": -1}, ValueError, "`chain`"),

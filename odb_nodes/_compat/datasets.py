@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -73,6 +74,15 @@ def splits_by_shards(stages: list[Any]) -> bool:
     return consists_of(stages, SPLIT_BY_SHARDS) and not of_all
 
 
+def own_copy(stream: Any) -> Any:
+    """Return a stream that shares neither epoch nor position, which `datasets` keeps in stages."""
+    found = object.__new__(type(stream))  # Its `__setstate__` would let both share attributes.
+    found.__dict__.update(vars(stream))
+    found._epoch = copy.deepcopy(stream._epoch)
+    found._ex_iterable = _own_stage(stream._ex_iterable)
+    return found
+
+
 def is_split(stream: Any) -> bool:
     """Tell whether a stream was split over ranks already, by `split_dataset_by_node`."""
     return getattr(stream, "_distributed", None) is not None
@@ -97,3 +107,12 @@ def _walk(stage: Any) -> Iterator[Any]:
     yield from _walk(getattr(stage, "ex_iterable", None))
     for source in getattr(stage, "ex_iterables", ()):
         yield from _walk(source)
+
+
+def _own_stage(stage: Any) -> Any:
+    found = copy.copy(stage)
+    if hasattr(stage, "ex_iterable"):
+        found.ex_iterable = _own_stage(stage.ex_iterable)
+    if hasattr(stage, "ex_iterables"):
+        found.ex_iterables = [*map(_own_stage, stage.ex_iterables)]
+    return found

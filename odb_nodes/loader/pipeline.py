@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torchdata.nodes
-from torchdata.nodes import BaseNode
+from torchdata.nodes import BaseNode, Stateful
 
 from odb_nodes._core.checks import check_callable, describe
 from odb_nodes._core.hashing import hash_ints, stable_names
@@ -34,6 +34,7 @@ from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.options import share_of
 from odb_nodes.sample import CLASS_KEYS, Observe, Sample, Skipped
 from odb_nodes.sources.datasets import dataset_of_rank, source_of
+from odb_nodes.sources.iterable_source import is_stream
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import Mixing, Stop, WeightSchedule, check_names
 from odb_nodes.sources.source_mixer import SourceMixer
@@ -190,6 +191,17 @@ def _mixture(datasets: dict[str, Any], options: LoaderOptions, prepare: Prepare)
         raise ValueError(
             "`sampler` must be None where `dataset` is a dict of datasets. Pass an "
             "`IterableSource` of that order in place of the dataset that it is for."
+        )
+    keeping = [
+        one
+        for one in datasets.values()
+        if isinstance(one, Stateful) and not isinstance(one, BaseNode) and not is_stream(one)
+    ]
+    if len({*map(id, keeping)}) < len(keeping):
+        raise ValueError(
+            "`dataset` must hold different objects where they keep a position, but of "
+            f"{sorted(datasets)} two are the same, which would share its items out. Make one for "
+            "each."
         )
     functions = options.process_fn
     if not isinstance(functions, Mapping):

@@ -300,9 +300,9 @@ class _Stream:
         self.restores = known and hf_datasets.restores_exactly()
         divides = 1 < world_size and not shards % world_size
         self.split = divides and hf_datasets.splits_by_shards(stages)
-        self._dataset = dataset
+        self._dataset = hf_datasets.own_copy(dataset)  # Others may read it at the same time.
         if self.split:
-            self._dataset = hf_datasets.split_over_ranks(dataset, rank, world_size)
+            self._dataset = hf_datasets.split_over_ranks(self._dataset, rank, world_size)
         states = [json.dumps(one, default=str) for one in hf_datasets.shuffle_states(stages)]
         seed = zlib.crc32(" ".join(states).encode()) if states else None
         self.fingerprint = {"num_shards": shards, "shuffle_seed": seed}

@@ -214,6 +214,22 @@ def test_a_loader_mixes_and_resumes_both_kinds(num_workers, sampled):
         assert_resumes_exactly(make, **sampled(every=5, chain=1))
 
 
+def test_a_stream_that_is_read_twice_at_a_time_resumes_in_both(sampled):
+    def make():
+        shared = generated().select_columns(["input_ids"]).repeat(4)
+        return ODBDataLoader(
+            {"a": shared, "b": shared}, weights={"a": 3, "b": 1}, token_budget=12, window=2
+        )
+
+    assert_resumes_exactly(make, **sampled(every=5, chain=1))
+
+
+def test_an_iterable_with_a_position_is_no_two_sources_of_a_mixture():
+    kept = Loader(IterableSource(ROWS, 0, 1))
+    with pytest.raises(ValueError, match="of \\['a', 'b'\\] two are the same"):
+        ODBDataLoader({"a": kept, "b": kept}, token_budget=12)
+
+
 def test_ranks_with_different_orders_say_so():
     def run(exchange):
         loader = ODBDataLoader(stream(3).shuffle(), token_budget=12, process_group=exchange)

@@ -6,7 +6,11 @@ in `tests/_compat/test_accelerate.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 
 def loader_base() -> Any:
@@ -59,3 +63,34 @@ def unwrap_model(model: Any) -> Any:
     from accelerate.utils import extract_model_from_parallel
 
     return extract_model_from_parallel(model, keep_torch_compile=False)
+
+
+@contextmanager
+def gathering_rows(accelerator: Any) -> Iterator[None]:
+    """Within the block, `gather` takes tensors that have other numbers of rows on other ranks.
+
+    Trainers gather what they log of each row, as TRL's do; torch fails or hangs where the numbers
+    differ. Relies on `gather_for_metrics` to call `gather` of the accelerator.
+    """
+    from accelerate.utils import recursively_apply
+
+    if accelerator.num_processes == 1:
+        yield
+        return
+    gather: Callable[[torch.Tensor], torch.Tensor] = accelerator.gather
+
+    def gather_rows(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.ndim:
+            return gather(tensor)
+        counts = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+        most = max(1, *counts)
+        whole = tensor.new_zeros(most, *tensor.shape[1:])
+        whole[: len(tensor)] = tensor
+        parts = zip(gather(whole).split(most), counts, strict=True)
+        return torch.cat([part[:count] for part, count in parts])
+
+    accelerator.gather = lambda data: recursively_apply(gather_rows, data)
+    try:
+        yield
+    finally:
+        del accelerator.gather

@@ -18,7 +18,11 @@ from transformers import (
 )
 
 from odb_nodes import TokenBudget
-from odb_nodes.integrations.huggingface import ODBTrainer, ODBTrainerMixin
+from odb_nodes.integrations.huggingface import (
+    ODBTrainer,
+    ODBTrainerMixin,
+    configure_trainer,
+)
 from odb_nodes.integrations.huggingface.loss import count_targets
 from odb_nodes.sample import Observation
 from odb_nodes.tasks import TaskWeights
@@ -251,6 +255,37 @@ def errors_of_rank(folder):
         )
         for labels in ({}, {"start_positions": 1})
     ]
+
+
+class Logging(Trainer):
+    """Gathers a figure of each row in `compute_loss`, as the trainers of TRL do."""
+
+    found = ()
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        ids, accelerator = inputs["input_ids"][:, :1], self.accelerator
+        gathered = (accelerator.gather(ids), accelerator.gather_for_metrics(ids.flatten()))
+        self.found += ([len(ids), *map(torch.Tensor.tolist, gathered)],)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def gathered_of_rank(folder):
+    data = [{"input_ids": [n % 9 + 1] * (n * 7 % 30 + 2)} for n in range(60)]
+    data = [{**one, "labels": one["input_ids"], "id": n} for n, one in enumerate(data)]
+    trainer = Logging(lm.Normalizing(), t.arguments(folder, max_steps=5), train_dataset=data)
+    configure_trainer(trainer, token_budget=128, window=32, loss_is="divided").train()
+    return trainer.found
+
+
+@pytest.mark.slow
+def test_ranks_gather_as_many_rows_as_each_has(tmp_path):
+    body = "import test_trainer_losses as l\nr.finish(l.gathered_of_rank(sys.argv[1]))"
+    ours, theirs = t.results_of(tmp_path, body, str(tmp_path))
+    assert any(one[0] != other[0] for one, other in zip(ours, theirs, strict=True))
+    for (count, rows, flat), (others, *same) in zip(ours, theirs, strict=True):
+        assert [rows, flat] == same
+        assert len(rows) == count + others
+        assert [row[0] for row in rows] == flat
 
 
 @pytest.mark.slow

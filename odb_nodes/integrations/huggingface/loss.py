@@ -14,6 +14,7 @@ from accelerate.utils import send_to_device
 from torch.nn.functional import cross_entropy
 
 from odb_nodes._compat import transformers as compat
+from odb_nodes._compat.accelerate import gathering_rows
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.collate.check_packing import MOST_LEAK, leak, mixing_error, pretrained
 from odb_nodes.integrations.huggingface.samples import has_pairs
@@ -149,7 +150,8 @@ class LossWeigher:
         """Within the block, `compute_loss` weighs its loss by that of a batch."""
         self.active = micro_step
         try:
-            yield
+            with gathering_rows(self._trainer.accelerator):
+                yield
         finally:
             self.active = None
         if not micro_step.is_scaled:

@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from benchmark_loader import BATCH_SAMPLES, BUDGET_TOKENS, ByteTexts, Run, measure_batches
-from comparing.common import Options, Table, Tables, in_turns, isolated, rival, spread
+from comparing.common import Options, Row, Table, Tables, in_turns, isolated, rival, spread
 from odb_nodes import ODBDataLoader, PaddingCollate, TarDataset
 
 TIMEOUT_S = 600.0
@@ -198,7 +198,8 @@ def tables(options: Options) -> Tables:
     """Yield the table."""
     samples = 2_000 if options.quick else 6_000
     data = ByteTexts(samples, "numpy")
-    rows: dict[str, dict[str, str]] = {name: {"": name} for name in CONTENDERS}
+    rates: dict[str, Row] = {name: {"": name} for name in CONTENDERS}
+    rest: dict[str, Row] = {name: {} for name in CONTENDERS}
     with tempfile.TemporaryDirectory() as folder:
         for workers in (2,) if options.quick else (1, 2, 4):
             epochs = {
@@ -212,16 +213,16 @@ def tables(options: Options) -> Tables:
             found = in_turns(epochs, options.rounds)
             for name, runs in found.items():
                 rate = spread([run.samples_per_s for run in runs])
-                rows[name][f"samples / s, {workers} workers"] = rate
+                rates[name][f"samples / s, {workers} worker{'s' * (workers > 1)}"] = rate
                 cpu_us = statistics.median(run.cpu_s / run.samples * 1e6 for run in runs)
-                rows[name][f"CPU us a sample, {workers}"] = f"{cpu_us:,.0f}"
-                rows[name]["padding"] = f"{runs[-1].padding:.2f}"
-                rows[name]["samples"] = f"{runs[-1].samples:,}"
+                rest[name].pop("padding", None)  # which comes last
+                rest[name][f"CPU us a sample, {workers}"] = f"{cpu_us:,.0f}"
+                rest[name]["padding"] = f"{runs[-1].padding:.2f}"
     yield Table(
         "Loader rate",
         f"{samples:,} texts (mean 400 tokens, one for each byte), numpy arrays, padded by the same "
         f"function; an epoch from the start of the workers to their end, the median of "
         f"{options.rounds}, and the range. Fixed batches have {BATCH_SAMPLES} samples; a budget is "
         f"{BUDGET_TOKENS:,} padded tokens.",
-        [row for row in rows.values() if len(row) > 1],
+        [row | rest[name] for name, row in rates.items() if len(row) > 1],
     )

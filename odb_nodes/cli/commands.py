@@ -212,7 +212,7 @@ def tune(args: Namespace) -> None:
     job, limit = data.job(), data.loader_budget
     world_size, accumulate = args.ranks or data.options.virtual_ranks or 1, job.pop("accumulate")
     tokens_per_step = args.tokens_per_step
-    if tokens_per_step is None and limit is not None:
+    if tokens_per_step is None and limit is not None and args.limit is None:
         tokens_per_step = limit.tokens * accumulate * world_size
     if args.limit is not None:
         limit = data.budget(args.limit)

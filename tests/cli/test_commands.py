@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 from ledgers import SIZE, info_of, pieces_of, record, write_run
@@ -195,6 +196,10 @@ def test_tune_takes_the_options_of_a_loader(capsys, monkeypatch):
         **job,
     )
     assert capsys.readouterr().out == str(expected)
+    assert run("tune", "jobs:make_mixed", "--ranks", 2, "--limit", 1600) == 0
+    limit = replace(TokenBudget.of(MIXED["token_budget"]), tokens=1600)
+    larger = tune(table_of_loader(make_mixed()), world_size=2, limit=limit, **job)
+    assert capsys.readouterr().out == str(larger) != str(expected)
 
 
 def test_lengths_come_from_a_saved_dataset(capsys, tmp_path):

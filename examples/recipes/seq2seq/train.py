@@ -137,7 +137,8 @@ def main() -> None:
             observe=longer_side,
         ),
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(options.output)))
+    # True takes the newest complete checkpoint.
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(options.output)) is not None)
 
 
 if __name__ == "__main__":

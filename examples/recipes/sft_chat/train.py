@@ -137,7 +137,8 @@ def main() -> None:
         peft_config=lora,
         odb=ODBConfig(token_budget=options.token_budget, window=128),
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(options.output)))
+    # True takes the newest complete checkpoint.
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(options.output)) is not None)
     trainer.save_model(str(options.output / "adapter"))
 
 

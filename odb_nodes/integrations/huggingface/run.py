@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from accelerate.utils import broadcast_object_list
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchdata.nodes import BaseNode
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract import NodeState, SourceState
@@ -203,6 +203,8 @@ class Run:
         if self._resumes:
             batches.loader.load_state_dict(state.loader, change_budget=odb.change_budget)
             batches.begin_epoch(state.epoch, state.samples)
+            if batches.is_done:  # The loop reads nothing: it would not see that the data differ.
+                begin_or_resume(batches.loader, CHANGED)
         if odb.schedule == "samples" and batches.samples_per_epoch is None:
             raise ValueError(
                 '`schedule` must be "steps" where `train_dataset` does not have a number of '
@@ -397,6 +399,18 @@ def last_checkpoint(args: Any) -> str | None:
     if isinstance(chosen, Exception):
         raise chosen
     return None if chosen is None else os.path.join(args.output_dir, chosen)
+
+
+def warn_of_other_checkpoints(args: Any) -> None:
+    """Warn where a new run saves beside checkpoints of another, which a resume may take."""
+    if args.process_index or args.save_strategy == "no" or not os.path.isdir(args.output_dir):
+        return
+    if (found := get_last_checkpoint(args.output_dir)) is not None:
+        warn_user(
+            f"`{args.output_dir}` has checkpoints of an earlier run, up to "
+            f"`{os.path.basename(found)}`, and this run begins anew: `resume_from_checkpoint=True` "
+            "would take theirs while these are newer. Remove them, or use another `output_dir`."
+        )
 
 
 def _last_complete(folder: Path) -> str | None:

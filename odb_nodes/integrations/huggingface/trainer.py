@@ -26,7 +26,12 @@ from odb_nodes.integrations.huggingface.loss import (
     count_targets,
     shifts,
 )
-from odb_nodes.integrations.huggingface.run import Run, TrainBatches, last_checkpoint
+from odb_nodes.integrations.huggingface.run import (
+    Run,
+    TrainBatches,
+    last_checkpoint,
+    warn_of_other_checkpoints,
+)
 from odb_nodes.integrations.huggingface.samples import TrainerPadding
 from odb_nodes.integrations.learning_rate import follow
 from odb_nodes.memory.meter import free_memory
@@ -182,6 +187,8 @@ class ODBTrainerMixin(_Mixed):
         checkpoint = resume_from_checkpoint or None
         if checkpoint is True:
             checkpoint = last_checkpoint(self.args)
+        elif checkpoint is None:
+            warn_of_other_checkpoints(self.args)
         self.odb_run = None  # while a budget is found
         if self.odb.finds_budget:
             self.odb_budget = None

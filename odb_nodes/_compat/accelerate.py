@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def gathering_rows(accelerator: Any) -> Iterator[None]:
         parts = zip(gather(whole).split(most), counts, strict=True)
         return torch.cat([part[:count] for part, count in parts])
 
-    accelerator.gather = lambda data: recursively_apply(gather_rows, data)
+    accelerator.gather = partial(recursively_apply, gather_rows, error_on_other_type=True)
     try:
         yield
     finally:

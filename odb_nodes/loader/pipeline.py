@@ -33,7 +33,7 @@ from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.options import share_of
 from odb_nodes.sample import CLASS_KEYS, Observe, Sample, Skipped
-from odb_nodes.sources.datasets import dataset_of_rank, source_of
+from odb_nodes.sources.datasets import dataset_of_rank, is_iterated, source_of
 from odb_nodes.sources.iterable_source import is_stream
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import Mixing, Stop, WeightSchedule, check_names
@@ -195,7 +195,7 @@ def _mixture(datasets: dict[str, Any], options: LoaderOptions, prepare: Prepare)
     keeping = [
         one
         for one in datasets.values()
-        if isinstance(one, Stateful) and not isinstance(one, BaseNode) and not is_stream(one)
+        if isinstance(one, Stateful) and is_iterated(one) and not is_stream(one)
     ]
     if len({*map(id, keeping)}) < len(keeping):
         raise ValueError(

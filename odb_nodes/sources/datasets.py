@@ -69,8 +69,7 @@ def source_of(
             )
         _check_share(dataset, shard)
         return dataset, None
-    streams = isinstance(dataset, IterableDataset) or is_stream(dataset)
-    if streams or not hasattr(dataset, "__getitem__"):
+    if is_iterated(dataset):
         check_iterable("dataset", dataset, REPEATABLE)
         if sampler is not None:
             raise ValueError("`sampler` must be None for an iterable dataset.")
@@ -99,6 +98,12 @@ def source_of(
     check_iterable("sampler", sampler, _REPEATABLE_ORDER)
     _check_order(sampler)
     return IterableSource(sampler, *shard, yields_indices=True), dataset
+
+
+def is_iterated(dataset: Any) -> bool:
+    """Tell whether a dataset has an order of its own, in which it is read."""
+    streams = isinstance(dataset, IterableDataset) or is_stream(dataset)
+    return streams or not hasattr(dataset, "__getitem__")
 
 
 def dataset_of_rank(dataset: Any, rank: int, world_size: int) -> Any:

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import warnings
+import zipfile
 from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
@@ -595,16 +596,34 @@ def test_a_torn_checkpoint_is_skipped_with_a_warning_that_names_it(tmp_path, dam
     assert entries_of(tmp_path, "rest") == entries_of(tmp_path)[3:]
 
 
+def test_a_torn_checkpoint_of_more_ranks_is_overwritten(tmp_path):
+    options = {"num_train_epochs": 1, "save_steps": 3}
+    t.make_trainer(tmp_path, **options).train()
+    for folder in sorted(tmp_path.glob("checkpoint-*"), key=lambda one: int(one.name[11:]))[2:]:
+        shutil.rmtree(folder)
+    torn = tmp_path / "checkpoint-6"
+    (torn / STATE).rename(torn / STATE.replace("1.pt", "2.pt"))
+    trainer = t.make_trainer(tmp_path, "rest", **options)
+    with pytest.warns(UserWarning, match=r"`checkpoint-6` is .* lacks the states of ranks \[1\]"):
+        trainer.train(resume_from_checkpoint=True)
+    assert entries_of(tmp_path, "rest") == entries_of(tmp_path)[3:]
+    assert [one.name for one in torn.glob("odb_nodes-*")] == [STATE]
+
+
 def test_a_checkpoint_that_cannot_be_read_is_not_skipped(tmp_path, monkeypatch):
     options = {"num_train_epochs": 1, "save_steps": 3}
     t.make_trainer(tmp_path, **options).train()
 
-    def refuse(path, *_, **__):
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    newest = max(tmp_path.glob("checkpoint-*"), key=lambda one: int(one.name[11:]))
 
-    for target in ("zipfile.ZipFile", "os.listdir"):
+    def refuse(real, path, *given, **named):
+        if f"{newest}" in f"{path}":
+            raise PermissionError(errno.EACCES, "Permission denied", f"{path}")
+        return real(path, *given, **named)
+
+    for module, name in ((zipfile, "ZipFile"), (os, "listdir")):
         with monkeypatch.context() as patch, pytest.raises(PermissionError):
-            patch.setattr(target, refuse)
+            patch.setattr(module, name, partial(refuse, getattr(module, name)))
             t.make_trainer(tmp_path, "rest", **options).train(resume_from_checkpoint=True)
 
 

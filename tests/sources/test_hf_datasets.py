@@ -224,10 +224,30 @@ def test_a_stream_that_is_read_twice_at_a_time_resumes_in_both(sampled):
     assert_resumes_exactly(make, **sampled(every=5, chain=1))
 
 
+def test_a_source_leaves_the_epoch_of_its_stream_alone():
+    shared = STREAMS["shuffle"]()
+    node = IterableSource(shared, 0, 1)
+    node.set_epoch(3)
+    assert ids(Loader(node)) != ids(shared)
+    assert shared.epoch == 0
+
+
+class Kept(list):
+    """A map-style dataset with a state, which nobody iterates."""
+
+    def state_dict(self):
+        raise NotImplementedError
+
+    load_state_dict = state_dict
+
+
 def test_an_iterable_with_a_position_is_no_two_sources_of_a_mixture():
     kept = Loader(IterableSource(ROWS, 0, 1))
     with pytest.raises(ValueError, match="of \\['a', 'b'\\] two are the same"):
         ODBDataLoader({"a": kept, "b": kept}, token_budget=12)
+    looked_up = Kept(ROWS)
+    loader = ODBDataLoader({"a": looked_up, "b": looked_up}, token_budget=12)
+    assert sum(len(batch["id"]) for batch in loader) == 2 * len(ROWS)
 
 
 def test_ranks_with_different_orders_say_so():

@@ -36,7 +36,7 @@ from odb_nodes.integrations.resuming import (
     resharded_run,
 )
 from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.loader.rank_states import PREFIX, rank_files, save_rank_state
+from odb_nodes.loader.rank_states import PREFIX, names_in, rank_files, save_rank_state
 from odb_nodes.monitor import Monitor
 from odb_nodes.sources import JsonlSource
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
@@ -363,11 +363,15 @@ class Run:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the state of this rank, the last of its files in a checkpoint."""
+        for one in names_in(Path(folder)):
+            # Of a torn checkpoint, saved by other ranks, which the `Trainer` has just overwritten.
+            if one[1] == PREFIX and int(one[3]) != self._ranks:
+                Path(folder, one[0]).unlink(missing_ok=True)
         files = None  # Rank 0 names those of the `Trainer`: without one, a checkpoint is torn.
         if self._trainer.args.process_index == 0:
             found = [path for path in Path(folder).rglob("*") if PREFIX not in path.name]
             sizes = {path: path.stat().st_size for path in found if path.is_file()}
-            files = {str(path.relative_to(folder)): size for path, size in sizes.items()}
+            files = {path.relative_to(folder).as_posix(): size for path, size in sizes.items()}
         save_rank_state(self.state_dict(files), folder)
 
     @contextmanager

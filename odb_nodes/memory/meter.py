@@ -17,7 +17,8 @@ from odb_nodes._core.user_warning import warn_user
 __all__ = ["CudaMeter", "MemoryMeter", "ShapeTooLargeError", "free_memory", "is_out_of_memory"]
 
 MOST_BYTES = 2**63 - 1
-ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+UNFRAGMENTED = ("expandable_segments:True", "cudaMallocAsync")
 MESSAGES = (
     "out of memory",  # CUDA, HIP, XPU, MPS, and errors of the CUDA runtime
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -107,10 +108,8 @@ class CudaMeter:
 
 def warn_of_fragments(meter: MemoryMeter) -> None:
     """Warn where a GPU's allocator cannot use freed blocks for batches of other shapes."""
-    settings = [os.environ.get(name, "") for name in ALLOCATOR_SETTINGS]
-    if isinstance(meter, CudaMeter) and not any(
-        "expandable_segments:True" in one for one in settings
-    ):
+    settings = ",".join(os.environ.get(name, "") for name in ALLOCATOR_SETTINGS)
+    if isinstance(meter, CudaMeter) and not any(one in settings for one in UNFRAGMENTED):
         warn_user(
             f"Set {ALLOCATOR_SETTINGS[0]}=expandable_segments:True before Python starts: without "
             "it, a budget that was found with batches of some widths may not fit with others, "

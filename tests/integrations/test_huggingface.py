@@ -627,6 +627,21 @@ def test_a_checkpoint_that_cannot_be_read_is_not_skipped(tmp_path, monkeypatch):
             t.make_trainer(tmp_path, "rest", **options).train(resume_from_checkpoint=True)
 
 
+def test_a_run_that_is_done_sees_that_its_data_differ(tmp_path):
+    t.make_trainer(tmp_path, num_train_epochs=1, save_steps=3).train()
+    newest = max(tmp_path.glob("checkpoint-*"), key=lambda one: int(one.name[11:]))
+    again = t.make_trainer(tmp_path, "rest", size=20, num_train_epochs=1)
+    with pytest.raises(StateError, match="`size` was 40 .*20 now"):
+        again.train(resume_from_checkpoint=str(newest))
+
+
+def test_a_new_run_beside_the_checkpoints_of_another_warns(tmp_path):
+    options = {"max_steps": 4, "save_steps": 2}
+    t.make_trainer(tmp_path, **options).train()
+    with pytest.warns(UserWarning, match="earlier run, up to `checkpoint-4`, and this run begins"):
+        t.make_trainer(tmp_path, **options).train()
+
+
 def test_without_a_complete_checkpoint_the_newest_is_refused(tmp_path):
     t.make_trainer(tmp_path, num_train_epochs=1, save_steps=3).train()
     for path in tmp_path.glob(f"*/{STATE}"):

@@ -391,18 +391,26 @@ class Run:
 # --- what a run begins with -----------------------------------------------------------------------
 
 
-def last_checkpoint(args: Any) -> str | None:
-    """Return the newest complete checkpoint, or else the newest; the same on all ranks."""
-    found: list[Any] = [None]
+def agreed_checkpoint(args: Any, given: str | bool) -> str | None:
+    """Return the checkpoint to resume from, the same on all ranks, which raise what rank 0 finds.
+
+    True stands for the newest complete one, or else the newest.
+    """
+    found: list[Any] = [given]
     if args.process_index == 0:
         try:
-            found = [_last_complete(Path(args.output_dir))]
-        except (OSError, StateError) as error:  # All ranks raise it: none waits for the others.
+            if isinstance(given, bool):
+                found = [_last_complete(Path(args.output_dir))]
+            else:
+                with suppress(FileNotFoundError):  # which each rank raises by itself
+                    _check_complete(Path(given))
+        except (OSError, StateError) as error:
             found = [error]
-    (chosen,) = broadcast_object_list(found)
-    if isinstance(chosen, Exception):
-        raise chosen
-    return None if chosen is None else os.path.join(args.output_dir, chosen)
+    (agreed,) = broadcast_object_list(found)
+    if isinstance(agreed, Exception):
+        raise agreed
+    checkpoint: str | None = agreed
+    return checkpoint
 
 
 def warn_of_other_checkpoints(args: Any) -> None:
@@ -418,34 +426,41 @@ def warn_of_other_checkpoints(args: Any) -> None:
 
 
 def _last_complete(folder: Path) -> str | None:
-    """Return the name of the newest complete checkpoint, and warn of those that are skipped."""
+    """Return the newest complete checkpoint, and warn of those that are skipped."""
     matches = (re.fullmatch(PREFIX_CHECKPOINT_DIR + r"-(\d+)", one) for one in os.listdir(folder))
-    torn: dict[str, str] = {}
+    torn: dict[Path, Exception] = {}
     for step in sorted((int(one[1]) for one in matches if one), reverse=True):
-        name = f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
         try:
-            for file in rank_files(folder / name, PREFIX):
-                _check_files(folder / name, load_state(file).get("files"))
+            _check_complete(checkpoint)
         except (FileNotFoundError, TornStateError) as error:
-            torn[name] = f"`{name}` is not complete, and is skipped: {error} Remove it."
+            torn[checkpoint] = error
             continue
-        for warning in torn.values():
-            warn_user(f"{warning} The run resumes from `{name}`.")
-        return name
-    return next(iter(torn), None)
-
-
-def _check_files(checkpoint: str | os.PathLike[str], files: Mapping[str, int] | None) -> None:
-    """Raise where a file of the `Trainer` is missing or cut."""
-    for name, size in (files or {}).items():
-        found = 0
-        with suppress(FileNotFoundError):
-            found = os.path.getsize(os.path.join(checkpoint, name))
-        if found < size:
-            raise TornStateError(
-                f"`{name}` of `{checkpoint}` must have {size} bytes, as when it was saved, but has "
-                f"{found}. Use an earlier checkpoint."
+        for other, why in torn.items():
+            warn_user(
+                f"`{other.name}` is not complete, and is skipped: {why} Remove it. The run "
+                f"resumes from `{checkpoint.name}`."
             )
+        return str(checkpoint)
+    for newest, why in torn.items():
+        if isinstance(why, TornStateError):
+            raise why
+        return str(newest)
+    return None
+
+
+def _check_complete(checkpoint: Path) -> None:
+    """Raise where a state of a rank, or a file of the `Trainer`, is missing or cut."""
+    for file in rank_files(checkpoint, PREFIX):
+        for name, size in (load_state(file).get("files") or {}).items():
+            found = 0
+            with suppress(FileNotFoundError):
+                found = (checkpoint / name).stat().st_size
+            if found < size:
+                raise TornStateError(
+                    f"`{name}` of `{checkpoint}` must have {size} bytes, as when it was saved, but "
+                    f"has {found}. Use an earlier checkpoint."
+                )
 
 
 def _saved_run(checkpoint: str, args: Any) -> RunState:
@@ -453,8 +468,6 @@ def _saved_run(checkpoint: str, args: Any) -> RunState:
     rank, world_size = args.process_index, args.world_size
     saved, is_own = load_saved_states(checkpoint, rank, world_size, NOT_SAVED)
     runs = [unseal_whole(one, HOLDER, RunState) for one in saved]
-    for run in runs:
-        _check_files(checkpoint, run.files)
     if is_own:
         return runs[0]
     alike = ("step", "epoch", "samples", "rank_steps", "steps_per_epoch", "planned_ranks", "tasks")

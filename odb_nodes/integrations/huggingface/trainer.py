@@ -29,7 +29,7 @@ from odb_nodes.integrations.huggingface.loss import (
 from odb_nodes.integrations.huggingface.run import (
     Run,
     TrainBatches,
-    last_checkpoint,
+    agreed_checkpoint,
     warn_of_other_checkpoints,
 )
 from odb_nodes.integrations.huggingface.samples import TrainerPadding
@@ -184,10 +184,10 @@ class ODBTrainerMixin(_Mixed):
                 hyperparameter search changes an argument that the batches were made with.
         """
         _check(self, self.odb)
-        checkpoint = resume_from_checkpoint or None
-        if checkpoint is True:
-            checkpoint = last_checkpoint(self.args)
-        elif checkpoint is None:
+        checkpoint = None
+        if resume_from_checkpoint:
+            checkpoint = agreed_checkpoint(self.args, resume_from_checkpoint)
+        else:
             warn_of_other_checkpoints(self.args)
         self.odb_run = None  # while a budget is found
         if self.odb.finds_budget:

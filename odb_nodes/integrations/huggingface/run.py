@@ -394,7 +394,7 @@ class Run:
 def agreed_checkpoint(args: Any, given: str | bool) -> str | None:
     """Return the checkpoint to resume from, the same on all ranks, which raise what rank 0 finds.
 
-    True stands for the newest complete one, or else the newest.
+    True stands for the newest complete one, or else the newest, if it has no state at all.
     """
     found: list[Any] = [given]
     if args.process_index == 0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +50,19 @@ def restores_exactly() -> bool:
     import datasets
 
     return tuple(map(int, re.findall(r"\d+", datasets.__version__)[:3])) >= _RESTORES_SINCE
+
+
+def is_plain_table(dataset: Any) -> bool:
+    """Tell whether a dataset reads rows of an Arrow table as plain Python values.
+
+    Not where it applies a transform, decodes images or sound, or makes arrays, whose dtype depends
+    on the rows that are read together: a column with a null becomes one of floats.
+    """
+    datasets = sys.modules.get("datasets")
+    if datasets is None or type(dataset) is not datasets.Dataset:
+        return False
+    decodes = datasets.features.features.require_decoding
+    return dataset.format["type"] is None and not any(map(decodes, dataset.features.values()))
 
 
 def stages_of(stream: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from numbers import Number
 from typing import Any
 
@@ -30,10 +30,11 @@ from odb_nodes.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.nodes import GroupCollator, ReadAhead, WindowBucketer
 from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
+from odb_nodes.processing.chunk import Fetcher
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.options import share_of
-from odb_nodes.sample import CLASS_KEYS, Observe, Sample, Skipped
-from odb_nodes.sources.datasets import dataset_of_rank, is_iterated, source_of
+from odb_nodes.sample import CLASS_KEYS, Fetched, Observe, Sample, Skipped
+from odb_nodes.sources.datasets import dataset_of_rank, draws_nothing, is_iterated, source_of
 from odb_nodes.sources.iterable_source import is_stream
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import Mixing, Stop, WeightSchedule, check_names
@@ -41,7 +42,6 @@ from odb_nodes.sources.source_mixer import SourceMixer
 
 Prepare = Callable[[Any], Any] | None
 
-_PLAIN = (list, tuple, range)  # datasets that draw nothing
 _OF_GROUPS = (WindowBucketer, RankAligner, GroupCollator, ReadAhead)
 _FAR_APART = 10
 """Sizes of datasets that differ by this factor are warned of where nobody has given weights."""
@@ -120,7 +120,7 @@ def graphs_of_team(dataset: Any, options: LoaderOptions, team: VirtualTeam) -> l
 
 
 @dataclass(frozen=True)
-class SampleProcess:
+class SampleProcess(Fetcher):
     """Makes a `Sample` of an item of the source: looks it up, processes it, observes it."""
 
     dataset: Any  # that items are indices into; `None` where items are the data themselves
@@ -138,13 +138,30 @@ class SampleProcess:
     @property
     def draws_random_numbers(self) -> bool | None:
         """`False` where all that is given says so; `None` where it is not known."""
-        given = [one for one in (self.dataset, self.process_fn, self.observe) if one is not None]
-        quiet = all(type(one) in _PLAIN or declares_draws(one) is False for one in given)
+        functions = [one for one in (self.process_fn, self.observe) if one is not None]
+        quiet = self._reads_quietly and all(declares_draws(one) is False for one in functions)
         return False if quiet else None
+
+    @cached_property
+    def _reads_quietly(self) -> bool:
+        return self.dataset is None or draws_nothing(self.dataset)
+
+    def fetch(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Return items with their data, where the dataset reads many at once as it reads each."""
+        read = getattr(self.dataset, "__getitems__", None)
+        if read is None or not self._reads_quietly:
+            return items
+        found = read([*items])
+        if len(found) != len(items):
+            raise ValueError("`__getitems__` must return an item for each index.")
+        return [*map(Fetched, found)]
 
     def __call__(self, item: Any) -> Sample | Skipped:
         """Return the sample of an item."""
-        data = item if self.dataset is None else self.dataset[item]
+        if type(item) is Fetched:
+            data = item.data
+        else:
+            data = item if self.dataset is None else self.dataset[item]
         if self.process_fn is not None:
             data = self.process_fn(data)
         if self.prepare is None:

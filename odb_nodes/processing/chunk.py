@@ -122,6 +122,14 @@ class ChunkResult:
         return runs
 
 
+class Fetcher(ABC):
+    """A `process_fn` that can read what it processes many at once."""
+
+    @abstractmethod
+    def fetch(self, items: Sequence[Any]) -> Sequence[Any]:
+        """Return items, with what was read for them, as a call takes them."""
+
+
 class BatchMaker(Protocol):
     """Makes batches in a worker process; picklable where workers are not forked."""
 
@@ -244,11 +252,15 @@ class ChunkProcessor:
         results: list[Any] = []
         process = self.process_fn
         seeds = None if self.seed is None else self._seeds_of(task)
-        for item, key in zip(task.items, task.keys, strict=True):
+        try:
+            read = process.fetch(task.items) if isinstance(process, Fetcher) else task.items
+        except caught:  # each is read alone, so that the one that raises is known
+            read = task.items
+        for item, one, key in zip(task.items, read, task.keys, strict=True):
             try:
                 if seeds is not None:
                     seed_rngs(next(seeds))
-                results.append(made_of(process(item), key))
+                results.append(made_of(process(one), key))
             except caught as error:
                 return results, _describe(item, error)
         return results, None

@@ -29,7 +29,7 @@ from odb_nodes.contract.node import (
     take,
 )
 from odb_nodes.errors import SampleError, StateError
-from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
+from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Fetcher
 from odb_nodes.processing.chunk_runner import ChunkRunner
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem
@@ -452,7 +452,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         }
 
 
-class PerSource:
+class PerSource(Fetcher):
     """Processes the items of each source with a function of its own.
 
     Args:
@@ -473,6 +473,17 @@ class PerSource:
         """`False` where all functions say so; `None` where it is not known."""
         quiet = all(declares_draws(one) is False for one in self._functions.values())
         return False if quiet else None
+
+    def fetch(self, items: Sequence[SourceItem]) -> Sequence[SourceItem]:
+        """Return items with what the functions of their sources have read for them."""
+        found = [*items]
+        for name, function in self._functions.items():
+            if isinstance(function, Fetcher):
+                own = [at for at, one in enumerate(items) if one.source == name]
+                read = function.fetch([items[at].item for at in own])
+                for at, one in zip(own, read, strict=True):
+                    found[at] = SourceItem(name, one)
+        return found
 
     def __call__(self, routed: SourceItem) -> Sample | Skipped | SourceItem:
         """Return what the function of the item's source makes of it, with its name."""

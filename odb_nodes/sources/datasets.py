@@ -14,13 +14,16 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
 )
 from torchdata.nodes import BaseNode, Stateful
 from torchdata.stateful_dataloader import sampler as stateful_sampler
 
+from odb_nodes._compat.datasets import is_plain_table
 from odb_nodes._compat.torchdata import RANDOM_SAMPLERS
 from odb_nodes._core.checks import check_iterable
 from odb_nodes._core.processes import has_data_elsewhere
+from odb_nodes._core.seeds import declares_draws
 from odb_nodes.contract.graph import walk
 from odb_nodes.sources.iterable_source import REPEATABLE, IterableSource, is_stream
 from odb_nodes.sources.jsonl_source import JsonlSource
@@ -30,6 +33,7 @@ _REPEATABLE_ORDER = (
     "Pass an object whose `__iter__` begins the order anew each time, such as a list of indices or "
     "a `Sampler`; one that shuffles seeds itself there, by the epoch that `set_epoch` tells it."
 )
+_PLAIN = (list, tuple, range)
 _RANDOM = (RandomSampler, stateful_sampler.RandomSampler)
 
 
@@ -98,6 +102,14 @@ def source_of(
     check_iterable("sampler", sampler, _REPEATABLE_ORDER)
     _check_order(sampler)
     return IterableSource(sampler, *shard, yields_indices=True), dataset
+
+
+def draws_nothing(dataset: Any) -> bool:
+    """Tell whether an item is known to depend on no random numbers, nor on those read with it."""
+    if type(dataset) is Subset:
+        return draws_nothing(dataset.dataset)
+    is_plain = type(dataset) in _PLAIN or is_plain_table(dataset)
+    return is_plain or declares_draws(dataset) is False
 
 
 def is_iterated(dataset: Any) -> bool:

@@ -18,6 +18,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    Subset,
     WeightedRandomSampler,
 )
 from torchdata.nodes import IterableWrapper, Mapper, Unbatcher
@@ -31,6 +32,7 @@ from odb_nodes import (
     Mixing,
     ODBDataLoader,
     PaddingCollate,
+    SampleError,
     ShardedSampler,
     SourceMixer,
     StateError,
@@ -417,6 +419,66 @@ def test_nothing_is_seeded_where_all_say_that_they_draw_nothing(
     assert len(list(ODBDataLoader(dataset, token_budget=64, **given))) > 0
     own = random.Random(7)
     assert (numbers != [own.random() for _ in numbers]) is seeded
+
+
+class Table(list):
+    """Reads many rows at once, and notes how."""
+
+    draws_random_numbers = False
+
+    def __init__(self, rows, bad=frozenset()):
+        super().__init__(rows)
+        self.bad, self.read = bad, []
+
+    def __getitem__(self, at):
+        self.read.append(at)
+        if at in self.bad:
+            raise OSError("unreadable")
+        return super().__getitem__(at)
+
+    def __getitems__(self, places):
+        self.read.append(places)
+        if not self.bad.isdisjoint(places):
+            raise OSError("one of them is unreadable")
+        return [list.__getitem__(self, at) for at in places]
+
+
+def together(table, reads):
+    """Whether all rows were read, and none of them alone."""
+    return sorted(at for places in reads for at in places) == [*range(len(table))]
+
+
+def test_a_dataset_reads_many_rows_at_once():
+    expected = [*ODBDataLoader(SAMPLES, token_budget=64, window=8)]
+    table = Table(SAMPLES)
+    for dataset in (table, Subset(table, range(len(table)))):
+        table.read.clear()
+        batches = [*ODBDataLoader(dataset, token_budget=64, window=8)]
+        assert [*map(str, batches)] == [*map(str, expected)]
+        assert together(table, table.read) and len(table.read) < len(table)
+    parts = {"a": Table(SAMPLES), "b": SAMPLES[:5], "c": Table(SAMPLES[5:])}
+    mixed = [*ODBDataLoader(parts, token_budget=64, weights="proportional")]
+    assert together(parts["a"], parts["a"].read) and together(parts["c"], parts["c"].read)
+    alone = {name: [*rows] for name, rows in parts.items()}
+    same = [*ODBDataLoader(alone, token_budget=64, weights="proportional")]
+    assert [*map(str, mixed)] == [*map(str, same)]
+
+
+def test_rows_that_cannot_be_read_together_are_read_alone():
+    bad = len(SAMPLES) - 3
+    table = Table(SAMPLES, bad={bad})
+    loader = ODBDataLoader(table, token_budget=64, window=4, shuffle=False)
+    with pytest.raises(SampleError, match=rf"(?s)item {bad}, sample {bad} .*OSError: unreadable"):
+        list(loader)
+
+    class Short(Table):
+        draws_random_numbers = False
+
+        def __getitems__(self, places):
+            return super().__getitems__(places)[1:]
+
+    loader = ODBDataLoader(Short(SAMPLES), token_budget=64)
+    assert sum(len(batch["input_ids"]) for batch in loader) == len(SAMPLES)
 
 
 # Shares that few people mean.

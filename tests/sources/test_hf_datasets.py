@@ -271,3 +271,26 @@ def test_files_that_are_streamed(tmp_path, sampled):
 
     assert sorted(ids(Loader(make()))) == [*range(24)]
     assert_resumes_exactly(make, **sampled(every=5, chain=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "reads"),
+    [
+        (lambda table: table, True),
+        (lambda table: table.select(range(3, 20)), True),
+        (lambda table: table.with_format("numpy"), False),  # a null in one row makes others floats
+        (lambda table: table.with_format("torch"), False),
+        (lambda table: table.with_transform(lambda rows: rows), False),  # may draw
+    ],
+)
+def test_a_table_of_plain_values_is_read_many_rows_at_once(change, reads, monkeypatch):
+    calls, read = [], datasets.Dataset.__getitems__
+    monkeypatch.setattr(
+        datasets.Dataset, "__getitems__", lambda self, at: calls.append(at) or read(self, at)
+    )
+    table = change(datasets.Dataset.from_list(ROWS))
+    loader = ODBDataLoader(table, token_budget=32, window=8)
+    assert sum(len(batch["input_ids"]) for batch in loader) == len(table)
+    assert bool(calls) is reads
+    if reads:
+        assert sorted(at for places in calls for at in places) == [*range(len(table))]

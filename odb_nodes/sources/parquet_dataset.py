@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -39,6 +39,8 @@ class ParquetDataset:
         FileNotFoundError: a file does not exist, or a folder or pattern has none.
         ValueError: a file is no Parquet file or is cut, or lacks a column.
     """
+
+    draws_random_numbers: ClassVar[bool] = False
 
     def __init__(
         self, paths: Paths, columns: Sequence[str] | None = None, *, mixed_blocks: int = 4

@@ -11,7 +11,7 @@ import zlib
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -47,6 +47,8 @@ class TarDataset:
         ValueError: a file is no tar file, is compressed, damaged or cut, or has a member twice in
             one sample, members of one sample apart from each other, links, or holes.
     """
+
+    draws_random_numbers: ClassVar[bool] = False
 
     def __init__(self, paths: Paths) -> None:
         self._files = [file for path in listed(paths) for file in files_of(path, ".tar")]

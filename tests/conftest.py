@@ -7,6 +7,7 @@ not import it. A single slow case of a test is marked `slow` by hand; what belon
 loop all the same, `fast`.
 """
 
+import multiprocessing
 import os
 import random
 import threading
@@ -32,6 +33,7 @@ EXAMPLES = {"fast": 25, "ci": 100, "exhaustive": 1000}
 ALLOWED_SKIPS = ("GPU", "--exhaustive", "same in both states", "of later versions", "now and then")
 ALLOWED_SKIPS += ("wandb is not installed", "mlflow is not installed")  # the extra `tracking`
 
+BEFORE = {f"`{name}` in the environment" for name in os.environ}
 forks = [0]
 os.register_at_fork(after_in_parent=lambda: forks.__setitem__(0, forks[0] + 1))
 
@@ -112,6 +114,27 @@ def pytest_runtest_call(item):
     if started and is_fast_loop(item.config) and not item.get_closest_marker("fast"):
         message = f"starts {started} processes: mark it `slow`, or see `--record-slow`"
         outcome.force_exception(pytest.fail.Exception(message, pytrace=False))
+
+
+RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def of_this_process():
+    """What other tests would run into: a process group, its environment, child processes."""
+    found = {f"`{name}` in the environment" for name in RANK_VARIABLES & os.environ.keys()}
+    found |= {f"process {child.name}" for child in multiprocessing.active_children()}
+    return found | {"a process group"} if torch.distributed.is_initialized() else found
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Refuse a module of tests that leaves something behind."""
+    outcome = yield
+    if nextitem is None or nextitem.path != item.path:
+        if left := of_this_process() - BEFORE:
+            BEFORE.update(left)  # which no further module is blamed for
+            message = f"tests of {item.path.name} leave behind: {', '.join(sorted(left))}"
+            outcome.force_exception(pytest.fail.Exception(message, pytrace=False))
 
 
 class SkipGuard:

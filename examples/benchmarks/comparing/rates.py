@@ -6,7 +6,8 @@ import random
 import statistics
 import tempfile
 from collections.abc import Iterator
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,17 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from benchmark_loader import BATCH_SAMPLES, BUDGET_TOKENS, ByteTexts, Run, measure_batches
-from comparing.common import Options, Row, Table, Tables, in_turns, isolated, rival, spread
+from comparing.common import (
+    Options,
+    RivalMissingError,
+    Row,
+    Table,
+    Tables,
+    in_turns,
+    isolated,
+    rival,
+    spread,
+)
 from odb_nodes import ODBDataLoader, PaddingCollate, TarDataset
 
 TIMEOUT_S = 600.0
@@ -44,6 +55,36 @@ def odb_nodes_tar(data: ByteTexts, folder: Path, workers: int) -> Batches:
         process_fn=tokens_of_member,
     ) as loader:
         yield from loader
+
+
+def odb_nodes_table(data: ByteTexts, _folder: Path, workers: int) -> Batches:
+    """Run this library over an Arrow table of Hugging Face `datasets`."""
+    with ODBDataLoader(
+        table_of(data), token_budget=BUDGET_TOKENS, num_workers=workers, process_fn=tokens_of_text
+    ) as loader:
+        yield from loader
+
+
+def torch_table(data: ByteTexts, _folder: Path, workers: int) -> Batches:
+    """Run torch's `DataLoader` over an Arrow table of Hugging Face `datasets`."""
+    yield from DataLoader(
+        table_of(data),
+        BATCH_SAMPLES,
+        shuffle=True,
+        num_workers=workers,
+        collate_fn=lambda rows: collate([*map(tokens_of_text, rows)]),
+    )
+
+
+@cache
+def table_of(data: ByteTexts) -> Any:
+    """Return the texts as a table."""
+    return rival("datasets").Dataset.from_dict({"text": data.texts})
+
+
+def tokens_of_text(row: dict[str, str]) -> dict[str, Any]:
+    """Return the sample of a row of the table."""
+    return tokens_of(row["text"].encode())
 
 
 def torch_loader(data: ByteTexts, _folder: Path, workers: int) -> Batches:
@@ -182,6 +223,8 @@ CONTENDERS = {
     "`StatefulDataLoader`, memory": stateful_dataloader,
     "Grain, memory": grain,
     "SPDL, memory, threads": spdl,
+    "odb_nodes, Arrow table": odb_nodes_table,
+    "`DataLoader`, Arrow table": torch_table,
     "odb_nodes, tar files": odb_nodes_tar,
     "WebDataset, tar files": webdataset,
     "LitData, chunks on disk": litdata,
@@ -200,6 +243,8 @@ def tables(options: Options) -> Tables:
     data = ByteTexts(samples, "numpy")
     rates: dict[str, Row] = {name: {"": name} for name in CONTENDERS}
     rest: dict[str, Row] = {name: {} for name in CONTENDERS}
+    with suppress(RivalMissingError):
+        table_of(data)  # before the clock starts
     with tempfile.TemporaryDirectory() as folder:
         for workers in (2,) if options.quick else (1, 2, 4):
             epochs = {

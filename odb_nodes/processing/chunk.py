@@ -191,6 +191,7 @@ class ChunkProcessor:
     world_size: int = 1
     limit_s: float = WorkerOptions.timeout_s
     maker: BatchMaker | None = None
+    before_item: Callable[[], None] | None = None
 
     def run(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
@@ -257,6 +258,8 @@ class ChunkProcessor:
         except caught:  # each is read alone, so that the one that raises is known
             read = task.items
         for item, one, key in zip(task.items, read, task.keys, strict=True):
+            if self.before_item is not None:
+                self.before_item()
             try:
                 if seeds is not None:
                     seed_rngs(next(seeds))

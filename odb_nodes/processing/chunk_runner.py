@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -60,6 +61,7 @@ class ChunkFit:
         self._ahead, self._most_bytes = options.samples_ahead, options.in_flight_bytes
         self._items_seen = 0
         self._item_bytes = 0.0
+        self._item_s = math.inf  # by the last chunk
 
     @property
     def items_ahead(self) -> int:
@@ -84,8 +86,10 @@ class ChunkFit:
             self._item_bytes = known + _NEWS * (size_bytes / items - known)
         if not self._fits:
             return
-        share = max(seconds / _CHUNK_S, size_bytes / _CHUNK_BYTES, 1e-9)
-        self.items = int(max(1, min(items / share, _GROWTH * self.items, self._most)))
+        # One chunk alone may have waited for the processor.
+        each_s, self._item_s = min(seconds / items, self._item_s), seconds / items
+        share = max(each_s / _CHUNK_S, size_bytes / items / _CHUNK_BYTES, 1e-9)
+        self.items = int(max(1, min(1 / share, _GROWTH * self.items, self._most)))
 
 
 class InlinePool(Pool):

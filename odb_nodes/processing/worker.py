@@ -186,10 +186,9 @@ class WorkerLoop:
         self._next_look_s = 0.0
         self._batches_s = 0.0  # spent on batches within a chunk
         self._own_pid = os.getpid()
-        self._process_fn = processor.process_fn
         self._processor = processor
         if self._maker is not None:
-            self._processor = replace(processor, process_fn=self._process_item)
+            self._processor = replace(processor, before_item=self._make_batches)
             self._poll = select.poll()
             self._poll.register(connection, select.POLLIN)
 
@@ -223,8 +222,8 @@ class WorkerLoop:
         reply = Reply(result, size_bytes, file, is_known, dropped, self._files.gone())
         send(self._connection, [pickle.dumps(reply), *parts, *content])
 
-    def _process_item(self, item: Any) -> Any:
-        """Make the batches that are asked for by now, then process an item."""
+    def _make_batches(self) -> None:
+        """Make the batches that are asked for by now."""
         if (now := time.perf_counter()) >= self._next_look_s and os.getpid() == self._own_pid:
             try:
                 while self._poll.poll(0):
@@ -236,7 +235,6 @@ class WorkerLoop:
             after = time.perf_counter()
             self._batches_s += after - now
             self._next_look_s = after + _POLL_S
-        return self._process_fn(item)
 
     def _read(self) -> None:
         head, *parts = receive(self._connection)

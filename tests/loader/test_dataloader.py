@@ -464,6 +464,20 @@ def test_a_dataset_reads_many_rows_at_once():
     assert [*map(str, mixed)] == [*map(str, same)]
 
 
+class Together(Table):
+    draws_random_numbers = False
+
+    def __getitem__(self, at):
+        raise AssertionError("reads one row")
+
+
+@pytest.mark.parametrize("collate_in", ["main", "workers"])
+def test_workers_read_many_rows_at_once(collate_in):
+    options = {"token_budget": 64, "window": 8, "num_workers": 1, "collate_in": collate_in}
+    with ODBDataLoader({"a": Together(SAMPLES), "b": Together(SAMPLES)}, **options) as loader:
+        assert sum(len(batch["input_ids"]) for batch in loader) == 2 * len(SAMPLES)
+
+
 def test_rows_that_cannot_be_read_together_are_read_alone():
     bad = len(SAMPLES) - 3
     table = Table(SAMPLES, bad={bad})

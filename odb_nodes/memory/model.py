@@ -302,7 +302,7 @@ class MemoryModel:
         linear, square = fit.token_bytes, fit.square_bytes
         if square * max(widths) <= SMALL_SQUARE * linear:
             return None, linear + square * max(widths)
-        attention_tokens = max(min(int(linear / square), MAX_COUNT), 1)
+        attention_tokens = max(min(round(linear / square), MAX_COUNT), 1)
         last = max(2 * isqrt(attention_tokens), *widths)
         lengths = np.arange(min(widths), last + 1, dtype=np.int64)
         costs = lengths + lengths * lengths // attention_tokens

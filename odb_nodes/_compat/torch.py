@@ -18,10 +18,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 @contextmanager
 def without_ddp_sync(model: DistributedDataParallel) -> Iterator[None]:
-    """Within this context a DDP model has no collective, in forward or in backward.
-
-    `no_sync` alone would let the first forward in it broadcast the buffers once more.
-    """
+    """Within this context a DDP model has no collective, in forward or in backward."""
+    # `no_sync` alone would let the first forward broadcast the buffers once more.
     before = model.require_forward_param_sync
     model.require_forward_param_sync = False
     try:

@@ -396,11 +396,8 @@ class BudgetSearch(Trials):
     """Finds how many rows of each width fit, in few trials, and the budget that follows."""
 
     def find(self, widths: Sequence[int], max_trials: int) -> list[Bracket]:
-        """Return the bracket of each width, as far as the trials suffice.
-
-        The first trial does not count: in it, the optimizer may only begin to have its state.
-        """
-        self._try(Bracket(widths[0]), 1)
+        """Return the bracket of each width, as far as the trials suffice."""
+        self._try(Bracket(widths[0]), 1)  # in which the optimizer may begin to have its state
         *between, widest = widths
         brackets: list[Bracket] = []
         for number, width in enumerate([widest, *between]):
@@ -418,12 +415,10 @@ class BudgetSearch(Trials):
         return [one for one in brackets if one.fits or one.fails]
 
     def model(self) -> MemoryModel:
-        """Return a model of the steps that ended: of large ones, where small ones do not fit in.
-
-        Small batches may take no more than the optimizer's own step does, which shows nothing.
-        """
+        """Return a model of the steps that ended: of large ones, where small ones do not fit in."""
         ended = self._ended()
         model = _model_of(ended)
+        # Small ones may take no more than the optimizer's own step does, which shows nothing.
         large = [one for one in ended if 2 * one.peak_bytes > self._meter.limit_bytes]
         if len(large) < ENOUGH_POINTS or model.fit().error < MISFIT:
             return model
@@ -537,10 +532,7 @@ def _model_of(trials: Sequence[Trial]) -> MemoryModel:
 
 
 class TrainingState:
-    """What training changes in the given objects, and the global random generators.
-
-    It is kept on the CPU, so that it takes no memory of the device whose memory is measured.
-    """
+    """What training changes in some objects, and the global generators: kept on the CPU."""
 
     def __init__(self, states: Sequence[Any]) -> None:
         check_type("states", states, list | tuple, "Pass a list of models, optimizers and others.")
@@ -590,10 +582,7 @@ class TrainingState:
             )
 
     def restore_values(self) -> None:
-        """Put back what decides the next step, but leave gradients and the optimizers' states.
-
-        So it takes as much memory as in the middle of a run.
-        """
+        """Put back what decides the next step, in no more memory than in the middle of a run."""
         for weight, (value, _) in self._values.items():
             weight.data.copy_(value.data)
         for buffers, name, saved in self._buffers:

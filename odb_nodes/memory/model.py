@@ -293,16 +293,13 @@ class MemoryModel:
         return float((taken[:, 2] / taken.sum(1)).mean()) if fit.patch_bytes else 0.0
 
     def _unit_of_cost(self, fit: Fit) -> tuple[int | None, float]:
-        """Return `attention_tokens`, and the bytes that a unit of cost under it takes at most.
-
-        A row of L tokens costs L + L*L // attention_tokens, in integers. What is rounded off is
-        largest in proportion where L is a little below the root of `attention_tokens`.
-        """
+        """Return `attention_tokens`, and the bytes that a unit of cost under it takes at most."""
         widths = [width for _, width, _ in self._points]
         linear, square = fit.token_bytes, fit.square_bytes
         if square * max(widths) <= SMALL_SQUARE * linear:
             return None, linear + square * max(widths)
         attention_tokens = max(min(int(linear / square), MAX_COUNT), 1)
+        # Costs are integers: most is rounded off a little below the root of `attention_tokens`.
         last = max(2 * isqrt(attention_tokens), *widths)
         lengths = np.arange(min(widths), last + 1, dtype=np.int64)
         costs = lengths + lengths * lengths // attention_tokens

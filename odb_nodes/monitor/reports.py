@@ -415,10 +415,7 @@ def _by_stretch(values: Sequence[tuple[int, Any]]) -> str:
 
 
 def _whole(steps: Sequence[Record]) -> dict[str, dict[str, float | None]]:
-    """Return the groups of all steps together: means are weighed by what they are means over.
-
-    What is not known of one record is not known of all.
-    """
+    """Return the groups of all steps together; what one record does not know, none does."""
     total = Counts()
     for record in steps:
         mean, sums, peaks, last = (

@@ -338,9 +338,7 @@ class Window:
 
 
 def _squares_of(batch: Mapping[str, Any]) -> Number:
-    """Return the sum over the rows of a batch of their squared widths; of a packed row, over its
-    samples of their squared lengths. 0 without `input_ids` of two dimensions.
-    """
+    """Return the sum of the squared widths of rows, or lengths of packed samples; 0 if unknown."""
     ids, places = batch.get("input_ids"), batch.get("position_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         return 0

@@ -40,10 +40,7 @@ class RecordWriter(Protocol):
 
 
 class JsonlWriter:
-    """Appends records to a file. A disk that is full warns once and leaves a gap.
-
-    So does a file that is deleted; it is made anew.
-    """
+    """Appends records to a file; a full disk, or a deletion, warns once and leaves a gap."""
 
     def __init__(self, folder: Path) -> None:
         self._file = LockedFile(

@@ -156,11 +156,7 @@ class TaskGradients:
         return info
 
     def _take(self, info: StepInfo) -> torch.Tensor:
-        """Return what was added on all ranks, and begin anew. All ranks call it, after `_end`.
-
-        (tasks, elements of the parameters + 1), at least float32: gradient of a task's sum of
-        losses, and in the last column that sum. Tasks are in the order of the weights.
-        """
+        """Return what all ranks added, (tasks, elements + 1): gradients, and sums of losses."""
         sums = self._sums
         assert sums is not None
         self._begin_step()

@@ -192,11 +192,8 @@ def _load_thoroughly(graph: Any, data: bytes) -> None:
 
 @contextmanager
 def _watched_resets(graph: Any) -> Iterator[list[str]]:
-    """Give a list that gets a text for each node that is reset and then saves another state.
-
-    The state of a graph does not show it: a node that replays gives back the state of its source
-    that it was given, until it takes a newer one.
-    """
+    """Give a list that gets a text for each node that is reset and then saves another state."""
+    # The state of a graph does not show it: a node that replays gives back what it was given.
     found: list[str] = []
     root = getattr(getattr(graph, "_loader", graph), "root", None)
     nodes = walk(root) if isinstance(root, BaseNode) else ()

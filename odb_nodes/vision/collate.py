@@ -31,10 +31,7 @@ TYPE_KEY = "mm_token_type_ids"
 
 @dataclass(frozen=True, kw_only=True)
 class StepImages(PaddingCollate):
-    """Pads text, and follows what the ranks have agreed on about the images of a step.
-
-    Where towers are sharded, a rank without images would leave those with some waiting.
-    """
+    """Pads text, and has images where any rank has some: sharded towers wait for each other."""
 
     pixel_keys: ClassVar[tuple[str, ...]] = ("pixel_values",)
     """Keys of a sample that hold its images."""

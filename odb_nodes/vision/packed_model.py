@@ -20,23 +20,14 @@ PACKABLE = (
 
 @dataclass(frozen=True)
 class PackedModel:
-    """How a model places the tokens of a sample; small, and picklable.
+    """How a model places the tokens of a sample; small, and picklable."""
 
-    Attributes:
-        positions_from: a model without weights, which makes the positions of images in several
-            dimensions; `None` where a model numbers its tokens.
-    """
-
-    positions_from: Any = field(repr=False)  # which modules cannot show without their weights
+    # A model without its weights, which it cannot show; `None` where models number their tokens.
+    positions_from: Any = field(repr=False)
 
     @classmethod
     def of(cls, model: Any, packable: tuple[str, ...]) -> PackedModel:
-        """Return what is needed of a model of transformers, in any wrapper.
-
-        Raises:
-            TypeError: `model` is none.
-            ValueError: its samples might see each other in a row.
-        """
+        """Return what is needed of a model that keeps the samples of a packed row apart."""
         if (own := pretrained(model)) is None:
             raise TypeError(
                 "`model` must be a model of transformers, which packed rows of images are made "
@@ -57,12 +48,7 @@ class PackedModel:
         return cls(light)
 
     def positions(self, rows: dict[str, Any], grid: Any) -> torch.Tensor:
-        """Return the positions of the tokens of a sample that has images, (dimensions, L) int64.
-
-        Args:
-            rows: its `input_ids`, and `mm_token_type_ids` if there are any, as arrays.
-            grid: its `image_grid_thw`, as an array.
-        """
+        """Return the positions of the tokens of a sample that has images, (dimensions, L) int64."""
         make = self.positions_from.get_rope_index
         given = {key: torch.from_numpy(row[None]) for key, row in rows.items()}
         taken = inspect.signature(make).parameters  # before version 5, no token types

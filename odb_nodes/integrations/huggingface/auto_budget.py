@@ -98,11 +98,7 @@ def saved_budget(state: Any) -> TokenBudget:
 
 
 def find_for(trainer: Any) -> TokenBudget:
-    """Return the largest budget whose steps fit on all ranks.
-
-    Each rank tries steps on its own, without the others, and the ranks agree on the smallest. The
-    trainer and all that training changes are afterwards as they were, bitwise.
-    """
+    """Return the largest budget whose steps, tried by each rank on its own, fit on all ranks."""
     channel = Channel(resolve_exchange(None, trainer.odb.timeout_s), 2)
     channel.begin()
     share = trainer.odb.memory_share
@@ -179,9 +175,7 @@ class _InPrecision(nn.Module):
 
 
 def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
-    """Return samples by the width of their rows: the shortest, and of the longer ones, in their
-    order, the first, the last, and one between.
-    """
+    """Return samples by the width of their rows: the shortest, and three of the longer ones."""
     dataset, options = given_dataset(trainer), loader_options(trainer)
     observe = options.observe
     check_can_estimate(dataset, GIVE_ONE, 'a budget can be found (`token_budget="auto"`)')

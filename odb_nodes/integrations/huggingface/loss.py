@@ -56,9 +56,8 @@ class MicroStep:
 class LossWeigher:
     """Makes the gradient of an optimizer step that of the mean over all its targets or samples.
 
-    A loss that takes `num_items_in_batch` is told the targets of its own batch. So each loss is a
-    mean over its batch, whether it divides by that number or not, and is multiplied by the share
-    of the batch in the step.
+    Each loss is a mean over its own batch, of whose targets alone it is told, and is multiplied by
+    the share of the batch in the step.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -97,10 +96,7 @@ class LossWeigher:
     # --- an optimizer step ------------------------------------------------------------------------
 
     def weigh(self, batches: list[dict[str, Any]], infos: list[StepInfo], fills: int = 0) -> None:
-        """Settle the weights of the batches of a step, before which come some that fill it up.
-
-        Batches without targets are given some, which weigh nothing, where a mean would be NaN.
-        """
+        """Settle the weights of the batches of a step, before which come some that fill it up."""
         trainer, device = self._trainer, self._trainer.args.device
         counts = [self._targets(batch) for batch in batches]
         mine = [

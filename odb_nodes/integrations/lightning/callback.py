@@ -345,11 +345,8 @@ class ODBCallback(Callback):
             )
 
     def _record(self) -> None:
-        """Tell ledger and monitor of the batches of an optimizer step, once it is taken.
-
-        Lightning saves checkpoints within an optimizer step, too, which resume before it.
-        """
-        taken = self._unrecorded
+        """Tell ledger and monitor of the batches of an optimizer step, once it is taken."""
+        taken = self._unrecorded  # of which a checkpoint may be saved before the step is taken
         if not (taken and taken[-1].last_info.ends_optimizer_step and self._run.has_stepped):
             return
         if (step := taken[-1].step) is not None and step.loss is not None:

@@ -59,8 +59,7 @@ class Fetched(NamedTuple):
 class TrainBatches:
     """Yields the batches of one epoch per `iter()`, and keeps the info and the state of each.
 
-    It has neither `len()` nor `state_dict`: Lightning would take the length for exact, and save the
-    state after a batch that it has not trained on.
+    Lightning would take a `len()` for exact, and save a `state_dict` after a batch read ahead.
     """
 
     def __init__(self, loader: ODBDataLoader, guard: OomGuard | None = None) -> None:
@@ -74,11 +73,8 @@ class TrainBatches:
         self._has_taken = False  # a batch of the most recent `iter()`
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, or continue from a loaded state, when the first batch is asked for.
-
-        An epoch of which no batch was taken begins again: in a second `fit`, Lightning iterates
-        twice before it trains.
-        """
+        """Begin the next epoch, or continue from a loaded state, once a batch is asked for."""
+        # In a second `fit`, Lightning iterates twice before it trains.
         if self.start_state is not None and self._waiting and not self._has_taken:
             self.loader.load_state_dict(self.start_state)
         self._waiting.clear()
@@ -197,14 +193,10 @@ class Run:
         return bool(self._trainer.global_step > self._optimizer_steps)
 
     def settle(self) -> RunState:
-        """Return the position after the last optimizer step.
-
-        It goes by what the optimizer did, not by which hooks have run: another callback may save a
-        checkpoint before our hook is called, or after an exception.
-        """
-        if self.current is None or not self.current.last_info.ends_optimizer_step:
-            return self._settled
-        if not self.has_stepped:
+        """Return the position after the last step of the optimizer, whatever hooks have run."""
+        # Another callback may save before our hook is called, or after an exception.
+        current = self.current
+        if current is None or not (current.last_info.ends_optimizer_step and self.has_stepped):
             return self._settled
         is_on_gpu = torch.cuda.is_initialized()
         return replace(

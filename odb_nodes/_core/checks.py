@@ -111,6 +111,13 @@ def check_callable(name: str, value: Any) -> None:
         raise TypeError(_message(name, "a function or None", describe(value), remedy))
 
 
+def refuse(refused: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` with the first message that applies."""
+    for message, applies in refused.items():
+        if applies:
+            raise ValueError(message)
+
+
 def describe(value: object) -> str:
     """Return what an error says of a value: plain values as they are, others by their class."""
     if isinstance(value, type):

@@ -77,11 +77,7 @@ class Trial:
     error: str = ""
 
     def reason(self, limit_bytes: int) -> str:
-        """Return, for an error, why the step does not fit.
-
-        Args:
-            limit_bytes: the meter's limit.
-        """
+        """Return, for an error, why the step does not fit under a meter's limit."""
         taken = f"it took {self.peak_bytes:,} bytes, but the limit is {limit_bytes:,}"
         return self.error.strip().rstrip(".") or taken
 
@@ -195,10 +191,10 @@ def preflight(
     since the optimizer may create its state in the first one.
 
     Args:
-        train_step: makes one whole step of training with a batch, the optimizer's step included.
-        make_batch: (rows, width) -> batch; with `patches_per_row` (rows, width, patches) -> batch.
+        train_step: as for `find_budget`.
+        make_batch: as for `find_budget`.
         budget: the budget of the run; a number counts padded tokens.
-        states: all that the steps change, as for `find_budget`.
+        states: as for `find_budget`.
         meter: measures the memory of a step, and has its limit.
         widths: lengths of the data, in tokens: the shortest and the longest one suffice. `None`:
             all that the budget allows, which may be longer than the model does.

@@ -76,11 +76,6 @@ class StepBatch(NamedTuple):
     samples: list[Sample]
     info: StepInfo
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """Epoch and step."""
-        return self.info.epoch, self.info.step
-
 
 class OomGuard:
     """Yields the optimizer steps of a loader; one that runs out of memory is computed in parts.
@@ -170,9 +165,8 @@ class OomGuard:
     def __iter__(self) -> Iterator[GuardedStep]:
         """Begin an epoch, or continue from a loaded state, as `iter(loader)` does.
 
-        Where the loader raises between the batches of an optimizer step, those that came before
-        are kept for the next `iter`, which goes on with the step if the loader does. Warns, once,
-        of a step that is left without its `backward`.
+        Where the loader raises within an optimizer step, the next `iter` goes on with the step if
+        the loader does. Warns, once, of a step that is left without its `backward`.
         """
         self.collator.keep_samples()
         try:
@@ -201,7 +195,8 @@ class OomGuard:
         try:
             for batch in batches:
                 info = pop_step_info(batch)
-                if begun and (info.epoch, info.step - 1) != begun[-1].place:
+                last = begun[-1].info if begun else info
+                if begun and (info.epoch, info.step - 1) != (last.epoch, last.step):
                     begun.clear()
                 begun.append(StepBatch(batch, self.collator.take_samples(info), info))
                 if begun[0].info.micro_step:

@@ -125,12 +125,7 @@ class MemoryModel:
         return self._fit
 
     def predict(self, rows: int, width: int, patches: int = 0) -> int:
-        """Return the predicted peak of a step, in bytes, without the margin.
-
-        Args:
-            rows: rows of the batch.
-            width: tokens of each row, padding included.
-            patches: image patches of the batch.
+        """Return the predicted peak of a step, in bytes, without the margin; arguments as of `add`.
 
         Raises:
             ValueError: there are fewer than 2 points.

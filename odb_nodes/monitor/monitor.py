@@ -184,11 +184,8 @@ class Monitor:
 
         The next batch that `step` is told of may be any of the loader's.
 
-        Args:
-            loader: the loader of this rank.
-
         Raises:
-            TypeError: it is none.
+            TypeError: it is no loader.
         """
         if self._stats is None or loader is not self._stats.loader:
             self._stats = LoaderStats(loader)
@@ -319,10 +316,7 @@ class Monitor:
         ]
 
     def reset(self, step: int = 0) -> None:
-        """Begin a run, or go on with one without a state. Also after `close`.
-
-        Args:
-            step: optimizer steps of the run that are done.
+        """Begin a run, or go on with one without a state after `step` optimizer steps.
 
         Raises:
             TypeError, ValueError: it is no number of steps.

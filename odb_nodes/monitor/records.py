@@ -31,10 +31,7 @@ Record = dict[str, Any]
 def scalars(record: Record) -> dict[str, float]:
     """Return the values of a record for a chart of each, as `mean/loss`; without `None`.
 
-    Those of the record of an epoch are `epoch_mean/loss` and so on.
-
-    Args:
-        record: one of steps, or of an epoch.
+    Those of the record of an epoch, rather than of steps, are `epoch_mean/loss` and so on.
     """
     prefix = "" if record["kind"] == STEPS else f"{record['kind']}_"
     return {

@@ -62,12 +62,7 @@ class TaskGradients:
         return self.weights.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the weights to those of a state; the ranks compare them again.
-
-        Raises:
-            StateError: it is no state of these.
-            ValueError: it is of other tasks.
-        """
+        """Set the weights to those of a state; raises what that of `TaskWeights` raises."""
         self.weights.load_state_dict({"weights": state_dict.get("weights")})
         self._begin_step()
         self._meeting.begin()
@@ -256,12 +251,8 @@ class GradNorm(TaskGradients):
     ) -> None:
         """Measure the gradients of a batch, before its `backward`, if a change is due.
 
-        Call it for each batch on each rank, in filler steps and where no change is due, too.
-
-        Args:
-            losses: of each token, see `TaskWeights.loss`.
-            info: the `StepInfo` of the batch.
-            position_ids: of a packed batch.
+        Call it for each batch on each rank, in filler steps and where no change is due, too. It
+        takes the arguments of `TaskWeights.loss`.
 
         Raises:
             RuntimeError: a batch of the optimizer step was left out or comes twice, or `step` did
@@ -427,10 +418,7 @@ class PCGrad(TaskGradients):
     ) -> None:
         """Add the gradients of a batch; call it on each rank, in filler steps too.
 
-        Args:
-            losses: of each token, see `TaskWeights.loss`.
-            info: the `StepInfo` of the batch.
-            position_ids: of a packed batch.
+        It takes the arguments of `TaskWeights.loss`.
 
         Raises:
             RuntimeError: a batch of the optimizer step was left out or comes twice, or `step` did

@@ -92,11 +92,7 @@ def read_inspections(path: Path) -> tuple[str, list[Inspection]]:
 
 
 def inspect_state(state: Any, name: str = "the state") -> Inspection:
-    """Describe the state of a `Loader`, or of an object that holds one.
-
-    Args:
-        state: the state.
-        name: what an error calls it.
+    """Describe the state of a `Loader`, or of an object that holds one, which errors call `name`.
 
     Raises:
         StateError: it holds none of a loader.

@@ -17,6 +17,7 @@ from torchdata.nodes import IterableWrapper
 
 from odb_nodes._compat import transformers as compat
 from odb_nodes._compat.torch_distributed import RefusingCollectives
+from odb_nodes._core.checks import refuse
 from odb_nodes._core.seeds import preserved_rngs
 from odb_nodes.alignment.exchange import Channel, resolve_exchange
 from odb_nodes.collate.token_rows import TokenRows
@@ -81,9 +82,8 @@ def check_auto(trainer: Any, config: ODBConfig) -> None:
         "needs a GPU that torch sees, and other devices a `memory_meter`, such as "
         "`odb_nodes.testing.SavedTensorMeter(2**30)` on a CPU": meter_of(args, config) is None,
     }
-    for where, applies in refused.items():
-        if applies:
-            raise ValueError(f'`token_budget` must not be "auto" {where}. {GIVE_ONE}')
+    rule = '`token_budget` must not be "auto"'
+    refuse({f"{rule} {where}. {GIVE_ONE}": applies for where, applies in refused.items()})
 
 
 def saved_budget(state: Any) -> TokenBudget:

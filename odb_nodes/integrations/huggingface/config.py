@@ -18,6 +18,7 @@ from odb_nodes._core.checks import (
     check_count,
     check_fraction,
     check_type,
+    refuse,
 )
 from odb_nodes.integrations.learning_rate import LrScaling
 from odb_nodes.loader.options import BatchOptions
@@ -219,9 +220,7 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
             "`model_init`, which makes the model only later": trainer.model_init is not None,
         }.items():
             refused[f"`{type(tasks).__name__}` must not be given with {what}."] = applies
-    for message, applies in refused.items():
-        if applies:
-            raise ValueError(message)
+    refuse(refused)
 
 
 def check_overrides(kinds: Iterable[type]) -> None:

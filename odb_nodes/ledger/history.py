@@ -253,11 +253,6 @@ class Samples:
     names: npt.NDArray[np.int32]  # indices into `Run.names`
     stops: Ints  # number of samples up to the end of each step
 
-    def of_step(self, index: int) -> tuple[npt.NDArray[Any], ...]:
-        """Return keys, repeats and names of one of the steps."""
-        at = slice(self.stops[index - 1] if index else 0, self.stops[index])
-        return self.keys[at], self.repeats[at], self.names[at]
-
 
 class Run:
     """What all files of a ledger say, and what counts of it."""
@@ -451,9 +446,9 @@ def read_steps(
 
 
 def _info_of(run: Run, step: Steps) -> StepInfo:
-    keys, repeats, names = (one.tolist() for one in run.samples(step).of_step(0))
-    origins = [run.names[number] for number in names]
-    keys = [None if key == NO_KEY else key for key in keys]
+    samples = run.samples(step)
+    origins = [run.names[number] for number in samples.names]
+    keys = [None if key == NO_KEY else key for key in samples.keys.tolist()]
     rows, flags = sum(not name.reason for name in origins), int(step["flags"][0])
     left = zip(keys[rows:], origins[rows:], strict=True)
     return StepInfo(
@@ -462,7 +457,7 @@ def _info_of(run: Run, step: Steps) -> StepInfo:
         local_samples=rows,
         keys=tuple(keys[:rows]),
         row_sources=tuple(name.source for name in origins[:rows]),
-        row_repeats=tuple(repeats[:rows]),
+        row_repeats=tuple(samples.repeats[:rows].tolist()),
         own_sources=frozenset(run.own),
         left_out=tuple(LeftOut(key, name.source, name.reason) for key, name in left),
         is_filler=bool(flags & FILLER),

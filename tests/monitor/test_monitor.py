@@ -260,17 +260,17 @@ def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, monkeypatch, caplo
         monitor.step(*told, loss=2.5)
         if told[1].step == 4:
             break
-    first, _, third, *_ = [one for one in caplog.messages if one.startswith("step")]
+    first, _, third, *_ = [one for one in caplog.messages if one.startswith("optimizer step")]
     samples = r", \d+ of 100 samples" if is_watched else ""
-    assert re.fullmatch(f"step 1 after 0 s: epoch 0{samples}", first)
+    assert re.fullmatch(f"optimizer steps: 1 after 0 s; epoch 0{samples}", first)
     figures = r", loss 2.5, tokens/s [\d,]+, padding [\d.]+%, waiting \d+%"
-    assert re.fullmatch(f"step 3 after 0 s: epoch 0{samples}{figures}", third)
+    assert re.fullmatch(f"optimizer steps: 3 after 0 s; epoch 0{samples}{figures}", third)
     caplog.clear()
     train(Monitor(tmp_path / "off", progress=False), loader_of())
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     Monitor(tmp_path / "rank 1", every=100).step(*told)
-    assert not [one for one in caplog.messages if one.startswith("step")]
+    assert not [one for one in caplog.messages if one.startswith("optimizer step")]
 
 
 class Lines(IterableDataset):

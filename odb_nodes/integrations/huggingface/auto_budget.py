@@ -21,7 +21,7 @@ from odb_nodes._core.checks import refuse
 from odb_nodes._core.seeds import preserved_rngs
 from odb_nodes.alignment.exchange import Channel, resolve_exchange
 from odb_nodes.collate.token_rows import TokenRows
-from odb_nodes.contract.config import sealed_configs
+from odb_nodes.contract.config import sealed_states
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.integrations.huggingface.samples import (
@@ -88,12 +88,10 @@ def check_auto(trainer: Any, config: ODBConfig) -> None:
 
 def saved_budget(state: Any) -> TokenBudget:
     """Return the budget that the state of a loader was saved under."""
-    for _, config in sealed_configs(state):
-        if f"{BUDGET}tokens" in config:
-            given = {name: value for name, value in config.items() if name.startswith(BUDGET)}
-            return TokenBudget(
-                **{name.removeprefix(BUDGET): value for name, value in given.items()}
-            )
+    for one in sealed_states(state):
+        if f"{BUDGET}tokens" in (config := one["config"]):
+            named = [name for name in config if name.startswith(BUDGET)]
+            return TokenBudget(**{name.removeprefix(BUDGET): config[name] for name in named})
     raise StateError("the state of the loader has no budget. Use an earlier checkpoint.")
 
 

@@ -88,11 +88,6 @@ class LossWeigher:
         is_of_samples = reduction == "mean" or (given is None and has_pairs(trainer))
         return "sample_mean" if is_of_samples else given
 
-    @cached_property
-    def _shift(self) -> bool:
-        """Whether the first label of a row is no target."""
-        return shifts(self._trainer)
-
     # --- an optimizer step ------------------------------------------------------------------------
 
     def weigh(self, batches: list[dict[str, Any]], infos: list[StepInfo], fills: int = 0) -> None:
@@ -158,7 +153,8 @@ class LossWeigher:
             )
 
     def _targets(self, batch: Mapping[str, Any]) -> int | None:
-        return count_targets(batch, shift=self._shift, names=self._trainer.label_names or ())
+        names = self._trainer.label_names or ()
+        return count_targets(batch, shift=shifts(self._trainer), names=names)
 
     def _micro_step(self, batch: dict[str, Any], info: StepInfo, units: int) -> MicroStep:
         """Return the weight of a batch, which makes up for the scale that the `Trainer` gives."""

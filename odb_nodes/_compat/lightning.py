@@ -70,12 +70,8 @@ def epochs_processed(progress: MutableMapping[str, Any]) -> int:
 def set_progress(progress: MutableMapping[str, Any], position: Any) -> None:
     """Make the progress of Lightning's loops agree with a `RunState`.
 
-    What Lightning writes itself resumes exactly only within an epoch and after an optimizer step.
-    A checkpoint of a last batch resumes as if the epoch had ended twice; one of `max_steps` as if
-    the epoch had ended; one from after an epoch of a run with `max_steps` keeps its batch counter.
-
-    Relies on the names of the counters, and on the loops to resume from `ready` and `completed`.
-    The state of the `combined_loader` is deleted: Lightning has read one batch ahead of it.
+    What Lightning writes itself resumes exactly only within an epoch and after an optimizer step:
+    it may have ended an epoch twice, or keep a batch counter. It has read one batch ahead, too.
     """
     try:
         epochs, batches = progress[_EPOCHS], progress[_BATCHES]

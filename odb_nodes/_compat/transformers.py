@@ -100,11 +100,8 @@ def finish_at_this_step(args: Any, state: Any, control: Any) -> None:
 def load_rest(model: Any, checkpoint: str, loaded: Any) -> None:
     """Load a model as `from_pretrained` does, where `load_state_dict` has left out some of it.
 
-    A `Trainer` loads by `load_state_dict`, not strictly, and only logs the keys that differ. They
-    do where `save_pretrained` writes weights by other names, or in other parts, than the model has
-    them: those of mixtures of experts, of ViT, of Qwen2-VL. Relies on the result being given to
-    `Trainer._issue_warnings_after_load`; with FSDP, DeepSpeed and adapters of peft it is not: their
-    keys are those of the model.
+    A `Trainer` only logs keys that differ: of models whose `save_pretrained` writes weights by
+    other names, or in other parts, than they have them.
     """
     from transformers import PreTrainedModel
 
@@ -208,19 +205,14 @@ def pads_by_default(trainer: Any) -> bool:
 
 
 def collator_columns(trainer: Any) -> set[str]:
-    """Return the keys of samples that the trainer's collator is for.
-
-    Relies on `Trainer._set_signature_columns_if_needed`, which other libraries override, and which
-    sets `_signature_columns` once: also where a search has taken the model away since. Where it is
-    the `Trainer`'s own, the parameters of the model inside its wrappers count, too.
-    """
+    """Return the keys of samples that the trainer's collator is for, also once it has no model."""
     from transformers import Trainer
 
     name = "_set_signature_columns_if_needed"
     getattr(trainer, name)()
     columns = {*trainer._signature_columns}
     is_stock = getattr(type(trainer), name) is getattr(Trainer, name)
-    if is_stock and trainer.model is not None:
+    if is_stock and trainer.model is not None:  # The parameters within its wrappers count, too.
         columns |= model_inputs(trainer.model)
     return columns
 
@@ -259,12 +251,7 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def shifts_labels(model: Any) -> bool:
-    """Return whether position i of a model predicts label i + 1, so that the first is no target.
-
-    Relies on `PreTrainedModel.loss_type` and the table `LOSS_MAPPING`, as `Trainer` itself does. A
-    name that is not in the table, as of GPT-2, has the causal loss if it calls `loss_function`: the
-    `Trainer` takes such models for others. A model of another library is taken for a causal one.
-    """
+    """Tell whether position i of a model predicts label i + 1, as the table of its losses says."""
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -274,7 +261,7 @@ def shifts_labels(model: Any) -> bool:
     if not isinstance(base, PreTrainedModel):
         return True
     loss = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "")
-    if loss is None:
+    if loss is None:  # as of GPT-2: the causal one if it calls `loss_function`
         return "loss_function" in inspect.unwrap(type(base).forward).__code__.co_names
     return loss is ForCausalLMLoss
 
@@ -294,12 +281,7 @@ def takes_num_items(trainer: Any) -> bool:
 
 
 def loss_scale(trainer: Any, *, is_told: bool) -> float:
-    """Return what a `Trainer` multiplies a loss by, before its backward.
-
-    Relies on `compute_loss` to multiply a loss that is told its items by the ranks, with
-    `average_tokens_across_devices`; and on `training_step` to divide others by the micro-steps,
-    unless there is a `compute_loss_func`, or `loss_is_scaled_for_ga` (of later versions) differs.
-    """
+    """Return what a `Trainer` multiplies a loss by, before its backward."""
     is_divided = not is_told and trainer.compute_loss_func is None
     if (is_scaled := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
         is_divided = not is_scaled

@@ -296,29 +296,23 @@ def shifts(trainer: Any) -> bool:
     return compat.shifts_labels(trainer.model) if given is None else given
 
 
-class TokenLosses:
-    """The `compute_loss_func` of a trainer whose tasks are weighed: the loss of each token."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def __call__(self, outputs: Any, labels: Any, **_: Any) -> torch.Tensor:
-        """Return the cross entropy of each label, (B, T), without the first where it is none."""
-        logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
-        if logits is None or labels is None or labels.is_floating_point():
-            raise ValueError(
-                "`compute_loss_func` must be given with `task_weights` where the model does not "
-                "return the `logits` of integer `labels`. It returns the loss of each token, "
-                "(B, T), 0 where it is not supervised, or the sum of each sample, (B,)."
-            )
-        if labels.ndim > 1 and shifts(self._trainer):
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        return cross_entropy(
-            logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
-            labels.flatten(),
-            reduction="none",
-            label_smoothing=self._trainer.args.label_smoothing_factor,
-        ).view_as(labels)
+def token_losses(trainer: Any, outputs: Any, labels: Any, **_: Any) -> torch.Tensor:
+    """Return the cross entropy of each label, (B, T), without the first where it is none."""
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
+    if logits is None or labels is None or labels.is_floating_point():
+        raise ValueError(
+            "`compute_loss_func` must be given with `task_weights` where the model does not "
+            "return the `logits` of integer `labels`. It returns the loss of each token, "
+            "(B, T), 0 where it is not supervised, or the sum of each sample, (B,)."
+        )
+    if labels.ndim > 1 and shifts(trainer):
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return cross_entropy(
+        logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
+        labels.flatten(),
+        reduction="none",
+        label_smoothing=trainer.args.label_smoothing_factor,
+    ).view_as(labels)
 
 
 def give_targets(batch: MutableMapping[str, Any]) -> None:

@@ -46,7 +46,7 @@ class ODBCallback(Callback):
     batches, on all ranks.
 
     A checkpoint resumes after the last optimizer step that was taken before it was written. It
-    holds the loaders' states of all ranks, and the states of torch's generators.
+    holds the loaders' states of all ranks, and those of the generators of torch, numpy and Python.
 
     Args:
         log_metrics: whether to log `odb/*`, every `log_every_n_steps` optimizer steps.

@@ -16,13 +16,6 @@ from odb_nodes.loader.reshard_nodes import check_same
 from odb_nodes.loader.resharding import reshard
 from odb_nodes.monitor import Monitor
 
-__all__ = [
-    "begin_or_resume",
-    "changed_arguments_remedy",
-    "load_saved_states",
-    "resharded_run",
-]
-
 S = TypeVar("S", bound=NodeState)
 
 

@@ -37,8 +37,6 @@ from odb_nodes.memory.model import MemoryModel
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.budget import allowed_rows
 
-__all__ = ["Calibration", "Trial", "find_budget", "preflight"]
-
 TrainStep = Callable[[Any], Any]
 MakeBatch = Callable[..., Any]
 """(rows, width), or (rows, width, patches) where rows have patches, -> batch."""

@@ -48,8 +48,6 @@ from odb_nodes.planning.group_costs import BudgetCost, padded_tokens
 from odb_nodes.sample import Sample, name_of
 from odb_nodes.step_info import StepInfo, pop_step_info
 
-__all__ = ["GuardedStep", "OomGuard"]
-
 logger = logging.getLogger("odb_nodes")
 
 OnOom = Literal["split", "skip", "raise"]

@@ -14,8 +14,6 @@ import torch
 from odb_nodes._core.checks import check_type
 from odb_nodes._core.user_warning import warn_user
 
-__all__ = ["CudaMeter", "MemoryMeter", "ShapeTooLargeError", "free_memory", "is_out_of_memory"]
-
 MOST_BYTES = 2**63 - 1
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 UNFRAGMENTED = ("expandable_segments:True", "cudaMallocAsync")

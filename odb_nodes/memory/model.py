@@ -20,8 +20,6 @@ from odb_nodes.errors import StateError
 from odb_nodes.memory.meter import MOST_BYTES, check_share
 from odb_nodes.planning import TokenBudget
 
-__all__ = ["Fit", "MemoryModel"]
-
 Floats = NDArray[np.float64]
 
 VERSION = 1

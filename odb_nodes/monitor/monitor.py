@@ -45,8 +45,6 @@ from odb_nodes.monitor.window import (
 from odb_nodes.monitor.writers import RecordWriter, check_writers, make_writer
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo
 
-__all__ = ["Monitor"]
-
 
 @dataclass(kw_only=True)
 class MonitorState(NodeState):

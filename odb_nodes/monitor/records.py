@@ -17,8 +17,6 @@ from odb_nodes._core.checks import check_named, check_type
 from odb_nodes._core.files import folder_with
 from odb_nodes._core.user_warning import warn_user
 
-__all__ = ["Record", "RunRecords", "read_run", "scalars"]
-
 FILE = "monitor.jsonl"
 VERSION = 2
 STEPS, EPOCH, ATTEMPT = "steps", "epoch", "attempt"  # kinds of records

@@ -21,8 +21,6 @@ from odb_nodes.monitor.losses import ALL_RANKS, SampleLoss, read_losses, worst_s
 from odb_nodes.monitor.records import FILE, GROUPS, Record, RunRecords, read_run
 from odb_nodes.monitor.window import LOSS_OF, Counts
 
-__all__ = ["Report", "RunSummary", "report"]
-
 AnyPath = str | os.PathLike[str]
 
 _WORST = 20  # samples

@@ -17,8 +17,6 @@ from odb_nodes.monitor.losses import ALL_RANKS, RowLosses, SampleLoss
 from odb_nodes.planning.budget import ATTENTION_TOKENS
 from odb_nodes.step_info import StepInfo
 
-__all__ = ["StepMeter", "summarize", "timed"]
-
 _MICROSECONDS = 1e6
 COLUMNS = 5  # integers of a micro-step; see `StepMeter.take`
 

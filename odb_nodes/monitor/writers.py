@@ -12,8 +12,6 @@ from odb_nodes._core.files import LockedFile
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.monitor.records import FILE, Record, line_of, scalars
 
-__all__ = ["MlflowWriter", "RecordWriter", "WandbWriter"]
-
 
 @runtime_checkable
 class RecordWriter(Protocol):

@@ -10,8 +10,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from odb_nodes._core.checks import check_choice, check_count
 
-__all__ = ["SavedTensorMeter"]
-
 FailsIn = Literal["forward", "backward"]
 
 

@@ -22,8 +22,6 @@ from odb_nodes.integrations.learning_rate import LrScaling
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import WorkerOptions
 
-__all__ = ["DynamicBatches", "main"]
-
 _READ = (
     *("cutoff_len", "per_device_train_batch_size", "gradient_accumulation_steps", "packing"),
     *("neat_packing", "stage", "disable_shuffling", "group_by_length", "dataloader_drop_last"),

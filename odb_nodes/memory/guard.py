@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from odb_nodes._compat.torch import uncompiled, without_ddp_sync
-from odb_nodes._core.checks import check_choice, check_count, check_fraction, check_type
+from odb_nodes._core.checks import check_choice, check_count, check_number, check_type
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import LossRule
@@ -131,11 +131,11 @@ class OomGuard:
         meter: MemoryMeter | None = None,
     ) -> None:
         check_choice("on_oom", on_oom, get_args(OnOom))
-        check_fraction("guard_above", guard_above)
+        check_number("guard_above", guard_above, "[0, 1]")
         self.collator, self.aligner = _nodes_of(loader)
         budget = budget_below(self.collator)
         if shrink is not None:
-            check_shrink(shrink)
+            check_number("shrink", shrink, "(0, 1)")
         _check_graph(budget, self.aligner, shrink)
         known = None if budget is None else budget.tokens
         self.loader, self.on_oom, self._shrink = loader, on_oom, shrink
@@ -605,12 +605,6 @@ class GuardedStep:
 def runs_ahead() -> bool:
     """Tell whether collectives may be waited for only after the calls that begin them: on a GPU."""
     return bool(torch.cuda.is_initialized())
-
-
-def check_shrink(shrink: Any) -> None:
-    """Raise a `ValueError` if `shrink` is no share below 1."""
-    if not isinstance(shrink, float) or not 0 < shrink < 1:
-        raise ValueError(f"`shrink` must be above 0 and below 1, but is {shrink!r} instead.")
 
 
 def _nodes_of(loader: Any) -> tuple[GroupCollator, RankAligner | None]:

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
-from math import ceil, isfinite, isqrt, sqrt
+from math import ceil, isqrt, sqrt
 from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_nodes._core.checks import MAX_COUNT, check_count, check_type
+from odb_nodes._core.checks import MAX_COUNT, check_count, check_number
 from odb_nodes._core.text import markdown_table
 from odb_nodes.errors import StateError
-from odb_nodes.memory.meter import MOST_BYTES, check_share
+from odb_nodes.memory.meter import MOST_BYTES
 from odb_nodes.planning import TokenBudget
 
 Floats = NDArray[np.float64]
@@ -160,7 +160,7 @@ class MemoryModel:
                 not show how memory grows, or no batch fits.
         """
         check_count("limit_bytes", limit_bytes, maximum=MOST_BYTES)
-        usable_bytes = limit_bytes * check_share("threshold", threshold)
+        usable_bytes = limit_bytes * check_number("threshold", threshold, "(0, 1]")
         fit = self.fit()
         if fit.token_bytes == fit.square_bytes == 0:
             raise ValueError(
@@ -173,10 +173,7 @@ class MemoryModel:
                 f"`{min(wrong)}` must not be given: the model finds `tokens` and "
                 "`attention_tokens`, and the options are further fields of `TokenBudget`."
             )
-        margin = fit.margin if margin is None else margin
-        check_type("margin", margin, int | float)
-        if not (isfinite(margin) and margin >= 0):
-            raise ValueError(f"`margin` must be finite and at least 0, but is {margin!r} instead.")
+        margin = fit.margin if margin is None else check_number("margin", margin, "[0, inf)")
         share = self._patch_share(fit)
         room_bytes = usable_bytes / (1 + margin) - fit.constant_bytes
         attention_tokens, unit_bytes = self._unit_of_cost(fit)

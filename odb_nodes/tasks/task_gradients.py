@@ -15,6 +15,7 @@ from odb_nodes._core.checks import (
     check_choice,
     check_count,
     check_integer,
+    check_number,
     check_seconds,
     check_type,
     describe,
@@ -234,11 +235,9 @@ class GradNorm(TaskGradients):
         check_choice("rule", rule, get_args(Rule))
         super().__init__(weights, shared, process_group, timeout_s)
         self._every = check_count("every", every)
-        most_alpha = 2.0 if rule == "ratio" else float("inf")
-        _check_within("alpha", alpha, 0.0, most_alpha)
-        _check_within("rate", rate, 0.0, 1.0)
-        if not 0 < least < 1:
-            raise ValueError(f"`least` must be above 0 and below 1, but is {least!r} instead.")
+        check_number("alpha", alpha, "[0, 2)" if rule == "ratio" else "[0, inf)")
+        check_number("rate", rate, "[0, 1)")
+        check_number("least", least, "(0, 1)")
         self._alpha, self._rate, self._rule, self._least = alpha, rate, rule, least
         self._steps = 0
         self._first: dict[str, float] = {}
@@ -479,12 +478,6 @@ def _check_is_unchanged(gradient: torch.Tensor) -> None:
             "the loss must be returned as `PCGrad` gave it, but was multiplied by "
             f"{float(gradient):g}, which would change no gradient. Set the weights of the tasks."
         )
-
-
-def _check_within(name: str, value: Any, low: float, high: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not low <= value < high:
-        raise ValueError(f"`{name}` must be at least {low:g} and below {high:g}, but is {value!r}.")
 
 
 def _place(info: StepInfo | None) -> str:

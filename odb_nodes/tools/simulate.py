@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
+from odb_nodes._core.checks import check_number
 from odb_nodes._core.text import counted, html_table, markdown_table
 from odb_nodes.alignment.exchange import LocalExchange
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S, VirtualTeam
@@ -104,8 +105,7 @@ def lognormal_lengths(
         longest_tokens: upper bound, to which longer lengths are clipped.
         seed: seed of numpy's generator.
     """
-    if not 0 <= cv < math.inf:
-        raise ValueError(f"`cv` must be a number of at least 0, but is {cv!r}.")
+    check_number("cv", cv, "[0, inf)")
     sigma = math.sqrt(math.log(1 + cv**2))
     mu = math.log(mean_tokens) - sigma**2 / 2
     tokens = np.random.default_rng(seed).lognormal(mu, sigma, samples)

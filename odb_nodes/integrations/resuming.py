@@ -18,15 +18,12 @@ from odb_nodes.monitor import Monitor
 
 S = TypeVar("S", bound=NodeState)
 
-
-def changed_arguments_remedy(*, names: str, load: str, leave_out: str, smaller: str) -> str:
-    """Return the remedy for a state that does not fit the arguments, under a `Trainer`."""
-    return (
-        f"Under a `Trainer` there is no `strict=False`, and {smaller}. "
-        "Resume with the arguments and data that the "
-        f"run was saved with ({names}), or begin a new run with its weights: load them with "
-        f"`{load}`, and leave out `{leave_out}`."
-    )
+CHANGED_ARGUMENTS = (
+    "Under a `Trainer` there is no `strict=False`, and {smaller}. Resume with the arguments and "
+    "data that the run was saved with ({names}), or begin a new run with its weights: load them "
+    "with `{load}`, and leave out `{leave_out}`."
+)
+"""The remedy for a state that does not fit the arguments."""
 
 
 def load_saved_states(

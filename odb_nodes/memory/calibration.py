@@ -151,10 +151,10 @@ def find_budget(
     warn_of_fragments(meter)
 
     def calibrate() -> Calibration:
-        bar = Bar(None, "steps tried to find the budget", max_trials)
-        search = BudgetSearch(train_step, make_batch, states, meter, patches_per_row, bar)
-        with bar, search:
-            brackets = search.find(sizes, max_trials)
+        with Bar(None, "steps tried to find the budget", max_trials) as bar:
+            search = BudgetSearch(train_step, make_batch, states, meter, patches_per_row, bar)
+            with search:
+                brackets = search.find(sizes, max_trials)
         return Calibration(
             points=tuple(search.done),
             model=search.model(),

@@ -30,8 +30,8 @@ from odb_nodes.integrations.huggingface.samples import given_dataset, loader_opt
 from odb_nodes.integrations.learning_rate import at_positions
 from odb_nodes.integrations.recording import StepRecorder
 from odb_nodes.integrations.resuming import (
+    CHANGED_ARGUMENTS,
     begin_or_resume,
-    changed_arguments_remedy,
     load_saved_states,
     resharded_run,
 )
@@ -47,7 +47,7 @@ MOST_OF_AN_EPOCH = 0.999  # share of an epoch shown, at most, before its end is 
 ESTIMATE_SLACK = 0.05  # share of the steps by which estimates are usually off
 HOLDER = "ODBTrainer"
 FIXED_ARGUMENTS = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
-CHANGED = changed_arguments_remedy(
+CHANGED = CHANGED_ARGUMENTS.format(
     names="`accumulate` is `gradient_accumulation_steps`, `seed` is `data_seed` or else `seed`, "
     "the others are those of the `ODBConfig`",
     load="from_pretrained",

@@ -12,8 +12,8 @@ from odb_nodes._core.seeds import load_rngs, save_rngs
 from odb_nodes.contract import NodeState, SourceState
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.resuming import (
+    CHANGED_ARGUMENTS,
     begin_or_resume,
-    changed_arguments_remedy,
     resharded_run,
 )
 from odb_nodes.loader.dataloader import ODBDataLoader
@@ -24,7 +24,7 @@ from odb_nodes.monitor.window import timed
 from odb_nodes.step_info import StepInfo, pop_step_info
 from odb_nodes.tasks.task_gradients import AnyWeights
 
-CHANGED = changed_arguments_remedy(
+CHANGED = CHANGED_ARGUMENTS.format(
     names="`accumulate` is `accumulate_grad_batches`, the others are those of the `ODBDataModule` "
     "or of your `ODBDataLoader`",
     load="load_from_checkpoint",

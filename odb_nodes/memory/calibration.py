@@ -500,10 +500,8 @@ class BudgetSearch(Trials):
         peaks = {one.rows: one.peak_bytes for one in self._ended() if one.width == width}
         if len(peaks) >= 2:
             fewer, more = sorted(peaks)[-2:]
-            room_bytes, difference = (
-                self._meter.limit_bytes - peaks[more],
-                peaks[more] - peaks[fewer],
-            )
+            difference = peaks[more] - peaks[fewer]
+            room_bytes = self._meter.limit_bytes - peaks[more]
             if difference <= 0 or room_bytes > FARTHEST * difference:
                 return None
             return more + int(room_bytes * (more - fewer) // difference)

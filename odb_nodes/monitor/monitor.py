@@ -314,7 +314,7 @@ class Monitor:
         ]
 
     def reset(self, step: int = 0) -> None:
-        """Begin a run, or go on with one without a state after `step` optimizer steps.
+        """Begin a run, or go on without a state after `step` optimizer steps; also after `close`.
 
         Raises:
             TypeError, ValueError: it is no number of steps.

@@ -132,8 +132,9 @@ def rows_of(folder):
     for step in (
         step for segment in run.segments for step in np.split(segment.steps, len(segment.steps))
     ):
-        keys, repeats, names = (one.tolist() for one in run.samples(step).of_step(0))
-        origins = [run.names[one][:2] for one in names]
+        samples = run.samples(step)
+        keys, repeats = samples.keys.tolist(), samples.repeats.tolist()
+        origins = [run.names[one][:2] for one in samples.names]
         found.append(
             [
                 (None if key < 0 else key, source, repeat, reason)

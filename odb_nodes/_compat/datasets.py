@@ -76,10 +76,7 @@ def consists_of(stages: list[Any], names: set[str]) -> bool:
 
 
 def splits_by_shards(stages: list[Any]) -> bool:
-    """Tell whether ranks with shards of their own get, together, what one rank would.
-
-    Each would count its own rows from 0, as `add_column` does, and drop a last batch of its own.
-    """
+    """Tell whether ranks with shards of their own get, together, what one rank would."""
     of_all = any(
         getattr(stage, name, False)
         for stage in stages

@@ -15,10 +15,7 @@ _kept: WeakSet[BaseProcess] = WeakSet()
 
 
 def keep_from_forks(child: BaseProcess) -> None:
-    """Keep a child process from those that `os.fork` makes of this one.
-
-    At their exit by `sys.exit`, they would send it SIGTERM, then fail to join it.
-    """
+    """Keep a child from forks of this process, which would send it SIGTERM at their exit."""
     _kept.add(child)
 
 

@@ -25,11 +25,7 @@ _MOST_SEEN, _MOST_HELD = 500, 32  # objects within one that is asked about, and 
 
 
 def split_by_itself(iterable: Any) -> str | None:
-    """Return what in an iterable yields each rank a share of its own; `None` where nothing does.
-
-    Looks also at the stages, datasets and other attributes that the iterable holds. Tells nothing
-    of whether there are several ranks.
-    """
+    """Return what in an iterable, or within what it holds, yields each rank a share; or None."""
     return next(filter(None, map(_name_of, _within(iterable))), None)
 
 

@@ -18,10 +18,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 @contextmanager
 def without_ddp_sync(model: DistributedDataParallel) -> Iterator[None]:
-    """Within this context a DDP model has no collective, in forward or in backward.
-
-    `no_sync` alone would let the first forward in it broadcast the buffers once more.
-    """
+    """Within this context a DDP model has no collective, in forward or in backward."""
+    # `no_sync` alone would let the first forward broadcast the buffers once more.
     before = model.require_forward_param_sync
     model.require_forward_param_sync = False
     try:
@@ -57,15 +55,11 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether ranks compute a model together: FSDP, or parameters that are `DTensor`s."""
-    classes: list[type] = []
-    for module, names in (
-        ("torch.distributed.fsdp", ("FullyShardedDataParallel", "FSDPModule")),
-        ("torch.distributed.tensor", ("DTensor",)),
-    ):
-        if (loaded := sys.modules.get(module)) is not None:  # else nobody has made one
-            classes += [getattr(loaded, name) for name in names if hasattr(loaded, name)]
-    kinds = tuple(classes)
-    return any(isinstance(one, kinds) for one in (*model.modules(), *model.parameters()))
+    loaded = sys.modules.get("torch.distributed.fsdp")  # else nobody has made one
+    names = ("FullyShardedDataParallel", "FSDPModule")
+    kinds = tuple(getattr(loaded, name) for name in names if hasattr(loaded, name))
+    is_fsdp = any(isinstance(one, kinds) for one in model.modules())
+    return is_fsdp or any(map(is_dtensor, model.parameters()))
 
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:

@@ -57,11 +57,8 @@ def signal_stop(node: BaseNode[Any]) -> None:
 
 
 def join_threads(node: BaseNode[Any], timeout_s: float) -> None:
-    """Stop the threads and workers of a node, and wait until each has left its source.
-
-    Its own shutdown waits for 0.5 s and then goes on while the thread is still inside of
-    `next(source)`, so a slow source loses an item at every reset.
-    """
+    """Stop the threads and workers of a node, and wait until each has left its source."""
+    # Their own shutdown goes on after 0.5 s: a slow source would lose an item at every reset.
     if not isinstance(node, (Prefetcher, PinMemory, _ParallelMapperImpl)):
         return
     # A reset of theirs that raised has deleted it, and the next one would miss it.

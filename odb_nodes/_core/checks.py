@@ -41,20 +41,21 @@ def check_count(name: str, value: object, minimum: int = 1, maximum: int = MAX_C
     return count
 
 
-def check_fraction(name: str, value: Any) -> float:
-    """Return `value` as a float in 0..1."""
-    if not _is_number(value):
-        raise TypeError(_message(name, "a number in 0..1", describe(value)))
-    if not 0 <= float(value) <= 1:
-        raise ValueError(_message(name, "in 0..1", describe(value)))
-    return float(value)
+def check_number(name: str, value: Any, interval: str) -> float:
+    """Return `value` as a float in an interval such as "(0, 1]": above 0, and at most 1."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise TypeError(_message(name, f"a number in {interval}", describe(value)))
+    number, (low, high) = float(value), map(float, interval[1:-1].split(","))
+    is_above = number >= low if interval[0] == "[" else number > low
+    is_below = number <= high if interval[-1] == "]" else number < high
+    if not (is_above and is_below):
+        raise ValueError(_message(name, f"in {interval}", describe(value)))
+    return number
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Raise a `ValueError` unless a lock can wait for `value` seconds; no wait is without end."""
-    if not _is_number(value) or not 0 < float(value) <= threading.TIMEOUT_MAX:
-        rule = f"seconds, above 0 and at most {threading.TIMEOUT_MAX:.0f}"
-        raise ValueError(_message(name, rule, f"{value!r:.80}"))
+    """Raise an error unless a lock can wait for `value` seconds; no wait is without end."""
+    check_number(name, value, f"(0, {threading.TIMEOUT_MAX:.0f}]")
 
 
 def check_bool(name: str, value: object) -> bool:
@@ -111,6 +112,13 @@ def check_callable(name: str, value: Any) -> None:
         raise TypeError(_message(name, "a function or None", describe(value), remedy))
 
 
+def refuse(refused: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` with the first message that applies."""
+    for message, applies in refused.items():
+        if applies:
+            raise ValueError(message)
+
+
 def describe(value: object) -> str:
     """Return what an error says of a value: plain values as they are, others by their class."""
     if isinstance(value, type):
@@ -119,10 +127,6 @@ def describe(value: object) -> str:
         return f"{value!r:.80}"
     function = getattr(value, "__name__", "")
     return f"the {type(value).__name__} `{function}`" if function else _class_name(type(value))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _message(name: str, rule: str, seen: str, remedy: str = "") -> str:

@@ -1,4 +1,4 @@
-"""Items and states as bytes: digests, torch's format, and rows of values per token."""
+"""Items and states: as bytes, their digests and differences, and rows of values per token."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import marshal
 import pickle
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -230,3 +230,51 @@ def _add_tensor(value: torch.Tensor, crc: int) -> int:
         return crc
     crc = crc32(repr(tuple(value.shape)).encode(), crc)
     return _add_array(tensor_bytes(value), crc)
+
+
+# --- differences ----------------------------------------------------------------------------------
+
+
+_ARRAYS = (torch.Tensor, np.ndarray)
+
+
+def difference(expected: Any, got: Any) -> str | None:
+    """Return where and how `got` differs from `expected`, or None; NaN equals NaN."""
+    if expected is got:
+        return None
+    if any(isinstance(expected, kind) and isinstance(got, kind) for kind in _ARRAYS):
+        if expected.dtype != got.dtype or expected.shape != got.shape:
+            return (
+                f" is {tuple(got.shape)} {got.dtype} instead of "
+                f"{tuple(expected.shape)} {expected.dtype}"
+            )
+        if isinstance(expected, torch.Tensor) and torch.equal(expected, got):
+            return None
+        both_nan = (expected != expected) & (got != got)
+        places = torch.as_tensor((expected != got) & ~both_nan).nonzero()
+        if not len(places):
+            return None
+        place = tuple(places[0].tolist())
+        return f"[{place}] is {got[place]} instead of {expected[place]}"
+    pairs: Iterable[tuple[Any, Any, Any]]
+    if isinstance(expected, Mapping) and isinstance(got, Mapping):
+        if expected.keys() != got.keys():
+            return f" has keys {sorted(map(str, got))} instead of {sorted(map(str, expected))}"
+        pairs = ((key, expected[key], got[key]) for key in expected)
+    elif (
+        isinstance(expected, Sequence)
+        and not isinstance(expected, (str, bytes))
+        and type(got) is type(expected)
+    ):
+        if len(expected) != len(got):
+            return f" has {len(got)} elements instead of {len(expected)}"
+        pairs = zip(range(len(expected)), expected, got, strict=True)
+    else:
+        same = type(expected) is type(got) and bool(
+            expected == got or (expected != expected and got != got)  # NaN
+        )
+        return None if same else f" is {got!r:.500} instead of {expected!r:.500}"
+    for key, left, right in pairs:
+        if differs := difference(left, right):
+            return f"[{key!r}]{differs}"
+    return None

@@ -22,35 +22,26 @@ EVERY_S = 60.0
 _COLUMNS = 80  # of a terminal that says it has none
 
 
-class Interval:
-    """Tells, in less than 1 us, when a line is due: after 10, 20 and 40 s, then each minute."""
-
-    def __init__(self) -> None:
-        self._began_s = time.monotonic()
-        self._due_s = self._began_s + FIRST_S
-
-    def due_s(self) -> float | None:
-        """Return the seconds since the start where a line is due, and `None` where none is."""
-        now_s = time.monotonic()
-        if now_s < self._due_s:
-            return None
-        passed_s = now_s - self._began_s
-        self._due_s = now_s + min(passed_s, EVERY_S)
-        return passed_s
-
-
 class SlowProgress:
-    """Logs how many of `total` items (`None`: unknown) are done at each `Interval`."""
+    """Logs how many of `total` items (`None`: unknown) are done, after 10, 20, 40 s and so on."""
 
     def __init__(self, what: str, total: int | None) -> None:
         self._what = what
         self._of = "" if total is None else f" of {total}"
-        self._interval = Interval()
+        self._began_s = time.monotonic()
+        self._due_s = self._began_s + FIRST_S
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next update logs a line; known in less than 1 us."""
+        return time.monotonic() >= self._due_s
 
     def update(self, done: int, more: str = "") -> None:
         """Note that `done` items are done now; a line ends with `more`."""
-        if (passed_s := self._interval.due_s()) is not None:
-            end = more and f"; {more}"
+        if self.is_due:
+            now_s, end = time.monotonic(), more and f"; {more}"
+            passed_s = now_s - self._began_s
+            self._due_s = now_s + min(passed_s, EVERY_S)
             logger.warning("%s: %d%s after %.0f s%s", self._what, done, self._of, passed_s, end)
 
 

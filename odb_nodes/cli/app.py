@@ -21,8 +21,6 @@ from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.planning.auto_window import parse_window
 from odb_nodes.planning.options import JobOptions
 
-__all__ = ["COMMANDS", "main"]
-
 _EXPECTED = (
     ImportError,
     OSError,

@@ -180,8 +180,7 @@ def simulate(args: Namespace) -> None:
         for world_size, window in product(args.ranks or [data.options.virtual_ranks or 1], windows)
     ]
     from odb_nodes._core.text import markdown_table
-    from odb_nodes.tools.simulate import TableEpoch
-    from odb_nodes.tools.timeline import timeline_page, timeline_text
+    from odb_nodes.tools.simulate import TableEpoch, timeline_page, timeline_text
 
     table = data.table()
     print(table)

@@ -35,10 +35,7 @@ class UsageError(ValueError):
 def check_outputs(
     args: Namespace, options: Sequence[str], inputs: Sequence[str | Path | None]
 ) -> None:
-    """Check the files that options name to be written, before any work is done for them.
-
-    Nothing is lost: no file without `--force`, and none that is read, or is in a folder of these.
-    """
+    """Check files to be written: none exists without `--force`, or is read, or beside what is."""
     given = [str(one) for one in inputs if one is not None]
     named = [*given, *(one for name in given for one in glob.glob(name, recursive=True))]
     read = {inner.resolve() for one in map(Path, named) for inner in (one, *one.glob("*"))}
@@ -65,10 +62,7 @@ def check_outputs(
 
 
 class Data:
-    """The data that a command line names and, where they are a loader's, its options.
-
-    What the command line gives itself comes before an option of the loader.
-    """
+    """The data that a command line names, and the options of their loader that it does not give."""
 
     def __init__(
         self, args: Namespace, outputs: Sequence[str] = (), inputs: Sequence[Path | None] = ()

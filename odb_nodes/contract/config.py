@@ -77,7 +77,8 @@ def several_changes(nodes: Iterable[tuple[str, Config]], state: object) -> str |
 
     A reset names those of the first node only. Nodes of the same name are not compared.
     """
-    present, saved = _singles(nodes), _singles(sealed_configs(state))
+    sealed = ((one["node"], one["config"]) for one in sealed_states(state))
+    present, saved = _singles(nodes), _singles(sealed)
     pairs = {name: (saved[name], present[name]) for name in present if name in saved}
     changed = {name: pair for name, pair in pairs.items() if _changes(*pair)}
     return _message(changed) + _REMEDY if len(changed) > 1 else None
@@ -89,14 +90,14 @@ def _singles(named: Iterable[tuple[str, Config]]) -> dict[str, Config]:
     return {name: config for name, config in pairs if counts[name] == 1}
 
 
-def sealed_configs(state: object) -> Iterator[tuple[str, Config]]:
-    """Yield name and configuration of each state that is sealed within another."""
+def sealed_states(state: object) -> Iterator[Mapping[str, Any]]:
+    """Yield each state that is sealed within another, with its name and its configuration."""
     if isinstance(state, Mapping):
         if isinstance(state.get("node"), str) and isinstance(state.get("config"), Mapping):
-            yield state["node"], state["config"]
+            yield state
         state = [*state.values()]
     for part in state if isinstance(state, (list, tuple)) else ():
-        yield from sealed_configs(part)
+        yield from sealed_states(part)
 
 
 def _equal(saved: Any, present: Any) -> bool:

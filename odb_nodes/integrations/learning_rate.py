@@ -45,10 +45,10 @@ class LrScaling:
 
     @contextmanager
     def applied(self, optimizer: Any, samples: int) -> Iterator[None]:
-        """Scale the learning rates of an optimizer within a `with` block.
+        """Scale the learning rates of an optimizer, or a wrapper of one, within a `with` block.
 
         Args:
-            optimizer: an optimizer of torch, or a wrapper with its `param_groups`.
+            optimizer: has `param_groups`.
             samples: number of samples of this optimizer step: `StepInfo.optimizer_samples`.
         """
         before = [group["lr"] for group in optimizer.param_groups]

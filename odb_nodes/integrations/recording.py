@@ -60,10 +60,7 @@ class StepRecorder:
         self.at_step: dict[str, Any] = {}  # learning rate and norm of the gradient
 
     def record(self, batches: Iterable[tuple[Any, StepInfo, float]], *, meter: bool = True) -> None:
-        """Record an optimizer step that is done: its batches, with the seconds of waiting for each.
-
-        The monitor is told of it by `tell_monitor`, which may know more of it.
-        """
+        """Record the batches of an optimizer step, with the seconds that each was waited for."""
         for batch, info, wait_s in batches:
             if meter:
                 self.meter.add(batch, info, wait_s)

@@ -16,24 +16,14 @@ from odb_nodes.loader.reshard_nodes import check_same
 from odb_nodes.loader.resharding import reshard
 from odb_nodes.monitor import Monitor
 
-__all__ = [
-    "begin_or_resume",
-    "changed_arguments_remedy",
-    "load_saved_states",
-    "resharded_run",
-]
-
 S = TypeVar("S", bound=NodeState)
 
-
-def changed_arguments_remedy(*, names: str, load: str, leave_out: str, smaller: str) -> str:
-    """Return the remedy for a state that does not fit the arguments, under a `Trainer`."""
-    return (
-        f"Under a `Trainer` there is no `strict=False`, and {smaller}. "
-        "Resume with the arguments and data that the "
-        f"run was saved with ({names}), or begin a new run with its weights: load them with "
-        f"`{load}`, and leave out `{leave_out}`."
-    )
+CHANGED_ARGUMENTS = (
+    "Under a `Trainer` there is no `strict=False`, and {smaller}. Resume with the arguments and "
+    "data that the run was saved with ({names}), or begin a new run with its weights: load them "
+    "with `{load}`, and leave out `{leave_out}`."
+)
+"""The remedy for a state that does not fit the arguments."""
 
 
 def load_saved_states(

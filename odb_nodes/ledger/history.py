@@ -68,16 +68,7 @@ def rank_files(folder: Path) -> list[RankFile]:
 
 
 class RankFile:
-    """What the file of one rank says.
-
-    Attributes:
-        headers: of its attempts, in the order in which they were written.
-        names: number -> name, of each attempt.
-        steps: that are recorded and whole, of `STEP_DTYPE`.
-        has_ended: whether the run has ended, and nobody has gone on.
-        problems: where it was changed or damaged.
-        notes: where a record was torn by the end of the process that wrote it.
-    """
+    """What the file of one rank says, and where it was changed, damaged or torn."""
 
     def __init__(self, path: Path) -> None:
         match = re.fullmatch(r"rank-([0-9]+)\.ledger", path.name)
@@ -88,10 +79,10 @@ class RankFile:
                 "out of the folder."
             )
         self.path, self.rank = path, int(match[1])
-        self.headers: list[Header] = []
-        self.names: list[dict[int, Name]] = []
-        self.steps: Steps = np.empty(0, STEP_DTYPE)
-        self.has_ended = False
+        self.headers: list[Header] = []  # of its attempts, in the order in which they were written
+        self.names: list[dict[int, Name]] = []  # number -> name, of each attempt
+        self.steps: Steps = np.empty(0, STEP_DTYPE)  # that are whole
+        self.has_ended = False  # The run has, and nobody has gone on.
         self.problems: list[str] = []
         self.notes: list[str] = []
         if path.stat().st_size:  # what is empty cannot be mapped
@@ -262,32 +253,16 @@ class Samples:
     names: npt.NDArray[np.int32]  # indices into `Run.names`
     stops: Ints  # number of samples up to the end of each step
 
-    def of_step(self, index: int) -> tuple[npt.NDArray[Any], ...]:
-        """Return keys, repeats and names of one of the steps."""
-        at = slice(self.stops[index - 1] if index else 0, self.stops[index])
-        return self.keys[at], self.repeats[at], self.names[at]
-
 
 class Run:
-    """What all files of a ledger say.
-
-    Attributes:
-        attempts: of all ranks.
-        folder: that the files are in.
-        by_rank: rank -> its attempts, in their order.
-        names: sources and reasons of samples, in all files.
-        own: names of the sources that each rank has for itself.
-        steps: all that are recorded, of `STEP_DTYPE`.
-        segments: what counts of them, in the order of the run.
-        replaced: those that a later attempt of as many ranks has done again.
-    """
+    """What all files of a ledger say, and what counts of it."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = folder_with("rank-*.ledger", folder)
         self.files = rank_files(self.folder)
         named = [name for file in self.files for one in file.names for name in one.values()]
-        self.own = {name.source for name in named if name.is_own}
-        self.attempts: list[Attempt] = []
+        self.own = {name.source for name in named if name.is_own}  # of each rank for itself
+        self.attempts: list[Attempt] = []  # of all ranks
         numbers, parts = {_UNKNOWN: 0}, [np.empty(0, STEP_DTYPE)]
         for file in self.files:
             parts += [self._read_attempt(file, at, numbers) for at in range(len(file.headers))]
@@ -301,14 +276,12 @@ class Run:
             for name in ("limit", "job_limit", "job")
         )
         places = position(self.steps["epoch"], self.steps["step"])
+        # Done again by a later attempt of as many ranks; and what counts, in the order of the run.
         self.replaced = self.steps[(limits <= places) & (places < job_limits)]
         self.segments = self._segments(self.steps[places < limits], jobs[places < limits])
 
     def _read_attempt(self, file: RankFile, index: int, numbers: dict[Name, int]) -> Steps:
-        """Add an attempt, and return its steps; an attempt for each virtual rank of a process.
-
-        A virtual rank counts its own steps, so they are the same whichever process hosts it.
-        """
+        """Add an attempt for each virtual rank of a process, and return their steps."""
         header, names = file.headers[index], file.names[index]
         of_names = np.zeros(max(names, default=-1) + 2, np.int32)
         for number, name in names.items():
@@ -456,11 +429,7 @@ def _at(at: int) -> str:
 def read_steps(
     folder: str | os.PathLike[str], epoch: int, steps: Sequence[int]
 ) -> dict[int, list[StepInfo]]:
-    """Return what is recorded of some steps of an epoch: step -> the `StepInfo` of each rank.
-
-    It says what a ledger keeps: samples, epoch, step, whether it is filler and ends the epoch. A
-    step that a rank has no record of is left out.
-    """
+    """Return the `StepInfo` of each rank, by step, as far as a ledger has it of all ranks."""
     run = Run(folder)
     if problems := run.damage():
         raise StateError(
@@ -477,9 +446,9 @@ def read_steps(
 
 
 def _info_of(run: Run, step: Steps) -> StepInfo:
-    keys, repeats, names = (one.tolist() for one in run.samples(step).of_step(0))
-    origins = [run.names[number] for number in names]
-    keys = [None if key == NO_KEY else key for key in keys]
+    samples = run.samples(step)
+    origins = [run.names[number] for number in samples.names]
+    keys = [None if key == NO_KEY else key for key in samples.keys.tolist()]
     rows, flags = sum(not name.reason for name in origins), int(step["flags"][0])
     left = zip(keys[rows:], origins[rows:], strict=True)
     return StepInfo(
@@ -488,7 +457,7 @@ def _info_of(run: Run, step: Steps) -> StepInfo:
         local_samples=rows,
         keys=tuple(keys[:rows]),
         row_sources=tuple(name.source for name in origins[:rows]),
-        row_repeats=tuple(repeats[:rows]),
+        row_repeats=tuple(samples.repeats[:rows].tolist()),
         own_sources=frozenset(run.own),
         left_out=tuple(LeftOut(key, name.source, name.reason) for key, name in left),
         is_filler=bool(flags & FILLER),

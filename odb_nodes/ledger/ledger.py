@@ -171,11 +171,7 @@ class Ledger:
         self.close(ended=not any(error))
 
     def _begin(self, info: StepInfo | None) -> tuple[bytes, Encoder]:
-        """Return the header of an attempt, for a file that is made where there is none.
-
-        It begins with the first step that was lost, if that was not done again. What a kill or a
-        full disk has left of a record is cut off, and the end of the run taken back.
-        """
+        """Return the header of an attempt, from the first lost step on; cut off what is torn."""
         lost, first = 0, self._first_lost
         if info is None or (first is not None and _place(first) < _place(info)):
             assert first is not None

@@ -64,15 +64,11 @@ class Header(NamedTuple):
 
 
 class Name(NamedTuple):
-    """What the rows of samples refer to by number.
-
-    What is left out before any row of its source is written without `is_own`: that holds for the
-    source, whatever the record, rank or attempt.
-    """
+    """What the rows of samples refer to by number."""
 
     source: str
     reason: str  # why it was left out; "" of what was in a batch
-    is_own: bool  # the keys of the source are of this rank alone
+    is_own: bool  # The keys of the source are of this rank alone; unknown before any row of it.
 
 
 def preamble(size: int = 0) -> bytes:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from odb_nodes._core.checks import check_count, check_seconds, check_type, describe
-from odb_nodes._core.content import explain_unreadable, is_readable
+from odb_nodes._core.content import difference, explain_unreadable, is_readable
 from odb_nodes._core.files import sync_folder
 from odb_nodes._core.seeds import load_rngs, save_rngs
 from odb_nodes._core.user_warning import warn_user
@@ -30,7 +30,7 @@ from odb_nodes.loader.checkpoint_folders import (
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.rank_states import rank_file
 from odb_nodes.loader.reshard_nodes import Ranks
-from odb_nodes.loader.resharding import data_place, deep_equal, reshard, reshard_parts
+from odb_nodes.loader.resharding import data_place, reshard, reshard_parts
 
 logger = logging.getLogger("odb_nodes")
 
@@ -436,7 +436,7 @@ def _about(step: int, rank: int, world_size: int) -> dict[str, int]:
 def _kept_once(parts: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of a rank; those that are equal to the first one's take no memory more."""
     return {
-        name: first[name] if name in first and deep_equal(one, first[name]) else one
+        name: first[name] if name in first and not difference(one, first[name]) else one
         for name, one in parts.items()
     }
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-import torch
-
 from odb_nodes._core.checks import check_count, check_type
+from odb_nodes._core.content import difference
 from odb_nodes.alignment.rank_aligner import AlignerState
 from odb_nodes.alignment.virtual_ranks import VirtualState
 from odb_nodes.contract import copy_state
@@ -100,7 +99,7 @@ def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") 
         }
         return [{key: of[rank] for key, of in parts.items()} for rank in range(world_size)]
     for rank, one in enumerate(states):
-        if not deep_equal(first, one):
+        if difference(first, one):
             raise StateError(
                 f"`{place}` must be equal on all ranks to be that of another number of ranks, but "
                 f"is {first!r:.80} on rank 0, and {one!r:.80} on rank {rank}. Reshard the states "
@@ -130,23 +129,6 @@ def batches_per_step(state: Mapping[str, Any]) -> int:
     """Return how many batches of a step a process takes, by a state of an `ODBDataLoader`."""
     root = state["root"]
     return len(root["sources"]) if node_of(root) == _VIRTUAL else 1
-
-
-def deep_equal(one: Any, other: Any) -> bool:
-    """Tell whether two values are equal; they may hold tensors, and NaN equals NaN."""
-    if one is other:
-        return True
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return False
-        return torch.equal(one, other) or (
-            one.is_floating_point() and torch.allclose(one, other, 0, 0, equal_nan=True)
-        )
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(deep_equal(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and type(one) is type(other):
-        return len(one) == len(other) and all(map(deep_equal, one, other))
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))
 
 
 def _is_whole(state: Any) -> bool:
@@ -227,7 +209,7 @@ def _order(loaders: Sequence[LoaderState]) -> list[int]:
         )
     firsts = {rank: found.index(rank) for rank in found}
     for loader, rank in zip(loaders, found, strict=True):  # Several may read the same data.
-        if not 0 <= rank < size or not deep_equal(vars(loader), vars(loaders[firsts[rank]])):
+        if not 0 <= rank < size or difference(vars(loader), vars(loaders[firsts[rank]])):
             raise StateError(
                 f"the states must be one of each rank, but are of ranks {sorted(found)} of {size}, "
                 f"and not all of rank {rank} are equal: ranks that read the same data must save at "

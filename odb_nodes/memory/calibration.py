@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil, isqrt
@@ -36,8 +36,6 @@ from odb_nodes.memory.meter import (
 from odb_nodes.memory.model import MemoryModel
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.budget import allowed_rows
-
-__all__ = ["Calibration", "Trial", "find_budget", "preflight"]
 
 TrainStep = Callable[[Any], Any]
 MakeBatch = Callable[..., Any]
@@ -77,11 +75,7 @@ class Trial:
     error: str = ""
 
     def reason(self, limit_bytes: int) -> str:
-        """Return, for an error, why the step does not fit.
-
-        Args:
-            limit_bytes: the meter's limit.
-        """
+        """Return, for an error, why the step does not fit under a meter's limit."""
         taken = f"it took {self.peak_bytes:,} bytes, but the limit is {limit_bytes:,}"
         return self.error.strip().rstrip(".") or taken
 
@@ -157,12 +151,12 @@ def find_budget(
     warn_of_fragments(meter)
 
     def calibrate() -> Calibration:
-        bar = Bar(None, "steps tried to find the budget", max_trials)
-        with bar, _trying(train_step, make_batch, states, meter, patches_per_row, bar) as trials:
-            search = BudgetSearch(trials, max_trials)
-            brackets = search.find(sizes)
+        with Bar(None, "steps tried to find the budget", max_trials) as bar:
+            search = BudgetSearch(train_step, make_batch, states, meter, patches_per_row, bar)
+            with search:
+                brackets = search.find(sizes, max_trials)
         return Calibration(
-            points=tuple(trials.done),
+            points=tuple(search.done),
             model=search.model(),
             budget=search.verified_budget(brackets),
             tokens_per_s=search.tokens_per_s(brackets),
@@ -195,10 +189,10 @@ def preflight(
     since the optimizer may create its state in the first one.
 
     Args:
-        train_step: makes one whole step of training with a batch, the optimizer's step included.
-        make_batch: (rows, width) -> batch; with `patches_per_row` (rows, width, patches) -> batch.
+        train_step: as for `find_budget`.
+        make_batch: as for `find_budget`.
         budget: the budget of the run; a number counts padded tokens.
-        states: all that the steps change, as for `find_budget`.
+        states: as for `find_budget`.
         meter: measures the memory of a step, and has its limit.
         widths: lengths of the data, in tokens: the shortest and the longest one suffice. `None`:
             all that the budget allows, which may be longer than the model does.
@@ -215,7 +209,8 @@ def preflight(
     """
     budget = TokenBudget.of(budget)
     shapes = _largest_shapes(budget, [1, budget.capacity] if widths is None else widths)
-    with _trying(train_step, make_batch, states, meter, patches_per_row) as trials:
+    trials = Trials(train_step, make_batch, states, meter, patches_per_row)
+    with trials:
         for rows, width in (shapes[0], *shapes):
             trial = trials.run(rows, width, budget.max_patches)
             if not trial.fits:
@@ -268,39 +263,51 @@ def _checked_widths(widths: Sequence[int]) -> list[int]:
 # --- trials ---------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
 class Trials:
-    """Makes steps of training with batches of given shapes, and keeps what came of each."""
+    """Makes steps of training with batches of given shapes, and puts back what they change."""
 
-    train_step: TrainStep
-    make_batch: MakeBatch
-    meter: MemoryMeter
-    patches_per_row: int
-    state: TrainingState
-    bar: Bar | None
-    done: list[Trial] = field(default_factory=list)
-    is_seen: bool = False
+    def __init__(
+        self,
+        train_step: TrainStep,
+        make_batch: MakeBatch,
+        states: Sequence[Any],
+        meter: MemoryMeter,
+        patches_per_row: int,
+        bar: Bar | None = None,
+    ) -> None:
+        check_callable("train_step", train_step)
+        check_callable("make_batch", make_batch)
+        self._train_step, self._make_batch, self._bar = train_step, make_batch, bar
+        self._per_row = check_count("patches_per_row", patches_per_row, 0)
+        self._meter = check_meter(meter)
+        self._state = TrainingState(states)
+        self.done: list[Trial] = []
+        self._is_seen = False  # something, by the meter
+
+    def __enter__(self) -> None:
+        self._handle = register_optimizer_step_pre_hook(self._state.check_known)
+
+    def __exit__(self, *error: object) -> None:
+        self._handle.remove()
+        free_memory()
+        self._state.restore()
 
     def run(self, rows: int, width: int, most_patches: int | None = None) -> Trial:
         """Make one step with a batch of a shape."""
-        meter, patches = self.meter, rows * self.patches_per_row
+        meter, patches = self._meter, rows * self._per_row
         if most_patches is not None:
             patches = min(patches, most_patches)
-        shape = (rows, width, patches) if self.patches_per_row else (rows, width)
+        shape = (rows, width, patches) if self._per_row else (rows, width)
         failure: Exception | None = None
-        weights, gradients = self.state.weights, list[None]()
-
-        def note(_: torch.Tensor) -> None:  # and not keep it: it is to become that of a weight
-            gradients.append(None)
-
+        weights, has_gradients = self._state.weights, set[bool]()
         without = [weight for weight in weights if weight.grad is None]
-        hook = register_multi_grad_hook(weights, note, mode="any")
+        hook = register_multi_grad_hook(weights, lambda _: has_gradients.add(True), mode="any")
         with measuring(meter):
             meter.reset()
             idle_bytes = meter.peak_bytes()
             start_s = time.perf_counter()
             try:
-                self.train_step(self.make_batch(*shape))
+                self._train_step(self._make_batch(*shape))
                 if torch.cuda.is_initialized():
                     torch.cuda.synchronize()  # an error may come only then
             except Exception as error:
@@ -311,13 +318,11 @@ class Trials:
                 hook.remove()
             seconds = time.perf_counter() - start_s
             peak_bytes = meter.peak_bytes()
-        has_gradients = bool(gradients)
-        gradients.clear()
         if failure is not None:
             free_memory(failure)
             for weight in without:
                 weight.grad = None
-        self.state.restore_values()
+        self._state.restore_values()
         trial = Trial(
             rows=rows,
             width=width,
@@ -328,11 +333,11 @@ class Trials:
             error="" if failure is None else str(failure),
         )
         self.done.append(trial)
-        self.is_seen |= peak_bytes > idle_bytes
-        if self.bar is not None:
+        self._is_seen |= peak_bytes > idle_bytes
+        if self._bar is not None:
             outcome = f"fits, {trial.peak_bytes / 2**30:.2f} GiB" if trial.fits else "does not fit"
-            self.bar.set_postfix_str(f"{rows} x {width} {outcome}", refresh=False)
-            self.bar.update()
+            self._bar.set_postfix_str(f"{rows} x {width} {outcome}", refresh=False)
+            self._bar.update()
         if len(self.done) == 1 and failure is None and weights and not has_gradients:
             warn_user(
                 "`train_step` has computed no gradient of the weights in `states`. If it makes no "
@@ -344,7 +349,7 @@ class Trials:
 
     def check_seen(self) -> None:
         """Check that the meter has seen something of the trials."""
-        if not self.is_seen:
+        if not self._is_seen:
             trial = self.done[-1]
             raise ValueError(
                 f"`meter` sees nothing of `train_step`: {len(self.done)} steps, the last one with "
@@ -381,23 +386,12 @@ class Bracket:
         return self.fails is not None and self.fails - self.fits <= self.step
 
 
-class BudgetSearch:
-    """Finds how many rows of each width fit, in few trials, and the budget that follows.
+class BudgetSearch(Trials):
+    """Finds how many rows of each width fit, in few trials, and the budget that follows."""
 
-    The peaks of two batches of a width, or the model of those of other widths, say where the edge
-    is, and the next trial is made there.
-    """
-
-    def __init__(self, trials: Trials, max_trials: int) -> None:
-        self._trials, self._max_trials = trials, max_trials
-        self._limit_bytes, self._per_row = trials.meter.limit_bytes, trials.patches_per_row
-
-    def find(self, widths: Sequence[int]) -> list[Bracket]:
-        """Return the bracket of each width, as far as the trials suffice.
-
-        The first trial does not count: in it, the optimizer may only begin to have its state.
-        """
-        self._try(Bracket(widths[0]), 1)
+    def find(self, widths: Sequence[int], max_trials: int) -> list[Bracket]:
+        """Return the bracket of each width, as far as the trials suffice."""
+        self._try(Bracket(widths[0]), 1)  # in which the optimizer may begin to have its state
         *between, widest = widths
         brackets: list[Bracket] = []
         for number, width in enumerate([widest, *between]):
@@ -406,7 +400,7 @@ class BudgetSearch:
                 wider = (one for one in brackets if one.width > width)
                 bracket.fits = max((one.fits * one.width // width for one in wider), default=0)
             brackets.append(bracket)
-            left = self._max_trials - len(self._trials.done)
+            left = max_trials - len(self.done)
             for_others = LEAST_TRIALS * (len(widths) - number - 1)
             for _ in range(max(left - for_others, min(LEAST_TRIALS, left))):
                 self._try(bracket, min(self._next_rows(bracket), bracket.most))
@@ -415,13 +409,11 @@ class BudgetSearch:
         return [one for one in brackets if one.fits or one.fails]
 
     def model(self) -> MemoryModel:
-        """Return a model of the steps that ended: of large ones, where small ones do not fit in.
-
-        Small batches may take no more than the optimizer's own step does, which shows nothing.
-        """
+        """Return a model of the steps that ended: of large ones, where small ones do not fit in."""
         ended = self._ended()
         model = _model_of(ended)
-        large = [one for one in ended if 2 * one.peak_bytes > self._limit_bytes]
+        # Small ones may take no more than the optimizer's own step does, which shows nothing.
+        large = [one for one in ended if 2 * one.peak_bytes > self._meter.limit_bytes]
         if len(large) < ENOUGH_POINTS or model.fit().error < MISFIT:
             return model
         return _model_of(large)
@@ -430,8 +422,8 @@ class BudgetSearch:
         """Return the model's budget, in the bounds of what fitted and what did not."""
         model, found = self.model(), [one for one in brackets if one.is_found]
         try:
-            budget = model.budget(self._limit_bytes, threshold=1.0)
-            most_tokens = model.budget(self._limit_bytes, threshold=1.0, margin=0.0).tokens
+            budget = model.budget(self._meter.limit_bytes, threshold=1.0)
+            most_tokens = model.budget(self._meter.limit_bytes, threshold=1.0, margin=0.0).tokens
         except ValueError:
             if not found:
                 raise
@@ -455,15 +447,15 @@ class BudgetSearch:
     def tokens_per_s(self, brackets: Sequence[Bracket]) -> float:
         """Return the mean speed over the largest batch of each width that fitted."""
         largest = {(one.width, one.fits) for one in brackets}
-        timed = {(one.width, one.rows): one.seconds for one in self._trials.done}
+        timed = {(one.width, one.rows): one.seconds for one in self.done}
         tried = largest & {*timed}  # more rows of a width than these may have fitted untried
         return sum(width * rows for width, rows in tried) / sum(timed[one] for one in tried)
 
     def _ended(self) -> list[Trial]:
-        return [trial for trial in self._trials.done[1:] if not trial.error]
+        return [trial for trial in self.done[1:] if not trial.error]
 
     def _try(self, bracket: Bracket, rows: int) -> None:
-        trial = self._trials.run(rows, bracket.width)
+        trial = self.run(rows, bracket.width)
         if trial.fits:
             bracket.fits = max(bracket.fits, rows)
             self._check_growth()
@@ -472,7 +464,7 @@ class BudgetSearch:
         else:
             raise ShapeTooLargeError(
                 f"a single row of {bracket.width} tokens does not fit: "
-                f"{trial.reason(self._limit_bytes)}. "
+                f"{trial.reason(self._meter.limit_bytes)}. "
                 "Leave longer samples out, enable checkpointing, or shard the model.",
                 rows,
                 bracket.width,
@@ -494,7 +486,7 @@ class BudgetSearch:
         if fails is None:
             return most if expected is None else min(max(expected, fits + bracket.step), most)
         first, last = fits + bracket.step, fails - bracket.step
-        done = self._trials.done
+        done = self.done
         failed = [one for one in done if one.width == bracket.width and not one.fits]
         is_misled = expected is not None and expected >= fails and len(failed) > 1
         if expected is None or expected < fits or is_misled:
@@ -508,7 +500,8 @@ class BudgetSearch:
         peaks = {one.rows: one.peak_bytes for one in self._ended() if one.width == width}
         if len(peaks) >= 2:
             fewer, more = sorted(peaks)[-2:]
-            room_bytes, difference = self._limit_bytes - peaks[more], peaks[more] - peaks[fewer]
+            difference = peaks[more] - peaks[fewer]
+            room_bytes = self._meter.limit_bytes - peaks[more]
             if difference <= 0 or room_bytes > FARTHEST * difference:
                 return None
             return more + int(room_bytes * (more - fewer) // difference)
@@ -517,7 +510,7 @@ class BudgetSearch:
         model = self.model()
         one, two = (model.predict(rows, width, rows * self._per_row) for rows in (1, 1001))
         row_bytes = (two - one) / 1000
-        return 1 + int((self._limit_bytes - one) // row_bytes) if row_bytes > 0 else None
+        return 1 + int((self._meter.limit_bytes - one) // row_bytes) if row_bytes > 0 else None
 
 
 def _model_of(trials: Sequence[Trial]) -> MemoryModel:
@@ -530,35 +523,8 @@ def _model_of(trials: Sequence[Trial]) -> MemoryModel:
 # --- what the steps change ------------------------------------------------------------------------
 
 
-@contextmanager
-def _trying(
-    train_step: TrainStep,
-    make_batch: MakeBatch,
-    states: Sequence[Any],
-    meter: MemoryMeter,
-    patches_per_row: int,
-    bar: Bar | None = None,
-) -> Iterator[Trials]:
-    """Yield what makes steps, and put back what they change, however this block ends."""
-    check_callable("train_step", train_step)
-    check_callable("make_batch", make_batch)
-    patches = check_count("patches_per_row", patches_per_row, 0)
-    check_meter(meter)
-    kept = TrainingState(states)
-    handle = register_optimizer_step_pre_hook(kept.check_known)
-    try:
-        yield Trials(train_step, make_batch, meter, patches, kept, bar)
-    finally:
-        handle.remove()
-        free_memory()
-        kept.restore()
-
-
 class TrainingState:
-    """What training changes in the given objects, and the global random generators.
-
-    It is kept on the CPU, so that it takes no memory of the device whose memory is measured.
-    """
+    """What training changes in some objects, and the global generators: kept on the CPU."""
 
     def __init__(self, states: Sequence[Any]) -> None:
         check_type("states", states, list | tuple, "Pass a list of models, optimizers and others.")
@@ -608,10 +574,7 @@ class TrainingState:
             )
 
     def restore_values(self) -> None:
-        """Put back what decides the next step, but leave gradients and the optimizers' states.
-
-        So it takes as much memory as in the middle of a run.
-        """
+        """Put back what decides the next step, in no more memory than in the middle of a run."""
         for weight, (value, _) in self._values.items():
             weight.data.copy_(value.data)
         for buffers, name, saved in self._buffers:

@@ -11,8 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from odb_nodes._core.checks import check_type
 
-__all__ = ["Checkpointing", "enable_checkpointing"]
-
 OWN_METHODS = ("activation_checkpointing", "gradient_checkpointing")
 """Of transformers, since version 5 and before: `<name>_enable`, `<name>_disable`, `is_<name>`."""
 REMEDY = "Pass `blocks=`, the modules to checkpoint."

@@ -12,8 +12,6 @@ from torch import nn
 from odb_nodes._core.checks import check_choice, check_count, check_type
 from odb_nodes.planning import TokenBudget
 
-__all__ = ["MemoryEstimate", "estimate_training_memory"]
-
 STATES: Mapping[str, int] = {
     "adamw": 2, "adam": 2, "lion": 1, "rmsprop": 1, "sgd_momentum": 1, "sgd": 0
 }  # fmt: skip

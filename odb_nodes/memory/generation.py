@@ -21,8 +21,6 @@ from odb_nodes.planning.runs import LengthRuns
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import Observe, Sample
 
-__all__ = ["LongestFirst", "generate_in_parts"]
-
 
 def generate_in_parts(
     model: Any, batch: Mapping[str, Any], *, pad_token_id: int | None = None, **options: Any

@@ -91,10 +91,7 @@ def give_gradients(model: nn.Module) -> None:
 
 
 def average_gradients(model: DistributedDataParallel) -> None:
-    """Average the gradients over the ranks of a model, as its own backward would have.
-
-    Its communication hooks are not called.
-    """
+    """Average the gradients over the ranks of a model, as its own backward does without hooks."""
     group, ranks = model.process_group, dist.get_world_size(model.process_group)
     parameters = [
         one

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from odb_nodes._compat.torch import uncompiled, without_ddp_sync
-from odb_nodes._core.checks import check_choice, check_count, check_fraction, check_type
+from odb_nodes._core.checks import check_choice, check_count, check_number, check_type
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import LossRule
@@ -48,8 +48,6 @@ from odb_nodes.planning.group_costs import BudgetCost, padded_tokens
 from odb_nodes.sample import Sample, name_of
 from odb_nodes.step_info import StepInfo, pop_step_info
 
-__all__ = ["GuardedStep", "OomGuard"]
-
 logger = logging.getLogger("odb_nodes")
 
 OnOom = Literal["split", "skip", "raise"]
@@ -75,11 +73,6 @@ class StepBatch(NamedTuple):
     batch: Any
     samples: list[Sample]
     info: StepInfo
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Epoch and step."""
-        return self.info.epoch, self.info.step
 
 
 class OomGuard:
@@ -138,11 +131,11 @@ class OomGuard:
         meter: MemoryMeter | None = None,
     ) -> None:
         check_choice("on_oom", on_oom, get_args(OnOom))
-        check_fraction("guard_above", guard_above)
+        check_number("guard_above", guard_above, "[0, 1]")
         self.collator, self.aligner = _nodes_of(loader)
         budget = budget_below(self.collator)
         if shrink is not None:
-            check_shrink(shrink)
+            check_number("shrink", shrink, "(0, 1)")
         _check_graph(budget, self.aligner, shrink)
         known = None if budget is None else budget.tokens
         self.loader, self.on_oom, self._shrink = loader, on_oom, shrink
@@ -170,9 +163,8 @@ class OomGuard:
     def __iter__(self) -> Iterator[GuardedStep]:
         """Begin an epoch, or continue from a loaded state, as `iter(loader)` does.
 
-        Where the loader raises between the batches of an optimizer step, those that came before
-        are kept for the next `iter`, which goes on with the step if the loader does. Warns, once,
-        of a step that is left without its `backward`.
+        Where the loader raises within an optimizer step, the next `iter` goes on with the step if
+        the loader does. Warns, once, of a step that is left without its `backward`.
         """
         self.collator.keep_samples()
         try:
@@ -201,7 +193,8 @@ class OomGuard:
         try:
             for batch in batches:
                 info = pop_step_info(batch)
-                if begun and (info.epoch, info.step - 1) != begun[-1].place:
+                last = begun[-1].info if begun else info
+                if begun and (info.epoch, info.step - 1) != (last.epoch, last.step):
                     begun.clear()
                 begun.append(StepBatch(batch, self.collator.take_samples(info), info))
                 if begun[0].info.micro_step:
@@ -612,12 +605,6 @@ class GuardedStep:
 def runs_ahead() -> bool:
     """Tell whether collectives may be waited for only after the calls that begin them: on a GPU."""
     return bool(torch.cuda.is_initialized())
-
-
-def check_shrink(shrink: Any) -> None:
-    """Raise a `ValueError` if `shrink` is no share below 1."""
-    if not isinstance(shrink, float) or not 0 < shrink < 1:
-        raise ValueError(f"`shrink` must be above 0 and below 1, but is {shrink!r} instead.")
 
 
 def _nodes_of(loader: Any) -> tuple[GroupCollator, RankAligner | None]:

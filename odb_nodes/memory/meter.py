@@ -11,10 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from odb_nodes._core.checks import check_type
+from odb_nodes._core.checks import check_number
 from odb_nodes._core.user_warning import warn_user
-
-__all__ = ["CudaMeter", "MemoryMeter", "ShapeTooLargeError", "free_memory", "is_out_of_memory"]
 
 MOST_BYTES = 2**63 - 1
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -72,7 +70,7 @@ class CudaMeter:
     """
 
     def __init__(self, device: torch.device | int | str | None = None, share: float = 0.9) -> None:
-        check_share("share", share)
+        check_number("share", share, "(0, 1]")
         if not torch.cuda.is_available():
             raise RuntimeError(
                 "`CudaMeter` needs a GPU, but torch sees none. On a CPU, use "
@@ -115,14 +113,6 @@ def warn_of_fragments(meter: MemoryMeter) -> None:
             "it, a budget that was found with batches of some widths may not fit with others, "
             "since what they free is in pieces that do not fit."
         )
-
-
-def check_share(name: str, value: Any) -> float:
-    """Return a share as a float."""
-    check_type(name, value, int | float)
-    if isinstance(value, bool) or not 0 < value <= 1:
-        raise ValueError(f"`{name}` must be above 0 and at most 1, but is {value!r} instead.")
-    return float(value)
 
 
 def check_meter(meter: Any, name: str = "meter") -> MemoryMeter:

@@ -7,20 +7,18 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
-from math import ceil, isfinite, isqrt, sqrt
+from math import ceil, isqrt, sqrt
 from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_nodes._core.checks import MAX_COUNT, check_count, check_type
+from odb_nodes._core.checks import MAX_COUNT, check_count, check_number
 from odb_nodes._core.text import markdown_table
 from odb_nodes.errors import StateError
-from odb_nodes.memory.meter import MOST_BYTES, check_share
+from odb_nodes.memory.meter import MOST_BYTES
 from odb_nodes.planning import TokenBudget
-
-__all__ = ["Fit", "MemoryModel"]
 
 Floats = NDArray[np.float64]
 
@@ -125,12 +123,7 @@ class MemoryModel:
         return self._fit
 
     def predict(self, rows: int, width: int, patches: int = 0) -> int:
-        """Return the predicted peak of a step, in bytes, without the margin.
-
-        Args:
-            rows: rows of the batch.
-            width: tokens of each row, padding included.
-            patches: image patches of the batch.
+        """Return the predicted peak of a step, in bytes, without the margin; arguments as of `add`.
 
         Raises:
             ValueError: there are fewer than 2 points.
@@ -167,7 +160,7 @@ class MemoryModel:
                 not show how memory grows, or no batch fits.
         """
         check_count("limit_bytes", limit_bytes, maximum=MOST_BYTES)
-        usable_bytes = limit_bytes * check_share("threshold", threshold)
+        usable_bytes = limit_bytes * check_number("threshold", threshold, "(0, 1]")
         fit = self.fit()
         if fit.token_bytes == fit.square_bytes == 0:
             raise ValueError(
@@ -180,10 +173,7 @@ class MemoryModel:
                 f"`{min(wrong)}` must not be given: the model finds `tokens` and "
                 "`attention_tokens`, and the options are further fields of `TokenBudget`."
             )
-        margin = fit.margin if margin is None else margin
-        check_type("margin", margin, int | float)
-        if not (isfinite(margin) and margin >= 0):
-            raise ValueError(f"`margin` must be finite and at least 0, but is {margin!r} instead.")
+        margin = fit.margin if margin is None else check_number("margin", margin, "[0, inf)")
         share = self._patch_share(fit)
         room_bytes = usable_bytes / (1 + margin) - fit.constant_bytes
         attention_tokens, unit_bytes = self._unit_of_cost(fit)
@@ -293,16 +283,13 @@ class MemoryModel:
         return float((taken[:, 2] / taken.sum(1)).mean()) if fit.patch_bytes else 0.0
 
     def _unit_of_cost(self, fit: Fit) -> tuple[int | None, float]:
-        """Return `attention_tokens`, and the bytes that a unit of cost under it takes at most.
-
-        A row of L tokens costs L + L*L // attention_tokens, in integers. What is rounded off is
-        largest in proportion where L is a little below the root of `attention_tokens`.
-        """
+        """Return `attention_tokens`, and the bytes that a unit of cost under it takes at most."""
         widths = [width for _, width, _ in self._points]
         linear, square = fit.token_bytes, fit.square_bytes
         if square * max(widths) <= SMALL_SQUARE * linear:
             return None, linear + square * max(widths)
         attention_tokens = max(min(round(linear / square), MAX_COUNT), 1)
+        # Costs are integers: most is rounded off a little below the root of `attention_tokens`.
         last = max(2 * isqrt(attention_tokens), *widths)
         lengths = np.arange(min(widths), last + 1, dtype=np.int64)
         costs = lengths + lengths * lengths // attention_tokens

@@ -75,10 +75,7 @@ class StepParts:
         return halved
 
     def cut(self, pieces: int) -> None:
-        """Cut each batch into `pieces` parts, of samples of like length.
-
-        Where a batch has fewer samples, one of them is computed again, without weight.
-        """
+        """Cut each batch into `pieces` parts, of samples of like length, or without weight."""
         for number, (samples,) in enumerate(self._parts):
             self._parts[number] = _cut(samples, pieces)
             self._fillers[number] = pieces - len(self._parts[number])

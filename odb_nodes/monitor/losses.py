@@ -26,8 +26,6 @@ from odb_nodes._core.user_warning import warn_user
 from odb_nodes.monitor.records import FILE, parse_run
 from odb_nodes.sample import IGNORE_INDEX
 
-__all__ = ["RowLosses", "SampleLoss", "read_losses", "row_losses", "worst_samples"]
-
 ALL_RANKS = -1  # in place of a rank, where a key means the same sample on all of them
 
 

@@ -45,8 +45,6 @@ from odb_nodes.monitor.window import (
 from odb_nodes.monitor.writers import RecordWriter, check_writers, make_writer
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo
 
-__all__ = ["Monitor"]
-
 
 @dataclass(kw_only=True)
 class MonitorState(NodeState):
@@ -184,11 +182,8 @@ class Monitor:
 
         The next batch that `step` is told of may be any of the loader's.
 
-        Args:
-            loader: the loader of this rank.
-
         Raises:
-            TypeError: it is none.
+            TypeError: it is no loader.
         """
         if self._stats is None or loader is not self._stats.loader:
             self._stats = LoaderStats(loader)
@@ -319,10 +314,7 @@ class Monitor:
         ]
 
     def reset(self, step: int = 0) -> None:
-        """Begin a run, or go on with one without a state. Also after `close`.
-
-        Args:
-            step: optimizer steps of the run that are done.
+        """Begin a run, or go on without a state after `step` optimizer steps; also after `close`.
 
         Raises:
             TypeError, ValueError: it is no number of steps.

@@ -17,8 +17,6 @@ from odb_nodes._core.checks import check_named, check_type
 from odb_nodes._core.files import folder_with
 from odb_nodes._core.user_warning import warn_user
 
-__all__ = ["Record", "RunRecords", "read_run", "scalars"]
-
 FILE = "monitor.jsonl"
 VERSION = 2
 STEPS, EPOCH, ATTEMPT = "steps", "epoch", "attempt"  # kinds of records
@@ -31,10 +29,7 @@ Record = dict[str, Any]
 def scalars(record: Record) -> dict[str, float]:
     """Return the values of a record for a chart of each, as `mean/loss`; without `None`.
 
-    Those of the record of an epoch are `epoch_mean/loss` and so on.
-
-    Args:
-        record: one of steps, or of an epoch.
+    Those of the record of an epoch, rather than of steps, are `epoch_mean/loss` and so on.
     """
     prefix = "" if record["kind"] == STEPS else f"{record['kind']}_"
     return {

@@ -14,17 +14,14 @@ from typing import Any
 
 from odb_nodes._core.checks import check_type
 from odb_nodes._core.files import replacing
-from odb_nodes._core.text import html_table, html_text, markdown_table
+from odb_nodes._core.text import Rows, Shown, html_table, html_text
 from odb_nodes.ledger import Audit, audit
 from odb_nodes.monitor.figures import Curve, Figure, curves, dots, page
 from odb_nodes.monitor.losses import ALL_RANKS, SampleLoss, read_losses, worst_samples
 from odb_nodes.monitor.records import FILE, GROUPS, Record, RunRecords, read_run
 from odb_nodes.monitor.window import LOSS_OF, Counts
 
-__all__ = ["Report", "RunSummary", "report"]
-
 AnyPath = str | os.PathLike[str]
-Rows = list[dict[str, str]]
 
 _WORST = 20  # samples
 _LONGEST = 60  # characters of a setting
@@ -202,7 +199,7 @@ class RunSummary:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Shown):
     """What some runs come to; as a string, and in a notebook, tables to read.
 
     Attributes:
@@ -211,14 +208,10 @@ class Report:
 
     runs: tuple[RunSummary, ...]
 
-    def __str__(self) -> str:
-        tables = [f"{name}\n\n{markdown_table(rows)}".lstrip() for name, rows in self._tables()]
-        return "\n\n".join([*tables, *(str(run.audit) for run in self.runs if run.audit)])
-
-    def _repr_html_(self) -> str:
-        tables = [html_text(name) * bool(name) + html_table(rows) for name, rows in self._tables()]
-        audits = [html_text(str(run.audit), "pre") for run in self.runs if run.audit]
-        return "".join([*tables, *audits])
+    def parts(self) -> list[str | Rows]:
+        """Return the texts and tables, in their order."""
+        tables = [part for table in self._tables() for part in table if part]
+        return [*tables, *(str(run.audit) for run in self.runs if run.audit)]
 
     def figures(self) -> list[Figure]:
         """Return the figures of the page, which a notebook shows: `plotly.graph_objects.Figure`.
@@ -415,10 +408,7 @@ def _by_stretch(values: Sequence[tuple[int, Any]]) -> str:
 
 
 def _whole(steps: Sequence[Record]) -> dict[str, dict[str, float | None]]:
-    """Return the groups of all steps together: means are weighed by what they are means over.
-
-    What is not known of one record is not known of all.
-    """
+    """Return the groups of all steps together; what one record does not know, none does."""
     total = Counts()
     for record in steps:
         mean, sums, peaks, last = (

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from odb_nodes._core.checks import check_type
-from odb_nodes._core.progress import Bar, Interval, is_terminal, logger
+from odb_nodes._core.progress import Bar, SlowProgress, is_terminal
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.exchange import group_rank
@@ -62,7 +62,7 @@ class RunProgress:
     def __init__(self, is_on: bool, process_group: Any) -> None:
         self._is_on, self._process_group = is_on, process_group
         self._bar: Bar | None = None
-        self._interval: Interval | None = None
+        self._lines: SlowProgress | None = None
         self._figures: dict[str, str] = {}
 
     @property
@@ -97,16 +97,15 @@ class RunProgress:
             self._bar.set_postfix({"step": str(step)} | self._figures, refresh=False)
             self._bar.update(info.local_samples)
             return
-        self._interval = self._interval or Interval()
-        passed_s = self._interval.due_s()
-        if passed_s is not None and not is_terminal() and self._is_shown:
+        self._lines = self._lines or SlowProgress("optimizer steps", None)
+        if self._lines.is_due and not is_terminal() and self._is_shown:
             samples = None if stats is None else stats.samples()
-            parts = [f"step {step} after {passed_s:.0f} s: epoch {info.epoch}"]
+            parts = [f"epoch {info.epoch}"]
             if samples is not None:
                 total = f" of {samples[1]:,}" if samples[0] <= samples[1] else ""
                 parts.append(f"{samples[0]:,}{total} samples")
             parts += [f"{name} {value}" for name, value in self._figures.items()]
-            logger.warning("%s", ", ".join(parts))
+            self._lines.update(step, ", ".join(parts))
 
 
 # --- warnings -------------------------------------------------------------------------------------

@@ -12,12 +12,10 @@ from typing import Any
 
 import torch
 
-from odb_nodes._core.checks import check_named, check_type, describe
+from odb_nodes._core.checks import check_named, check_number, check_type, describe
 from odb_nodes.monitor.losses import ALL_RANKS, RowLosses, SampleLoss
 from odb_nodes.planning.budget import ATTENTION_TOKENS
 from odb_nodes.step_info import StepInfo
-
-__all__ = ["StepMeter", "summarize", "timed"]
 
 _MICROSECONDS = 1e6
 COLUMNS = 5  # integers of a micro-step; see `StepMeter.take`
@@ -338,9 +336,7 @@ class Window:
 
 
 def _squares_of(batch: Mapping[str, Any]) -> Number:
-    """Return the sum over the rows of a batch of their squared widths; of a packed row, over its
-    samples of their squared lengths. 0 without `input_ids` of two dimensions.
-    """
+    """Return the sum of the squared widths of rows, or lengths of packed samples; 0 if unknown."""
     ids, places = batch.get("input_ids"), batch.get("position_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         return 0
@@ -398,11 +394,7 @@ def check_row_losses(losses: RowLosses, info: StepInfo) -> None:
 
 def not_negative(name: str, value: Any) -> float:
     """Return a number, as an integer where it is whole; raise unless it is 0 or more."""
-    if not isinstance(value, Real):
-        raise TypeError(f"`{name}` must be a number, but is {describe(value)} instead.")
-    number = float(value)
-    if not 0 <= number < math.inf:
-        raise ValueError(f"`{name}` must be 0 or more, and finite, but is {number:g} instead.")
+    number = check_number(name, value, "[0, inf)")
     return int(number) if number.is_integer() else number
 
 

@@ -12,8 +12,6 @@ from odb_nodes._core.files import LockedFile
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.monitor.records import FILE, Record, line_of, scalars
 
-__all__ = ["MlflowWriter", "RecordWriter", "WandbWriter"]
-
 
 @runtime_checkable
 class RecordWriter(Protocol):
@@ -40,10 +38,7 @@ class RecordWriter(Protocol):
 
 
 class JsonlWriter:
-    """Appends records to a file. A disk that is full warns once and leaves a gap.
-
-    So does a file that is deleted; it is made anew.
-    """
+    """Appends records to a file; a full disk, or a deletion, warns once and leaves a gap."""
 
     def __init__(self, folder: Path) -> None:
         self._file = LockedFile(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from odb_nodes._core.checks import check_choice, check_count, check_fraction, check_integer
+from odb_nodes._core.checks import check_choice, check_count, check_integer, check_number
 from odb_nodes.planning.auto_window import AUTO, WindowSize, check_window
 from odb_nodes.planning.rounds import Uneven
 
@@ -25,7 +25,7 @@ class PlanOptions:
         check_count("round_size", self.round_size)
         check_choice("uneven", self.uneven, get_args(Uneven))
         check_count("dearest_first", self.dearest_first, 0)
-        check_fraction("diversity", self.diversity)
+        check_number("diversity", self.diversity, "[0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_nodes._core.checks import check_fraction
+from odb_nodes._core.checks import check_number
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import TokenBudget, allowed_rows
 from odb_nodes.planning.caps import NO_CAPS, offered_costs
@@ -197,7 +197,7 @@ _UNIT = 2.0**24
 
 def check_diversity(diversity: Any, budget: TokenBudget) -> float:
     """Return `diversity` as a float."""
-    weight = check_fraction("diversity", diversity)
+    weight = check_number("diversity", diversity, "[0, 1]")
     if weight and budget.layout == "packed":
         raise ValueError(
             f"`diversity` must be 0 where groups are packed, but is {diversity} instead. A packed "

@@ -15,6 +15,7 @@ from odb_nodes._core.checks import (
     check_choice,
     check_count,
     check_integer,
+    check_number,
     check_seconds,
     check_type,
     describe,
@@ -62,12 +63,7 @@ class TaskGradients:
         return self.weights.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the weights to those of a state; the ranks compare them again.
-
-        Raises:
-            StateError: it is no state of these.
-            ValueError: it is of other tasks.
-        """
+        """Set the weights to those of a state; raises what that of `TaskWeights` raises."""
         self.weights.load_state_dict({"weights": state_dict.get("weights")})
         self._begin_step()
         self._meeting.begin()
@@ -156,11 +152,7 @@ class TaskGradients:
         return info
 
     def _take(self, info: StepInfo) -> torch.Tensor:
-        """Return what was added on all ranks, and begin anew. All ranks call it, after `_end`.
-
-        (tasks, elements of the parameters + 1), at least float32: gradient of a task's sum of
-        losses, and in the last column that sum. Tasks are in the order of the weights.
-        """
+        """Return what all ranks added, (tasks, elements + 1): gradients, and sums of losses."""
         sums = self._sums
         assert sums is not None
         self._begin_step()
@@ -243,11 +235,9 @@ class GradNorm(TaskGradients):
         check_choice("rule", rule, get_args(Rule))
         super().__init__(weights, shared, process_group, timeout_s)
         self._every = check_count("every", every)
-        most_alpha = 2.0 if rule == "ratio" else float("inf")
-        _check_within("alpha", alpha, 0.0, most_alpha)
-        _check_within("rate", rate, 0.0, 1.0)
-        if not 0 < least < 1:
-            raise ValueError(f"`least` must be above 0 and below 1, but is {least!r} instead.")
+        check_number("alpha", alpha, "[0, 2)" if rule == "ratio" else "[0, inf)")
+        check_number("rate", rate, "[0, 1)")
+        check_number("least", least, "(0, 1)")
         self._alpha, self._rate, self._rule, self._least = alpha, rate, rule, least
         self._steps = 0
         self._first: dict[str, float] = {}
@@ -260,12 +250,8 @@ class GradNorm(TaskGradients):
     ) -> None:
         """Measure the gradients of a batch, before its `backward`, if a change is due.
 
-        Call it for each batch on each rank, in filler steps and where no change is due, too.
-
-        Args:
-            losses: of each token, see `TaskWeights.loss`.
-            info: the `StepInfo` of the batch.
-            position_ids: of a packed batch.
+        Call it for each batch on each rank, in filler steps and where no change is due, too. It
+        takes the arguments of `TaskWeights.loss`.
 
         Raises:
             RuntimeError: a batch of the optimizer step was left out or comes twice, or `step` did
@@ -431,10 +417,7 @@ class PCGrad(TaskGradients):
     ) -> None:
         """Add the gradients of a batch; call it on each rank, in filler steps too.
 
-        Args:
-            losses: of each token, see `TaskWeights.loss`.
-            info: the `StepInfo` of the batch.
-            position_ids: of a packed batch.
+        It takes the arguments of `TaskWeights.loss`.
 
         Raises:
             RuntimeError: a batch of the optimizer step was left out or comes twice, or `step` did
@@ -495,12 +478,6 @@ def _check_is_unchanged(gradient: torch.Tensor) -> None:
             "the loss must be returned as `PCGrad` gave it, but was multiplied by "
             f"{float(gradient):g}, which would change no gradient. Set the weights of the tasks."
         )
-
-
-def _check_within(name: str, value: Any, low: float, high: float) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not low <= value < high:
-        raise ValueError(f"`{name}` must be at least {low:g} and below {high:g}, but is {value!r}.")
 
 
 def _place(info: StepInfo | None) -> str:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
-import torch
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count
-from odb_nodes._core.content import explain_unreadable, from_bytes, to_bytes
+from odb_nodes._core.content import difference, explain_unreadable, from_bytes, to_bytes
 from odb_nodes.contract import StatefulNode, copy_state
 from odb_nodes.contract.graph import walk
 from odb_nodes.contract.state import source_fields
 from odb_nodes.loader.loader import Loader
-from odb_nodes.sample_block import SampleBlock
 
 _END = "end of epoch"
 
@@ -147,8 +144,8 @@ def _place(reference: list[Any], index: int) -> str:
 def _compare(graph: Any, reference: list[Any], start: int, stop: int) -> None:
     events = _events(graph, epochs=sum(event is _END for event in reference[start:]) + 1)
     for index, expected in enumerate(reference[start:stop], start):
-        if difference := _difference(expected, next(events, "nothing")):
-            raise AssertionError(f"what follows {_place(reference, index)}{difference}")
+        if differs := difference(expected, next(events, "nothing")):
+            raise AssertionError(f"what follows {_place(reference, index)}{differs}")
 
 
 def _as_loader(graph: Any) -> Any:
@@ -180,8 +177,8 @@ def _load_thoroughly(graph: Any, data: bytes) -> None:
     with _watched_resets(graph) as lost:
         graph.load_state_dict(from_bytes(data))
         again = graph.state_dict()
-        if difference := _difference(from_bytes(data), again):
-            raise AssertionError(f"the state saved right after loading it{difference}")
+        if differs := difference(from_bytes(data), again):
+            raise AssertionError(f"the state saved right after loading it{differs}")
         graph.load_state_dict(again)
         iter(graph)
         graph.state_dict()
@@ -192,11 +189,8 @@ def _load_thoroughly(graph: Any, data: bytes) -> None:
 
 @contextmanager
 def _watched_resets(graph: Any) -> Iterator[list[str]]:
-    """Give a list that gets a text for each node that is reset and then saves another state.
-
-    The state of a graph does not show it: a node that replays gives back the state of its source
-    that it was given, until it takes a newer one.
-    """
+    """Give a list that gets a text for each node that is reset and then saves another state."""
+    # The state of a graph does not show it: a node that replays gives back what it was given.
     found: list[str] = []
     root = getattr(getattr(graph, "_loader", graph), "root", None)
     nodes = walk(root) if isinstance(root, BaseNode) else ()
@@ -213,10 +207,10 @@ def _watched_resets(graph: Any) -> Iterator[list[str]]:
             {key: value for key, value in one.items() if key not in hidden}
             for one in (before, node.state_dict())
         )
-        if difference := _difference(own, saved):
+        if differs := difference(own, saved):
             found.append(
                 f"`{type(node).__name__}` was reset to a state, but then saved another: state"
-                f"{difference}. Let `restore` set all that `save` returns."
+                f"{differs}. Let `restore` set all that `save` returns."
             )
 
     for node in watched:
@@ -226,36 +220,3 @@ def _watched_resets(graph: Any) -> Iterator[list[str]]:
     finally:
         for node in watched:  # Else a graph that is gone would be left to the garbage collector.
             del vars(node)["reset"]
-
-
-def _difference(expected: Any, got: Any) -> str | None:
-    """Return where and how `got` differs from `expected`, or None."""
-    if isinstance(expected, (torch.Tensor, np.ndarray)) and type(got) is type(expected):
-        if expected.dtype != got.dtype or expected.shape != got.shape:
-            return (
-                f" is {tuple(got.shape)} {got.dtype} instead of "
-                f"{tuple(expected.shape)} {expected.dtype}"
-            )
-        both_nan = (expected != expected) & (got != got)
-        places = np.argwhere(np.asarray((expected != got) & ~both_nan))
-        if not len(places):
-            return None
-        place = tuple(places[0].tolist())
-        return f"[{place}] is {got[place]} instead of {expected[place]}"
-    if isinstance(expected, Mapping) and isinstance(got, Mapping):
-        if expected.keys() != got.keys():
-            return f" has keys {sorted(map(str, got))} instead of {sorted(map(str, expected))}"
-        pairs = [(key, expected[key], got[key]) for key in expected]
-    elif isinstance(expected, (list, tuple, SampleBlock)) and type(got) is type(expected):
-        if len(expected) != len(got):
-            return f" has {len(got)} elements instead of {len(expected)}"
-        pairs = list(zip(range(len(expected)), expected, got, strict=True))
-    else:
-        same = type(expected) is type(got) and bool(
-            expected == got or (expected != expected and got != got)  # NaN
-        )
-        return None if same else f" is {got!r:.500} instead of {expected!r:.500}"
-    for key, left, right in pairs:
-        if difference := _difference(left, right):
-            return f"[{key!r}]{difference}"
-    return None

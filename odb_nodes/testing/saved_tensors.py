@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from odb_nodes._core.checks import check_choice, check_count
-
-__all__ = ["SavedTensorMeter"]
 
 FailsIn = Literal["forward", "backward"]
 
@@ -92,13 +89,8 @@ class SavedTensorMeter:
         self._hooks.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
 
     def _begin_step(self) -> None:
         self._saved = self._read = 0

@@ -13,6 +13,7 @@ import numpy as np
 
 from odb_nodes._core.text import counted
 from odb_nodes.alignment.aligned_round import AlignedRound
+from odb_nodes.contract.config import sealed_states
 from odb_nodes.contract.state import unseal_whole
 from odb_nodes.contract.state_file import load_state
 from odb_nodes.errors import StateError
@@ -92,11 +93,7 @@ def read_inspections(path: Path) -> tuple[str, list[Inspection]]:
 
 
 def inspect_state(state: Any, name: str = "the state") -> Inspection:
-    """Describe the state of a `Loader`, or of an object that holds one.
-
-    Args:
-        state: the state.
-        name: what an error calls it.
+    """Describe the state of a `Loader`, or of an object that holds one, which errors call `name`.
 
     Raises:
         StateError: it holds none of a loader.
@@ -177,14 +174,7 @@ def differences(one: Inspection, other: Inspection) -> list[str]:
 
 def part_of(state: Any, node: str) -> dict[str, Any]:
     """Return the state of a node that is somewhere within a state; an empty one if none is."""
-    if isinstance(state, Mapping):
-        if state.get("node") == node:
-            return dict(state)
-        state = [*state.values()]
-    for part in state if isinstance(state, (list, tuple)) else ():
-        if found := part_of(part, node):
-            return found
-    return {}
+    return dict(next((one for one in sealed_states(state) if one["node"] == node), {}))
 
 
 def _nodes(state: Any, source: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

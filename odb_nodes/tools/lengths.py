@@ -8,7 +8,6 @@ import os
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from odb_nodes._core.files import replacing
 from odb_nodes._core.hashing import stable_name
 from odb_nodes._core.progress import Bar
 from odb_nodes._core.text import counted, html_table, html_text
-from odb_nodes.contract.graph import close_nodes, length_of, walk
+from odb_nodes.contract.graph import close_nodes, known_length_of, walk
 from odb_nodes.contract.node import call_member
 from odb_nodes.errors import StateError
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
@@ -159,11 +158,7 @@ class LengthTable:
         return float(np.sqrt(variance) / total)
 
     def lengths(self, source: str | None = None) -> IntArray:
-        """Return the lengths of the samples that processing does not skip, (m,) int64.
-
-        Args:
-            source: the name of a source; `None` for all.
-        """
+        """Return the lengths of a source's samples, or of all, that are not skipped, (m,) int64."""
         tokens = self._tokens_of(source)
         return tokens[tokens > 0]
 
@@ -362,10 +357,7 @@ def _processed(dataset: Any, options: LoaderOptions, label: str) -> Iterator[Sam
     node = sample_node(dataset, options, _nothing)
     try:
         node.reset(None)
-        total: int | None = None
-        with suppress(TypeError):  # of a stream
-            total = length_of(node)
-        yield from Bar(node, label, total)
+        yield from Bar(node, label, known_length_of(node))
     finally:
         close_nodes(node, _STOP_TIMEOUT_S)
 

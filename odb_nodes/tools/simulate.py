@@ -12,11 +12,13 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
-from odb_nodes._core.text import html_table, markdown_table
+from odb_nodes._core.checks import check_number
+from odb_nodes._core.text import counted, html_table, markdown_table
 from odb_nodes.alignment.exchange import LocalExchange
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S, VirtualTeam
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.loader.pipeline import sample_node
+from odb_nodes.monitor.figures import heat_map, page
 from odb_nodes.planning import SimulationOptions, TokenBudget, simulate_steps
 from odb_nodes.planning.auto_window import window_samples
 from odb_nodes.planning.budget import ATTENTION_TOKENS
@@ -103,8 +105,7 @@ def lognormal_lengths(
         longest_tokens: upper bound, to which longer lengths are clipped.
         seed: seed of numpy's generator.
     """
-    if not 0 <= cv < math.inf:
-        raise ValueError(f"`cv` must be a number of at least 0, but is {cv!r}.")
+    check_number("cv", cv, "[0, inf)")
     sigma = math.sqrt(math.log(1 + cv**2))
     mu = math.log(mean_tokens) - sigma**2 / 2
     tokens = np.random.default_rng(seed).lognormal(mu, sigma, samples)
@@ -398,3 +399,37 @@ def _shards(
         ]
         shards.append(np.array(read, dtype=np.int64))
     return shards
+
+
+# --- what each rank's batch costs, step by step, as a picture -------------------------------------
+
+_SHADES = " ▁▂▃▄▅▆▇█"
+_TEXT_COLUMNS, _PAGE_COLUMNS = 80, 240
+
+
+def timeline_text(costs: Floats, title: str) -> str:
+    """Return a line of shades for each rank; the costs are (steps, ranks), 0 where it fills."""
+    shares, words = _shares(costs, _TEXT_COLUMNS)
+    shades = np.rint(shares * (len(_SHADES) - 1)).astype(int).tolist()
+    ranks = [f"{rank:>5} {''.join(_SHADES[one] for one in row)}" for rank, row in enumerate(shades)]
+    return "\n".join([f"{title}, {words}", *ranks])
+
+
+def timeline_page(costs: Floats, title: str) -> str:
+    """Return a page with a row of cells for each rank, which needs no network."""
+    shares, words = _shares(costs, _PAGE_COLUMNS)
+    title = f"Cost of each rank's batch, step by step: {title}"
+    return page("Timeline", [("", [heat_map(title, (words, "rank"), shares)])])
+
+
+def _shares(costs: Floats, most: int) -> tuple[Floats, str]:
+    """Return mean costs of successive steps as shares of the highest, and what is said of all."""
+    steps, columns = len(costs), min(most, len(costs))
+    means = np.stack([one.mean(axis=0) for one in np.array_split(costs, columns)], axis=1)
+    balance = costs.mean(axis=1).sum() / costs.max(axis=1).sum()
+    together = f", {steps / columns:.1f} steps a column" if steps > columns else ""
+    words = (
+        f"{counted(steps, 'step')}{together}; highest cost {costs.max():,.0f}, "
+        f"balance {balance:.3f}, {counted(int((costs == 0).sum()), 'filler slot')}"
+    )
+    return np.asarray(means / means.max()), words

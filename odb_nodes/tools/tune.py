@@ -54,10 +54,8 @@ _CONSTANT_TOKENS = _STEP_S / _TOKEN_S
 class StepTime:
     """The time of a micro-step of n rows of w tokens: t0 + t1 * n * w + t2 * n * w**2 seconds.
 
-    The defaults are those of no particular machine: 30 us per token, what a model of a billion
-    parameters takes at 200 TFLOP/s (6 FLOP per parameter and token); attention that costs as much
-    as all else at 12,288 tokens; and 20 ms whatever the batch. Where times of a run are known, use
-    `fitted`.
+    The defaults are those of no particular machine: 30 us per token are a model of a billion
+    parameters at 200 TFLOP/s. Where times of a run are known, use `fitted`.
 
     Args:
         constant_s: t0.

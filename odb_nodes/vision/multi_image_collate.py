@@ -205,11 +205,7 @@ def _check_alike(first: Array, image: Array) -> None:
 
 
 def resized(image: Array, size: Size) -> Array:
-    """Return an image or a volume at another size, of its own dtype.
-
-    Bilinear with antialiasing, or trilinear, which torch has no antialiasing for. Computed in
-    floating point; integers and booleans are rounded to the nearest.
-    """
+    """Return an image or a volume at another size, of its own dtype, computed in floating point."""
     if image.shape[1:] == size:
         return image
     values = torch.from_numpy(image.astype(np.result_type(image.dtype, np.float32)))[None]

@@ -374,11 +374,11 @@ def aligned(**options):
 NO_GROUPS = Loader(WindowBucketer(LengthObserver(IterableWrapper([])), 96, 16))
 REFUSALS = [
     (loader_of, {"on_oom": "halve"}, ValueError, "`on_oom` must be one of .*halve"),
-    (loader_of, {"guard_above": 2}, ValueError, "`guard_above` must be in 0..1, but is 2"),
+    (loader_of, {"guard_above": 2}, ValueError, "`guard_above` must be in .0, 1., but is 2"),
     (loader_of, {"limit": 0}, ValueError, "`limit` must be"),
-    (loader_of, {"shrink": 0}, ValueError, "`shrink` must be above 0"),
-    (loader_of, {"shrink": 1.0}, ValueError, "`shrink` must be above 0"),
-    (loader_of, {"shrink": "0.9"}, ValueError, "`shrink` must be above 0"),
+    (loader_of, {"shrink": 0}, ValueError, "`shrink` must be in .0, 1.,"),
+    (loader_of, {"shrink": 1.0}, ValueError, "`shrink` must be in .0, 1.,"),
+    (loader_of, {"shrink": "0.9"}, TypeError, "`shrink` must be a number in"),
     (loader_of, {"meter": 3}, TypeError, "`meter` must have `reset"),
     (lambda: loader_of(token_budget=TokenBudget(96, shapes=4)), {"shrink": 0.5}, ValueError,
      "budget with `shapes`"),

@@ -264,7 +264,7 @@ def test_what_is_no_sample_is_refused():
         ({"window": 0}, "`window`"),
         ({"window": 2.5}, "`window`"),
         ({"dearest_first": -1}, "`dearest_first`"),
-        ({"diversity": -0.1}, r"`diversity` must be in 0\.\.1, but is -0.1"),
+        ({"diversity": -0.1}, r"`diversity` must be in \[0, 1\], but is -0.1"),
         ({"diversity": 1.1}, "`diversity`.* is 1.1"),
         ({"diversity": float("nan")}, "`diversity`.* is nan"),
         ({"diversity": "0.5"}, "`diversity` must be a number"),

@@ -13,8 +13,7 @@ from odb_nodes.sources import Mixing
 from odb_nodes.tools.baselines import _SAMPLERS, STRATEGIES, Baselines, fixed_batches
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.profile import LengthSummary, profile
-from odb_nodes.tools.simulate import TableEpoch, lognormal_lengths
-from odb_nodes.tools.timeline import timeline_page, timeline_text
+from odb_nodes.tools.simulate import TableEpoch, lognormal_lengths, timeline_page, timeline_text
 
 LENGTHS = lognormal_lengths(600, cv=1.0, mean_tokens=90, longest_tokens=700)
 

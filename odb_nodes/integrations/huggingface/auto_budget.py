@@ -17,10 +17,11 @@ from torchdata.nodes import IterableWrapper
 
 from odb_nodes._compat import transformers as compat
 from odb_nodes._compat.torch_distributed import RefusingCollectives
+from odb_nodes._core.checks import refuse
 from odb_nodes._core.seeds import preserved_rngs
 from odb_nodes.alignment.exchange import Channel, resolve_exchange
 from odb_nodes.collate.token_rows import TokenRows
-from odb_nodes.contract.config import sealed_configs
+from odb_nodes.contract.config import sealed_states
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.integrations.huggingface.samples import (
@@ -81,28 +82,21 @@ def check_auto(trainer: Any, config: ODBConfig) -> None:
         "needs a GPU that torch sees, and other devices a `memory_meter`, such as "
         "`odb_nodes.testing.SavedTensorMeter(2**30)` on a CPU": meter_of(args, config) is None,
     }
-    for where, applies in refused.items():
-        if applies:
-            raise ValueError(f'`token_budget` must not be "auto" {where}. {GIVE_ONE}')
+    rule = '`token_budget` must not be "auto"'
+    refuse({f"{rule} {where}. {GIVE_ONE}": applies for where, applies in refused.items()})
 
 
 def saved_budget(state: Any) -> TokenBudget:
     """Return the budget that the state of a loader was saved under."""
-    for _, config in sealed_configs(state):
-        if f"{BUDGET}tokens" in config:
-            given = {name: value for name, value in config.items() if name.startswith(BUDGET)}
-            return TokenBudget(
-                **{name.removeprefix(BUDGET): value for name, value in given.items()}
-            )
+    for one in sealed_states(state):
+        if f"{BUDGET}tokens" in (config := one["config"]):
+            named = [name for name in config if name.startswith(BUDGET)]
+            return TokenBudget(**{name.removeprefix(BUDGET): config[name] for name in named})
     raise StateError("the state of the loader has no budget. Use an earlier checkpoint.")
 
 
 def find_for(trainer: Any) -> TokenBudget:
-    """Return the largest budget whose steps fit on all ranks.
-
-    Each rank tries steps on its own, without the others, and the ranks agree on the smallest. The
-    trainer and all that training changes are afterwards as they were, bitwise.
-    """
+    """Return the largest budget whose steps, tried by each rank on its own, fit on all ranks."""
     channel = Channel(resolve_exchange(None, trainer.odb.timeout_s), 2)
     channel.begin()
     share = trainer.odb.memory_share
@@ -179,9 +173,7 @@ class _InPrecision(nn.Module):
 
 
 def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
-    """Return samples by the width of their rows: the shortest, and of the longer ones, in their
-    order, the first, the last, and one between.
-    """
+    """Return samples by the width of their rows: the shortest, and three of the longer ones."""
     dataset, options = given_dataset(trainer), loader_options(trainer)
     observe = options.observe
     check_can_estimate(dataset, GIVE_ONE, 'a budget can be found (`token_budget="auto"`)')

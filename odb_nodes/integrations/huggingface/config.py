@@ -16,13 +16,14 @@ from odb_nodes._core.checks import (
     check_bool,
     check_choice,
     check_count,
-    check_fraction,
+    check_number,
     check_type,
+    refuse,
 )
 from odb_nodes.integrations.learning_rate import LrScaling
 from odb_nodes.loader.options import BatchOptions
-from odb_nodes.memory.guard import GUARD_ABOVE, check_shrink
-from odb_nodes.memory.meter import MemoryMeter, check_meter, check_share
+from odb_nodes.memory.guard import GUARD_ABOVE
+from odb_nodes.memory.meter import MemoryMeter, check_meter
 from odb_nodes.monitor import Monitor
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sources import JsonlSource
@@ -136,12 +137,12 @@ class ODBConfig(BatchOptions):
         check_type("ledger", self.ledger, str | os.PathLike | None)
         check_type("monitor", self.monitor, Monitor | str | os.PathLike | None)
         check_type("lr_scaling", self.lr_scaling, LrScaling | None)
-        check_fraction("guard_above", self.guard_above)
+        check_number("guard_above", self.guard_above, "[0, 1]")
         if self.shrink is not None:
-            check_shrink(self.shrink)
+            check_number("shrink", self.shrink, "(0, 1)")
             if self.on_oom is None:
                 raise ValueError("`shrink` must be None where `on_oom` is None. Give both.")
-        check_share("memory_share", self.memory_share)
+        check_number("memory_share", self.memory_share, "(0, 1]")
         if self.memory_meter is not None:
             check_meter(self.memory_meter, "memory_meter")
 
@@ -219,9 +220,7 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
             "`model_init`, which makes the model only later": trainer.model_init is not None,
         }.items():
             refused[f"`{type(tasks).__name__}` must not be given with {what}."] = applies
-    for message, applies in refused.items():
-        if applies:
-            raise ValueError(message)
+    refuse(refused)
 
 
 def check_overrides(kinds: Iterable[type]) -> None:

@@ -56,9 +56,8 @@ class MicroStep:
 class LossWeigher:
     """Makes the gradient of an optimizer step that of the mean over all its targets or samples.
 
-    A loss that takes `num_items_in_batch` is told the targets of its own batch. So each loss is a
-    mean over its batch, whether it divides by that number or not, and is multiplied by the share
-    of the batch in the step.
+    Each loss is a mean over its own batch, of whose targets alone it is told, and is multiplied by
+    the share of the batch in the step.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -89,18 +88,10 @@ class LossWeigher:
         is_of_samples = reduction == "mean" or (given is None and has_pairs(trainer))
         return "sample_mean" if is_of_samples else given
 
-    @cached_property
-    def _shift(self) -> bool:
-        """Whether the first label of a row is no target."""
-        return shifts(self._trainer)
-
     # --- an optimizer step ------------------------------------------------------------------------
 
     def weigh(self, batches: list[dict[str, Any]], infos: list[StepInfo], fills: int = 0) -> None:
-        """Settle the weights of the batches of a step, before which come some that fill it up.
-
-        Batches without targets are given some, which weigh nothing, where a mean would be NaN.
-        """
+        """Settle the weights of the batches of a step, before which come some that fill it up."""
         trainer, device = self._trainer, self._trainer.args.device
         counts = [self._targets(batch) for batch in batches]
         mine = [
@@ -162,7 +153,8 @@ class LossWeigher:
             )
 
     def _targets(self, batch: Mapping[str, Any]) -> int | None:
-        return count_targets(batch, shift=self._shift, names=self._trainer.label_names or ())
+        names = self._trainer.label_names or ()
+        return count_targets(batch, shift=shifts(self._trainer), names=names)
 
     def _micro_step(self, batch: dict[str, Any], info: StepInfo, units: int) -> MicroStep:
         """Return the weight of a batch, which makes up for the scale that the `Trainer` gives."""
@@ -304,29 +296,23 @@ def shifts(trainer: Any) -> bool:
     return compat.shifts_labels(trainer.model) if given is None else given
 
 
-class TokenLosses:
-    """The `compute_loss_func` of a trainer whose tasks are weighed: the loss of each token."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def __call__(self, outputs: Any, labels: Any, **_: Any) -> torch.Tensor:
-        """Return the cross entropy of each label, (B, T), without the first where it is none."""
-        logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
-        if logits is None or labels is None or labels.is_floating_point():
-            raise ValueError(
-                "`compute_loss_func` must be given with `task_weights` where the model does not "
-                "return the `logits` of integer `labels`. It returns the loss of each token, "
-                "(B, T), 0 where it is not supervised, or the sum of each sample, (B,)."
-            )
-        if labels.ndim > 1 and shifts(self._trainer):
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        return cross_entropy(
-            logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
-            labels.flatten(),
-            reduction="none",
-            label_smoothing=self._trainer.args.label_smoothing_factor,
-        ).view_as(labels)
+def token_losses(trainer: Any, outputs: Any, labels: Any, **_: Any) -> torch.Tensor:
+    """Return the cross entropy of each label, (B, T), without the first where it is none."""
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
+    if logits is None or labels is None or labels.is_floating_point():
+        raise ValueError(
+            "`compute_loss_func` must be given with `task_weights` where the model does not "
+            "return the `logits` of integer `labels`. It returns the loss of each token, "
+            "(B, T), 0 where it is not supervised, or the sum of each sample, (B,)."
+        )
+    if labels.ndim > 1 and shifts(trainer):
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return cross_entropy(
+        logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)),
+        labels.flatten(),
+        reduction="none",
+        label_smoothing=trainer.args.label_smoothing_factor,
+    ).view_as(labels)
 
 
 def give_targets(batch: MutableMapping[str, Any]) -> None:

@@ -30,8 +30,8 @@ from odb_nodes.integrations.huggingface.samples import given_dataset, loader_opt
 from odb_nodes.integrations.learning_rate import at_positions
 from odb_nodes.integrations.recording import StepRecorder
 from odb_nodes.integrations.resuming import (
+    CHANGED_ARGUMENTS,
     begin_or_resume,
-    changed_arguments_remedy,
     load_saved_states,
     resharded_run,
 )
@@ -47,7 +47,7 @@ MOST_OF_AN_EPOCH = 0.999  # share of an epoch shown, at most, before its end is 
 ESTIMATE_SLACK = 0.05  # share of the steps by which estimates are usually off
 HOLDER = "ODBTrainer"
 FIXED_ARGUMENTS = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
-CHANGED = changed_arguments_remedy(
+CHANGED = CHANGED_ARGUMENTS.format(
     names="`accumulate` is `gradient_accumulation_steps`, `seed` is `data_seed` or else `seed`, "
     "the others are those of the `ODBConfig`",
     load="from_pretrained",
@@ -64,9 +64,8 @@ NOT_SAVED = (
 class RunState(NodeState):
     """The position of a run on one rank, between two optimizer steps.
 
-    Half as many ranks take twice as many steps for an epoch. So a step of M ranks, where the
-    estimate is of N, moves the learning-rate schedule on by M / N of a step. Steps are counted as
-    rank-steps, a step of M ranks as M of them: that is exact, whatever the numbers of ranks were.
+    Steps are counted as rank-steps, a step of M ranks as M of them: half as many ranks take twice
+    as many steps for an epoch, and move the learning-rate schedule half as far by each.
     """
 
     step: int = 0  # optimizer steps of the run that are done
@@ -99,11 +98,9 @@ class RunState(NodeState):
 
 
 class TrainBatches:
-    """Yields the batches of one epoch per `iter()`, and knows how far the run is.
+    """Yields the batches of an epoch, or the rest of one, per `iter()`; knows how far the run is.
 
-    Epochs are counted here, not by the `Trainer`, whose own count assumes that all have the same
-    number of steps. For the same reason there is neither `set_epoch` nor `len()`. An `iter()`
-    continues an epoch that has not ended.
+    It has neither `set_epoch` nor `len()`, by which the `Trainer` counts epochs of equal lengths.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -272,10 +269,7 @@ class Run:
         )
 
     def paced(self, scheduler: LRScheduler) -> LRScheduler:
-        """Return the schedule at the pace of these ranks, where its estimate is of others.
-
-        One that is no `LambdaLR` goes on by steps: `check_estimate` warns where that is off.
-        """
+        """Return the schedule, if a `LambdaLR`, at the pace of these ranks."""
         begun = self._begun
         self._follows_plan = self.by_epochs and isinstance(scheduler, LambdaLR)
         is_of_others = begun.schedule_step(begun.step + 1, self._ranks) != begun.step + 1
@@ -323,11 +317,7 @@ class Run:
     # --- an optimizer step ------------------------------------------------------------------------
 
     def take(self, batches: Iterator[Any], count: int) -> list[dict[str, Any]]:
-        """Return the batches of an optimizer step.
-
-        Where fewer than `count` are left, copies of the first come before them, which are not
-        computed: the `Trainer` steps only after `count` batches.
-        """
+        """Return the batches of an optimizer step, behind copies of the first for missing ones."""
         self.recorder.tell_monitor()
         start_s = time.perf_counter()
         taken = list(islice(batches, count))
@@ -345,7 +335,7 @@ class Run:
         self._step = TakenStep(kept, infos, wait_s)
         if self.guard is not None:
             self.guard.begin_step(kept, infos)
-        fills = count - len(kept)
+        fills = count - len(kept)  # The `Trainer` steps only after `count` batches.
         self.losses.weigh(kept, infos, fills)
         return [*(dict(kept[0]) for _ in range(fills)), *kept]
 
@@ -392,10 +382,7 @@ class Run:
 
 
 def agreed_checkpoint(args: Any, given: str | bool) -> str | None:
-    """Return the checkpoint to resume from, the same on all ranks, which raise what rank 0 finds.
-
-    True stands for the newest complete one, or else the newest, if it has no state at all.
-    """
+    """Return the checkpoint to resume from, the same on all ranks; True: the last complete one."""
     found: list[Any] = [given]
     if args.process_index == 0:
         try:

@@ -118,11 +118,7 @@ def given_collate(trainer: Any, config: ODBConfig | None = None) -> Any:
 
 
 def training_collate(trainer: Any) -> Any:
-    """Return the collate function for training, or None for the one that fits the budget.
-
-    The trainer's own gets the columns that the stock `Trainer` gives it; one of the `ODBConfig`
-    gets all of a sample. What either makes of them stays in the batch.
-    """
+    """Return the collate function for training, or None for the one that fits the budget."""
     config, given = trainer.odb, given_collate(trainer)
     if given is not None:
         collate_for(loader_budget(trainer), given)  # checks its layout
@@ -148,10 +144,7 @@ class TrainerPadding:
 
 
 class TrainerCollate:
-    """A collate function that is not ours, with the keys of samples that its `Trainer` keeps.
-
-    It gets these keys alone, or its batch loses the others. What it makes itself stays.
-    """
+    """A collate function that is not ours, which gets, or whose batch has, keys of some columns."""
 
     def __init__(self, collate: Any, columns: set[str] | None, *, selects_before: bool) -> None:
         self._collate, self._columns = collate, columns

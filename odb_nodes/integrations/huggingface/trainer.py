@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -22,9 +23,9 @@ from odb_nodes.integrations.huggingface.config import (
 )
 from odb_nodes.integrations.huggingface.loss import (
     MicroStep,
-    TokenLosses,
     count_targets,
     shifts,
+    token_losses,
 )
 from odb_nodes.integrations.huggingface.run import (
     Run,
@@ -90,7 +91,7 @@ class ODBTrainerMixin(_Mixed):
         if odb.collate_fn is None and compat.pads_by_default(self):
             self.data_collator = TrainerPadding(self, odb)
         if odb.task_weights is not None and self.compute_loss_func is None:
-            self.compute_loss_func = TokenLosses(self)
+            self.compute_loss_func = partial(token_losses, self)
         # Before the others, so that they see the epoch, and checkpoints with our file in them.
         self.callback_handler.callbacks.insert(0, RunCallback(self))
 

@@ -19,7 +19,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.xla import XLAStrategy
 
 from odb_nodes._compat import lightning as compat
-from odb_nodes._core.checks import check_type
+from odb_nodes._core.checks import check_type, refuse
 from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.run import (
@@ -46,7 +46,7 @@ class ODBCallback(Callback):
     batches, on all ranks.
 
     A checkpoint resumes after the last optimizer step that was taken before it was written. It
-    holds the loaders' states of all ranks, and the states of torch's generators.
+    holds the loaders' states of all ranks, and those of the generators of torch, numpy and Python.
 
     Args:
         log_metrics: whether to log `odb/*`, every `log_every_n_steps` optimizer steps.
@@ -345,11 +345,8 @@ class ODBCallback(Callback):
             )
 
     def _record(self) -> None:
-        """Tell ledger and monitor of the batches of an optimizer step, once it is taken.
-
-        Lightning saves checkpoints within an optimizer step, too, which resume before it.
-        """
-        taken = self._unrecorded
+        """Tell ledger and monitor of the batches of an optimizer step, once it is taken."""
+        taken = self._unrecorded  # of which a checkpoint may be saved before the step is taken
         if not (taken and taken[-1].last_info.ends_optimizer_step and self._run.has_stepped):
             return
         if (step := taken[-1].step) is not None and step.loss is not None:
@@ -397,7 +394,7 @@ def _check_guard(trainer: Any, guard: OomGuard, tasks: AnyWeights | None) -> Non
     """Reject what a guard could not take back a step of, or would not weigh."""
     strategy, is_ddp = trainer.strategy, _is_ddp(trainer.strategy)
     is_known = is_ddp or isinstance(strategy, (SingleDeviceStrategy, ModelParallelStrategy))
-    _refuse(
+    refuse(
         {
             "the module must have `self.automatic_optimization = False` with an `OomGuard`, whose "
             "step is computed by `step.backward` in `training_step`.": (
@@ -421,7 +418,7 @@ def _check_trainer(trainer: Any, tasks: AnyWeights | None) -> None:
     strategy, every = type(trainer.strategy).__name__, trainer.reload_dataloaders_every_n_epochs
     is_whole = isinstance(trainer.strategy, SingleDeviceStrategy) or _is_ddp(trainer.strategy)
     follows, name = tasks is not None and tasks.needs_gradients, type(tasks).__name__
-    _refuse(
+    refuse(
         {
             f"`overfit_batches` must be 0, but is {trainer.overfit_batches}. Train on a small "
             "dataset instead.": trainer.overfit_batches,
@@ -441,9 +438,3 @@ def _check_trainer(trainer: Any, tasks: AnyWeights | None) -> None:
             ),
         }
     )
-
-
-def _refuse(refused: Mapping[str, Any]) -> None:
-    for message, applies in refused.items():
-        if applies:
-            raise ValueError(message)

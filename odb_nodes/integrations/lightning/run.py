@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
-
 from odb_nodes._compat import lightning as compat
+from odb_nodes._core.seeds import load_rngs, save_rngs
 from odb_nodes.contract import NodeState, SourceState
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.resuming import (
+    CHANGED_ARGUMENTS,
     begin_or_resume,
-    changed_arguments_remedy,
     resharded_run,
 )
 from odb_nodes.loader.dataloader import ODBDataLoader
@@ -25,7 +24,7 @@ from odb_nodes.monitor.window import timed
 from odb_nodes.step_info import StepInfo, pop_step_info
 from odb_nodes.tasks.task_gradients import AnyWeights
 
-CHANGED = changed_arguments_remedy(
+CHANGED = CHANGED_ARGUMENTS.format(
     names="`accumulate` is `accumulate_grad_batches`, the others are those of the `ODBDataModule` "
     "or of your `ODBDataLoader`",
     load="load_from_checkpoint",
@@ -59,8 +58,7 @@ class Fetched(NamedTuple):
 class TrainBatches:
     """Yields the batches of one epoch per `iter()`, and keeps the info and the state of each.
 
-    It has neither `len()` nor `state_dict`: Lightning would take the length for exact, and save the
-    state after a batch that it has not trained on.
+    Lightning would take a `len()` for exact, and save a `state_dict` after a batch read ahead.
     """
 
     def __init__(self, loader: ODBDataLoader, guard: OomGuard | None = None) -> None:
@@ -74,11 +72,8 @@ class TrainBatches:
         self._has_taken = False  # a batch of the most recent `iter()`
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, or continue from a loaded state, when the first batch is asked for.
-
-        An epoch of which no batch was taken begins again: in a second `fit`, Lightning iterates
-        twice before it trains.
-        """
+        """Begin the next epoch, or continue from a loaded state, once a batch is asked for."""
+        # In a second `fit`, Lightning iterates twice before it trains.
         if self.start_state is not None and self._waiting and not self._has_taken:
             self.loader.load_state_dict(self.start_state)
         self._waiting.clear()
@@ -127,8 +122,7 @@ class RunState(NodeState):
     total_steps: int = 0  # those of the run
     samples: int = 0  # of this rank, done in the present epoch
     loader: SourceState | None = None  # None before the first batch of a run
-    cpu_rng: bytes | None = None  # of torch's generator; None before the first optimizer step
-    gpu_rng: bytes | None = None
+    rngs: dict[str, Any] | None = None  # see `save_rngs`; None before the first optimizer step
     monitor: dict[str, Any] | None = None
     tasks: dict[str, Any] | None = None  # their weights; None before the first optimizer step
 
@@ -139,8 +133,8 @@ def position_of_rank(runs: Sequence[RunState], rank: int, world_size: int) -> Ru
         return runs[rank]
     before = runs[rank % len(runs)]
     samples = Ranks(len(runs), world_size).split(sum(one.samples for one in runs))[rank]
-    own = {"samples": samples, "cpu_rng": before.cpu_rng, "gpu_rng": before.gpu_rng}
-    found = resharded_run(runs, rank, world_size, ("epoch", "steps", "total_steps", "tasks"), **own)
+    alike, own = ("epoch", "steps", "total_steps", "tasks"), {"rngs": before.rngs}
+    found = resharded_run(runs, rank, world_size, alike, samples=samples, **own)
     if before.loader is None or found.loader is None:
         return found
     # A rank that hosts more virtual ranks than before has as many times the batches.
@@ -164,8 +158,8 @@ class Run:
 
     def begin(self, batches: TrainBatches, batch_idx: int) -> Fetched:
         """Make the next batch the current one, and return it."""
-        if self.current is None:
-            self._set_rngs()
+        if self.current is None and self.start.rngs is not None:
+            load_rngs(self.start.rngs)
         settled, fetched = self.settle(), batches.take()
         info, epoch = fetched.infos[0], self._trainer.current_epoch
         if fetched.batch_idx != batch_idx:
@@ -197,34 +191,14 @@ class Run:
         return bool(self._trainer.global_step > self._optimizer_steps)
 
     def settle(self) -> RunState:
-        """Return the position after the last optimizer step.
-
-        It goes by what the optimizer did, not by which hooks have run: another callback may save a
-        checkpoint before our hook is called, or after an exception.
-        """
-        if self.current is None or not self.current.last_info.ends_optimizer_step:
+        """Return the position after the last step of the optimizer, whatever hooks have run."""
+        # Another callback may save before our hook is called, or after an exception.
+        current = self.current
+        if current is None or not (current.last_info.ends_optimizer_step and self.has_stepped):
             return self._settled
-        if not self.has_stepped:
-            return self._settled
-        is_on_gpu = torch.cuda.is_initialized()
-        return replace(
-            self.after,
-            cpu_rng=torch.get_rng_state().numpy().tobytes(),
-            gpu_rng=torch.cuda.get_rng_state().numpy().tobytes() if is_on_gpu else None,
-            tasks=None if self._tasks is None else self._tasks.state_dict(),
-        )
+        tasks = None if self._tasks is None else self._tasks.state_dict()
+        return replace(self.after, rngs=save_rngs(), tasks=tasks)
 
     def state_after(self, batches: TrainBatches) -> dict[str, Any] | None:
         """Return the loader's state after the epoch, if the current batch was its last."""
         return batches.end_state if batches.last is self.current else None
-
-    def _set_rngs(self) -> None:
-        start = self.start
-        if start.cpu_rng is not None:
-            torch.set_rng_state(_tensor_of(start.cpu_rng))
-        if start.gpu_rng is not None and torch.cuda.is_initialized():
-            torch.cuda.set_rng_state(_tensor_of(start.gpu_rng))
-
-
-def _tensor_of(rng: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(rng), dtype=torch.uint8)

@@ -22,8 +22,6 @@ from odb_nodes.integrations.learning_rate import LrScaling
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import WorkerOptions
 
-__all__ = ["DynamicBatches", "main"]
-
 _READ = (
     *("cutoff_len", "per_device_train_batch_size", "gradient_accumulation_steps", "packing"),
     *("neat_packing", "stage", "disable_shuffling", "group_by_length", "dataloader_drop_last"),
@@ -218,18 +216,14 @@ def _without_packing(holders: tuple[Any, ...]) -> Any:
 
 
 def _check_not_packed(dataset: Any) -> None:
-    """Reject a dataset whose rows hold several samples.
-
-    Packed rows have `position_ids`, which others get only when they are collated; and those of
-    `neat_packing` have a mask that numbers their samples from 1.
-    """
+    """Reject a dataset whose rows hold several samples."""
     if isinstance(dataset, Mapping):  # several to mix
         for one in dataset.values():
             _check_not_packed(one)
         return
     row = _first_row(dataset)
     names = getattr(dataset, "column_names", None) or [*row]
-    mask = row.get("attention_mask")
+    mask = row.get("attention_mask")  # of `neat_packing`: it numbers the samples from 1
     if "position_ids" in names or (mask is not None and len(mask) and max(mask) > 1):
         raise ValueError(
             "`train_dataset` of the trainer must not be packed, but is packed already. Load it "

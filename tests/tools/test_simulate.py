@@ -34,6 +34,7 @@ from odb_nodes.tools.simulate import (
     simulate,
     simulate_steps,
 )
+from tests.refusals import refuses
 
 
 def with_attention(group):
@@ -219,8 +220,7 @@ def test_lengths_have_the_variation_asked_for():
             lognormal_lengths(10, cv=cv)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
+test_errors_name_what_is_wrong = refuses(
     [
         ({"lengths": []}, ValueError, "`lengths`"),
         ({"lengths": [1.5]}, ValueError, "`lengths`"),
@@ -231,11 +231,8 @@ def test_lengths_have_the_variation_asked_for():
         ({"budget": TokenBudget(1, oversize="drop")}, ValueError, "no step"),
         ({"world_size": 3}, ValueError, "at most the 2 samples of the data, but is 3"),
     ],
+    lambda change: simulate(**{"lengths": [9, 4], "world_size": 2, "budget": 10, **change}),
 )
-def test_errors_name_what_is_wrong(change, error, words):
-    options = {"lengths": [9, 4], "world_size": 2, "budget": 10, **change}
-    with pytest.raises(error, match=words):
-        simulate(**options)
 
 
 # --- over a table of lengths ----------------------------------------------------------------------

@@ -24,6 +24,7 @@ from odb_nodes import (
 )
 from odb_nodes.loader.checkpoint_folders import Contents, choose
 from tests.refusals import refuses
+from tests.toys import Holder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exceed", "ignore:.*skipped")
 
@@ -400,17 +401,6 @@ def test_what_cannot_be_resharded_is_refused(damage, message, tmp_path, as_rank,
     as_rank(0, 2)
     with pytest.raises(StateError, match=message):
         load_rank_state(tmp_path)
-
-
-class Holder:
-    def __init__(self, state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
 
 
 def test_another_number_of_ranks_is_resharded(tmp_path, as_rank, caplog):

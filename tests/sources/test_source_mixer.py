@@ -20,6 +20,7 @@ from odb_nodes import (
     SourceMixer,
     StateError,
 )
+from tests.toys import Epochs, Once
 
 SIZES = {"chat": 50, "caption": 90, "ocr": 20}
 WEIGHTS = {"chat": 0.5, "caption": 0.3, "ocr": 0.2}
@@ -213,19 +214,6 @@ def test_no_order_comes_twice_where_the_epoch_is_set(nested):
     assert [order for _ in range(2) for order in orders_of_ocr(counted, None)] == orders
 
 
-class Epochs:
-    """Says which epochs it was told."""
-
-    def __init__(self):
-        self.told = []
-
-    def set_epoch(self, epoch):
-        self.told.append(epoch)
-
-    def __iter__(self):
-        return iter([1, 2, 3])
-
-
 def test_an_iterable_that_begins_again_is_told_another_number():
     data = Epochs()
     node = SourceMixer({"a": IterableSource(data, 0, 1), "b": sampler("b", 9)}, stop="cycle")
@@ -273,14 +261,6 @@ def test_other_sources_are_refused_also_where_a_change_is_meant():
 
 
 # What it refuses.
-
-
-class Once:
-    def __init__(self):
-        self.items = iter([1, 2])
-
-    def __iter__(self):
-        return self.items
 
 
 FAULTY = {

@@ -35,6 +35,7 @@ from odb_nodes.tools.simulate import (
     simulate_steps,
 )
 from tests.refusals import refuses
+from tests.toys import Stream
 
 
 def with_attention(group):
@@ -339,16 +340,6 @@ def test_a_schedule_has_its_places_in_the_share_of_the_data_that_is_drawn():
     assert len(table) == 800
     assert set(table.sources[rows[:300]]) == {0} and set(table.sources[rows[300:600]]) == {1}
     assert len({*rows.tolist()}) == 800
-
-
-class Stream:
-    """An iterable that is no sequence."""
-
-    def __init__(self, items):
-        self.items = items
-
-    def __iter__(self):
-        return iter(self.items)
 
 
 class Sized(Stream):

@@ -405,7 +405,8 @@ def wrapped(sampler):
     return Mapper(SamplerWrapper(sampler), str)
 
 
-test_a_root_that_is_refused = refuses(
+@pytest.mark.parametrize(
+    ("root", "error", "message"),
     [
         ([1, 2], TypeError, "`root` must be a `BaseNode`"),
         (wrapped(RandomSampler(range(9))), ValueError, "cannot be drawn again: .*`ShardedSampler`"),
@@ -417,8 +418,10 @@ test_a_root_that_is_refused = refuses(
             r"`in_order` of `_?ParallelMapper\w*` must be True",
         ),
     ],
-    Loader,
 )
+def test_a_root_that_is_refused(root, error, message):
+    with pytest.raises(error, match=message):
+        Loader(root)
 
 
 def test_a_node_belongs_to_the_loader_that_iterates_it_until_that_is_closed_or_gone():

@@ -78,23 +78,3 @@ def epoch_of(loader):
 
 def ids_of(steps):
     return [index for step in steps if not step.is_filler for index in step.ids]
-
-
-def assert_resumes(make, whole, places):
-    """A loader that `make(exchange)` builds goes on from each place of an epoch.
-
-    Args:
-        make: exchange -> loader.
-        whole: what `epoch_of` returned on each rank.
-        places: numbers of steps that are done.
-    """
-    for place in places:
-
-        def run(exchange, place=place):
-            steps, states = whole[exchange.rank]
-            loader = make(exchange)
-            loader.load_state_dict(states[place])
-            assert loader.state_dict() == states[place]
-            return [*map(described, loader)] == steps[place:]
-
-        assert on_ranks(len(whole), run) == [True] * len(whole), place

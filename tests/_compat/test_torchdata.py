@@ -17,6 +17,7 @@ from torchdata.nodes import (
 )
 
 from odb_nodes._compat import torchdata as compat
+from tests.toys import Epochs
 
 
 def canary(what, used_in="_compat/torchdata.py (`join_threads`)"):
@@ -96,19 +97,6 @@ def test_a_parallel_mapper_of_processes_has_queues_that_can_be_closed(tmp_path):
     command = [sys.executable, tmp_path / "program.py"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ran.stdout == "closed\n", ran.stderr
-
-
-class Epochs:
-    """A sampler that records the epochs it is told."""
-
-    def __init__(self):
-        self.told = []
-
-    def set_epoch(self, epoch):
-        self.told.append(epoch)
-
-    def __iter__(self):
-        return iter(range(3))
 
 
 @canary("SamplerWrapper.epoch and _started", "_compat/torchdata.py (`set_epoch`)")

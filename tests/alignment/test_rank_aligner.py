@@ -29,6 +29,7 @@ from odb_nodes import (
     TokenBudget,
     WindowBucketer,
 )
+from tests.refusals import refuses
 
 
 def epochs_of(exchange, samples, epochs=2, **options):
@@ -361,10 +362,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "error", "message"), REFUSALS)
-def test_arguments_that_are_not_valid_are_named(make, error, message):
-    with pytest.raises(error, match=message):
-        list(Loader(make()))
+test_arguments_that_are_not_valid_are_named = refuses(REFUSALS, lambda make: list(Loader(make())))
 
 
 def test_no_sample_on_any_rank_is_an_error_on_all():

@@ -11,8 +11,13 @@ from rank_jobs import run_ranks
 
 from odb_nodes import ODBDataLoader, PackedCollate, PaddingCollate, TokenBudget, pop_step_info
 from odb_nodes.collate import shard_context
+from tests.refusals import refuses
 
 ROWS = [[*range(1, 9)], [*range(21, 25)], [31, 32]]
+
+
+def collated(lengths, **options):
+    return PackedCollate(**options)([{"input_ids": [1] * length} for length in lengths])
 
 
 def packed(multiple):
@@ -104,34 +109,17 @@ def test_a_packed_row_without_bounds_is_never_cut_across_its_samples(given, is_p
     assert shard_context(batch, 0, 1)["input_ids"].shape[1] == 8
 
 
-@pytest.mark.parametrize(
-    ("make", "arguments", "message"),
+test_what_cannot_be_cut_is_named = refuses(
     [
-        (
-            lambda: packed(2),
-            (0, 2),
-            r"multiple of 4 tokens.* end at \[8, 12, 14\].*sample_multiple=4",
-        ),
-        (lambda: PaddingCollate()([{"input_ids": [1, 2, 3]}]), (0, 1), "each row.* multiple of 2"),
-        (lambda: packed(4), (2, 2), r"`rank` must be in range\(2\)"),
-        (lambda: packed(4), (0, 2, "zag"), "`order`.*'zag'"),
-        (
-            lambda: PackedCollate(mask_dtype=torch.bool)([{"input_ids": [1] * 4}]),
-            (0, 2),
-            "`attention_mask` is a mask of all tokens",
-        ),
-        (
-            lambda: PackedCollate(model_arguments=False)([{"input_ids": [1] * 4}] * 2),
-            (0, 2),
-            "by its `cu_seq_lens_q`, but has none",
-        ),
-        (lambda: PackedCollate(sample_multiple=4)([{"input_ids": [1]}]), (0, 2), "call `prepare`"),
+        (packed(2), (0, 2), r"multiple of 4 tokens.* end at \[8, 12, 14\].*sample_multiple=4"),
+        (PaddingCollate()([{"input_ids": [1, 2, 3]}]), (0, 1), "each row.* multiple of 2"),
+        (packed(4), (2, 2), r"`rank` must be in range\(2\)"),
+        (collated([4], mask_dtype=torch.bool), (0, 2), "`attention_mask` is a mask of all"),
+        (collated([4, 4], model_arguments=False), (0, 2), "its `cu_seq_lens_q`, but has none"),
     ],
+    lambda batch, ranks: shard_context(batch, *ranks),
+    ValueError,
 )
-def test_what_cannot_be_cut_is_named(make, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        batch = make()
-        shard_context(batch, *arguments[:2], **dict(zip(["order"], arguments[2:], strict=False)))
 
 
 def test_the_budget_holds_the_padding_and_targets_are_those_of_the_samples():

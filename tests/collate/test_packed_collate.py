@@ -120,24 +120,20 @@ def test_other_keys_become_what_they_can():
 test_samples_that_cannot_be_packed_are_an_error = refuses(
     [
         ([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}], ValueError, "the same keys"),
-        (
-            [{"input_ids": [1, 2], "labels": [1]}],
-            ValueError,
-            "sample 0 .*`labels` must have",
-        ),
+        ([{"input_ids": [1, 2], "labels": [1]}], ValueError, "sample 0 .*`labels` must have"),
         (["text"], TypeError, "sample 0 of the group is a `str`"),
         ([{"text": "x"}], TypeError, "mappings with `input_ids`"),
         ([{"input_ids": [0.5]}], SampleError, "`input_ids` must hold integers"),
         ([{"input_ids": [1], "labels": ["x"]}], SampleError, "`labels` must hold numbers"),
         (
-            [{"input_ids": [1, 2], "attention_mask": [0, 1]}],
+            [{"input_ids": [1], "attention_mask": [0]}],
             SampleError,
-            "sample 0 .*`attention_mask` .* is .0, 1.",
+            "`attention_mask` .* is .0.",
         ),
         (
-            [{"input_ids": [1, 2], "position_ids": row} for row in ([0, 1], [3, 4])],
+            [{"input_ids": [1], "position_ids": [3]}],
             SampleError,
-            "sample 1 .*`position_ids` .* is .3, 4.",
+            "sample 0 .*`position_ids` .* .3.",
         ),
         ([{"input_ids": [1], "pixel_values": np.ones((4, 2))}], SampleError, "packs text alone"),
     ],
@@ -209,18 +205,10 @@ def test_dummy_rows_are_not_counted():
         (TokenBudget(99, layout="packed"), PaddingCollate(), "is a `PaddingCollate`"),
         (TokenBudget(99), PackedCollate(), "`PackedCollate`.*`PaddingCollate.of"),
         (TokenBudget(99, shapes=9), PaddingCollate(), "9 shapes, but is a ladder of 0"),
-        (
-            TokenBudget(99),
-            PaddingCollate.of(TokenBudget(99, shapes=9)),
-            "0 shapes, but is a ladder of 9",
-        ),
+        (TokenBudget(99), PaddingCollate.of(TokenBudget(99, shapes=9)), "is a ladder of 9"),
         (TokenBudget(99, layout="packed", shapes=9), PackedCollate(), "a ladder of 1 shapes"),
         (TokenBudget(99, pad_to_multiple_of=8), PaddingCollate(), "`pad_to_multiple_of` .* 8, but"),
-        (
-            TokenBudget(99, layout="packed", max_samples=3),
-            PackedCollate(),
-            "`max_samples` .* 3, but is None",
-        ),
+        (TokenBudget(99, layout="packed", max_samples=3), PackedCollate(), "`max_samples` .* 3"),
     ],
 )
 def test_a_collate_function_for_another_budget_is_refused(budget, collate_fn, message):

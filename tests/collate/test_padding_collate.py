@@ -7,21 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_nodes import PaddingCollate, SampleError
+from tests.rows import ROWS_OF_INTEGERS as KINDS
 
 ROWS = st.lists(
     st.lists(st.sampled_from([-100, 0, 5, 2**31 - 1, 2**31, -(2**63)]), max_size=9), min_size=1
 )
-KINDS = {
-    "array": lambda row: np.array(row, np.int64),
-    "strided": lambda row: np.repeat(np.array(row, np.int64), 2)[::2],
-    "big-endian": lambda row: np.array(row, ">i8"),
-    "(1, L)": lambda row: np.array([row], np.int64),
-    "tensor": lambda row: torch.tensor(row, dtype=torch.int64),
-    "list": list,
-    "nested list": lambda row: [row],
-    "list of numpy's ints": lambda row: [*map(np.int64, row)],
-    "tuple": tuple,
-}
 
 
 def padded(rows, width, fill, side):

@@ -307,11 +307,7 @@ REFUSALS = {
         RuntimeError,
         "`ODBCallback` has no batches",
     ),
-    "a list": (
-        with_batches(lambda odb: [odb.batches(loader_of()), odb.batches(loader_of())]),
-        ValueError,
-        "must return one `callback.batches",
-    ),
+    "a list": (with_batches(lambda odb: [odb.batches(loader_of())]), ValueError, "must return one"),
     "made before": (
         lambda: t.lightning_trainer(odb := ODBCallback()).fit(t.Module(), odb.batches(loader_of())),
         RuntimeError,

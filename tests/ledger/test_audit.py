@@ -211,23 +211,17 @@ def test_a_step_that_is_missing_or_double_is_named(tmp_path):
 
 OTHER = [*STEPS[2:4], info_of(4, [1]), *STEPS[5:7]]
 NOTES = {
-    "begins anew": (
-        [STEPS[:5], STEPS],
-        "rank 0: attempt 2 begins at epoch 0 step 0, so that nothing counts",
-    ),
+    "begins anew": ([STEPS[:5], STEPS], "rank 0: attempt 2 begins at epoch 0 step 0"),
     "another run": (  # or a resume with another configuration
         [STEPS[:6], OTHER, STEPS[3:]],
         "epoch 0: rank 0: an earlier attempt had other samples at step 4: it is of another run",
     ),
-    "cycles": (
-        [[*CYCLES, info_of(2, [1], repeats=[2], ends=True)]],
-        "epoch 0: 3 keys come more than once by intent",
-    ),
+    "cycles": ([[*CYCLES, info_of(2, [1], repeats=[2], ends=True)]], "3 keys come more than once"),
     "no keys": ([NO_KEYS], "epoch 0: 2 samples of source 'x' have no key: they are only counted."),
     "late": ([STEPS[3:]], "epoch 0: what was before step 3 is not recorded."),
     "no `RankAligner`": (
-        [[*(info_of(step, [step]) for step in range(4)), info_of(0, [1], epoch=1)]],
-        "the graph has no `RankAligner`",
+        [[*STEPS[:4], info_of(0, [1], epoch=1)]],
+        "graph has no `RankAligner`",
     ),
 }
 

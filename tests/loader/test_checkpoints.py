@@ -23,6 +23,8 @@ from odb_nodes import (
     save_state,
 )
 from odb_nodes.loader.checkpoint_folders import Contents, choose
+from tests.refusals import refuses
+from tests.toys import Holder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exceed", "ignore:.*skipped")
 
@@ -265,12 +267,12 @@ SAVED = {"done": {"epoch": 1, "sums": {"loss": 1}}, "model": Refuses()}
     [
         ({"model": Refuses()}, r"has the parts \['done', 'model'\].* has \['model'\]"),
         (
-            {"done": {"epoch": 2, "more": 0}, "model": Refuses()},
-            r"`parts\['done'\]` has the keys \['more'\], but .*Add",
+            {"done": {"more": 0}, "model": Refuses()},
+            r"`parts\['done'\]` .*\['more'\], but .*Add",
         ),
         (
-            {"done": {"epoch": 2, "sums": {"loss": 0, "accuracy": 0}}, "model": Refuses()},
-            r"`parts\['done'\]\['sums'\]` has the keys \['accuracy'\]",
+            {"done": {"sums": {"n": 0}}, "model": Refuses()},
+            r"`parts\['done'\]\['sums'\]`.*\['n'\]",
         ),
         ({"done": {}, "model": {1: 1}}, r"`parts\['model'\]` is a dict, but .* it is \[1, 2\]"),
     ],
@@ -295,8 +297,7 @@ def made(parts=None, folder="folder", **options):
     return Checkpoints(folder, {"model": {}} if parts is None else parts, **options)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
+test_arguments = refuses(
     [
         (lambda: made(folder=3), TypeError, "`folder` must be a `str` or "),
         (lambda: made([1]), TypeError, "`parts` must be a `Mapping`"),
@@ -316,11 +317,8 @@ def made(parts=None, folder="folder", **options):
             "`replicated` must not have 'loader'",
         ),
         (lambda: made().save(-1), ValueError, "`step` must be in 0.."),
-    ],
+    ]
 )
-def test_arguments(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
 
 
 # Which checkpoint all ranks load.
@@ -394,10 +392,7 @@ def damage_by_another(folder, save_all):
     [
         (lambda folder, save_all: None, "hold none of a loader"),
         (damage_by_another, "saved by 2 and 3 ranks: it is two checkpoints"),
-        (
-            lambda folder, _: (folder / "odb_nodes-rank00001-of-00003.pt").unlink(),
-            r"lacks the states of ranks \[1\]",
-        ),
+        (lambda at, _: (at / "odb_nodes-rank00001-of-00003.pt").unlink(), r"lacks .* ranks \[1\]"),
     ],
 )
 def test_what_cannot_be_resharded_is_refused(damage, message, tmp_path, as_rank, save_all):
@@ -406,17 +401,6 @@ def test_what_cannot_be_resharded_is_refused(damage, message, tmp_path, as_rank,
     as_rank(0, 2)
     with pytest.raises(StateError, match=message):
         load_rank_state(tmp_path)
-
-
-class Holder:
-    def __init__(self, state):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
 
 
 def test_another_number_of_ranks_is_resharded(tmp_path, as_rank, caplog):

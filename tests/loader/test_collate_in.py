@@ -246,10 +246,7 @@ def test_all_workers_make_batches_and_by_default_those_of_large_samples(monkeypa
         ({"prefetch": 0}, "`prefetch` is 0"),
         ({"workers": None}, "there are no worker processes"),
         ({"workers": WorkerOptions(num_workers=2, method="thread")}, "there are no worker"),
-        (
-            {"workers": SPAWNED, "collate_fn": lambda samples: where(samples)},
-            "`collate_fn` cannot be pickled",
-        ),
+        ({"workers": SPAWNED, "collate_fn": lambda group: where(group)}, "`collate_fn` cannot be"),
     ],
 )
 def test_the_trainer_makes_batches_where_no_worker_can_and_says_why(given, why):

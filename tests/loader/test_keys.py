@@ -19,7 +19,6 @@ from odb_nodes import (
     LengthObserver,
     Loader,
     Mixing,
-    Observation,
     ODBDataLoader,
     ParallelProcessor,
     PerSource,
@@ -38,6 +37,7 @@ from odb_nodes import (
 )
 from odb_nodes.contract import EpochNode, EpochState
 from odb_nodes.nodes.exclusions import ExcludedKeys
+from tests.toys import Stream
 
 BUDGET = TokenBudget(64, oversize="drop")
 SKIPPED = [(n, "", "seventeenth") for n in range(5, 120, 17)]
@@ -104,11 +104,6 @@ def test_of_json_lines_they_are_file_and_offset(tmp_path):
         assert list(info.keys) == [lines[one] for one in ids]
 
 
-class Again:
-    def __iter__(self):
-        return iter(DATA)
-
-
 DATA = [{"input_ids": [1] * (n % 9 + 1), "id": n} for n in range(50)]
 ORDER = [49, 3, 3, 17]
 
@@ -116,7 +111,7 @@ ORDER = [49, 3, 3, 17]
 @pytest.mark.parametrize(
     ("dataset", "options", "expected"),
     [
-        (Again(), {}, range(50)),
+        (Stream(DATA), {}, range(50)),
         (DATA, {"sampler": ORDER}, ORDER),
         (DATA, {"sampler": WeightedSampler([1.0] * 50, 200)}, [*WeightedSampler([1.0] * 50, 200)]),
     ],
@@ -124,14 +119,6 @@ ORDER = [49, 3, 3, 17]
 )
 def test_of_an_iterable_they_are_numbers_and_of_a_sampler_indices(dataset, options, expected):
     check(steps_of(ODBDataLoader(dataset, token_budget=32, window=8, **options)), expected)
-
-
-def test_an_observation_may_give_a_key_of_its_own():
-    def observe(sample):
-        return Observation(len(sample["input_ids"]), key=7 * sample["id"])
-
-    for info, ids in steps_of(ODBDataLoader(DATA, token_budget=32, window=8, observe=observe)):
-        assert list(info.keys) == [7 * one for one in ids]
 
 
 class Pages(EpochNode):

@@ -26,6 +26,7 @@ from torchdata.nodes import Loader as StockLoader
 
 from odb_nodes import LengthObserver, Loader, SampleError, ShardedSampler, StateError
 from odb_nodes.testing import assert_resumes_exactly
+from tests.refusals import refuses
 
 
 class Numbers(BaseNode):
@@ -369,18 +370,16 @@ def sampler(size=4):
     return ShardedSampler(size, False, 0, 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("saved", "root", "message"),
+test_a_state_of_another_graph_is_refused_by_iter = refuses(
     [
         (sampler(), LengthObserver(sampler()), "loaded into `LengthObserver`"),
         (sampler(), Prefetcher(sampler(), 2), "(?i)snapshot.* same nodes in the same order"),
         (sampler(), Batcher(sampler(), 2), "(?i)source.* same nodes in the same order"),
         (Numbers(), Numbers(size=4), "but the graph yields more items"),
     ],
+    lambda saved, root: iter(resumed(state_after(None, saved), root)),
+    StateError,
 )
-def test_a_state_of_another_graph_is_refused_by_iter(saved, root, message):
-    with pytest.raises(StateError, match=message):
-        iter(resumed(state_after(None, saved), root))
 
 
 @pytest.mark.parametrize("wrap", [lambda node: node, lambda node: Prefetcher(Mapper(node, abs), 2)])
@@ -412,11 +411,7 @@ def wrapped(sampler):
         ([1, 2], TypeError, "`root` must be a `BaseNode`"),
         (wrapped(RandomSampler(range(9))), ValueError, "cannot be drawn again: .*`ShardedSampler`"),
         (wrapped(SubsetRandomSampler(range(9))), ValueError, "cannot be drawn again"),
-        (
-            wrapped(BatchSampler(RandomSampler(range(9)), 2, False)),
-            ValueError,
-            "cannot be drawn again",
-        ),
+        (wrapped(BatchSampler(RandomSampler(range(9)), 2, False)), ValueError, "cannot be drawn"),
         (  # P20: its states lose and repeat items.
             Batcher(ParallelMapper(Numbers(), tuple, 2, in_order=False), 2),
             ValueError,

@@ -27,6 +27,7 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
+from tests.refusals import refuses
 
 
 def encode(text):
@@ -291,10 +292,9 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("weights", "options", "error", "message"), REFUSALS)
-def test_what_cannot_be_set_is_refused(weights, options, error, message):
-    with pytest.raises(error, match=message):
-        loader_of(**options).set_weights(weights)
+test_what_cannot_be_set_is_refused = refuses(
+    REFUSALS, lambda weights, options: loader_of(**options).set_weights(weights)
+)
 
 
 def test_one_dataset_has_no_weights_to_set():

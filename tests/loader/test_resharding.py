@@ -36,6 +36,7 @@ from odb_nodes import (
 from odb_nodes.contract import NodeState
 from odb_nodes.contract.state import add_digest, seal_whole, unseal_whole
 from odb_nodes.loader.reshard_nodes import dealt_by_tokens
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.filterwarnings(*LEFT_OUT, ENDED_EARLY)
 
@@ -137,11 +138,9 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("make_states", "message"), REFUSALS, ids=[one[1] for one in REFUSALS])
-def test_states_that_are_not_those_of_all_ranks_of_a_run_are_refused(make_states, message):
-    given = make_states()
-    with pytest.raises(StateError, match=message):
-        reshard(given, 5)
+test_states_that_are_not_those_of_all_ranks_of_a_run_are_refused = refuses(
+    REFUSALS, lambda make: reshard(make(), 5), StateError
+)
 
 
 def test_an_empty_list_of_states_is_refused():

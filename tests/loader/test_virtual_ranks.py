@@ -29,6 +29,7 @@ from odb_nodes import (
 from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.alignment.virtual_ranks import VirtualRanks
 from odb_nodes.memory import OomGuard
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(Further ones|were skipped|were dropped|not emitted)"
@@ -119,8 +120,7 @@ def refused_now(states, virtual_ranks):
     iter(loader)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
+test_states_of_other_processes_or_within_a_step_are_refused = refuses(
     [
         (lambda: reshard(virtual(1, 6), 2), "within an optimizer step"),
         (lambda: reshard(virtual(1, 4, accumulate=2), 2), "within an optimizer step"),
@@ -130,10 +130,8 @@ def refused_now(states, virtual_ranks):
         (lambda: refused_now(virtual(2, 4), 4), "virtual_ranks|world_size"),
         (lambda: refused_now(virtual(2, 4), None), "VirtualRanks"),
     ],
+    error=StateError,
 )
-def test_states_of_other_processes_or_within_a_step_are_refused(call, message):
-    with pytest.raises(StateError, match=message):
-        call()
 
 
 REFUSALS = [
@@ -143,11 +141,12 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "message"), REFUSALS)
-def test_what_cannot_be_the_same_on_all_is_refused(options, error, message):
-    given = {"dataset": range(9), "token_budget": 9, "virtual_ranks": 2}
-    with pytest.raises(error, match=message):
-        ODBDataLoader(**given | options)
+test_what_cannot_be_the_same_on_all_is_refused = refuses(
+    REFUSALS,
+    lambda options: ODBDataLoader(
+        **{"dataset": range(9), "token_budget": 9, "virtual_ranks": 2} | options
+    ),
+)
 
 
 class Locked(IterableDataset):

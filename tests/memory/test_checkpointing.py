@@ -112,10 +112,7 @@ class Counting(nn.Linear):
     [
         (lambda: Counting(True), "`Counting` changes its buffer `calls`"),
         (lambda: Counting(False), "`Counting` changes its buffer `calls`"),
-        (
-            lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
-            "buffer `1.num_batches_tracked`",
-        ),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "`1.num_batches_tracked`"),
     ],
 )
 def test_a_block_that_changes_a_buffer_is_an_error(block, buffer):

@@ -109,11 +109,7 @@ IDS = torch.ones(9, 3, dtype=torch.int64)
         ({"inputs": IDS}, {}, "must have `input_ids`"),
         ({"input_ids": IDS}, {"prompt_ids": IDS}, "`prompt_ids` has a row for each"),
         ({"input_ids": IDS, "pixel_values": torch.ones(7, 3)}, {}, r"`pixel_values` .* \(7, 3\)"),
-        (
-            {"input_ids": IDS},
-            {"return_dict_in_generate": True, **OPTIONS},
-            "Leave out `return_dict_in_gen",
-        ),
+        ({"input_ids": IDS}, {"return_dict_in_generate": True, **OPTIONS}, "Leave out `return_di"),
         (IDS, {}, "`batch` must be a `Mapping`"),
         ({"input_ids": IDS[:0]}, {}, "`input_ids` must have one row or more"),
     ],

@@ -92,7 +92,7 @@ WEIGHED = {"accumulate": 3}  # One batch of one rank weighs 1 anyway.
         (
             TEXT,
             {**ATTENTION, "collate_fn": padded_to_128},
-            r"\d+ tokens \(a cost of \d+ with attention\), above",
+            r"a cost of \d+ with attention\),",
         ),
         (PADDED, {"token_budget": 4096}, "padded already.*process_fn"),
         ([*TEXT, {"input_ids": [1] * 600}], {}, "exceeds the budget on its own"),

@@ -31,6 +31,7 @@ from odb_nodes.processing.columns import DataColumns
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.vision import MultiImageCollate, VisionLanguageCollate
 from odb_nodes.vision.collate import StepImages
+from tests.refusals import refuses
 
 ROWS = [[1, 2, 3], [4], [5, 6]]
 
@@ -91,10 +92,9 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "samples", "error", "message"), REFUSALS)
-def test_samples_that_do_not_go_together_are_an_error(options, samples, error, message):
-    with pytest.raises(error, match=message):
-        PaddingCollate(**options)(samples)
+test_samples_that_do_not_go_together_are_an_error = refuses(
+    REFUSALS, lambda options, samples: PaddingCollate(**options)(samples)
+)
 
 
 @pytest.mark.parametrize(
@@ -180,18 +180,16 @@ def test_a_failing_collate_function_loses_no_group(error):
     assert [batch["data"] for batch in node] == [[2], [3]]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
+test_what_does_not_fit_is_refused = refuses(
     [
         (lambda: GroupCollator([1]), "`source` must be a `BaseNode`.* is .1."),
         (lambda: GroupCollator(groups(), 5), "`collate_fn`"),
         (lambda: GroupCollator(IterableWrapper([{}])), "must yield groups, .* yielded `dict`"),
         (lambda: GroupCollator(groups([1]), tuple), "`collate_fn` must return a dict .* `tuple`"),
     ],
+    lambda make: list(Loader(make())),
+    TypeError,
 )
-def test_what_does_not_fit_is_refused(make, message):
-    with pytest.raises(TypeError, match=message):
-        list(Loader(make()))
 
 
 class Stepwise(PaddingCollate):

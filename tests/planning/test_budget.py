@@ -14,6 +14,7 @@ from odb_nodes.planning.auto_window import (
     window_samples,
 )
 from odb_nodes.planning.budget import allowed_rows
+from tests.refusals import refuses
 
 
 def test_an_integer_stands_for_padded_tokens():
@@ -52,10 +53,9 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "error", "message"), REFUSALS)
-def test_a_field_that_is_not_valid_is_named_with_its_value(fields, error, message):
-    with pytest.raises(error, match=message):
-        TokenBudget(**{"tokens": 8, **fields})
+test_a_field_that_is_not_valid_is_named_with_its_value = refuses(
+    REFUSALS, lambda fields: TokenBudget(**{"tokens": 8, **fields})
+)
 
 
 @pytest.mark.parametrize(

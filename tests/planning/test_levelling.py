@@ -21,6 +21,7 @@ from odb_nodes.planning.levelling import UNKNOWN_LEFT, Rest, gifts, receivers, w
 from odb_nodes.planning.rounds import CostReport, begins_last_round
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.tools.simulate import lognormal_lengths, simulate
+from tests.refusals import refuses
 
 lengths = st.lists(st.integers(1, 200), max_size=80)
 
@@ -288,8 +289,7 @@ def test_the_groups_of_a_step_are_matched_by_costs():
     assert spread(by_costs, costs) < spread(plan_epoch(lengths, 128, **job), costs) - 0.05
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+test_refusals = refuses(
     [
         ({"lengths": []}, ValueError, "lengths.*\\[\\]"),
         ({"lengths": [3, 0]}, ValueError, "lengths.*at least 1"),
@@ -302,7 +302,5 @@ def test_the_groups_of_a_step_are_matched_by_costs():
         ({"uneven": "no"}, ValueError, "uneven.*no"),
         ({"budget": TokenBudget(4, oversize="error")}, SampleError, "5 tokens"),
     ],
+    lambda given: plan_epoch(**{"lengths": [3, 5], "budget": 8, **given}),
 )
-def test_refusals(arguments, error, words):
-    with pytest.raises(error, match=words):
-        plan_epoch(**{"lengths": [3, 5], "budget": 8, **arguments})

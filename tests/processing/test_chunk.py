@@ -15,14 +15,7 @@ from odb_nodes.processing.chunk_runner import ChunkFit
 from odb_nodes.processing.observation import digest_of, made_of, observe_sample
 from odb_nodes.sample import ItemKey, Sample
 from odb_nodes.sample_block import ItemKeys
-
-KEYS = st.builds(
-    ItemKey,
-    st.sampled_from(["", "a", "b/c"]),
-    st.integers(0, 2**63 - 1),
-    st.sampled_from([1, 2]),
-    st.sampled_from([0, 1, 2**40]),
-)
+from tests.rows import KEYS, ROWS_OF_INTEGERS
 
 
 def draws_of(keys, positions, seed):
@@ -161,19 +154,11 @@ def test_states_do_not_depend_on_what_is_in_a_chunk():
 
 LABELS = st.lists(st.sampled_from([-100, 0, 7, 2**31, -(2**63)]), max_size=12)
 KINDS = {
-    "array": np.array,
+    **ROWS_OF_INTEGERS,
     "int32": lambda row: np.array(row).clip(-(2**31), 2**31 - 1).astype(np.int32),
     "float": lambda row: np.array(row, np.float32),
-    "(1, L)": lambda row: np.array([row], np.int64),
-    "strided": lambda row: np.repeat(np.array(row, np.int64), 2)[::2],
-    "big-endian": lambda row: np.array(row, ">i8"),
-    "tensor": lambda row: torch.tensor(row, dtype=torch.int64),
     "with a gradient": lambda row: torch.tensor(row, dtype=torch.float32, requires_grad=True),
     "without a dtype of numpy": lambda row: torch.tensor(row, dtype=torch.bfloat16),
-    "list": list,
-    "nested list": lambda row: [row],
-    "list of numpy's ints": lambda row: [*map(np.int64, row)],
-    "tuple": tuple,
 }
 NOT_INTEGERS = {"float", "with a gradient", "without a dtype of numpy"}
 MORE = st.sampled_from(

@@ -41,6 +41,7 @@ from odb_nodes.processing.transport import (
 )
 from odb_nodes.sample import ItemKey
 from odb_nodes.sample_block import ItemKeys
+from tests.rows import KEYS
 
 TENSOR_DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -257,15 +258,6 @@ def test_a_large_array_does_not_keep_the_chunk_alive():
         base = base.base
     assert base.nbytes <= 100 * 100 * 8
     assert base.base is None or memoryview(base.base).nbytes <= 100 * 100 * 8
-
-
-KEYS = st.builds(
-    ItemKey,
-    st.sampled_from(["", "a", "b/c"]),
-    st.integers(0, 2**63 - 1),
-    st.sampled_from([1, 2]),
-    st.sampled_from([0, 1, 2**40]),
-)
 
 
 @given(st.lists(KEYS | st.none(), max_size=20))

@@ -888,13 +888,6 @@ def test_what_was_queued_for_an_epoch_left_early_is_skipped(kind, make, tmp_path
     assert len(log.items()) < SIZE + 30
 
 
-def test_length(make):
-    assert len(make("inline", source=indices())) == SIZE
-    assert len(make("inline", source=indices(rank=1, world_size=7))) == 9
-    with pytest.raises(TypeError):
-        len(make("inline", source=IterableSource(Items(None), 0, 1)))
-
-
 # --- through the whole graph, with a thread that reads ahead --------------------------------------
 
 

@@ -9,6 +9,7 @@ from torchdata.nodes import Prefetcher
 from odb_nodes import IterableSource, SampleError, StateError
 from odb_nodes._core import progress
 from odb_nodes.testing import assert_resumes_exactly
+from tests.toys import Once
 
 
 def source(iterable, rank=0, world_size=1):
@@ -72,14 +73,6 @@ class Resumable(Shuffled):
 
     def load_state_dict(self, state):
         self._start, self.position = state["position"], None
-
-
-class Once:
-    def __init__(self):
-        self._it = iter([1, 2])
-
-    def __iter__(self):
-        return self._it
 
 
 # What it yields.

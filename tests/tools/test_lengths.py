@@ -16,6 +16,7 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.tools.lengths import LengthTable, observe_lengths
+from tests.toys import Stream
 
 DATASET = [{"input_ids": [1] * (n % 40 + 1), "labels": [-100] * (n % 40) + [1]} for n in range(300)]
 
@@ -26,11 +27,6 @@ def crop(item):
 
 def skip_short(item):
     return Skipped("short") if len(item["input_ids"]) < 5 else item
-
-
-class Stream:
-    def __iter__(self):
-        return iter(DATASET)
 
 
 def test_a_row_says_what_a_sample_costs():
@@ -67,7 +63,7 @@ def test_random_lengths_are_those_of_the_first_epoch_whatever_the_workers():
         assert table.tokens.tolist() == [seen[key] for key in range(300)]
 
 
-@pytest.mark.parametrize("dataset", [DATASET, Stream()])
+@pytest.mark.parametrize("dataset", [DATASET, Stream(DATASET)])
 def test_some_are_drawn_at_random_by_the_seed(dataset):
     table = observe_lengths(dataset, samples=60)
     assert (len(table), table.num_samples, table.is_whole) == (60, 300, False)
@@ -83,7 +79,7 @@ def test_some_are_drawn_at_random_by_the_seed(dataset):
 def test_every_item_of_a_stream_is_drawn_with_the_same_chance():
     counts = np.zeros(300)
     for seed in range(100):
-        counts[observe_lengths(Stream(), samples=30, seed=seed).keys] += 1
+        counts[observe_lengths(Stream(DATASET), samples=30, seed=seed).keys] += 1
     thirds = counts.reshape(3, 100).sum(1) / counts.sum()
     assert np.abs(thirds - 1 / 3).max() < 0.03
 

@@ -17,6 +17,7 @@ from odb_nodes.cli import main
 from odb_nodes.contract.state import ENVELOPE, add_digest
 from odb_nodes.monitor import Monitor
 from odb_nodes.tools.reshard import reshard_folder
+from tests.toys import Holder
 
 pytestmark = pytest.mark.filterwarnings(*LEFT_OUT)
 
@@ -33,21 +34,8 @@ def save(folder, states, prefix="odb_nodes-"):
     return folder
 
 
-class Part:
-    """What a job has saved, which loads anything."""
-
-    def __init__(self):
-        self.state = None
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
 def test_those_of_checkpoints_can_be_loaded_under_the_same_name(tmp_path, states, monkeypatch):
-    checkpoints = Checkpoints(tmp_path / "before", {"loader": Part(), "done": {"epoch": 1}})
+    checkpoints = Checkpoints(tmp_path / "before", {"loader": Holder(), "done": {"epoch": 1}})
     folder = checkpoints.save(6)
     (file,) = folder.iterdir()
     saved = load_state(file)
@@ -63,7 +51,7 @@ def test_those_of_checkpoints_can_be_loaded_under_the_same_name(tmp_path, states
     ):
         reshard_folder(folder, 1, tmp_path / "after")
     reshard_folder(folder, 1, tmp_path / "after" / folder.name)
-    parts = {"loader": Part(), "done": {}, "model": Part()}
+    parts = {"loader": Holder(), "done": {}, "model": Holder()}
     assert Checkpoints(tmp_path / "after", parts).load() == 6
     assert [parts["loader"].state] == reshard(states, 1)
     assert parts["done"] == {"epoch": 1}

@@ -34,6 +34,8 @@ from odb_nodes.tools.simulate import (
     simulate,
     simulate_steps,
 )
+from tests.refusals import refuses
+from tests.toys import Stream
 
 
 def with_attention(group):
@@ -219,8 +221,7 @@ def test_lengths_have_the_variation_asked_for():
             lognormal_lengths(10, cv=cv)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
+test_errors_name_what_is_wrong = refuses(
     [
         ({"lengths": []}, ValueError, "`lengths`"),
         ({"lengths": [1.5]}, ValueError, "`lengths`"),
@@ -231,11 +232,8 @@ def test_lengths_have_the_variation_asked_for():
         ({"budget": TokenBudget(1, oversize="drop")}, ValueError, "no step"),
         ({"world_size": 3}, ValueError, "at most the 2 samples of the data, but is 3"),
     ],
+    lambda change: simulate(**{"lengths": [9, 4], "world_size": 2, "budget": 10, **change}),
 )
-def test_errors_name_what_is_wrong(change, error, words):
-    options = {"lengths": [9, 4], "world_size": 2, "budget": 10, **change}
-    with pytest.raises(error, match=words):
-        simulate(**options)
 
 
 # --- over a table of lengths ----------------------------------------------------------------------
@@ -342,16 +340,6 @@ def test_a_schedule_has_its_places_in_the_share_of_the_data_that_is_drawn():
     assert len(table) == 800
     assert set(table.sources[rows[:300]]) == {0} and set(table.sources[rows[300:600]]) == {1}
     assert len({*rows.tolist()}) == 800
-
-
-class Stream:
-    """An iterable that is no sequence."""
-
-    def __init__(self, items):
-        self.items = items
-
-    def __iter__(self):
-        return iter(self.items)
 
 
 class Sized(Stream):

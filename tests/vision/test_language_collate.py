@@ -166,11 +166,7 @@ NO_LABELS = [{"input_ids": [1, 2]}]
 OTHER = "must be a `DummyImage`, but is .*, with the paren"
 REFUSALS = [
     (lambda: make_loader(token_budget=PACKED), ValueError, "`VisionLanguageCollate` .*layout=.pad"),
-    (
-        lambda: VisionLanguageCollate.of(SHAPES, dummy=DUMMY),
-        ValueError,
-        "`shapes` must be .*`dummy`",
-    ),
+    (lambda: VisionLanguageCollate.of(SHAPES, dummy=DUMMY), ValueError, "`shapes` .*`dummy`"),
     (lambda: collate.collate_step(NO_LABELS, step("image")), SampleError, "must have `labels`"),
     (lambda: VisionLanguageCollate(dummy=processor().dummy_image), TypeError, OTHER),
     (

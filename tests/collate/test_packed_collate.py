@@ -148,6 +148,7 @@ test_what_is_refused_before_a_batch_is_made = refuses(
         (lambda: prepare(image_grid_thw=[[1, 2, 2]]), SampleError, "image_grid_thw"),
         (lambda: PackedCollate(mask_dtype=torch.int64), ValueError, "`mask_dtype` must be"),
         (lambda: PackedCollate(max_samples=0), ValueError, "`max_samples` must be"),
+        (lambda: PackedCollate(sample_multiple=4)([{"input_ids": [1]}]), ValueError, "`prepare`"),
     ]
 )
 

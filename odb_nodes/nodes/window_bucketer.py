@@ -31,7 +31,7 @@ from odb_nodes.nodes.sample_records import Remaking, are_numbered, decode_sample
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.auto_window import PoolCheck, WindowSize
 from odb_nodes.planning.budget import Limits
-from odb_nodes.planning.group_planner import GroupPlanner, PoolReport, RoundSettings
+from odb_nodes.planning.group_planner import GroupPlanner
 from odb_nodes.planning.options import PlanOptions
 from odb_nodes.planning.runs import check_diversity, check_has_task
 from odb_nodes.planning.table import ORDINALS
@@ -46,51 +46,31 @@ _SNAPSHOTS_PER_WINDOW = 4
 
 @dataclass(kw_only=True)
 class BucketerState(NodeState):
-    """The state of a `WindowBucketer`.
+    """The state of a `WindowBucketer`."""
 
-    Attributes:
-        source: state of the source. If samples have no keys, it is one taken at or before the
-            oldest pooled or planned sample.
-        mode: what the state holds of the pool, `"replay"` or `"payload"`.
-        pulled: number of samples pulled in the epoch.
-        pulled_since_source: how many of them were pulled after `source`.
-        ended: whether no more samples are pulled in this epoch.
-        is_cut: whether that is so because the epoch was ended before its last sample.
-        limits: the `Limits` of groups and of samples.
-        has_own_limits: whether these differ from the limits of the budget.
-        pool: the pooled samples.
-        planned: if samples have no keys, the numbers of those in groups that a `RankAligner`
-            holds, 8 bytes each.
-        excluded: the excluded keys by source.
-        excluded_samples: samples of the epoch left out by their keys.
-        dropped_samples: samples of the epoch left out by `oversize="drop"`.
-        oversize_samples: samples of the epoch that exceeded the budget on their own.
-        skipped_samples: samples of the epoch that processing skipped, by reason.
-        left_out: key, source and reason of each sample left out since the last group.
-        caps: cost limits of the next groups, ascending, 8 bytes each.
-        dearest_groups: how many groups of `dearest_first` the epoch has had.
-        window: samples of an `"auto"` window, whether it is chosen for the epoch, and the
-            `PulledLengths` it is chosen by; `None` if the window is a number of samples.
-    """
-
+    # if samples have no keys, one taken at or before the oldest pooled or planned sample
     source: SourceState
-    mode: str
-    pulled: int
-    pulled_since_source: int
-    ended: bool
-    is_cut: bool
-    limits: tuple[int, int | None, int | None, int, int | None]
-    has_own_limits: bool
+    mode: str  # what the state holds of the pool, `"replay"` or `"payload"`
+    pulled: int  # samples pulled in the epoch
+    pulled_since_source: int  # how many of them were pulled after `source`
+    ended: bool  # whether no more samples are pulled in this epoch
+    is_cut: bool  # whether that is so because the epoch was ended before its last sample
+    limits: tuple[int, int | None, int | None, int, int | None]  # `Limits`
+    has_own_limits: bool  # whether these differ from the limits of the budget
     pool: PoolContent
+    # if samples have no keys, the numbers of those in groups that a `RankAligner` holds
     planned: bytes | None
     excluded: ExcludedState
-    excluded_samples: int
-    dropped_samples: int
-    oversize_samples: int
-    skipped_samples: dict[str, int]
+    excluded_samples: int  # samples of the epoch left out by their keys
+    dropped_samples: int  # samples of the epoch left out by `oversize="drop"`
+    oversize_samples: int  # samples of the epoch that exceeded the budget on their own
+    skipped_samples: dict[str, int]  # samples of the epoch that processing skipped, by reason
+    # key, source and reason of each sample left out since the last group
     left_out: list[tuple[int | None, str, str]]
-    caps: bytes | None
-    dearest_groups: int
+    caps: bytes | None  # cost limits of the next groups, ascending
+    dearest_groups: int  # how many groups of `dearest_first` the epoch has had
+    # samples of an `"auto"` window, whether it is chosen for the epoch, and the `PulledLengths` it
+    # is chosen by; `None` if the window is a number of samples
     window: tuple[int, bool, int, int, int] | None
 
 
@@ -239,14 +219,6 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         return taken
 
     # --- what a `RankAligner` asks of it --------------------------------------------------------
-
-    def use(self, settings: RoundSettings, caps: Sequence[int] = ()) -> None:
-        """Form groups under the settings of a round, further ones by these caps, one each."""
-        self.planner.use(settings, caps)
-
-    def report(self, groups: int) -> PoolReport:
-        """Return what other ranks are told of the pool, for caps of so many groups."""
-        return self.planner.report(groups)
 
     @property
     def has_keys(self) -> bool:

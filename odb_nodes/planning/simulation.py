@@ -54,19 +54,12 @@ Step = list[SampleBlock | None]
 
 
 class SampleCosts(NamedTuple):
-    """What planning needs to know of the samples of a dataset, a row each.
+    """What planning needs to know of the samples of a dataset, a row each."""
 
-    Attributes:
-        tokens: length of each sample, (n,) int64; 0 for one that processing skips.
-        targets: supervised tokens of each, (n,) int64.
-        patches: image patches of each, (n,) int64.
-        tasks: number of the task of each, (n,) int64.
-    """
-
-    tokens: IntArray
-    targets: IntArray
-    patches: IntArray
-    tasks: IntArray
+    tokens: IntArray  # length of each sample, (n,) int64; 0 for one that processing skips
+    targets: IntArray  # supervised tokens of each, (n,) int64
+    patches: IntArray  # image patches of each, (n,) int64
+    tasks: IntArray  # number of the task of each, (n,) int64
 
     def are_oversize(self, budget: TokenBudget) -> NDArray[np.bool_]:
         """Tell which samples exceed a budget on their own, (n,) bool."""
@@ -224,11 +217,10 @@ def plan_steps(
             f"exceeds {budget} on its own."
         )
     measure = GroupCostEstimator(job.cost_fn or BudgetCost(budget), {})
-    fills = job.uneven == "fill"
-    pools = [
-        _ShardPool(samples, shard, job, knows_length, shares_rest and fills) for shard in shards
+    shares_rest = shares_rest and job.uneven == "fill"
+    ranks = [
+        _ShardPlanner(samples, shard, job, measure, knows_length, shares_rest) for shard in shards
     ]
-    ranks = [RoundPlanner(pool, measure, may_split=fills) for pool in pools]
     full_round = round_up(job.round_size, job.accumulate)
     offered = full_round if job.world_size > 1 and job.cost_fn is None else 0
     settings = RoundSettings()
@@ -280,20 +272,21 @@ def _share_out(
 _KIND = code_of(SampleKind("", "", "", None, 0))
 
 
-class _ShardPool:
-    """Reads the shard of one rank into a `GroupPlanner`: a `GroupSource`."""
+class _ShardPlanner(RoundPlanner):
+    """Plans the rounds of the shard of one rank."""
 
     def __init__(
         self,
         samples: SampleCosts,
         shard: IntArray,
         job: SimulationOptions,
+        measure: GroupCostEstimator,
         knows_length: bool,
         shares_rest: bool,
     ) -> None:
         self._shard = shard
         columns = (column[shard] for column in samples)
-        self._tokens, self._targets, self._patches, self._tasks = columns
+        self._tokens, self._targets, self._patches, self._task_numbers = columns
         budget = TokenBudget.of(job.budget)
         self._left_out = self._tokens == 0
         if budget.oversize == "drop":
@@ -307,7 +300,7 @@ class _ShardPool:
             lambda: len(shard) if knows_length else None,
         )
         self._planner.follows_ranks = True
-        self.use, self.report = self._planner.use, self._planner.report
+        super().__init__(self._planner, measure, may_split=job.uneven == "fill")
 
     def next_group(self) -> SampleBlock | None:
         """Return the next group, if there is one."""
@@ -320,16 +313,16 @@ class _ShardPool:
         facts[PATCHES], facts[KIND] = self._patches[places], _KIND
         return SampleBlock(facts, {}).with_data(self._shard[places].tolist())
 
-    def left(self, lookahead: SampleBlock | None) -> int:
+    def left(self) -> int:
         """Return how many samples the rank has left, as far as it knows."""
         if not self._shares_rest:
             return -1
-        if lookahead is None:
+        if self.lookahead is None:
             return 0
         if not (self._knows_length or self._planner.ended):
             return UNKNOWN_LEFT
         pool = self._planner.pool
-        return len(lookahead) + len(pool) + len(self._shard) - pool.pulled
+        return len(self.lookahead) + len(pool) + len(self._shard) - pool.pulled
 
     def _fill(self) -> None:
         planner, pool = self._planner, self._planner.pool
@@ -339,7 +332,7 @@ class _ShardPool:
             # As in a node, known only when a pull finds nothing.
             planner.ended = pulled.stop > len(self._shard)
             pool.pulled = min(pulled.stop, len(self._shard))
-            of_each = (self._tokens, self._patches, self._tasks)
+            of_each = (self._tokens, self._patches, self._task_numbers)
             planner.add(places, *(column[places] for column in of_each))
 
 

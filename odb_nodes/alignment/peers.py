@@ -37,18 +37,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ask:
-    """What a rank tells the others, at a place where all ranks tell the like.
+    """What a rank tells the others, at a place where all ranks tell the like."""
 
-    Attributes:
-        told: a report, a few integers, or bytes, of which each rank gets those of all ranks; or
-            what the ranks must have in common, as JSON data by name.
-        where: the place that errors name.
-        steps: the most groups in a report, the same on all ranks.
-    """
-
+    # a report, a few integers, or bytes, of which each rank gets those of all ranks; or what the
+    # ranks must have in common, as JSON data by name
     told: CostReport | list[int] | bytes | Mapping[str, Any]
-    where: str
-    steps: int = 0
+    where: str  # the place that errors name
+    steps: int = 0  # the most groups in a report, the same on all ranks
 
 
 Exchanges = Generator[Ask, Any, T]

@@ -22,19 +22,12 @@ Batch = MutableMapping[str, Any]
 
 @dataclass(kw_only=True)
 class VirtualState(NodeState):
-    """Where `VirtualRanks` stand.
+    """Where `VirtualRanks` stand."""
 
-    Attributes:
-        sources: the states of the graphs before the step, by number of the virtual rank.
-        turn: batches of the step that are out.
-        samples: samples in them.
-        step_digest: a digest of the keys of the step, 0 where none of its batches is out.
-    """
-
-    sources: SourceStates
-    turn: int
-    samples: int
-    step_digest: int
+    sources: SourceStates  # the states of the graphs before the step, by number of the virtual rank
+    turn: int  # batches of the step that are out
+    samples: int  # samples in them
+    step_digest: int  # a digest of the keys of the step, 0 where none of its batches is out
 
 
 class VirtualRanks(StatefulNode[Batch, VirtualState]):

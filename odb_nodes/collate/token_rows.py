@@ -145,15 +145,9 @@ class TokenRows:
 
 
 class GroupRows:
-    """The samples of a group, all with the same keys.
+    """The samples of a group, all with the same keys; lengths in tokens."""
 
-    Attributes:
-        keys: the keys.
-        lengths: of the samples, in tokens.
-        new: makes the tensors of the batch.
-    """
-
-    new: NewTensor = staticmethod(new_tensor)
+    new: NewTensor = staticmethod(new_tensor)  # makes the tensors of the batch
 
     def __init__(self, samples: Sequence[Mapping[str, Any]]) -> None:
         self._samples = samples

@@ -157,30 +157,19 @@ def _from_bytes(keys: bytes | None) -> list[int]:
 
 
 class ExclusionCounter:
-    """The samples of an epoch that are excluded, skipped, or exceed the budget on their own.
-
-    Attributes:
-        budget: tells which samples are oversize; it may become smaller.
-        keys: the keys that are excluded.
-        excluded: samples that were left out by their keys.
-        oversize: samples that exceed the budget on their own.
-        dropped: oversize samples that `oversize="drop"` left out.
-        skipped: reason -> samples that processing `Skipped`.
-        left_out: the samples themselves, until they are taken.
-        said: what was warned of, in earlier epochs too: reasons, `None` for oversize samples.
-    """
+    """The samples of an epoch that are excluded, skipped, or exceed the budget on their own."""
 
     def __init__(
         self, budget: TokenBudget, keys: ExcludedKeys, said: set[str | None] | None = None
     ) -> None:
-        self.budget = budget
+        self.budget = budget  # tells which samples are oversize; it may become smaller
+        # What was warned of, in earlier epochs too: reasons, `None` for oversize samples.
         self.said = set() if said is None else said
         self.keys = keys
-        self.excluded = 0
-        self.oversize = 0
-        self.dropped = 0
-        self.skipped: dict[str, int] = {}
-        self.left_out: list[LeftOut] = []
+        self.excluded = self.oversize = 0
+        self.dropped = 0  # oversize samples that `oversize="drop"` left out
+        self.skipped: dict[str, int] = {}  # by reason
+        self.left_out: list[LeftOut] = []  # until they are taken
 
     def restore(self, state: Any) -> None:
         """Go on from a state."""

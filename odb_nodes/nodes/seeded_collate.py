@@ -38,14 +38,9 @@ Run = Callable[[], MutableMapping[str, Any]]
 
 @dataclass(frozen=True)
 class DeferredBatch:
-    """A group that a read-ahead thread leaves to the trainer's thread to collate.
+    """A group that a read-ahead thread leaves to the trainer's thread to collate."""
 
-    Attributes:
-        collate: returns the batch; may be called again if it raises.
-        info: the `StepInfo` of its step.
-    """
-
-    collate: Run
+    collate: Run  # returns the batch; may be called again if it raises
     info: StepInfo
 
 
@@ -55,9 +50,6 @@ class SeededCollate:
     The global generators of Python, numpy and torch (CPU) are seeded before a call, and put back
     after it; so nothing else may draw from them meanwhile. So are generators that the function
     keeps, as an attribute or in what it encloses: they may be somebody else's as well.
-
-    Args:
-        collate: the collate function, in which its generators are looked for.
     """
 
     def __init__(self, collate: Any) -> None:
@@ -74,11 +66,8 @@ class SeededCollate:
     def call(self, run: Run, key: int, *, find_out: bool = False) -> MutableMapping[str, Any]:
         """Return what `run`, which calls the function, returns under the seed `key`.
 
-        Args:
-            run: calls the function on samples that are its own to change. It is called twice
-                where the function makes a generator in its first call.
-            key: the seed.
-            find_out: whether to find out if the function draws.
+        It is called twice where the function makes a generator in its first call, so the samples
+        are its own to change. `find_out`: whether to find out if the function draws.
         """
         with own_rngs(_LIMIT_S):
             seed_rngs(key)
@@ -93,10 +82,7 @@ class SeededCollate:
     ) -> MutableMapping[str, Any]:
         """Return what `run` returns, with the function's own generators seeded, but no others.
 
-        Args:
-            run: see `call`.
-            key: the seed.
-            again: called before a second call of `run`.
+        `again` is called before a second call of `run`.
         """
         with self._turn(), _seeded(self._collate, key) as known:
             batch = run()
@@ -111,11 +97,7 @@ class SeededCollate:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Have the function's own generators alone among the threads of this library.
-
-        Raises:
-            WorkerError: another thread does not give them back.
-        """
+        """Have the function's own generators alone among the threads of this library."""
         if not self._one_at_a_time.acquire(timeout=_LIMIT_S):
             raise WorkerError(
                 f"`collate_fn` has not returned within {_LIMIT_S:g} s on another thread: it hangs."

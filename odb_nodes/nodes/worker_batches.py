@@ -28,20 +28,10 @@ Batch = MutableMapping[str, Any]
 
 
 class WorkerBatches:
-    """Has batches made by the workers of processors, in turn.
-
-    Args:
-        processors: nodes whose workers process the samples, and have not begun.
-        collate: the collate function.
-        always: whether workers make all batches, and not only those of large samples.
-    """
+    """Has batches made by the workers of processors, in turn: `always`, or of large samples."""
 
     def __init__(
-        self,
-        processors: Sequence[ParallelProcessor[Any]],
-        collate: Collate,
-        *,
-        always: bool,
+        self, processors: Sequence[ParallelProcessor[Any]], collate: Collate, *, always: bool
     ) -> None:
         maker = _Maker(collate, 0 if always else _LARGE_BYTES)
         self._always = always
@@ -57,12 +47,7 @@ class WorkerBatches:
     def order(
         self, group: SampleBlock, key: int, info: StepInfo
     ) -> Callable[[Callable[[], Batch]], Batch] | None:
-        """Order a batch; `None` where no worker can make it.
-
-        Args:
-            group: its samples.
-            key: what the random numbers are seeded by.
-            info: what the collate function may want to know of the step.
+        """Order a batch, under the random numbers of a key; `None` where no worker can make it.
 
         Returns:
             What waits for the batch. It takes a function that makes the batch here, which it calls

@@ -28,12 +28,9 @@ _FRIENDLY: IntArray = np.array(
 
 
 def allowed_rows(rows: IntArray, sizes: RowSizes) -> IntArray:
-    """Return, for each number of rows, the largest that is allowed and no larger.
+    """Return, for each number of rows, (n,) int64, the largest that is allowed and no larger.
 
-    Args:
-        rows: numbers of at least 1, (n,) int64.
-        sizes: `"even"` allows 1 and all even numbers; `"friendly"` 2**n and 3 * 2**n; a number its
-            multiples, of which `rows` must hold one.
+    All are at least 1, or the number that `sizes` is, whose multiples are allowed.
     """
     allowed: IntArray = rows
     if isinstance(sizes, int):
@@ -332,17 +329,12 @@ def _filling_width(budget: TokenBudget, tokens: int, factor: float) -> int:
 
 
 class Limits(NamedTuple):
-    """The fields of a `TokenBudget` that bound a group, and a sample.
+    """The fields of a `TokenBudget` that bound a group, and a sample."""
 
-    Attributes:
-        tokens, max_samples, max_patches: of a group; see `TokenBudget`.
-        sample_tokens, sample_patches: the like, of a sample that is not oversize.
-    """
-
-    tokens: int
+    tokens: int  # of a group, as the next two
     max_samples: int | None
     max_patches: int | None
-    sample_tokens: int
+    sample_tokens: int  # of a sample that is not oversize
     sample_patches: int | None
 
     @classmethod

@@ -27,19 +27,12 @@ WindowState = tuple[int, bool, int, int, int]
 
 
 class RoundSettings(NamedTuple):
-    """What the groups of a round are formed under, agreed on by all ranks one round before.
+    """What the groups of a round are formed under, agreed on by all ranks one round before."""
 
-    Attributes:
-        max_tokens: the `tokens` of the budget that a rank has asked for; 0 for none.
-        caps: what each group may cost, ascending; see `planning.caps`.
-        window: samples of an `"auto"` window; 0 for as many as before.
-        is_last: the round is the last one, of all that is left, which ranks share out.
-    """
-
-    max_tokens: int = 0
-    caps: Sequence[int] = ()
-    window: int = 0
-    is_last: bool = False
+    max_tokens: int = 0  # the `tokens` of the budget that a rank has asked for; 0 for none
+    caps: Sequence[int] = ()  # what each group may cost, ascending; see `planning.caps`
+    window: int = 0  # samples of an `"auto"` window; 0 for as many as before
+    is_last: bool = False  # the round is the last one, of all that is left, which ranks share out
 
     def to_state(self) -> tuple[int, list[int], int, bool]:
         """Return the settings as plain data."""
@@ -47,14 +40,10 @@ class RoundSettings(NamedTuple):
 
 
 class PoolReport(NamedTuple):
-    """What the pool of a rank tells the other ranks.
+    """What the pool of a rank tells the other ranks."""
 
-    Attributes:
-        offer: what it offers for the caps of the next round, see `offered_costs`.
-        lengths: what an `"auto"` window is chosen by, see `PulledLengths.report`.
-    """
-
-    offer: IntArray = NO_CAPS
+    offer: IntArray = NO_CAPS  # what it offers for the caps of the next round, see `offered_costs`
+    # what an `"auto"` window is chosen by, see `PulledLengths.report`
     lengths: tuple[int, int] = (0, 0)
 
 

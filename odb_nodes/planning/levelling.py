@@ -38,10 +38,7 @@ def gifts(work: IntArray, surplus: float) -> list[int]:
 
     Of those that its surplus has room for it keeps seven of eight in order of length, so its
     lengths stay spread as those of others; what is then left of the surplus is filled with any.
-
-    Args:
-        work: what each of its samples costs, (n,) int64.
-        surplus: what it has more than the average; less than 0 where it has less.
+    `work` is what each of its samples costs, (n,) int64.
     """
     longest_first = np.argsort(-work, kind="stable")
     given = []
@@ -56,9 +53,7 @@ def gifts(work: IntArray, surplus: float) -> list[int]:
 def receivers(totals: Sequence[int], given: Sequence[IntArray]) -> list[list[int]]:
     """Return to which rank each given sample goes: the largest first, to whom has the least.
 
-    Args:
-        totals: what all samples of each rank cost, those included that it gives.
-        given: what those cost that each rank gives, (n,) int64 each.
+    `totals`: what all samples of each rank cost; `given`: those that it gives, (n,) int64 each.
     """
     kept = [int(total - work.sum()) for total, work in zip(totals, given, strict=True)]
     heap = [(total, rank) for rank, total in enumerate(kept)]
@@ -79,10 +74,8 @@ def receivers(totals: Sequence[int], given: Sequence[IntArray]) -> list[list[int
 def shared_out(works: Sequence[IntArray]) -> list[tuple[list[int], list[int]]]:
     """Return which of its samples each rank gives away, and to which rank each of them goes.
 
-    Real ranks do it one by one: each chooses its gifts, and is told those of the others.
-
-    Args:
-        works: what all samples of each rank cost, (n,) int64 each.
+    Real ranks do it one by one: each chooses its gifts, and is told those of the others. `works`:
+    what all samples of each rank cost, (n,) int64 each.
     """
     totals = [int(work.sum()) for work in works]
     mean = sum(totals) / len(totals)

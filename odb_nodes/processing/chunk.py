@@ -54,20 +54,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """What a chunk is made of.
-
-    Attributes:
-        items: its items.
-        keys: their keys.
-        epoch: the number of the epoch.
-        cycle: how often the epoch was begun again.
-        positions: of the items in the epoch; 0, 1, ... where they are made again, by their keys.
-    """
+    """What a chunk is made of."""
 
     items: Sequence[Any]
     keys: ItemKeys
     epoch: int
-    cycle: int
+    cycle: int  # how often the epoch was begun again
+    # in the epoch; 0, 1, ... where items are made again, by their keys
     positions: Sequence[int]
 
     def __str__(self) -> str:
@@ -77,26 +70,18 @@ class ChunkTask:
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """What became of a chunk.
+    """What became of a chunk."""
 
-    Attributes:
-        results: its good results in order, in runs of one kind (see `runs_of`); as parts, where it
-            is packed, or in `content`.
-        failure: what ended it early.
-        seconds: that it has taken.
-        is_packed: whether it has come from another process.
-        content: packed results, joined; the data of samples alone, where workers keep them.
-        is_stored: whether workers keep the data of its samples.
-        unread: why the worker could not unpickle it.
-    """
-
+    # its good results in order, in runs of one kind (see `runs_of`); as parts, where it is packed,
+    # or in `content`
     results: Any
-    failure: Failure | None
-    seconds: float = 0.0
-    is_packed: bool = False
+    failure: Failure | None  # what ended it early
+    seconds: float = 0.0  # that it has taken
+    is_packed: bool = False  # whether it has come from another process
+    # packed results, joined; the data of samples alone, where workers keep them
     content: Any = None
-    is_stored: bool = False
-    unread: str = ""
+    is_stored: bool = False  # whether workers keep the data of its samples
+    unread: str = ""  # why the worker could not unpickle it
 
     @property
     def size_bytes(self) -> int:
@@ -284,9 +269,7 @@ class ChunkProcessor:
 def runs_of(results: Sequence[Any], *, joined: bool = False) -> list[Sequence[Any]]:
     """Return results in runs: samples as a `SampleBlock`, and what is in between.
 
-    Args:
-        results: samples, and what else processing returns.
-        joined: whether their data become columns, as which they travel.
+    `joined`: their data become columns, as which they travel.
     """
     runs: list[Sequence[Any]] = []
     for are_samples, group in groupby(results, lambda one: type(one) is Sample):

@@ -25,17 +25,12 @@ RowsLike = tuple[list[int], dict[Any, npt.NDArray[Any]]]
 
 
 class Column:
-    """1-d arrays, or tensors, of one dtype, joined.
-
-    Args:
-        values: all values.
-        offsets: where each row begins, and the end of the last one: n + 1 numbers.
-        are_tensors: whether the rows are tensors.
-    """
+    """1-d arrays, or tensors, of one dtype, joined."""
 
     __slots__ = ("are_tensors", "offsets", "values")
 
     def __init__(self, values: npt.NDArray[Any], offsets: list[int], are_tensors: bool) -> None:
+        # `offsets`: where each row begins, and the end of the last one: n + 1 numbers.
         self.values, self.offsets, self.are_tensors = values, offsets, are_tensors
 
     def __reduce__(self) -> Any:
@@ -58,9 +53,7 @@ class Column:
 class DataColumns(Sequence[Any]):
     """The data of samples, in order: dicts with the same keys by column, others as they are.
 
-    Args:
-        keys: the keys of all dicts; `None` where they are not such.
-        columns: the values of each key; the data themselves in one, where there are no keys.
+    Where there are no such `keys`, the data themselves are the only column.
     """
 
     __slots__ = ("_rows_like", "columns", "keys")

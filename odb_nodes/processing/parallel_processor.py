@@ -40,19 +40,13 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class ProcessorState(EpochState):
-    """Where a `ParallelProcessor` stands.
+    """Where a `ParallelProcessor` stands."""
 
-    Attributes:
-        source: the state of the source before the chunk in hand.
-        taken: items of that chunk that are out.
-        position: items of the epoch that are out.
-        taken_of: source -> how many of `taken` are of it, and the `repeat` of the last, where
-            sources have names.
-    """
-
-    source: SourceState
-    taken: int
-    position: int
+    source: SourceState  # the state of the source before the chunk in hand
+    taken: int  # items of that chunk that are out
+    position: int  # items of the epoch that are out
+    # source -> how many of `taken` are of it, and the `repeat` of the last, where sources have
+    # names
     taken_of: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -66,25 +60,18 @@ class _Chunk(NamedTuple):
 
 @dataclass
 class ReadItems:
-    """The items of a chunk, and how they were read.
-
-    Attributes:
-        items: the items.
-        keys: their keys; filled in when all are read.
-        locations: where each was read, where the source knows that.
-        steps: raw items from each on to the next one.
-        states: numbers of items, and the states of the source before them.
-        positions: of the items in the epoch; filled in when all are read.
-        error: what the source raised after them.
-    """
+    """The items of a chunk, and how they were read."""
 
     items: list[Any] = field(default_factory=list)
+    # filled in when all are read
     keys: ItemKeys = field(default_factory=lambda: ItemKeys.of([]))
+    # where each was read, where the source knows that
     locations: list[ItemLocation | None] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)  # raw items from each on to the next one
+    # numbers of items, and the states of the source before them
     states: list[tuple[int, Any]] = field(default_factory=list)
-    positions: Sequence[int] = ()
-    error: Exception | None = None
+    positions: Sequence[int] = ()  # of the items in the epoch; filled in when all are read
+    error: Exception | None = None  # what the source raised after them
 
 
 class ChunkReader:

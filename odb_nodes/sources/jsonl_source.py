@@ -285,12 +285,7 @@ _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{},]*(?:,[^{},]*)+))\}")
 
 
 def listed(paths: Paths) -> list[str]:
-    """Return the paths that are given, with braces expanded: `"{00..99}"`, `"{a,b}"`.
-
-    Raises:
-        TypeError: it is neither a path nor a list of them.
-        ValueError: braces are within braces, count down, or name a path twice.
-    """
+    """Return the paths that are given, with braces expanded: `"{00..99}"`, `"{a,b}"`."""
     given = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else paths
     is_list = isinstance(given, Sequence)
     if not is_list or not all(isinstance(one, (str, os.PathLike)) for one in given):
@@ -319,12 +314,7 @@ def _expanded(path: str) -> list[str]:
 
 
 def files_of(path: str | os.PathLike[str], *ends: str) -> list[Path]:
-    """Return the files that a path stands for: itself, those of a pattern, or of a folder.
-
-    Args:
-        path: the path.
-        ends: how the names of the files end that a folder stands for.
-    """
+    """Return the files that a path stands for: itself, a pattern's, or a folder's by their ends."""
     if Path(path).is_dir():
         found = [file for end in ends for file in Path(path).glob(f"*{end}")]
     elif glob.has_magic(os.fspath(path)) and not Path(path).exists():
@@ -372,17 +362,12 @@ def _open_lines(path: Path) -> IO[bytes]:
 
 @dataclass(frozen=True)
 class LineIndex:
-    """Where the records of a file are.
+    """Where the records of a file are."""
 
-    Attributes:
-        starts: at which byte each begins, ascending, (n,) int64.
-        blanks: of each blank line, how many records come before it, ascending, (m,) int64.
-        size: bytes of the file's text.
-    """
-
-    starts: NDArray[np.int64]
+    starts: NDArray[np.int64]  # at which byte each begins, ascending, (n,) int64
+    # of each blank line, how many records come before it, ascending, (m,) int64
     blanks: NDArray[np.int64]
-    size: int
+    size: int  # bytes of the file's text
 
     def __len__(self) -> int:
         return len(self.starts)

@@ -104,18 +104,13 @@ class BlockPermutation:
 
 @dataclass(kw_only=True)
 class ShareState(EpochState):
-    """The part of a source's state that says what its rank takes of the epoch.
+    """The part of a source's state that says what its rank takes of the epoch."""
 
-    Attributes:
-        done: samples of the epoch that this rank stands for, and that come before all of these:
-            they were read when the job had another number of ranks.
-        start: the first number of those that are dealt out in turn.
-        extra: numbers below that are this rank's, too, ascending, as bytes.
-    """
-
+    # samples of the epoch that this rank stands for, and that come before all of these: they were
+    # read when the job had another number of ranks
     done: int = 0
-    start: int = 0
-    extra: bytes | None = None
+    start: int = 0  # the first number of those that are dealt out in turn
+    extra: bytes | None = None  # numbers below that are this rank's, too, ascending, as bytes
 
 
 class Share:

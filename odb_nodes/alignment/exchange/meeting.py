@@ -16,14 +16,7 @@ _CAPACITY = 512  # integers of a message
 
 
 class Meeting:
-    """Meetings of all ranks: with equal settings, and never longer than a limit.
-
-    Args:
-        name: of the object that the ranks meet for, for errors.
-        process_group: the ranks, as for `RankAligner`.
-        timeout_s: seconds until a rank that does not come is an error on the others.
-        remedy: what an error about settings that differ ends with.
-    """
+    """Meetings of all ranks: with equal settings, or else a `remedy`; never longer than a limit."""
 
     def __init__(
         self, name: str, process_group: Any, timeout_s: float, *, remedy: str = ""

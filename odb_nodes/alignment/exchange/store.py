@@ -74,16 +74,12 @@ class BoundedStore:
 
 
 class Call:
-    """A call on a daemon thread of its own.
-
-    Attributes:
-        done: is set once `result` returns at once.
-    """
+    """A call on a daemon thread of its own."""
 
     def __init__(
         self, before: Call | None, function: Callable[..., Any], arguments: tuple[Any, ...]
     ) -> None:
-        self.done = threading.Event()
+        self.done = threading.Event()  # set once `result` returns at once
         self._value: Any = None
         self._error: Exception | None = None
         _under_way.add(self)

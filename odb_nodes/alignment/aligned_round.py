@@ -106,11 +106,6 @@ class AlignedRound:
     def __len__(self) -> int:
         return len(self._table)
 
-    @property
-    def groups_needed(self) -> int:
-        """How many groups of this rank the steps refer to."""
-        return int(self._table[:, 0].max(initial=FILLER)) + 1
-
     def fill(self, groups: list[SampleBlock], filler: SampleBlock | None) -> None:
         """Give the groups that the steps refer to, and a sample for those that refer to none."""
         self._groups, self.filler = groups, filler
@@ -130,7 +125,8 @@ class AlignedRound:
         lacks_filler = filler is None and FILLER in rest
         if lacks_filler or [at != FILLER for at in rest] != [*map(bool, groups)]:
             raise StateError("the groups of a round are damaged. Use an earlier checkpoint.")
-        self._groups, self.filler = [NO_SAMPLES] * self.groups_needed, filler
+        needed = int(self._table[:, 0].max(initial=FILLER)) + 1
+        self._groups, self.filler = [NO_SAMPLES] * needed, filler
         for at, group in zip(rest, groups, strict=True):
             if group:
                 self._groups[at] = group

@@ -49,7 +49,7 @@ class TailBalancer:
     def groups(self, rest: SampleBlock, where: str) -> Exchanges[tuple[list[SampleBlock], int]]:
         """Return the groups of this rank, and the steps of the round."""
         self.left_out = []
-        budget = self.pool.limits.of_groups(self.pool.budget)
+        budget = self.pool.planner.limits.of_groups(self.pool.budget)
         rest = yield from self._level(rest, budget, where)
         cut = Rest(rest, budget)
         fewest = yield Ask([cut.fewest], where)

@@ -177,7 +177,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         super().__init__()
         check_node("source", source)
         check_choice("uneven", uneven, get_args(Uneven))
-        self.measure = GroupCostEstimator(cost_fn or _cost_below(source), modalities, tasks)
+        budget = budget_below(source)
+        default_cost: CostFn = padded_tokens if budget is None else BudgetCost(budget)
+        self.measure = GroupCostEstimator(cost_fn or default_cost, modalities, tasks)
         self.source = source
         accumulate = check_count("accumulate", accumulate)
         self.round_size = round_up(check_count("round_size", round_size), accumulate)
@@ -195,7 +197,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """Samples of the round that the last restore processed again."""
         self.requested_max_tokens = 0
         self._at = AlignerState()
-        self._where = "reset"
+        self.where = "reset"
+        """The place that an error of this rank names."""
         self._filler: SampleBlock | None = None
         self._held: HeldSamples | None = None  # what the next state holds
         self._left_out_ahead: list[LeftOut] = []
@@ -222,7 +225,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     @property
     def exchange_wait_s(self) -> float:
         """Seconds spent waiting for other ranks so far."""
-        return self.peers.wait_s
+        return self.peers.channel.wait_s
 
     @property
     def has_workers(self) -> bool:
@@ -267,11 +270,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._at.source = snapshot(self.source)
 
     def restore(self, state: AlignerState) -> None:
-        """Go to a step of a round, and make what is left of the round again.
-
-        Raises:
-            StateError: the source does not yield it again; or `exclude` adds keys where it cannot.
-        """
+        """Go to a step of a round, and make what is left of the round again."""
         self._at, self._steps = state, state.steps()
         self.requested_max_tokens = state.requested_max_tokens
         self.source.reset(copy_state(state.source))
@@ -334,8 +333,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """
         at, rule = self._at, self.rule
         self.peers.check_process()
-        if at.emitted == len(self._steps) or not self.peers.agreed:
-            if not self.peers.drive([self.prepare_step()], lambda: self._where)[0]:
+        if at.emitted == len(self._steps) or not self.peers.channel.agreed:
+            if not self.peers.drive([self.prepare_step()], lambda: self.where)[0]:
                 raise StopIteration
             at = self._at
         index, step = at.emitted, at.step
@@ -365,11 +364,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         yield from self._agree()
         return True
 
-    @property
-    def where(self) -> str:
-        """The place that an error of this rank names."""
-        return self._where
-
     def take_left_out(self) -> list[LeftOut]:
         """Return the samples that were left out since the last step."""
         taken, self._at.left_out = self._at.left_out, []
@@ -397,11 +391,11 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._offered = self.round_size if has_caps else 0
         self._steps = AlignedRound(tasks=tasks)
         self._filler, self._held, self._left_out_ahead = None, None, []
-        self._where = "reset"
+        self.where = "reset"
 
     def _agree(self) -> Exchanges[None]:
         """Make sure, once after a reset, that all ranks go on from the same place."""
-        if self.peers.agreed:
+        if self.peers.channel.agreed:
             return
         at, name = self._at, type(self).__name__
         is_within = at.emitted < len(self._steps)
@@ -419,13 +413,13 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             name: {**self.fingerprint(), "rank": None},
             **sharing_configs(self.source),
         }
-        yield Ask(config, self._where)
+        yield Ask(config, self.where)
 
     def _begin_round(self) -> Exchanges[None]:
         """Settle the next round with the other ranks."""
         at, epoch = self._at, self._epochs.epoch
         settings = RoundSettings(*at.settings)
-        self._where = where = f"round {at.round} of epoch {epoch} (from step {at.step})"
+        self.where = where = f"round {at.round} of epoch {epoch} (from step {at.step})"
         if self._pool is not None:
             still = (self._rounds.lookahead, self._filler)
             self._pool.release([block for block in still if block is not None])
@@ -495,7 +489,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         donor = next(rank for rank, one in enumerate(reports) if one.groups)
         data = b""
         if self.rank == donor and self._filler is not None:
-            self._where = f"{where}, sending a sample to a rank that has none"
+            self.where = f"{where}, sending a sample to a rank that has none"
             data = encode_sample(self._filler[0]._replace(ordinal=None))  # a number of this rank
         texts: Sequence[bytes] = yield Ask(data, where)
         if not reports[self.rank].has_filler:
@@ -637,9 +631,3 @@ class _Rounds(RoundPlanner):
     def take_left_out(self) -> list[LeftOut]:
         """Return the samples that were left out since the last call."""
         return call_member(self._node, "take_left_out") or []
-
-
-def _cost_below(source: BaseNode[Any]) -> CostFn:
-    """Return the cost of a group under the budget below; where there is none, its padded tokens."""
-    budget = budget_below(source)
-    return padded_tokens if budget is None else BudgetCost(budget)

@@ -131,7 +131,9 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         if not has_step[0]:
             raise StopIteration
         step = [next(source) for source in self.sources.values()]
-        digest = zlib.crc32(repr([_samples_of(_info_of(item)) for item in step]).encode())
+        infos = map(_info_of, step)
+        told = [(one.keys, one.row_sources, one.row_repeats, one.local_targets) for one in infos]
+        digest = zlib.crc32(repr(told).encode())
         if self._turn and digest != self._digest:
             raise StateError(
                 f"the state was saved within a step, after batch {self._turn} of {len(step)}, and "
@@ -154,10 +156,6 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
 def _info_of(item: Batch | DeferredBatch) -> StepInfo:
     info: StepInfo = item.info if isinstance(item, DeferredBatch) else item[STEP_INFO_KEY]
     return info
-
-
-def _samples_of(info: StepInfo) -> tuple[Any, ...]:
-    return info.keys, info.row_sources, info.row_repeats, info.local_targets
 
 
 def place_of(state: Mapping[str, Any]) -> tuple[int, int, int]:

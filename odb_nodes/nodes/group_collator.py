@@ -129,11 +129,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         self._kept = (self._kept or {}) if keep else None
 
     def take_samples(self, info: StepInfo) -> list[Sample]:
-        """Return the samples of the batch of a step, and keep them no longer.
-
-        Raises:
-            StateError: they are not kept.
-        """
+        """Return the samples of the batch of a step, and keep them no longer."""
         kept = self._kept or {}
         if (samples := kept.pop((info.epoch, info.step), None)) is None:
             raise StateError(
@@ -180,10 +176,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     def collate(self, group: Sequence[Sample], info: StepInfo, part: int = 0) -> Batch:
         """Return the batch of a group again, as it was made at that step of that epoch.
 
-        Args:
-            group: the samples.
-            info: the `StepInfo` of the batch.
-            part: tells parts of a group from one another, which draw random numbers of their own.
+        `part` tells parts of a group from one another, which draw random numbers of their own.
         """
         run = partial(self._collate_group, SampleBlock.of(group), info)
         if self._seeded.draws_nothing:

@@ -26,8 +26,6 @@ from odb_nodes._core.seeds import (
 from odb_nodes.errors import WorkerError
 from odb_nodes.step_info import StepInfo
 
-__all__ = ["DeferredBatch", "SeededCollate"]
-
 _LIMIT_S = 600.0  # that a thread which processes samples waits for a batch
 _DEPTH = 4  # of objects within objects, in which generators are looked for
 _MOST_ITEMS = 32  # of a list or dict that is looked through: a longer one holds data
@@ -55,8 +53,7 @@ class SeededCollate:
     def __init__(self, collate: Any) -> None:
         self._collate = collate
         declared = declares_draws(collate)
-        self.draws_nothing = declared is False
-        """Whether the function is known never to draw."""
+        self.draws_nothing = declared is False  # whether the function is known never to draw
         self.draws = declared
         """Whether the function draws from the global generators; `None` until that is known."""
         self._makes_new = True  # a generator in its first call, maybe

@@ -120,10 +120,11 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         check_choice("state", state, get_args(PoolState))
         check_node("source", source)
         self.source = source
-        self._budget = TokenBudget.of(budget)
-        self._has_tasks = check_diversity(diversity, self._budget) > 0
+        self.budget = TokenBudget.of(budget)
+        """What a group may cost."""
+        self._has_tasks = check_diversity(diversity, self.budget) > 0
         self.planner = GroupPlanner(
-            self._budget,
+            self.budget,
             window,
             check_count("dearest_first", dearest_first, 0),
             diversity,
@@ -132,10 +133,10 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         """Decides which samples wait, and which form the next group."""
         self._mode = state
         self._name = type(self).__name__
-        self._pool_check = PoolCheck(self._budget)
+        self._pool_check = PoolCheck(self.budget)
         self.exclude = ExcludedKeys.of(exclude)
         """The keys that the argument names. A state may name others beside them."""
-        self._exclusions = ExclusionCounter(self._budget, self.exclude)
+        self._exclusions = ExclusionCounter(self.budget, self.exclude)
         self._summary = ""  # of the exclusions of the last epoch
         self._task_numbers: dict[str, int] = {}  # which task has which decides nothing
         self.keeps_planned = False
@@ -144,14 +145,16 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         """Samples that the last restore processed again."""
         self.keys_changed = self.limits_changed = False
         """Whether keys are excluded, or limits lower, that the restored state does not know of."""
-        self._config = self._decides_output(window, dearest_first, diversity)
+        options = {"window": window, "dearest_first": dearest_first, "diversity": diversity}
+        limits = {f"budget.{name}": one for name, one in self.budget.fingerprint().items()}
+        self._config: dict[str, Any] = {**limits, **options, "state": state}
         self._clear()
 
     def _clear(self) -> None:
         self._pool = self.planner.pool
         self._snapshots = Snapshots(self.source, self._name)
         self._refilling = self._is_cut = False
-        budget = self.planner.limits.of_samples(self._budget)
+        budget = self.planner.limits.of_samples(self.budget)
         keys, said = self.excluded | self.exclude, self._exclusions.said
         self._exclusions = ExclusionCounter(budget, keys, said)
         self._table = PooledTable(self._pool)
@@ -161,16 +164,6 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         self._floor = 0
         self.release()
         self.keys_changed = self.limits_changed = False
-
-    @property
-    def budget(self) -> TokenBudget:
-        """What a group may cost."""
-        return self._budget
-
-    @property
-    def limits(self) -> Limits:
-        """What groups are formed under now: the limits of the budget, or lower ones."""
-        return self.planner.limits
 
     @property
     def window(self) -> int:
@@ -252,7 +245,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
 
     def put_back(self, samples: SampleBlock) -> None:
         """Put samples of groups back into the pool, without those that are excluded."""
-        samples = self._not_excluded(samples)
+        samples = samples.take(np.flatnonzero(~self._exclusions.exclude_from(samples)))
         waiting, pool = self._table.all(), self._pool
         self._floor, self._floor_until = self._needed_from, pool.pulled  # before new ages
         pool.put_back(samples.tokens, samples.patches, self._tasks_of(samples))
@@ -280,11 +273,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         self._snapshots.take(0)
 
     def restore(self, state: BucketerState) -> None:
-        """Go back to where the source stood, and make the pooled samples again.
-
-        Raises:
-            StateError: the source does not yield the samples again that it yielded then.
-        """
+        """Go back to where the source stood, and make the pooled samples again."""
         if self._mode == "replay" and state.mode == "payload":  # loaded with `strict=False`
             raise StateError(
                 f'a pool that was saved with `state="payload"` cannot go into a {self._name} with '
@@ -331,7 +320,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
             ended=self.planner.ended,
             is_cut=self._is_cut,
             limits=(*limits,),
-            has_own_limits=limits != Limits.of(self._budget),
+            has_own_limits=limits != Limits.of(self.budget),
             pool=content,
             planned=planned.tobytes() or None,
             caps=pool.caps.tobytes() or None,
@@ -374,13 +363,6 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         return self._config
 
     # --------------------------------------------------------------------------------------------
-
-    def _decides_output(
-        self, window: WindowSize, dearest_first: int, diversity: float
-    ) -> dict[str, Any]:
-        budget = {f"budget.{name}": one for name, one in self._budget.fingerprint().items()}
-        options = {"window": window, "dearest_first": dearest_first, "diversity": diversity}
-        return {**budget, **options, "state": self._mode}
 
     @property
     def _needed_from(self) -> int:
@@ -441,11 +423,9 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         self.keys_changed = counter.keys != keys
         if self.keys_changed:
             ordinals = np.sort(self._pool.table()[ORDINALS])
-            is_out = counter.are_excluded(waiting := self._table.all())
-            counter.exclude(waiting.take(np.flatnonzero(is_out)))
-            self._remove(ordinals[is_out])
-        self.planner.lower_limits(Limits.of(self._budget))
-        counter.budget = self.planner.limits.of_samples(self._budget)
+            self._remove(ordinals[counter.exclude_from(self._table.all())])
+        self.planner.lower_limits(Limits.of(self.budget))
+        counter.budget = self.planner.limits.of_samples(self.budget)
         self.limits_changed = self.planner.limits != saved
 
     @property
@@ -531,12 +511,6 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         """Take samples out of the pool that no group will hold."""
         self._pool.remove(ordinals)
         self._table.take(np.sort(ordinals))
-
-    def _not_excluded(self, samples: SampleBlock) -> SampleBlock:
-        """Return samples without those that are excluded, which are counted."""
-        is_out = self._exclusions.are_excluded(samples)
-        self._exclusions.exclude(samples.take(np.flatnonzero(is_out)))
-        return samples.take(np.flatnonzero(~is_out)) if is_out.any() else samples
 
     def _tasks_of(self, samples: SampleBlock) -> list[int]:
         """Return the numbers of the tasks of samples, where they decide groups."""

@@ -20,8 +20,6 @@ from odb_nodes.sample import StoredData
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo
 
-__all__ = ["WorkerBatches"]
-
 _LARGE_BYTES = 1 << 20  # of a sample: from here on it does not go to the trainer
 
 Batch = MutableMapping[str, Any]
@@ -33,12 +31,12 @@ class WorkerBatches:
     def __init__(
         self, processors: Sequence[ParallelProcessor[Any]], collate: Collate, *, always: bool
     ) -> None:
-        maker = _Maker(collate, 0 if always else _LARGE_BYTES)
+        maker = _Maker(collate)
         self._always = always
         self._runners = [one.runner for one in processors]
         for runner in self._runners:
-            runner.keep_data_for(maker)
-        self._limit_s = max(one.timeout_s for one in self._runners)
+            runner.keep_data_for(maker, 0 if always else _LARGE_BYTES)
+        self._limit_s = max(one.options.timeout_s for one in self._runners)
         self._takes_info = takes_step(collate)
         self._turn = count()
         self._works = True
@@ -108,8 +106,7 @@ class WorkerBatches:
 class _Maker:
     """Makes the batches in a worker."""
 
-    def __init__(self, collate: Collate, least_bytes: int) -> None:
-        self.least_bytes = least_bytes
+    def __init__(self, collate: Collate) -> None:
         self._collate = collate
         self._draws_nothing = declares_draws(collate) is False
         self._seeded: SeededCollate | None = None  # has a lock, which no process sends

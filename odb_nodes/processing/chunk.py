@@ -9,13 +9,12 @@ import threading
 import time
 import traceback
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from odb_nodes._core.hashing import hash_ints, hash_rows
 from odb_nodes._core.processes import Owner
@@ -107,30 +106,22 @@ class ChunkResult:
         return runs
 
 
-class BatchMaker(Protocol):
-    """Makes batches in a worker process; picklable where workers are not forked."""
-
-    least_bytes: int
-    """Of a sample, on the average of a chunk: where it has fewer, its data go to the trainer."""
-
-    def __call__(self, samples: list[Any], key: int, info: StepInfo | None) -> Any:
-        """Return the batch of samples, under the random numbers of a key."""
+BatchMaker = Callable[[list[Any], int, "StepInfo | None"], Any]
+"""Samples, the key of the random numbers, the step -> batch, in a worker process."""
 
 
-class Pool(ABC):
+class Pool:
     """Processes chunks, and returns what became of them in futures. Workers live until `close`."""
 
-    pids: Sequence[int] = ()
-    """Process ids of the workers, where they are processes of this machine."""
-    exit_reason = ""
-    """How the first of the workers has ended that are gone; "" where all live."""
+    pids: Sequence[int] = ()  # process ids of the workers, where they are processes of this machine
+    exit_reason = ""  # how the first of the workers has ended that are gone; "" where all live
 
     def __init__(self) -> None:
         self.owner = Owner()
 
-    @abstractmethod
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
         """Queue a chunk."""
+        raise NotImplementedError
 
     def make_batch(
         self,
@@ -149,11 +140,9 @@ class Pool(ABC):
         """Return what keeps a chunk from being done, and what to do."""
         return "`process_fn` hangs, or needs a longer limit."
 
-    @abstractmethod
     def discard(self) -> None:
         """Skip queued chunks that no worker has begun: nobody waits for them any more."""
 
-    @abstractmethod
     def close(self) -> None:
         """Stop the workers; may be called again, and from any thread. Only the owner's does."""
 
@@ -168,6 +157,8 @@ class ChunkProcessor:
     world_size: int = 1
     limit_s: float = WorkerOptions.timeout_s
     maker: BatchMaker | None = None
+    least_bytes: float = math.inf
+    """Of a sample, on the average of a chunk: where it has fewer, its data go to the trainer."""
 
     def run(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
@@ -211,10 +202,9 @@ class ChunkProcessor:
         runs = runs_of(results, joined=True)
         blocks = [run for run in runs if isinstance(run, SampleBlock)]
         is_stored = bool(blocks) and all(isinstance(one, _KNOWN) for one in results)
-        least_bytes = math.inf if self.maker is None else self.maker.least_bytes
-        if not is_stored or least_bytes:
+        if not is_stored or self.least_bytes:
             parts = pack(runs)
-            if not is_stored or size_of(parts) < least_bytes * len(results):
+            if not is_stored or size_of(parts) < self.least_bytes * len(results):
                 # What is large has memory of its own, so that it can be freed alone.
                 if any(map(_is_apart, runs)):
                     return ChunkResult(parts, failure, is_packed=True)

@@ -15,8 +15,6 @@ from odb_nodes.processing.transport import PageFile, Pages, split_parts, unpack
 from odb_nodes.sample import StoredData
 from odb_nodes.sample_block import IntArray
 
-__all__ = ["Column", "DataColumns", "RowsLike", "StoredChunk", "StoredRow"]
-
 _JOINED_BYTES = 64 << 10  # of a value, on average: a longer one has a buffer of its own
 
 
@@ -173,13 +171,10 @@ class StoredChunk:
     """The data of samples, packed as a worker has sent them."""
 
     def __init__(self, content: PageFile | Pages) -> None:
-        self.number = next(_numbers)
-        """What workers know it by."""
-        self.content = content
-        """What to send to a worker that shall know it."""
+        self.number = next(_numbers)  # what workers know it by
+        self.content = content  # what to send to a worker that shall know it
         self._data: list[Any] | None = None
-        self.workers_holding: set[Any] = set()
-        """The workers that know it."""
+        self.workers_holding: set[Any] = set()  # the workers that know it
 
     def __del__(self) -> None:
         for worker in self.workers_holding:

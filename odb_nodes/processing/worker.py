@@ -63,8 +63,7 @@ class LastWords:
     text: str
 
 
-INLINE = -1
-"""In place of a chunk's number: the sample comes with the request."""
+INLINE = -1  # in place of a chunk's number: the sample comes with the request
 
 
 @dataclass(frozen=True)

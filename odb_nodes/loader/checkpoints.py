@@ -11,7 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
+
+from torchdata.nodes import Stateful
 
 from odb_nodes._core.checks import check_count, check_seconds, check_type, describe
 from odb_nodes._core.content import explain_unreadable, is_readable
@@ -124,7 +126,8 @@ class Checkpoints:
         self._meet()
         for look in range(_LOOKS):  # All ranks see the same views, and so look equally often.
             time.sleep(_PAUSE_S if look else 0)
-            views = [_contents(one) for one in self._gather(self._folders.contents())]
+            told = self._gather(self._folders.contents())
+            views = [{name: Contents(*one) for name, one in view.items()} for view in told]
             name, newest = choose(views)
             if name == newest:
                 break
@@ -238,26 +241,7 @@ class Checkpoints:
         )
 
 
-def _contents(told: Mapping[str, Any]) -> dict[str, Contents]:
-    """Return what a rank sees of each folder, which it has told as JSON data."""
-    return {name: Contents(*found) for name, found in told.items()}
-
-
 # --- what a checkpoint holds of a rank: the states of its parts, in a file of its own -------------
-
-
-@runtime_checkable
-class _Part(Protocol):
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any) -> Any: ...
-
-
-@runtime_checkable
-class _ReshardedPart(Protocol):
-    """A part that knows itself what another number of ranks goes on with."""
-
-    def reshard_states(self, states: list[Any], world_size: int) -> list[Any]: ...
 
 
 class _Parts:
@@ -336,11 +320,11 @@ class _Parts:
 
     def _resharded(self, world_size: int, name: str, states: list[Any]) -> list[Any]:
         """Return the states of a part on all ranks as those of another number of ranks."""
-        part = self._parts.get(name)
+        part: Any = self._parts.get(name)
         if isinstance(part, Loader) and self._process_group is not None:
             rank, size = group_rank(self._process_group)
             return [reshard(states, size)[rank]] * world_size  # of which this rank takes its own
-        if not isinstance(part, _ReshardedPart):
+        if not hasattr(part, "reshard_states"):
             try:
                 return reshard_parts(states, world_size, f"parts[{name!r}]")
             except StateError as error:
@@ -350,7 +334,7 @@ class _Parts:
                     f"{error} Or give the part a method `reshard_states`: see `Checkpoints`. If "
                     f"the part of rank 0 is right for all, load with `replicated=[{name!r}]`."
                 ) from error
-        found = part.reshard_states(states, world_size)
+        found: list[Any] = part.reshard_states(states, world_size)
         if len(found) != world_size:
             raise ValueError(
                 f"`reshard_states` of `parts[{name!r}]` must return the state of each of the "
@@ -467,7 +451,7 @@ def _check_parts(parts: Any) -> dict[str, Any]:
         )
     for name, part in parts.items():
         check_type("a name in `parts`", name, str)
-        if isinstance(part, type) or not isinstance(part, dict | _Part):
+        if isinstance(part, type) or not isinstance(part, dict | Stateful):
             remedy = (
                 "Give an object of it." if isinstance(part, type) else "Put numbers into a dict."
             )

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NODE = "Loader"
-"""The name in a state, that of subclasses too."""
+_NODE = "Loader"  # the name in a state, that of subclasses too
 
 
 @dataclass(kw_only=True)

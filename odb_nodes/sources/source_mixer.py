@@ -148,11 +148,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         return tuple(self._exhausted) if goes_on else ()
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Mix by other weights from the next epoch on. `Loader.set_weights` calls it.
-
-        Raises:
-            TypeError, ValueError: see `check_can_set`.
-        """
+        """Mix by other weights from the next epoch on. `Loader.set_weights` calls it."""
         self._weights = self.check_can_set(weights)
 
     def check_can_set(self, weights: Mapping[str, float]) -> dict[str, float]:

@@ -16,9 +16,7 @@ _said: set[Hashable] = set()
 _filters: object = None
 
 
-def warn_user(
-    message: str, *, once: Hashable = None, category: type[Warning] = UserWarning
-) -> None:
+def warn_user(message: str, *, once: Hashable = None) -> None:
     """Warn at the first line outside of `_BETWEEN`; on a thread of ours, at our line.
 
     `once` names the cause of a text with numbers: a process warns of it once, whatever the numbers.
@@ -33,7 +31,7 @@ def warn_user(
         if once in _said:
             return
         _said.add(once)
-    warnings.warn(message, category, stacklevel=_user_level())
+    warnings.warn(message, stacklevel=_user_level())
 
 
 def _user_level() -> int:

@@ -12,12 +12,10 @@ import numpy as np
 
 from odb_nodes.planning.table import IntArray
 
-LEAST_BUDGETS = 8
-"""A pool of fewer budgets offers no costs: it fills groups better without caps."""
+LEAST_BUDGETS = 8  # a pool of fewer budgets offers no costs: it fills groups better without caps
 MOST_FILL = 0.98
 """Caps that are fuller than this on average are none: they cost more padding than they save."""
-_FULL = 0.985
-"""A group that costs this share of the budget counts as full."""
+_FULL = 0.985  # a group that costs this share of the budget counts as full
 
 NO_CAPS: IntArray = np.empty(0, dtype=np.int64)
 

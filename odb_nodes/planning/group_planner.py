@@ -71,10 +71,8 @@ class GroupPlanner:
         self.limits = Limits.of(budget)
         """What groups are formed under now: the limits of the budget, or lower ones."""
         self.given_window = check_window("window", window)
-        self.window = LEAST_WINDOW if window == AUTO else window
-        """Samples that wait now."""
-        self.follows_ranks = False
-        """Whether ranks choose an `"auto"` window together, by `use`."""
+        self.window = LEAST_WINDOW if window == AUTO else window  # samples that wait now
+        self.follows_ranks = False  # whether ranks choose an `"auto"` window together, by `use`
         self._dearest_first, self._diversity = dearest_first, diversity
         self._epoch_samples = epoch_samples
         self.begin_epoch()

@@ -20,8 +20,7 @@ from odb_nodes.planning.pool import grouping_of
 from odb_nodes.planning.table import TOKENS, IntArray
 from odb_nodes.sample_block import SampleBlock
 
-UNKNOWN_LEFT = 2**62
-"""Stands for the samples that are left where a source does not know its length."""
+UNKNOWN_LEFT = 2**62  # stands for the samples that are left where a source does not know its length
 
 _STRIDE = 8  # between samples that are given away, in order of length
 _TRIES = 14  # to find the cost of the dearest group; each cuts all samples anew
@@ -69,19 +68,6 @@ def receivers(totals: Sequence[int], given: Sequence[IntArray]) -> list[list[int
         heapq.heapreplace(heap, (total - minus_cost, receiver))
         chosen[rank][index] = receiver
     return chosen
-
-
-def shared_out(works: Sequence[IntArray]) -> list[tuple[list[int], list[int]]]:
-    """Return which of its samples each rank gives away, and to which rank each of them goes.
-
-    Real ranks do it one by one: each chooses its gifts, and is told those of the others. `works`:
-    what all samples of each rank cost, (n,) int64 each.
-    """
-    totals = [int(work.sum()) for work in works]
-    mean = sum(totals) / len(totals)
-    given = [gifts(work, total - mean) for work, total in zip(works, totals, strict=True)]
-    costs = [work[chosen] for work, chosen in zip(works, given, strict=True)]
-    return [*zip(given, receivers(totals, costs), strict=True)]
 
 
 class Rest:

@@ -11,12 +11,9 @@ from odb_nodes.planning.packing import Packing
 from odb_nodes.planning.runs import LengthRuns
 from odb_nodes.planning.table import ORDINALS, TASKS, TOKENS, IntArray
 
-ANCHORS = 64
-"""Every group holds at least one of this many oldest samples."""
-FORCED_AGE_WINDOWS = 4
-"""From this age on, in windows, the oldest sample alone is the anchor."""
-MAX_AGE_WINDOWS = 5
-"""No pooled sample gets older than this, in windows."""
+ANCHORS = 64  # every group holds at least one of this many oldest samples
+FORCED_AGE_WINDOWS = 4  # from this age on, in windows, the oldest sample alone is the anchor
+MAX_AGE_WINDOWS = 5  # no pooled sample gets older than this, in windows
 REFILLS = 32
 """Parts of a window: a pool is filled once, and then takes in samples by a part at a time."""
 LEAST_REFILLED = 512

@@ -26,15 +26,11 @@ from odb_nodes.sample_block import SampleBlock
 Uneven = Literal["fill", "stop"]
 
 SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
-COLUMNS = 5
-"""Integers per row of a report, before those of tasks."""
-HEADER = 9
-"""Integers before the rows in a report's message."""
-FLAG_BITS = 30
-"""Most modalities: the flags of two groups share one integer."""
+COLUMNS = 5  # integers per row of a report, before those of tasks
+HEADER = 9  # integers before the rows in a report's message
+FLAG_BITS = 30  # most modalities: the flags of two groups share one integer
 _FLAG_MASK = (1 << FLAG_BITS) - 1
-FILLER = -1
-"""Stands for a group where a rank has none left for a step."""
+FILLER = -1  # stands for a group where a rank has none left for a step
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,6 @@ class RoundPlan:
     # (steps, 4 + tasks) int64
     totals: IntArray
     groups: IntArray  # index of the group of each rank and step, or `FILLER`, (ranks, steps) int64
-    costs: IntArray  # cost of the group of each rank and step, (ranks, steps) int64
     splits: list[int]  # number of splits that each rank has to make
     last: bool  # whether the epoch ends with this round
 
@@ -189,7 +184,7 @@ def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> Ro
     order = np.argsort(-pieces[:, :, COST], axis=1, kind="stable")[:, shuffled(steps, key)]
     chosen = np.take_along_axis(pieces, order[:, :, None], axis=1)
     groups = np.where(order < sizes, order, FILLER)
-    return RoundPlan(_totals(chosen), groups, chosen[:, :, COST], splits, last)
+    return RoundPlan(_totals(chosen), groups, splits, last)
 
 
 def _plan_alone(report: CostReport) -> RoundPlan:
@@ -197,7 +192,7 @@ def _plan_alone(report: CostReport) -> RoundPlan:
     table = report.table[: report.groups]
     totals = table[:, [SAMPLES, TARGETS, FLAGS, COST, *range(COLUMNS, table.shape[1])]]
     groups = np.arange(report.groups)[None]
-    return RoundPlan(totals, groups, table[None, :, COST], [0], report.ended)
+    return RoundPlan(totals, groups, [0], report.ended)
 
 
 def step_totals(groups: Sequence[Sequence[GroupCost]]) -> IntArray:
@@ -243,8 +238,7 @@ def _next_to_split(costs: IntArray, samples: IntArray) -> int | None:
     return parent if parent >= 0 and candidates[parent] >= 0 else None
 
 
-LEAST_ROUNDS = 2
-"""The last round begins when a rank has less than this left for, in rounds."""
+LEAST_ROUNDS = 2  # the last round begins when a rank has less than this left for, in rounds
 MOST_ROUNDS = 4
 """It does not begin as long as a rank has more left than this, in rounds: it holds all of it."""
 
@@ -263,8 +257,7 @@ def begins_last_round(reports: Sequence[CostReport], next_steps: int) -> bool:
 FIRST_ROUND_STEPS = 4
 """Steps of an epoch's first round: few, so the first batch does not wait for a full round."""
 
-MOST_STEPS_ALONE = 4
-"""Steps of a round of a single rank: it holds the samples of all of them."""
+MOST_STEPS_ALONE = 4  # steps of a round of a single rank: it holds the samples of all of them
 
 
 def round_steps(number: int, world_size: int, round_size: int, accumulate: int) -> int:

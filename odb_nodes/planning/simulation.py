@@ -21,7 +21,7 @@ from odb_nodes.planning.auto_window import WindowSize
 from odb_nodes.planning.budget import TokenBudget, round_up
 from odb_nodes.planning.group_costs import BudgetCost, CostFn, GroupCostEstimator
 from odb_nodes.planning.group_planner import GroupPlanner, RoundSettings
-from odb_nodes.planning.levelling import UNKNOWN_LEFT, Rest, shared_out, work_of
+from odb_nodes.planning.levelling import UNKNOWN_LEFT, Rest, gifts, receivers, work_of
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.rounds import (
     FILLER,
@@ -49,8 +49,7 @@ from odb_nodes.sample_block import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Step = list[SampleBlock | None]
-"""The group of each rank; `None` for one that fills the step."""
+Step = list[SampleBlock | None]  # the group of each rank; `None` for one that fills the step
 
 
 class SampleCosts(NamedTuple):
@@ -251,14 +250,21 @@ def plan_steps(
 def _share_out(
     rests: Sequence[SampleBlock], budget: TokenBudget
 ) -> tuple[list[list[SampleBlock]], int]:
-    """Share out what ranks have left, and return the groups of each, and the steps of the round."""
-    moves = shared_out([work_of(rest.tokens, budget) for rest in rests])
+    """Share out what ranks have left, and return the groups of each, and the steps of the round.
+
+    Real ranks do it one by one: each chooses its gifts, and is told those of the others.
+    """
+    works = [work_of(rest.tokens, budget) for rest in rests]
+    totals = [int(work.sum()) for work in works]
+    mean = sum(totals) / len(totals)
+    given = [gifts(work, total - mean) for work, total in zip(works, totals, strict=True)]
+    to = receivers(totals, [work[own] for work, own in zip(works, given, strict=True)])
     shares = [
-        [rest.take(np.delete(np.arange(len(rest)), given))]
-        for rest, (given, _) in zip(rests, moves, strict=True)
+        [rest.take(np.delete(np.arange(len(rest)), own))]
+        for rest, own in zip(rests, given, strict=True)
     ]
-    for rest, (given, to) in zip(rests, moves, strict=True):
-        for index, receiver in zip(given, to, strict=True):
+    for rest, own, of in zip(rests, given, to, strict=True):
+        for index, receiver in zip(own, of, strict=True):
             shares[receiver].append(rest.take([index]))
     joined = [SampleBlock.joined(share) for share in shares]
     cuts = [Rest(share, budget) for share in joined]

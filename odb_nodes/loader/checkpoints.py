@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from odb_nodes._core.content import explain_unreadable, is_readable
 from odb_nodes._core.files import sync_folder
 from odb_nodes._core.seeds import load_rngs, save_rngs
 from odb_nodes._core.user_warning import warn_user
-from odb_nodes.alignment.exchange import Channel, group_rank, resolve_exchange
+from odb_nodes.alignment.exchange import Meeting, group_rank
 from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import PeerError, StateError
 from odb_nodes.loader.checkpoint_folders import (
@@ -36,7 +36,6 @@ from odb_nodes.loader.resharding import data_place, deep_equal, reshard, reshard
 
 logger = logging.getLogger("odb_nodes")
 
-_CAPACITY = 512  # integers of a message
 _LOOKS, _PAUSE_S = 10, 0.5  # for all ranks to see what one sees of a shared file system
 _VERSION = 2
 
@@ -97,6 +96,7 @@ class Checkpoints:
         self._keep = check_count("keep", keep)
         check_seconds("timeout_s", timeout_s)
         self._timeout_s = timeout_s
+        self._channel = Meeting("Checkpoints", None, timeout_s)
         self._run = ""  # the identifier, once the ranks have agreed
         self._number = 0  # of the last save
         self._own: list[Path] = []  # the last two of this run
@@ -187,14 +187,10 @@ class Checkpoints:
         self._folders.clean(folder, self._keep)
         return folder
 
-    @cached_property
-    def _channel(self) -> Channel:
-        return Channel(resolve_exchange(None, self._timeout_s), _CAPACITY)
-
     def _meet(self) -> None:
         """Agree with the other ranks on the identifier of the run, and the number of a save."""
         self._channel.begin()
-        self._channel.agree({"Checkpoints": {**self._parts.names(), "keep": self._keep}})
+        self._channel.agree({**self._parts.names(), "keep": self._keep})
         told = self._gather([secrets.token_hex(4), self._folders.last_number()])
         self._run, self._number = told[0][0], max(number for _, number in told)
         self._own, self._begun = [], None

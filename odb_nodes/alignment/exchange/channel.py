@@ -36,13 +36,13 @@ class Channel:
 
     def __init__(self, exchange: Exchange, capacity: int) -> None:
         self._size = _HEADER + max(capacity, _MIN_CAPACITY)
-        self._generation = 0
         self.agreed = False  # whether `agree` has succeeded since the last `begin`
         self.wait_s = 0.0  # seconds spent in exchanges so far
         self._use(exchange)
 
     def _use(self, exchange: Exchange) -> None:
-        self._exchange, self.timeout_s = exchange, exchange.timeout_s
+        self._exchange, self._generation = exchange, 0
+        self.timeout_s = exchange.timeout_s
         self.rank, self.world_size = exchange.rank, exchange.world_size
 
     @property

@@ -201,7 +201,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """The place that an error of this rank names."""
         self._filler: SampleBlock | None = None
         self._held: HeldSamples | None = None  # what the next state holds
-        self._left_out_ahead: list[LeftOut] = []
         self._pool = source if isinstance(source, WindowBucketer) else None
         if self._pool is not None:
             self._pool.planner.follows_ranks = self._pool.keeps_planned = True
@@ -287,7 +286,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             self._rounds.lookahead = lookahead or None
             self._filler = filler or self._filler
             self._steps.fill_rest(state.emitted, groups, self._filler)
-        self._left_out_ahead = [LeftOut(*one) for one in state.left_out_ahead]
         self._use_present_options(at_end=at_end)
         if not at_end and state.held is not None:
             self._hold()
@@ -390,7 +388,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         has_caps = world_size > 1 and type(self.measure.cost_fn) is BudgetCost
         self._offered = self.round_size if has_caps else 0
         self._steps = AlignedRound(tasks=tasks)
-        self._filler, self._held, self._left_out_ahead = None, None, []
+        self._filler, self._held = None, None
         self.where = "reset"
 
     def _agree(self) -> Exchanges[None]:
@@ -442,8 +440,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         key = hash_ints(self._seed, epoch, at.round)
         self._stand_at(plan_round(reports, uneven=self.uneven, key=key))
         at.settings = next_settings(reports, settings, self._round_steps(at.round + 1)).to_state()
-        at.left_out = [*at.left_out, *left_out]
-        self._left_out_ahead = ahead
+        at.left_out = [*at.left_out, *at.left_out_ahead, *left_out]
+        at.left_out_ahead = [(*one,) for one in ahead]
         if self.uneven == "stop" and at.last:
             self._drop(groups[len(self._steps) :])
         at.source = snapshot(self.source)
@@ -472,7 +470,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             ahead = self._rounds.take_left_out()
             if self._rounds.lookahead is None:  # The source has ended.
                 left_out, ahead = [*left_out, *ahead], []
-        return groups, most, [*self._left_out_ahead, *left_out], ahead
+        return groups, most, left_out, ahead
 
     def _stand_at(self, plan: RoundPlan) -> None:
         """Stand before the first step of a plan."""
@@ -513,7 +511,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def _hold(self) -> None:
         at = self._at
-        at.left_out_ahead = [(*one,) for one in self._left_out_ahead]
         filler = self._filler if self._filler is not None and at.filler is None else NO_SAMPLES
         groups = self._steps.groups()[at.emitted :]
         held = [*groups, self._rounds.lookahead or NO_SAMPLES, filler]
@@ -567,8 +564,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         pool.put_back(SampleBlock.joined(cut))
         self._rounds.lookahead, self._rounds.has_ended = None, False
         at.plan, at.last, at.source_exhausted = self._steps.to_bytes(), False, False
-        at.left_out += [(*one,) for one in self._left_out_ahead]
-        self._left_out_ahead = []
+        at.left_out, at.left_out_ahead = at.left_out + at.left_out_ahead, []
         if self._filler is not None and self._filler[0] in pool.excluded:
             self._filler, at.filler, self._steps.filler = None, None, None
         at.source = snapshot(self.source)

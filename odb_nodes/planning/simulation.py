@@ -33,7 +33,6 @@ from odb_nodes.planning.rounds import (
 )
 from odb_nodes.planning.runs import check_diversity
 from odb_nodes.planning.table import IntArray
-from odb_nodes.sample import Sample
 from odb_nodes.sample_block import (
     FACTS,
     KIND,
@@ -173,7 +172,7 @@ def plan_epoch(
         SampleError: a sample is too long under `oversize="error"`.
     """
     tokens = check_lengths(lengths)
-    cost_fn = None if costs is None else _SummedCosts(costs, len(tokens))
+    cost_fn = None if costs is None else _summed(costs, len(tokens))
     job = SimulationOptions(
         world_size=world_size, budget=budget, window=window, seed=seed, cost_fn=cost_fn, **options
     )
@@ -182,20 +181,16 @@ def plan_epoch(
     ]
 
 
-class _SummedCosts:
-    """Cost of a group: the sum over its samples."""
-
-    def __init__(self, costs: npt.ArrayLike, samples: int) -> None:
-        given = np.asarray(costs)
-        if given.shape != (samples,) or given.dtype.kind not in "iu" or given.min() < 0:
-            raise ValueError(
-                f"`costs` must be {samples} integers of at least 0, one for each of `lengths`, but "
-                f"is {costs!r:.80} instead."
-            )
-        self._costs: list[int] = given.tolist()
-
-    def __call__(self, group: Sequence[Sample]) -> int:
-        return sum(self._costs[sample.data] for sample in group)
+def _summed(costs: npt.ArrayLike, samples: int) -> CostFn:
+    """Return the cost of a group: the sum over its samples."""
+    given = np.asarray(costs)
+    if given.shape != (samples,) or given.dtype.kind not in "iu" or given.min() < 0:
+        raise ValueError(
+            f"`costs` must be {samples} integers of at least 0, one for each of `lengths`, but "
+            f"is {costs!r:.80} instead."
+        )
+    own: list[int] = given.tolist()
+    return lambda group: sum(own[sample.data] for sample in group)
 
 
 def plan_steps(

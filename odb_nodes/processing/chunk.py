@@ -106,7 +106,7 @@ class ChunkResult:
         return runs
 
 
-BatchMaker = Callable[[list[Any], int, "StepInfo | None"], Any]
+BatchMaker = Callable[[list[Any], int, StepInfo | None], Any]
 """Samples, the key of the random numbers, the step -> batch, in a worker process."""
 
 

@@ -28,7 +28,7 @@ class InProcessHub:
         return _InProcessExchange(self, rank)
 
 
-class _InProcessExchange:
+class _InProcessExchange(Exchange):
     """The exchange of one rank, see `Exchange`."""
 
     def __init__(self, hub: InProcessHub, rank: int) -> None:

@@ -13,10 +13,8 @@ from typing import Any, get_args
 # --- arguments ------------------------------------------------------------------------------------
 
 
-MAX_COUNT = 2**31 - 1
-"""Largest count: state stores counts as 32-bit integers."""
-MAX_KEY = 2**63 - 1
-"""Largest key of a sample."""
+MAX_COUNT = 2**31 - 1  # largest count: state stores counts as 32-bit integers
+MAX_KEY = 2**63 - 1  # largest key of a sample
 
 
 def check_integer(name: str, value: object) -> int:

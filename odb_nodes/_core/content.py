@@ -92,8 +92,7 @@ def _type_of(value: Any) -> str:
 # --- rows -----------------------------------------------------------------------------------------
 
 
-INT64 = np.dtype(np.int64)
-"""The one object that nearly all arrays of int64 have as their dtype."""
+INT64 = np.dtype(np.int64)  # the one object that nearly all arrays of int64 have as their dtype
 
 _TAG, _TAG_BYTES = b"i", 5  # of an int of 32 bits in marshal's format, tag included
 _INT32 = np.dtype("<i4")

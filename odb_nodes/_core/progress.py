@@ -16,8 +16,7 @@ logger = logging.getLogger("odb_nodes")
 
 FIRST_S = 10.0
 """Seconds until the first line; the next ones come after twice the time of the one before."""
-EVERY_S = 60.0
-"""Most seconds between two lines."""
+EVERY_S = 60.0  # most seconds between two lines
 
 _COLUMNS = 80  # of a terminal that says it has none
 

@@ -11,8 +11,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-Rows = Sequence[Mapping[str, str]]
-"""A table: its rows, each title -> cell."""
+Rows = Sequence[Mapping[str, str]]  # a table: its rows, each title -> cell
 
 
 class Shown:

@@ -31,7 +31,7 @@ def warn_user(message: str, *, once: Hashable = None) -> None:
         if once in _said:
             return
         _said.add(once)
-    warnings.warn(message, UserWarning, stacklevel=_user_level())
+    warnings.warn(message, stacklevel=_user_level())
 
 
 def _user_level() -> int:

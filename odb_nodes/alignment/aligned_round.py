@@ -38,21 +38,14 @@ _COLUMNS = 5  # before those of tasks
 
 @dataclass(frozen=True, kw_only=True)
 class LossRule:
-    """How the losses of all ranks and micro-steps become one.
+    """How the losses of all ranks and micro-steps become one."""
 
-    Attributes:
-        world_size: ranks whose gradients are averaged.
-        accumulate: steps of an optimizer step.
-        scaling: see `RankAligner`.
-        batch: which of the batches of a step that a rank takes one after the other is this one.
-        batches: number of those: the virtual ranks that it hosts.
-    """
-
-    world_size: int
-    accumulate: int
-    scaling: LossScaling = "exact"
+    world_size: int  # ranks whose gradients are averaged
+    accumulate: int  # steps of an optimizer step
+    scaling: LossScaling = "exact"  # see `RankAligner`
+    # which of the batches of a step that a rank takes one after the other is this one
     batch: int = 0
-    batches: int = 1
+    batches: int = 1  # number of those: the virtual ranks that it hosts
 
     def __post_init__(self) -> None:
         check_choice("loss_scaling", self.scaling, get_args(LossScaling))
@@ -74,16 +67,11 @@ class LossRule:
 
 
 class AlignedRound:
-    """The steps of one round, and this rank's groups for them.
-
-    Args:
-        table: a row for each step: the index of this rank's group or `FILLER`, and the samples,
-            targets, flags, highest cost, and targets of each task of all ranks, (steps, 5 + tasks)
-            int64.
-        tasks: number of tasks, where there is no step.
-    """
+    """The steps of one round, and this rank's groups for them."""
 
     def __init__(self, table: IntArray | None = None, tasks: int = 0) -> None:
+        # A row for each step: the index of this rank's group or `FILLER`, and the samples, targets,
+        # flags, highest cost, and targets of each task of all ranks, (steps, 5 + tasks) int64.
         empty = np.empty((0, _COLUMNS + tasks), dtype=np.int64)
         self._table = empty if table is None else table
         self._groups: list[SampleBlock] = []
@@ -118,11 +106,6 @@ class AlignedRound:
     def __len__(self) -> int:
         return len(self._table)
 
-    @property
-    def groups_needed(self) -> int:
-        """How many groups of this rank the steps refer to."""
-        return int(self._table[:, 0].max(initial=FILLER)) + 1
-
     def fill(self, groups: list[SampleBlock], filler: SampleBlock | None) -> None:
         """Give the groups that the steps refer to, and a sample for those that refer to none."""
         self._groups, self.filler = groups, filler
@@ -142,7 +125,8 @@ class AlignedRound:
         lacks_filler = filler is None and FILLER in rest
         if lacks_filler or [at != FILLER for at in rest] != [*map(bool, groups)]:
             raise StateError("the groups of a round are damaged. Use an earlier checkpoint.")
-        self._groups, self.filler = [NO_SAMPLES] * self.groups_needed, filler
+        needed = int(self._table[:, 0].max(initial=FILLER)) + 1
+        self._groups, self.filler = [NO_SAMPLES] * needed, filler
         for at, group in zip(rest, groups, strict=True):
             if group:
                 self._groups[at] = group

@@ -41,15 +41,15 @@ class _TransferredSample(NamedTuple):
 class TailBalancer:
     """Cuts what all ranks have left into the same number of groups; see `planning.levelling`."""
 
-    def __init__(self, source: WindowBucketer, rank: int, world_size: int) -> None:
-        self._source, self._rank, self._world_size = source, rank, world_size
+    def __init__(self, pool: WindowBucketer, rank: int, world_size: int) -> None:
+        self.pool, self._rank, self._world_size = pool, rank, world_size
         self.left_out: list[LeftOut] = []
         """Samples that were given to this rank in the last `groups`, but are skipped here."""
 
     def groups(self, rest: SampleBlock, where: str) -> Exchanges[tuple[list[SampleBlock], int]]:
         """Return the groups of this rank, and the steps of the round."""
         self.left_out = []
-        budget = self._source.limits.of_groups(self._source.budget)
+        budget = self.pool.planner.limits.of_groups(self.pool.budget)
         rest = yield from self._level(rest, budget, where)
         cut = Rest(rest, budget)
         fewest = yield Ask([cut.fewest], where)
@@ -85,7 +85,7 @@ class TailBalancer:
         items = [ItemKey(one.source, one.key, self._world_size, one.repeat) for one in received]
         made: list[Sample] = []
         others: list[str] = []  # what has become of samples that are not what they were
-        for sample, one in zip(restore_items(self._source, items), received, strict=True):
+        for sample, one in zip(restore_items(self.pool, items), received, strict=True):
             if isinstance(sample, Skipped):
                 self.left_out.append(LeftOut(sample.key, sample.source, sample.reason))
                 others.append(f"a sample{name_of(sample)} is skipped here {sample.why}")

@@ -16,7 +16,6 @@ from odb_nodes._core.processes import Owner
 from odb_nodes.alignment.exchange import (
     Channel,
     Exchange,
-    LocalExchange,
     group_rank,
     resolve_exchange,
 )
@@ -37,18 +36,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ask:
-    """What a rank tells the others, at a place where all ranks tell the like.
+    """What a rank tells the others, at a place where all ranks tell the like."""
 
-    Attributes:
-        told: a report, a few integers, or bytes, of which each rank gets those of all ranks; or
-            what the ranks must have in common, as JSON data by name.
-        where: the place that errors name.
-        steps: the most groups in a report, the same on all ranks.
-    """
-
+    # a report, a few integers, or bytes, of which each rank gets those of all ranks; or what the
+    # ranks must have in common, as JSON data by name
     told: CostReport | list[int] | bytes | Mapping[str, Any]
-    where: str
-    steps: int = 0
+    where: str  # the place that errors name
+    steps: int = 0  # the most groups in a report, the same on all ranks
 
 
 Exchanges = Generator[Ask, Any, T]
@@ -69,40 +63,24 @@ class Peers:
         check_seconds("timeout_s", timeout_s)
         self._process_group, self._timeout_s = process_group, timeout_s
         self._size, self._tasks, self.hosted = message_size, tasks, hosted
-        self.place: dict[str, Any] = {}
-        """Where this process stands, which all must have in common."""
-        self._use(LocalExchange())
+        self.place: dict[str, Any] = {}  # where this process stands, which all must have in common
+        self._use(Exchange())
         self._failing: threading.Thread | None = None  # tells others of a failure
 
     @property
     def rank(self) -> int:
         """The first rank of this process in the group, as `begin` found."""
-        return self._channel.rank * self.hosted
+        return self.channel.rank * self.hosted
 
     @property
     def world_size(self) -> int:
         """Ranks of the group, as `begin` found."""
-        return self._channel.world_size * self.hosted
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds spent in exchanges so far."""
-        return self._channel.wait_s
+        return self.channel.world_size * self.hosted
 
     @property
     def are_connected(self) -> bool:
         """Whether this process speaks to others, by connections and threads that are its own."""
-        return not isinstance(self._exchange, LocalExchange)
-
-    @property
-    def agreed(self) -> bool:
-        """Whether ranks have agreed since `begin` that they go on from the same place."""
-        return self._channel.agreed
-
-    @property
-    def channel(self) -> Channel:
-        """What all messages go through, as `begin` found."""
-        return self._channel
+        return type(self._exchange) is not Exchange
 
     def another(self, message_size: int) -> Peers:
         """Return further connections of the same ranks, which all make in the same order."""
@@ -123,7 +101,7 @@ class Peers:
         if not self.are_connected:  # The job may have been set up since.
             self._use(resolve_exchange(self._process_group, self._timeout_s))
         self._exchange.resume()
-        self._channel.begin()
+        self.channel.begin()
 
     def drive(self, ranks: Sequence[Exchanges[T]], where: Callable[[], str]) -> list[T]:
         """Let the ranks of this process run from exchange to exchange; return what they return."""
@@ -155,7 +133,7 @@ class Peers:
         After a while on a thread: they may need a long time until they listen.
         """
         self._failing = threading.Thread(
-            target=self._channel.fail, args=(error, where), name="odb_nodes-peers", daemon=True
+            target=self.channel.fail, args=(error, where), name="odb_nodes-peers", daemon=True
         )
         self._failing.start()
         self._failing.join(_GRACE_S)
@@ -182,7 +160,7 @@ class Peers:
 
     def _use(self, exchange: Exchange) -> None:
         self._exchange, self._owner = exchange, Owner()
-        self._channel = Channel(exchange, self._size * self.hosted)
+        self.channel = Channel(exchange, self._size * self.hosted)
 
     def _exchanged(self, asked: Sequence[Ask]) -> Any:
         """Return what all ranks tell, in their order; `None` where they only had to agree."""
@@ -213,24 +191,23 @@ class Peers:
                 f"the virtual ranks of a process do not go on from the same place: they differ in "
                 f"{names}. Load states that were saved at the same step."
             )
-        self._channel.agree({**configs[0], **self.place})
+        self.channel.agree({**configs[0], **self.place})
 
     def _gather(self, own: Sequence[Any], where: str, width: int) -> Sequence[Any]:
         """Return rows of integers of all ranks, (ranks, width)."""
         row = np.zeros((self.hosted, width), dtype=np.int64)
         for number, one in enumerate(own):
             row[number, : len(one)] = one
-        rows = self._channel.gather(row.ravel(), where)[:, : row.size]
-        found = rows.reshape(self.world_size, width)
+        found = self.channel.gather(row.ravel(), where).reshape(self.world_size, width)
         listed: Sequence[Any] = found.tolist() if width < self._size else [*found]
         return listed
 
     def _gather_bytes(self, own: Sequence[bytes], where: str) -> list[bytes]:
         """Return the bytes of all ranks."""
         if self.hosted == 1:
-            return self._channel.gather_bytes(own[0], where)
+            return self.channel.gather_bytes(own[0], where)
         sizes = self._gather([np.array([len(one)]) for one in own], where, 1)
-        whole = b"".join(self._channel.gather_bytes(b"".join(own), where))
+        whole = b"".join(self.channel.gather_bytes(b"".join(own), where))
         ends = np.cumsum([size for (size,) in sizes]).tolist()
         return [whole[end - size : end] for end, (size,) in zip(ends, sizes, strict=True)]
 

@@ -46,7 +46,7 @@ from odb_nodes.planning.group_costs import (
     best_filler,
     padded_tokens,
 )
-from odb_nodes.planning.group_planner import PoolReport, RoundSettings
+from odb_nodes.planning.group_planner import RoundSettings
 from odb_nodes.planning.levelling import UNKNOWN_LEFT
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.rounds import (
@@ -65,44 +65,31 @@ from odb_nodes.step_info import AlignedGroup
 
 @dataclass(kw_only=True)
 class AlignerState(EpochState):
-    """The state of a `RankAligner`.
+    """The state of a `RankAligner`."""
 
-    Attributes:
-        source: the state of the source, after what is held.
-        round: the number of the round in the epoch.
-        step: the number of the next step in the epoch.
-        emitted: the steps of the round that are out.
-        plan: the plan of the round, as bytes; `None` between rounds.
-        tasks: number of the tasks whose targets it has.
-        last: there is no round after this one.
-        source_exhausted: the source has no groups after those that are held.
-        settings: the `RoundSettings` of the next round.
-        requested_max_tokens: the `tokens` that this rank asks all ranks for; 0 for none.
-        filler: the sample that this rank fills with, encoded, where it came from another rank.
-        held: the groups of the round's further steps, that of the round after it, and the sample to
-            fill with, as a group; `None` where nothing of the epoch was read.
-        left_out: key, source and reason of what is left out, and in no step yet.
-        left_out_ahead: those of what comes with the next round.
-        unemitted_samples: the samples that `uneven="stop"` left over.
-    """
-
-    source: SourceState = field(default_factory=dict)
-    round: int = 0
-    step: int = 0
-    emitted: int = 0
-    plan: bytes | None = None
-    tasks: int = 0
-    last: bool = False
-    source_exhausted: bool = False
+    source: SourceState = field(default_factory=dict)  # after what is held
+    round: int = 0  # its number in the epoch
+    step: int = 0  # the number of the next one in the epoch
+    emitted: int = 0  # the steps of the round that are out
+    plan: bytes | None = None  # of the round; `None` between rounds
+    tasks: int = 0  # number of the tasks whose targets it has
+    last: bool = False  # there is no round after this one
+    source_exhausted: bool = False  # the source has no groups after those that are held
+    # the `RoundSettings` of the next round
     settings: tuple[int, list[int], int, bool] = field(
         default_factory=lambda: RoundSettings().to_state()
     )
-    requested_max_tokens: int = 0
+    requested_max_tokens: int = 0  # the `tokens` that this rank asks all ranks for; 0 for none
+    # the sample that this rank fills with, encoded, where it came from another rank
     filler: bytes | None = None
+    # the groups of the round's further steps, that of the round after it, and the sample to fill
+    # with, as a group; `None` where nothing of the epoch was read
     held: HeldContent | None = None
+    # key, source and reason of what is left out, and in no step yet
     left_out: list[tuple[int | None, str, str]] = field(default_factory=list)
+    # those of what comes with the next round
     left_out_ahead: list[tuple[int | None, str, str]] = field(default_factory=list)
-    unemitted_samples: int = 0
+    unemitted_samples: int = 0  # the samples that `uneven="stop"` left over
 
     def steps(self) -> AlignedRound:
         """Return the steps of the round, without their groups."""
@@ -190,7 +177,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         super().__init__()
         check_node("source", source)
         check_choice("uneven", uneven, get_args(Uneven))
-        self.measure = GroupCostEstimator(cost_fn or _cost_below(source), modalities, tasks)
+        budget = budget_below(source)
+        default_cost: CostFn = padded_tokens if budget is None else BudgetCost(budget)
+        self.measure = GroupCostEstimator(cost_fn or default_cost, modalities, tasks)
         self.source = source
         accumulate = check_count("accumulate", accumulate)
         self.round_size = round_up(check_count("round_size", round_size), accumulate)
@@ -208,10 +197,10 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """Samples of the round that the last restore processed again."""
         self.requested_max_tokens = 0
         self._at = AlignerState()
-        self._where = "reset"
+        self.where = "reset"
+        """The place that an error of this rank names."""
         self._filler: SampleBlock | None = None
         self._held: HeldSamples | None = None  # what the next state holds
-        self._left_out_ahead: list[LeftOut] = []
         self._pool = source if isinstance(source, WindowBucketer) else None
         if self._pool is not None:
             self._pool.planner.follows_ranks = self._pool.keeps_planned = True
@@ -235,7 +224,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     @property
     def exchange_wait_s(self) -> float:
         """Seconds spent waiting for other ranks so far."""
-        return self.peers.wait_s
+        return self.peers.channel.wait_s
 
     @property
     def has_workers(self) -> bool:
@@ -274,21 +263,17 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """Begin the epoch of the source, with the limits and the window of the one before."""
         before = RoundSettings(*self._at.settings)
         if self._pool is not None:
-            self._pool.use(before._replace(caps=()))
+            self._pool.planner.use(before._replace(caps=()))
         self._at = AlignerState()
         self.source.reset(None)
         self._at.source = snapshot(self.source)
 
     def restore(self, state: AlignerState) -> None:
-        """Go to a step of a round, and make what is left of the round again.
-
-        Raises:
-            StateError: the source does not yield it again; or `exclude` adds keys where it cannot.
-        """
+        """Go to a step of a round, and make what is left of the round again."""
         self._at, self._steps = state, state.steps()
         self.requested_max_tokens = state.requested_max_tokens
         self.source.reset(copy_state(state.source))
-        self._groups.has_ended = state.source_exhausted
+        self._rounds.has_ended = state.source_exhausted
         at_end = state.is_at_end(self._steps)
         if state.filler is not None:
             self._filler = SampleBlock.of([decode_sample(state.filler)])
@@ -298,10 +283,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 state.held, self.source, type(self).__name__, may_differ=not in_round
             )
             *groups, lookahead, filler = held
-            self._planner.lookahead = lookahead or None
+            self._rounds.lookahead = lookahead or None
             self._filler = filler or self._filler
             self._steps.fill_rest(state.emitted, groups, self._filler)
-        self._left_out_ahead = [LeftOut(*one) for one in state.left_out_ahead]
         self._use_present_options(at_end=at_end)
         if not at_end and state.held is not None:
             self._hold()
@@ -347,8 +331,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """
         at, rule = self._at, self.rule
         self.peers.check_process()
-        if at.emitted == len(self._steps) or not self.peers.agreed:
-            if not self.peers.drive([self.prepare_step()], lambda: self._where)[0]:
+        if at.emitted == len(self._steps) or not self.peers.channel.agreed:
+            if not self.peers.drive([self.prepare_step()], lambda: self.where)[0]:
                 raise StopIteration
             at = self._at
         index, step = at.emitted, at.step
@@ -378,11 +362,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         yield from self._agree()
         return True
 
-    @property
-    def where(self) -> str:
-        """The place that an error of this rank names."""
-        return self._where
-
     def take_left_out(self) -> list[LeftOut]:
         """Return the samples that were left out since the last step."""
         taken, self._at.left_out = self._at.left_out, []
@@ -402,20 +381,19 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _clear(self) -> None:
         fills, world_size = self.uneven == "fill", self.peers.world_size
         balancer = None
-        if fills and self._pool is not None and self._pool.has_keys:
+        if fills and world_size > 1 and self._pool is not None and self._pool.has_keys:
             balancer = TailBalancer(self._pool, self.rank, world_size)
-        self._balancer = balancer
-        self._groups = _Groups(self.source, self._pool, balancer, world_size)
-        self._planner = RoundPlanner(self._groups, self.measure, len(self.measure.tasks), fills)
+        tasks = len(self.measure.tasks)
+        self._rounds = _Rounds(self.source, self._pool, balancer, self.measure, tasks, fills)
         has_caps = world_size > 1 and type(self.measure.cost_fn) is BudgetCost
         self._offered = self.round_size if has_caps else 0
-        self._steps = AlignedRound(tasks=len(self.measure.tasks))
-        self._filler, self._held, self._left_out_ahead = None, None, []
-        self._where = "reset"
+        self._steps = AlignedRound(tasks=tasks)
+        self._filler, self._held = None, None
+        self.where = "reset"
 
     def _agree(self) -> Exchanges[None]:
         """Make sure, once after a reset, that all ranks go on from the same place."""
-        if self.peers.agreed:
+        if self.peers.channel.agreed:
             return
         at, name = self._at, type(self).__name__
         is_within = at.emitted < len(self._steps)
@@ -433,18 +411,18 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             name: {**self.fingerprint(), "rank": None},
             **sharing_configs(self.source),
         }
-        yield Ask(config, self._where)
+        yield Ask(config, self.where)
 
     def _begin_round(self) -> Exchanges[None]:
         """Settle the next round with the other ranks."""
         at, epoch = self._at, self._epochs.epoch
         settings = RoundSettings(*at.settings)
-        self._where = where = f"round {at.round} of epoch {epoch} (from step {at.step})"
+        self.where = where = f"round {at.round} of epoch {epoch} (from step {at.step})"
         if self._pool is not None:
-            still = (self._planner.lookahead, self._filler)
+            still = (self._rounds.lookahead, self._filler)
             self._pool.release([block for block in still if block is not None])
         groups, most, left_out, ahead = yield from self._read_groups(settings, where)
-        report = self._planner.report(
+        report = self._rounds.report(
             groups, most, self._offered, has_filler=self._filler is not None
         )
         report = replace(report, max_tokens=self.requested_max_tokens)
@@ -462,8 +440,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         key = hash_ints(self._seed, epoch, at.round)
         self._stand_at(plan_round(reports, uneven=self.uneven, key=key))
         at.settings = next_settings(reports, settings, self._round_steps(at.round + 1)).to_state()
-        at.left_out = [*at.left_out, *left_out]
-        self._left_out_ahead = ahead
+        at.left_out = [*at.left_out, *at.left_out_ahead, *left_out]
+        at.left_out_ahead = [(*one,) for one in ahead]
         if self.uneven == "stop" and at.last:
             self._drop(groups[len(self._steps) :])
         at.source = snapshot(self.source)
@@ -478,29 +456,29 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
         The state stays that of before, should the exchange fail.
         """
-        if settings.is_last and self._balancer is not None:
+        if settings.is_last and (balancer := self._rounds.balancer) is not None:
             yield from self._agree()
-            rest = self._planner.read_rest(settings)
-            left_out, ahead = self._groups.take_left_out(), list[LeftOut]()
-            groups, most = yield from self._balancer.groups(rest, where)
-            left_out += self._balancer.left_out
+            rest = self._rounds.read_rest(settings)
+            left_out, ahead = self._rounds.take_left_out(), list[LeftOut]()
+            groups, most = yield from balancer.groups(rest, where)
+            left_out += balancer.left_out
         else:
             most = self._round_steps(self._at.round)
-            groups = self._planner.read(most, settings)
-            left_out = self._groups.take_left_out()
-            self._planner.read_ahead(groups, most)
-            ahead = self._groups.take_left_out()
-            if self._planner.lookahead is None:  # The source has ended.
+            groups = self._rounds.read(most, settings)
+            left_out = self._rounds.take_left_out()
+            self._rounds.read_ahead(groups, most)
+            ahead = self._rounds.take_left_out()
+            if self._rounds.lookahead is None:  # The source has ended.
                 left_out, ahead = [*left_out, *ahead], []
-        return groups, most, [*self._left_out_ahead, *left_out], ahead
+        return groups, most, left_out, ahead
 
     def _stand_at(self, plan: RoundPlan) -> None:
         """Stand before the first step of a plan."""
         at = self._at
         self._steps = AlignedRound.of(plan, self.rank)
-        self._steps.fill(self._planner.groups(plan.splits[self.rank]), self._filler)
+        self._steps.fill(self._rounds.groups(plan.splits[self.rank]), self._filler)
         at.last, at.emitted, at.plan = plan.last, 0, self._steps.to_bytes()
-        at.source_exhausted = self._planner.lookahead is None
+        at.source_exhausted = self._rounds.lookahead is None
 
     def _share_filler(self, reports: Sequence[CostReport], where: str) -> Exchanges[None]:
         """Give ranks that never had a sample one of another rank's to fill with."""
@@ -509,7 +487,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         donor = next(rank for rank, one in enumerate(reports) if one.groups)
         data = b""
         if self.rank == donor and self._filler is not None:
-            self._where = f"{where}, sending a sample to a rank that has none"
+            self.where = f"{where}, sending a sample to a rank that has none"
             data = encode_sample(self._filler[0]._replace(ordinal=None))  # a number of this rank
         texts: Sequence[bytes] = yield Ask(data, where)
         if not reports[self.rank].has_filler:
@@ -519,12 +497,12 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _drop(self, groups: list[SampleBlock]) -> None:
         """Count the samples that this rank has left, as another one has ended, with a warning."""
         at = self._at
-        left = [*chain(*groups, self._planner.lookahead or ())]
+        left = [*chain(*groups, self._rounds.lookahead or ())]
         dropped = [LeftOut(one.key, one.source, "unemitted") for one in left]
         count = len(left) + remaining_samples(self.source)
         at.left_out += dropped + ([] if self._pool is None else self._pool.drop_remaining())
         at.unemitted_samples += count
-        self._planner.lookahead, at.source_exhausted = None, True
+        self._rounds.lookahead, at.source_exhausted = None, True
         if count:
             warn_user(
                 f'`uneven="stop"`: another rank has ended, so {count} samples of rank {self.rank} '
@@ -533,10 +511,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def _hold(self) -> None:
         at = self._at
-        at.left_out_ahead = [(*one,) for one in self._left_out_ahead]
         filler = self._filler if self._filler is not None and at.filler is None else NO_SAMPLES
         groups = self._steps.groups()[at.emitted :]
-        held = [*groups, self._planner.lookahead or NO_SAMPLES, filler]
+        held = [*groups, self._rounds.lookahead or NO_SAMPLES, filler]
         self._held = HeldSamples.of(held, as_records=can_restore(self.source))
 
     def _end_round(self) -> None:
@@ -583,12 +560,11 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         at, pool = self._at, self._pool
         assert pool is not None
         was_in_round, steps = len(self._steps) > 0, min(steps, len(self._steps))
-        cut = [*self._steps.cut(steps), self._planner.lookahead or NO_SAMPLES]
+        cut = [*self._steps.cut(steps), self._rounds.lookahead or NO_SAMPLES]
         pool.put_back(SampleBlock.joined(cut))
-        self._planner.lookahead, self._groups.has_ended = None, False
+        self._rounds.lookahead, self._rounds.has_ended = None, False
         at.plan, at.last, at.source_exhausted = self._steps.to_bytes(), False, False
-        at.left_out += [(*one,) for one in self._left_out_ahead]
-        self._left_out_ahead = []
+        at.left_out, at.left_out_ahead = at.left_out + at.left_out_ahead, []
         if self._filler is not None and self._filler[0] in pool.excluded:
             self._filler, at.filler, self._steps.filler = None, None, None
         at.source = snapshot(self.source)
@@ -599,18 +575,19 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         return round_steps(number, self.peers.world_size, self.round_size, self.accumulate)
 
 
-class _Groups:
-    """The node below an aligner, as a `GroupSource`."""
+class _Rounds(RoundPlanner):
+    """The rounds of an aligner, of the groups of the node below it."""
 
     def __init__(
         self,
         node: BaseNode[Any],
         pool: WindowBucketer | None,
         balancer: TailBalancer | None,
-        world_size: int,
+        *options: Any,
     ) -> None:
-        self._node, self._pool, self._balancer = node, pool, balancer
-        self._world_size = world_size
+        # A node in between might read ahead, and groups would depend on how far it has come.
+        super().__init__(None if pool is None else pool.planner, *options)
+        self._node, self.balancer = node, balancer
         self.has_ended = False
 
     def next_group(self) -> SampleBlock | None:
@@ -632,38 +609,21 @@ class _Groups:
             f"{kind} instead. Put a `WindowBucketer` before it."
         )
 
-    def use(self, settings: RoundSettings, caps: Sequence[int]) -> None:
-        """Form further groups under the settings of a round, if it is the node that forms them."""
-        if self._pool is not None:
-            self._pool.use(settings, caps)
-
-    def report(self, groups: int) -> PoolReport:
-        """Return what the other ranks are told of the pool.
-
-        A node in between might read ahead, and groups would depend on how far it has come.
-        """
-        return PoolReport() if self._pool is None else self._pool.report(groups)
-
-    def left(self, lookahead: SampleBlock | None) -> int:
+    def left(self) -> int:
         """Return how many samples this rank has left; -1 where it cannot share them.
 
         Of data that each rank has for itself, some may have far more left.
         """
-        if self._world_size == 1 or self._balancer is None or self._pool is None:
-            return -1
-        if lookahead is not None and not self._balancer.are_shared(lookahead).all():
+        lookahead, balancer = self.lookahead, self.balancer
+        if balancer is None:
             return -1
         if lookahead is None:
             return 0
-        known = self._pool.known_remaining()
+        if not balancer.are_shared(lookahead).all():
+            return -1
+        known = balancer.pool.known_remaining()
         return UNKNOWN_LEFT if known is None else len(lookahead) + known
 
     def take_left_out(self) -> list[LeftOut]:
         """Return the samples that were left out since the last call."""
         return call_member(self._node, "take_left_out") or []
-
-
-def _cost_below(source: BaseNode[Any]) -> CostFn:
-    """Return the cost of a group under the budget below; where there is none, its padded tokens."""
-    budget = budget_below(source)
-    return padded_tokens if budget is None else BudgetCost(budget)

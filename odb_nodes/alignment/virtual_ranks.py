@@ -22,19 +22,12 @@ Batch = MutableMapping[str, Any]
 
 @dataclass(kw_only=True)
 class VirtualState(NodeState):
-    """Where `VirtualRanks` stand.
+    """Where `VirtualRanks` stand."""
 
-    Attributes:
-        sources: the states of the graphs before the step, by number of the virtual rank.
-        turn: batches of the step that are out.
-        samples: samples in them.
-        step_digest: a digest of the keys of the step, 0 where none of its batches is out.
-    """
-
-    sources: SourceStates
-    turn: int
-    samples: int
-    step_digest: int
+    sources: SourceStates  # the states of the graphs before the step, by number of the virtual rank
+    turn: int  # batches of the step that are out
+    samples: int  # samples in them
+    step_digest: int  # a digest of the keys of the step, 0 where none of its batches is out
 
 
 class VirtualRanks(StatefulNode[Batch, VirtualState]):
@@ -138,7 +131,9 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         if not has_step[0]:
             raise StopIteration
         step = [next(source) for source in self.sources.values()]
-        digest = zlib.crc32(repr([_samples_of(_info_of(item)) for item in step]).encode())
+        infos = map(_info_of, step)
+        told = [(one.keys, one.row_sources, one.row_repeats, one.local_targets) for one in infos]
+        digest = zlib.crc32(repr(told).encode())
         if self._turn and digest != self._digest:
             raise StateError(
                 f"the state was saved within a step, after batch {self._turn} of {len(step)}, and "
@@ -161,10 +156,6 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
 def _info_of(item: Batch | DeferredBatch) -> StepInfo:
     info: StepInfo = item.info if isinstance(item, DeferredBatch) else item[STEP_INFO_KEY]
     return info
-
-
-def _samples_of(info: StepInfo) -> tuple[Any, ...]:
-    return info.keys, info.row_sources, info.row_repeats, info.local_targets
 
 
 def place_of(state: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,24 +15,17 @@ NewTensor = Callable[[tuple[int, ...], int, "np.dtype[Any]"], torch.Tensor]
 """Shape, value, dtype -> tensor that is filled with the value, in the memory of the CPU."""
 
 
-class StepCollate(Protocol):
-    """A collate function that also takes the step, since a batch may depend on other ranks."""
-
-    def collate_step(self, samples: list[Any], info: StepInfo) -> MutableMapping[str, Any]:
-        """Return the batch of `samples` for this step; called in place of the function itself."""
-
-
 def takes_step(collate: Any) -> bool:
-    """Tell whether a collate function is a `StepCollate`."""
-    # Not `isinstance` of the protocol, which is slow before Python 3.12.
+    """Tell whether a collate function also takes the step: a batch may depend on other ranks."""
     return getattr(collate, "collate_step", None) is not None
 
 
-def collate_group(collate: Collate, samples: list[Any], info: StepInfo) -> MutableMapping[str, Any]:
-    """Return the batch of a step, from a collate function of either kind."""
-    if not takes_step(collate):
-        return collate(samples)
-    return cast(StepCollate, collate).collate_step(samples, info)
+def collate_group(collate: Any, samples: list[Any], info: StepInfo) -> MutableMapping[str, Any]:
+    """Return the batch of a step, by `collate_step(samples, info)` where a function has it."""
+    batch: MutableMapping[str, Any] = (
+        collate.collate_step(samples, info) if takes_step(collate) else collate(samples)
+    )
+    return batch
 
 
 def block_collate(collate: Any) -> Callable[..., MutableMapping[str, Any]] | None:

@@ -145,15 +145,9 @@ class TokenRows:
 
 
 class GroupRows:
-    """The samples of a group, all with the same keys.
+    """The samples of a group, all with the same keys; lengths in tokens."""
 
-    Attributes:
-        keys: the keys.
-        lengths: of the samples, in tokens.
-        new: makes the tensors of the batch.
-    """
-
-    new: NewTensor = staticmethod(new_tensor)
+    new: NewTensor = staticmethod(new_tensor)  # makes the tensors of the batch
 
     def __init__(self, samples: Sequence[Mapping[str, Any]]) -> None:
         self._samples = samples
@@ -214,10 +208,7 @@ class GroupColumns(GroupRows):
 
 
 def block_data(block: SampleBlock) -> list[Any]:
-    """Return the data of samples, in dicts that a collate function may change.
-
-    Some take keys out. A sample may come again: in a filler step, or where collation raised.
-    """
+    """Return the data of samples, in dicts that a collate function may change; see `owned`."""
     sources = block.sources.values()
     if not block.is_made and all(isinstance(one, DataColumns) and one.keys for one in sources):
         return block.data()  # whose dicts are made anew each time

@@ -33,12 +33,9 @@ _CONTEXT_CHARACTERS = 40
 class Loading(NamedTuple):
     """What the state that is being loaded may differ in."""
 
-    may_differ: bool = False
-    """A changed field of a configuration warns instead of raising."""
-    smaller_budget: bool = False
-    """The limits of a budget may be lower than they were."""
-    leaves_epoch: bool = False
-    """The epoch of the state does not go on: the next one follows."""
+    may_differ: bool = False  # a changed field of a configuration warns instead of raising
+    smaller_budget: bool = False  # the limits of a budget may be lower than they were
+    leaves_epoch: bool = False  # the epoch of the state does not go on: the next one follows
 
 
 _STRICT = Loading()

@@ -28,8 +28,7 @@ from odb_nodes.sample import ItemKey
 T = TypeVar("T")
 S = TypeVar("S", bound=NodeState)
 R = TypeVar("R")
-Chunk = tuple[Sequence[T], Sequence[ItemKey | None]]
-"""Some items, and the key of each."""
+Chunk = tuple[Sequence[T], Sequence[ItemKey | None]]  # some items, and the key of each
 ItemLocation = tuple[Any, ...]
 """Where an item comes from: a format for `%`, and its values, which may be such again."""
 
@@ -245,9 +244,13 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the one that the next reset without a state begins, if it counts them."""
+        if self._epochs is not None:
+            self._epochs.request(epoch)
 
     def begin_cycle(self) -> None:
         """Make the next reset without a state begin this epoch again, in another order."""
+        if self._epochs is not None:
+            self._epochs.request_cycle()
 
     def item_location(self) -> ItemLocation | None:
         """Return where the last item comes from, for errors."""
@@ -418,14 +421,6 @@ class EpochNode(StatefulNode[T, S]):
     def __init__(self) -> None:
         super().__init__()
         self._epochs = EpochCounter()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the one that the next reset without a state begins."""
-        self._epochs.request(epoch)
-
-    def begin_cycle(self) -> None:
-        """Make the next reset without a state begin this epoch again, in another order."""
-        self._epochs.request_cycle()
 
 
 # --- any node, also one of torchdata --------------------------------------------------------------

@@ -34,8 +34,7 @@ _EARLIER = "Use an earlier checkpoint."
 SourceState = Annotated[dict[str, Any], "of a source"]
 """What `snapshot` or `state_dict()` of another node returned."""
 
-SourceStates = dict[str, SourceState]
-"""The states of several nodes, by name."""
+SourceStates = dict[str, SourceState]  # the states of several nodes, by name
 
 
 @dataclass(kw_only=True)

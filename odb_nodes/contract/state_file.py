@@ -18,8 +18,6 @@ import torch
 from odb_nodes._core.files import replacing
 from odb_nodes.errors import StateError, TornStateError
 
-__all__ = ["load_state", "save_state"]
-
 
 def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a state to a file, atomically: a reader finds the whole old file or the whole new one.

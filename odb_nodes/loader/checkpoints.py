@@ -9,16 +9,18 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
+
+from torchdata.nodes import Stateful
 
 from odb_nodes._core.checks import check_count, check_seconds, check_type, describe
 from odb_nodes._core.content import difference, explain_unreadable, is_readable
 from odb_nodes._core.files import sync_folder
 from odb_nodes._core.seeds import load_rngs, save_rngs
 from odb_nodes._core.user_warning import warn_user
-from odb_nodes.alignment.exchange import Channel, group_rank, resolve_exchange
+from odb_nodes.alignment.exchange import Meeting, group_rank
 from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import PeerError, StateError
 from odb_nodes.loader.checkpoint_folders import (
@@ -34,7 +36,6 @@ from odb_nodes.loader.resharding import data_place, reshard, reshard_parts
 
 logger = logging.getLogger("odb_nodes")
 
-_CAPACITY = 512  # integers of a message
 _LOOKS, _PAUSE_S = 10, 0.5  # for all ranks to see what one sees of a shared file system
 _VERSION = 2
 
@@ -95,6 +96,7 @@ class Checkpoints:
         self._keep = check_count("keep", keep)
         check_seconds("timeout_s", timeout_s)
         self._timeout_s = timeout_s
+        self._channel = Meeting("Checkpoints", None, timeout_s)
         self._run = ""  # the identifier, once the ranks have agreed
         self._number = 0  # of the last save
         self._own: list[Path] = []  # the last two of this run
@@ -124,7 +126,8 @@ class Checkpoints:
         self._meet()
         for look in range(_LOOKS):  # All ranks see the same views, and so look equally often.
             time.sleep(_PAUSE_S if look else 0)
-            views = [_contents(one) for one in self._gather(self._folders.contents())]
+            told = self._gather(self._folders.contents())
+            views = [{name: Contents(*one) for name, one in view.items()} for view in told]
             name, newest = choose(views)
             if name == newest:
                 break
@@ -184,14 +187,10 @@ class Checkpoints:
         self._folders.clean(folder, self._keep)
         return folder
 
-    @cached_property
-    def _channel(self) -> Channel:
-        return Channel(resolve_exchange(None, self._timeout_s), _CAPACITY)
-
     def _meet(self) -> None:
         """Agree with the other ranks on the identifier of the run, and the number of a save."""
         self._channel.begin()
-        self._channel.agree({"Checkpoints": {**self._parts.names(), "keep": self._keep}})
+        self._channel.agree({**self._parts.names(), "keep": self._keep})
         told = self._gather([secrets.token_hex(4), self._folders.last_number()])
         self._run, self._number = told[0][0], max(number for _, number in told)
         self._own, self._begun = [], None
@@ -238,26 +237,7 @@ class Checkpoints:
         )
 
 
-def _contents(told: Mapping[str, Any]) -> dict[str, Contents]:
-    """Return what a rank sees of each folder, which it has told as JSON data."""
-    return {name: Contents(*found) for name, found in told.items()}
-
-
 # --- what a checkpoint holds of a rank: the states of its parts, in a file of its own -------------
-
-
-@runtime_checkable
-class _Part(Protocol):
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any) -> Any: ...
-
-
-@runtime_checkable
-class _ReshardedPart(Protocol):
-    """A part that knows itself what another number of ranks goes on with."""
-
-    def reshard_states(self, states: list[Any], world_size: int) -> list[Any]: ...
 
 
 class _Parts:
@@ -336,11 +316,11 @@ class _Parts:
 
     def _resharded(self, world_size: int, name: str, states: list[Any]) -> list[Any]:
         """Return the states of a part on all ranks as those of another number of ranks."""
-        part = self._parts.get(name)
+        part: Any = self._parts.get(name)
         if isinstance(part, Loader) and self._process_group is not None:
             rank, size = group_rank(self._process_group)
             return [reshard(states, size)[rank]] * world_size  # of which this rank takes its own
-        if not isinstance(part, _ReshardedPart):
+        if not hasattr(part, "reshard_states"):
             try:
                 return reshard_parts(states, world_size, f"parts[{name!r}]")
             except StateError as error:
@@ -350,7 +330,7 @@ class _Parts:
                     f"{error} Or give the part a method `reshard_states`: see `Checkpoints`. If "
                     f"the part of rank 0 is right for all, load with `replicated=[{name!r}]`."
                 ) from error
-        found = part.reshard_states(states, world_size)
+        found: list[Any] = part.reshard_states(states, world_size)
         if len(found) != world_size:
             raise ValueError(
                 f"`reshard_states` of `parts[{name!r}]` must return the state of each of the "
@@ -467,7 +447,7 @@ def _check_parts(parts: Any) -> dict[str, Any]:
         )
     for name, part in parts.items():
         check_type("a name in `parts`", name, str)
-        if isinstance(part, type) or not isinstance(part, dict | _Part):
+        if isinstance(part, type) or not isinstance(part, dict | Stateful):
             remedy = (
                 "Give an object of it." if isinstance(part, type) else "Put numbers into a dict."
             )

@@ -176,7 +176,8 @@ class ODBDataLoader(Loader[Any]):
         options = LoaderOptions(
             **{field.name: given[field.name] for field in fields(LoaderOptions)}
         )
-        self.dataset, self._options = dataset, options
+        self.dataset, self.options = dataset, options
+        """The dataset, and all other arguments that it was made with."""
         root: BaseNode[Any]
         if virtual_ranks is None:
             self._graphs = [RankGraph(dataset, options)]
@@ -249,9 +250,9 @@ class ODBDataLoader(Loader[Any]):
         mixers = [one for one in self._nodes_of_samples() if isinstance(one, SourceMixer)]
         data = mixers[0] if mixers else type(self.dataset).__name__
         where = self._progress()
-        if self._options.virtual_ranks is not None:
-            where = f"{counted(self._options.virtual_ranks, 'virtual rank')}, {where}"
-        return f"{type(self).__name__}({data}, {self._options.budget}, {where})"
+        if self.options.virtual_ranks is not None:
+            where = f"{counted(self.options.virtual_ranks, 'virtual rank')}, {where}"
+        return f"{type(self).__name__}({data}, {self.options.budget}, {where})"
 
     def _progress(self) -> str:
         try:
@@ -261,14 +262,9 @@ class ODBDataLoader(Loader[Any]):
         total = ""
         with suppress(TypeError):  # of a dataset without a length
             if samples <= self.num_samples:  # Levelling may give this rank more, or fewer.
-                about = "about " * (group_rank(self._options.process_group)[1] > 1)
+                about = "about " * (group_rank(self.options.process_group)[1] > 1)
                 total = f" of {about}{self.num_samples}"
         return f"epoch {epoch}, step {step}: {samples}{total} samples done"
-
-    @property
-    def options(self) -> LoaderOptions:
-        """The arguments that it was made with, beside the dataset."""
-        return self._options
 
     @property
     def epoch(self) -> int:
@@ -291,7 +287,7 @@ class ODBDataLoader(Loader[Any]):
             return 0, 0, 0
         root: Any = position.root
         try:
-            if self._options.virtual_ranks is not None:
+            if self.options.virtual_ranks is not None:
                 return place_of(root)
             return root["epoch"], root["step"], root["samples"]
         except (KeyError, TypeError, IndexError):

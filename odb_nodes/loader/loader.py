@@ -40,29 +40,20 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NODE = "Loader"
-"""The name in a state, that of subclasses too."""
+_NODE = "Loader"  # the name in a state, that of subclasses too
 
 
 @dataclass(kw_only=True)
 class LoaderState(NodeState):
-    """Where a `Loader` stands.
-
-    Attributes:
-        root: the state of the graph.
-        num_yielded: items yielded in the epoch.
-        ended: the end of the epoch was seen.
-        next_epoch: the epoch that was asked for by `set_epoch`, and has not begun.
-        next_weights: the weights that were set by `set_weights` for an epoch that has not begun.
-        left: the epoch was left, by `set_epoch` or an `iter` that failed: the next one follows.
-    """
+    """Where a `Loader` stands."""
 
     root: SourceState
-    num_yielded: int
-    ended: bool
+    num_yielded: int  # in the epoch
+    ended: bool  # the end of the epoch was seen
+    # what `set_epoch` and `set_weights` have set for an epoch that has not begun
     next_epoch: int | None = None
     next_weights: dict[str, float] = field(default_factory=dict)
-    left: bool
+    left: bool  # the epoch was left, by `set_epoch` or an `iter` that failed: the next one follows
 
 
 class Loader(Generic[T]):

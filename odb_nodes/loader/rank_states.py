@@ -9,7 +9,9 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from torchdata.nodes import Stateful
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.content import from_bytes, to_bytes
@@ -20,17 +22,10 @@ from odb_nodes.loader.resharding import reshard
 
 logger = logging.getLogger("odb_nodes")
 
-PREFIX = "odb_nodes-"
-"""What the names of files begin with that `save_rank_state` writes."""
+PREFIX = "odb_nodes-"  # what the names of files begin with that `save_rank_state` writes
 
 _FILE = re.compile(r"(.*)rank(\d+)-of-(\d+)\.pt")
 _DIGEST_BYTES = hashlib.sha256().digest_size
-
-
-class _Loads(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 def save_rank_state(
@@ -170,7 +165,7 @@ class DistributedState:
     """
 
     def __init__(
-        self, loader: _Loads, process_group: Any = None, *, saved_by: int | None = None
+        self, loader: Stateful, process_group: Any = None, *, saved_by: int | None = None
     ) -> None:
         self._loader = loader
         self._rank, self._world_size = group_rank(process_group)

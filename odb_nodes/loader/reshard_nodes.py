@@ -42,8 +42,7 @@ from odb_nodes.sources.source_mixer import MixerState
 
 S = TypeVar("S", bound=NodeState)
 T = TypeVar("T")
-States = Sequence[Any]
-"""The states of one node, by rank."""
+States = Sequence[Any]  # the states of one node, by rank
 TakenOf = Mapping[str, tuple[int, int]]
 
 _OF_A_RANK = ("rank", "world_size")  # what a configuration has that differs between ranks
@@ -175,10 +174,8 @@ class Reading:
     """How far all ranks have read a source, and how much of that is whose from now on."""
 
     ranks: Ranks
-    taken: Sequence[int]
-    """Of each rank, items that were read after the state of the source."""
-    taken_of: Sequence[TakenOf]
-    """The same by source, where these have names; see `ProcessorState`."""
+    taken: Sequence[int]  # of each rank, items that were read after the state of the source
+    taken_of: Sequence[TakenOf]  # the same by source, where these have names; see `ProcessorState`
     done: Sequence[int]
     """Of each rank that goes on, samples of the epoch that it stands for already."""
 

@@ -36,8 +36,7 @@ class BatchChecks:
         self._budget = budget
         self._shapes: set[tuple[int, ...]] = set()
         self._said: set[str] = set()
-        self.weighs_labels = False
-        """Whether the trainer counts the labels of each batch itself."""
+        self.weighs_labels = False  # whether the trainer counts the labels of each batch itself
 
     def check(self, group: SampleBlock, batch: Mapping[str, Any], info: StepInfo) -> None:
         """Warn of what is wrong with a batch."""

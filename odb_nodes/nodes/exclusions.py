@@ -32,7 +32,8 @@ class ExcludedKeys:
     def __init__(self, keys: Mapping[str, Iterable[int]] | None = None) -> None:
         found = {source: frozenset(some) for source, some in (keys or {}).items()}
         self._keys = {source: found[source] for source in sorted(found) if found[source]}
-        self._state = {source: _to_bytes(some) for source, some in self._keys.items()}
+        own = self._keys.items()
+        self._state = {source: np.array(sorted(some), "<i8").tobytes() for source, some in own}
 
     @classmethod
     def of(cls, exclude: Exclude) -> ExcludedKeys:
@@ -53,7 +54,8 @@ class ExcludedKeys:
     @classmethod
     def from_state(cls, state: ExcludedState) -> ExcludedKeys:
         """Return what `to_state` was called on."""
-        return cls({source: _from_bytes(some) for source, some in state.items()})
+        keys = {source: np.frombuffer(some or b"", "<i8") for source, some in state.items()}
+        return cls({source: some.tolist() for source, some in keys.items()})
 
     @property
     def sources(self) -> list[str]:
@@ -147,40 +149,20 @@ def _parsed(line: str, where: str) -> tuple[str, int]:
         ) from error
 
 
-def _to_bytes(keys: Iterable[int]) -> bytes:
-    return np.array(sorted(keys), "<i8").tobytes()
-
-
-def _from_bytes(keys: bytes | None) -> list[int]:
-    found: list[int] = np.frombuffer(keys or b"", "<i8").tolist()
-    return found
-
-
 class ExclusionCounter:
-    """The samples of an epoch that are excluded, skipped, or exceed the budget on their own.
-
-    Attributes:
-        budget: tells which samples are oversize; it may become smaller.
-        keys: the keys that are excluded.
-        excluded: samples that were left out by their keys.
-        oversize: samples that exceed the budget on their own.
-        dropped: oversize samples that `oversize="drop"` left out.
-        skipped: reason -> samples that processing `Skipped`.
-        left_out: the samples themselves, until they are taken.
-        said: what was warned of, in earlier epochs too: reasons, `None` for oversize samples.
-    """
+    """The samples of an epoch that are excluded, skipped, or exceed the budget on their own."""
 
     def __init__(
         self, budget: TokenBudget, keys: ExcludedKeys, said: set[str | None] | None = None
     ) -> None:
-        self.budget = budget
+        self.budget = budget  # tells which samples are oversize; it may become smaller
+        # What was warned of, in earlier epochs too: reasons, `None` for oversize samples.
         self.said = set() if said is None else said
         self.keys = keys
-        self.excluded = 0
-        self.oversize = 0
-        self.dropped = 0
-        self.skipped: dict[str, int] = {}
-        self.left_out: list[LeftOut] = []
+        self.excluded = self.oversize = 0
+        self.dropped = 0  # oversize samples that `oversize="drop"` left out
+        self.skipped: dict[str, int] = {}  # by reason
+        self.left_out: list[LeftOut] = []  # until they are taken
 
     def restore(self, state: Any) -> None:
         """Go on from a state."""
@@ -202,8 +184,13 @@ class ExclusionCounter:
             "left_out": [(*one,) for one in self.left_out],
         }
 
-    def exclude(self, samples: Sequence[Sample | Skipped]) -> None:
-        """Count samples that are left out by their keys."""
+    def exclude_from(self, samples: SampleBlock) -> npt.NDArray[np.bool_]:
+        """Count the samples that are left out by their keys; tell which they are, (n,) bool."""
+        is_out = self.are_excluded(samples)
+        self._exclude(samples.take(np.flatnonzero(is_out)))
+        return is_out
+
+    def _exclude(self, samples: Sequence[Sample | Skipped]) -> None:
         self.excluded += len(samples)
         self.left_out += [LeftOut(one.key, one.source, "excluded") for one in samples]
 
@@ -227,7 +214,7 @@ class ExclusionCounter:
     def admit(self, sample: Sample | Skipped, ordinal: int) -> TypeGuard[Sample]:
         """Tell whether a sample goes into the pool; count it, and warn of the first of its kind."""
         if sample in self.keys:
-            self.exclude([sample])
+            self._exclude([sample])
             return False
         if isinstance(sample, Skipped):
             self._skip(sample, ordinal)

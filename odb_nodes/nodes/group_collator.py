@@ -35,17 +35,11 @@ Batch = MutableMapping[str, Any]
 
 @dataclass(kw_only=True)
 class CollatorState(EpochState):
-    """Where a `GroupCollator` stands.
-
-    Attributes:
-        source: the state of the source.
-        step: steps of the epoch that are done.
-        samples: samples of this rank that were in them.
-    """
+    """Where a `GroupCollator` stands."""
 
     source: SourceState
-    step: int = 0
-    samples: int = 0
+    step: int = 0  # steps of the epoch that are done
+    samples: int = 0  # samples of this rank that were in them
 
 
 class GroupCollator(EpochNode[Batch, CollatorState]):
@@ -125,17 +119,9 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         self._read_ahead = True
 
     def collate_in_workers(
-        self,
-        processors: Sequence[ParallelProcessor[Any]],
-        *,
-        always: bool,
+        self, processors: Sequence[ParallelProcessor[Any]], *, always: bool
     ) -> None:
-        """Have batches that are read ahead collated where their samples are processed.
-
-        Args:
-            processors: the nodes that process them, whose workers have not begun.
-            always: whether they make all batches, and not only those of large samples.
-        """
+        """Have workers, which have not begun, make all batches, or those of large samples only."""
         self._workers = WorkerBatches(processors, self._collate, always=always)
 
     def keep_samples(self, keep: bool = True) -> None:
@@ -143,11 +129,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         self._kept = (self._kept or {}) if keep else None
 
     def take_samples(self, info: StepInfo) -> list[Sample]:
-        """Return the samples of the batch of a step, and keep them no longer.
-
-        Raises:
-            StateError: they are not kept.
-        """
+        """Return the samples of the batch of a step, and keep them no longer."""
         kept = self._kept or {}
         if (samples := kept.pop((info.epoch, info.step), None)) is None:
             raise StateError(
@@ -194,10 +176,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     def collate(self, group: Sequence[Sample], info: StepInfo, part: int = 0) -> Batch:
         """Return the batch of a group again, as it was made at that step of that epoch.
 
-        Args:
-            group: the samples.
-            info: the `StepInfo` of the batch.
-            part: tells parts of a group from one another, which draw random numbers of their own.
+        `part` tells parts of a group from one another, which draw random numbers of their own.
         """
         run = partial(self._collate_group, SampleBlock.of(group), info)
         if self._seeded.draws_nothing:

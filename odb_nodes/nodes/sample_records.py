@@ -60,12 +60,7 @@ def with_progress(samples: Iterable[T], total: int) -> Iterator[T]:
 
 
 class Remaking:
-    """Samples that are made again from their records, and compared with them.
-
-    Args:
-        records: what `from_records` returns.
-        node: name of the node that restores them.
-    """
+    """Samples that a node makes again from their records, and compares with them."""
 
     def __init__(self, records: SampleBlock, node: str) -> None:
         self._facts, self._kinds, self._node = records.facts, records.kinds, node

@@ -26,8 +26,6 @@ from odb_nodes._core.seeds import (
 from odb_nodes.errors import WorkerError
 from odb_nodes.step_info import StepInfo
 
-__all__ = ["DeferredBatch", "SeededCollate"]
-
 _LIMIT_S = 600.0  # that a thread which processes samples waits for a batch
 _DEPTH = 4  # of objects within objects, in which generators are looked for
 _MOST_ITEMS = 32  # of a list or dict that is looked through: a longer one holds data
@@ -38,14 +36,9 @@ Run = Callable[[], MutableMapping[str, Any]]
 
 @dataclass(frozen=True)
 class DeferredBatch:
-    """A group that a read-ahead thread leaves to the trainer's thread to collate.
+    """A group that a read-ahead thread leaves to the trainer's thread to collate."""
 
-    Attributes:
-        collate: returns the batch; may be called again if it raises.
-        info: the `StepInfo` of its step.
-    """
-
-    collate: Run
+    collate: Run  # returns the batch; may be called again if it raises
     info: StepInfo
 
 
@@ -55,16 +48,12 @@ class SeededCollate:
     The global generators of Python, numpy and torch (CPU) are seeded before a call, and put back
     after it; so nothing else may draw from them meanwhile. So are generators that the function
     keeps, as an attribute or in what it encloses: they may be somebody else's as well.
-
-    Args:
-        collate: the collate function, in which its generators are looked for.
     """
 
     def __init__(self, collate: Any) -> None:
         self._collate = collate
         declared = declares_draws(collate)
-        self.draws_nothing = declared is False
-        """Whether the function is known never to draw."""
+        self.draws_nothing = declared is False  # whether the function is known never to draw
         self.draws = declared
         """Whether the function draws from the global generators; `None` until that is known."""
         self._makes_new = True  # a generator in its first call, maybe
@@ -74,11 +63,8 @@ class SeededCollate:
     def call(self, run: Run, key: int, *, find_out: bool = False) -> MutableMapping[str, Any]:
         """Return what `run`, which calls the function, returns under the seed `key`.
 
-        Args:
-            run: calls the function on samples that are its own to change. It is called twice
-                where the function makes a generator in its first call.
-            key: the seed.
-            find_out: whether to find out if the function draws.
+        It is called twice where the function makes a generator in its first call, so the samples
+        are its own to change. `find_out`: whether to find out if the function draws.
         """
         with own_rngs(_LIMIT_S):
             seed_rngs(key)
@@ -93,10 +79,7 @@ class SeededCollate:
     ) -> MutableMapping[str, Any]:
         """Return what `run` returns, with the function's own generators seeded, but no others.
 
-        Args:
-            run: see `call`.
-            key: the seed.
-            again: called before a second call of `run`.
+        `again` is called before a second call of `run`.
         """
         with self._turn(), _seeded(self._collate, key) as known:
             batch = run()
@@ -111,11 +94,7 @@ class SeededCollate:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Have the function's own generators alone among the threads of this library.
-
-        Raises:
-            WorkerError: another thread does not give them back.
-        """
+        """Have the function's own generators alone among the threads of this library."""
         if not self._one_at_a_time.acquire(timeout=_LIMIT_S):
             raise WorkerError(
                 f"`collate_fn` has not returned within {_LIMIT_S:g} s on another thread: it hangs."

@@ -31,7 +31,7 @@ from odb_nodes.nodes.sample_records import Remaking, are_numbered, decode_sample
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.auto_window import PoolCheck, WindowSize
 from odb_nodes.planning.budget import Limits
-from odb_nodes.planning.group_planner import GroupPlanner, PoolReport, RoundSettings
+from odb_nodes.planning.group_planner import GroupPlanner
 from odb_nodes.planning.options import PlanOptions
 from odb_nodes.planning.runs import check_diversity, check_has_task
 from odb_nodes.planning.table import ORDINALS
@@ -46,51 +46,31 @@ _SNAPSHOTS_PER_WINDOW = 4
 
 @dataclass(kw_only=True)
 class BucketerState(NodeState):
-    """The state of a `WindowBucketer`.
+    """The state of a `WindowBucketer`."""
 
-    Attributes:
-        source: state of the source. If samples have no keys, it is one taken at or before the
-            oldest pooled or planned sample.
-        mode: what the state holds of the pool, `"replay"` or `"payload"`.
-        pulled: number of samples pulled in the epoch.
-        pulled_since_source: how many of them were pulled after `source`.
-        ended: whether no more samples are pulled in this epoch.
-        is_cut: whether that is so because the epoch was ended before its last sample.
-        limits: the `Limits` of groups and of samples.
-        has_own_limits: whether these differ from the limits of the budget.
-        pool: the pooled samples.
-        planned: if samples have no keys, the numbers of those in groups that a `RankAligner`
-            holds, 8 bytes each.
-        excluded: the excluded keys by source.
-        excluded_samples: samples of the epoch left out by their keys.
-        dropped_samples: samples of the epoch left out by `oversize="drop"`.
-        oversize_samples: samples of the epoch that exceeded the budget on their own.
-        skipped_samples: samples of the epoch that processing skipped, by reason.
-        left_out: key, source and reason of each sample left out since the last group.
-        caps: cost limits of the next groups, ascending, 8 bytes each.
-        dearest_groups: how many groups of `dearest_first` the epoch has had.
-        window: samples of an `"auto"` window, whether it is chosen for the epoch, and the
-            `PulledLengths` it is chosen by; `None` if the window is a number of samples.
-    """
-
+    # if samples have no keys, one taken at or before the oldest pooled or planned sample
     source: SourceState
-    mode: str
-    pulled: int
-    pulled_since_source: int
-    ended: bool
-    is_cut: bool
-    limits: tuple[int, int | None, int | None, int, int | None]
-    has_own_limits: bool
+    mode: str  # what the state holds of the pool, `"replay"` or `"payload"`
+    pulled: int  # samples pulled in the epoch
+    pulled_since_source: int  # how many of them were pulled after `source`
+    ended: bool  # whether no more samples are pulled in this epoch
+    is_cut: bool  # whether that is so because the epoch was ended before its last sample
+    limits: tuple[int, int | None, int | None, int, int | None]  # `Limits`
+    has_own_limits: bool  # whether these differ from the limits of the budget
     pool: PoolContent
+    # if samples have no keys, the numbers of those in groups that a `RankAligner` holds
     planned: bytes | None
     excluded: ExcludedState
-    excluded_samples: int
-    dropped_samples: int
-    oversize_samples: int
-    skipped_samples: dict[str, int]
+    excluded_samples: int  # samples of the epoch left out by their keys
+    dropped_samples: int  # samples of the epoch left out by `oversize="drop"`
+    oversize_samples: int  # samples of the epoch that exceeded the budget on their own
+    skipped_samples: dict[str, int]  # samples of the epoch that processing skipped, by reason
+    # key, source and reason of each sample left out since the last group
     left_out: list[tuple[int | None, str, str]]
-    caps: bytes | None
-    dearest_groups: int
+    caps: bytes | None  # cost limits of the next groups, ascending
+    dearest_groups: int  # how many groups of `dearest_first` the epoch has had
+    # samples of an `"auto"` window, whether it is chosen for the epoch, and the `PulledLengths` it
+    # is chosen by; `None` if the window is a number of samples
     window: tuple[int, bool, int, int, int] | None
 
 
@@ -140,10 +120,11 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         check_choice("state", state, get_args(PoolState))
         check_node("source", source)
         self.source = source
-        self._budget = TokenBudget.of(budget)
-        self._has_tasks = check_diversity(diversity, self._budget) > 0
+        self.budget = TokenBudget.of(budget)
+        """What a group may cost."""
+        self._has_tasks = check_diversity(diversity, self.budget) > 0
         self.planner = GroupPlanner(
-            self._budget,
+            self.budget,
             window,
             check_count("dearest_first", dearest_first, 0),
             diversity,
@@ -152,10 +133,10 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         """Decides which samples wait, and which form the next group."""
         self._mode = state
         self._name = type(self).__name__
-        self._pool_check = PoolCheck(self._budget)
+        self._pool_check = PoolCheck(self.budget)
         self.exclude = ExcludedKeys.of(exclude)
         """The keys that the argument names. A state may name others beside them."""
-        self._exclusions = ExclusionCounter(self._budget, self.exclude)
+        self._exclusions = ExclusionCounter(self.budget, self.exclude)
         self._summary = ""  # of the exclusions of the last epoch
         self._task_numbers: dict[str, int] = {}  # which task has which decides nothing
         self.keeps_planned = False
@@ -164,14 +145,16 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         """Samples that the last restore processed again."""
         self.keys_changed = self.limits_changed = False
         """Whether keys are excluded, or limits lower, that the restored state does not know of."""
-        self._config = self._decides_output(window, dearest_first, diversity)
+        options = {"window": window, "dearest_first": dearest_first, "diversity": diversity}
+        limits = {f"budget.{name}": one for name, one in self.budget.fingerprint().items()}
+        self._config: dict[str, Any] = {**limits, **options, "state": state}
         self._clear()
 
     def _clear(self) -> None:
         self._pool = self.planner.pool
         self._snapshots = Snapshots(self.source, self._name)
         self._refilling = self._is_cut = False
-        budget = self.planner.limits.of_samples(self._budget)
+        budget = self.planner.limits.of_samples(self.budget)
         keys, said = self.excluded | self.exclude, self._exclusions.said
         self._exclusions = ExclusionCounter(budget, keys, said)
         self._table = PooledTable(self._pool)
@@ -181,16 +164,6 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         self._floor = 0
         self.release()
         self.keys_changed = self.limits_changed = False
-
-    @property
-    def budget(self) -> TokenBudget:
-        """What a group may cost."""
-        return self._budget
-
-    @property
-    def limits(self) -> Limits:
-        """What groups are formed under now: the limits of the budget, or lower ones."""
-        return self.planner.limits
 
     @property
     def window(self) -> int:
@@ -240,14 +213,6 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
 
     # --- what a `RankAligner` asks of it --------------------------------------------------------
 
-    def use(self, settings: RoundSettings, caps: Sequence[int] = ()) -> None:
-        """Form groups under the settings of a round, further ones by these caps, one each."""
-        self.planner.use(settings, caps)
-
-    def report(self, groups: int) -> PoolReport:
-        """Return what other ranks are told of the pool, for caps of so many groups."""
-        return self.planner.report(groups)
-
     @property
     def has_keys(self) -> bool:
         """Whether any rank can make the samples of groups again, by their keys."""
@@ -280,7 +245,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
 
     def put_back(self, samples: SampleBlock) -> None:
         """Put samples of groups back into the pool, without those that are excluded."""
-        samples = self._not_excluded(samples)
+        samples = samples.take(np.flatnonzero(~self._exclusions.exclude_from(samples)))
         waiting, pool = self._table.all(), self._pool
         self._floor, self._floor_until = self._needed_from, pool.pulled  # before new ages
         pool.put_back(samples.tokens, samples.patches, self._tasks_of(samples))
@@ -308,11 +273,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         self._snapshots.take(0)
 
     def restore(self, state: BucketerState) -> None:
-        """Go back to where the source stood, and make the pooled samples again.
-
-        Raises:
-            StateError: the source does not yield the samples again that it yielded then.
-        """
+        """Go back to where the source stood, and make the pooled samples again."""
         if self._mode == "replay" and state.mode == "payload":  # loaded with `strict=False`
             raise StateError(
                 f'a pool that was saved with `state="payload"` cannot go into a {self._name} with '
@@ -359,7 +320,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
             ended=self.planner.ended,
             is_cut=self._is_cut,
             limits=(*limits,),
-            has_own_limits=limits != Limits.of(self._budget),
+            has_own_limits=limits != Limits.of(self.budget),
             pool=content,
             planned=planned.tobytes() or None,
             caps=pool.caps.tobytes() or None,
@@ -402,13 +363,6 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         return self._config
 
     # --------------------------------------------------------------------------------------------
-
-    def _decides_output(
-        self, window: WindowSize, dearest_first: int, diversity: float
-    ) -> dict[str, Any]:
-        budget = {f"budget.{name}": one for name, one in self._budget.fingerprint().items()}
-        options = {"window": window, "dearest_first": dearest_first, "diversity": diversity}
-        return {**budget, **options, "state": self._mode}
 
     @property
     def _needed_from(self) -> int:
@@ -469,11 +423,9 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         self.keys_changed = counter.keys != keys
         if self.keys_changed:
             ordinals = np.sort(self._pool.table()[ORDINALS])
-            is_out = counter.are_excluded(waiting := self._table.all())
-            counter.exclude(waiting.take(np.flatnonzero(is_out)))
-            self._remove(ordinals[is_out])
-        self.planner.lower_limits(Limits.of(self._budget))
-        counter.budget = self.planner.limits.of_samples(self._budget)
+            self._remove(ordinals[counter.exclude_from(self._table.all())])
+        self.planner.lower_limits(Limits.of(self.budget))
+        counter.budget = self.planner.limits.of_samples(self.budget)
         self.limits_changed = self.planner.limits != saved
 
     @property
@@ -559,12 +511,6 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         """Take samples out of the pool that no group will hold."""
         self._pool.remove(ordinals)
         self._table.take(np.sort(ordinals))
-
-    def _not_excluded(self, samples: SampleBlock) -> SampleBlock:
-        """Return samples without those that are excluded, which are counted."""
-        is_out = self._exclusions.are_excluded(samples)
-        self._exclusions.exclude(samples.take(np.flatnonzero(is_out)))
-        return samples.take(np.flatnonzero(~is_out)) if is_out.any() else samples
 
     def _tasks_of(self, samples: SampleBlock) -> list[int]:
         """Return the numbers of the tasks of samples, where they decide groups."""

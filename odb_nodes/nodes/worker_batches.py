@@ -20,35 +20,23 @@ from odb_nodes.sample import StoredData
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo
 
-__all__ = ["WorkerBatches"]
-
 _LARGE_BYTES = 1 << 20  # of a sample: from here on it does not go to the trainer
 
 Batch = MutableMapping[str, Any]
 
 
 class WorkerBatches:
-    """Has batches made by the workers of processors, in turn.
-
-    Args:
-        processors: nodes whose workers process the samples, and have not begun.
-        collate: the collate function.
-        always: whether workers make all batches, and not only those of large samples.
-    """
+    """Has batches made by the workers of processors, in turn: `always`, or of large samples."""
 
     def __init__(
-        self,
-        processors: Sequence[ParallelProcessor[Any]],
-        collate: Collate,
-        *,
-        always: bool,
+        self, processors: Sequence[ParallelProcessor[Any]], collate: Collate, *, always: bool
     ) -> None:
-        maker = _Maker(collate, 0 if always else _LARGE_BYTES)
+        maker = _Maker(collate)
         self._always = always
         self._runners = [one.runner for one in processors]
         for runner in self._runners:
-            runner.keep_data_for(maker)
-        self._limit_s = max(one.timeout_s for one in self._runners)
+            runner.keep_data_for(maker, 0 if always else _LARGE_BYTES)
+        self._limit_s = max(one.options.timeout_s for one in self._runners)
         self._takes_info = takes_step(collate)
         self._turn = count()
         self._works = True
@@ -57,12 +45,7 @@ class WorkerBatches:
     def order(
         self, group: SampleBlock, key: int, info: StepInfo
     ) -> Callable[[Callable[[], Batch]], Batch] | None:
-        """Order a batch; `None` where no worker can make it.
-
-        Args:
-            group: its samples.
-            key: what the random numbers are seeded by.
-            info: what the collate function may want to know of the step.
+        """Order a batch, under the random numbers of a key; `None` where no worker can make it.
 
         Returns:
             What waits for the batch. It takes a function that makes the batch here, which it calls
@@ -123,8 +106,7 @@ class WorkerBatches:
 class _Maker:
     """Makes the batches in a worker."""
 
-    def __init__(self, collate: Collate, least_bytes: int) -> None:
-        self.least_bytes = least_bytes
+    def __init__(self, collate: Collate) -> None:
         self._collate = collate
         self._draws_nothing = declares_draws(collate) is False
         self._seeded: SeededCollate | None = None  # has a lock, which no process sends

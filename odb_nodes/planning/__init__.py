@@ -8,7 +8,6 @@ from odb_nodes.planning.rounds import (
     GroupCost,
     RoundPlan,
     Uneven,
-    make_report,
     plan_round,
     round_steps,
 )
@@ -24,7 +23,6 @@ __all__ = [
     "SimulationOptions",
     "TokenBudget",
     "Uneven",
-    "make_report",
     "plan_epoch",
     "plan_round",
     "round_steps",

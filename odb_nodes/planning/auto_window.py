@@ -29,29 +29,18 @@ _PARTS = 2**20  # of a budget, so that ranks tell each other integers
 
 
 class PulledLengths(NamedTuple):
-    """What the samples that were pulled cost.
-
-    Attributes:
-        samples: their number.
-        cost: tokens without padding, and what attention adds; a sample that exceeds the budget on
-            its own counts as one budget.
-        patches: image patches.
-    """
+    """What the samples that were pulled cost."""
 
     samples: int = 0
+    # tokens without padding, and what attention adds; a sample that exceeds the budget on its own
+    # counts as one budget
     cost: int = 0
     patches: int = 0
 
     def and_of(
         self, budget: TokenBudget, tokens: npt.ArrayLike, patches: npt.ArrayLike
     ) -> PulledLengths:
-        """Return this and what further samples cost.
-
-        Args:
-            budget: the budget that they are grouped under.
-            tokens: length of each, (n,).
-            patches: image patches of each, (n,).
-        """
+        """Return this and what further samples cost under a budget: tokens, patches: (n,) each."""
         lengths = np.asarray(tokens, dtype=np.int64)
         costs = np.minimum(budget.row_cost(lengths), budget.tokens)
         all_patches = self.patches + int(np.sum(patches, dtype=np.int64))
@@ -97,11 +86,7 @@ def window_samples(
 ) -> int:
     """Return a window in samples: itself, or what `"auto"` comes to for all samples of a dataset.
 
-    Args:
-        window: the window.
-        budget: the budget that the samples are grouped under.
-        tokens: length of each, (n,).
-        patches: image patches of each, (n,).
+    `tokens`, `patches`: of each sample, (n,).
     """
     if window != AUTO:
         return window

@@ -28,12 +28,9 @@ _FRIENDLY: IntArray = np.array(
 
 
 def allowed_rows(rows: IntArray, sizes: RowSizes) -> IntArray:
-    """Return, for each number of rows, the largest that is allowed and no larger.
+    """Return, for each number of rows, (n,) int64, the largest that is allowed and no larger.
 
-    Args:
-        rows: numbers of at least 1, (n,) int64.
-        sizes: `"even"` allows 1 and all even numbers; `"friendly"` 2**n and 3 * 2**n; a number its
-            multiples, of which `rows` must hold one.
+    All are at least 1, or the number that `sizes` is, whose multiples are allowed.
     """
     allowed: IntArray = rows
     if isinstance(sizes, int):
@@ -48,8 +45,7 @@ def allowed_rows(rows: IntArray, sizes: RowSizes) -> IntArray:
 Layout = Literal["padded", "packed"]
 Oversize = Literal["alone", "error", "drop"]
 _NAMED_SIZES = ("any", "even", "friendly")
-Shape = tuple[int, int]
-"""Rows and width, in tokens, of a batch."""
+Shape = tuple[int, int]  # rows and width, in tokens, of a batch
 
 SPAN_PER_SHAPE = 6
 """The widest shape of a ladder is this many times the number of shapes as wide as the narrowest:
@@ -185,26 +181,12 @@ class TokenBudget:
         return fit_shape(rows, longest, self.shape_ladder(), self.pad_to_multiple_of)
 
     def padded_tokens(self, tokens: Sequence[int]) -> int:
-        """Return the tokens of the batch of a group, padding included: its rows times its width.
-
-        Args:
-            tokens: lengths of its samples, one or more.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """Return the tokens of the batch of a group, padding included: see `shape`."""
         rows, width = self.shape(tokens)
         return rows * width
 
     def cost(self, tokens: Sequence[int]) -> int:
-        """Return what a group costs: the tokens of its batch, and what attention adds.
-
-        Args:
-            tokens: lengths of its samples, one or more.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """Return what a group costs: the tokens of its batch, see `shape`, and of attention."""
         return self.batch_cost(self.shape(tokens), tokens)
 
     def batch_cost(self, shape: Shape, tokens: Sequence[int]) -> int:
@@ -289,7 +271,7 @@ def fit_shape(rows: int, longest_tokens: int, ladder: Sequence[Shape], multiple:
 
     Where none is, or there is no ladder: as many rows, and the width rounded up to `multiple`.
     """
-    index = bisect_left(ladder, longest_tokens, key=_width)
+    index = bisect_left(ladder, longest_tokens, key=lambda shape: shape[1])
     if index == len(ladder):
         return rows, round_up(longest_tokens, multiple)
     return ladder[index]
@@ -298,10 +280,6 @@ def fit_shape(rows: int, longest_tokens: int, ladder: Sequence[Shape], multiple:
 def round_up(tokens: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is not below `tokens`."""
     return -(-tokens // multiple) * multiple
-
-
-def _width(shape: Shape) -> int:
-    return shape[1]
 
 
 @lru_cache(maxsize=64)
@@ -332,17 +310,12 @@ def _filling_width(budget: TokenBudget, tokens: int, factor: float) -> int:
 
 
 class Limits(NamedTuple):
-    """The fields of a `TokenBudget` that bound a group, and a sample.
+    """The fields of a `TokenBudget` that bound a group, and a sample."""
 
-    Attributes:
-        tokens, max_samples, max_patches: of a group; see `TokenBudget`.
-        sample_tokens, sample_patches: the like, of a sample that is not oversize.
-    """
-
-    tokens: int
+    tokens: int  # of a group, as the next two
     max_samples: int | None
     max_patches: int | None
-    sample_tokens: int
+    sample_tokens: int  # of a sample that is not oversize
     sample_patches: int | None
 
     @classmethod
@@ -353,13 +326,7 @@ class Limits(NamedTuple):
 
     def tightened(self, other: Limits) -> Limits:
         """Return the tighter of each two."""
-        return Limits(
-            min(self.tokens, other.tokens),
-            _tighter(self.max_samples, other.max_samples),
-            _tighter(self.max_patches, other.max_patches),
-            min(self.sample_tokens, other.sample_tokens),
-            _tighter(self.sample_patches, other.sample_patches),
-        )
+        return Limits(*map(_tighter, self, other))  # type: ignore[arg-type]
 
     def of_groups(self, budget: TokenBudget) -> TokenBudget:
         """Return the budget of groups; its `tokens` hold the smallest batch at least."""

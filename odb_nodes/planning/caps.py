@@ -12,22 +12,18 @@ import numpy as np
 
 from odb_nodes.planning.table import IntArray
 
-LEAST_BUDGETS = 8
-"""A pool of fewer budgets offers no costs: it fills groups better without caps."""
+LEAST_BUDGETS = 8  # a pool of fewer budgets offers no costs: it fills groups better without caps
 MOST_FILL = 0.98
 """Caps that are fuller than this on average are none: they cost more padding than they save."""
-_FULL = 0.985
-"""A group that costs this share of the budget counts as full."""
+_FULL = 0.985  # a group that costs this share of the budget counts as full
 
 NO_CAPS: IntArray = np.empty(0, dtype=np.int64)
 
 
 def quantiles(costs: IntArray, count: int) -> IntArray:
-    """Return `count` values that are spread as costs are, in the order of those.
+    """Return `count` values that are spread as costs are, (n,) int64 in order; none of none.
 
-    Args:
-        costs: (n,) int64, in order; n may be 0.
-        count: number of values; they are interpolated at the middle of each `count`-th part.
+    They are interpolated at the middle of each `count`-th part.
     """
     if not len(costs):
         return NO_CAPS
@@ -36,11 +32,9 @@ def quantiles(costs: IntArray, count: int) -> IntArray:
 
 
 def offered_costs(costs: IntArray, pool_cost: int, budget_tokens: int, count: int) -> IntArray:
-    """Return what a rank tells the others of its pool.
+    """Return what a rank tells the others of its pool: nothing, (0,), where that is too small.
 
-    Returns:
-        `budget_tokens`, and the costs from the highest down, (1 + count,) int64; nothing, (0,),
-        where the pool is too small for caps.
+    Otherwise `budget_tokens`, and the costs from the highest down, (1 + count,) int64.
     """
     if pool_cost < LEAST_BUDGETS * budget_tokens or not len(costs):
         return NO_CAPS

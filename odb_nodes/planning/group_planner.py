@@ -27,19 +27,12 @@ WindowState = tuple[int, bool, int, int, int]
 
 
 class RoundSettings(NamedTuple):
-    """What the groups of a round are formed under, agreed on by all ranks one round before.
+    """What the groups of a round are formed under, agreed on by all ranks one round before."""
 
-    Attributes:
-        max_tokens: the `tokens` of the budget that a rank has asked for; 0 for none.
-        caps: what each group may cost, ascending; see `planning.caps`.
-        window: samples of an `"auto"` window; 0 for as many as before.
-        is_last: the round is the last one, of all that is left, which ranks share out.
-    """
-
-    max_tokens: int = 0
-    caps: Sequence[int] = ()
-    window: int = 0
-    is_last: bool = False
+    max_tokens: int = 0  # the `tokens` of the budget that a rank has asked for; 0 for none
+    caps: Sequence[int] = ()  # what each group may cost, ascending; see `planning.caps`
+    window: int = 0  # samples of an `"auto"` window; 0 for as many as before
+    is_last: bool = False  # the round is the last one, of all that is left, which ranks share out
 
     def to_state(self) -> tuple[int, list[int], int, bool]:
         """Return the settings as plain data."""
@@ -47,14 +40,10 @@ class RoundSettings(NamedTuple):
 
 
 class PoolReport(NamedTuple):
-    """What the pool of a rank tells the other ranks.
+    """What the pool of a rank tells the other ranks."""
 
-    Attributes:
-        offer: what it offers for the caps of the next round, see `offered_costs`.
-        lengths: what an `"auto"` window is chosen by, see `PulledLengths.report`.
-    """
-
-    offer: IntArray = NO_CAPS
+    offer: IntArray = NO_CAPS  # what it offers for the caps of the next round, see `offered_costs`
+    # what an `"auto"` window is chosen by, see `PulledLengths.report`
     lengths: tuple[int, int] = (0, 0)
 
 
@@ -82,10 +71,8 @@ class GroupPlanner:
         self.limits = Limits.of(budget)
         """What groups are formed under now: the limits of the budget, or lower ones."""
         self.given_window = check_window("window", window)
-        self.window = LEAST_WINDOW if window == AUTO else window
-        """Samples that wait now."""
-        self.follows_ranks = False
-        """Whether ranks choose an `"auto"` window together, by `use`."""
+        self.window = LEAST_WINDOW if window == AUTO else window  # samples that wait now
+        self.follows_ranks = False  # whether ranks choose an `"auto"` window together, by `use`
         self._dearest_first, self._diversity = dearest_first, diversity
         self._epoch_samples = epoch_samples
         self.begin_epoch()

@@ -20,8 +20,7 @@ from odb_nodes.planning.pool import grouping_of
 from odb_nodes.planning.table import TOKENS, IntArray
 from odb_nodes.sample_block import SampleBlock
 
-UNKNOWN_LEFT = 2**62
-"""Stands for the samples that are left where a source does not know its length."""
+UNKNOWN_LEFT = 2**62  # stands for the samples that are left where a source does not know its length
 
 _STRIDE = 8  # between samples that are given away, in order of length
 _TRIES = 14  # to find the cost of the dearest group; each cuts all samples anew
@@ -38,10 +37,7 @@ def gifts(work: IntArray, surplus: float) -> list[int]:
 
     Of those that its surplus has room for it keeps seven of eight in order of length, so its
     lengths stay spread as those of others; what is then left of the surplus is filled with any.
-
-    Args:
-        work: what each of its samples costs, (n,) int64.
-        surplus: what it has more than the average; less than 0 where it has less.
+    `work` is what each of its samples costs, (n,) int64.
     """
     longest_first = np.argsort(-work, kind="stable")
     given = []
@@ -56,9 +52,7 @@ def gifts(work: IntArray, surplus: float) -> list[int]:
 def receivers(totals: Sequence[int], given: Sequence[IntArray]) -> list[list[int]]:
     """Return to which rank each given sample goes: the largest first, to whom has the least.
 
-    Args:
-        totals: what all samples of each rank cost, those included that it gives.
-        given: what those cost that each rank gives, (n,) int64 each.
+    `totals`: what all samples of each rank cost; `given`: those that it gives, (n,) int64 each.
     """
     kept = [int(total - work.sum()) for total, work in zip(totals, given, strict=True)]
     heap = [(total, rank) for rank, total in enumerate(kept)]
@@ -74,21 +68,6 @@ def receivers(totals: Sequence[int], given: Sequence[IntArray]) -> list[list[int
         heapq.heapreplace(heap, (total - minus_cost, receiver))
         chosen[rank][index] = receiver
     return chosen
-
-
-def shared_out(works: Sequence[IntArray]) -> list[tuple[list[int], list[int]]]:
-    """Return which of its samples each rank gives away, and to which rank each of them goes.
-
-    Real ranks do it one by one: each chooses its gifts, and is told those of the others.
-
-    Args:
-        works: what all samples of each rank cost, (n,) int64 each.
-    """
-    totals = [int(work.sum()) for work in works]
-    mean = sum(totals) / len(totals)
-    given = [gifts(work, total - mean) for work, total in zip(works, totals, strict=True)]
-    costs = [work[chosen] for work, chosen in zip(works, given, strict=True)]
-    return [*zip(given, receivers(totals, costs), strict=True)]
 
 
 class Rest:

@@ -10,8 +10,7 @@ from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.caps import NO_CAPS
 from odb_nodes.planning.table import ORDINALS, PATCHES, TOKENS, IntArray, first_fit
 
-MAX_EXCHANGED = 3
-"""Most of the oldest samples that may give way to others that fill the row better."""
+MAX_EXCHANGED = 3  # most of the oldest samples that may give way to others that fill the row better
 _NO_LIMIT = 2**62
 
 

@@ -11,12 +11,9 @@ from odb_nodes.planning.packing import Packing
 from odb_nodes.planning.runs import LengthRuns
 from odb_nodes.planning.table import ORDINALS, TASKS, TOKENS, IntArray
 
-ANCHORS = 64
-"""Every group holds at least one of this many oldest samples."""
-FORCED_AGE_WINDOWS = 4
-"""From this age on, in windows, the oldest sample alone is the anchor."""
-MAX_AGE_WINDOWS = 5
-"""No pooled sample gets older than this, in windows."""
+ANCHORS = 64  # every group holds at least one of this many oldest samples
+FORCED_AGE_WINDOWS = 4  # from this age on, in windows, the oldest sample alone is the anchor
+MAX_AGE_WINDOWS = 5  # no pooled sample gets older than this, in windows
 REFILLS = 32
 """Parts of a window: a pool is filled once, and then takes in samples by a part at a time."""
 LEAST_REFILLED = 512
@@ -36,11 +33,6 @@ class RollingPool:
     every sample, whatever the lengths, and with it the work of a replay.
 
     The pool uses no random numbers: what it does depends on its content alone.
-
-    Args:
-        budget: the budget that groups are formed under.
-        window: number of samples that wait in the pool; may be changed.
-        diversity: weight, in 0..1, of an even mix of tasks in the choice of a padded group.
     """
 
     def __init__(self, budget: TokenBudget, window: int, diversity: float = 0.0) -> None:
@@ -104,13 +96,9 @@ class RollingPool:
         patches: npt.ArrayLike,
         tasks: npt.ArrayLike = (),
     ) -> None:
-        """Put samples into the pool, each with a larger ordinal than any before it.
+        """Put samples into the pool, each with a larger ordinal than any before it: (n,) each.
 
-        Args:
-            ordinals: which samples of the stream they are, (n,).
-            tokens: length of each in tokens, (n,).
-            patches: image patches of each, (n,).
-            tasks: numbers of their tasks, (n,), not negative, in any order; for `diversity` alone.
+        `tasks`: numbers of their tasks, not negative, in any order; for `diversity` alone.
         """
         incoming = np.array((tokens, ordinals, patches, tasks)[: len(self._table)], dtype=np.int64)
         if incoming.shape[1]:
@@ -141,14 +129,9 @@ class RollingPool:
     def take(self, *, draining: bool = False, dearest: bool = False) -> IntArray:
         """Remove the next group, and return the ordinals of its samples, ascending, (n,).
 
-        Args:
-            draining: whether the source has ended. The rest is then partitioned as a whole,
-                longest first, and its groups are taken in order of their oldest samples.
-            dearest: whether to take the group of the longest sample, unless that of the oldest one
-                is due.
-
-        Raises:
-            IndexError: the pool is empty.
+        `draining`: the source has ended. The rest is then partitioned as a whole, longest first,
+        and its groups are taken in order of their oldest samples. `dearest`: take the group of the
+        longest sample, unless that of the oldest one is due.
         """
         if not len(self):
             raise IndexError("the pool is empty: there is no group to take.")

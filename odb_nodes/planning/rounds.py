@@ -7,10 +7,11 @@ so one exchange settles a round, even at the end of the data.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -18,68 +19,49 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes.planning.auto_window import chosen_window
 from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.caps import agreed_caps, caps_of_round
-from odb_nodes.planning.group_planner import PoolReport, RoundSettings
+from odb_nodes.planning.group_planner import GroupPlanner, PoolReport, RoundSettings
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample_block import SampleBlock
 
 Uneven = Literal["fill", "stop"]
 
 SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
-COLUMNS = 5
-"""Integers per row of a report, before those of tasks."""
-HEADER = 9
-"""Integers before the rows in a report's message."""
-FLAG_BITS = 30
-"""Most modalities: the flags of two groups share one integer."""
+COLUMNS = 5  # integers per row of a report, before those of tasks
+HEADER = 9  # integers before the rows in a report's message
+FLAG_BITS = 30  # most modalities: the flags of two groups share one integer
 _FLAG_MASK = (1 << FLAG_BITS) - 1
-FILLER = -1
-"""Stands for a group where a rank has none left for a step."""
+FILLER = -1  # stands for a group where a rank has none left for a step
 
 
 @dataclass(frozen=True)
 class GroupCost:
-    """What the other ranks need to know of a group.
-
-    Attributes:
-        samples: number of samples.
-        targets: supervised tokens.
-        cost: the cost of a step with the group, in any unit that all ranks share.
-        flags: bit mask of the modalities in the group.
-        tasks: supervised tokens of each task.
-    """
+    """What the other ranks need to know of a group."""
 
     samples: int
-    targets: int
-    cost: int
-    flags: int = 0
-    tasks: tuple[int, ...] = ()
+    targets: int  # supervised tokens
+    cost: int  # the cost of a step with the group, in any unit that all ranks share
+    flags: int = 0  # bit mask of the modalities in the group
+    tasks: tuple[int, ...] = ()  # supervised tokens of each task
 
 
 @dataclass(frozen=True)
 class CostReport:
-    """What one rank tells the others about a round.
+    """What one rank tells the others about a round."""
 
-    Attributes:
-        table: (groups + splits, 5 + tasks) int64. A row of a group holds samples, targets, cost, 0,
-            flags, and the targets of each task. A row of a split holds the same of the part that is
-            split off, in column 3 the cost of the rest, and in column 4 the flags of both.
-        groups: number of rows that are groups; the rows after them are splits.
-        ended: whether the rank has no more groups after these.
-        has_filler: whether the rank has, or has had, a sample that it can fill steps with.
-        max_tokens: the `tokens` of the budget that it asks all ranks for, from the next round on; 0
-            for none.
-        left: samples that it has after these groups, as far as it knows; -1 where it cannot share
-            them with other ranks. See `odb_nodes.planning.levelling`.
-        pool: what it tells of its pool.
-    """
-
+    # (groups + splits, 5 + tasks) int64. A row of a group holds samples, targets, cost, 0, flags,
+    # and the targets of each task. A row of a split holds the same of the part that is split off,
+    # in column 3 the cost of the rest, and in column 4 the flags of both
     table: IntArray
-    groups: int
-    ended: bool
+    groups: int  # number of rows that are groups; the rows after them are splits
+    ended: bool  # whether the rank has no more groups after these
+    # whether the rank has, or has had, a sample that it can fill steps with
     has_filler: bool = True
+    # the `tokens` of the budget that it asks all ranks for, from the next round on; 0 for none
     max_tokens: int = 0
+    # samples that it has after these groups, as far as it knows; -1 where it cannot share them with
+    # other ranks. See `odb_nodes.planning.levelling`
     left: int = -1
-    pool: PoolReport = field(default_factory=PoolReport)
+    pool: PoolReport = field(default_factory=PoolReport)  # what it tells of its pool
 
     def to_message(self) -> IntArray:
         """Return the report as (9 + (5 + tasks) * rows + n,) int64."""
@@ -107,55 +89,19 @@ class CostReport:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """The steps of a round.
+    """The steps of a round."""
 
-    Attributes:
-        totals: samples, targets, flags, highest cost and targets of each task of each step over all
-            ranks, (steps, 4 + tasks) int64.
-        groups: index of the group of each rank and step, or `FILLER`, (ranks, steps) int64.
-        costs: cost of the group of each rank and step, (ranks, steps) int64.
-        splits: number of splits that each rank has to make.
-        last: whether the epoch ends with this round.
-    """
-
+    # samples, targets, flags, highest cost and targets of each task of each step over all ranks,
+    # (steps, 4 + tasks) int64
     totals: IntArray
-    groups: IntArray
-    costs: IntArray
-    splits: list[int]
-    last: bool
-
-
-def make_report(
-    groups: Sequence[SampleBlock],
-    *,
-    most: int,
-    ended: bool,
-    has_filler: bool = True,
-    may_split: bool = True,
-    measure: Callable[[SampleBlock], GroupCost],
-    tasks: int = 0,
-) -> tuple[CostReport, SplitLadder]:
-    """Return what a rank reports for a round, and the ladder that its groups are split by."""
-    ladder = SplitLadder(groups, measure)
-    rows = [row_of(one) for one in ladder.costs]
-    if ended and may_split:
-        while len(rows) < most and (split := ladder.split()) is not None:
-            off, rest = split
-            row = row_of(off)
-            row[REST_COST], row[FLAGS] = rest.cost, off.flags << FLAG_BITS | rest.flags
-            rows.append(row)
-    table = as_table(rows, tasks)
-    return CostReport(table, len(groups), ended, has_filler or bool(groups)), ladder
+    groups: IntArray  # index of the group of each rank and step, or `FILLER`, (ranks, steps) int64
+    splits: list[int]  # number of splits that each rank has to make
+    last: bool  # whether the epoch ends with this round
 
 
 def row_of(group: GroupCost) -> list[int]:
     """Return the row of a group in the table of a report."""
     return [group.samples, group.targets, group.cost, 0, group.flags, *group.tasks]
-
-
-def as_table(rows: Sequence[Sequence[int]], tasks: int) -> IntArray:
-    """Return rows as the table of a report, though there are none."""
-    return np.array(rows, dtype=np.int64).reshape(-1, COLUMNS + tasks)
 
 
 class SplitLadder:
@@ -238,7 +184,7 @@ def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> Ro
     order = np.argsort(-pieces[:, :, COST], axis=1, kind="stable")[:, shuffled(steps, key)]
     chosen = np.take_along_axis(pieces, order[:, :, None], axis=1)
     groups = np.where(order < sizes, order, FILLER)
-    return RoundPlan(_totals(chosen), groups, chosen[:, :, COST], splits, last)
+    return RoundPlan(_totals(chosen), groups, splits, last)
 
 
 def _plan_alone(report: CostReport) -> RoundPlan:
@@ -246,7 +192,7 @@ def _plan_alone(report: CostReport) -> RoundPlan:
     table = report.table[: report.groups]
     totals = table[:, [SAMPLES, TARGETS, FLAGS, COST, *range(COLUMNS, table.shape[1])]]
     groups = np.arange(report.groups)[None]
-    return RoundPlan(totals, groups, table[None, :, COST], [0], report.ended)
+    return RoundPlan(totals, groups, [0], report.ended)
 
 
 def step_totals(groups: Sequence[Sequence[GroupCost]]) -> IntArray:
@@ -292,8 +238,7 @@ def _next_to_split(costs: IntArray, samples: IntArray) -> int | None:
     return parent if parent >= 0 and candidates[parent] >= 0 else None
 
 
-LEAST_ROUNDS = 2
-"""The last round begins when a rank has less than this left for, in rounds."""
+LEAST_ROUNDS = 2  # the last round begins when a rank has less than this left for, in rounds
 MOST_ROUNDS = 4
 """It does not begin as long as a rank has more left than this, in rounds: it holds all of it."""
 
@@ -312,20 +257,14 @@ def begins_last_round(reports: Sequence[CostReport], next_steps: int) -> bool:
 FIRST_ROUND_STEPS = 4
 """Steps of an epoch's first round: few, so the first batch does not wait for a full round."""
 
-MOST_STEPS_ALONE = 4
-"""Steps of a round of a single rank: it holds the samples of all of them."""
+MOST_STEPS_ALONE = 4  # steps of a round of a single rank: it holds the samples of all of them
 
 
 def round_steps(number: int, world_size: int, round_size: int, accumulate: int) -> int:
     """Return the number of steps of a round in which no data ends: 4, 8, 16, ... `round_size`.
 
-    A single rank settles rounds with nobody: 1, 2, 4 spread what a round costs over its steps.
-
-    Args:
-        number: the round's number in its epoch, from 0.
-        world_size: number of ranks.
-        round_size: steps of a full round.
-        accumulate: steps of an optimizer step; a round is rounded up to a multiple of it.
+    A single rank settles rounds with nobody: 1, 2, 4 spread what a round costs over its steps. All
+    are rounded up to a multiple of `accumulate`. `number`: that of the round in its epoch, from 0.
     """
     if world_size == 1:
         return round_up(min(round_size, MOST_STEPS_ALONE, 1 << min(number, 16)), accumulate)
@@ -336,13 +275,7 @@ def round_steps(number: int, world_size: int, round_size: int, accumulate: int) 
 def next_settings(
     reports: Sequence[CostReport], present: RoundSettings, next_steps: int
 ) -> RoundSettings:
-    """Return the settings of the next round, which follow from the reports of all ranks.
-
-    Args:
-        reports: those for the round that begins.
-        present: the settings of that round.
-        next_steps: steps of the next round.
-    """
+    """Return the settings of the next round, of `next_steps`, which follow from all reports."""
     asked = [one for one in (present.max_tokens, *(report.max_tokens for report in reports)) if one]
     agreed = agreed_caps([report.pool.offer for report in reports])
     return RoundSettings(
@@ -353,46 +286,32 @@ def next_settings(
     )
 
 
-class GroupSource(Protocol):
-    """What a `RoundPlanner` reads groups from."""
-
-    def next_group(self) -> SampleBlock | None:
-        """Return the next group; `None` where the epoch has no more."""
-
-    def use(self, settings: RoundSettings, caps: Sequence[int]) -> None:
-        """Form further groups under the settings of a round, and by these caps, one each."""
-
-    def report(self, groups: int) -> PoolReport:
-        """Return what the other ranks are told, for caps of so many groups."""
-
-    def left(self, lookahead: SampleBlock | None) -> int:
-        """Return `CostReport.left`, where `lookahead` is the group that was taken last."""
-
-
-class RoundPlanner:
+class RoundPlanner(ABC):
     """Reads the groups of rounds, one further than asked for, and tells what they cost.
 
     Without that further group, a rank would find out too late that its data has ended: it could
     then no longer keep a sample to fill with.
-
-    Args:
-        source: what groups are read from.
-        measure: group -> its cost.
-        tasks: number of tasks.
-        may_split: groups may be split where there are fewer than steps.
     """
 
     def __init__(
         self,
-        source: GroupSource,
+        pool: GroupPlanner | None,  # to which settings and caps apply, if it is known
         measure: Callable[[SampleBlock], GroupCost],
         tasks: int = 0,
         may_split: bool = True,
     ) -> None:
-        self._source, self._measure = source, measure
+        self._pool, self._measure = pool, measure
         self._tasks, self._may_split = tasks, may_split
         self.lookahead: SampleBlock | None = None
         """First group of the next round; `None` where there is none, and before the first read."""
+
+    @abstractmethod
+    def next_group(self) -> SampleBlock | None:
+        """Return the next group; `None` where the epoch has no more."""
+
+    @abstractmethod
+    def left(self) -> int:
+        """Return `CostReport.left`: of the samples from the lookahead on."""
 
     def read(self, most: int, settings: RoundSettings) -> list[SampleBlock]:
         """Return the groups of a round: `most` of them, or all that are left.
@@ -400,51 +319,56 @@ class RoundPlanner:
         Caps are for the groups after the first, which was formed with the round before. The group
         after them gets the largest one on all ranks, so that a round has the same caps on all.
         """
-        first = self._source.next_group() if self.lookahead is None else self.lookahead
+        first = self.next_group() if self.lookahead is None else self.lookahead
         groups = [] if first is None else [first]
-        self._source.use(settings, settings.caps[:-1])
-        while groups and len(groups) < most and (group := self._source.next_group()) is not None:
+        self._use(settings, settings.caps[:-1])
+        while groups and len(groups) < most and (group := self.next_group()) is not None:
             groups.append(group)
-        self._source.use(settings, settings.caps[-1:])
+        self._use(settings, settings.caps[-1:])
         return groups
 
     def read_ahead(self, groups: list[SampleBlock], most: int) -> None:
         """Read the group after those of a round, where there may be one."""
-        self.lookahead = self._source.next_group() if len(groups) == most else None
+        self.lookahead = self.next_group() if len(groups) == most else None
 
     def read_rest(self, settings: RoundSettings) -> SampleBlock:
         """Return all samples that are left."""
         rest, self.lookahead = [] if self.lookahead is None else [self.lookahead], None
-        self._source.use(settings, ())
-        while (group := self._source.next_group()) is not None:
+        self._use(settings, ())
+        while (group := self.next_group()) is not None:
             rest.append(group)
         return SampleBlock.joined(rest)
 
     def report(
         self, groups: list[SampleBlock], most: int, offered: int, *, has_filler: bool = True
     ) -> CostReport:
-        """Return what the other ranks are told of the groups of a round.
+        """Return what the other ranks are told of the groups of a round of `most` steps.
 
-        Args:
-            groups: the groups, at most `most`.
-            most: steps of the round.
-            offered: caps to offer.
-            has_filler: whether this rank has, or had, a sample to fill with.
+        `offered`: caps to offer; `has_filler`: whether this rank had a sample to fill with before.
         """
-        report, self._ladder = make_report(
-            groups,
-            most=most,
-            ended=self.lookahead is None,
-            has_filler=has_filler,
-            may_split=self._may_split,
-            measure=self._measure,
-            tasks=self._tasks,
+        self._ladder = ladder = SplitLadder(groups, self._measure)
+        rows, ended = [row_of(one) for one in ladder.costs], self.lookahead is None
+        if ended and self._may_split:
+            while len(rows) < most and (split := ladder.split()) is not None:
+                off, rest = split
+                row = row_of(off)
+                row[REST_COST], row[FLAGS] = rest.cost, off.flags << FLAG_BITS | rest.flags
+                rows.append(row)
+        return CostReport(
+            np.array(rows, dtype=np.int64).reshape(-1, COLUMNS + self._tasks),
+            len(groups),
+            ended,
+            has_filler or bool(groups),
+            left=self.left(),
+            pool=PoolReport() if self._pool is None else self._pool.report(offered),
         )
-        left, pool = self._source.left(self.lookahead), self._source.report(offered)
-        return replace(report, left=left, pool=pool)
 
     def groups(self, splits: int) -> list[SampleBlock]:
         """Return the groups of the last report after `splits` splits, once."""
         groups = self._ladder.groups(splits)
         del self._ladder  # which would keep the samples
         return groups
+
+    def _use(self, settings: RoundSettings, caps: Sequence[int]) -> None:
+        if self._pool is not None:
+            self._pool.use(settings, caps)

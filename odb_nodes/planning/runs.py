@@ -221,11 +221,7 @@ def diversities(tasks: IntArray, first: IntArray, stop: IntArray) -> NDArray[np.
 
     It is the entropy of the run's counts of tasks, divided by the logarithm of the number of tasks
     in the pool. Which task has which number makes no difference, not even in the last bit.
-
-    Args:
-        tasks: number of the task of each pooled sample, (n,) int64.
-        first: index of the first sample of each run, (m,) int64.
-        stop: index after the last one, (m,) int64, above `first`.
+    `tasks`: of each pooled sample, (n,); `first`, `stop`: of each run, (m,) int64.
     """
     rows = stop - first
     kinds = np.flatnonzero(np.bincount(tasks))

@@ -21,7 +21,7 @@ from odb_nodes.planning.auto_window import WindowSize
 from odb_nodes.planning.budget import TokenBudget, round_up
 from odb_nodes.planning.group_costs import BudgetCost, CostFn, GroupCostEstimator
 from odb_nodes.planning.group_planner import GroupPlanner, RoundSettings
-from odb_nodes.planning.levelling import UNKNOWN_LEFT, Rest, shared_out, work_of
+from odb_nodes.planning.levelling import UNKNOWN_LEFT, Rest, gifts, receivers, work_of
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.rounds import (
     FILLER,
@@ -33,7 +33,6 @@ from odb_nodes.planning.rounds import (
 )
 from odb_nodes.planning.runs import check_diversity
 from odb_nodes.planning.table import IntArray
-from odb_nodes.sample import Sample
 from odb_nodes.sample_block import (
     FACTS,
     KIND,
@@ -49,24 +48,16 @@ from odb_nodes.sample_block import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Step = list[SampleBlock | None]
-"""The group of each rank; `None` for one that fills the step."""
+Step = list[SampleBlock | None]  # the group of each rank; `None` for one that fills the step
 
 
 class SampleCosts(NamedTuple):
-    """What planning needs to know of the samples of a dataset, a row each.
+    """What planning needs to know of the samples of a dataset, a row each."""
 
-    Attributes:
-        tokens: length of each sample, (n,) int64; 0 for one that processing skips.
-        targets: supervised tokens of each, (n,) int64.
-        patches: image patches of each, (n,) int64.
-        tasks: number of the task of each, (n,) int64.
-    """
-
-    tokens: IntArray
-    targets: IntArray
-    patches: IntArray
-    tasks: IntArray
+    tokens: IntArray  # length of each sample, (n,) int64; 0 for one that processing skips
+    targets: IntArray  # supervised tokens of each, (n,) int64
+    patches: IntArray  # image patches of each, (n,) int64
+    tasks: IntArray  # number of the task of each, (n,) int64
 
     def are_oversize(self, budget: TokenBudget) -> NDArray[np.bool_]:
         """Tell which samples exceed a budget on their own, (n,) bool."""
@@ -181,7 +172,7 @@ def plan_epoch(
         SampleError: a sample is too long under `oversize="error"`.
     """
     tokens = check_lengths(lengths)
-    cost_fn = None if costs is None else _SummedCosts(costs, len(tokens))
+    cost_fn = None if costs is None else _summed(costs, len(tokens))
     job = SimulationOptions(
         world_size=world_size, budget=budget, window=window, seed=seed, cost_fn=cost_fn, **options
     )
@@ -190,20 +181,16 @@ def plan_epoch(
     ]
 
 
-class _SummedCosts:
-    """Cost of a group: the sum over its samples."""
-
-    def __init__(self, costs: npt.ArrayLike, samples: int) -> None:
-        given = np.asarray(costs)
-        if given.shape != (samples,) or given.dtype.kind not in "iu" or given.min() < 0:
-            raise ValueError(
-                f"`costs` must be {samples} integers of at least 0, one for each of `lengths`, but "
-                f"is {costs!r:.80} instead."
-            )
-        self._costs: list[int] = given.tolist()
-
-    def __call__(self, group: Sequence[Sample]) -> int:
-        return sum(self._costs[sample.data] for sample in group)
+def _summed(costs: npt.ArrayLike, samples: int) -> CostFn:
+    """Return the cost of a group: the sum over its samples."""
+    given = np.asarray(costs)
+    if given.shape != (samples,) or given.dtype.kind not in "iu" or given.min() < 0:
+        raise ValueError(
+            f"`costs` must be {samples} integers of at least 0, one for each of `lengths`, but "
+            f"is {costs!r:.80} instead."
+        )
+    own: list[int] = given.tolist()
+    return lambda group: sum(own[sample.data] for sample in group)
 
 
 def plan_steps(
@@ -224,11 +211,10 @@ def plan_steps(
             f"exceeds {budget} on its own."
         )
     measure = GroupCostEstimator(job.cost_fn or BudgetCost(budget), {})
-    fills = job.uneven == "fill"
-    pools = [
-        _ShardPool(samples, shard, job, knows_length, shares_rest and fills) for shard in shards
+    shares_rest = shares_rest and job.uneven == "fill"
+    ranks = [
+        _ShardPlanner(samples, shard, job, measure, knows_length, shares_rest) for shard in shards
     ]
-    ranks = [RoundPlanner(pool, measure, may_split=fills) for pool in pools]
     full_round = round_up(job.round_size, job.accumulate)
     offered = full_round if job.world_size > 1 and job.cost_fn is None else 0
     settings = RoundSettings()
@@ -259,14 +245,21 @@ def plan_steps(
 def _share_out(
     rests: Sequence[SampleBlock], budget: TokenBudget
 ) -> tuple[list[list[SampleBlock]], int]:
-    """Share out what ranks have left, and return the groups of each, and the steps of the round."""
-    moves = shared_out([work_of(rest.tokens, budget) for rest in rests])
+    """Share out what ranks have left, and return the groups of each, and the steps of the round.
+
+    Real ranks do it one by one: each chooses its gifts, and is told those of the others.
+    """
+    works = [work_of(rest.tokens, budget) for rest in rests]
+    totals = [int(work.sum()) for work in works]
+    mean = sum(totals) / len(totals)
+    given = [gifts(work, total - mean) for work, total in zip(works, totals, strict=True)]
+    to = receivers(totals, [work[own] for work, own in zip(works, given, strict=True)])
     shares = [
-        [rest.take(np.delete(np.arange(len(rest)), given))]
-        for rest, (given, _) in zip(rests, moves, strict=True)
+        [rest.take(np.delete(np.arange(len(rest)), own))]
+        for rest, own in zip(rests, given, strict=True)
     ]
-    for rest, (given, to) in zip(rests, moves, strict=True):
-        for index, receiver in zip(given, to, strict=True):
+    for rest, own, of in zip(rests, given, to, strict=True):
+        for index, receiver in zip(own, of, strict=True):
             shares[receiver].append(rest.take([index]))
     joined = [SampleBlock.joined(share) for share in shares]
     cuts = [Rest(share, budget) for share in joined]
@@ -280,20 +273,21 @@ def _share_out(
 _KIND = code_of(SampleKind("", "", "", None, 0))
 
 
-class _ShardPool:
-    """Reads the shard of one rank into a `GroupPlanner`: a `GroupSource`."""
+class _ShardPlanner(RoundPlanner):
+    """Plans the rounds of the shard of one rank."""
 
     def __init__(
         self,
         samples: SampleCosts,
         shard: IntArray,
         job: SimulationOptions,
+        measure: GroupCostEstimator,
         knows_length: bool,
         shares_rest: bool,
     ) -> None:
         self._shard = shard
         columns = (column[shard] for column in samples)
-        self._tokens, self._targets, self._patches, self._tasks = columns
+        self._tokens, self._targets, self._patches, self._task_numbers = columns
         budget = TokenBudget.of(job.budget)
         self._left_out = self._tokens == 0
         if budget.oversize == "drop":
@@ -307,7 +301,7 @@ class _ShardPool:
             lambda: len(shard) if knows_length else None,
         )
         self._planner.follows_ranks = True
-        self.use, self.report = self._planner.use, self._planner.report
+        super().__init__(self._planner, measure, may_split=job.uneven == "fill")
 
     def next_group(self) -> SampleBlock | None:
         """Return the next group, if there is one."""
@@ -320,16 +314,16 @@ class _ShardPool:
         facts[PATCHES], facts[KIND] = self._patches[places], _KIND
         return SampleBlock(facts, {}).with_data(self._shard[places].tolist())
 
-    def left(self, lookahead: SampleBlock | None) -> int:
+    def left(self) -> int:
         """Return how many samples the rank has left, as far as it knows."""
         if not self._shares_rest:
             return -1
-        if lookahead is None:
+        if self.lookahead is None:
             return 0
         if not (self._knows_length or self._planner.ended):
             return UNKNOWN_LEFT
         pool = self._planner.pool
-        return len(lookahead) + len(pool) + len(self._shard) - pool.pulled
+        return len(self.lookahead) + len(pool) + len(self._shard) - pool.pulled
 
     def _fill(self) -> None:
         planner, pool = self._planner, self._planner.pool
@@ -339,7 +333,7 @@ class _ShardPool:
             # As in a node, known only when a pull finds nothing.
             planner.ended = pulled.stop > len(self._shard)
             pool.pulled = min(pulled.stop, len(self._shard))
-            of_each = (self._tokens, self._patches, self._tasks)
+            of_each = (self._tokens, self._patches, self._task_numbers)
             planner.add(places, *(column[places] for column in of_each))
 
 

@@ -15,11 +15,8 @@ def first_fit(needs: IntArray, rooms: IntArray) -> list[list[int]]:
     """Return all columns in groups: each column, from the last, goes to the first group with room.
 
     If one of the groups is taken out, the rest makes the others again: a sample of a later group
-    did not fit into it, and a sample of an earlier group never came to it.
-
-    Args:
-        needs: what each sample takes of each limit, (limits, samples) int64.
-        rooms: the limits of a group that a sample begins, (limits, samples) int64.
+    did not fit into it, and a sample of an earlier group never came to it. Both are (limits,
+    samples) int64: what each sample takes of each limit, and the limits of a group that it begins.
     """
     left = np.empty(rooms.shape, dtype=np.int64)
     groups: list[list[int]] = []

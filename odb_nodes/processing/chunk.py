@@ -9,13 +9,12 @@ import threading
 import time
 import traceback
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from odb_nodes._core.hashing import hash_ints, hash_rows
 from odb_nodes._core.processes import Owner
@@ -54,20 +53,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """What a chunk is made of.
-
-    Attributes:
-        items: its items.
-        keys: their keys.
-        epoch: the number of the epoch.
-        cycle: how often the epoch was begun again.
-        positions: of the items in the epoch; 0, 1, ... where they are made again, by their keys.
-    """
+    """What a chunk is made of."""
 
     items: Sequence[Any]
     keys: ItemKeys
     epoch: int
-    cycle: int
+    cycle: int  # how often the epoch was begun again
+    # in the epoch; 0, 1, ... where items are made again, by their keys
     positions: Sequence[int]
 
     def __str__(self) -> str:
@@ -77,26 +69,18 @@ class ChunkTask:
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """What became of a chunk.
+    """What became of a chunk."""
 
-    Attributes:
-        results: its good results in order, in runs of one kind (see `runs_of`); as parts, where it
-            is packed, or in `content`.
-        failure: what ended it early.
-        seconds: that it has taken.
-        is_packed: whether it has come from another process.
-        content: packed results, joined; the data of samples alone, where workers keep them.
-        is_stored: whether workers keep the data of its samples.
-        unread: why the worker could not unpickle it.
-    """
-
+    # its good results in order, in runs of one kind (see `runs_of`); as parts, where it is packed,
+    # or in `content`
     results: Any
-    failure: Failure | None
-    seconds: float = 0.0
-    is_packed: bool = False
+    failure: Failure | None  # what ended it early
+    seconds: float = 0.0  # that it has taken
+    is_packed: bool = False  # whether it has come from another process
+    # packed results, joined; the data of samples alone, where workers keep them
     content: Any = None
-    is_stored: bool = False
-    unread: str = ""
+    is_stored: bool = False  # whether workers keep the data of its samples
+    unread: str = ""  # why the worker could not unpickle it
 
     @property
     def size_bytes(self) -> int:
@@ -122,38 +106,30 @@ class ChunkResult:
         return runs
 
 
-class Fetcher(ABC):
+class Fetcher:
     """A `process_fn` that can read what it processes many at once."""
 
-    @abstractmethod
     def fetch(self, items: Sequence[Any]) -> Sequence[Any]:
         """Return items, with what was read for them, as a call takes them."""
+        raise NotImplementedError
 
 
-class BatchMaker(Protocol):
-    """Makes batches in a worker process; picklable where workers are not forked."""
-
-    least_bytes: int
-    """Of a sample, on the average of a chunk: where it has fewer, its data go to the trainer."""
-
-    def __call__(self, samples: list[Any], key: int, info: StepInfo | None) -> Any:
-        """Return the batch of samples, under the random numbers of a key."""
+BatchMaker = Callable[[list[Any], int, StepInfo | None], Any]
+"""Samples, the key of the random numbers, the step -> batch, in a worker process."""
 
 
-class Pool(ABC):
+class Pool:
     """Processes chunks, and returns what became of them in futures. Workers live until `close`."""
 
-    pids: Sequence[int] = ()
-    """Process ids of the workers, where they are processes of this machine."""
-    exit_reason = ""
-    """How the first of the workers has ended that are gone; "" where all live."""
+    pids: Sequence[int] = ()  # process ids of the workers, where they are processes of this machine
+    exit_reason = ""  # how the first of the workers has ended that are gone; "" where all live
 
     def __init__(self) -> None:
         self.owner = Owner()
 
-    @abstractmethod
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
         """Queue a chunk."""
+        raise NotImplementedError
 
     def make_batch(
         self,
@@ -172,11 +148,9 @@ class Pool(ABC):
         """Return what keeps a chunk from being done, and what to do."""
         return "`process_fn` hangs, or needs a longer limit."
 
-    @abstractmethod
     def discard(self) -> None:
         """Skip queued chunks that no worker has begun: nobody waits for them any more."""
 
-    @abstractmethod
     def close(self) -> None:
         """Stop the workers; may be called again, and from any thread. Only the owner's does."""
 
@@ -192,6 +166,8 @@ class ChunkProcessor:
     limit_s: float = WorkerOptions.timeout_s
     maker: BatchMaker | None = None
     before_item: Callable[[], None] | None = None
+    least_bytes: float = math.inf
+    """Of a sample, on the average of a chunk: where it has fewer, its data go to the trainer."""
 
     def run(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
@@ -235,10 +211,9 @@ class ChunkProcessor:
         runs = runs_of(results, joined=True)
         blocks = [run for run in runs if isinstance(run, SampleBlock)]
         is_stored = bool(blocks) and all(isinstance(one, _KNOWN) for one in results)
-        least_bytes = math.inf if self.maker is None else self.maker.least_bytes
-        if not is_stored or least_bytes:
+        if not is_stored or self.least_bytes:
             parts = pack(runs)
-            if not is_stored or size_of(parts) < least_bytes * len(results):
+            if not is_stored or size_of(parts) < self.least_bytes * len(results):
                 # What is large has memory of its own, so that it can be freed alone.
                 if any(map(_is_apart, runs)):
                     return ChunkResult(parts, failure, is_packed=True)
@@ -299,9 +274,7 @@ class ChunkProcessor:
 def runs_of(results: Sequence[Any], *, joined: bool = False) -> list[Sequence[Any]]:
     """Return results in runs: samples as a `SampleBlock`, and what is in between.
 
-    Args:
-        results: samples, and what else processing returns.
-        joined: whether their data become columns, as which they travel.
+    `joined`: their data become columns, as which they travel.
     """
     runs: list[Sequence[Any]] = []
     for are_samples, group in groupby(results, lambda one: type(one) is Sample):

@@ -49,8 +49,7 @@ class ChunkFit:
     """
 
     def __init__(self, options: WorkerOptions) -> None:
-        self.items = options.nominal_chunk_samples
-        """Items of the next chunk."""
+        self.items = options.nominal_chunk_samples  # items of the next chunk
         self._fits = options.chunk_size == AUTO and options.num_workers > 0
         # Two for each worker: one that it processes, and one that waits for it.
         self._chunks = 2 * options.num_workers
@@ -102,12 +101,6 @@ class InlinePool(Pool):
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
         """Return the chunk, still to be processed."""
         return _Deferred(self._processor, task)
-
-    def discard(self) -> None:
-        """Do nothing: nobody has begun."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class _Deferred(Future[ChunkResult]):
@@ -201,31 +194,16 @@ class ChunkRunner:
     """Runs chunks with the workers that options ask for. They live from `start` to `close`."""
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions, name: str) -> None:
-        self._processor, self._options, self._name = processor, options, name
+        self._processor, self.options, self._name = processor, options, name
         self._pool: Pool | None = None
         self._finalizer: Callable[[], Any] | None = None
         self._interruption: Future[ChunkResult] = Future()
-        self._fit = ChunkFit(options)
-
-    @property
-    def chunk_items(self) -> int:
-        """Items that the next chunk should have."""
-        return self._fit.items
-
-    @property
-    def items_ahead(self) -> int:
-        """Items that may be in flight, beyond the chunk in hand."""
-        return self._fit.items_ahead
+        self.fit = ChunkFit(options)
 
     @property
     def is_started(self) -> bool:
         """Whether workers run."""
         return self._pool is not None and not isinstance(self._pool, InlinePool)
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds to wait for a worker before it is an error."""
-        return self._options.timeout_s
 
     @property
     def pids(self) -> list[int]:
@@ -239,7 +217,7 @@ class ChunkRunner:
             self.close()
         if self._pool is None:
             with deferred_interrupt():
-                self._pool = start_pool(self._processor, self._options)
+                self._pool = start_pool(self._processor, self.options)
                 self._finalizer = weakref.finalize(self, self._pool.close)
         if exit_reason:  # Last, since a filter may make it an error.
             warn_user(f"{exit_reason} All workers are started anew.")
@@ -294,7 +272,7 @@ class ChunkRunner:
         self, task: ChunkTask, future: Future[ChunkResult]
     ) -> tuple[list[Sequence[Any]], Failure | None]:
         """Return the good results of a chunk in runs, and the failure that ended it early."""
-        pool, limit_s = self._pool, self._options.timeout_s
+        pool, limit_s = self._pool, self.options.timeout_s
         if not future.done():
             wait((future, self._interruption), limit_s, return_when=FIRST_COMPLETED)
         self.check()
@@ -310,7 +288,7 @@ class ChunkRunner:
                 )
         except WorkerError as error:
             raise self._fail(f"no result for {task}: {error}") from error
-        self._fit.note(len(task.items), result.seconds, result.size_bytes)
+        self.fit.note(len(task.items), result.seconds, result.size_bytes)
         try:
             return result.runs(), result.failure
         except Exception as error:
@@ -326,7 +304,7 @@ class ChunkRunner:
 
     def cannot_make_batches(self, collate: Any) -> str:
         """Return why workers could not make batches by a function; "" where they could."""
-        options = self._options
+        options = self.options
         if not options.num_workers or options.method != "process":
             return "there are no worker processes"
         if not CAN_SHARE:
@@ -335,9 +313,9 @@ class ChunkRunner:
             return "`collate_fn` cannot be pickled, as workers need that are not forked"
         return ""
 
-    def keep_data_for(self, maker: BatchMaker) -> None:
+    def keep_data_for(self, maker: BatchMaker, least_bytes: int) -> None:
         """From the next start on, leave the data of samples where workers make batches of them."""
-        self._processor = replace(self._processor, maker=maker)
+        self._processor = replace(self._processor, maker=maker, least_bytes=least_bytes)
 
     def _fail(self, message: str) -> WorkerError:
         """Stop the workers: the next `start` makes new ones."""

@@ -15,8 +15,6 @@ from odb_nodes.processing.transport import PageFile, Pages, split_parts, unpack
 from odb_nodes.sample import StoredData
 from odb_nodes.sample_block import IntArray
 
-__all__ = ["Column", "DataColumns", "RowsLike", "StoredChunk", "StoredRow"]
-
 _JOINED_BYTES = 64 << 10  # of a value, on average: a longer one has a buffer of its own
 
 
@@ -25,17 +23,12 @@ RowsLike = tuple[list[int], dict[Any, npt.NDArray[Any]]]
 
 
 class Column:
-    """1-d arrays, or tensors, of one dtype, joined.
-
-    Args:
-        values: all values.
-        offsets: where each row begins, and the end of the last one: n + 1 numbers.
-        are_tensors: whether the rows are tensors.
-    """
+    """1-d arrays, or tensors, of one dtype, joined."""
 
     __slots__ = ("are_tensors", "offsets", "values")
 
     def __init__(self, values: npt.NDArray[Any], offsets: list[int], are_tensors: bool) -> None:
+        # `offsets`: where each row begins, and the end of the last one: n + 1 numbers.
         self.values, self.offsets, self.are_tensors = values, offsets, are_tensors
 
     def __reduce__(self) -> Any:
@@ -58,9 +51,7 @@ class Column:
 class DataColumns(Sequence[Any]):
     """The data of samples, in order: dicts with the same keys by column, others as they are.
 
-    Args:
-        keys: the keys of all dicts; `None` where they are not such.
-        columns: the values of each key; the data themselves in one, where there are no keys.
+    Where there are no such `keys`, the data themselves are the only column.
     """
 
     __slots__ = ("_rows_like", "columns", "keys")
@@ -180,13 +171,10 @@ class StoredChunk:
     """The data of samples, packed as a worker has sent them."""
 
     def __init__(self, content: PageFile | Pages) -> None:
-        self.number = next(_numbers)
-        """What workers know it by."""
-        self.content = content
-        """What to send to a worker that shall know it."""
+        self.number = next(_numbers)  # what workers know it by
+        self.content = content  # what to send to a worker that shall know it
         self._data: list[Any] | None = None
-        self.workers_holding: set[Any] = set()
-        """The workers that know it."""
+        self.workers_holding: set[Any] = set()  # the workers that know it
 
     def __del__(self) -> None:
         for worker in self.workers_holding:

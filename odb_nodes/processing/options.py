@@ -16,8 +16,7 @@ _NOT_FOR = {"thread": ("start_method", "worker_init_fn"), "ray": ("start_method"
 AUTO: Final = "auto"
 _NOMINAL_SAMPLES = 32
 """Samples of an `"auto"` chunk for states and what is in flight, which must not follow its size."""
-MOST_SAMPLES = 256
-"""The most samples of an `"auto"` chunk."""
+MOST_SAMPLES = 256  # the most samples of an `"auto"` chunk
 
 
 @dataclass(frozen=True, kw_only=True)

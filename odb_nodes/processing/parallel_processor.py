@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from torchdata.nodes import BaseNode
@@ -40,51 +40,30 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class ProcessorState(EpochState):
-    """Where a `ParallelProcessor` stands.
+    """Where a `ParallelProcessor` stands."""
 
-    Attributes:
-        source: the state of the source before the chunk in hand.
-        taken: items of that chunk that are out.
-        position: items of the epoch that are out.
-        taken_of: source -> how many of `taken` are of it, and the `repeat` of the last, where
-            sources have names.
-    """
-
-    source: SourceState
-    taken: int
-    position: int
+    source: SourceState  # the state of the source before the chunk in hand
+    taken: int  # items of that chunk that are out
+    position: int  # items of the epoch that are out
+    # source -> how many of `taken` are of it, and the `repeat` of the last, where sources have
+    # names
     taken_of: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-
-class _Chunk(NamedTuple):
-    """A chunk in flight, and how its items were read."""
-
-    task: ChunkTask
-    future: Future[ChunkResult]
-    read: ReadItems
 
 
 @dataclass
 class ReadItems:
-    """The items of a chunk, and how they were read.
-
-    Attributes:
-        items: the items.
-        keys: their keys; filled in when all are read.
-        locations: where each was read, where the source knows that.
-        steps: raw items from each on to the next one.
-        states: numbers of items, and the states of the source before them.
-        positions: of the items in the epoch; filled in when all are read.
-        error: what the source raised after them.
-    """
+    """The items of a chunk, and how they were read."""
 
     items: list[Any] = field(default_factory=list)
+    # filled in when all are read
     keys: ItemKeys = field(default_factory=lambda: ItemKeys.of([]))
+    # where each was read, where the source knows that
     locations: list[ItemLocation | None] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)  # raw items from each on to the next one
+    # numbers of items, and the states of the source before them
     states: list[tuple[int, Any]] = field(default_factory=list)
-    positions: Sequence[int] = ()
-    error: Exception | None = None
+    positions: Sequence[int] = ()  # of the items in the epoch; filled in when all are read
+    error: Exception | None = None  # what the source raised after them
 
 
 class ChunkReader:
@@ -95,8 +74,7 @@ class ChunkReader:
         self._since_state = 0  # items read since the last state
         self._gaps: deque[int] = deque()  # raw items to leave out after each of the next ones
         self._position = 0  # raw items read in this epoch
-        self.has_ended = False
-        """Whether the source has no more items, or has failed."""
+        self.has_ended = False  # whether the source has no more items, or has failed
 
     def stand_at(self, position: int, taken: int) -> None:
         """Go past the items that are out, `taken` after the state that the source was reset to."""
@@ -214,7 +192,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
 
     def _clear(self) -> None:
         self.runner.resume()
-        self._in_flight: deque[_Chunk] = deque()
+        self._in_flight: deque[tuple[ChunkTask, Future[ChunkResult], ReadItems]] = deque()
         self._ahead = 0  # items in flight
         self._states: deque[tuple[int, Any]] = deque()  # of the chunk in hand, still to come
         self._runs: list[Sequence[Any]] = []  # the results of the chunk in hand
@@ -342,22 +320,18 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         return can_restore(self.source)
 
     def restore_items(self, items: Sequence[ItemKey]) -> Iterator[T]:
-        """Yield samples of this epoch again, processed in parallel; `next` goes on as before.
-
-        Raises:
-            SampleError, WorkerError: see `next`.
-        """
+        """Yield samples of this epoch again, processed in parallel; `next` goes on as before."""
         again, start = restore_items(self.source, items), 0
         waiting: deque[tuple[ChunkTask, Future[ChunkResult]]] = deque()
         try:
-            while keys := items[start : start + self.runner.chunk_items]:
+            while keys := items[start : start + self.runner.fit.items]:
                 stop = start + len(keys)
                 task = self._task(
                     [*islice(again, len(keys))], ItemKeys.of(keys), range(start, stop)
                 )
                 waiting.append((task, self.runner.submit(task)))
                 start = stop
-                while waiting and stop - waiting[0][0].positions[-1] > self.runner.items_ahead:
+                while waiting and stop - waiting[0][0].positions[-1] > self.runner.fit.items_ahead:
                     yield from self._restored(*waiting.popleft())
             while waiting:
                 yield from self._restored(*waiting.popleft())
@@ -368,13 +342,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     def select(self, wanted: Sequence[bool]) -> bool:
         """Process of the next `len(wanted)` items only those that are wanted. After a reset only.
 
-        The others are read from the source, and left out.
-
-        Returns:
-            True: a node without this method cannot do it.
-
-        Raises:
-            StateError: the source has ended before.
+        The others are read from the source, and left out. True: a node without this cannot do it.
         """
         first = self._reader.select(wanted)
         self._taken += first
@@ -402,34 +370,33 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             self._source_state = snapshot(self.source)
             self._taken, self._taken_of = 0, {}
             raise StopIteration
-        chunk = self._in_flight[0]
-        self._runs, failure = self.runner.results(chunk.task, chunk.future)
+        task, future, read = self._in_flight[0]
+        self._runs, failure = self.runner.results(task, future)
         self._in_flight.popleft()
-        task = chunk.task
         self._ahead -= len(task.items)
-        self._states = deque(chunk.read.states)
+        self._states = deque(read.states)
         self._run_at, self._out, self._ready = 0, 0, sum(map(len, self._runs))
-        self._keys, self._steps = task.keys, chunk.read.steps
+        self._keys, self._steps = task.keys, read.steps
         if failure is not None:
             bad = self._ready
-            location = format_location(chunk.read.locations[bad])
+            location = format_location(read.locations[bad])
             where = f"sample {task.positions[bad]} of epoch {task.epoch}{location}"
             self._failure = failure.explained(where)
-        elif chunk.read.error is not None:
-            self._failure = chunk.read.error
+        elif read.error is not None:
+            self._failure = read.error
 
     def _has_room(self) -> bool:
         """Tell whether to read a chunk: beyond the one to be taken next, so many may wait."""
         if not self._in_flight:
             return True
-        first = len(self._in_flight[0].task.items)
-        return self._ahead - first < self.runner.items_ahead
+        task, _, _ = self._in_flight[0]
+        return self._ahead - len(task.items) < self.runner.fit.items_ahead
 
     def _read_chunk(self) -> None:
-        read = self._reader.read(self.runner.chunk_items)
+        read = self._reader.read(self.runner.fit.items)
         if read.items or read.error is not None:  # The items before an error are delivered first.
             task = self._task(read.items, read.keys, read.positions)
-            self._in_flight.append(_Chunk(task, self.runner.submit(task), read))
+            self._in_flight.append((task, self.runner.submit(task), read))
             self._ahead += len(read.items)
 
     def _task(self, items: list[Any], keys: ItemKeys, positions: Sequence[int]) -> ChunkTask:

@@ -27,7 +27,6 @@ from itertools import count
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.util import Finalize
-from operator import attrgetter
 from typing import Any
 
 from odb_nodes._compat.multiprocessing import keep_from_forks
@@ -508,7 +507,7 @@ class ProcessPool(Pool):
         """Return the worker with the fewest batches to make; of several, each in turn."""
         self._workers_in_turn.rotate(-1)
         alive = [worker for worker in self._workers_in_turn if not worker.is_marked_dead]
-        return min(alive, key=_batches_due, default=None)
+        return min(alive, key=lambda one: one.batches_due, default=None)
 
     def what_hangs(self, future: Future[ChunkResult]) -> str:
         """Return what keeps a chunk from being done."""
@@ -533,9 +532,6 @@ class ProcessPool(Pool):
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_STOP_S)
-
-
-_batches_due = attrgetter("batches_due")
 
 
 def _start_workers(

@@ -198,7 +198,7 @@ class RayPool(Pool):
         try:
             return self._inbox.get(timeout=_LOOK_S)
         except queue.Empty:
-            return _do_nothing
+            return lambda: None
 
     @property
     def _is_connected(self) -> bool:
@@ -301,10 +301,6 @@ class RayPool(Pool):
         for worker in workers if self._is_connected else ():
             with contextlib.suppress(Exception):  # of Ray: the user may shut it down right now
                 self._ray.kill(worker.handle)
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _session_of(ray: Any) -> str:

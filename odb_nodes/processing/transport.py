@@ -28,7 +28,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, count, islice
-from operator import attrgetter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -51,8 +50,7 @@ SHARED_BYTES = 2 << 20
 CAN_SHARE = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
 """Whether this system has such files, and can hand them to other processes."""
 
-NO_FILE = -1
-"""In place of a file's number: there is none."""
+NO_FILE = -1  # in place of a file's number: there is none
 
 _OTHER_DTYPES = frozenset((torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2))
 """Those that numpy lacks, and that large tensors have."""
@@ -136,25 +134,21 @@ def split_parts(joined: PageFile | Pages) -> list[memoryview]:
 
 def size_of(parts: Iterable[bytes | memoryview]) -> int:
     """Return how many bytes parts have."""
-    return sum(map(_size_of, parts))
+    return sum(map(len, parts))
 
 
 def _aligned(parts: Sequence[memoryview]) -> list[bytes | memoryview]:
     """Return a table of parts, and the parts, each filled up to a multiple of `_ALIGNED_BYTES`."""
-    sizes = [len(parts), *map(_size_of, parts)]
+    sizes = [len(parts), *map(len, parts)]
     joined: list[bytes | memoryview] = [struct.pack(f"<{len(sizes)}q", *sizes)]
     for part in parts:
-        joined += (bytes(-_size_of(joined[-1]) % _ALIGNED_BYTES), part)
+        joined += (bytes(-len(joined[-1]) % _ALIGNED_BYTES), part)
     return joined
 
 
 def _join(parts: Sequence[bytes | memoryview]) -> bytes:
     with _naming_bytes(size_of(parts)):
         return b"".join(parts)
-
-
-def _size_of(part: bytes | memoryview) -> int:
-    return part.nbytes if isinstance(part, memoryview) else len(part)
 
 
 @contextmanager
@@ -282,7 +276,7 @@ class PageFile:
     def write(self, parts: Sequence[bytes | memoryview]) -> bool:
         """Make buffers its content, one after the other; tell whether there was memory for it."""
         self.size_bytes = size_of(parts)
-        waiting, at = deque(memoryview(part) for part in parts if _size_of(part)), 0
+        waiting, at = deque(memoryview(part) for part in parts if part), 0
         try:
             if self.capacity_bytes > _MOST_SPARE * self.size_bytes:
                 os.ftruncate(self._file, self.size_bytes)
@@ -530,11 +524,10 @@ class FilePool:
             else:
                 self._free[number] = self._lent.pop(number)
         # At least two are kept, however large: a worker writes one while another is on its way.
-        while len(self._free) > 2 and (
-            sum(map(_capacity_of, self._free.values())) > _MOST_FREE_BYTES
-        ):
-            oldest = next(iter(self._free))
-            del self._free[oldest]
+        free = self._free
+        while len(free) > 2 and sum(one.capacity_bytes for one in free.values()) > _MOST_FREE_BYTES:
+            oldest = next(iter(free))
+            del free[oldest]
             self._forget(oldest)
 
     def _forget(self, number: int) -> None:
@@ -546,9 +539,6 @@ class FilePool:
         """Return the numbers of files that the trainer need not map any more; each once."""
         gone, self._gone = self._gone, []
         return gone
-
-
-_capacity_of = attrgetter("capacity_bytes")
 
 
 def _open_files_limit() -> float:

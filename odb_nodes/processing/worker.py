@@ -63,28 +63,21 @@ class LastWords:
     text: str
 
 
-INLINE = -1
-"""In place of a chunk's number: the sample comes with the request."""
+INLINE = -1  # in place of a chunk's number: the sample comes with the request
 
 
 @dataclass(frozen=True)
 class CollateRequest:
-    """A batch to be made; the chunks and samples that it lacks come as parts.
+    """A batch to be made; the chunks and samples that it lacks come as parts."""
 
-    Attributes:
-        rows: of each sample, the number of its chunk and its place there; or `INLINE`, and its
-            place among the samples that come with the request.
-        chunks: numbers of the chunks that come with the request, since the worker lacks them.
-        has_inline: whether samples come with it, after the chunks.
-        key: what the random numbers are seeded by.
-        info: the `StepInfo`, where the maker wants it.
-    """
-
+    # of each sample, the number of its chunk and its place there; or `INLINE`, and its place among
+    # the samples that come with the request
     rows: Sequence[tuple[int, int]]
+    # numbers of the chunks that come with the request, since the worker lacks them
     chunks: Sequence[int]
-    has_inline: bool
-    key: int
-    info: StepInfo | None
+    has_inline: bool  # whether samples come with it, after the chunks
+    key: int  # what the random numbers are seeded by
+    info: StepInfo | None  # where the maker wants it
 
 
 @dataclass(frozen=True)
@@ -97,42 +90,25 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class Message:
-    """What the trainer tells a worker.
+    """What the trainer tells a worker."""
 
-    Attributes:
-        generation: chunks of an older one are to be skipped.
-        task: a chunk to process, pickled on its own: its items may not be readable.
-        request: a batch to make, if any; its parts follow.
-        forgotten: chunks that no further batch is made of.
-        free: files of the worker that nobody reads any more.
-    """
-
-    generation: int
-    task: bytes | None
-    request: CollateRequest | None
-    forgotten: Sequence[int] = ()
-    free: Sequence[int] = ()
+    generation: int  # chunks of an older one are to be skipped
+    task: bytes | None  # a chunk to process, pickled on its own: its items may not be readable
+    request: CollateRequest | None  # a batch to make, if any; its parts follow
+    forgotten: Sequence[int] = ()  # chunks that no further batch is made of
+    free: Sequence[int] = ()  # files of the worker that nobody reads any more
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a worker answers to a chunk or a request; the parts of the result come with it.
+    """What a worker answers to a chunk or a request; the parts of the result come with it."""
 
-    Attributes:
-        result: what became of it, without its parts.
-        content_bytes: the size of its content, which is the last part, or in `file`; -1 for none.
-        file: number of the file that the content is in; `NO_FILE` where it is in none.
-        is_known: whether the trainer has that file mapped, and it does not come with this.
-        dropped: chunks that this worker has forgotten, and reads no more.
-        gone: files that are not written again.
-    """
-
-    result: ChunkResult | BatchResult
-    content_bytes: int
-    file: int
-    is_known: bool
-    dropped: Sequence[int]
-    gone: Sequence[int]
+    result: ChunkResult | BatchResult  # what became of it, without its parts
+    content_bytes: int  # the size of its content, which is the last part, or in `file`; -1 for none
+    file: int  # number of the file that the content is in; `NO_FILE` where it is in none
+    is_known: bool  # whether the trainer has that file mapped, and it does not come with this
+    dropped: Sequence[int]  # chunks that this worker has forgotten, and reads no more
+    gone: Sequence[int]  # files that are not written again
 
 
 class FarEnd:

@@ -100,7 +100,12 @@ def source_of(
             "`sampler` must be None where `shuffle` is True: its order is its own. Leave one out."
         )
     check_iterable("sampler", sampler, _REPEATABLE_ORDER)
-    _check_order(sampler)
+    if isinstance(sampler, RANDOM_SAMPLERS):
+        raise ValueError(
+            f"`sampler` is a `{type(sampler).__name__}`, whose order cannot be drawn again when a "
+            "run resumes. Pass `shuffle=`, or as `sampler=` an iterable that yields the same order "
+            "again."
+        )
     return IterableSource(sampler, *shard, yields_indices=True), dataset
 
 
@@ -189,14 +194,4 @@ def _check_share(node: BaseNode[Any], shard: tuple[int, int]) -> None:
             f"`dataset` must yield the share of one rank, but its `{name}` yields all items, on "
             f"each of {shard[1]} ranks: all would train on each sample. Make it with `rank=` and "
             "`world_size=`, or pass `sharded=True` where each rank has data of its own."
-        )
-
-
-def _check_order(sampler: Any) -> None:
-    """Raise a ValueError for a sampler that cannot yield its order again."""
-    if isinstance(sampler, RANDOM_SAMPLERS):
-        raise ValueError(
-            f"`sampler` is a `{type(sampler).__name__}`, whose order cannot be drawn again when a "
-            "run resumes. Pass `shuffle=`, or as `sampler=` an iterable that yields the same order "
-            "again."
         )

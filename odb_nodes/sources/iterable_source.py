@@ -33,21 +33,13 @@ REPEATABLE = "Wrap a generator in an `IterableDataset` whose `__iter__` begins a
 
 @dataclass(kw_only=True)
 class IterableState(EpochState):
-    """Where an `IterableSource` stands.
+    """Where an `IterableSource` stands."""
 
-    Attributes:
-        position: items read, those of other ranks included.
-        ended: the iterable has raised `StopIteration`.
-        iterable: its own state, where it has one.
-        items_digest: a digest of the items that this rank got.
-        shard: which items those are: the first, and one of how many.
-    """
-
-    position: int
-    ended: bool
-    iterable: Any
-    items_digest: int
-    shard: tuple[int, int]
+    position: int  # items read, those of other ranks included
+    ended: bool  # the iterable has raised `StopIteration`
+    iterable: Any  # its own state, where it has one
+    items_digest: int  # a digest of the items that this rank got
+    shard: tuple[int, int]  # which items those are: the first, and one of how many
 
 
 class IterableSource(EpochNode[T, IterableState]):

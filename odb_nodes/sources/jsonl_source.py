@@ -85,8 +85,6 @@ class JsonlSource(ShardedOrder[Any]):
     ) -> None:
         found = [files_of(path, ".jsonl", ".jsonl.gz") for path in listed(paths)]
         self._paths = [file for files in found for file in files]
-        if not self._paths:
-            raise ValueError("`paths` must name at least 1 file, but is empty.")
         _check_files(self._paths, expanded=any(len(files) > 1 for files in found))
         compressed = [path for path in self._paths if _is_compressed(path)]
         if check_bool("shuffle", shuffle) and compressed:
@@ -97,7 +95,8 @@ class JsonlSource(ShardedOrder[Any]):
             )
         rank, world_size = resolve_rank(rank, world_size)
         self._sizes = [path.stat().st_size for path in self._paths]
-        self._index = [_index_of(path) for path in self._paths]
+        found_in = (index_of(path, "lines1", _index_lines) for path in self._paths)
+        self._index = [LineIndex(**found) for found in found_in]
         self._ends = [*accumulate(map(len, self._index))]
         if not self._ends[-1] and not has_data_elsewhere(world_size):
             raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")
@@ -255,7 +254,7 @@ class JsonlSource(ShardedOrder[Any]):
 
     def _index_again(self, file: int) -> None:
         """Find the lines of a file whose lines may be of another length since it was mended."""
-        index: LineIndex = _index_lines(self._paths[file])
+        index = LineIndex(**_index_lines(self._paths[file]))
         if len(index) != len(self._index[file]):
             raise SampleError(
                 f"{self._paths[file]} has {len(index)} records now, but had "
@@ -285,12 +284,7 @@ _BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{},]*(?:,[^{},]*)+))\}")
 
 
 def listed(paths: Paths) -> list[str]:
-    """Return the paths that are given, with braces expanded: `"{00..99}"`, `"{a,b}"`.
-
-    Raises:
-        TypeError: it is neither a path nor a list of them.
-        ValueError: braces are within braces, count down, or name a path twice.
-    """
+    """Return the paths that are given, with braces expanded: `"{00..99}"`, `"{a,b}"`."""
     given = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else paths
     is_list = isinstance(given, Sequence)
     if not is_list or not all(isinstance(one, (str, os.PathLike)) for one in given):
@@ -298,6 +292,8 @@ def listed(paths: Paths) -> list[str]:
             "`paths` must be a path, a string or `pathlib.Path`, or a list of them, but is "
             f"{paths!r:.200} instead."
         )
+    if not given:
+        raise ValueError("`paths` must name at least 1 file, but is empty.")
     return [one for path in given for one in _expanded(os.fspath(path))]
 
 
@@ -319,12 +315,7 @@ def _expanded(path: str) -> list[str]:
 
 
 def files_of(path: str | os.PathLike[str], *ends: str) -> list[Path]:
-    """Return the files that a path stands for: itself, those of a pattern, or of a folder.
-
-    Args:
-        path: the path.
-        ends: how the names of the files end that a folder stands for.
-    """
+    """Return the files that a path stands for: itself, a pattern's, or a folder's by their ends."""
     if Path(path).is_dir():
         found = [file for end in ends for file in Path(path).glob(f"*{end}")]
     elif glob.has_magic(os.fspath(path)) and not Path(path).exists():
@@ -372,29 +363,20 @@ def _open_lines(path: Path) -> IO[bytes]:
 
 @dataclass(frozen=True)
 class LineIndex:
-    """Where the records of a file are.
+    """Where the records of a file are."""
 
-    Attributes:
-        starts: at which byte each begins, ascending, (n,) int64.
-        blanks: of each blank line, how many records come before it, ascending, (m,) int64.
-        size: bytes of the file's text.
-    """
-
-    starts: NDArray[np.int64]
+    starts: NDArray[np.int64]  # at which byte each begins, ascending, (n,) int64
+    # of each blank line, how many records come before it, ascending, (m,) int64
     blanks: NDArray[np.int64]
-    size: int
+    size: NDArray[np.int64]  # bytes of the file's text
 
     def __len__(self) -> int:
         return len(self.starts)
 
-    def arrays(self) -> Index:
-        """Return it as arrays, to be kept."""
-        return {"starts": self.starts, "blanks": self.blanks, "size": np.array(self.size)}
-
     def span(self, record: int) -> tuple[int, int]:
         """Return the bytes at which a record begins, and at which the next one does."""
         is_last = record + 1 == len(self.starts)
-        return int(self.starts[record]), self.size if is_last else int(self.starts[record + 1])
+        return int(self.starts[record]), int(self.size if is_last else self.starts[record + 1])
 
     def line(self, record: int) -> int:
         """Return the number of the line of a record, from 1."""
@@ -407,13 +389,7 @@ class LineIndex:
         return record if found else None
 
 
-def _index_of(path: Path) -> LineIndex:
-    """Return where the records of a file are; of a large one, as it was found before."""
-    found = index_of(path, "lines1", lambda path: _index_lines(path).arrays())
-    return LineIndex(found["starts"], found["blanks"], int(found["size"]))
-
-
-def _index_lines(path: Path) -> LineIndex:
+def _index_lines(path: Path) -> Index:
     """Return where the records of a file are: the lines with anything but white space."""
     starts, blanks, offset = array("q"), array("q"), 0
     progress = SlowProgress(f"bytes of {path} read, to find its records", path.stat().st_size)
@@ -434,4 +410,5 @@ def _index_lines(path: Path) -> LineIndex:
             f"{path}, after byte {offset}, has a line that is too long for the memory. A record "
             "must be on a line of its own: is this JSON Lines?"
         ) from error
-    return LineIndex(np.frombuffer(starts, np.int64), np.frombuffer(blanks, np.int64), offset)
+    found = {"starts": np.frombuffer(starts, np.int64), "blanks": np.frombuffer(blanks, np.int64)}
+    return {**found, "size": np.array(offset)}

@@ -26,12 +26,7 @@ def index_of(path: Path, kind: str, search: Callable[[Path], Index]) -> Index:
     """Return the index of a file, of a large one as it was found before.
 
     It is kept in a hidden file beside it or, where that cannot be, in `~/.cache/odb_nodes`, and
-    used until size or time of the file change.
-
-    Args:
-        path: the file.
-        kind: which index it is, in one word with a version: others are not read.
-        search: makes the index.
+    used until size or time of the file change. `kind`: which index it is, and its version.
     """
     stamp = stamp_of(path.stat())
     if stamp[0] < KEPT_FROM_BYTES:

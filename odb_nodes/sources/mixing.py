@@ -16,8 +16,7 @@ from odb_nodes._core.checks import MAX_KEY, check_bool, check_choice, check_coun
 
 Stop = Literal["first_exhausted", "all_exhausted", "cycle"]
 Unit = Literal["samples", "tokens"]
-Shares = Mapping[str, float]
-"""Name of a source -> its share; the shares add up to 1."""
+Shares = Mapping[str, float]  # name of a source -> its share; the shares add up to 1
 
 
 @dataclass(frozen=True)
@@ -225,11 +224,12 @@ def _check_weight(option: str, weight: Any, *, may_be_off: bool = False) -> None
 def _pairs(places: Any) -> list[tuple[int, Mapping[str, float]]]:
     """Return the pairs of a schedule, each of which is valid alone."""
     check_type("places", places, list | tuple, "Pass a list of (place, weights).")
+    found = []
     for pair in places:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
             raise TypeError(f"`places` must hold pairs (place, weights), but holds {pair!r:.80}.")
         place, weights = pair
-        check_count("place", place, 0, MAX_KEY)
+        found.append((check_count("place", place, 0, MAX_KEY), weights))
         check_type(f"weights at place {place}", weights, Mapping)
         for name, weight in weights.items():
             _check_weight(f"weights[{name!r}]` at place `{place}", weight, may_be_off=True)
@@ -238,7 +238,7 @@ def _pairs(places: Any) -> list[tuple[int, Mapping[str, float]]]:
                 f"`places` must have a weight above 0 at each place, but place {place} has "
                 f"{dict(weights)!r:.80}."
             )
-    return [(check_count("place", place, 0, MAX_KEY), weights) for place, weights in places]
+    return found
 
 
 def _shares(weights: Mapping[str, float]) -> dict[str, float]:

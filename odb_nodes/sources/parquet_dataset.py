@@ -49,8 +49,6 @@ class ParquetDataset:
         for path in listed(paths):
             urls = [str(path)] if _is_url(path) else []
             self._files += urls or [os.fspath(file) for file in files_of(path, ".parquet")]
-        if not self._files:
-            raise ValueError("`paths` must name at least 1 file, but is empty.")
         self.mixed_blocks = check_count("mixed_blocks", mixed_blocks)
         """How many blocks of `shuffle_blocks` are mixed at a time."""
         if isinstance(columns, str) or columns == []:

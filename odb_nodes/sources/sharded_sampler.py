@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -103,37 +103,25 @@ class BlockPermutation:
 
 
 @dataclass(kw_only=True)
-class ShareState(EpochState):
-    """The part of a source's state that says what its rank takes of the epoch.
+class SamplerState(EpochState):
+    """Where a source stands, and what its rank takes of the epoch."""
 
-    Attributes:
-        done: samples of the epoch that this rank stands for, and that come before all of these:
-            they were read when the job had another number of ranks.
-        start: the first number of those that are dealt out in turn.
-        extra: numbers below that are this rank's, too, ascending, as bytes.
-    """
-
+    position: int = 0  # samples of the epoch that are out, those included that are done
+    # samples of the epoch that this rank stands for, and that come before all of these: they were
+    # read when the job had another number of ranks
     done: int = 0
-    start: int = 0
-    extra: bytes | None = None
+    start: int = 0  # the first number of those that are dealt out in turn
+    extra: bytes | None = None  # numbers below that are this rank's, too, ascending, as bytes
 
 
 class Share:
     """The numbers that a rank takes: some that are named, then every `world_size`-th one."""
 
-    def __init__(self, rank: int, world_size: int, state: ShareState | None = None) -> None:
+    def __init__(self, rank: int, world_size: int, state: SamplerState | None = None) -> None:
         self._rank, self._world_size = rank, world_size
-        self.done = 0 if state is None else state.done
-        """Samples that come before all of these."""
-        self._start = 0 if state is None else state.start
-        self._extra: Numbers = np.empty(0, np.int64)
-        if state is not None and state.extra is not None:
-            self._extra = np.frombuffer(state.extra, "<i8").astype(np.int64)
-
-    def put_into(self, state: ShareState) -> None:
-        """Let a state say what this rank takes."""
-        state.done, state.start = self.done, self._start
-        state.extra = self._extra.astype("<i8").tobytes() or None
+        self.state = state or SamplerState()  # what says so; its position is not used
+        self.done, self._start = self.state.done, self.state.start
+        self._extra: Numbers = np.frombuffer(self.state.extra or b"", "<i8").astype(np.int64)
 
     def count(self, size: int) -> int:
         """Return how many samples this rank stands for, where there are `size` numbers."""
@@ -159,7 +147,7 @@ class Share:
         return self._extra[read:], first - self._rank
 
 
-def dealt(left: Sequence[tuple[Numbers, int]], world_size: int, size: int) -> list[ShareState]:
+def dealt(left: Sequence[tuple[Numbers, int]], world_size: int, size: int) -> list[SamplerState]:
     """Deal what is left of an epoch to another number of ranks.
 
     What none of the ranks has come to is dealt out in turn. What comes before that, since some
@@ -170,19 +158,12 @@ def dealt(left: Sequence[tuple[Numbers, int]], world_size: int, size: int) -> li
     named = np.sort(np.concatenate([*behind, *(some for some, _ in left)]))
     named = named[: int(np.searchsorted(named, size))]
     return [
-        ShareState(start=start, extra=named[rank::world_size].astype("<i8").tobytes() or None)
+        SamplerState(start=start, extra=named[rank::world_size].astype("<i8").tobytes() or None)
         for rank in range(world_size)
     ]
 
 
 # --- nodes ----------------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class SamplerState(ShareState):
-    """Where a `ShardedSampler` stands: how many indices of the epoch are out."""
-
-    position: int
 
 
 class ShardedOrder(EpochNode[T, SamplerState]):
@@ -244,9 +225,7 @@ class ShardedOrder(EpochNode[T, SamplerState]):
 
     def save(self) -> SamplerState:
         """Return the number of indices of the epoch that are out."""
-        state = SamplerState(position=self._position)
-        self._share.put_into(state)
-        return state
+        return replace(self._share.state, position=self._position)
 
     def _go_to(self, position: int) -> None:
         self._position = self._block_start = position

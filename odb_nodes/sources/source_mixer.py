@@ -35,26 +35,19 @@ from odb_nodes.sources.mixing import (
 
 @dataclass(kw_only=True)
 class MixerState(NodeState):
-    """Where a `SourceMixer` stands.
-
-    Attributes:
-        sources: the states of the sources, by name.
-        samples: samples of the epoch so far, by source.
-        tokens: tokens of the epoch so far, by source.
-        exhausted: the sources that were exhausted at least once in the epoch, in that order.
-        ended: the epoch has ended.
-        weights: by which the last item was drawn, where they follow a schedule or were set.
-        targets: what each source should have had when they last changed; likewise.
-        had: sources that ranks had samples of before the epoch was dealt to another number of them.
-    """
+    """Where a `SourceMixer` stands."""
 
     sources: SourceStates
-    samples: dict[str, int]
-    tokens: dict[str, int]
+    samples: dict[str, int]  # samples of the epoch so far, by source
+    tokens: dict[str, int]  # tokens of the epoch so far, by source
+    # the sources that were exhausted at least once in the epoch, in that order
     exhausted: list[str]
-    ended: bool
+    ended: bool  # the epoch has ended
+    # by which the last item was drawn, where they follow a schedule or were set
     weights: dict[str, float] = field(default_factory=dict)
+    # what each source should have had when they last changed; likewise
     targets: dict[str, float] = field(default_factory=dict)
+    # sources that ranks had samples of before the epoch was dealt to another number of them
     had: list[str] = field(default_factory=list)
 
 
@@ -155,11 +148,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         return tuple(self._exhausted) if goes_on else ()
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Mix by other weights from the next epoch on. `Loader.set_weights` calls it.
-
-        Raises:
-            TypeError, ValueError: see `check_can_set`.
-        """
+        """Mix by other weights from the next epoch on. `Loader.set_weights` calls it."""
         self._weights = self.check_can_set(weights)
 
     def check_can_set(self, weights: Mapping[str, float]) -> dict[str, float]:

@@ -52,8 +52,6 @@ class TarDataset:
 
     def __init__(self, paths: Paths) -> None:
         self._files = [file for path in listed(paths) for file in files_of(path, ".tar")]
-        if not self._files:
-            raise ValueError("`paths` must name at least 1 file, but is empty.")
         self._stamps = [stamp_of(file.stat()) for file in self._files]
         self._indices = [index_of(file, "tar1", _search) for file in self._files]
         self._ends = np.cumsum([len(index["firsts"]) for index in self._indices])

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from odb_nodes._core.checks import check_number
 from odb_nodes._core.text import counted, html_table, markdown_table
-from odb_nodes.alignment.exchange import LocalExchange
+from odb_nodes.alignment.exchange import Exchange
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S, VirtualTeam
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.loader.pipeline import sample_node
@@ -380,7 +380,7 @@ def _shards(
     }
     tokens, patches = table.tokens.tolist(), table.patches.tolist()
     shards = []
-    for one in VirtualTeam(job.world_size, LocalExchange(), PEER_TIMEOUT_S).ranks():
+    for one in VirtualTeam(job.world_size, Exchange(), PEER_TIMEOUT_S).ranks():
         options = LoaderOptions(
             token_budget=1,
             process_fn=lambda row: row if tokens[row] else Skipped("skipped"),

@@ -17,7 +17,7 @@ from odb_nodes._core.checks import check_count, check_type
 from odb_nodes._core.text import counted
 from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import AlignedRound
-from odb_nodes.alignment.exchange import LocalExchange
+from odb_nodes.alignment.exchange import Exchange
 from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
 from odb_nodes.contract.node import can_restore, restore_items
@@ -224,7 +224,7 @@ def _graphs(make_loader: MakeLoader, world_size: int) -> Iterator[list[_Graph]]:
     """Make the graph of each rank, as ranks that this process hosts together."""
     graphs = []
     with ExitStack() as stack:
-        for group in VirtualTeam(world_size, LocalExchange(), _TIMEOUT_S).ranks():
+        for group in VirtualTeam(world_size, Exchange(), _TIMEOUT_S).ranks():
             loader = make_loader(group)
             check_type("make_loader(process_group)", loader, ODBDataLoader | Loader)
             stack.callback(close_nodes, loader.root, _TIMEOUT_S)

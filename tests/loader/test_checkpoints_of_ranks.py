@@ -11,7 +11,7 @@ from aligned_ranks import on_ranks
 from rank_jobs import real_ids, run_ranks
 
 from odb_nodes import Checkpoints, PeerError, StateError, load_state
-from odb_nodes.loader import checkpoints as module
+from odb_nodes.alignment.exchange import channel as module
 from odb_nodes.loader.checkpoint_folders import CheckpointFolders
 
 

@@ -60,7 +60,7 @@ def test_counts_are_those_of_all_hosted_ranks_and_the_last_batch_ends_the_epoch(
 def test_virtual_ranks_share_workers_and_what_is_in_flight():
     workers = WorkerOptions(num_workers=8, in_flight_samples=400, in_flight_bytes=100 << 20)
     loader = make(None, virtual_ranks=4, workers=workers)
-    shares = [graph.samples.runner._options for graph in loader._graphs]
+    shares = [graph.samples.runner.options for graph in loader._graphs]
     for name in ("num_workers", "in_flight_samples", "in_flight_bytes"):
         assert sum(getattr(share, name) for share in shares) == getattr(workers, name)
 

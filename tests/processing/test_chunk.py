@@ -136,7 +136,7 @@ def test_states_do_not_depend_on_what_is_in_a_chunk():
         found = []
         node.reset(None)
         for number in range(300):
-            node.runner._fit.items = sizes[number % len(sizes)]
+            node.runner.fit.items = sizes[number % len(sizes)]
             found.append(node.state_dict())
             next(node)
         node.close()

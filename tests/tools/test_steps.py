@@ -29,7 +29,7 @@ from odb_nodes import (
     pop_step_info,
     save_rank_state,
 )
-from odb_nodes.alignment.exchange.base import LocalExchange
+from odb_nodes.alignment.exchange.base import Exchange
 from odb_nodes.cli import main
 from odb_nodes.tools.steps import remake_from_checkpoint, remake_from_ledger
 
@@ -126,7 +126,7 @@ def test_a_step_is_made_again_from_a_ledger_or_a_checkpoint(world_size, make_loa
         states = [rank[0, step][2] for rank in ranks]
         if number == 0:  # as a trainer writes them
             for rank, state in enumerate(states):
-                group = LocalExchange()
+                group = Exchange()
                 group.rank, group.world_size = rank, world_size
                 save_rank_state({"epoch": 1, "loader": state}, tmp_path / "states", group)
             states = tmp_path / "states"
@@ -218,10 +218,10 @@ def test_the_step_of_all_virtual_ranks_is_made_again(out):
         options = {"token_budget": 64, "window": 8, "accumulate": 2, "process_group": group}
         return ODBDataLoader(data, virtual_ranks=4, **options)
 
-    batches = iter(loader := make_loader(LocalExchange()))
+    batches = iter(loader := make_loader(Exchange()))
     [next(batches) for _ in range(out)]
     state = loader.state_dict()
-    again = make_loader(LocalExchange())
+    again = make_loader(Exchange())
     again.load_state_dict(state)
     expected = [next(one) for one in [iter(again)] for _ in range(4 - out % 4)]
     remade = remake_from_checkpoint(make_loader, [state])

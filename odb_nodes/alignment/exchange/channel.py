@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odb_nodes.alignment.exchange.base import Exchange, IntArray, Interrupted
+from odb_nodes.alignment.exchange.gloo import resolve_exchange
 from odb_nodes.errors import PeerError, StateError
 
 _HELLO, _ROUND, _FAILED, _BAD_STATE = 1, 2, 3, 4  # kinds of messages
 _KIND, _LENGTH, _GENERATION, _HEADER = 0, 1, 2, 3  # columns of a message; its payload follows
 _MIN_CAPACITY = 64  # integers, so that the text of an error fits
+_CAPACITY_OF_MEETING = 512  # integers of a message
 _PAUSE_S = 0.02  # between two greetings
 _SETTLED_S = 2.0  # greetings that stay the same for so long are accepted
 _DOUBTFUL_S = 60.0  # the same, if to accept them is an error
@@ -33,15 +35,15 @@ class Channel:
     """
 
     def __init__(self, exchange: Exchange, capacity: int) -> None:
-        self._exchange = exchange
         self._size = _HEADER + max(capacity, _MIN_CAPACITY)
-        self._generation = 0
-        self.agreed = False
-        """Whether `agree` has succeeded since the last `begin`."""
-        self.rank, self.world_size = exchange.rank, exchange.world_size
+        self.agreed = False  # whether `agree` has succeeded since the last `begin`
+        self.wait_s = 0.0  # seconds spent in exchanges so far
+        self._use(exchange)
+
+    def _use(self, exchange: Exchange) -> None:
+        self._exchange, self._generation = exchange, 0
         self.timeout_s = exchange.timeout_s
-        self.wait_s = 0.0
-        """Seconds spent in exchanges so far."""
+        self.rank, self.world_size = exchange.rank, exchange.world_size
 
     @property
     def capacity(self) -> int:
@@ -70,7 +72,11 @@ class Channel:
                 "graph on all ranks, and load states that were saved at the same step."
             )
 
-    def gather(self, payload: IntArray, where: str) -> IntArray:
+    def gather(self, payload: IntArray | Sequence[int], where: str) -> IntArray:
+        """Return the payloads of all ranks, of as many integers each: (world_size, n) int64."""
+        return self._gather(np.asarray(payload), where)[:, : len(payload)]
+
+    def _gather(self, payload: IntArray, where: str) -> IntArray:
         """Return the payloads of all ranks: (n,) int64 -> (world_size, capacity) int64."""
         rows = self._send(_ROUND, payload, where)
         self._raise_failures(rows)
@@ -83,10 +89,10 @@ class Channel:
 
     def gather_bytes(self, data: bytes, where: str) -> list[bytes]:
         """Return the bytes of all ranks, in as many rounds as the longest needs."""
-        sizes = self.gather(np.array([len(data)]), where)[:, 0].tolist()
+        sizes = self.gather([len(data)], where)[:, 0].tolist()
         integers = _as_integers(data)
         parts = [
-            self.gather(integers[start : start + self.capacity], where)
+            self._gather(integers[start : start + self.capacity], where)
             for start in range(0, -(-max(sizes) // 8), self.capacity)
         ]
         whole = np.concatenate([np.empty((self.world_size, 0), dtype=np.int64), *parts], axis=1)
@@ -187,6 +193,30 @@ class Channel:
     def _ranks_that(self, do: NDArray[np.bool_]) -> str:
         """Return the ranks, as the job numbers them, where a mask is true."""
         return ", ".join(str(self._exchange.ranks[index]) for index in np.flatnonzero(do).tolist())
+
+
+class Meeting(Channel):
+    """Meets outside the loader's rounds, for a monitor, say: with equal settings, or a `remedy`."""
+
+    def __init__(
+        self, name: str, process_group: Any, timeout_s: float, *, remedy: str = ""
+    ) -> None:
+        super().__init__(Exchange(), _CAPACITY_OF_MEETING)
+        self._name, self._remedy = name, remedy
+        self._place: tuple[Any, float] | None = (process_group, timeout_s)
+
+    def agree(self, config: Mapping[str, Any]) -> None:
+        """Make sure, once after `begin`, that the settings are the same on all ranks."""
+        if self._place is not None:
+            # Not before the first step: only then is the process group sure to be there.
+            self._use(resolve_exchange(*self._place))
+            self._place = None
+            self.begin()
+        if not self.agreed:
+            try:
+                super().agree({self._name: config})
+            except StateError as error:
+                raise StateError(f"{error} {self._remedy}".rstrip()) from None
 
 
 def _text(row: IntArray) -> str:

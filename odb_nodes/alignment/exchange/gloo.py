@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -18,10 +19,9 @@ import torch.distributed as dist
 
 from odb_nodes._compat import torch_distributed as compat
 from odb_nodes._core.processes import resolve_rank
-from odb_nodes.alignment.exchange.base import Exchange, IntArray, Interrupted, LocalExchange
+from odb_nodes.alignment.exchange.base import Exchange, IntArray, Interrupted
 from odb_nodes.alignment.exchange.store import (
     BoundedStore,
-    Call,
     StoreLost,
     answer_of,
     first_line,
@@ -44,7 +44,7 @@ _HOST_ENDED = "it was killed or stopped, or had given up waiting for a late rank
 _live: weakref.WeakSet[GlooExchange] = weakref.WeakSet()
 
 
-class GlooExchange:
+class GlooExchange(Exchange):
     """An all-gather among some ranks of the job, over gloo connections of their own.
 
     A process group of theirs may be in use meanwhile, with any backend and on any thread. The
@@ -85,7 +85,7 @@ class GlooExchange:
             "Build and iterate the same graphs on all ranks, in the same order: this is number "
             f"{count} of this rank. Then restart all ranks."
         )
-        self._look: Call | None = None  # asks the store whether another rank has failed
+        self._look: Future[Any] | None = None  # asks the store whether another rank has failed
         self._group: Any = None
         self._pending: Any = None  # the work of a call that was interrupted
         # The group, and what the last call reads and writes. If gloo's thread were the last to hold
@@ -115,7 +115,7 @@ class GlooExchange:
             self._call("set", f"size/{self.rank}", str(size), limit_s=limit_s)
             missing = self._wait_for("size", deadline)
         except Interrupted:
-            self._store.begin("delete_key", f"size/{self.rank}").done.wait(_UNDO_S)
+            wait([self._store.begin("delete_key", f"size/{self.rank}")], _UNDO_S)
             raise
         gave_up = self._ranks_with("gone")
         if missing or gave_up:
@@ -222,7 +222,7 @@ class GlooExchange:
             if now > next_look:
                 self._look = self._store.begin("check", ["failed"])
             return next_look
-        if self._look.done.is_set():
+        if self._look.done():
             look, self._look = self._look, None
             try:
                 has_failed = answer_of(look)
@@ -364,9 +364,9 @@ def resolve_exchange(process_group: Any, timeout_s: float) -> Exchange:
                 '`torch.distributed.init_process_group("gloo")` (or "nccl") before the first '
                 "iteration."
             )
-        return LocalExchange()
+        return Exchange()
     if world_size == 1:
-        return LocalExchange()
+        return Exchange()
     return GlooExchange(_ranks_of(process_group), timeout_s)
 
 

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from odb_nodes._compat import torch_distributed as compat
 _LOOK_S = 0.05  # between two looks at whether a wait is to be given up
 _LATE_S = 1.0  # for gloo to raise an error of its own, which says more
 
-_under_way: set[Call] = set()
+_under_way: set[Future[Any]] = set()
 
 if hasattr(os, "register_at_fork"):  # A child has none of the threads.
     os.register_at_fork(after_in_child=_under_way.clear)
@@ -34,7 +35,7 @@ class BoundedStore:
     # time: each thread first waits for the one before it, so calls keep their order.
 
     def __init__(self, limit_s: float) -> None:
-        self._last: Call | None = None
+        self._last: Future[Any] | None = None
         self._queue = threading.Lock()  # two threads may call
         self._store: Any = None
         self._store = self._answer(self.begin(compat.job_store), limit_s)
@@ -49,79 +50,57 @@ class BoundedStore:
         """Call a method of the store, and return what it returns."""
         return self._answer(self.begin(name, *arguments), limit_s, check)
 
-    def begin(self, function: str | Callable[..., Any], *arguments: Any) -> Call:
+    def begin(self, function: str | Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Call a method of the store, or another function, after all calls before; do not wait."""
         called = getattr(self._store, function) if isinstance(function, str) else function
+        call: Future[Any] = Future()
+        _under_way.add(call)
         with self._queue:
-            self._last = call = Call(self._last, called, arguments)
+            before, self._last = self._last, call
+        job = (None if before is None or before.done() else before, call, called, arguments)
+        threading.Thread(target=_run, args=job, name="odb_nodes-store", daemon=True).start()
         return call
 
     def make_group(self, prefix: str, rank: int, world_size: int, limit_s: float) -> Any:
         """Return the gloo group of the ranks that meet below a prefix; see `compat.gloo_group`."""
         store = dist.PrefixStore(prefix, self._store)
         call = self.begin(compat.gloo_group, store, rank, world_size, limit_s)
-        if not call.done.wait(limit_s + _LATE_S):
+        if not wait([call], limit_s + _LATE_S).done:
             raise StoreLost(_silent(limit_s))
         return call.result()
 
-    def _answer(self, call: Call, limit_s: float, check: Callable[[], None] = lambda: None) -> Any:
+    def _answer(
+        self, call: Future[Any], limit_s: float, check: Callable[[], None] = lambda: None
+    ) -> Any:
         deadline = time.monotonic() + limit_s
-        while not call.done.wait(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
+        while not wait([call], max(0.0, min(_LOOK_S, deadline - time.monotonic()))).done:
             check()
             if time.monotonic() > deadline:
                 raise StoreLost(_silent(limit_s))
         return answer_of(call)
 
 
-class Call:
-    """A call on a daemon thread of its own.
-
-    Attributes:
-        done: is set once `result` returns at once.
-    """
-
-    def __init__(
-        self, before: Call | None, function: Callable[..., Any], arguments: tuple[Any, ...]
-    ) -> None:
-        self.done = threading.Event()
-        self._value: Any = None
-        self._error: Exception | None = None
-        _under_way.add(self)
-        ended = None if before is None or before.done.is_set() else before.done
-        threading.Thread(
-            target=self._run, args=(ended, function, arguments), name="odb_nodes-store", daemon=True
-        ).start()
-
-    def result(self) -> Any:
-        """Return what the function returned, or raise what it raised. Only once it is `done`."""
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-    def _run(
-        self,
-        before: threading.Event | None,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-    ) -> None:
-        if before is not None:
-            before.wait()
-        try:
-            self._value = function(*arguments)
-        except Exception as error:
-            self._error = error
-        _under_way.discard(self)
-        self.done.set()
+def _run(
+    before: Future[Any] | None,
+    call: Future[Any],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    if before is not None:
+        wait([before])
+    try:
+        call.set_result(function(*arguments))
+    except Exception as error:
+        call.set_exception(error)
+    _under_way.discard(call)
 
 
 def settle_calls(limit_s: float) -> None:
     """Wait until no call is under way, also of a store that is gone, but no longer than that."""
-    deadline = time.monotonic() + limit_s
-    for call in list(_under_way):
-        call.done.wait(max(0.0, deadline - time.monotonic()))
+    wait(list(_under_way), limit_s)
 
 
-def answer_of(call: Call) -> Any:
+def answer_of(call: Future[Any]) -> Any:
     """Return the result of a call of the store that is done."""
     try:
         return call.result()

@@ -110,9 +110,10 @@ class TokenRows:
         """Raise a `TypeError` unless all samples are mappings with `input_ids`."""
         for index, sample in enumerate(samples):
             if not is_mapping(sample) or "input_ids" not in sample:
+                keys = f" with the keys {[*sample]}" if is_mapping(sample) else ""
                 raise TypeError(
-                    f"`{type(self).__name__}` takes mappings with `input_ids`, but sample "
-                    f"{index} of the group is a `{type(sample).__name__}`. Pass a `collate_fn`."
+                    f"`{type(self).__name__}` takes mappings with `input_ids`, but sample {index} "
+                    f"of the group is a `{type(sample).__name__}`{keys}. Pass a `collate_fn`."
                 )
 
     def join(self, key: str, group: GroupRows, shape: Shape) -> Any:

@@ -173,7 +173,10 @@ class LongestFirst:
             )
         self.dataset = dataset
         check_count("new_tokens", new_tokens, 0)
-        multiple, shapes = budget.pad_to_multiple_of, budget.shape_ladder()
+        multiple = budget.pad_to_multiple_of
+        new_tokens += -new_tokens % multiple  # which come on top of what pads the prompts
+        ladder = budget.shape_ladder()
+        shapes = tuple((rows, width - new_tokens) for rows, width in ladder if width > new_tokens)
         side = PaddingCollate(side="left", pad_to_multiple_of=multiple, shapes=shapes)
         self._collate = side if collate_fn is None else collate_fn
         own_rank, ranks = resolve_rank(rank, world_size)

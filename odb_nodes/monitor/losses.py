@@ -57,7 +57,8 @@ def row_losses(
     Args:
         logits: (B, T, vocabulary) float.
         labels: (B, T) int64; -100 where there is no target.
-        position_ids: (1, T) int64, those of a packed batch, which begin at 0 in each sample.
+        position_ids: (1, T) or (4, 1, T) int64, those of a packed batch, which begin at 0 in each
+            sample.
         shift: whether the logits of a token predict the label of the next one.
 
     Raises:
@@ -76,10 +77,11 @@ def row_losses(
     is_target = labels.ne(IGNORE_INDEX)
     if position_ids is None:
         return RowLosses(losses.sum(1), is_target.sum(1))
+    positions = position_ids.reshape(-1, position_ids.shape[-1])[0]  # of (4, 1, T), the text's
     # As many as there are tokens, since how many there are is known on the device alone.
-    sample = position_ids[0].eq(0).cumsum(0)[-labels.shape[1] :] - 1
-    sums = losses.new_zeros(position_ids.shape[1]).index_add(0, sample, losses[0])
-    targets = torch.zeros_like(position_ids[0]).index_add(0, sample, is_target[0].long())
+    sample = positions.eq(0).cumsum(0)[-labels.shape[1] :] - 1
+    sums = losses.new_zeros(len(positions)).index_add(0, sample, losses[0])
+    targets = torch.zeros_like(positions).index_add(0, sample, is_target[0].long())
     return RowLosses(sums, targets)
 
 

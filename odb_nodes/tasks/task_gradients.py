@@ -464,8 +464,11 @@ class PCGrad(TaskGradients):
             others = [other for other in range(len(own)) if other != row]
             rng.shuffle(others)
             for other in others:
-                if (conflict := gradient @ own[other]) < 0:
-                    gradient -= conflict / own[other].square().sum() * own[other]
+                # Its direction alone: squares of a small gradient are 0 in float32.
+                largest = own[other].abs().max().clamp(min=torch.finfo(own.dtype).tiny)
+                direction = own[other] / largest
+                if (conflict := gradient @ direction) < 0:
+                    gradient -= conflict / direction.square().sum() * direction
         sizes, self._last = [one.numel() for one in self._parameters], []
         for one, grad in zip(self._parameters, free.sum(0).split(sizes), strict=True):
             one.grad = new = grad.view_as(one).to(one.dtype, copy=True)

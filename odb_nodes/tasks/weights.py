@@ -91,7 +91,7 @@ class TaskWeights(Mapping[str, float]):
 
         Args:
             losses: of each token, (B, T), 0 where it is not supervised, as with
-                `reduction="none"`; or sums of a sample's, (B,).
+                `reduction="none"`; or sums of a sample's, (B,). Rows of padding count as rows.
             info: the `StepInfo` of the batch.
             position_ids: of a packed batch, (1, T): those of its tokens. `losses` may lack the
                 first or the last token, (1, T - 1), as they do after a shift by hand.
@@ -207,11 +207,15 @@ def _sums_of_samples(
 ) -> torch.Tensor:
     """Return the sum of the losses of each sample, (samples,)."""
     if position_ids is None:
-        if losses.ndim not in (1, 2) or len(losses) != samples:
+        fits = losses.ndim in (1, 2) and len(losses) >= samples
+        # Under a budget with `shapes`, rows of padding follow the samples; nothing else is 0 there.
+        if not fits or (len(losses) > samples and losses[samples:].any()):
             raise ValueError(
-                f"`losses` must be of {samples} samples, ({samples}, T) or ({samples},), but have "
-                f"the shape {tuple(losses.shape)}. For a packed batch, pass its `position_ids`."
+                f"`losses` must be of {samples} samples, ({samples}, T) or ({samples},), and 0 in "
+                f"rows of padding behind them, but have the shape {tuple(losses.shape)}. For a "
+                "packed batch, pass its `position_ids`."
             )
+        losses = losses[:samples]
         return losses.sum(1) if losses.ndim == 2 else losses
     width = position_ids.shape[-1]
     position_ids = position_ids.reshape(-1, width)[: len(position_ids)]  # of (4, 1, T), the text's

@@ -150,6 +150,12 @@ class MultiImageCollate(StepImages):
         dimensions, images = self._dimensions(), []
         allowed = (2, 3) if dimensions is None else (dimensions,)
         for given in () if (found := sample.get("pixel_values")) is None else found:
+            if hasattr(given, "getbands"):  # a Pillow image, (H, W, C) as an array
+                raise SampleError(
+                    "an image of `pixel_values` must be an array, (C, H, W), but is a Pillow image "
+                    "instead, whose channels come last. Convert it in processing: "
+                    '`np.asarray(image.convert("RGB")).transpose(2, 0, 1)`.'
+                )
             try:
                 image = np.asarray(given)
             except (TypeError, ValueError, RuntimeError) as error:  # ragged, or with a graph

@@ -91,6 +91,16 @@ def test_results_are_in_the_order_of_the_data(model, ranks):
         assert [token for token in found if token != PAD] == [one for one in alone if one != PAD]
 
 
+@pytest.mark.parametrize("how", [{"pad_to_multiple_of": 16}, {"shapes": 3}])
+def test_the_budget_bounds_what_padded_prompts_grow_to(how):
+    data = [{"input_ids": [1] * (n % 20 + 1)} for n in range(60)]
+    batches = LongestFirst(data, TokenBudget(256, **how), new_tokens=10)
+    shapes = [batch["input_ids"].shape for batch, _ in batches]
+    assert max(rows * (width + 10) for rows, width in shapes) in range(200, 257)
+    if "shapes" in how:
+        assert len({*shapes}) <= 3
+
+
 def test_a_budget_bounds_samples_and_patches_of_a_batch():
     data = [{"input_ids": [1] * 4, "image_grid_thw": [[1, 1, 5]]} for _ in range(10)]
     budget = TokenBudget(400, max_samples=4, max_patches=15)

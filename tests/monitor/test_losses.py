@@ -42,14 +42,16 @@ def logits_of(batch):
     return table[batch["input_ids"]].requires_grad_()
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", ["padded", "packed", "packed with images"])
 def test_the_loss_of_each_sample_is_that_of_the_sample_alone(layout):
-    budget = TokenBudget(tokens=48, layout=layout)
+    budget = TokenBudget(tokens=48, layout=layout[:6])
     seen = set()
     for batch in ODBDataLoader(SAMPLES, token_budget=budget, window=6):
         info = pop_step_info(batch)
         logits = logits_of(batch)
-        places = batch["position_ids"] if layout == "packed" else None
+        places = batch.get("position_ids")
+        if layout == "packed with images":  # of the text, then in time, height and width
+            places = torch.stack([places, *[torch.zeros_like(places)] * 3])
         losses = row_losses(logits, batch["labels"], position_ids=places)
         for number, key in enumerate(info.keys):
             sample = {name: torch.tensor([one]) for name, one in SAMPLES[key].items()}

@@ -436,6 +436,18 @@ def test_the_order_of_the_others_depends_on_seed_and_step_alone():
     assert len({gradient(seed, 1) for seed in range(20)}) > 2
 
 
+def test_a_gradient_whose_square_is_zero_in_float32_still_conflicts():
+    info = pop_step_info(next(iter(loader_of(regression()))))
+    pulls = torch.tensor([[1.0, 1.0], [-1e-25, 0.0]])
+    at = torch.nn.Parameter(torch.zeros(2))
+    projected = PCGrad(TaskWeights(dict.fromkeys(NEAR_FAR_WEIGHTS, 1.0)), [at])
+    rows = [pulls[[*NEAR_FAR_WEIGHTS].index(task)] for task in info.row_tasks]
+    projected.backward(torch.stack(rows) @ at, info)
+    projected.step()
+    first, second = at.grad.tolist()
+    assert abs(first) < 1e-20 < second < 100
+
+
 def test_without_a_conflict_sums_are_plain_and_of_half_precision_kept_in_float32():
     at = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     projected = PCGrad(TaskWeights(NEAR_FAR_WEIGHTS), [at])

@@ -70,21 +70,22 @@ def gradients_of_rank(loader, model, weights):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "accumulate", "weights"),
+    ("ranks", "budget", "accumulate", "weights"),
     [
-        (1, "padded", 1, WEIGHTS),
-        (1, "packed", 3, dict.fromkeys(TASKS, 2.5)),
-        (2, "packed", 1, WEIGHTS),
-        (4, "padded", 3, WEIGHTS),
+        (1, TokenBudget(96), 1, WEIGHTS),
+        (1, TokenBudget(96, layout="packed"), 3, dict.fromkeys(TASKS, 2.5)),
+        (1, TokenBudget(96, shapes=3), 2, WEIGHTS),  # with rows of padding
+        (2, TokenBudget(96, layout="packed"), 1, WEIGHTS),
+        (4, TokenBudget(96), 3, WEIGHTS),
     ],
 )
-def test_the_gradient_is_that_of_the_weighted_mean(ranks, layout, accumulate, weights):
+def test_the_gradient_is_that_of_the_weighted_mean(ranks, budget, accumulate, weights):
     of_ranks = [samples_of(rank, max(size, 1)) for rank, size in enumerate(SIZES[ranks])]
     data = {one["id"]: one for samples in of_ranks for one in samples}
     models = [LanguageModel() for _ in of_ranks]  # which seed the generator that threads share
 
     def run(exchange):
-        budget, rank = TokenBudget(96, layout=layout), exchange.rank
+        rank = exchange.rank
         options = {"sharded": True, "accumulate": accumulate, "timeout_s": TIMEOUT_S}
         loader = loader_of(of_ranks[rank], token_budget=budget, process_group=exchange, **options)
         return gradients_of_rank(loader, models[rank], weights)
@@ -165,6 +166,7 @@ REFUSALS = [
      ValueError, "weights of the tasks"),
     (lambda: loss({"a": 1.0, "b": 1.0}), ValueError, r"\['c'\] have no"),
     (lambda: loss(WEIGHTS, slice(1, None)), ValueError, "`losses` must be of"),
+    (lambda: loss(WEIGHTS, [0] * 99), ValueError, "and 0 in rows of padding behind them"),
     (lambda: loss(WEIGHTS, tasks=None), ValueError, "Pass `tasks="),
     (lambda: TaskWeights(WEIGHTS).loss(*moved()), ValueError, "in step .*, but all ranks"),
     (lambda: one_batch(tasks=["a"]), SampleError, "the task of a sample .* is none of"),

@@ -102,10 +102,17 @@ def test_tokens_that_only_the_model_knows_are_not_counted():
         VisionLanguageCollate(dummy=None, image_processor=processor().image_processor)([patches])
 
 
-@pytest.mark.parametrize("group", [["text"], [{"labels": [1]}]])
-def test_what_is_no_sample_is_refused(group):
+@pytest.mark.parametrize(
+    ("group", "seen"),
+    [
+        (["text"], "is a `str`. Pass"),
+        ([{"labels": [1]}], r"is a `dict` with the keys \['labels'\]"),
+    ],
+)
+def test_what_is_no_sample_is_refused(group, seen):
+    message = f"`VisionLanguageCollate` takes mappings with `input_ids`, but sample 0 .* {seen}"
     for use in (collate, lambda samples: collate.collate_step(samples, step("image"))):
-        with pytest.raises(TypeError, match="`VisionLanguageCollate` takes mappings with `input_i"):
+        with pytest.raises(TypeError, match=message):
             use(group)
 
 

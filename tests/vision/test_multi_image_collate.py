@@ -9,6 +9,7 @@ from aligned_ranks import TIMEOUT_S, on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from pictures import step
+from PIL import Image
 from refusals import refuses
 from torchdata.nodes import IterableWrapper
 
@@ -226,6 +227,7 @@ MISFITS = [
     ({"pixel_values": [np.ones((1, 2, 2), object)]}, SHAPE + ", but is .1, 2, 2. of object"),
     ({"pixel_values": [np.zeros((3, 0, 4))]}, SHAPE),
     ({"pixel_values": [np.zeros((1, 1, 2, 2, 2))]}, SHAPE),
+    ({"pixel_values": [Image.new("RGB", (4, 4))]}, "is a Pillow image instead, whose channels"),
     ({"pixel_values": [GRAPH]}, "cannot become an array: .* requires grad"),
     ({"pixel_values": [[[[1.0], [1.0, 2.0]]]]}, "cannot become an array"),
     ({"pixel_values": [np.zeros((1, 4, 4), np.uint8)]}, "is .1, 4, 4. of uint8, and one bef"),

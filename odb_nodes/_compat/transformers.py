@@ -292,7 +292,9 @@ def shifts_labels(model: Any) -> bool:
 
     Relies on `PreTrainedModel.loss_type` and the table `LOSS_MAPPING`, as `Trainer` itself does. A
     name that is not in the table, as of GPT-2, has the causal loss if it calls `loss_function`: the
-    `Trainer` takes such models for others. A model of another library is taken for a causal one.
+    `Trainer` takes such models for others. The models of transformers that compute a cross entropy
+    of their own, as the decoders of BART and TrOCR do, name `shift_labels` where they shift. A
+    model of another library is taken for a causal one.
     """
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -302,10 +304,25 @@ def shifts_labels(model: Any) -> bool:
         return False
     if not isinstance(base, PreTrainedModel):
         return True
+    forward = inspect.unwrap(type(base).forward)
+    names = {*forward.__code__.co_names, *forward.__code__.co_varnames}
+    has_own_loss = not names.isdisjoint(("CrossEntropyLoss", "_compute_loss"))
+    if has_own_loss and forward.__module__.startswith("transformers."):
+        return "shift_labels" in names
     loss = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "")
-    if loss is None:
-        return "loss_function" in inspect.unwrap(type(base).forward).__code__.co_names
-    return loss is ForCausalLMLoss
+    return "loss_function" in names if loss is None else loss is ForCausalLMLoss
+
+
+def smoother_shifts(trainer: Any) -> bool | None:
+    """Return whether the `Trainer` shifts labels for its `label_smoother`, or None without one.
+
+    Relies on `compute_loss` to ask `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES` for the name of the model.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if trainer.label_smoother is None or trainer.compute_loss_func is not None:
+        return None
+    return type(base_model(trainer.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def ctc_reduction(trainer: Any) -> str | None:

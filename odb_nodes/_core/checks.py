@@ -41,6 +41,11 @@ def check_count(name: str, value: object, minimum: int = 1, maximum: int = MAX_C
     return count
 
 
+def keep_count(options: Any, name: str, minimum: int = 1) -> None:
+    """Check a field of a frozen dataclass, and keep it as an int: an integer of numpy overflows."""
+    object.__setattr__(options, name, check_count(name, getattr(options, name), minimum))
+
+
 def check_fraction(name: str, value: Any) -> float:
     """Return `value` as a float in 0..1."""
     if not _is_number(value):

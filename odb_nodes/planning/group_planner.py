@@ -82,7 +82,7 @@ class GroupPlanner:
         self.limits = Limits.of(budget)
         """What groups are formed under now: the limits of the budget, or lower ones."""
         self.given_window = check_window("window", window)
-        self.window = LEAST_WINDOW if window == AUTO else window
+        self.window = LEAST_WINDOW if self.given_window == AUTO else self.given_window
         """Samples that wait now."""
         self.follows_ranks = False
         """Whether ranks choose an `"auto"` window together, by `use`."""

@@ -251,7 +251,10 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def shifts_labels(model: Any) -> bool:
-    """Tell whether position i of a model predicts label i + 1, as the table of its losses says."""
+    """Tell whether position i of a model predicts label i + 1, so that the first is no target."""
+    # The table of losses says it. A name that is not in it, as of GPT-2, has the causal loss if it
+    # calls `loss_function`. Models with a cross entropy of their own, as the decoders of BART and
+    # TrOCR, name `shift_labels` where they shift.
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -260,10 +263,22 @@ def shifts_labels(model: Any) -> bool:
         return False
     if not isinstance(base, PreTrainedModel):
         return True
+    forward = inspect.unwrap(type(base).forward)
+    names = {*forward.__code__.co_names, *forward.__code__.co_varnames}
+    has_own_loss = not names.isdisjoint(("CrossEntropyLoss", "_compute_loss"))
+    if has_own_loss and forward.__module__.startswith("transformers."):
+        return "shift_labels" in names
     loss = LOSS_MAPPING.get(getattr(base, "loss_type", None) or "")
-    if loss is None:  # as of GPT-2: the causal one if it calls `loss_function`
-        return "loss_function" in inspect.unwrap(type(base).forward).__code__.co_names
-    return loss is ForCausalLMLoss
+    return "loss_function" in names if loss is None else loss is ForCausalLMLoss
+
+
+def smoother_shifts(trainer: Any) -> bool | None:
+    """Tell whether the `Trainer` shifts labels for its `label_smoother`; `None` without one."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if trainer.label_smoother is None or trainer.compute_loss_func is not None:
+        return None
+    return type(base_model(trainer.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def ctc_reduction(trainer: Any) -> str | None:

@@ -39,6 +39,11 @@ def check_count(name: str, value: object, minimum: int = 1, maximum: int = MAX_C
     return count
 
 
+def keep_count(options: Any, name: str, minimum: int = 1) -> None:
+    """Check a field of a frozen dataclass, and keep it as an int: an integer of numpy overflows."""
+    object.__setattr__(options, name, check_count(name, getattr(options, name), minimum))
+
+
 def check_number(name: str, value: Any, interval: str) -> float:
     """Return `value` as a float in an interval such as "(0, 1]": above 0, and at most 1."""
     if not isinstance(value, Real) or isinstance(value, bool):

@@ -283,7 +283,9 @@ def _check_length(key: str, row: Any, tokens: int) -> None:
 def is_number(value: Any) -> bool:
     """Tell whether a value is a single number, not a value per token."""
     if (dimensions := getattr(value, "ndim", None)) is not None:
-        return bool(dimensions == 0)
+        # Numpy's strings and times have no dimensions either; torch has none of these.
+        kind = getattr(getattr(value, "dtype", None), "kind", "f")
+        return bool(dimensions == 0) and kind in "biufc"
     return type(value) is not list and isinstance(value, Number)
 
 

@@ -179,19 +179,19 @@ class ODBDataLoader(Loader[Any]):
         self.dataset, self.options = dataset, options
         """The dataset, and all other arguments that it was made with."""
         root: BaseNode[Any]
-        if virtual_ranks is None:
+        if options.virtual_ranks is None:
             self._graphs = [RankGraph(dataset, options)]
             root = self._graphs[0].collator
         else:
-            team = VirtualTeam(virtual_ranks, process_group, timeout_s)
+            team = VirtualTeam(options.virtual_ranks, process_group, timeout_s)
             self._graphs = graphs_of_team(dataset, options, team)
             root = VirtualRanks(
                 [graph.collator for graph in self._graphs],
                 [graph.aligner for graph in self._graphs],
                 team,
             )
-        if prefetch and options.worker_options.num_workers:
-            root = ReadAhead(root, prefetch)
+        if options.prefetch and options.worker_options.num_workers:
+            root = ReadAhead(root, options.prefetch)
         super().__init__(root)
 
     @classmethod

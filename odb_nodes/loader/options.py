@@ -10,10 +10,10 @@ from odb_nodes._core.checks import (
     check_bool,
     check_callable,
     check_choice,
-    check_count,
     check_names,
     check_seconds,
     check_type,
+    keep_count,
 )
 from odb_nodes.alignment.aligned_round import LossRule, LossScaling
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S
@@ -58,7 +58,7 @@ class BatchOptions(PlanOptions):
         for name, function in _by_name("process_fn", self.process_fn).items():
             check_callable(name, function)
         check_callable("observe", self.observe)
-        check_count("prefetch", self.prefetch, 0)
+        keep_count(self, "prefetch", 0)
         check_choice("state", self.state, get_args(PoolState))
         remedy = "For 4 worker processes, pass `WorkerOptions(num_workers=4)`."
         check_type("workers", self.workers, WorkerOptions | None, remedy)
@@ -99,12 +99,12 @@ class LoaderOptions(BatchOptions, JobOptions):
         super().__post_init__()
         if self.shuffle is not None:
             check_bool("shuffle", self.shuffle)
-        check_count("num_workers", self.num_workers, 0)
+        keep_count(self, "num_workers", 0)
         check_bool("pin_memory", self.pin_memory)
         check_bool("sharded", self.sharded)
         check_choice("loss_scaling", self.loss_scaling, get_args(LossScaling))
         if self.virtual_ranks is not None:
-            check_count("virtual_ranks", self.virtual_ranks)
+            keep_count(self, "virtual_ranks")
             if self.sharded:
                 raise ValueError(
                     "`sharded` must be False with `virtual_ranks`, which plan the same steps for "

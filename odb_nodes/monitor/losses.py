@@ -14,7 +14,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -153,7 +153,11 @@ def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
         blocks: list[dict[str, Any]] = []
         damaged: list[int] = []
         cut: list[int] = []  # lines before this one, which a kill may have cut short
-        for number, block in _blocks(path.read_bytes()):
+        lines = path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            if not line:
+                continue
+            block = _block_of(line)
             if block is None:
                 cut.append(number)
                 continue
@@ -162,9 +166,10 @@ def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
                 damaged += cut
             cut = []
             blocks.append(block)
+        damaged += [number for number in cut if not _may_be_cut_short(lines[number - 1])]
         if damaged:
-            lines = ", ".join(map(str, damaged))
-            warn_user(f"lines of `{path}` are damaged, and their losses missing: {lines}.")
+            numbers = ", ".join(map(str, damaged))
+            warn_user(f"lines of `{path}` are damaged, and their losses missing: {numbers}.")
         rank = int(path.stem.partition("-")[2])
         for attempt in (one for one in attempts if one["world_size"] <= rank):  # not in this file
             step, time_s = attempt["step"], attempt["time_s"]
@@ -174,15 +179,22 @@ def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
     return found
 
 
-def _blocks(data: bytes) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield each line that is not empty, with its number; `None` for one that is damaged."""
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if not line:
-            continue
-        try:
-            yield number, json.loads(zlib.decompress(base64.b64decode(line, validate=True)))
-        except (ValueError, zlib.error):
-            yield number, None
+def _block_of(line: bytes) -> dict[str, Any] | None:
+    """Return what a line holds; `None` for one that is damaged."""
+    try:
+        block: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(line, validate=True)))
+    except (ValueError, zlib.error):
+        return None
+    return block
+
+
+def _may_be_cut_short(line: bytes) -> bool:
+    """Tell whether a line that is damaged may be the beginning of a whole one."""
+    try:
+        zlib.decompressobj().decompress(base64.b64decode(line[: len(line) // 4 * 4], validate=True))
+    except (ValueError, zlib.error):
+        return False
+    return True
 
 
 def worst_samples(losses: Sequence[SampleLoss], count: int) -> list[list[SampleLoss]]:

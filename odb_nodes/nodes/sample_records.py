@@ -229,9 +229,10 @@ def _encode(value: Any) -> Any:
         return ("dict", [(_encode(key), _encode(item)) for key, item in value.items()])
     if kind in (list, tuple):
         return (kind.__name__, [_encode(item) for item in value])
+    of_dtype = f" of dtype {value.dtype}" if isinstance(value, np.ndarray) else ""
     raise SampleError(
-        f"a state that carries samples cannot hold `{kind.__name__}`. Return dicts, lists and "
-        'tuples of tensors, arrays, numbers and strings, or use `state="replay"`.'
+        f"a state that carries samples cannot hold `{kind.__name__}`{of_dtype}. Return dicts, "
+        'lists and tuples of tensors, arrays, numbers and strings, or use `state="replay"`.'
     )
 
 

@@ -29,7 +29,7 @@ from odb_nodes.nodes.pooled_table import PoolContent, PooledSamples, PooledTable
 from odb_nodes.nodes.replay import Snapshots
 from odb_nodes.nodes.sample_records import Remaking, are_numbered, decode_sample, from_records
 from odb_nodes.planning import TokenBudget
-from odb_nodes.planning.auto_window import PoolCheck, WindowSize
+from odb_nodes.planning.auto_window import PoolCheck, WindowSize, check_window
 from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.group_planner import GroupPlanner
 from odb_nodes.planning.options import PlanOptions
@@ -122,11 +122,14 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         self.source = source
         self.budget = TokenBudget.of(budget)
         """What a group may cost."""
-        self._has_tasks = check_diversity(diversity, self.budget) > 0
+        window = check_window("window", window)
+        dearest_first = check_count("dearest_first", dearest_first, 0)
+        diversity = check_diversity(diversity, self.budget)
+        self._has_tasks = diversity > 0
         self.planner = GroupPlanner(
             self.budget,
             window,
-            check_count("dearest_first", dearest_first, 0),
+            dearest_first,
             diversity,
             partial(known_length_of, source),
         )

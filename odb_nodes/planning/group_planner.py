@@ -71,7 +71,8 @@ class GroupPlanner:
         self.limits = Limits.of(budget)
         """What groups are formed under now: the limits of the budget, or lower ones."""
         self.given_window = check_window("window", window)
-        self.window = LEAST_WINDOW if window == AUTO else window  # samples that wait now
+        # Samples that wait now.
+        self.window = LEAST_WINDOW if self.given_window == AUTO else self.given_window
         self.follows_ranks = False  # whether ranks choose an `"auto"` window together, by `use`
         self._dearest_first, self._diversity = dearest_first, diversity
         self._epoch_samples = epoch_samples

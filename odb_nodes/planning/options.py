@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from odb_nodes._core.checks import check_choice, check_count, check_integer, check_number
+from odb_nodes._core.checks import check_choice, check_integer, check_number, keep_count
 from odb_nodes.planning.auto_window import AUTO, WindowSize, check_window
 from odb_nodes.planning.rounds import Uneven
 
@@ -21,11 +21,12 @@ class PlanOptions:
     diversity: float = 0.0
 
     def __post_init__(self) -> None:
-        check_window("window", self.window)
-        check_count("round_size", self.round_size)
+        object.__setattr__(self, "window", check_window("window", self.window))
+        keep_count(self, "round_size")
         check_choice("uneven", self.uneven, get_args(Uneven))
-        check_count("dearest_first", self.dearest_first, 0)
-        check_number("diversity", self.diversity, "[0, 1]")
+        keep_count(self, "dearest_first", 0)
+        diversity = check_number("diversity", self.diversity, "[0, 1]")
+        object.__setattr__(self, "diversity", diversity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,5 +38,5 @@ class JobOptions(PlanOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("accumulate", self.accumulate)
-        check_integer("seed", self.seed)
+        keep_count(self, "accumulate")
+        object.__setattr__(self, "seed", check_integer("seed", self.seed))

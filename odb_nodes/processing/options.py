@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
-from odb_nodes._core.checks import check_callable, check_choice, check_count, check_seconds
+from odb_nodes._core.checks import check_callable, check_choice, check_seconds, keep_count
 
 Method = Literal["process", "thread", "ray"]
 ChunkSize = int | Literal["auto"]
@@ -53,13 +53,13 @@ class WorkerOptions:
     worker_init_fn: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
-        check_count("num_workers", self.num_workers, 0)
+        keep_count(self, "num_workers", 0)
         if self.chunk_size != AUTO:
-            check_count("chunk_size", self.chunk_size)
+            keep_count(self, "chunk_size")
         if self.in_flight_samples is not None:
-            check_count("in_flight_samples", self.in_flight_samples)
+            keep_count(self, "in_flight_samples")
         if self.in_flight_bytes is not None:
-            check_count("in_flight_bytes", self.in_flight_bytes)
+            keep_count(self, "in_flight_bytes")
         check_choice("method", self.method, get_args(Method))
         if self.start_method is not None:
             check_choice("start_method", self.start_method, multiprocessing.get_all_start_methods())

@@ -99,6 +99,8 @@ class WeightSchedule:
         return {name: share + (later[name] - share) * done for name, share in shares.items()}
 
 
+_MAX_WEIGHT = 1e100  # so that no sum of weights, nor a product with tokens, is infinite
+
 Weights = Mapping[str, float] | WeightSchedule | Literal["proportional"] | None
 
 
@@ -215,10 +217,16 @@ def check_names(option: str, given: Mapping[str, Any], of: str, sources: Mapping
 def _check_weight(option: str, weight: Any, *, may_be_off: bool = False) -> None:
     """Raise a `ValueError` unless a weight is a positive number, or 0 where that is allowed."""
     is_number = isinstance(weight, Real) and not isinstance(weight, bool)
-    if is_number and math.isfinite(weight) and (weight > 0 or (may_be_off and weight == 0)):
+    try:
+        value = float(weight) if is_number else math.nan
+    except OverflowError:
+        value = math.inf
+    if 0 < value <= _MAX_WEIGHT or (may_be_off and value == 0):
         return
     rule = "0 or a positive number" if may_be_off else "a positive number"
-    raise ValueError(f"`{option}` must be {rule}, but is {weight!r} instead.")
+    raise ValueError(
+        f"`{option}` must be {rule} up to {_MAX_WEIGHT:g}, but is {weight!r:.80} instead."
+    )
 
 
 def _pairs(places: Any) -> list[tuple[int, Mapping[str, float]]]:

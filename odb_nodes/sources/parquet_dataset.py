@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from odb_nodes._core.checks import check_count, import_extra
+from odb_nodes._core.checks import check_count, check_names, import_extra
 from odb_nodes.sources.jsonl_source import Paths, files_of, listed
 from odb_nodes.sources.kept_index import stamp_of
 
@@ -37,6 +37,7 @@ class ParquetDataset:
     Raises:
         ImportError: pyarrow is not installed, or fsspec for a URL.
         FileNotFoundError: a file does not exist, or a folder or pattern has none.
+        TypeError: `columns` is no list.
         ValueError: a file is no Parquet file or is cut, or lacks a column.
     """
 
@@ -51,8 +52,8 @@ class ParquetDataset:
             self._files += urls or [os.fspath(file) for file in files_of(path, ".parquet")]
         self.mixed_blocks = check_count("mixed_blocks", mixed_blocks)
         """How many blocks of `shuffle_blocks` are mixed at a time."""
-        if isinstance(columns, str) or columns == []:
-            raise TypeError(f"`columns` must be a list of names, but is {columns!r} instead.")
+        if columns is not None and not check_names("columns", columns):
+            raise ValueError("`columns` must name at least 1 column, but is empty.")
         self._columns = None if columns is None else [*columns]
         self._metadata: list[Any] = []
         self._stamps: list[tuple[int, int]] = []

@@ -183,6 +183,7 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         world_size: int | None = None,
     ) -> None:
         super().__init__()
+        self._sized = size if isinstance(size, Sized) else None
         self._size = len(size) if isinstance(size, Sized) else check_integer("size", size)
         self._shuffle = check_bool("shuffle", shuffle)
         self._blocks: list[int] | None = None
@@ -210,6 +211,12 @@ class ShardedOrder(EpochNode[T, SamplerState]):
 
     def begin_epoch(self) -> None:
         """Stand at the first index of the epoch."""
+        if self._sized is not None and (now := len(self._sized)) != self._size:
+            raise ValueError(
+                f"the dataset must have as many samples in each epoch, {self._size} as when this "
+                f"`{type(self).__name__}` was made, but has {now} now. For other data, make a new "
+                "loader, and call its `set_epoch`."
+            )
         self._share = Share(self._rank, self._world_size)
         self._go_to(0)
 

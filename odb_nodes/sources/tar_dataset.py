@@ -24,6 +24,7 @@ _BLOCK_BYTES = 512  # of a tar file
 _ADLER_MODULUS = 65521
 _OF_MEMBER = re.compile(rb"(path|size|charset)=|sparse")  # what changes how it is read
 _READ_BYTES = 1 << 20  # at a time
+_MOST_ZEROS = 1 << 20  # at the end; by default `tar` writes up to 11 KiB
 
 
 class TarDataset:
@@ -200,6 +201,11 @@ def _check_end(path: Path, whole: mmap.mmap, end: int) -> None:
                 "several files are joined: there is neither a member nor the end. Put it back "
                 "whole."
             )
+    if (zeros := len(whole) - end) > _MOST_ZEROS:
+        raise ValueError(
+            f"{path} has {zeros} zeros from byte {end} on, as a file that was not copied to its "
+            "end. Put it back whole, or write it anew with fewer zeros at its end."
+        )
 
 
 def _text(index: Index, member: int) -> str:

@@ -376,8 +376,8 @@ def tune(
     auto = replace(job, budget=best.choice.budget, window=AUTO)
     why = (
         f"Of {len(tried)} choices, {len(front)} are not worse than another one in all of time, "
-        f"balance, samples held and replay. {len(near)} of them are within {AS_FAST:.0%} of the "
-        f"shortest time; the arrow marks the one of these that holds the fewest samples. Times are "
+        f"balance, samples held and replay. Within {AS_FAST:.0%} of the shortest time: {len(near)} "
+        f"of them; the arrow marks the one of these that holds the fewest samples. Times are "
         f"estimates ({step_time.origin}), without waiting for data. Under its budget "
         f'`window="auto"` comes to {epoch.window(auto):,} samples.'
     )

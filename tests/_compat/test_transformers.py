@@ -164,14 +164,33 @@ def test_labels_are_shifted_where_the_trainer_counts_them_shifted(tmp_path):
 def test_models_that_the_table_of_losses_lacks_shift_as_their_own_loss_does():
     gpt = transformers.GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=9)
     xl = transformers.XLNetConfig(d_model=4, n_layer=1, n_head=1, d_inner=4, vocab_size=9)
+    bart = transformers.BartConfig(
+        d_model=4, decoder_layers=1, decoder_attention_heads=1, decoder_ffn_dim=4, vocab_size=9
+    )
     ids = torch.tensor([[1, 2, 3]])
     first_alone = torch.tensor([[1, -100, -100]])
     for model, shifts in (
         (transformers.GPT2LMHeadModel(gpt), True),
+        (transformers.GPT2DoubleHeadsModel(gpt), True),
         (transformers.XLNetLMHeadModel(xl), False),
+        (transformers.BartForCausalLM(bart), False),
     ):
-        assert model(input_ids=ids, labels=first_alone).loss.isfinite() == (not shifts)
+        loss = model(input_ids=ids, labels=first_alone).loss
+        assert loss.isfinite() == (not shifts)
         assert compat.shifts_labels(model) is shifts
+
+
+@canary("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, which a `label_smoother` shifts labels for", "loss")
+def test_labels_are_shifted_where_the_label_smoother_shifts_them(tmp_path):
+    args = arguments(tmp_path, label_smoothing_factor=0.1)
+    ids = torch.tensor([[1, 2, 3]])
+    first_alone = {"input_ids": ids, "labels": torch.tensor([[1, -100, -100]])}
+    gpt = transformers.GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=9)
+    for model, shifts in ((llama(), True), (transformers.GPT2DoubleHeadsModel(gpt), False)):
+        trainer = Trainer(model, args)
+        assert trainer.compute_loss(model, {**first_alone}).isfinite() == (not shifts)
+        assert compat.smoother_shifts(trainer) is shifts
+    assert compat.smoother_shifts(Trainer(model, arguments(tmp_path))) is None
 
 
 def gradient_of(trainer, items):

@@ -68,6 +68,13 @@ def test_a_gradient_and_a_dtype_are_not_lost_on_the_way():
     assert prepared["labels"].dtype == np.float32 and prepared["labels"].tolist() == [0.5, -1.0]
 
 
+@pytest.mark.parametrize("value", [np.str_("a"), np.datetime64("2026-11-26"), np.array("a")])
+def test_what_numpy_has_without_dimensions_is_listed_unless_it_is_a_number(value):
+    samples = [{"input_ids": [1], "of": value, "count": np.int32(n)} for n in range(2)]
+    batch = PaddingCollate()(samples)
+    assert batch["of"] == [value, value] and batch["count"].tolist() == [0, 1]
+
+
 @pytest.mark.parametrize("key", ["input_ids", "labels"])
 @pytest.mark.parametrize("number", [2**63, 2**64 - 100])
 def test_a_number_that_a_tensor_cannot_hold_is_refused(key, number):

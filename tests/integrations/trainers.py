@@ -334,7 +334,8 @@ class GradientCheck(TrainerCallback):
         self.reference.zero_grad()
         self.expect(self.reference, [batch for batch, is_filler in steps if not is_filler])
         pairs = zip(self.trainer.model.parameters(), self.reference.parameters(), strict=True)
-        off = [((own.grad - one.grad).norm(), one.grad.norm()) for own, one in pairs]
+        grads = [(own.grad, one.grad) for own, one in pairs if own.grad is not one.grad]
+        off = [((own - one).norm(), one.norm()) for own, one in grads]
         self.of_parameters.append(max((error / norm for error, norm in off if error), default=0.0))
         whole, norm = torch.tensor(off).norm(dim=0)
         self.errors.append(float(whole / norm))

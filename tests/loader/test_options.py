@@ -1,12 +1,24 @@
 """The options of the whole graph: one declaration that everything else follows."""
 
 import inspect
+import io
 from dataclasses import MISSING, fields
 from typing import get_type_hints
 
+import numpy as np
 import pytest
+import torch
+from torchdata.nodes import Mapper
 
-from odb_nodes import ODBDataLoader, RankAligner, WindowBucketer, WorkerOptions
+from odb_nodes import (
+    LengthObserver,
+    ODBDataLoader,
+    RankAligner,
+    ShardedSampler,
+    WindowBucketer,
+    WorkerOptions,
+    pop_step_info,
+)
 from odb_nodes.loader.options import BatchOptions, LoaderOptions
 from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.simulation import SimulationKeywords
@@ -101,6 +113,35 @@ def test_an_option_that_is_not_valid_is_named_before_anything_runs(option, value
 
 def test_each_option_is_checked():
     assert {option for option, *_ in INVALID} == {one.name for one in fields(LoaderOptions)}
+
+
+def test_options_may_be_small_integers_of_numpy():
+    data = [{"input_ids": [0] * (n % 50 + 4)} for n in range(300)]
+    names = ("window", "round_size", "accumulate", "seed", "dearest_first", "virtual_ranks")
+    states = []
+    for kind in (int, np.int8, np.uint64):
+        workers = WorkerOptions(chunk_size=kind(100), in_flight_samples=kind(100))
+        numbers = {name: kind(100) for name in names}
+        loader = ODBDataLoader(data, token_budget=kind(120), workers=workers, **numbers)
+        keys = [key for batch in loader for key in pop_step_info(batch).keys]
+        assert sorted({*keys}) == [*range(300)]
+        states.append(loader.state_dict())
+        torch.load(io.BytesIO(saved(states[-1])), weights_only=True)
+    assert states[0] == states[1] == states[2]
+
+
+def saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def test_a_pool_of_a_graph_of_nodes_may_be_as_many_as_a_small_integer_of_numpy():
+    sampler = Mapper(ShardedSampler(100), lambda index: {"input_ids": [index]})
+    pool = WindowBucketer(LengthObserver(sampler), 50, np.int8(100), diversity=np.float32(0))
+    pool.reset()
+    assert sum(len(group) for group in pool) == 100
+    assert torch.load(io.BytesIO(saved(pool.state_dict())), weights_only=True)
 
 
 def test_no_option_of_a_made_loader_can_be_set():

@@ -154,6 +154,10 @@ def test_what_cannot_be_read_is_named(files, tmp_path):
     files[0].write_bytes(whole)
     with pytest.raises(ValueError, match=r"0.parquet has no column 'text': it has \['id'"):
         ParquetDataset(files, ["text"])
+    with pytest.raises(ValueError, match="`columns` must name at least 1 column, but is empty"):
+        ParquetDataset(files, ())
+    with pytest.raises(TypeError, match="`columns` must be a list of names, but is 7"):
+        ParquetDataset(files, 7)
     twice = pa.table([[1], [2]], names=["id", "id"])
     pq.write_table(twice, tmp_path / "twice.parquet")
     with pytest.raises(ValueError, match=r"twice.parquet has 2 columns 'id'"):
@@ -306,6 +310,10 @@ def test_a_tar_file_that_cannot_be_read_is_named(tars, tmp_path):
     tars[0].write_bytes(damaged)
     with pytest.raises(ValueError, match=r"a.tar is (damaged at byte|no tar file)"):
         TarDataset(tars)
+    for begin in b"", whole:
+        tars[0].write_bytes(begin + bytes(2 << 20))
+        with pytest.raises(ValueError, match=r"a.tar has \d+ zeros from byte \d+ on"):
+            TarDataset(tars)
     tars[0].write_bytes(whole + tars[1].read_bytes())
     with pytest.raises(ValueError, match=r"a.tar is damaged at byte .* several files are joined"):
         TarDataset(tars)

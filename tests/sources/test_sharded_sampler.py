@@ -138,6 +138,16 @@ def test_a_trillion_samples_need_no_memory_and_the_state_stays_small(given):
     assert len({*first, *rest}) == 1505
 
 
+@pytest.mark.parametrize("size", [11, 9])
+def test_a_dataset_of_another_length_in_a_later_epoch_is_refused(size):
+    data = [*range(10)]
+    node = sampler(data)
+    assert sorted(epoch_of(node)) == data
+    data[:] = range(size)
+    with pytest.raises(ValueError, match=f"in each epoch, 10 as .*, but has {size} now"):
+        epoch_of(node)
+
+
 # The edges of an epoch (P22 of docs/upstream_faults.md), which no loader shows.
 
 EDGES = {"shard": (5, 1, 2), "one item": (1, 0, 1), "empty shard": (2, 2, 3)}

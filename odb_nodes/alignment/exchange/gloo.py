@@ -132,8 +132,8 @@ class GlooExchange(Exchange):
         if len({*sizes}) > 1:
             raise StateError(
                 "the ranks have messages of different sizes, "
-                f"{dict(zip(self.ranks, sizes, strict=True))}: `round_size`, `accumulate` "
-                f"or `virtual_ranks` differ between them. {self._advice}"
+                f"{dict(zip(self.ranks, sizes, strict=True))}: `round_size`, `accumulate`, "
+                f"`virtual_ranks` or the number of `tasks` differ between them. {self._advice}"
             )
         # All ranks are here: connecting takes long only if one of them is lost meanwhile.
         left_s = max(deadline - time.monotonic(), self._grace_s)

@@ -293,6 +293,8 @@ def count_targets(
 def shifts(trainer: Any) -> bool:
     """Return whether the first label of a row is no target."""
     given: bool | None = trainer.odb.shift_labels
+    if given is None:
+        given = compat.smoother_shifts(trainer)
     return compat.shifts_labels(trainer.model) if given is None else given
 
 

@@ -424,10 +424,13 @@ def _last_complete(folder: Path) -> str | None:
             torn[checkpoint] = error
             continue
         for other, why in torn.items():
-            warn_user(
-                f"`{other.name}` is not complete, and is skipped: {why} Remove it. The run "
-                f"resumes from `{checkpoint.name}`."
-            )
+            problem = f"is not complete, and is skipped: {why} Remove it."
+            if not isinstance(why, TornStateError):
+                problem = (
+                    "has no state of the batches, and is skipped: it was saved with "
+                    "`save_only_model`, without dynamic batches, or up to a kill."
+                )
+            warn_user(f"`{other.name}` {problem} The run resumes from `{checkpoint.name}`.")
         return str(checkpoint)
     for newest, why in torn.items():
         if isinstance(why, TornStateError):

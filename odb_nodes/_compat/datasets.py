@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,17 +51,19 @@ def restores_exactly() -> bool:
     return tuple(map(int, re.findall(r"\d+", datasets.__version__)[:3])) >= _RESTORES_SINCE
 
 
-def is_plain_table(dataset: Any) -> bool:
-    """Tell whether a dataset reads rows of an Arrow table as plain Python values.
+def is_plain_table(dataset: Any) -> bool | None:
+    """Tell whether a table now reads rows as plain Python values; `None` for what is no table.
 
     Not where it applies a transform, decodes images or sound, or makes arrays, whose dtype depends
     on the rows that are read together: a column with a null becomes one of floats.
     """
-    datasets = sys.modules.get("datasets")
-    if datasets is None or type(dataset) is not datasets.Dataset:
-        return False
-    decodes = datasets.features.features.require_decoding
-    return dataset.format["type"] is None and not any(map(decodes, dataset.features.values()))
+    kind = type(dataset)  # by its name: a user's own module may be called `datasets`, too
+    if (kind.__module__, kind.__qualname__) != ("datasets.arrow_dataset", "Dataset"):
+        return None
+    from datasets.features.features import require_decoding
+
+    decodes = map(require_decoding, dataset.info.features.values())
+    return dataset.format["type"] is None and not any(decodes)
 
 
 def stages_of(stream: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -34,7 +34,13 @@ from odb_nodes.processing.chunk import Fetcher
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.options import share_of
 from odb_nodes.sample import CLASS_KEYS, Fetched, Observe, Sample, Skipped
-from odb_nodes.sources.datasets import dataset_of_rank, draws_nothing, is_iterated, source_of
+from odb_nodes.sources.datasets import (
+    dataset_of_rank,
+    draws_nothing,
+    is_iterated,
+    reads_alike,
+    source_of,
+)
 from odb_nodes.sources.iterable_source import is_stream
 from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import Mixing, Stop, WeightSchedule, check_names
@@ -139,17 +145,14 @@ class SampleProcess(Fetcher):
     def draws_random_numbers(self) -> bool | None:
         """`False` where all that is given says so; `None` where it is not known."""
         functions = [one for one in (self.process_fn, self.observe) if one is not None]
-        quiet = self._reads_quietly and all(declares_draws(one) is False for one in functions)
+        reads_quietly = self.dataset is None or draws_nothing(self.dataset)
+        quiet = reads_quietly and all(declares_draws(one) is False for one in functions)
         return False if quiet else None
-
-    @cached_property
-    def _reads_quietly(self) -> bool:
-        return self.dataset is None or draws_nothing(self.dataset)
 
     def fetch(self, items: Sequence[Any]) -> Sequence[Any]:
         """Return items with their data, where the dataset reads many at once as it reads each."""
         read = getattr(self.dataset, "__getitems__", None)
-        if read is None or not self._reads_quietly:
+        if read is None or not reads_alike(self.dataset):  # now: a transform may have been set
             return items
         found = read([*items])
         if len(found) != len(items):

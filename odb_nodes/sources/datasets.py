@@ -110,11 +110,18 @@ def source_of(
 
 
 def draws_nothing(dataset: Any) -> bool:
-    """Tell whether an item is known to depend on no random numbers, nor on those read with it."""
+    """Tell whether an item is known to depend on no random numbers."""
     if type(dataset) is Subset:
         return draws_nothing(dataset.dataset)
-    is_plain = type(dataset) in _PLAIN or is_plain_table(dataset)
-    return is_plain or declares_draws(dataset) is False
+    return type(dataset) in _PLAIN or declares_draws(dataset) is False
+
+
+def reads_alike(dataset: Any) -> bool:
+    """Tell whether an item is known not to depend on those that are read with it."""
+    if type(dataset) is Subset:
+        return reads_alike(dataset.dataset)
+    is_plain = is_plain_table(dataset)  # whatever a table of another format declares
+    return draws_nothing(dataset) if is_plain is None else is_plain
 
 
 def is_iterated(dataset: Any) -> bool:

@@ -1,4 +1,6 @@
 import random
+import sys
+import types
 import warnings
 from collections import UserDict
 from contextlib import nullcontext
@@ -446,6 +448,18 @@ def test_a_dataset_reads_many_rows_at_once():
     alone = {name: [*rows] for name, rows in parts.items()}
     same = [*ODBDataLoader(alone, token_budget=64, weights="proportional")]
     assert [*map(str, mixed)] == [*map(str, same)]
+
+
+def test_a_module_of_the_user_may_be_called_datasets(monkeypatch):
+    class Dataset(Table):
+        draws_random_numbers = False
+
+    module = types.ModuleType("datasets")
+    Dataset.__module__, Dataset.__qualname__, module.Dataset = "datasets", "Dataset", Dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    table = Dataset(SAMPLES)
+    list(ODBDataLoader(table, token_budget=64))
+    assert together(table, table.read)
 
 
 class Together(Table):

@@ -1,6 +1,7 @@
 """Datasets of Hugging Face: map-style, and streams that resume at every step."""
 
 import json
+import random
 
 import pytest
 from aligned_ranks import on_ranks
@@ -273,6 +274,11 @@ def test_files_that_are_streamed(tmp_path, sampled):
     assert_resumes_exactly(make, **sampled(every=5, chain=1))
 
 
+def declared(table):
+    table.draws_random_numbers = False
+    return table
+
+
 @pytest.mark.parametrize(
     ("change", "reads"),
     [
@@ -280,6 +286,7 @@ def test_files_that_are_streamed(tmp_path, sampled):
         (lambda table: table.select(range(3, 20)), True),
         (lambda table: table.with_format("numpy"), False),  # a null in one row makes others floats
         (lambda table: table.with_format("torch"), False),
+        (lambda table: declared(table.with_format("numpy")), False),
         (lambda table: table.with_transform(lambda rows: rows), False),  # may draw
     ],
 )
@@ -294,3 +301,16 @@ def test_a_table_of_plain_values_is_read_many_rows_at_once(change, reads, monkey
     assert bool(calls) is reads
     if reads:
         assert sorted(at for places in calls for at in places) == [*range(len(table))]
+
+
+def test_a_transform_that_is_set_later_draws_the_numbers_of_each_row():
+    def batches(seed):
+        table = datasets.Dataset.from_list(ROWS)
+        loader = ODBDataLoader(table, token_budget=32, window=8)
+        table.set_transform(
+            lambda rows: {"input_ids": [[random.randrange(99)] for _ in rows["id"]]}
+        )
+        random.seed(seed)
+        return [batch["input_ids"].tolist() for batch in loader]
+
+    assert batches(0) == batches(1)

@@ -250,10 +250,11 @@ def difference(expected: Any, got: Any) -> str | None:
         if isinstance(expected, torch.Tensor) and torch.equal(expected, got):
             return None
         both_nan = (expected != expected) & (got != got)
-        places = torch.as_tensor((expected != got) & ~both_nan).nonzero()
-        if not len(places):
+        differs = torch.as_tensor((expected != got) & ~both_nan)
+        if not differs.any():
             return None
-        place = tuple(places[0].tolist())
+        first = int(differs.view(torch.uint8).argmax())  # All places would take more than both do.
+        place = tuple(map(int, np.unravel_index(first, differs.shape)))
         return f"[{place}] is {got[place]} instead of {expected[place]}"
     pairs: Iterable[tuple[Any, Any, Any]]
     if isinstance(expected, Mapping) and isinstance(got, Mapping):

@@ -14,9 +14,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from odb_nodes import PerSource, TokenBudget
-from odb_nodes._core.content import array_of_ints, content_digest, flatten_row, tensor_bytes
+from odb_nodes._core.content import (
+    array_of_ints,
+    content_digest,
+    difference,
+    flatten_row,
+    tensor_bytes,
+)
 from odb_nodes._core.hashing import hash_ints, hash_rows, stable_name
 from odb_nodes.planning.group_costs import BudgetCost
 
@@ -196,3 +203,39 @@ class Plain:
 )
 def test_an_object_is_known_by_the_name_that_it_declares_or_its_class(named, name):
     assert stable_name(named) == name
+
+
+class LargestResult(TorchDispatchMode):
+    """Notes the bytes of the largest tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.most_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.most_bytes = max(self.most_bytes, result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (torch.zeros(2, 3), torch.tensor([[0.0] * 3, [0, 1, 1]]), "[(1, 1)] is 1.0 instead of 0.0"),
+        (np.array([1, 2]), np.array([1, 3]), "[(1,)] is 3 instead of 2"),
+        (np.array(1), np.array(2), "[()] is 2 instead of 1"),
+        (torch.tensor(math.nan), torch.tensor(0.0), "[()] is 0.0 instead of nan"),
+        (np.array([math.nan]), np.array([math.nan]), None),
+        (torch.zeros(0, 3), torch.zeros(0, 3), None),
+    ],
+)
+def test_the_first_place_that_differs_is_told(one, other, expected):
+    assert difference(one, other) == expected
+
+
+def test_large_tensors_that_differ_take_less_memory_than_they_have():
+    one, other = torch.zeros(100, 100), torch.ones(100, 100)
+    with LargestResult() as made:
+        assert difference(one, other) == "[(0, 0)] is 1.0 instead of 0.0"
+    assert 0 < made.most_bytes < one.nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import operator
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,7 +49,11 @@ def check_number(name: str, value: Any, interval: str) -> float:
     """Return `value` as a float in an interval such as "(0, 1]": above 0, and at most 1."""
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(_message(name, f"a number in {interval}", describe(value)))
-    number, (low, high) = float(value), map(float, interval[1:-1].split(","))
+    low, high = map(float, interval[1:-1].split(","))
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.nan  # in no interval
     is_above = number >= low if interval[0] == "[" else number > low
     is_below = number <= high if interval[-1] == "]" else number < high
     if not (is_above and is_below):

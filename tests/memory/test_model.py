@@ -126,6 +126,7 @@ test_what_cannot_be_is_an_error = refuses(
         (MODEL, 0, {}, "`limit_bytes` must be in 1"),
         (MODEL, GIB, {"threshold": 0}, "`threshold` must be in .0, 1.,"),
         (MODEL, GIB, {"threshold": "1"}, "`threshold` must be"),
+        (MODEL, GIB, {"threshold": 10**400}, "`threshold` must be in .0, 1., but is 10"),
         (MODEL, GIB, {"margin": -0.1}, "`margin` must be .*, but is -0.1"),
         (MODEL, GIB, {"max_rows": 1}, "`max_rows` must not"),
         (MODEL, GIB, {"tokens": 5}, "`tokens` must not"),

@@ -500,7 +500,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         left = [*chain(*groups, self._rounds.lookahead or ())]
         dropped = [LeftOut(one.key, one.source, "unemitted") for one in left]
         count = len(left) + remaining_samples(self.source)
-        at.left_out += dropped + ([] if self._pool is None else self._pool.drop_remaining())
+        pooled = [] if self._pool is None else self._pool.drop_remaining()
+        at.left_out, at.left_out_ahead = [*at.left_out, *at.left_out_ahead, *dropped, *pooled], []
         at.unemitted_samples += count
         self._rounds.lookahead, at.source_exhausted = None, True
         if count:

@@ -20,14 +20,17 @@ from torchdata.nodes import BaseNode, IterableWrapper
 from odb_nodes import (
     LengthObserver,
     Loader,
+    ODBDataLoader,
     PeerError,
     RankAligner,
     SampleError,
     ShardedSampler,
+    Skipped,
     SourceMixer,
     StateError,
     TokenBudget,
     WindowBucketer,
+    pop_step_info,
 )
 from tests.refusals import refuses
 
@@ -161,6 +164,31 @@ def test_stop_ends_all_with_the_first_and_counts_the_rest(sizes):
             assert len(ids(items)) + unemitted == sizes[rank]
             assert len({*ids(items)}) == len(ids(items))
         assert any(unemitted == 0 for _, unemitted in epoch)
+
+
+@pytest.mark.filterwarnings("ignore:.*not emitted", "ignore:.*skipped", "ignore:.*padding")
+@pytest.mark.parametrize("size", [20, 41, 62])
+def test_stop_names_all_samples_that_were_read(size):
+    def process(sample):
+        return Skipped("odd") if sample["id"] % 2 else sample
+
+    def run(exchange):
+        samples = shard(0, (size, 300)[exchange.rank])
+        options = {"window": 8, "round_size": 4, "shuffle": False, "sharded": True}
+        loader = ODBDataLoader(
+            samples,
+            token_budget=60,
+            uneven="stop",
+            process_fn=process,
+            process_group=exchange,
+            **options,
+        )
+        infos = [pop_step_info(batch) for batch in loader]
+        emitted = [key for info in infos if not info.is_filler for key in info.keys]
+        return emitted + [one.key for info in infos for one in info.left_out]
+
+    for keys in on_ranks(2, run):
+        assert sorted(keys) == [*range(len(keys))]
 
 
 class PerEpoch(BaseNode):

@@ -250,11 +250,11 @@ def difference(expected: Any, got: Any) -> str | None:
         if isinstance(expected, torch.Tensor) and torch.equal(expected, got):
             return None
         both_nan = (expected != expected) & (got != got)
-        differs = torch.as_tensor((expected != got) & ~both_nan)
-        if not differs.any():
+        places = torch.as_tensor((expected != got) & ~both_nan)
+        if not places.any():
             return None
-        first = int(differs.view(torch.uint8).argmax())  # All places would take more than both do.
-        place = tuple(map(int, np.unravel_index(first, differs.shape)))
+        first = int(places.view(torch.uint8).argmax())  # All in numbers would take more than both.
+        place = tuple(map(int, np.unravel_index(first, places.shape)))
         return f"[{place}] is {got[place]} instead of {expected[place]}"
     pairs: Iterable[tuple[Any, Any, Any]]
     if isinstance(expected, Mapping) and isinstance(got, Mapping):

@@ -53,7 +53,12 @@ class SourceReport:
         return {name: getattr(count, by) / total for name, count in self._counts.items()}
 
     def over_ranks(self, process_group: Any = None) -> SourceReport:
-        """Return the sums over the ranks of a group, by default all: all call it, at one point."""
+        """Return the sums over all ranks. A collective: all ranks call it, at the same point.
+
+        Args:
+            process_group: the ranks to sum over. Default: all of the job; this rank alone where
+                torch.distributed is not initialised.
+        """
         parts: list[Any] = [self._counts]
         if dist.is_available() and dist.is_initialized():
             parts *= dist.get_world_size(process_group)

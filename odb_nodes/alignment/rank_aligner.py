@@ -562,12 +562,13 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         assert pool is not None
         was_in_round, steps = len(self._steps) > 0, min(steps, len(self._steps))
         cut = [*self._steps.cut(steps), self._rounds.lookahead or NO_SAMPLES]
-        pool.put_back(SampleBlock.joined(cut))
+        if self._filler is not None and self._filler[0] in pool.excluded:
+            self._filler, at.filler, self._steps.filler = None, None, None
+        still = [*self._steps.groups(), self._filler or NO_SAMPLES]
+        pool.put_back(SampleBlock.joined(cut), still)
         self._rounds.lookahead, self._rounds.has_ended = None, False
         at.plan, at.last, at.source_exhausted = self._steps.to_bytes(), False, False
         at.left_out, at.left_out_ahead = at.left_out + at.left_out_ahead, []
-        if self._filler is not None and self._filler[0] in pool.excluded:
-            self._filler, at.filler, self._steps.filler = None, None, None
         at.source = snapshot(self.source)
         if was_in_round and at.emitted == len(self._steps):
             self._end_round()

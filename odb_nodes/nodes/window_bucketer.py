@@ -174,6 +174,11 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         return self.planner.window
 
     @property
+    def limits(self) -> Limits:
+        """What groups are formed under now: the limits of the budget, or lower ones."""
+        return self.planner.limits
+
+    @property
     def remaining_samples(self) -> int:
         """Samples of this epoch in the pool, and those not yet pulled where that is known."""
         known = self.known_remaining()
@@ -246,8 +251,11 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         if self.planner.ended and not (self._planned or len(self._pool)):
             self._snapshots.take(self._pool.pulled)
 
-    def put_back(self, samples: SampleBlock) -> None:
-        """Put samples of groups back into the pool, without those that are excluded."""
+    def put_back(self, samples: SampleBlock, still: Sequence[SampleBlock]) -> None:
+        """Put samples of groups back into the pool, without those that are excluded.
+
+        Groups with the samples of `still` are held above.
+        """
         samples = samples.take(np.flatnonzero(~self._exclusions.exclude_from(samples)))
         waiting, pool = self._table.all(), self._pool
         self._floor, self._floor_until = self._needed_from, pool.pulled  # before new ages
@@ -256,7 +264,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         ordinals = np.arange(pool.pulled - len(pool), pool.pulled)
         self._table.add(ordinals, SampleBlock.joined([samples, waiting]))
         self._encoded.clear()
-        self.release()
+        self.release(still)
 
     def drop_remaining(self) -> list[LeftOut]:
         """End the epoch before its last sample, and return the pooled ones as left out."""

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_nodes import ODBDataLoader, StateError, save_rank_state
+from odb_nodes._core.content import difference
 from odb_nodes.integrations.huggingface import run as huggingface
 from odb_nodes.integrations.lightning import ODBCallback
 from odb_nodes.integrations.lightning import run as lightning
@@ -89,9 +90,8 @@ def test_the_error_of_a_damaged_field_names_holder_and_field(made, kind, field):
     """Also where the digest fits: as of a state that a faulty version has saved."""
     saver, early, state = made(kind)
     holder = HOLDERS[kind]
-    mixed = {"of the other state": early[field]} if early[field] != state[field] else {}
-    for name, value in [*mutations(state[field]), *mixed.items()]:
-        if type(value) is not type(state[field]) or value != state[field]:
+    for name, value in [*mutations(state[field]), ("of the other state", early[field])]:
+        if difference(state[field], value):
             with pytest.raises(StateError, match=f"the state of {holder} "):
                 saver.load(replaced(state, [field], value))
                 pytest.fail(name)

@@ -81,11 +81,13 @@ def test_a_run_killed_at_any_place_trains_each_sample_once(
     while kills < most or attempt:
         kill = drawn_kill(draw, within, world_size, steps) if kills < most else None
         attempt += 1
+        before = complete(folder)
         if run(tmp_path / "job", folder, world_size, sharded, kill):
             found = check(folder, size, is_whole=True)
             assert [one.digest for one in found.epochs] == [one.digest for one in whole.epochs]
             names = {path.name for path in (folder / "checkpoints").iterdir()}
-            assert names == {path.name for path in complete(folder)} and len(names) == 2
+            if complete(folder) != before:  # else nothing was left to save, and none cleaned up
+                assert names == {path.name for path in complete(folder)} and len(names) == 2
             folder, attempt = tmp_path / str(kills + 1), 0
         else:
             kills += 1

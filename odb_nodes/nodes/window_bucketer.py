@@ -251,7 +251,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         if self.planner.ended and not (self._planned or len(self._pool)):
             self._snapshots.take(self._pool.pulled)
 
-    def put_back(self, samples: SampleBlock, still: Sequence[SampleBlock]) -> None:
+    def put_back(self, samples: SampleBlock, still: Sequence[SampleBlock] = ()) -> None:
         """Put samples of groups back into the pool, without those that are excluded.
 
         Groups with the samples of `still` are held above.

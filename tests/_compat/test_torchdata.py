@@ -15,9 +15,9 @@ from torchdata.nodes import (
     Prefetcher,
     SamplerWrapper,
 )
+from toys import Epochs
 
 from odb_nodes._compat import torchdata as compat
-from tests.toys import Epochs
 
 
 def canary(what, used_in="_compat/torchdata.py (`join_threads`)"):

@@ -14,6 +14,7 @@ from aligned_ranks import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refuses
 from sampling import fewer
 from torchdata.nodes import BaseNode, IterableWrapper
 
@@ -32,7 +33,6 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
-from tests.refusals import refuses
 
 
 def epochs_of(exchange, samples, epochs=2, **options):

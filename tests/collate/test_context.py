@@ -8,10 +8,10 @@ import pytest
 import torch
 from aligned_ranks import on_ranks
 from rank_jobs import run_ranks
+from refusals import refuses
 
 from odb_nodes import ODBDataLoader, PackedCollate, PaddingCollate, TokenBudget, pop_step_info
 from odb_nodes.collate import shard_context
-from tests.refusals import refuses
 
 ROWS = [[*range(1, 9)], [*range(21, 25)], [31, 32]]
 

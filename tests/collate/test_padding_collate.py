@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import ROWS_OF_INTEGERS as KINDS
 
 from odb_nodes import PaddingCollate, SampleError
-from tests.rows import ROWS_OF_INTEGERS as KINDS
 
 ROWS = st.lists(
     st.lists(st.sampled_from([-100, 0, 5, 2**31 - 1, 2**31, -(2**63)]), max_size=9), min_size=1

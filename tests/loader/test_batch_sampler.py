@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from aligned_ranks import on_ranks
+from refusals import refuses
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from odb_nodes import ODBDataLoader, StateError, TokenBatchSampler, TokenBudget, pop_step_info
-from tests.refusals import refuses
 
 LENGTHS = np.random.default_rng(0).integers(1, 41, 300).tolist()
 

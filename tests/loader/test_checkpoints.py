@@ -9,6 +9,8 @@ import pytest
 import torch
 from elastic import job as job_of
 from elastic import make, states_at
+from refusals import refuses
+from toys import Holder
 
 from odb_nodes import (
     Checkpoints,
@@ -23,8 +25,6 @@ from odb_nodes import (
     save_state,
 )
 from odb_nodes.loader.checkpoint_folders import Contents, choose
-from tests.refusals import refuses
-from tests.toys import Holder
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exceed", "ignore:.*skipped")
 

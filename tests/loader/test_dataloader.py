@@ -13,6 +13,7 @@ import torchdata.nodes
 from aligned_ranks import on_ranks
 from graphs import LENGTHS, SIZE, Dataset, augment, make_dataloader
 from in_process import InProcessHub
+from refusals import refuses
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -44,7 +45,6 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.sample import data_of
-from tests.refusals import refuses
 
 
 def ids(loader):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from aligned_ranks import on_ranks
 from torchdata.nodes import IterableWrapper, Mapper, ParallelMapper, Prefetcher, Unbatcher
+from toys import Stream
 from worker_functions import SkipSome
 
 from odb_nodes import (
@@ -37,7 +38,6 @@ from odb_nodes import (
 )
 from odb_nodes.contract import EpochNode, EpochState
 from odb_nodes.nodes.exclusions import ExcludedKeys
-from tests.toys import Stream
 
 BUDGET = TokenBudget(64, oversize="drop")
 SKIPPED = [(n, "", "seventeenth") for n in range(5, 120, 17)]

@@ -10,6 +10,7 @@ import torch
 from graphs import ABOVE, BELOW, make
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refuses
 from sampling import fewer
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SubsetRandomSampler
 from torchdata.nodes import (
@@ -26,7 +27,6 @@ from torchdata.nodes import Loader as StockLoader
 
 from odb_nodes import LengthObserver, Loader, SampleError, ShardedSampler, StateError
 from odb_nodes.testing import assert_resumes_exactly
-from tests.refusals import refuses
 
 
 class Numbers(BaseNode):

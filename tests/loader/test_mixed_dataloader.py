@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from aligned_ranks import TIMEOUT_S, on_ranks
+from refusals import refuses
 from torch.utils.data import IterableDataset
 
 from odb_nodes import (
@@ -27,7 +28,6 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
-from tests.refusals import refuses
 
 
 def encode(text):

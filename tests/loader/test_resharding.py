@@ -19,6 +19,7 @@ from elastic import (
     states_at,
     whole,
 )
+from refusals import refuses
 
 from odb_nodes import (
     GroupCollator,
@@ -36,7 +37,6 @@ from odb_nodes import (
 from odb_nodes.contract import NodeState
 from odb_nodes.contract.state import add_digest, seal_whole, unseal_whole
 from odb_nodes.loader.reshard_nodes import dealt_by_tokens
-from tests.refusals import refuses
 
 pytestmark = pytest.mark.filterwarnings(*LEFT_OUT, ENDED_EARLY)
 

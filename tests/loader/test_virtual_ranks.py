@@ -7,6 +7,7 @@ import pytest
 from aligned_ranks import TIMEOUT_S, on_ranks
 from elastic import job, make, states_at
 from jobs import TO_VIRTUAL, Given, Job, by_virtual_rank
+from refusals import refuses
 from torch.utils.data import IterableDataset
 from torchdata.nodes import IterableWrapper
 
@@ -29,7 +30,6 @@ from odb_nodes import (
 from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.alignment.virtual_ranks import VirtualRanks
 from odb_nodes.memory import OomGuard
-from tests.refusals import refuses
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*(Further ones|were skipped|were dropped|not emitted)"

@@ -7,6 +7,7 @@ from functools import partial, wraps
 import numpy as np
 import pytest
 import torch
+from refusals import refuses
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
@@ -31,7 +32,6 @@ from odb_nodes.processing.columns import DataColumns
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.vision import MultiImageCollate, VisionLanguageCollate
 from odb_nodes.vision.collate import StepImages
-from tests.refusals import refuses
 
 ROWS = [[1, 2, 3], [4], [5, 6]]
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pools import lognormal
+from refusals import refuses
 from sampling import fewer
 from torchdata.nodes import IterableWrapper, Mapper
 
@@ -26,7 +27,6 @@ from odb_nodes._core import progress
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.testing import assert_resumes_exactly
-from tests.refusals import refuses
 
 LENGTHS = np.random.default_rng(1).integers(1, 60, 200).tolist()
 

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pools import run
+from refusals import refuses
 
 from odb_nodes import TokenBudget
 from odb_nodes.planning.auto_window import (
@@ -14,7 +15,6 @@ from odb_nodes.planning.auto_window import (
     window_samples,
 )
 from odb_nodes.planning.budget import allowed_rows
-from tests.refusals import refuses
 
 
 def test_an_integer_stands_for_padded_tokens():

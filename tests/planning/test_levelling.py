@@ -8,6 +8,7 @@ from aligned_ranks import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from pools import budgets, pool_of
+from refusals import refuses
 
 from odb_nodes import ODBDataLoader, Sample, SampleError, TokenBudget, pop_step_info
 from odb_nodes.planning import plan_epoch, round_steps
@@ -21,7 +22,6 @@ from odb_nodes.planning.levelling import UNKNOWN_LEFT, Rest, gifts, receivers, w
 from odb_nodes.planning.rounds import CostReport, begins_last_round
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.tools.simulate import lognormal_lengths, simulate
-from tests.refusals import refuses
 
 lengths = st.lists(st.integers(1, 200), max_size=80)
 

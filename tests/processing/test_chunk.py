@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rows import KEYS, ROWS_OF_INTEGERS
 from worker_functions import draw, drawn
 
 from odb_nodes import ParallelProcessor, SampleError, ShardedSampler, WorkerOptions
@@ -15,7 +16,6 @@ from odb_nodes.processing.chunk_runner import ChunkFit
 from odb_nodes.processing.observation import digest_of, made_of, observe_sample
 from odb_nodes.sample import ItemKey, Sample
 from odb_nodes.sample_block import ItemKeys
-from tests.rows import KEYS, ROWS_OF_INTEGERS
 
 
 def draws_of(keys, positions, seed):

@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from rows import KEYS
 from sampling import fewer
 from worker_functions import processor, same
 
@@ -41,7 +42,6 @@ from odb_nodes.processing.transport import (
 )
 from odb_nodes.sample import ItemKey
 from odb_nodes.sample_block import ItemKeys
-from tests.rows import KEYS
 
 TENSOR_DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),

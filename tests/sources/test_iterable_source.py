@@ -5,11 +5,11 @@ import torch
 from damaged_states import resealed
 from torch.utils.data import DistributedSampler, IterableDataset
 from torchdata.nodes import Prefetcher
+from toys import Once
 
 from odb_nodes import IterableSource, SampleError, StateError
 from odb_nodes._core import progress
 from odb_nodes.testing import assert_resumes_exactly
-from tests.toys import Once
 
 
 def source(iterable, rank=0, world_size=1):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from refusals import refuses
 from torchdata.nodes import IterableWrapper, Mapper
+from toys import Epochs, Once
 
 from odb_nodes import (
     IterableSource,
@@ -20,7 +21,6 @@ from odb_nodes import (
     SourceMixer,
     StateError,
 )
-from tests.toys import Epochs, Once
 
 SIZES = {"chat": 50, "caption": 90, "ocr": 20}
 WEIGHTS = {"chat": 0.5, "caption": 0.3, "ocr": 0.2}

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from refusals import refuses
+from toys import Stream
 
 from odb_nodes import (
     JsonlSource,
@@ -16,7 +17,6 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.tools.lengths import LengthTable, observe_lengths
-from tests.toys import Stream
 
 DATASET = [{"input_ids": [1] * (n % 40 + 1), "labels": [-100] * (n % 40) + [1]} for n in range(300)]
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from elastic import LEFT_OUT, job, states_at
+from toys import Holder
 
 from odb_nodes import (
     Checkpoints,
@@ -17,7 +18,6 @@ from odb_nodes.cli import main
 from odb_nodes.contract.state import ENVELOPE, add_digest
 from odb_nodes.monitor import Monitor
 from odb_nodes.tools.reshard import reshard_folder
-from tests.toys import Holder
 
 pytestmark = pytest.mark.filterwarnings(*LEFT_OUT)
 

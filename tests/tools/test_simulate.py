@@ -9,6 +9,8 @@ import pytest
 from aligned_ranks import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refuses
+from toys import Stream
 
 from odb_nodes import (
     LengthObserver,
@@ -34,8 +36,6 @@ from odb_nodes.tools.simulate import (
     simulate,
     simulate_steps,
 )
-from tests.refusals import refuses
-from tests.toys import Stream
 
 
 def with_attention(group):

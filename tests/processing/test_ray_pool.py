@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from copy import deepcopy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -281,8 +282,8 @@ def test_a_trainer_that_ends_leaves_no_actor(tmp_path, ray, own, how):
     address = {} if own else {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     with Program(tmp_path, TRAIN, environment=address) as program:
         assert program.line() == "trains"
-        actors = children(program.process.pid, "ChunkActor") if own else actor_pids()
-        assert len(actors) == 2
+        of_trainer = partial(children, program.process.pid, "ChunkActor")
+        actors = wait_for(of_trainer if own else actor_pids, 2)
         assert own or not children(program.process.pid)
         os.kill(program.process.pid, how) if own else os.killpg(program.process.pid, how)
         wait_for(lambda: [pid for pid in actors if is_running(pid)], 0)

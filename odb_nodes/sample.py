@@ -152,12 +152,6 @@ class SourceItem(NamedTuple):
     item: Any
 
 
-class Fetched(NamedTuple):
-    """What a dataset has for an item, read before it is processed."""
-
-    data: Any
-
-
 @dataclass(frozen=True)
 class Skipped:
     """A processing result that leaves its sample out of the epoch and counts it.

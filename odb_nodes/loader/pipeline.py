@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.processing.chunk import Fetcher
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.options import share_of
-from odb_nodes.sample import CLASS_KEYS, Fetched, Observe, Sample, Skipped
+from odb_nodes.sample import CLASS_KEYS, Observe, Sample, Skipped
 from odb_nodes.sources.datasets import (
     dataset_of_rank,
     draws_nothing,
@@ -125,6 +125,12 @@ def graphs_of_team(dataset: Any, options: LoaderOptions, team: VirtualTeam) -> l
 # --- from datasets to a node of samples -----------------------------------------------------------
 
 
+class _Fetched(NamedTuple):
+    """What a dataset has for an item."""
+
+    data: Any
+
+
 @dataclass(frozen=True)
 class SampleProcess(Fetcher):
     """Makes a `Sample` of an item of the source: looks it up, processes it, observes it."""
@@ -155,16 +161,14 @@ class SampleProcess(Fetcher):
         if read is None or not reads_alike(self.dataset):  # now: a transform may have been set
             return items
         found = read([*items])
-        if len(found) != len(items):
-            raise ValueError("`__getitems__` must return an item for each index.")
-        return [*map(Fetched, found)]
+        return [*map(_Fetched, found)] if len(found) == len(items) else items
 
     def __call__(self, item: Any) -> Sample | Skipped:
         """Return the sample of an item."""
-        if type(item) is Fetched:
-            data = item.data
+        if self.dataset is None:
+            data = item
         else:
-            data = item if self.dataset is None else self.dataset[item]
+            data = item.data if type(item) is _Fetched else self.dataset[item]
         if self.process_fn is not None:
             data = self.process_fn(data)
         if self.prepare is None:

@@ -15,31 +15,52 @@ import torch
 
 
 def loader_base() -> Any:
-    """Return the base of a loader whose `end_of_dataloader` has `Accelerator._do_sync` step."""
+    """Return the base class of a loader that tells the accelerator where an epoch ends.
+
+    Relies on `DataLoaderStateMixin`: between `begin()` and `end()`, `Accelerator._do_sync` reads
+    the attribute `end_of_dataloader` of the loader through its `gradient_state`, and steps the
+    optimizer where it is True. `Accelerator.prepare` returns such a loader unchanged, since it is
+    no `torch.utils.data.DataLoader`.
+    """
     from accelerate.data_loader import DataLoaderStateMixin
 
     return DataLoaderStateMixin
 
 
 def drop_partial_step(accelerator: Any) -> None:
-    """Make the next micro-step, of those that `step` counts, the first one of a step."""
+    """Make the next micro-step the first one of an optimizer step.
+
+    Relies on `Accelerator.step`, the number of micro-steps so far: `_do_sync` adds one to it and
+    steps the optimizer at multiples of `gradient_accumulation_steps`.
+    """
     accelerator.step -= accelerator.step % accelerator.gradient_accumulation_steps
 
 
 def steps_at_epoch_end(accelerator: Any) -> bool:
-    """Tell whether the accelerator steps at the end of a loader, after however few micro-steps."""
+    """Return whether the accelerator steps at the end of a loader, however few micro-steps came.
+
+    Relies on `GradientState.sync_with_dataloader`, which `_do_sync` asks for that.
+    """
     return bool(accelerator.gradient_state.sync_with_dataloader)
 
 
 def backward_divides(accelerator: Any) -> bool:
-    """Tell whether `backward` divides the loss: that of Megatron-LM alone does nothing."""
+    """Return whether `Accelerator.backward` divides the loss by `gradient_accumulation_steps`.
+
+    Relies on its branches: all kinds of distributed training do so, DeepSpeed within its engine,
+    but for Megatron-LM, under which it does nothing.
+    """
     from accelerate.utils import DistributedType
 
     return bool(accelerator.distributed_type != DistributedType.MEGATRON_LM)
 
 
 def unwrap_model(model: Any) -> Any:
-    """Return the model inside the wrappers of data parallelism, sharding and compilation."""
+    """Return the model inside the wrappers of data parallelism, sharding and compilation.
+
+    Relies on `extract_model_from_parallel`, which is not in accelerate's reference, and on its
+    argument `keep_torch_compile`.
+    """
     from accelerate.utils import extract_model_from_parallel
 
     return extract_model_from_parallel(model, keep_torch_compile=False)
@@ -47,10 +68,13 @@ def unwrap_model(model: Any) -> Any:
 
 @contextmanager
 def gathering_rows(accelerator: Any) -> Iterator[None]:
-    """Let `gather`, also by `gather_for_metrics`, take other numbers of rows on other ranks."""
+    """Within the block, `gather` takes tensors that have other numbers of rows on other ranks.
+
+    Trainers gather what they log of each row, as TRL's do; torch fails or hangs where the numbers
+    differ. Relies on `gather_for_metrics` to call `gather` of the accelerator.
+    """
     from accelerate.utils import recursively_apply
 
-    # Trainers gather what they log of each row; torch fails or hangs where the numbers differ.
     if accelerator.num_processes == 1:
         yield
         return

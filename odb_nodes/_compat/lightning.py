@@ -23,30 +23,49 @@ def is_fitting(trainer: Any) -> bool:
 
 
 def batches_begun(trainer: Any) -> int:
-    """Return the batches of the run that have begun, in all epochs, with the present one."""
+    """Return the batches of the run that have begun, in all epochs.
+
+    Relies on `fit_loop.total_batch_idx` to count a batch before `on_train_batch_start`.
+    """
     return int(trainer.fit_loop.total_batch_idx) + 1
 
 
 def loss_divisor(trainer: Any, module: Any) -> int:
-    """Return what automatic optimization divides the loss of a batch by, however few are left."""
+    """Return what Lightning divides the loss of a batch by, before its backward.
+
+    Relies on automatic optimization to divide by `accumulate_grad_batches`, also in the last
+    optimizer step of an epoch, which may have fewer batches; manual optimization does not divide.
+    """
     return int(trainer.accumulate_grad_batches) if module.automatic_optimization else 1
 
 
 def mean_loss(trainer: Any, module: Any, loss: torch.Tensor) -> torch.Tensor:
-    """Return what `training_step` returned, of a loss that is divided, and scaled for fp16."""
+    """Return what `training_step` returned, of the loss that `on_before_backward` is called with.
+
+    Relies on `MixedPrecision.pre_backward`, which multiplies the loss by the scale of its `scaler`
+    before the hook, and on `loss_divisor`. Waits for no device.
+    """
     loss = loss.detach() * loss_divisor(trainer, module)
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return loss if scaler is None else loss / scaler.scale(torch.ones_like(loss))
 
 
 def steps_at_epoch_end(trainer: Any) -> bool:
-    """Tell whether the optimizer steps after the last batch of an epoch, however few came."""
+    """Return whether the optimizer steps after the last batch of an epoch, however few came.
+
+    Relies on `Strategy.handles_gradient_accumulation`, which is True for DeepSpeed: its engine only
+    steps where `accumulate_grad_batches` are full.
+    """
     is_full_always = int(trainer.accumulate_grad_batches) == 1
     return is_full_always or not trainer.strategy.handles_gradient_accumulation
 
 
 def is_logged(trainer: Any) -> bool:
-    """Tell, in `on_train_batch_end`, whether Lightning passes on what is logged in this step."""
+    """Return whether Lightning passes on what is logged in the optimizer step that has ended.
+
+    Mirrors `_LoggerConnector.should_update_logs`, which counts `_batches_that_stepped`: one behind
+    `global_step` in `on_train_batch_end`.
+    """
     return bool(trainer.global_step % max(1, trainer.log_every_n_steps) == 0)
 
 
@@ -70,8 +89,12 @@ def epochs_processed(progress: MutableMapping[str, Any]) -> int:
 def set_progress(progress: MutableMapping[str, Any], position: Any) -> None:
     """Make the progress of Lightning's loops agree with a `RunState`.
 
-    What Lightning writes itself resumes exactly only within an epoch and after an optimizer step:
-    it may have ended an epoch twice, or keep a batch counter. It has read one batch ahead, too.
+    What Lightning writes itself resumes exactly only within an epoch and after an optimizer step.
+    A checkpoint of a last batch resumes as if the epoch had ended twice; one of `max_steps` as if
+    the epoch had ended; one from after an epoch of a run with `max_steps` keeps its batch counter.
+
+    Relies on the names of the counters, and on the loops to resume from `ready` and `completed`.
+    The state of the `combined_loader` is deleted: Lightning has read one batch ahead of it.
     """
     try:
         epochs, batches = progress[_EPOCHS], progress[_BATCHES]

@@ -36,7 +36,11 @@ def import_tuner() -> Any:
 
 @contextmanager
 def changed(parse: Callable[[Any], Any], make: Callable[[Any], Any]) -> Iterator[None]:
-    """Let `run_exp` train with other arguments and trainers, each made once, within the block."""
+    """Let LLaMA-Factory train with other arguments and trainers within the block.
+
+    Relies on `tuner._training_function` to call `get_train_args` of its module once, and on the
+    modules in `TRAINERS` to make one trainer each, by the name of its class.
+    """
     with ExitStack() as stack:
         stack.enter_context(_wrapped(import_tuner(), "get_train_args", parse))
         for module, name in TRAINERS.items():

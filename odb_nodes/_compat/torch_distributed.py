@@ -21,8 +21,11 @@ _FOREVER = timedelta(days=365)
 
 
 def job_store() -> Any:
-    """Return a connection of its own to the store of the job, which serves one call at a time."""
-    # Threads that shared one, in another order on another rank, would wait for each other in gloo.
+    """Return a connection to the store of the job that nobody else uses.
+
+    A store serves one call at a time, and gloo waits for other ranks within a call. Two threads
+    that shared a store, in another order on another rank, would wait for each other.
+    """
     store: Any = dist.distributed_c10d._get_default_store()
     try:
         return store.clone()
@@ -31,7 +34,11 @@ def job_store() -> Any:
 
 
 class RefusingCollectives(TorchDispatchMode):
-    """Within this context, a collective of this thread raises an error in place of waiting."""
+    """Within this context, a collective of this thread raises an error in place of waiting.
+
+    Relies on collectives being operations of the namespace `c10d`, which a `TorchDispatchMode` is
+    asked for, as `torch.distributed.tensor.debug.CommDebugMode` does.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__()
@@ -45,7 +52,10 @@ class RefusingCollectives(TorchDispatchMode):
 
 
 def store_host() -> str:
-    """Return which process the store of the job lives with, for errors: torchrun, or rank 0."""
+    """Return which process the store of the job lives with, for errors.
+
+    It is the agent of torchrun, or else rank 0, unless the program has made the store itself.
+    """
     return "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
 
 
@@ -62,15 +72,21 @@ def gloo_group(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
 
 
 def begin_all_gather(group: Any, parts: Sequence[torch.Tensor], own: torch.Tensor) -> Any:
-    """Start an all-gather, which never times out within gloo, and return its work."""
-    # It would count on for a call that was given up, and close the connection.
+    """Start an all-gather without waiting for it, and return its work.
+
+    It never times out within gloo, which would count on for a call that the caller has given up,
+    and close the connection.
+    """
     options = dist.distributed_c10d.AllgatherOptions()
     options.timeout = _FOREVER
     return group.allgather([list(parts)], [own], options)
 
 
 def is_wait_timeout(error: RuntimeError) -> bool:
-    """Tell whether `work.wait(timeout)` raised because the work, not failed, is not done yet."""
+    """Tell whether `work.wait(timeout)` raised because the work is not done yet.
+
+    gloo raises a `RuntimeError` for this and for work that has failed.
+    """
     return "Operation timed out!" in str(error)
 
 

@@ -24,7 +24,10 @@ from odb_nodes.errors import StateError
 
 @contextmanager
 def constructed_without_length(trainer: Any, args: Any) -> Iterator[None]:
-    """Let a `Trainer` be made without `max_steps`, which only `_validate_args` reads then."""
+    """Let a `Trainer` without `max_steps` be made for a dataset without a length.
+
+    Relies on `Trainer._validate_args` alone reading `args.max_steps` in the constructor.
+    """
     before, args.max_steps = args.max_steps, 1
     try:
         yield
@@ -36,7 +39,12 @@ def constructed_without_length(trainer: Any, args: Any) -> Iterator[None]:
 
 @contextmanager
 def bounded_loop(args: Any, most_steps: int) -> Iterator[None]:
-    """Let `Trainer.train` loop until it is stopped, or for `most_steps`, and skip no batches."""
+    """Let `Trainer.train` loop until it is stopped, or until `most_steps` optimizer steps.
+
+    Relies on `Trainer.set_initial_training_values`: for a loader without a length it takes
+    `args.max_steps` for the steps of the run and of each epoch, and sets no limit to the epochs;
+    and on `args.ignore_data_skip` to keep `_run_epoch` from reading batches only to skip them.
+    """
     before = args.max_steps, args.ignore_data_skip
     args.max_steps, args.ignore_data_skip = most_steps, True
     try:
@@ -46,14 +54,22 @@ def bounded_loop(args: Any, most_steps: int) -> Iterator[None]:
 
 
 def plan_steps(trainer: Any, steps: int) -> None:
-    """Make a run that begins expect `steps` optimizer steps, of which some intervals are shares."""
+    """Make a run that begins expect `steps` optimizer steps.
+
+    Relies on `TrainerState.max_steps`, and on `compute_steps` to turn `logging_steps` and the like
+    from shares into steps. A resumed run keeps those of its checkpoint.
+    """
     trainer.state.max_steps = steps
     if not trainer.state.global_step:
         trainer.state.compute_steps(trainer.args, steps)
 
 
 def begin_alone(trainer: Any) -> None:
-    """Do to a trainer and its model what `train` does before a first `training_step`."""
+    """Do to a trainer and its model what `train` does before a first `training_step`.
+
+    Doing it again is harmless. Relies on the names of these arguments, methods and attributes;
+    older versions have `gradient_checkpointing` alone.
+    """
     args, model = trainer.args, trainer.model
     if args.fp16_full_eval or args.bf16_full_eval:
         model.to(args.device)
@@ -71,14 +87,21 @@ def begin_alone(trainer: Any) -> None:
 
 
 def stop_epoch(trainer: Any, *, ends_training: bool) -> None:
-    """End the epoch, called from a `get_batch_samples` that returns no batches."""
+    """End the epoch, called from a `get_batch_samples` that returns no batches.
+
+    Relies on `_run_epoch` to look at `control` also after no batches.
+    """
     trainer.control.should_epoch_stop = True
     if ends_training:
         trainer.control.should_training_stop = True
 
 
 def finish_at_this_step(args: Any, state: Any, control: Any) -> None:
-    """Do at the end of an epoch what the `Trainer` does after the last step of a run."""
+    """Do at the end of an epoch what the `Trainer` does after the last step of a run.
+
+    Relies on `DefaultFlowCallback.on_step_end` to do that at `state.max_steps`, and on
+    `Trainer._maybe_log_save_evaluate` being called after `on_epoch_end`.
+    """
     from transformers.trainer_callback import DefaultFlowCallback, TrainerControl
 
     def flow(max_steps: int) -> Any:
@@ -100,8 +123,11 @@ def finish_at_this_step(args: Any, state: Any, control: Any) -> None:
 def load_rest(model: Any, checkpoint: str, loaded: Any) -> None:
     """Load a model as `from_pretrained` does, where `load_state_dict` has left out some of it.
 
-    A `Trainer` only logs keys that differ: of models whose `save_pretrained` writes weights by
-    other names, or in other parts, than they have them.
+    A `Trainer` loads by `load_state_dict`, not strictly, and only logs the keys that differ. They
+    do where `save_pretrained` writes weights by other names, or in other parts, than the model has
+    them: those of mixtures of experts, of ViT, of Qwen2-VL. Relies on the result being given to
+    `Trainer._issue_warnings_after_load`; with FSDP, DeepSpeed and adapters of peft it is not: their
+    keys are those of the model.
     """
     from transformers import PreTrainedModel
 
@@ -138,7 +164,10 @@ def load_rest(model: Any, checkpoint: str, loaded: Any) -> None:
 
 
 def _not_loaded(model: Any, missing: Iterable[str]) -> list[str]:
-    """Return those of the missing keys whose weights were not loaded by another name either."""
+    """Return those of the missing keys whose weights were not loaded by another name either.
+
+    Relies on `_keys_to_ignore_on_save`: weights that do not change, such as of positions.
+    """
     missing = {*missing} - {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
     weights = model.state_dict(keep_vars=True)
     loaded = {id(value) for key, value in weights.items() if key not in missing}
@@ -196,7 +225,10 @@ def is_default_collator(collate: Any) -> bool:
 
 
 def pads_by_default(trainer: Any) -> bool:
-    """Tell whether a `Trainer` has a collator that it chose itself, for rows of tokens."""
+    """Return whether a `Trainer` has a collator that it chose itself, for rows of tokens.
+
+    Relies on `PreTrainedModel.main_input_name`, where the trainer keeps all columns.
+    """
     if not is_default_collator(trainer.data_collator):
         return False
     if trainer.args.remove_unused_columns or trainer.model is None:
@@ -205,14 +237,19 @@ def pads_by_default(trainer: Any) -> bool:
 
 
 def collator_columns(trainer: Any) -> set[str]:
-    """Return the keys of samples that the trainer's collator is for, also once it has no model."""
+    """Return the keys of samples that the trainer's collator is for.
+
+    Relies on `Trainer._set_signature_columns_if_needed`, which other libraries override, and which
+    sets `_signature_columns` once: also where a search has taken the model away since. Where it is
+    the `Trainer`'s own, the parameters of the model inside its wrappers count, too.
+    """
     from transformers import Trainer
 
     name = "_set_signature_columns_if_needed"
     getattr(trainer, name)()
     columns = {*trainer._signature_columns}
     is_stock = getattr(type(trainer), name) is getattr(Trainer, name)
-    if is_stock and trainer.model is not None:  # The parameters within its wrappers count, too.
+    if is_stock and trainer.model is not None:
         columns |= model_inputs(trainer.model)
     return columns
 
@@ -251,10 +288,14 @@ def is_encoder_decoder(model: Any) -> bool:
 
 
 def shifts_labels(model: Any) -> bool:
-    """Tell whether position i of a model predicts label i + 1, so that the first is no target."""
-    # The table of losses says it. A name that is not in it, as of GPT-2, has the causal loss if it
-    # calls `loss_function`. Models with a cross entropy of their own, as the decoders of BART and
-    # TrOCR, name `shift_labels` where they shift.
+    """Return whether position i of a model predicts label i + 1, so that the first is no target.
+
+    Relies on `PreTrainedModel.loss_type` and the table `LOSS_MAPPING`, as `Trainer` itself does. A
+    name that is not in the table, as of GPT-2, has the causal loss if it calls `loss_function`: the
+    `Trainer` takes such models for others. Those with a cross entropy of their own, as the decoders
+    of BART and TrOCR, name `shift_labels` where they shift. A model of another library is taken for
+    a causal one.
+    """
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -273,7 +314,10 @@ def shifts_labels(model: Any) -> bool:
 
 
 def smoother_shifts(trainer: Any) -> bool | None:
-    """Tell whether the `Trainer` shifts labels for its `label_smoother`; `None` without one."""
+    """Tell whether the `Trainer` shifts labels for its `label_smoother`; `None` without one.
+
+    Relies on `compute_loss` to ask `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES` for the name of the model.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if trainer.label_smoother is None or trainer.compute_loss_func is not None:
@@ -282,7 +326,10 @@ def smoother_shifts(trainer: Any) -> bool | None:
 
 
 def ctc_reduction(trainer: Any) -> str | None:
-    """Return how a model for CTC reduces its loss, "mean" over samples; None for other losses."""
+    """Return how a model for CTC reduces its loss over a batch, or None where the loss is another.
+
+    "mean" is one over samples. Relies on the names of these classes, which end with "ForCTC".
+    """
     model = base_model(trainer.model)
     is_ctc = any(kind.__name__.endswith("ForCTC") for kind in type(model).__mro__)
     if not is_ctc or trainer.compute_loss_func is not None:
@@ -296,7 +343,12 @@ def takes_num_items(trainer: Any) -> bool:
 
 
 def loss_scale(trainer: Any, *, is_told: bool) -> float:
-    """Return what a `Trainer` multiplies a loss by, before its backward."""
+    """Return what a `Trainer` multiplies a loss by, before its backward.
+
+    Relies on `compute_loss` to multiply a loss that is told its items by the ranks, with
+    `average_tokens_across_devices`; and on `training_step` to divide others by the micro-steps,
+    unless there is a `compute_loss_func`, or `loss_is_scaled_for_ga` (of later versions) differs.
+    """
     is_divided = not is_told and trainer.compute_loss_func is None
     if (is_scaled := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
         is_divided = not is_scaled
@@ -327,7 +379,11 @@ def length_grouped_order(lengths: list[int], batch_size: int, seed: int) -> list
 def rebalanced_batches(
     lengths: list[int], batch_size: int, *, world_size: int, accumulate: int, seed: int
 ) -> list[tuple[list[int], ...]]:
-    """Return the batches of all ranks that `BatchRebalanceSampler` makes in its first epoch."""
+    """Return the batches of a `BatchRebalanceSampler` in its first epoch: those of all ranks.
+
+    Relies on `_assign` computing the batches of an optimizer step for all ranks, and on
+    `_yield_global_batch` choosing those of one rank: in turn for each would take as long for each.
+    """
     sampler = sampler_class("BatchRebalanceSampler")(
         lengths, batch_size * world_size * accumulate, world_size, accumulate, seed=seed,
         drop_last=False,

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes.planning.auto_window import chosen_window
 from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.caps import agreed_caps, caps_of_round
+from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.group_planner import GroupPlanner, PoolReport, RoundSettings
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample_block import SampleBlock
@@ -104,7 +105,10 @@ def row_of(group: GroupCost) -> list[int]:
     return [group.samples, group.targets, group.cost, 0, group.flags, *group.tasks]
 
 
-class SplitLadder:
+Group = TypeVar("Group", SampleBlock, Facts)
+
+
+class SplitLadder(Generic[Group]):
     """Groups, and what they become when they are split one after the other.
 
     Each split takes the group of the highest cost that has two samples or more, orders it by
@@ -112,13 +116,11 @@ class SplitLadder:
     what a rank splits next follows from costs and numbers of samples, which all ranks are told.
     """
 
-    def __init__(
-        self, groups: Sequence[SampleBlock], measure: Callable[[SampleBlock], GroupCost]
-    ) -> None:
-        self._measure = measure
+    def __init__(self, groups: Sequence[Group], measure: Callable[[Group], GroupCost]) -> None:
+        self._measure: Callable[[Group], GroupCost] = measure
         self._groups = [*groups]
         self.costs = [measure(group) for group in groups]
-        self._parts: list[tuple[int, SampleBlock, SampleBlock]] = []
+        self._parts: list[tuple[int, Group, Group]] = []
         self._after = list(self.costs)
 
     def split(self) -> tuple[GroupCost, GroupCost] | None:
@@ -137,13 +139,47 @@ class SplitLadder:
         self._after.append(costs[0])
         return costs
 
-    def groups(self, splits: int) -> list[SampleBlock]:
+    def groups(self, splits: int) -> list[Group]:
         """Return the groups after `splits` splits."""
         groups = list(self._groups)
         for parent, off, rest in self._parts[:splits]:
             groups[parent] = rest
             groups.append(off)
         return groups
+
+
+def report_of(
+    ladder: SplitLadder[Any],
+    most: int,
+    *,
+    has_ended: bool,
+    may_split: bool,
+    has_filler: bool = True,
+    left: int,
+    pool: PoolReport,
+    tasks: int = 0,
+) -> CostReport:
+    """Return the report of the groups of a ladder, with splits up to `most` if the rank may split.
+
+    Args:
+        ladder: the groups of a round.
+        most: steps of the round.
+        has_ended: whether the rank has no group after these.
+        may_split: whether groups are split where a rank has fewer than others.
+        has_filler: whether the rank has, or has had, a sample to fill steps with.
+        left: see `CostReport`.
+        pool: what the rank tells of its pool.
+        tasks: number of the tasks whose targets are reported.
+    """
+    rows = [row_of(cost) for cost in ladder.costs]
+    groups = len(rows)
+    while has_ended and may_split and len(rows) < most and (split := ladder.split()) is not None:
+        off, rest = split
+        row = row_of(off)
+        row[REST_COST], row[FLAGS] = rest.cost, off.flags << FLAG_BITS | rest.flags
+        rows.append(row)
+    table = np.array(rows, dtype=np.int64).reshape(-1, COLUMNS + tasks)
+    return CostReport(table, groups, has_ended, has_filler, left=left, pool=pool)
 
 
 def cut_by_length(tokens: Sequence[int], pieces: int) -> list[list[int]]:
@@ -346,21 +382,16 @@ class RoundPlanner(ABC):
 
         `offered`: caps to offer; `has_filler`: whether this rank had a sample to fill with before.
         """
-        self._ladder = ladder = SplitLadder(groups, self._measure)
-        rows, ended = [row_of(one) for one in ladder.costs], self.lookahead is None
-        if ended and self._may_split:
-            while len(rows) < most and (split := ladder.split()) is not None:
-                off, rest = split
-                row = row_of(off)
-                row[REST_COST], row[FLAGS] = rest.cost, off.flags << FLAG_BITS | rest.flags
-                rows.append(row)
-        return CostReport(
-            np.array(rows, dtype=np.int64).reshape(-1, COLUMNS + self._tasks),
-            len(groups),
-            ended,
-            has_filler or bool(groups),
+        self._ladder = SplitLadder(groups, self._measure)
+        return report_of(
+            self._ladder,
+            most,
+            has_ended=self.lookahead is None,
+            may_split=self._may_split,
+            has_filler=has_filler or bool(groups),
             left=self.left(),
             pool=PoolReport() if self._pool is None else self._pool.report(offered),
+            tasks=self._tasks,
         )
 
     def groups(self, splits: int) -> list[SampleBlock]:

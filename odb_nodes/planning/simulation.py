@@ -1,13 +1,13 @@
 """Plan the steps of a whole job, on any number of ranks, in one process.
 
-It drives the planners that `WindowBucketer` and `RankAligner` drive, so the steps are the same.
+It drives a `RankPlan` for each rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import numpy as np
@@ -15,22 +15,14 @@ import numpy.typing as npt
 from numpy.typing import NDArray
 
 from odb_nodes._core.checks import check_count
-from odb_nodes._core.hashing import hash_ints
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.auto_window import WindowSize
-from odb_nodes.planning.budget import TokenBudget, round_up
-from odb_nodes.planning.group_costs import BudgetCost, CostFn, GroupCostEstimator
-from odb_nodes.planning.group_planner import GroupPlanner, RoundSettings
-from odb_nodes.planning.levelling import UNKNOWN_LEFT, Rest, gifts, receivers, work_of
+from odb_nodes.planning.budget import TokenBudget
+from odb_nodes.planning.facts import Facts
+from odb_nodes.planning.group_costs import CostFn
 from odb_nodes.planning.options import JobOptions
-from odb_nodes.planning.rounds import (
-    FILLER,
-    RoundPlanner,
-    Uneven,
-    next_settings,
-    plan_round,
-    round_steps,
-)
+from odb_nodes.planning.rank_plan import RankPlan
+from odb_nodes.planning.rounds import Uneven
 from odb_nodes.planning.runs import check_diversity
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample_block import (
@@ -210,131 +202,88 @@ def plan_steps(
             f"a sample of {samples.tokens[first]} tokens and {samples.patches[first]} patches "
             f"exceeds {budget} on its own."
         )
-    measure = GroupCostEstimator(job.cost_fn or BudgetCost(budget), {})
-    shares_rest = shares_rest and job.uneven == "fill"
-    ranks = [
-        _ShardPlanner(samples, shard, job, measure, knows_length, shares_rest) for shard in shards
-    ]
-    full_round = round_up(job.round_size, job.accumulate)
-    offered = full_round if job.world_size > 1 and job.cost_fn is None else 0
-    settings = RoundSettings()
-    for number in count():
-        most = round_steps(number, job.world_size, job.round_size, job.accumulate)
-        if settings.is_last:
-            groups, most = _share_out([rank.read_rest(settings) for rank in ranks], budget)
-        else:
-            groups = [rank.read(most, settings) for rank in ranks]
-            for rank, of_rank in zip(ranks, groups, strict=True):
-                rank.read_ahead(of_rank, most)
-        reports = [
-            rank.report(of_rank, most, offered) for rank, of_rank in zip(ranks, groups, strict=True)
-        ]
-        plan = plan_round(reports, uneven=job.uneven, key=hash_ints(job.seed, epoch, number))
-        groups = [rank.groups(splits) for rank, splits in zip(ranks, plan.splits, strict=True)]
-        for step in plan.groups.T.tolist():
-            yield [
-                None if index == FILLER else of_rank[index]
-                for of_rank, index in zip(groups, step, strict=True)
-            ]
-        if plan.last:
-            return
-        next_steps = round_steps(number + 1, job.world_size, job.round_size, job.accumulate)
-        settings = next_settings(reports, settings, next_steps)
+    cost_fn = job.cost_fn
+    cost = None if cost_fn is None else (lambda group: cost_fn(_block(group)))
+    left_out = samples.tokens == 0
+    if budget.oversize == "drop":
+        left_out |= samples.are_oversize(budget)
+    feeders = []
+    for rank, shard in enumerate(shards):
+        plan = RankPlan(
+            budget,
+            job,
+            rank=rank,
+            world_size=job.world_size,
+            epoch=epoch,
+            cost=cost,
+            epoch_samples=partial(int, len(shard)) if knows_length else lambda: None,
+            shares_rest=shares_rest,
+        )
+        feeders.append(_Feeder(plan, samples, shard, left_out))
+    plans = [feeder.plan for feeder in feeders]
+    while not plans[0].is_last:
+        for feeder in feeders:
+            feeder.advance()
+        if plans[0].settings.is_last:
+            _share_rest(plans)
+        agreement = plans[0].agree([plan.report() for plan in plans])
+        for plan in plans:
+            plan.settle(agreement)
+        while plans[0].steps:
+            groups = [plan.steps.popleft() for plan in plans]
+            yield [None if group is None else _block(group) for group in groups]
 
 
-def _share_out(
-    rests: Sequence[SampleBlock], budget: TokenBudget
-) -> tuple[list[list[SampleBlock]], int]:
-    """Share out what ranks have left, and return the groups of each, and the steps of the round.
+def _share_rest(plans: Sequence[RankPlan]) -> None:
+    """Share out what the ranks have left, and cut it into the groups of the last round."""
+    costs = [plan.rest_cost() for plan in plans]
+    given = [plan.give(costs) for plan in plans]
+    for plan in plans:
+        plan.receive(costs, given)
+    steps = max([plan.fewest_steps() for plan in plans])
+    for plan in plans:
+        plan.cut(steps)
 
-    Real ranks do it one by one: each chooses its gifts, and is told those of the others.
-    """
-    works = [work_of(rest.tokens, budget) for rest in rests]
-    totals = [int(work.sum()) for work in works]
-    mean = sum(totals) / len(totals)
-    given = [gifts(work, total - mean) for work, total in zip(works, totals, strict=True)]
-    to = receivers(totals, [work[own] for work, own in zip(works, given, strict=True)])
-    shares = [
-        [rest.take(np.delete(np.arange(len(rest)), own))]
-        for rest, own in zip(rests, given, strict=True)
-    ]
-    for rest, own, of in zip(rests, given, to, strict=True):
-        for index, receiver in zip(own, of, strict=True):
-            shares[receiver].append(rest.take([index]))
-    joined = [SampleBlock.joined(share) for share in shares]
-    cuts = [Rest(share, budget) for share in joined]
-    steps = max(cut.fewest for cut in cuts)
-    groups = [
-        [*map(share.take, cut.groups(steps))] for share, cut in zip(joined, cuts, strict=True)
-    ]
-    return groups, steps
+
+class _Feeder:
+    """Feeds the samples of the shard of one rank into its plan."""
+
+    def __init__(
+        self, plan: RankPlan, samples: SampleCosts, shard: IntArray, left_out: NDArray[np.bool_]
+    ) -> None:
+        self.plan = plan
+        facts = Facts(
+            ordinal=np.arange(len(shard)),
+            tokens=samples.tokens[shard],
+            targets=samples.targets[shard],
+            patches=samples.patches[shard],
+            task=samples.tasks[shard],
+            flags=np.zeros_like(shard),
+            item=shard,
+        )
+        self._facts = facts.take(np.flatnonzero(~left_out[shard]))
+        self._samples = len(shard)
+
+    def advance(self) -> None:
+        """Feed the plan until its round is formed."""
+        plan = self.plan
+        while (room := plan.advance()) > 0:
+            stop = plan.pulled + room
+            if stop > self._samples:  # As in a node, known only when a pull finds nothing.
+                plan.end()
+            rows = slice(*np.searchsorted(self._facts.ordinal, (plan.pulled, stop)).tolist())
+            plan.feed(self._facts.take(rows), min(stop, self._samples) - plan.pulled)
 
 
 _KIND = code_of(SampleKind("", "", "", None, 0))
 
 
-class _ShardPlanner(RoundPlanner):
-    """Plans the rounds of the shard of one rank."""
-
-    def __init__(
-        self,
-        samples: SampleCosts,
-        shard: IntArray,
-        job: SimulationOptions,
-        measure: GroupCostEstimator,
-        knows_length: bool,
-        shares_rest: bool,
-    ) -> None:
-        self._shard = shard
-        columns = (column[shard] for column in samples)
-        self._tokens, self._targets, self._patches, self._task_numbers = columns
-        budget = TokenBudget.of(job.budget)
-        self._left_out = self._tokens == 0
-        if budget.oversize == "drop":
-            self._left_out |= samples.are_oversize(budget)[shard]
-        self._knows_length, self._shares_rest = knows_length, shares_rest
-        self._planner = GroupPlanner(  # of places in the shard
-            budget,
-            job.window,
-            job.dearest_first,
-            job.diversity,
-            lambda: len(shard) if knows_length else None,
-        )
-        self._planner.follows_ranks = True
-        super().__init__(self._planner, measure, may_split=job.uneven == "fill")
-
-    def next_group(self) -> SampleBlock | None:
-        """Return the next group, if there is one."""
-        self._fill()
-        if not len(self._planner.pool):
-            return None
-        places = self._planner.next_group()
-        facts = np.full((FACTS, len(places)), NONE)
-        facts[TOKENS], facts[TARGETS] = self._tokens[places], self._targets[places]
-        facts[PATCHES], facts[KIND] = self._patches[places], _KIND
-        return SampleBlock(facts, {}).with_data(self._shard[places].tolist())
-
-    def left(self) -> int:
-        """Return how many samples the rank has left, as far as it knows."""
-        if not self._shares_rest:
-            return -1
-        if self.lookahead is None:
-            return 0
-        if not (self._knows_length or self._planner.ended):
-            return UNKNOWN_LEFT
-        pool = self._planner.pool
-        return len(self.lookahead) + len(pool) + len(self._shard) - pool.pulled
-
-    def _fill(self) -> None:
-        planner, pool = self._planner, self._planner.pool
-        while (room := planner.room()) > 0:
-            pulled = slice(pool.pulled, pool.pulled + room)
-            places = np.flatnonzero(~self._left_out[pulled]) + pool.pulled
-            # As in a node, known only when a pull finds nothing.
-            planner.ended = pulled.stop > len(self._shard)
-            pool.pulled = min(pulled.stop, len(self._shard))
-            of_each = (self._tokens, self._patches, self._task_numbers)
-            planner.add(places, *(column[places] for column in of_each))
+def _block(group: Facts) -> SampleBlock:
+    """Return the samples of a group, whose data are their rows in the dataset."""
+    facts = np.full((FACTS, len(group)), NONE)
+    facts[TOKENS], facts[TARGETS] = group.tokens, group.targets
+    facts[PATCHES], facts[KIND] = group.patches, _KIND
+    return SampleBlock(facts, {}).with_data(group.item.tolist())
 
 
 def check_lengths(lengths: npt.ArrayLike) -> IntArray:

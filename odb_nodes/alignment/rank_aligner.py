@@ -135,8 +135,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             alike (also joined, `dp_shard`) share steps; ranks that differ only in others (`tp`,
             `cp`, `pp`, `ep`) get the same batches. Default: all ranks of the job, or one rank if
             torch.distributed is not initialised.
-        round_size: steps between two messages, after rounds of 4, 8, 16, ...; rounded up to a
-            multiple of `accumulate`. Larger rounds match costs better and hold more groups.
+        round_size: steps between two messages, after rounds of 4, 5, 6, 7, 8, 10, ...; rounded up
+            to a multiple of `accumulate`. Larger rounds match costs better and hold more groups.
         uneven: what to do when ranks have different amounts of data. `"fill"`: as above.
             `"stop"`: all ranks end with the first; `unemitted_samples` counts the rest.
         loss_scaling: the weight in `StepInfo.loss_scale`. `"exact"`: the mean of the ranks'
@@ -439,7 +439,13 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             yield from self._share_filler(reports, where)
         key = hash_ints(self._seed, epoch, at.round)
         self._stand_at(plan_round(reports, uneven=self.uneven, key=key))
-        at.settings = next_settings(reports, settings, self._round_steps(at.round + 1)).to_state()
+        at.settings = next_settings(
+            reports,
+            settings,
+            next_steps=self._round_steps(at.round + 1),
+            planned_steps=at.step + len(self._steps),
+            round_size=self.round_size,
+        ).to_state()
         at.left_out = [*at.left_out, *at.left_out_ahead, *left_out]
         at.left_out_ahead = [(*one,) for one in ahead]
         if self.uneven == "stop" and at.last:

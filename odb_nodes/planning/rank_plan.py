@@ -83,8 +83,8 @@ class RankPlan:
         self._epoch, self._epoch_samples, self._tasks = epoch, epoch_samples, tasks
         self._cost = cost or self._budget_cost
         self._shares_rest = shares_rest and options.uneven == "fill"
-        full_round = round_up(options.round_size, options.accumulate)
-        self._offered_caps = full_round if world_size > 1 and cost is None else 0
+        self._full_round = round_up(options.round_size, options.accumulate)
+        self._offered_caps = self._full_round if world_size > 1 and cost is None else 0
         self._planner = GroupPlanner(
             budget, options.window, options.dearest_first, options.diversity, epoch_samples
         )
@@ -101,6 +101,7 @@ class RankPlan:
         self._formed: list[Facts] = []  # groups of the coming round, and that after them
         self._is_formed = False
         self._rest = NO_FACTS
+        self._planned_steps = 0  # of the settled rounds
         self._last_steps = 0  # of the last round, once it is cut
 
     @property
@@ -191,10 +192,15 @@ class RankPlan:
         following = round_steps(
             self.round + 1, self._world_size, options.round_size, options.accumulate
         )
-        return Agreement(
-            plan_round(reports, uneven=options.uneven, key=key),
-            next_settings(reports, self.settings, following),
+        plan = plan_round(reports, uneven=options.uneven, key=key)
+        settings = next_settings(
+            reports,
+            self.settings,
+            next_steps=following,
+            planned_steps=self._planned_steps + len(plan.totals),
+            round_size=self._full_round,
         )
+        return Agreement(plan, settings)
 
     def settle(self, agreement: Agreement) -> None:
         """Take up the steps of a round, and begin to form the next one."""
@@ -205,6 +211,7 @@ class RankPlan:
         self._formed = self._formed[len(self._groups_of_round) :]
         self.settings, self.is_last = agreement.settings, plan.last
         self.round += 1
+        self._planned_steps += len(plan.totals)
         self._is_formed = False
         if self._formed:
             self._use_settings(1)

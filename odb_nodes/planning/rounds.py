@@ -279,14 +279,14 @@ MOST_ROUNDS = 4
 """It does not begin as long as a rank has more left than this, in rounds: it holds all of it."""
 
 
-def begins_last_round(reports: Sequence[CostReport], next_steps: int) -> bool:
-    """Tell whether the next round is to be the last, of all that is left."""
+def begins_last_round(reports: Sequence[CostReport], steps: int) -> bool:
+    """Tell whether the next round is the last, of all that is left, where a round has `steps`."""
     left = [report.left for report in reports]
     groups = sum(report.groups for report in reports)
     if len(reports) == 1 or min(left) < 0 or not any(left) or not groups:
         return False
     samples = sum(int(report.table[: report.groups, SAMPLES].sum()) for report in reports)
-    of_a_round = next_steps * samples / groups
+    of_a_round = steps * samples / groups
     return min(left) < LEAST_ROUNDS * of_a_round and max(left) <= MOST_ROUNDS * of_a_round
 
 
@@ -297,28 +297,54 @@ MOST_STEPS_ALONE = 4  # steps of a round of a single rank: it holds the samples 
 
 
 def round_steps(number: int, world_size: int, round_size: int, accumulate: int) -> int:
-    """Return the number of steps of a round in which no data ends: 4, 8, 16, ... `round_size`.
+    """Return the number of steps of a round in which no data ends: 4, 5, 6, ... `round_size`.
 
-    A single rank settles rounds with nobody: 1, 2, 4 spread what a round costs over its steps. All
-    are rounded up to a multiple of `accumulate`. `number`: that of the round in its epoch, from 0.
+    Each round has a fourth more steps than the one before, so its groups are ready while that one
+    is emitted, unless training is hardly slower than processing. A single rank settles rounds with
+    nobody: 1, 2, 4 spread what a round costs over its steps. All are rounded up to a multiple of
+    `accumulate`.
+
+    Args:
+        number: number of the round in its epoch, from 0.
+        world_size: number of ranks.
+        round_size: most steps of a round.
+        accumulate: steps of an optimizer step.
     """
     if world_size == 1:
         return round_up(min(round_size, MOST_STEPS_ALONE, 1 << min(number, 16)), accumulate)
-    ramp = FIRST_ROUND_STEPS << min(number, 16)
-    return round_up(min(round_size, ramp), accumulate)
+    steps = FIRST_ROUND_STEPS
+    for _ in range(number):
+        if steps >= round_size:
+            break
+        steps += steps // 4
+    return round_up(min(round_size, steps), accumulate)
 
 
 def next_settings(
-    reports: Sequence[CostReport], present: RoundSettings, next_steps: int
+    reports: Sequence[CostReport],
+    present: RoundSettings,
+    *,
+    next_steps: int,
+    planned_steps: int,
+    round_size: int,
 ) -> RoundSettings:
-    """Return the settings of the next round, of `next_steps`, which follow from all reports."""
+    """Return the settings of the next round, which follow from all reports.
+
+    Args:
+        reports: of all ranks.
+        present: settings of the round that was reported.
+        next_steps: steps of the next round.
+        planned_steps: steps of the epoch so far. The last round shares out as much as these, up to
+            what it shares out later in an epoch: the first rounds are too short for it.
+        round_size: most steps of a round.
+    """
     asked = [one for one in (present.max_tokens, *(report.max_tokens for report in reports)) if one]
     agreed = agreed_caps([report.pool.offer for report in reports])
     return RoundSettings(
         max_tokens=min(asked, default=0),
         caps=tuple(caps_of_round(agreed, next_steps).tolist()),
         window=present.window or chosen_window([report.pool.lengths for report in reports]),
-        is_last=begins_last_round(reports, next_steps),
+        is_last=begins_last_round(reports, min(round_size, planned_steps + next_steps)),
     )
 
 

@@ -46,7 +46,7 @@ def report(left, groups=4, samples=10):
     ],
 )
 def test_the_last_round_begins_when_a_rank_has_little_left_and_none_has_much(left, begins):
-    assert begins_last_round([report(one) for one in left], next_steps=32) is begins
+    assert begins_last_round([report(one) for one in left], steps=32) is begins
 
 
 def test_a_round_without_groups_is_followed_by_no_last_one():
@@ -205,19 +205,19 @@ def padded(group):
 @pytest.mark.parametrize(
     ("world_size", "round_size", "accumulate", "steps"),
     [
-        (2, 32, 1, [4, 8, 16, 32, 32]),
-        (64, 20, 1, [4, 8, 16, 20, 20]),
-        (2, 2, 1, [2, 2, 2, 2, 2]),
-        (2, 32, 3, [6, 9, 18, 33, 33]),
-        (2, 4, 8, [8, 8, 8, 8, 8]),
-        (1, 32, 1, [1, 2, 4, 4, 4]),
-        (1, 32, 3, [3, 3, 6, 6, 6]),
-        (1, 2, 1, [1, 2, 2, 2, 2]),
+        (2, 32, 1, [4, 5, 6, 7, 8, 10, 12, 15, 18, 22, 27, 32]),
+        (64, 20, 1, [4, 5, 6, 7, 8, 10, 12, 15, 18, 20, 20, 20]),
+        (2, 2, 1, [2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]),
+        (2, 32, 3, [6, 6, 6, 9, 9, 12, 12, 15, 18, 24, 27, 33]),
+        (2, 4, 8, [8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8]),
+        (1, 32, 1, [1, 2, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4]),
+        (1, 32, 3, [3, 3, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6]),
+        (1, 2, 1, [1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]),
     ],
 )
 def test_rounds_grow_in_whole_optimizer_steps(world_size, round_size, accumulate, steps):
     options = {"world_size": world_size, "round_size": round_size, "accumulate": accumulate}
-    assert [round_steps(number, **options) for number in range(5)] == steps
+    assert [round_steps(number, **options) for number in range(12)] == steps
     assert round_steps(10**6, **options) == steps[-1]
 
 

@@ -33,7 +33,12 @@ from odb_nodes.loader.checkpoint_folders import (
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.rank_states import rank_file
 from odb_nodes.loader.reshard_nodes import Ranks
-from odb_nodes.loader.resharding import data_place, reshard, reshard_parts
+from odb_nodes.loader.resharding import (
+    check_saved_between_steps,
+    data_place,
+    reshard,
+    reshard_parts,
+)
 
 logger = logging.getLogger("odb_nodes")
 
@@ -171,8 +176,9 @@ class Checkpoints:
 
         Raises:
             TypeError, ValueError: `step` is not a number of steps.
-            StateError: a part holds something else than plain data and tensors; or the folder holds
-                checkpoints, and `load` was not called, or raised.
+            StateError: a loader stands within an optimizer step; a part holds something else than
+                plain data and tensors; or the folder holds checkpoints, and `load` was not called,
+                or raised.
             PeerError: a rank did not come, or has not saved, within `timeout_s`; or it saves
                 another step, which is seen in this call or the next.
         """
@@ -295,6 +301,8 @@ class _Parts:
             for name, part in self._parts.items()
             if rank == 0 or name not in self._replicated
         }
+        for one in states.values():
+            check_saved_between_steps(one)
         state = {
             "checkpoint": _about(step, rank, world_size),
             "parts": states,

@@ -3,6 +3,7 @@
 import io
 import random
 import shutil
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from odb_nodes import (
     StateError,
     load_rank_state,
     load_state,
+    pop_step_info,
     reshard,
     save_rank_state,
     save_state,
@@ -185,6 +187,25 @@ def test_another_run_in_the_same_folder_is_an_error(tmp_path):
         before.save(3)
     assert now.save(4)
     assert Job(tmp_path).checkpoints.load() == 4
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"virtual_ranks": 2, "accumulate": 2}])
+def test_a_checkpoint_is_saved_between_optimizer_steps(options, tmp_path):
+    job = Job(tmp_path, ODBDataLoader(DATASET[:80], token_budget=512, window=64, **options))
+    for step, batch in enumerate(job.loader):
+        info = pop_step_info(batch)
+        inside = f"step {info.step + 1} of epoch 0, within an optimizer step of .*gradients"
+        if "virtual_ranks" in options:
+            inside = "within an optimizer step of 4 batches, of which [123] are done, .*gradients"
+        ends = (
+            nullcontext() if info.ends_optimizer_step else pytest.raises(StateError, match=inside)
+        )
+        with ends:
+            job.save(step)
+        with ends:
+            save_rank_state({"step": step, "loader": job.loader.state_dict()}, tmp_path / "rank")
+    assert info.ends_optimizer_step
+    assert Job(tmp_path, job.loader).checkpoints.load() == step
 
 
 # Other numbers of ranks.

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from torchdata.nodes import BaseNode
 
@@ -211,13 +211,20 @@ class Loader(Generic[T]):
         """Stop all threads and workers of the graph and keep the position. Idempotent.
 
         The next `iter()` begins an epoch, as after `break`; to continue this one, load
-        `state_dict()`. In a forked child this does nothing.
+        `state_dict()`. In a forked child, and while another loader iterates a node of the graph,
+        this does nothing.
 
         Raises:
             TimeoutError: a thread did not finish within `stop_timeout_s`.
         """
-        if not self._is_foreign():
+        if not self._is_foreign() and _iterated_elsewhere(self.root, self) is None:
             self._suspend()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a `{type(self).__name__}` cannot be copied or pickled, since its nodes stand within "
+            "their data. Make another one with the same arguments, and load `state_dict()` there."
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -454,17 +461,22 @@ _owners: weakref.WeakKeyDictionary[BaseNode[Any], weakref.ref[Any]] = weakref.We
 
 def _claim(root: BaseNode[Any], loader: Loader[Any]) -> None:
     """Make `loader` the one that moves the nodes of a graph."""
+    if (node := _iterated_elsewhere(root, loader)) is not None:
+        raise RuntimeError(
+            f"a `{type(node).__name__}` of this `{type(loader).__name__}` is iterated by "
+            "another one, and each would take items that the other one then lacks. Make a node "
+            "for each loader, or `close()` the other one before."
+        )
+    for node in walk(root):
+        _owners[node] = weakref.ref(loader)
+
+
+def _iterated_elsewhere(root: BaseNode[Any], loader: Loader[Any]) -> BaseNode[Any] | None:
+    """Return a node of a graph that another `Loader` iterates; `None` where there is none."""
     nodes = list(walk(root))
     if any(_is_iterated_elsewhere(node, loader) for node in nodes):
         gc.collect()  # A loader and its iterator refer to each other: it may be gone already.
-    for node in nodes:
-        if _is_iterated_elsewhere(node, loader):
-            raise RuntimeError(
-                f"a `{type(node).__name__}` of this `{type(loader).__name__}` is iterated by "
-                "another one, and each would take items that the other one then lacks. Make a node "
-                "for each loader, or `close()` the other one before."
-            )
-        _owners[node] = weakref.ref(loader)
+    return next((node for node in nodes if _is_iterated_elsewhere(node, loader)), None)
 
 
 def _is_iterated_elsewhere(node: BaseNode[Any], loader: Loader[Any]) -> bool:

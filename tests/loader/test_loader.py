@@ -1,6 +1,7 @@
 """A `Loader` goes on exactly, whatever is called in whatever order, and whatever raises."""
 
 import copy
+import pickle
 import threading
 from contextlib import nullcontext, suppress
 from itertools import islice
@@ -329,6 +330,13 @@ def test_an_epoch_other_than_that_of_a_state_leaves_out_items_only_where_that_is
     assert list(loader) == epoch(1)
     loader.load_state_dict(state_after(1))  # which replaces what was set
     assert list(loader) == epoch(0)[1:]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_loader_is_not_copied_and_says_what_to_do_instead(duplicate):
+    loader = Loader(Numbers())
+    with pytest.raises(TypeError, match=r"a `Loader` cannot be copied .* load `state_dict\(\)`"):
+        duplicate(loader)
 
 
 @pytest.mark.parametrize("goes_on", [False, True])

@@ -19,6 +19,7 @@ from odb_nodes._core.checks import check_count, check_seconds, check_type, descr
 from odb_nodes._core.content import difference, explain_unreadable, is_readable
 from odb_nodes._core.files import sync_folder
 from odb_nodes._core.seeds import load_rngs, save_rngs
+from odb_nodes._core.text import named_ranks
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.exchange import Meeting, group_rank
 from odb_nodes.contract.state_file import load_state, save_state
@@ -249,9 +250,9 @@ class Checkpoints:
             if time.monotonic() < deadline:
                 time.sleep(_PAUSE_S / 10)
                 continue
-            ranks = ", ".join(map(str, found.missing))
+            has = "has" if len(found.missing) == 1 else "have"
             raise PeerError(
-                f"rank {ranks} has not saved the checkpoint `{folder}` within "
+                f"{named_ranks(found.missing)} {has} not saved the checkpoint `{folder}` within "
                 f"{self._timeout_s} s (`timeout_s`), though this rank has saved one since. All "
                 "ranks must call `save`, at the same steps, and share the disk of that folder."
             )

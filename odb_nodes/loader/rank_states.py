@@ -196,8 +196,8 @@ class DistributedState:
 
         Raises:
             StateError: it is damaged, is not what `state_dict` returned, was not saved by
-                `saved_by` ranks, or cannot be resharded. (For a missing key, `dcp.load` raises its
-                own error first.)
+                `saved_by` ranks, or cannot be resharded. (For a missing key, and for damage that
+                torch's unpickling notices, `dcp.load` raises its own error first.)
         """
         states = [_from_buffer(state_dict, key) for key in self._wanted]
         if self._wanted != [self._key]:

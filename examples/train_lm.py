@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -227,6 +228,7 @@ def main() -> None:
     steps, _ = read_log(options.output, "dynamic")
     with announced("fixed"):
         train_fixed(options, corpus, sum(step.samples for step in steps), len(steps))
+    shutil.rmtree(options.output / "checkpoints", ignore_errors=True)  # of an earlier call
     print(f"\n{kill_and_resume(options)}\n\n{table(options.output, options.token_budget)}")
     plot(options.output / "train_lm.png", options.token_budget, MAX_TOKENS)
     print(f"\nPicture: {options.output / 'train_lm.png'}")

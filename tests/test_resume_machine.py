@@ -177,12 +177,12 @@ class ResumeMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.kind.calls)
     @rule(number=st.integers(0, 3))
     def set_epoch(self, number):
-        """Go to any epoch, unless a state was loaded that stands within one."""
+        """Go to any epoch; where a state was loaded, say again within which."""
         if not self.job.loaded:
             self.job.set_epoch(number)
             self.place = Place(self.fresh(self.place.line.given), number)
         elif self.place.step:
-            self.job.set_epoch(number)
+            self.job.set_epoch(self.place.epoch)
 
     @precondition(lambda self: len(self.kind.ranks) > 1)
     @rule(at=NUMBERS)

@@ -11,6 +11,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def named_ranks(ranks: Iterable[int]) -> str:
+    """Return the name of one or several ranks: "rank 1", "ranks 1, 2 and 3"."""
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+
+
 Rows = Sequence[Mapping[str, str]]  # a table: its rows, each title -> cell
 
 

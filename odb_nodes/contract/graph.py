@@ -48,6 +48,13 @@ def begin_epoch(root: BaseNode[Any], epoch: int | None) -> None:
     root.reset(None)
 
 
+def epochs_of(root: BaseNode[Any]) -> set[int]:
+    """Return the epochs that the nodes of a graph are in: a source may lag that gave no item."""
+    counters = (getattr(node, "_epochs", None) or node for node in walk(root))
+    epochs = {getattr(counter, "epoch", None) for counter in counters}
+    return {epoch for epoch in epochs if isinstance(epoch, int)}
+
+
 def begin_cycle(root: BaseNode[Any]) -> None:
     """Reset a graph to the beginning of its epoch, in another order where it draws one."""
     for node in walk(root):

@@ -88,7 +88,7 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         return self.loader.dataset
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin with `epoch` next, from 0; a loaded state within an epoch takes precedence."""
+        """Begin with `epoch` next, from 0; a loaded state within that epoch continues there."""
         self.loader.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -66,9 +66,9 @@ class CheckpointFolders:
         """Return the folders that have the files of all ranks, the newest one last."""
         return [self.root / name for name, found in self.contents().items() if not found.missing]
 
-    def last_number(self) -> int:
-        """Return the number of the last save, complete or not; 0 where there is none."""
-        return max((save.number for save in self._saves().values()), default=0)
+    def names(self) -> list[str]:
+        """Return the names of all folders of saves, complete or not."""
+        return [*self._saves()]
 
     def check_saves(self, own: Sequence[Path], rank: int) -> None:
         """Raise where another rank saves another step, or another run saves here.
@@ -90,19 +90,18 @@ class CheckpointFolders:
                     "the same steps. The checkpoints before that are kept."
                 )
 
-    def clean(self, new: Path, keep: int) -> None:
-        """Remove what is older than the `keep` newest checkpoints, once `new` is complete.
+    def clean(self, new: Path, keep: int, known: Collection[str]) -> None:
+        """Remove those of `known` that are older than its `keep` newest, once `new` is complete.
 
         What is older than `new` and incomplete never becomes complete: all ranks have gone on.
         """
-        complete = self.complete()
+        complete = [path for path in self.complete() if path.name in known]
         if new not in complete:
             return
         kept = complete[: complete.index(new) + 1][-keep:]
         for name in os.listdir(self.root):
-            if 0 < _save_of(name).number < _save_of(new.name).number and (
-                self.root / name not in kept
-            ):
+            is_older = 0 < _save_of(name).number < _save_of(new.name).number
+            if is_older and name in known and self.root / name not in kept:
                 removed = self.root / f"{_REMOVED}{name}"
                 with suppress(OSError):  # Another rank is doing it.
                     os.rename(self.root / name, removed)
@@ -129,6 +128,11 @@ def choose(views: Sequence[Mapping[str, Contents]]) -> tuple[str | None, str | N
         if not set.intersection(*({*contents.missing} for contents in seen)):
             somewhere = name
     return everywhere, somewhere
+
+
+def number_of(name: str) -> int:
+    """Return the number of the save that a folder is named after."""
+    return _save_of(name).number
 
 
 def step_of(name: str) -> int:

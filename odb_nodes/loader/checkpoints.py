@@ -19,6 +19,7 @@ from odb_nodes._core.checks import check_count, check_seconds, check_type, descr
 from odb_nodes._core.content import difference, explain_unreadable, is_readable
 from odb_nodes._core.files import sync_folder
 from odb_nodes._core.seeds import load_rngs, save_rngs
+from odb_nodes._core.text import named_ranks
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.exchange import Meeting, group_rank
 from odb_nodes.contract.state_file import load_state, save_state
@@ -27,12 +28,18 @@ from odb_nodes.loader.checkpoint_folders import (
     CheckpointFolders,
     Contents,
     choose,
+    number_of,
     step_of,
 )
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.rank_states import rank_file
 from odb_nodes.loader.reshard_nodes import Ranks
-from odb_nodes.loader.resharding import data_place, reshard, reshard_parts
+from odb_nodes.loader.resharding import (
+    check_saved_between_steps,
+    data_place,
+    reshard,
+    reshard_parts,
+)
 
 logger = logging.getLogger("odb_nodes")
 
@@ -49,9 +56,10 @@ class Checkpoints:
         ...
         checkpoints.save(step)  # where an optimizer step ends
 
-    Every rank calls `load` and `save`, at the same steps, and writes its own file. A checkpoint
-    counts when the files of all ranks are there, so a job may be killed at any time. The global
-    random generators (Python's, numpy's, torch's) are saved with the parts.
+    A run goes on in its folder by `load`; a new run needs a folder of its own. Every rank calls
+    `load` and `save`, at the same steps, and writes its own file. A checkpoint counts when the
+    files of all ranks are there, so a job may be killed at any time. The global random generators
+    (Python's, numpy's, torch's) are saved with the parts.
 
     Args:
         folder: folder of the checkpoints, on a disk that all ranks share; created if needed. Each
@@ -61,7 +69,8 @@ class Checkpoints:
             it after `load`. A part that differs between ranks may have a method
             `reshard_states(states, world_size)`: the states of all ranks that saved -> one state
             for each of `world_size` ranks.
-        keep: number of complete checkpoints to keep. Older ones are removed.
+        keep: number of complete checkpoints to keep. `save` removes older ones, of those that were
+            saved here or were in the folder when `load` was called.
         replicated: names of parts that are equal on all ranks, and that rank 0 alone writes: under
             DDP the model and the optimizer; never sharded ones (FSDP, ZeRO), nor the loader. The
             checkpoint records them, so `load` needs no names.
@@ -79,6 +88,7 @@ class Checkpoints:
     #
     # Why nothing is lost: only a rank that sees its own save complete removes older ones. A save
     # that is complete has been reached by all ranks, so none still loads or writes an older one.
+    # Folders that appeared in neither `load` nor a save of this object are never removed.
 
     def __init__(
         self,
@@ -98,6 +108,7 @@ class Checkpoints:
         self._timeout_s = timeout_s
         self._channel = Meeting("Checkpoints", None, timeout_s)
         self._run = ""  # the identifier, once the ranks have agreed
+        self._known: set[str] | None = None  # the folders that this run may remove, once agreed
         self._number = 0  # of the last save
         self._own: list[Path] = []  # the last two of this run
         self._begun: Path | None = None  # where a save has failed
@@ -123,7 +134,7 @@ class Checkpoints:
                 Or a part refused its state: then the error names those that have changed.
             PeerError: a rank failed, or did not come within `timeout_s`.
         """
-        self._meet()
+        known = self._meet()
         for look in range(_LOOKS):  # All ranks see the same views, and so look equally often.
             time.sleep(_PAUSE_S if look else 0)
             told = self._gather(self._folders.contents())
@@ -138,6 +149,7 @@ class Checkpoints:
                     f"{unfinished}. Ranks were stopped while they saved, or saved different steps. "
                     "The run begins anew."
                 )
+            self._known = known
             return 0
         with self._together(f"loading the checkpoint `{name}`"):
             if name is None:
@@ -148,6 +160,7 @@ class Checkpoints:
         with self._together(f"loading the checkpoint `{name}`"):
             self._parts.apply(states, folder)
             load_rngs(generators)  # last: a part may draw numbers as it loads
+        self._known = known
         return step_of(name)
 
     def save(self, step: int) -> Path:
@@ -164,19 +177,22 @@ class Checkpoints:
 
         Raises:
             TypeError, ValueError: `step` is not a number of steps.
-            StateError: a part holds something else than plain data and tensors.
+            StateError: a loader stands within an optimizer step; a part holds something else than
+                plain data and tensors; or the folder holds checkpoints, and `load` was not called,
+                or raised.
             PeerError: a rank did not come, or has not saved, within `timeout_s`; or it saves
                 another step, which is seen in this call or the next.
         """
         step = check_count("step", step, minimum=0)
-        if not self._run:
-            self._meet()
+        if self._known is None:
+            self._known = self._begin_new_run()
         if len(self._own) == 2:
             self._await(self._own[0])
             del self._own[0]
         if self._begun is None or step_of(self._begun.name) != step:  # else it is tried again
             self._number += 1
             self._begun = self._folders.folder(self._number, step, self._run)
+            self._known.add(self._begun.name)
         folder = self._begun
         folder.mkdir(parents=True, exist_ok=True)  # also shows the others which step it is
         self._folders.check_saves([*self._own, folder], self._channel.rank)
@@ -184,16 +200,32 @@ class Checkpoints:
         sync_folder(self._folders.root)
         self._begun = None
         self._own.append(folder)
-        self._folders.clean(folder, self._keep)
+        self._folders.clean(folder, self._keep, self._known)
         return folder
 
-    def _meet(self) -> None:
-        """Agree with the other ranks on the identifier of the run, and the number of a save."""
+    def _meet(self) -> set[str]:
+        """Agree on the identifier of the run and the number of a save; return all folders."""
+        self._known = None
         self._channel.begin()
         self._channel.agree({**self._parts.names(), "keep": self._keep})
-        told = self._gather([secrets.token_hex(4), self._folders.last_number()])
-        self._run, self._number = told[0][0], max(number for _, number in told)
+        told = self._gather([secrets.token_hex(4), self._folders.names()])
+        known = {name for _, names in told for name in names}
+        self._run, self._number = told[0][0], max(map(number_of, known), default=0)
         self._own, self._begun = [], None
+        return known
+
+    def _begin_new_run(self) -> set[str]:
+        """Meet for the first save, in a folder that holds no checkpoint of another run."""
+        known = self._meet()
+        views = self._gather([*self._folders.contents()])
+        if saved := sorted({name for view in views for name in view}, key=number_of):
+            raise StateError(
+                "`folder` must have no checkpoints that were not loaded, but "
+                f"`{self._folders.root}` has {len(saved)}, up to `{saved[-1]}`. Call `load()` "
+                "before the first `save` to go on from the newest complete checkpoint, or give a "
+                "new run another `folder`."
+            )
+        return known
 
     def _gather(self, own: Any) -> list[Any]:
         """Return what each rank gives, as JSON data."""
@@ -218,9 +250,9 @@ class Checkpoints:
             if time.monotonic() < deadline:
                 time.sleep(_PAUSE_S / 10)
                 continue
-            ranks = ", ".join(map(str, found.missing))
+            has = "has" if len(found.missing) == 1 else "have"
             raise PeerError(
-                f"rank {ranks} has not saved the checkpoint `{folder}` within "
+                f"{named_ranks(found.missing)} {has} not saved the checkpoint `{folder}` within "
                 f"{self._timeout_s} s (`timeout_s`), though this rank has saved one since. All "
                 "ranks must call `save`, at the same steps, and share the disk of that folder."
             )
@@ -270,6 +302,8 @@ class _Parts:
             for name, part in self._parts.items()
             if rank == 0 or name not in self._replicated
         }
+        for one in states.values():
+            check_saved_between_steps(one)
         state = {
             "checkpoint": _about(step, rank, world_size),
             "parts": states,

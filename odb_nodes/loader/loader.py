@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from torchdata.nodes import BaseNode
 
@@ -24,6 +24,7 @@ from odb_nodes.contract.graph import (
     begin_epoch,
     close_nodes,
     describe_empty_epoch,
+    epochs_of,
     has_threads,
     length_of,
     stop_threads,
@@ -173,15 +174,14 @@ class Loader(Generic[T]):
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one that begins, in every node that counts epochs.
 
-        A loaded state within an epoch takes precedence.
+        A state within that epoch, loaded before, goes on there; one that is loaded later replaces
+        `epoch`. Where items of another epoch remain, `iter()` raises a `StateError`.
         """
         epoch = check_count("epoch", epoch, 0)
         if self._it is not None:
             self._touched = self._left = True
             self._state = None
         elif (state := self._state) is not None:
-            if not (state.ended or state.left or self._touched):
-                return
             self._state = replace(state, left=state.left or self._touched)
         self._next_epoch = epoch
 
@@ -211,13 +211,20 @@ class Loader(Generic[T]):
         """Stop all threads and workers of the graph and keep the position. Idempotent.
 
         The next `iter()` begins an epoch, as after `break`; to continue this one, load
-        `state_dict()`. In a forked child this does nothing.
+        `state_dict()`. In a forked child, and while another loader iterates a node of the graph,
+        this does nothing.
 
         Raises:
             TimeoutError: a thread did not finish within `stop_timeout_s`.
         """
-        if not self._is_foreign():
+        if not self._is_foreign() and _iterated_elsewhere(self.root, self) is None:
             self._suspend()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a `{type(self).__name__}` cannot be copied or pickled, since its nodes stand within "
+            "their data. Make another one with the same arguments, and load `state_dict()` there."
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -281,13 +288,18 @@ class Loader(Generic[T]):
                 "If it is yours, mend that; else build the graph with the same nodes in the same "
                 "order as when it was saved."
             ) from error
-        if state.ended:
-            self._see_end()
-        if (state.ended and self._restart) or state.left:
+        # Some nodes of torchdata do not keep in their state that they have seen their end.
+        if state.ended and self._has_items():
+            raise StateError(
+                "the state was saved at the end of an epoch, but the graph yields more items "
+                "there. Resume over the data that the state was saved on."
+            )
+        if state.left or (state.ended and self._restart) or self._begins_another(state):
             stop_threads(self.root, self._stop_timeout_s)
             self._begin_epoch()
         else:
             self._num_yielded, self._ended, self._left = state.num_yielded, state.ended, False
+            self._next_epoch = None
 
     def _changes(self, state: LoaderState) -> str | None:
         """Return an error that names all changes of the configuration, where there are several."""
@@ -296,16 +308,31 @@ class Loader(Generic[T]):
         with loading_with(smaller_budget=self._change_budget):
             return several_changes(present, state.root)
 
-    def _see_end(self) -> None:
-        """Let the nodes see their end again: some of torchdata's do not keep it in their state."""
+    def _begins_another(self, state: LoaderState) -> bool:
+        """Tell whether `set_epoch` asks for another epoch than that of a restored state."""
+        asked, epochs = self._next_epoch, epochs_of(self.root)
+        if asked is None or state.ended:
+            return asked is not None
+        if asked in epochs or not epochs:
+            return False
+        # A state may be after the last item, and before its end was seen.
+        if state.num_yielded and self._has_items():
+            epoch = max(epochs)
+            raise StateError(
+                f"`set_epoch` must be given {epoch}, the epoch that the state stands within, but "
+                f"got {asked}, and items of epoch {epoch} remain. Call `set_epoch({epoch})` to go "
+                f"on with them; to leave them out, call `iter(loader)` after that, and then "
+                f"`set_epoch({asked})`."
+            )
+        return True
+
+    def _has_items(self) -> bool:
+        """Take an item of the graph, and tell whether there is one."""
         try:
             next(self.root)
         except StopIteration:
-            return
-        raise StateError(
-            "the state was saved at the end of an epoch, but the graph yields more items there. "
-            "Resume over the data that the state was saved on."
-        )
+            return False
+        return True
 
     def _suspend(self) -> None:
         """Close the graph, and keep where it stands."""
@@ -434,17 +461,22 @@ _owners: weakref.WeakKeyDictionary[BaseNode[Any], weakref.ref[Any]] = weakref.We
 
 def _claim(root: BaseNode[Any], loader: Loader[Any]) -> None:
     """Make `loader` the one that moves the nodes of a graph."""
+    if (node := _iterated_elsewhere(root, loader)) is not None:
+        raise RuntimeError(
+            f"a `{type(node).__name__}` of this `{type(loader).__name__}` is iterated by "
+            "another one, and each would take items that the other one then lacks. Make a node "
+            "for each loader, or `close()` the other one before."
+        )
+    for node in walk(root):
+        _owners[node] = weakref.ref(loader)
+
+
+def _iterated_elsewhere(root: BaseNode[Any], loader: Loader[Any]) -> BaseNode[Any] | None:
+    """Return a node of a graph that another `Loader` iterates; `None` where there is none."""
     nodes = list(walk(root))
     if any(_is_iterated_elsewhere(node, loader) for node in nodes):
         gc.collect()  # A loader and its iterator refer to each other: it may be gone already.
-    for node in nodes:
-        if _is_iterated_elsewhere(node, loader):
-            raise RuntimeError(
-                f"a `{type(node).__name__}` of this `{type(loader).__name__}` is iterated by "
-                "another one, and each would take items that the other one then lacks. Make a node "
-                "for each loader, or `close()` the other one before."
-            )
-        _owners[node] = weakref.ref(loader)
+    return next((node for node in nodes if _is_iterated_elsewhere(node, loader)), None)
 
 
 def _is_iterated_elsewhere(node: BaseNode[Any], loader: Loader[Any]) -> bool:

@@ -18,7 +18,7 @@ from odb_nodes._core.content import from_bytes, to_bytes
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.contract.state_file import check_readable, load_state, save_state
 from odb_nodes.errors import StateError, TornStateError
-from odb_nodes.loader.resharding import reshard
+from odb_nodes.loader.resharding import check_saved_between_steps, reshard
 
 logger = logging.getLogger("odb_nodes")
 
@@ -42,9 +42,11 @@ def save_rank_state(
         The file.
 
     Raises:
-        StateError: `state` holds something else than plain data and tensors, or the folder holds
-            states of another number of ranks.
+        StateError: `state` holds something else than plain data and tensors, or is within an
+            optimizer step (`save_state` writes it, if you save the gradients, too); or the folder
+            holds states of another number of ranks.
     """
+    check_saved_between_steps(state)
     rank, world_size = group_rank(process_group)
     path = Path(folder) / rank_file(rank, world_size)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,8 +196,8 @@ class DistributedState:
 
         Raises:
             StateError: it is damaged, is not what `state_dict` returned, was not saved by
-                `saved_by` ranks, or cannot be resharded. (For a missing key, `dcp.load` raises its
-                own error first.)
+                `saved_by` ranks, or cannot be resharded. (For a missing key, and for damage that
+                torch's unpickling notices, `dcp.load` raises its own error first.)
         """
         states = [_from_buffer(state_dict, key) for key in self._wanted]
         if self._wanted != [self._key]:

@@ -251,20 +251,29 @@ def _check_can_be_dealt(found: Sequence[AlignerState], config: Mapping[str, Any]
 def check_between_optimizer_steps(
     at: AlignerState, config: Mapping[str, Any], *, out: int = 0, hosted: int = 1
 ) -> None:
-    """Raise a `StateError` within an optimizer step.
+    """Raise a `StateError` within an optimizer step."""
+    if where := within_optimizer_step(at, config, out=out, hosted=hosted):
+        raise StateError(
+            f"the states stand {where}: their gradients are those of other ranks. Reshard a "
+            "checkpoint that was saved where `StepInfo.ends_optimizer_step` is True."
+        )
+
+
+def within_optimizer_step(
+    at: AlignerState, config: Mapping[str, Any], *, out: int = 0, hosted: int = 1
+) -> str:
+    """Return the words for a place within an optimizer step; "" between two of them.
 
     A process that hosts several virtual ranks takes a batch of each, of which `out` are out.
     """
     accumulate = config["accumulate"]
     inside = at.emitted % accumulate
-    if at.is_at_end(at.steps()) or not (inside or out):
-        return
+    if not (inside or out) or at.is_at_end(at.steps()):
+        return ""
     done, what = inside * hosted + out, "batches" if hosted > 1 else "steps"
-    raise StateError(
-        f"the states stand at step {at.step} of epoch {at.epoch}, within an optimizer step of "
-        f"{accumulate * hosted} {what}, of which {done} are done: their gradients are those of "
-        "other ranks. Reshard a checkpoint that was saved where "
-        "`StepInfo.ends_optimizer_step` is True."
+    return (
+        f"at step {at.step} of epoch {at.epoch}, within an optimizer step of "
+        f"{accumulate * hosted} {what}, of which {done} are done"
     )
 
 

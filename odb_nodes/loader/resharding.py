@@ -32,6 +32,7 @@ from odb_nodes.loader.reshard_nodes import (
     node_of,
     opened,
     reshard_graph,
+    within_optimizer_step,
 )
 from odb_nodes.nodes.group_collator import CollatorState
 
@@ -129,6 +130,29 @@ def batches_per_step(state: Mapping[str, Any]) -> int:
     """Return how many batches of a step a process takes, by a state of an `ODBDataLoader`."""
     root = state["root"]
     return len(root["sources"]) if node_of(root) == _VIRTUAL else 1
+
+
+def check_saved_between_steps(state: Any) -> None:
+    """Raise a `StateError` where a state, or a value of it, is of a loader within a step."""
+    for one in (state, *state.values()) if isinstance(state, Mapping) else ():
+        if node_of(one) != "Loader" or not _is_whole(one) or one["left"]:
+            continue
+        root = one["root"]
+        is_virtual = node_of(root) == _VIRTUAL
+        out, graphs = (root["turn"], [*root["sources"].values()]) if is_virtual else (0, [root])
+        inner = graphs[0]
+        while node_of(inner) == "GroupCollator":
+            inner = inner["source"]
+        config, hosted = config_of(inner), len(graphs)
+        if node_of(inner) != "RankAligner" or config["accumulate"] * hosted == 1:
+            continue
+        (at,) = opened([inner], AlignerState)
+        if where := within_optimizer_step(at, config, out=out, hosted=hosted):
+            raise StateError(
+                f"a checkpoint must be saved between optimizer steps, but the loader stands "
+                f"{where}, and their gradients would be lost. Save where "
+                "`StepInfo.ends_optimizer_step` is True, after the optimizer step."
+            )
 
 
 def _is_whole(state: Any) -> bool:

@@ -16,7 +16,7 @@ from odb_nodes._core.processes import Owner
 from odb_nodes.contract import copy_state, snapshot
 from odb_nodes.contract.graph import stop_threads
 from odb_nodes.contract.node import call_member, check_node
-from odb_nodes.errors import StateError
+from odb_nodes.errors import StateError, WorkerError
 from odb_nodes.nodes.seeded_collate import DeferredBatch
 
 T = TypeVar("T")
@@ -77,14 +77,23 @@ class ReadAhead(BaseNode[T]):
         return taken
 
     def _take(self) -> Any:
+        relay = self._relay
         try:
-            return next(self._prefetcher)
+            item = next(self._prefetcher)
         except StopIteration:
-            raise
+            if relay.has_ended and relay.taken == relay.given:
+                raise
+            # To torchdata's prefetcher, a thread that was stopped has ended its data.
+            raise WorkerError(
+                "the read-ahead thread was stopped before the end of the epoch, since the graph is "
+                "reset or closed."
+            ) from None
         except Exception:
-            if self._relay.error is not None:
-                raise self._relay.error from None  # and not its copy in another message
+            if relay.error is not None:
+                raise relay.error from None  # and not its copy in another message
             raise
+        relay.taken += 1
+        return item
 
     def get_state(self) -> dict[str, Any]:
         """Return the source's state after the last item that was taken."""
@@ -115,6 +124,8 @@ class _Relay(BaseNode[T]):
         super().__init__()
         self.source = source
         self.error: BaseException | None = None
+        self.has_ended = False
+        self.given = self.taken = 0  # items, by its own thread and by the reader's
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         super().reset(initial_state)  # The source has been reset before.
@@ -123,11 +134,13 @@ class _Relay(BaseNode[T]):
         try:
             item: T = next(self.source)
         except StopIteration:
+            self.has_ended = True
             raise
         except BaseException as error:
             self.error = error
             # torchdata's thread would die of a SystemExit, and leave its reader waiting for ever.
             raise RuntimeError(f"the source raised {error!r}.") from error
+        self.given += 1
         return item
 
     def get_state(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from odb_nodes import LengthObserver, Loader, WindowBucketer
 from odb_nodes._core import progress
 from odb_nodes._core.checks import check_choice, check_type, describe
 from odb_nodes._core.progress import Bar, SlowProgress
-from odb_nodes._core.text import counted, html_table
+from odb_nodes._core.text import counted, html_table, named_ranks
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.testing import assert_resumes_exactly
 from odb_nodes.tools.lengths import LengthTable
@@ -24,6 +24,11 @@ from odb_nodes.tools.profile import profile
 from odb_nodes.tools.simulate import simulate
 
 TABLE = LengthTable.of([5, 9, 40, 7] * 20)
+
+
+def test_ranks_are_named():
+    names = [named_ranks(range(first, 4)) for first in (3, 2, 1)]
+    assert names == ["rank 3", "ranks 2 and 3", "ranks 1, 2 and 3"]
 
 
 def test_cells_are_escaped_and_the_first_row_has_the_titles():

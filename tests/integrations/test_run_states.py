@@ -12,11 +12,12 @@ from damaged_states import MISSING, damaged, mutations, replaced, resealed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_nodes import ODBDataLoader, StateError, save_rank_state
+from odb_nodes import ODBDataLoader, StateError, save_state
 from odb_nodes._core.content import difference
 from odb_nodes.integrations.huggingface import run as huggingface
 from odb_nodes.integrations.lightning import ODBCallback
 from odb_nodes.integrations.lightning import run as lightning
+from odb_nodes.loader.rank_states import rank_file
 
 pytestmark = pytest.mark.filterwarnings(t.OF_LIGHTNING)
 
@@ -47,7 +48,8 @@ class HuggingFace:
         return found
 
     def load(self, state):
-        save_rank_state(state, self.folder / "checkpoint")
+        (self.folder / "checkpoint").mkdir(exist_ok=True)
+        save_state(state, self.folder / "checkpoint" / rank_file(0, 1))
         huggingface.Run(self.trainer, str(self.folder / "checkpoint"))
 
 

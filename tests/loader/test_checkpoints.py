@@ -3,6 +3,7 @@
 import io
 import random
 import shutil
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from odb_nodes import (
     StateError,
     load_rank_state,
     load_state,
+    pop_step_info,
     reshard,
     save_rank_state,
     save_state,
@@ -91,7 +93,9 @@ def test_the_newest_are_kept(tmp_path):
 
 def test_what_was_saved_last_counts_not_the_highest_step(tmp_path):
     Job(tmp_path).save(10, 20)
-    Job(tmp_path).save(5)  # a run from the beginning, which did not load
+    job = Job(tmp_path)
+    assert job.checkpoints.load() == 20
+    job.save(5)
     job = Job(tmp_path)
     assert job.checkpoints.load() == 5
     job.save(5)  # after the loop, say
@@ -127,14 +131,81 @@ def test_a_damaged_checkpoint_is_refused_with_a_remedy(tmp_path):
     assert Job(tmp_path).checkpoints.load() == 1
 
 
+def test_a_run_that_has_loaded_nothing_saves_into_no_folder_of_another_run(tmp_path):
+    Job(tmp_path).save(15, 18)
+    forgetful = Job(tmp_path, keep=1)
+    rule = r"no checkpoints that were .* has 2, up to `000002-step-18-.* `load\(\)` .* another"
+    for _ in range(2):
+        with pytest.raises(StateError, match=rule):
+            forgetful.save(3)
+    assert kept_steps(tmp_path) == [15, 18]
+    assert forgetful.checkpoints.load() == 18
+    forgetful.save(21)
+    assert kept_steps(tmp_path) == [21]
+
+
+def test_what_could_not_be_loaded_is_not_removed(tmp_path):
+    first, second = Job(tmp_path).save(1, 2)
+    file = second / "rank00000-of-00001.pt"
+    file.write_bytes(file.read_bytes()[:1000])
+    job = Job(tmp_path, keep=1)
+    with pytest.raises(StateError, match="truncated"):
+        job.checkpoints.load()
+    with pytest.raises(StateError, match="that were not loaded"):
+        job.save(1)
+    assert {*tmp_path.iterdir()} == {first, second}
+
+
+def test_what_a_killed_save_left_is_not_removed_before_load_has_told_of_it(tmp_path):
+    (saved,) = Job(tmp_path).save(1)
+    (saved / "rank00000-of-00001.pt").rename(saved / "rank00000-of-00002.pt")
+    (tmp_path / "000002-step-2-00000000").mkdir()  # killed before it wrote: nothing to lose
+    job = Job(tmp_path)
+    with pytest.raises(StateError, match="has 1, up to `000001-step-1-"):
+        job.save(2)
+    with pytest.warns(UserWarning, match="unfinished ones"):
+        assert job.checkpoints.load() == 0
+    (saved,) = job.save(2)
+    assert {*tmp_path.iterdir()} == {saved}
+
+
+def test_a_run_removes_no_checkpoint_that_came_after_it_had_loaded(tmp_path):
+    job = Job(tmp_path, keep=1)
+    job.save(1, 2)
+    (saved,) = job.save(3)
+    late = shutil.copytree(saved, tmp_path / "000001-step-9-00000000")
+    (saved,) = job.save(4)
+    assert {*tmp_path.iterdir()} == {late, saved}
+
+
 def test_another_run_in_the_same_folder_is_an_error(tmp_path):
     before, now = Job(tmp_path), Job(tmp_path)
     before.save(1)
+    now.checkpoints.load()
     now.save(2)
     with pytest.raises(PeerError, match="another run saves into .*`000002-step-2-"):
         before.save(3)
     assert now.save(4)
     assert Job(tmp_path).checkpoints.load() == 4
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"virtual_ranks": 2, "accumulate": 2}])
+def test_a_checkpoint_is_saved_between_optimizer_steps(options, tmp_path):
+    job = Job(tmp_path, ODBDataLoader(DATASET[:80], token_budget=512, window=64, **options))
+    for step, batch in enumerate(job.loader):
+        info = pop_step_info(batch)
+        inside = f"step {info.step + 1} of epoch 0, within an optimizer step of .*gradients"
+        if "virtual_ranks" in options:
+            inside = "within an optimizer step of 4 batches, of which [123] are done, .*gradients"
+        ends = (
+            nullcontext() if info.ends_optimizer_step else pytest.raises(StateError, match=inside)
+        )
+        with ends:
+            job.save(step)
+        with ends:
+            save_rank_state({"step": step, "loader": job.loader.state_dict()}, tmp_path / "rank")
+    assert info.ends_optimizer_step
+    assert Job(tmp_path, job.loader).checkpoints.load() == step
 
 
 # Other numbers of ranks.

@@ -110,6 +110,19 @@ def test_where_a_rank_cannot_load_all_raise_and_no_part_has_changed(results):
     assert "rank 1 failed in loading the checkpoint" in other
 
 
+def test_where_a_rank_sees_checkpoints_that_were_not_loaded_all_raise(results, tmp_path):
+    def body(own):
+        if own.rank == 1:
+            own.checkpoints(folder="1")._folders.folder(1, 5, "0" * 8).mkdir(parents=True)
+            (tmp_path / "1/000001-step-5-00000000/rank00001-of-00002.pt").touch()
+        own.meet()
+        return own.checkpoints(folder=str(own.rank)).save(6)
+
+    for error in results(body):
+        assert "has 1, up to `000001-step-5-00000000`. Call `load()`" in error
+    assert [path.name for path in tmp_path.glob("*/*")] == ["000001-step-5-00000000"]
+
+
 def not_come(own):
     if own.rank == 1:
         return "not come"

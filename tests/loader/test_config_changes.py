@@ -13,6 +13,7 @@ from odb_nodes import (
     Loader,
     Observation,
     ODBDataLoader,
+    PackedCollate,
     ParallelProcessor,
     ShardedSampler,
     StateError,
@@ -154,6 +155,21 @@ SMALLER = [
     (bucketed, {"tokens": 200, "pad_to_multiple_of": 8}, True, "`budget.pad_to_multiple_of` was 1"),
     (partial(bucketed, shapes=4), {"tokens": 200}, True, "With `shapes` a budget cannot"),
 ]
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_samples_that_are_filled_up_to_another_multiple_are_named_as_the_change(multiple):
+    def loader(multiple):
+        budget = TokenBudget(256, layout="packed")
+        collate = PackedCollate.of(budget, sample_multiple=multiple)
+        data = [{"input_ids": [1] * (n % 30 + 2)} for n in range(90)]
+        return ODBDataLoader(data, token_budget=budget, collate_fn=collate, window=24)
+
+    before, after = loader(4), loader(multiple)
+    next(iter(before))
+    after.load_state_dict(before.state_dict())
+    with pytest.raises(StateError, match="GroupCollator: `sample_multiple` was 4 when saved, but"):
+        iter(after)
 
 
 @pytest.mark.parametrize(("make", "change", "change_budget", "message"), SMALLER)

@@ -1,6 +1,7 @@
 """A `Loader` goes on exactly, whatever is called in whatever order, and whatever raises."""
 
 import copy
+import pickle
 import threading
 from contextlib import nullcontext, suppress
 from itertools import islice
@@ -190,10 +191,23 @@ class Expected:
         self.left = False  # `set_epoch` was called, and no item taken since
         self.leaving = False  # closed after an item was taken
 
+    @property
+    def asks_for_another(self):
+        """Whether `set_epoch` has named another epoch than that of a loaded state."""
+        return self.requested is not None and (self.place[2] or self.requested != self.place[0])
+
+    @property
+    def is_contradicted(self):
+        """Whether that would lose items."""
+        leaves = self.place[2] or self.left or self.leaving
+        return self.held and not leaves and self.asks_for_another and 0 < self.place[1] < 3
+
     def iter(self):
         if self.held:
-            if (self.place[2] and self.restart) or self.left or self.leaving:
+            leaves = (self.place[2] and self.restart) or self.left or self.leaving
+            if leaves or self.asks_for_another:
                 self.begin(self.place[0] + 1)
+            self.requested = None
         elif not self.running:
             self.begin(0)
         elif self.touched:
@@ -225,9 +239,8 @@ class Expected:
             self.held, self.running, self.leaving = True, False, self.touched
 
     def set_epoch(self, number):
-        if self.place[2] or self.left or self.leaving or not self.held:
-            self.requested, self.touched = number, True
-            self.left = self.left or self.running or self.leaving
+        self.requested, self.touched = number, True
+        self.left = self.left or self.running or self.leaving
 
 
 OPERATIONS = st.lists(
@@ -243,7 +256,12 @@ def compare_with_expected(root, operations, restart):
     loader, model = Loader(root, restart), Expected(restart)
     saved, it = [], None
     for operation in [*operations, "iter", "next", "next"]:
-        if operation == "iter" or (operation == "next" and it is None):
+        begins = operation == "iter" or (operation == "next" and it is None)
+        if begins and model.is_contradicted:
+            with pytest.raises(StateError, match=f"be given {model.place[0]}, .* remain"):
+                iter(loader)
+            continue
+        if begins:
             it = iter(loader)
             model.iter()
         if operation == "next":
@@ -278,6 +296,57 @@ def test_any_sequence_of_calls_does_what_the_docstring_says(operations, restart)
 @fewer(5)
 def test_any_sequence_of_calls_does_the_same_behind_a_prefetcher(operations, restart):
     compare_with_expected(Prefetcher(Numbers(), 2), operations, restart)
+
+
+@pytest.mark.parametrize(
+    ("taken", "start", "rest"),
+    [
+        (0, 0, epoch(0)),
+        (0, 1, []),  # as it was asked for: the epoch of the state has not begun
+        (1, 0, epoch(0)[1:]),
+        (3, 0, []),
+        (3, 1, []),
+        (None, 1, []),
+    ],
+)
+def test_the_usual_loop_of_epochs_loses_none(taken, start, rest):
+    """`for number in range(start, 3)`, from the epoch of a state on, or from the one after it."""
+    loader, items = resumed(state_after(taken)), []
+    for number in range(start, 3):
+        loader.set_epoch(number)
+        items += list(loader)
+    assert items == rest + epoch(1) + epoch(2)
+
+
+def test_an_epoch_other_than_that_of_a_state_leaves_out_items_only_where_that_is_said():
+    loader = resumed(state_after(1))
+    loader.set_epoch(1)
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"be given 0, .* got 1.* `set_epoch\(0\)` to go on"):
+            iter(loader)
+    loader.set_epoch(0)
+    iter(loader)
+    loader.set_epoch(1)
+    assert list(loader) == epoch(1)
+    loader.load_state_dict(state_after(1))  # which replaces what was set
+    assert list(loader) == epoch(0)[1:]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_loader_is_not_copied_and_says_what_to_do_instead(duplicate):
+    loader = Loader(Numbers())
+    with pytest.raises(TypeError, match=r"a `Loader` cannot be copied .* load `state_dict\(\)`"):
+        duplicate(loader)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_break_out_of_with_leaves_the_epoch_and_a_state_goes_on_within_it(goes_on):
+    with Loader(Numbers()) as loader:
+        for _ in loader:
+            break
+    if goes_on:
+        loader.load_state_dict(loader.state_dict())
+    assert list(loader) == (epoch(0)[1:] if goes_on else epoch(1))
 
 
 @pytest.mark.parametrize(

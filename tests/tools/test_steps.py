@@ -27,10 +27,11 @@ from odb_nodes import (
     WindowBucketer,
     load_state,
     pop_step_info,
-    save_rank_state,
+    save_state,
 )
 from odb_nodes.alignment.exchange.base import Exchange
 from odb_nodes.cli import main
+from odb_nodes.loader.rank_states import rank_file
 from odb_nodes.tools.steps import remake_from_checkpoint, remake_from_ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*skipped", "ignore:.*dropped")
@@ -125,10 +126,10 @@ def test_a_step_is_made_again_from_a_ledger_or_a_checkpoint(world_size, make_loa
     for number, step in enumerate(rng.sample(range(last - 3), 2)):
         states = [rank[0, step][2] for rank in ranks]
         if number == 0:  # as a trainer writes them
+            (tmp_path / "states").mkdir()
             for rank, state in enumerate(states):
-                group = Exchange()
-                group.rank, group.world_size = rank, world_size
-                save_rank_state({"epoch": 1, "loader": state}, tmp_path / "states", group)
+                path = tmp_path / "states" / rank_file(rank, world_size)
+                save_state({"epoch": 1, "loader": state}, path)
             states = tmp_path / "states"
         further = rng.randrange(3)
         remade = remake_from_checkpoint(make_loader, states, further=further)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from odb_nodes._compat import torch_distributed as compat
 from odb_nodes._core.processes import resolve_rank
+from odb_nodes._core.text import named_ranks
 from odb_nodes.alignment.exchange.base import Exchange, IntArray, Interrupted
 from odb_nodes.alignment.exchange.store import (
     BoundedStore,
@@ -121,11 +122,11 @@ class GlooExchange(Exchange):
         if missing or gave_up:
             self._call("set", f"gone/{self.rank}", "1", limit_s=self._grace_s)
             self._broken = (
-                f"{_name(missing)} did not come to the first exchange within {self.timeout_s} s "
-                f"(`timeout_s`). {self._advice}"
+                f"{named_ranks(missing)} did not come to the first exchange within "
+                f"{self.timeout_s} s (`timeout_s`). {self._advice}"
                 if missing
-                else f"{_name(gave_up)} had given up waiting for the first exchange when this rank "
-                f"came. {self._advice}"
+                else f"{named_ranks(gave_up)} had given up waiting for the first exchange when "
+                f"this rank came. {self._advice}"
             )
             raise PeerError(self._broken)
         sizes = [int(text) for text in self._texts("size", range(self.world_size))]
@@ -244,7 +245,7 @@ class GlooExchange(Exchange):
             texts = self._texts("report", present)
             reports = zip(present, texts, strict=True)
             seen = "; ".join(f"rank {self.ranks[rank]} {text}" for rank, text in reports)
-            lost = _name(missing) if missing else "a connection between ranks"
+            lost = named_ranks(missing) if missing else "a connection between ranks"
             all_late = not missing and not any(text.startswith(_LOST) for text in texts)
         except StoreLost as error:
             host = compat.store_host()  # Who else is gone, nobody can tell.
@@ -252,12 +253,13 @@ class GlooExchange(Exchange):
             has_ended = error.__cause__ is not None  # perhaps since it gave up
             if has_ended and lost != "a rank":
                 lost = f"{host}, or a rank that it gave up waiting for,"
-            seen, all_late = f"rank {own} {what}; {error}", False
+            seen, all_late, missing = f"rank {own} {what}; {error}", False, []
+        were = "were lost: they" if len(missing) > 1 else "was lost: it"
         within = f"within {self.timeout_s} s (`timeout_s`)"
         cause = (
             f"the ranks did not all come {within}, but all have answered since: raise `timeout_s`"
             if all_late
-            else f"{lost} was lost: it was killed, raised, left its epoch, or did not come {within}"
+            else f"{lost} {were} crashed, left the epoch, or did not answer {within}"
         )
         self._broken = f"{cause}. What was seen: {seen}. Restart all ranks from a checkpoint."
         raise PeerError(self._broken)
@@ -328,11 +330,6 @@ def _interrupt_all() -> None:
     for exchange in list(_live):
         exchange.settle(_EXIT_S)
     settle_calls(_EXIT_S)
-
-
-def _name(ranks: Iterable[int]) -> str:
-    named = list(map(str, ranks))
-    return f"rank {named[0]}" if len(named) == 1 else f"ranks {', '.join(named)}"
 
 
 def group_rank(process_group: Any) -> tuple[int, int]:

@@ -63,6 +63,14 @@ def test_a_rank_that_is_killed_or_stopped(ranks, victim, how, read_ahead, timeou
             assert f"rank {rank} waited in vain; rank 0, which hosts the store of the job" in error
 
 
+def test_all_ranks_that_are_lost_are_named(job):
+    run = job(STEPS, 4, 2, 6, lines=6)
+    for victim in (2, 3):
+        os.kill(run.ranks[victim].process.pid, signal.SIGKILL)
+    for error in errors_of(run.results_of({0, 1}, EXIT_LIMIT_S)).values():
+        assert "ranks 2 and 3 were lost: they crashed, left the epoch, or did not answer" in error
+
+
 def test_a_rank_that_stops_early(job):
     run = job(
         """
@@ -75,7 +83,7 @@ def test_a_rank_that_stops_early(job):
     )
     for error in errors_of(run.results_of((0, 2), EXIT_LIMIT_S)).values():
         assert "PeerError: round" in error and "rank 1 was lost" in error
-        assert "did not come within 4" in error
+        assert "did not answer within 4" in error
 
 
 def test_ranks_that_answer_after_a_short_timeout_are_not_said_to_be_lost(job):

@@ -212,7 +212,8 @@ def test_the_server_that_forks_has_a_known_process_id():
         version = ".".join(map(str, sys.version_info[:3]))
         pytest.fail(
             f"Python {version} has changed: `_forkserver._forkserver_pid` of "
-            "`multiprocessing.forkserver` is not what odb_nodes/_compat/multiprocessing.py relies on."
+            "`multiprocessing.forkserver` is not what odb_nodes/_compat/multiprocessing.py relies "
+            "on."
         )
 
 

@@ -60,6 +60,7 @@ from odb_nodes.processing.worker import (
     Reply,
     Setup,
     Stage,
+    WorkerCrash,
     work,
 )
 from odb_nodes.step_info import StepInfo
@@ -69,6 +70,7 @@ _BEGIN_S = (2.0, 4.0, 8.0, 16.0)  # for a forked worker to begin; the last one i
 _STOP_S = 5.0  # for a killed process, or a thread, to be gone
 _END_S = 1.0  # for a process that has closed its socket to end by itself
 _LONGEST_POLL_S = 0.02
+_FROM_OUTSIDE = {getattr(signal, name, None) for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")}
 _NOW = getattr(socket, "MSG_DONTWAIT", 1)
 _PICKLABLE = (
     " The dataset and the functions must be picklable where `start_method` is not "
@@ -329,8 +331,10 @@ class WorkerProcess:
         if not self.wait_until_ended(_END_S):
             self.kill()  # Nobody hears it any more.
             self.wait_until_ended(_STOP_S)
-        how = self.exit_reason()
-        chunk_error, batch_error = WorkerError(how + self._how_to_go_on()), WorkerError(how)
+        how, code = self.exit_reason(), self._poll()
+        has_crashed = code is not None and -code not in _FROM_OUTSIDE
+        chunk_error = WorkerError(how + self._how_to_go_on())
+        batch_error = (WorkerCrash if has_crashed else WorkerError)(how)
         for pending, error in (self._pending, chunk_error), (self._batches, batch_error):
             with contextlib.suppress(queue.Empty):
                 while True:

@@ -26,6 +26,7 @@ import torch
 
 from odb_nodes._core.processes import ignore_interrupt, keep_freed_memory
 from odb_nodes._core.seeds import preserved_rngs
+from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult
 from odb_nodes.processing.transport import (
     NO_FILE,
@@ -61,6 +62,10 @@ class LastWords:
     """A worker's last message: why it ends before it has processed anything."""
 
     text: str
+
+
+class WorkerCrash(WorkerError):
+    """A worker has ended itself, by what it did for a chunk or a batch."""
 
 
 INLINE = -1  # in place of a chunk's number: the sample comes with the request

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torchdata.nodes import IterableWrapper
+from worker_functions import Program
 
 from odb_nodes import (
     Ledger,
@@ -364,6 +365,33 @@ def test_a_worker_that_dies_within_a_batch_is_an_error_that_loses_nothing(tmp_pa
         loader.load_state_dict(loader.state_dict())
         found += [pop_step_info(batch) for batch in loader]
     assert found == [info for _, info, _ in expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("os._exit(9)", "died with exit code 9. It had batches to make"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by signal 11, Segmentation fault"),
+    ],
+)
+def test_a_collate_function_that_ends_its_process_does_not_end_the_trainer(end, said, tmp_path):
+    body = f"""
+        faulthandler.disable()
+        def collate(samples):
+            if any(sample["id"] == 137 for sample in samples):
+                {end}
+            return w.keep_ids(samples)
+        try:
+            with w.dataloader(w.Texts(), collate_fn=collate, collate_in="workers") as loader:
+                list(loader)
+        except WorkerError as error:
+            print(error)
+    """
+    with Program(tmp_path, body) as program:
+        code, out, errors = program.finish(100)
+        assert code == 0 and said in out and "`collate_fn`, or the processing" in out, errors
+        assert program.running() == []
 
 
 @pytest.mark.slow

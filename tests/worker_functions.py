@@ -122,8 +122,8 @@ def wait_until_mended(mended):
 
 DEATHS = {
     "os._exit": (lambda _: os._exit(3), "exit code 3"),
-    "SIGKILL": (lambda _: signal_itself(signal.SIGKILL), "exit code -9"),
-    "SIGSEGV": (lambda _: signal_itself(signal.SIGSEGV), "exit code -11"),
+    "SIGKILL": (lambda _: signal_itself(signal.SIGKILL), "was killed by signal 9, often the out"),
+    "SIGSEGV": (lambda _: signal_itself(signal.SIGSEGV), "was killed by signal 11, Segmentation"),
     "closes its files": (lambda _: os.closerange(3, 1000), "died with exit code"),
     "closes its files and lives": (lambda _: close_files_and_sleep(), "died with exit code"),
     "dies with a child alive": (lambda _: die_with_a_child_alive(), "exit code 3"),

@@ -64,8 +64,8 @@ def deferred_interrupt() -> Iterator[None]:
         if _CAN_MASK:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
-    if missed:
-        before(*missed[-1])
+        if missed:  # also where an error came meanwhile, which may be of the signal's making
+            before(*missed[-1])
 
 
 def ignore_interrupt() -> None:
@@ -111,6 +111,8 @@ def start_thread(name: str, target: Callable[..., None], *args: Any) -> threadin
 def limit_behind(error: BaseException) -> str:
     """Return which limit of the system an error comes from and what to do, or nothing."""
     number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError):
+        number = errno.ENOMEM
     if number == errno.EAGAIN:
         return _processes()
     if number == errno.EMFILE:

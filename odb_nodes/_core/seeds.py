@@ -45,16 +45,28 @@ def seed_rngs(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
+def rng_states() -> tuple[Any, Any, torch.Tensor]:
+    """Return the states of the global generators of Python, numpy and torch (CPU)."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _put_rngs(states: tuple[Any, Any, torch.Tensor]) -> None:
+    python, numpy, generator = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(generator)
+
+
 @contextmanager
-def preserved_rngs() -> Iterator[None]:
-    """Leave the global generators of Python, numpy and torch (CPU) as they were."""
-    python, numpy, generator = random.getstate(), np.random.get_state(), torch.get_rng_state()
+def preserved_rngs(first: tuple[Any, Any, torch.Tensor] | None = None) -> Iterator[None]:
+    """Leave the global generators as they were; `first`: have them begin with these states."""
+    before = rng_states()
     try:
+        if first is not None:
+            _put_rngs(first)
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(generator)
+        _put_rngs(before)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Number
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from odb_nodes.nodes import GroupCollator, ReadAhead, WindowBucketer
 from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.processing.chunk import Fetcher
+from odb_nodes.processing.first_samples import FirstSamples, process_kept
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.options import share_of
 from odb_nodes.sample import CLASS_KEYS, Observe, Sample, Skipped
@@ -139,6 +140,7 @@ class SampleProcess(Fetcher):
     process_fn: ProcessFn
     observe: Observe | None
     prepare: Prepare  # the first step of the collate function, done here sample by sample
+    first: FirstSamples = field(default_factory=FirstSamples, compare=False)
 
     @property
     def fingerprint_name(self) -> str:
@@ -170,7 +172,11 @@ class SampleProcess(Fetcher):
         else:
             data = item.data if type(item) is _Fetched else self.dataset[item]
         if self.process_fn is not None:
-            data = self.process_fn(data)
+            is_held = self.dataset is not None and type(item) is not _Fetched  # or it may be
+            if is_held and self.first.take(1):
+                data = process_kept(self.dataset, item, data, self.process_fn)
+            else:
+                data = self.process_fn(data)
         if self.prepare is None:
             return observe_sample(data, self.observe)
         if self.observe is None:

@@ -16,6 +16,7 @@ from odb_nodes.processing import ParallelProcessor
 from odb_nodes.processing.chunk_runner import ChunkRunner
 from odb_nodes.processing.columns import DataColumns
 from odb_nodes.processing.transport import split_parts, unpack
+from odb_nodes.processing.worker import WorkerCrash
 from odb_nodes.sample import StoredData
 from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo
@@ -75,7 +76,14 @@ class WorkerBatches:
                 "of a sample, hangs in a worker, or needs a longer limit. "
                 "Nothing is lost: load the last state, or iterate again, to go on."
             )
-        if (error := made.exception()) is not None:  # The worker is gone. The samples are not.
+        error = made.exception()
+        if isinstance(error, WorkerCrash):  # It might end the trainer as well.
+            raise WorkerError(
+                f"{error} `collate_fn`, or the processing of a sample, has ended it, and would end "
+                "the trainer, which makes no such batch itself. Mend it, then load the last state, "
+                "or iterate again, to go on."
+            ) from error
+        if error is not None:  # The worker is gone. The samples are not.
             batch = make_here()
             if runner.is_started:  # else all were stopped, and something else says why
                 self._warn_of(str(error))

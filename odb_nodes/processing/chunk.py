@@ -11,7 +11,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby
 from typing import Any
@@ -21,6 +21,12 @@ from odb_nodes._core.processes import Owner
 from odb_nodes._core.seeds import own_rngs, seed_rngs
 from odb_nodes.errors import SampleError
 from odb_nodes.processing.columns import DataColumns, StoredChunk
+from odb_nodes.processing.first_samples import (
+    OVERWRITTEN,
+    FirstSamples,
+    digest_of,
+    first_overwritten,
+)
 from odb_nodes.processing.observation import made_of
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.transport import pack, size_of, split_parts, unpack
@@ -168,6 +174,7 @@ class ChunkProcessor:
     before_item: Callable[[], None] | None = None
     least_bytes: float = math.inf
     """Of a sample, on the average of a chunk: where it has fewer, its data go to the trainer."""
+    first: FirstSamples = field(default_factory=FirstSamples, compare=False)
 
     def run(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
@@ -226,6 +233,9 @@ class ChunkProcessor:
         self, task: ChunkTask, caught: tuple[type[BaseException], ...]
     ) -> tuple[list[Any], Failure | None]:
         results: list[Any] = []
+        digests: list[int] = []  # of those that are looked at
+        looked_at = self.first.take(len(task.items))
+        failure = None
         process = self.process_fn
         seeds = None if self.seed is None else self._seeds_of(task)
         try:
@@ -240,8 +250,13 @@ class ChunkProcessor:
                     seed_rngs(next(seeds))
                 results.append(made_of(process(one), key))
             except caught as error:
-                return results, _describe(item, error)
-        return results, None
+                failure = _describe(item, error)
+                break
+            if len(results) <= looked_at:
+                digests.append(digest_of(results[-1]))
+        if (bad := first_overwritten(results, digests)) is not None:
+            return results[:bad], _describe(task.items[bad], SampleError(OVERWRITTEN))
+        return results, failure
 
     def _seeds_of(self, task: ChunkTask) -> Iterator[int]:
         """Return the seed of each item: of its own, on whatever rank, where it has a key."""

@@ -14,6 +14,7 @@ import os
 import pickle
 import queue
 import selectors
+import signal
 import socket
 import sys
 import threading
@@ -29,7 +30,7 @@ from multiprocessing.context import BaseContext
 from multiprocessing.util import Finalize
 from typing import Any
 
-from odb_nodes._compat.multiprocessing import keep_from_forks
+from odb_nodes._compat.multiprocessing import bounded_start, keep_from_forks, start_tracker
 from odb_nodes._core.processes import block_interrupt, limit_behind, start_thread
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Pool
@@ -54,11 +55,12 @@ from odb_nodes.processing.worker import (
     INLINE,
     BatchResult,
     CollateRequest,
-    FarEnd,
     LastWords,
     Message,
     Reply,
+    Setup,
     Stage,
+    WorkerCrash,
     work,
 )
 from odb_nodes.step_info import StepInfo
@@ -68,6 +70,7 @@ _BEGIN_S = (2.0, 4.0, 8.0, 16.0)  # for a forked worker to begin; the last one i
 _STOP_S = 5.0  # for a killed process, or a thread, to be gone
 _END_S = 1.0  # for a process that has closed its socket to end by itself
 _LONGEST_POLL_S = 0.02
+_FROM_OUTSIDE = {getattr(signal, name, None) for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")}
 _NOW = getattr(socket, "MSG_DONTWAIT", 1)
 _PICKLABLE = (
     " The dataset and the functions must be picklable where `start_method` is not "
@@ -76,6 +79,16 @@ _PICKLABLE = (
 _GUARD = (
     ' Where the start method is not "fork", each worker imports the program\'s main module: guard '
     'what it does by `if __name__ == "__main__":`.'
+)
+_NO_FILE_OF_MAIN = (
+    ' Where the start method is not "fork", each worker imports the program\'s main module, which '
+    'came from standard input here: run it from a file, or use `start_method="fork"` or '
+    '`method="thread"`.'
+)
+_DAEMON = (
+    " This process is daemonic, as are the workers of a `DataLoader` or of a "
+    "`multiprocessing.Pool`, and may have no children: start it with `daemon=False`, or use "
+    '`method="thread"`, or no workers.'
 )
 _FORK_LOCK = (
     " It may wait for ever for a lock that another thread of the trainer held when it was forked, "
@@ -96,7 +109,9 @@ class Answer(Future[Any]):
 class WorkerProcess:
     """One worker process, its socket, and the futures of the chunks sent to it, in order."""
 
-    def __init__(self, context: BaseContext, index: int, setup: tuple[Any, ...]) -> None:
+    def __init__(
+        self, context: BaseContext, index: int, setup: Setup, outbox: _Outbox, limit_s: float
+    ) -> None:
         self._index = index
         # The system reports an exit code once: a second thread that asks meanwhile gets None.
         # Re-entrant, since a signal handler of the trainer may close the loader.
@@ -121,15 +136,16 @@ class WorkerProcess:
         self.leases: dict[int, Lease | None] = {}
         """Of the chunks that it may read, by their numbers."""
         try:
-            self._start(context, setup)
+            self._start(context, setup, limit_s)
         except Exception as error:
-            limit = limit_behind(error)
             raise WorkerError(
                 f"worker {index} could not be started: {type(error).__name__}: {error}."
-                f"{limit or _PICKLABLE + ('' if self._forked else _GUARD)}"
+                f"{_advice(error, self._forked)}"
             ) from error
+        if setup.part is not None:
+            self._send(outbox, [setup.part])
 
-    def _start(self, context: BaseContext, setup: tuple[Any, ...]) -> None:
+    def _start(self, context: BaseContext, setup: Setup, limit_s: float) -> None:
         # One at a time: a sibling that is forked between these lines would inherit the far end and
         # keep it open, so the death of this worker would not be seen.
         with _starting:
@@ -138,11 +154,12 @@ class WorkerProcess:
             try:
                 self._process = context.Process(  # type: ignore[attr-defined]
                     target=work,
-                    args=(FarEnd(far_end), self._index, *setup),
+                    args=(far_end, self._index, setup),
                     name=f"odb_nodes-worker-{self._index}",
                     daemon=True,
                 )
-                self._process.start()
+                with bounded_start(context, limit_s):
+                    self._process.start()
                 keep_from_forks(self._process)
                 self.pid: int = self._process.pid
             except BaseException:
@@ -189,10 +206,7 @@ class WorkerProcess:
             with self._sending:
                 if task is not None or request is not None:
                     (self._batches if task is None else self._pending).put(answer)
-                waiting = deque(encode([head, *parts]))
-                if self._unsent or not self._write(waiting, _NOW):
-                    self._unsent.append(waiting)
-                    outbox.put(self._write_unsent)
+                self._send(outbox, [head, *parts])
         except BaseException:  # Ctrl-C, say: nobody knows how much is written.
             self.end("the trainer was interrupted while it gave it work.")
             raise
@@ -200,6 +214,12 @@ class WorkerProcess:
             # The reader has closed it and may already have failed what was pending before.
             self.fail_pending()
         return answer
+
+    def _send(self, outbox: _Outbox, parts: Sequence[Part]) -> None:
+        waiting = deque(encode(parts))
+        if self._unsent or not self._write(waiting, _NOW):
+            self._unsent.append(waiting)
+            outbox.put(self._write_unsent)
 
     def _write_unsent(self) -> None:
         # Only then it goes: whoever comes meanwhile shall wait behind it.
@@ -311,8 +331,10 @@ class WorkerProcess:
         if not self.wait_until_ended(_END_S):
             self.kill()  # Nobody hears it any more.
             self.wait_until_ended(_STOP_S)
-        how = self.exit_reason()
-        chunk_error, batch_error = WorkerError(how + self._how_to_go_on()), WorkerError(how)
+        how, code = self.exit_reason(), self._poll()
+        has_crashed = code is not None and -code not in _FROM_OUTSIDE
+        chunk_error = WorkerError(how + self._how_to_go_on())
+        batch_error = (WorkerCrash if has_crashed else WorkerError)(how)
         for pending, error in (self._pending, chunk_error), (self._batches, batch_error):
             with contextlib.suppress(queue.Empty):
                 while True:
@@ -330,10 +352,8 @@ class WorkerProcess:
         if code is None:
             how = "died; another part of this program took its exit code."
         elif code < 0:
-            how = (
-                f"died with exit code {code} (negative: killed by that signal; -9 is often out of "
-                "memory)."
-            )
+            cause = "often the out-of-memory killer" if code == -9 else signal.strsignal(-code)
+            how = f"was killed by signal {-code}, {cause}."
         else:
             how = f"died with exit code {code}."
         return f"worker process {self.pid} {how}{self._owed}"
@@ -343,7 +363,8 @@ class WorkerProcess:
             return ""  # It would end again.
         code = self._poll()
         unheard = code is not None and code >= 0 and self._stage is Stage.STARTING
-        return _ON + (_GUARD if unheard and not (self._reason or self._forked) else "")
+        is_of_main = unheard and not (self._reason or self._forked)
+        return _ON + (_advice_on_main() if is_of_main else "")
 
     def kill(self) -> None:
         """End the process, and do not wait for it."""
@@ -384,6 +405,27 @@ class WorkerProcess:
                 if not self._released:
                     self._process.close()
                 self._released = True
+
+
+def _advice(error: Exception, forked: bool) -> str:
+    """Return what to do about an error of starting a worker."""
+    if isinstance(error, AssertionError) and multiprocessing.current_process().daemon:
+        return _DAEMON
+    if limit := limit_behind(error):
+        return limit
+    if isinstance(error, (EOFError, OSError)):
+        return "" if forked else f" It ended, or took too long, before it ran.{_advice_on_main()}"
+    if isinstance(error, RuntimeError) and "bootstrapping" in str(error):
+        return _GUARD
+    return "" if forked else _PICKLABLE
+
+
+def _advice_on_main() -> str:
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is None and path is None:
+        return ""  # a notebook, say, whose workers import nothing of it
+    return _NO_FILE_OF_MAIN if str(path).startswith("<") else _GUARD
 
 
 def _taken(waiting: deque[int]) -> list[int]:
@@ -440,7 +482,7 @@ class ProcessPool(Pool):
         self._workers: list[WorkerProcess] = []
         self._outbox: _Outbox = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        start = partial(_start_workers, self._workers, processor, options)
+        start = partial(_start_workers, self._workers, processor, options, self._outbox)
         # Workers die with the thread that starts them. The main thread does it where it can, since
         # a fork should see few threads; any other one may end before the pool, the sender does not.
         on_main = threading.current_thread() is threading.main_thread()
@@ -535,12 +577,18 @@ class ProcessPool(Pool):
 
 
 def _start_workers(
-    workers: list[WorkerProcess], processor: ChunkProcessor, options: WorkerOptions
+    workers: list[WorkerProcess],
+    processor: ChunkProcessor,
+    options: WorkerOptions,
+    outbox: _Outbox,
 ) -> None:
     context = multiprocessing.get_context(options.start_method)
-    setup = (processor, options.worker_init_fn)
+    if context.get_start_method() != "fork":
+        start_tracker()
+    setup = Setup(processor, options.worker_init_fn)
+    start = partial(WorkerProcess, context, setup=setup, outbox=outbox, limit_s=options.timeout_s)
     for index in range(options.num_workers):
-        workers.append(WorkerProcess(context, index, setup))
+        workers.append(start(index))
     # A forked worker may have inherited a lock that a thread held then: another fork may not.
     deadline = time.monotonic() + options.timeout_s
     for limit_s in _BEGIN_S:
@@ -550,7 +598,7 @@ def _start_workers(
         for index in silent:
             kill([workers[index]])
             workers[index].connection.close()
-            workers[index] = WorkerProcess(context, index, setup)
+            workers[index] = start(index)
 
 
 def _silent(workers: list[WorkerProcess], deadline: float) -> list[int]:

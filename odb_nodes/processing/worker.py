@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import enum
 import multiprocessing
@@ -19,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
-from types import TracebackType
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ import torch
 
 from odb_nodes._core.processes import ignore_interrupt, keep_freed_memory
 from odb_nodes._core.seeds import preserved_rngs
+from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult
 from odb_nodes.processing.transport import (
     NO_FILE,
@@ -35,6 +35,7 @@ from odb_nodes.processing.transport import (
     Lease,
     PageFile,
     Pages,
+    Part,
     mapped,
     pack,
     receive,
@@ -61,6 +62,10 @@ class LastWords:
     """A worker's last message: why it ends before it has processed anything."""
 
     text: str
+
+
+class WorkerCrash(WorkerError):
+    """A worker has ended itself, by what it did for a chunk or a batch."""
 
 
 INLINE = -1  # in place of a chunk's number: the sample comes with the request
@@ -111,37 +116,57 @@ class Reply:
     gone: Sequence[int]  # files that are not written again
 
 
-class FarEnd:
-    """The worker's end of its socket, which tells the trainer what cannot be unpickled after it.
+class Setup:
+    """What workers work with. Those that are not forked get it pickled, through their sockets.
 
-    A worker that is not forked is unpickled before `work` runs. Python reports an error of that on
-    the worker's stderr alone.
+    multiprocessing would write it into a pipe that it holds open itself: for ever, if a worker ends
+    or hangs before it has read that.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+    def __init__(
+        self,
+        processor: ChunkProcessor | None = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+    ) -> None:
+        self.processor, self.worker_init_fn = processor, worker_init_fn
+        self.part: Part | None = None
+        """What is to be sent to the worker whose start has pickled this."""
+        self._pickled: Any = None
 
     def __reduce__(self) -> Any:
-        return _arrive, (self.connection,)
+        # Here, since locks and files can be pickled only while multiprocessing starts a process.
+        pickled = ForkingPickler.dumps((self.processor, self.worker_init_fn))
+        if pickled != self._pickled:  # Workers share it: it may hold the dataset.
+            is_large = len(pickled) >= _CHUNK_BYTES
+            self._pickled = pickled
+            self.part = (PageFile.of([pickled]) if is_large else None) or pickled
+        return Setup, ()
+
+    def receive(self, connection: socket.socket) -> str:
+        """Take what has been sent; return why it cannot be unpickled, or ""."""
+        (part,) = receive(connection)
+        try:
+            self.processor, self.worker_init_fn = pickle.loads(mapped(part))
+        except BaseException as error:
+            traceback.print_exc()
+            text = f" It could not unpickle its work: {type(error).__name__}: {error}."
+            is_of_main = isinstance(error, AttributeError) and "main__'" in str(error)
+            return text + (_advice_on_main() if is_of_main else "")
+        return ""
 
 
-def _arrive(connection: socket.socket) -> FarEnd:
-    def report(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        text = f" It could not unpickle its work: {kind.__name__}: {error}."
-        if isinstance(error, AttributeError) and "main__'" in str(error):  # or `__mp_main__`
-            text += (
-                " Define it at the top of the program's main module, not below "
-                '`if __name__ == "__main__":`, or in a module of its own: each worker imports the '
-                "main module under another name."
-            )
-        with contextlib.suppress(OSError):
-            send(connection, [pickle.dumps(LastWords(text))])
-        sys.__excepthook__(kind, error, trace)
-
-    sys.excepthook = report
-    return FarEnd(connection)
+def _advice_on_main() -> str:
+    if sys.modules["__main__"].__name__ == "__mp_main__":
+        return (
+            " Define it at the top of the program's main module, not below "
+            '`if __name__ == "__main__":`, or in a module of its own: each worker imports the main '
+            "module under another name."
+        )
+    return (
+        " Workers that are not forked cannot import what a notebook, a prompt, `python -c` or a "
+        '`__main__.py` defines: define it in a module of its own, or use `start_method="fork"` or '
+        '`method="thread"`.'
+    )
 
 
 _CHUNK_BYTES = 64 << 10  # that are worth a file
@@ -262,29 +287,21 @@ class _Chunk:
         return self._data
 
 
-def work(
-    far_end: FarEnd,
-    index: int,
-    processor: ChunkProcessor,
-    worker_init_fn: Callable[[int], None] | None,
-) -> None:
+def work(connection: socket.socket, index: int, setup: Setup) -> None:
     """Process chunks until the trainer closes the socket or dies."""
-    connection = far_end.connection
-    sys.excepthook = sys.__excepthook__
     ignore_interrupt()
     # SIGTERM is the trainer's as well: when preempted, it may want to finish its step and save.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection.settimeout(None)
     try:
-        if _begin(connection, index, worker_init_fn):
-            WorkerLoop(connection, processor).run()
+        if _begin(connection, index, setup):
+            assert setup.processor is not None
+            WorkerLoop(connection, setup.processor).run()
     except (EOFError, ConnectionError):
         return
 
 
-def _begin(
-    connection: socket.socket, index: int, worker_init_fn: Callable[[int], None] | None
-) -> bool:
+def _begin(connection: socket.socket, index: int, setup: Setup) -> bool:
     """Make this process a worker, and tell the trainer how far that has come."""
     doing = "start"
     try:
@@ -292,10 +309,13 @@ def _begin(
         torch.set_num_threads(1)
         keep_freed_memory(KEPT_BYTES)
         _use_locks()
-        if worker_init_fn is not None:
+        if setup.processor is None and (why_not := setup.receive(connection)):
+            send(connection, [pickle.dumps(LastWords(why_not))])
+            return False
+        if setup.worker_init_fn is not None:
             send(connection, [pickle.dumps(Stage.INITIALIZING)])
             doing = "`worker_init_fn`"
-            worker_init_fn(index)
+            setup.worker_init_fn(index)
     except BaseException:
         send(
             connection, [pickle.dumps(LastWords(f" Its {doing} raised:\n{traceback.format_exc()}"))]

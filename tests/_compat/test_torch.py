@@ -9,7 +9,7 @@ from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib import import_module
-from multiprocessing import process
+from multiprocessing import forkserver, process
 
 import pytest
 import torch
@@ -205,6 +205,16 @@ def test_a_kept_object_outlives_its_names():
 
 
 # --- canaries: what we rely on inside of multiprocessing -----------------------------------------
+
+
+def test_the_server_that_forks_has_a_known_process_id():
+    if not hasattr(forkserver._forkserver, "_forkserver_pid"):
+        version = ".".join(map(str, sys.version_info[:3]))
+        pytest.fail(
+            f"Python {version} has changed: `_forkserver._forkserver_pid` of "
+            "`multiprocessing.forkserver` is not what odb_nodes/_compat/multiprocessing.py relies "
+            "on."
+        )
 
 
 def test_a_forked_child_does_not_take_kept_processes_for_its_own():

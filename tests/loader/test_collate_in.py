@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torchdata.nodes import IterableWrapper
+from worker_functions import Program
 
 from odb_nodes import (
     Ledger,
@@ -342,7 +343,7 @@ def fork(batch):
     return batch
 
 
-@pytest.mark.filterwarnings("ignore:worker process .* died with:UserWarning")
+@pytest.mark.filterwarnings("ignore:worker process .* was killed:UserWarning")
 def test_a_worker_that_dies_within_a_batch_is_an_error_that_loses_nothing(tmp_path):
     """Batches of which the samples are there still come; a reset starts new workers."""
     expected = epoch(Rows(), "main", collate_fn=where)
@@ -358,12 +359,39 @@ def test_a_worker_that_dies_within_a_batch_is_an_error_that_loses_nothing(tmp_pa
     collate = faulty(fault)
     found = []
     with ODBDataLoader(Rows(), **options(collate_fn=collate)) as loader:
-        with pytest.raises(WorkerError, match="-9"):
+        with pytest.raises(WorkerError, match="signal 9"):
             for batch in loader:
                 found.append(pop_step_info(batch))
         loader.load_state_dict(loader.state_dict())
         found += [pop_step_info(batch) for batch in loader]
     assert found == [info for _, info, _ in expected]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("os._exit(9)", "died with exit code 9. It had batches to make"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by signal 11, Segmentation fault"),
+    ],
+)
+def test_a_collate_function_that_ends_its_process_does_not_end_the_trainer(end, said, tmp_path):
+    body = f"""
+        faulthandler.disable()
+        def collate(samples):
+            if any(sample["id"] == 137 for sample in samples):
+                {end}
+            return w.keep_ids(samples)
+        try:
+            with w.dataloader(w.Texts(), collate_fn=collate, collate_in="workers") as loader:
+                list(loader)
+        except WorkerError as error:
+            print(error)
+    """
+    with Program(tmp_path, body) as program:
+        code, out, errors = program.finish(100)
+        assert code == 0 and said in out and "`collate_fn`, or the processing" in out, errors
+        assert program.running() == []
 
 
 @pytest.mark.slow
@@ -380,7 +408,7 @@ def test_a_collate_function_that_hangs_is_an_error_after_the_limit():
         next(iter(loader))
 
 
-@pytest.mark.filterwarnings("ignore:worker process .* died with:UserWarning")
+@pytest.mark.filterwarnings("ignore:worker process .* was killed:UserWarning")
 def test_workers_that_died_with_nothing_to_do_are_started_anew():
     workers = WorkerOptions(num_workers=2, in_flight_samples=SIZE, **WORKERS)
     given = options(workers=workers, prefetch=1, collate_fn=where)
@@ -399,7 +427,9 @@ def test_workers_that_died_with_nothing_to_do_are_started_anew():
             time.sleep(0.01)
         # A batch may be ordered before its worker is known to be dead.
         owed = "(nothing to do|batches to make)"
-        with pytest.warns(UserWarning, match=f"-9.* It had {owed}.* All workers are started anew"):
+        with pytest.warns(
+            UserWarning, match=f"signal 9.* It had {owed}.* All workers are started anew"
+        ):
             again = [pop_step_info(batch) for batch in loader]
         assert sum(info.local_samples for info in again) == SIZE
         assert not {*node.worker_pids} & {*pids}

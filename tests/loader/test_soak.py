@@ -15,7 +15,7 @@ from odb_nodes import Ledger, ODBDataLoader, WorkerError, WorkerOptions, audit, 
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create"),
-    pytest.mark.filterwarnings("ignore:worker process .* died with:UserWarning"),
+    pytest.mark.filterwarnings("ignore:worker process .* was killed:UserWarning"),
 ]
 
 EVENTS = ("kill", "kill", "break", "close", "anew", "break", "break")

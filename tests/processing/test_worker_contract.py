@@ -413,6 +413,12 @@ def test_a_function_that_cannot_be_sent_to_workers(kind, process_fn, message, ma
     assert multiprocessing.active_children() == before
 
 
+SPAWNING = """
+def prepare(item):
+    return {"input_ids": [item]}
+workers = WorkerOptions(num_workers=1, start_method="spawn")
+list(ODBDataLoader(range(5), token_budget=9, workers=workers, process_fn=prepare))
+"""
 PROGRAMS = {
     "no guard": (
         """
@@ -432,19 +438,42 @@ if __name__ == "__main__":
 """,
         ["not unpickle its work: AttributeError", "'prepare'", "not below `if"],
     ),
+    "standard input": (SPAWNING, ["came from standard input here: run it from a file"]),
+    "python -c": (SPAWNING, ["'prepare'", "what a notebook, a prompt, `python -c`"]),
+    "daemon": (
+        """
+import multiprocessing
+def run():
+    list(ODBDataLoader(range(5), token_budget=9, workers=WorkerOptions(num_workers=1)))
+if __name__ == "__main__":
+    process = multiprocessing.get_context("fork").Process(target=run, daemon=True)
+    process.start()
+    process.join()
+""",
+        ["not allowed to have children. This process is daemonic", "start it with `daemon=False`"],
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_is_told_of_what_its_guard_lacks(name, tmp_path):
+def test_a_program_is_told_why_its_workers_do_not_start(name, tmp_path):
     path, (body, expected) = tmp_path / "program.py", PROGRAMS[name]
-    path.write_text(f"from odb_nodes import *\n{body}")
+    code = f"from odb_nodes import *\n{body}"
+    path.write_text(code)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    program = [sys.executable, str(path)]
-    result = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=120)
+    how = {"standard input": ["-"], "python -c": ["-c", code]}.get(name, [str(path)])
+    result = subprocess.run(
+        [sys.executable, *how],
+        input=code,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
     last = result.stderr[result.stderr.rindex("WorkerError: ") :]
     assert all(part in last for part in expected), last
+    assert ("picklable" in last, "guard" in last) == (False, name == "no guard")
 
 
 # --- workers that die -----------------------------------------------------------------------------
@@ -487,7 +516,7 @@ def test_workers_that_are_killed_or_stopped_from_outside(when, make, tmp_path):
         ending.join()
     more, message = read_until_error(node, WorkerError)
     ending.join()
-    assert ("`timeout_s`" if when == "stopped" else "exit code -9 (negative: killed") in message
+    assert ("`timeout_s`" if when == "stopped" else "was killed by signal 9, often") in message
     assert "__main__" not in message
     process_fn.seconds = 0
     assert_goes_on(node, delivered + more, make)
@@ -508,7 +537,7 @@ def test_workers_killed_at_any_time_while_writing_large_results(delay_s, element
     timers = [threading.Timer(delay_s, os.kill, (pid, signal.SIGKILL)) for pid in node.worker_pids]
     for timer in timers:
         timer.start()
-    with within(), pytest.raises((WorkerError, UserWarning), match="-9"):
+    with within(), pytest.raises((WorkerError, UserWarning), match="signal 9"):
         for item, data in node:
             assert (data == item).all()
             delivered.append(item)
@@ -523,7 +552,7 @@ def test_a_worker_that_died_idle_is_warned_of_once_and_replaced(make):
     assert len(epoch(node)) == SIZE
     os.kill(node.worker_pids[0], signal.SIGKILL)
     wait_for(lambda: node.runner._pool.exit_reason)
-    with pytest.raises(UserWarning, match="-9.*nothing to do.* All workers are started"):
+    with pytest.raises(UserWarning, match="signal 9.*nothing to do.* All workers are started"):
         node.reset(None)  # which has started new ones before it raises the warning
     assert epoch(node) == [*range(SIZE)]
 
@@ -634,6 +663,110 @@ def test_where_the_lock_is_held_for_ever_that_is_an_error(held_lock, make):
     node = make("fork", timeout_s=1.0)
     with within(), pytest.raises(WorkerError, match="It may wait for ever for a lock"):
         epoch(node)
+
+
+# --- workers that do not come up ------------------------------------------------------------------
+
+BEGIN = """
+    data = [{"input_ids": [k % 97] * 40} for k in range(5000)]  # more than a pipe holds
+    workers = WorkerOptions(num_workers=2, start_method=sys.argv[1], timeout_s=float(sys.argv[2]))
+    with ODBDataLoader(data, token_budget=64, window=12, workers=workers) as loader:
+        print("begins", flush=True)
+        try:
+            list(loader)
+        except (KeyboardInterrupt, WorkerError) as error:
+            print(type(error).__name__, error)
+"""
+WORKER = """
+import os, signal, time
+if __name__ == "__mp_main__":  # in each worker, before it reads what it works with
+    {}
+"""
+
+
+def ended(program, limit_s=LIMIT_S):
+    """What a program said that came to its end, and left no process behind."""
+    code, out, errors = program.finish(limit_s)
+    assert code == 0, errors
+    wait_for(lambda: not program.running())
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "fault", "said"),
+    [
+        ("spawn", "os._exit(9)", "died with exit code 9. Nothing is lost"),
+        ("forkserver", "os._exit(9)", "died with exit code 9. Nothing is lost"),
+        ("spawn", "os.kill(os.getpid(), 9)", "was killed by signal 9, often the out-of-memory"),
+        ("forkserver", "os.kill(os.getpid(), 9)", "was killed by signal 9, often the out-of-mem"),
+        ("spawn", "time.sleep(600)", "has not come up: importing"),
+        ("forkserver", "time.sleep(600)", "has not come up: importing"),
+    ],
+)
+def test_a_worker_that_never_reads_its_work_is_an_error(kind, fault, said, tmp_path):
+    limit_s = 3 if "sleep" in fault else LIMIT_S
+    with w.Program(tmp_path, BEGIN, kind, limit_s, header=WORKER.format(fault)) as program:
+        assert said in ended(program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["new", "old"])
+@pytest.mark.parametrize("kind", ["spawn", "forkserver"])
+def test_ctrl_c_while_workers_start_is_that_alone(kind, server, tmp_path):
+    """Also where a server forks them that somebody else has started, so that they hear it, too."""
+    before = f"""
+    import multiprocessing
+    process = multiprocessing.get_context("{kind}").Process(target=int)
+    process.start()
+    process.join()
+"""
+    ready = tmp_path / "ready"
+    header = WORKER.format(f"time.sleep(2 * os.path.exists({str(ready)!r}))")
+    body = (before if server == "old" else "") + f"    open({str(ready)!r}, 'w')" + BEGIN
+    with w.Program(tmp_path, body, kind, LIMIT_S, header=header) as program:
+        assert program.line() == "begins"
+        count = len(program.running())
+        wait_for(lambda: len(program.running()) >= count + 2)
+        os.killpg(program.session, signal.SIGINT)
+        assert ended(program).startswith("KeyboardInterrupt")
+
+
+@pytest.mark.slow
+def test_a_server_that_forks_nothing_is_an_error(tmp_path):
+    (tmp_path / "hanging.py").write_text("import time\ntime.sleep(600)")
+    body = """
+    import multiprocessing
+    multiprocessing.set_forkserver_preload(["hanging"])
+"""
+    found = {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), *sys.path]))}
+    with w.Program(tmp_path, body + BEGIN, "forkserver", 3, environment=found) as program:
+        assert "worker 0 could not be started: EOFError" in ended(program)
+
+
+class Shared:
+    """A dataset that holds what only a start of a process can pickle."""
+
+    def __init__(self, kind):
+        self.reads = multiprocessing.get_context(kind).Value("q", 0)
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        with self.reads.get_lock():
+            self.reads.value += 1
+        return {"input_ids": [index]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PROCESSES)
+def test_locks_and_shared_values_come_to_the_workers(kind):
+    dataset = Shared(kind)
+    workers = WorkerOptions(num_workers=2, start_method=kind)
+    with ODBDataLoader(dataset, token_budget=16, window=8, workers=workers) as loader, within():
+        assert len([*loader]) > 0
+    assert dataset.reads.value == SIZE
 
 
 # --- starting and closing -------------------------------------------------------------------------

@@ -1,0 +1,102 @@
+"""Looks at the first samples of each process: whether processing changes what it was given.
+
+What it finds would be wrong data without an error: samples that a later one overwrites, and items
+of the dataset that are others in the next epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from odb_nodes._core.content import content_digest
+from odb_nodes._core.seeds import preserved_rngs, rng_states
+from odb_nodes.errors import SampleError
+from odb_nodes.sample import Sample
+
+_FIRST = 16
+
+OVERWRITTEN = (
+    "its result was changed while later items were processed, as where `process_fn`, or the "
+    "dataset, fills one buffer again: the batch would have a later sample in its place. Return "
+    "data of its own for each sample, such as `buffer[:n].clone()`."
+)
+
+
+@dataclass
+class FirstSamples:
+    """How many samples of this process are still to be looked at."""
+
+    left: int = _FIRST
+
+    def take(self, count: int) -> int:
+        """Return how many of the next `count` samples to look at, and count them."""
+        taken = min(self.left, count)
+        self.left -= taken
+        return taken
+
+
+def digest_of(result: Any) -> int:
+    """Return the digest of a result of processing; 0 where it has none."""
+    try:
+        return content_digest(result.data if isinstance(result, Sample) else result)
+    except Exception:  # of the user's types; if it matters, it is raised where digests are kept
+        return 0
+
+
+def first_overwritten(results: Sequence[Any], digests: Sequence[int]) -> int | None:
+    """Return which of the results has no longer the digest that it had first."""
+    pairs = enumerate(zip(results, digests, strict=False))
+    return next((at for at, (result, was) in pairs if digest_of(result) != was), None)
+
+
+def process_kept(dataset: Any, index: Any, data: Any, process_fn: Callable[[Any], Any]) -> Any:
+    """Return what `process_fn` makes of the item `data` of a dataset.
+
+    Raises:
+        SampleError: the dataset keeps what the function has changed in place, and so the next epoch
+            would make another sample of the item.
+    """
+    before, copy, states = digest_of(data), _copied(data), rng_states()
+    result = process_fn(data)
+    if digest_of(data) == before:
+        return result
+    made = digest_of(result)
+
+    def make(item: Any) -> int:
+        with preserved_rngs(states):
+            return digest_of(process_fn(item))
+
+    with preserved_rngs():
+        try:
+            now, again = digest_of(dataset[index]), digest_of(dataset[index])
+            if now == before or now != again or make(copy) != made:
+                return result  # a new item each time, or random ones: nothing can be told
+        except Exception:
+            return result
+        try:
+            other = "" if make(dataset[index]) == made else "another sample"
+        except Exception as error:
+            other = f"none ({type(error).__name__}: {error})"
+    if other:
+        raise SampleError(
+            "`process_fn` changes the dataset's item in place, of which the next epoch, or a "
+            f"resume, would make {other}. Let it change a copy: `sample = {{**sample}}`, or "
+            "`copy.deepcopy(sample)` for lists and dicts within; and make the dataset anew."
+        )
+    return result
+
+
+def _copied(value: Any) -> Any:
+    """Return a value whose containers, arrays and tensors are copies."""
+    if type(value) is dict:
+        return {key: _copied(held) for key, held in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -220,16 +220,17 @@ def _dataset_of(data: str) -> Any:
     if not glob.has_magic(data) and "{" not in data and not path.exists():
         raise FileNotFoundError(f"there is no `{data}`: pass a file or folder that exists.")
     from odb_nodes.sources import JsonlSource, ParquetDataset
+    from odb_nodes.sources.data_files import JSON_LINES, PARQUET, has_files
 
-    has_parquet = path.is_dir() and any(path.glob("*.parquet"))
-    if has_parquet and any(path.glob("*.jsonl*")):
+    has_parquet = path.is_dir() and has_files(path, PARQUET)
+    if has_parquet and has_files(path, JSON_LINES):
         raise ValueError(
             f"`{path}` has both Parquet and JSON Lines files: pass a pattern of the ones that are "
             f"meant, such as '{path}/*.parquet'."
         )
-    if has_parquet or data.endswith(".parquet"):
+    if has_parquet or (PARQUET.is_read(data) and not path.is_dir()):
         return ParquetDataset(data)
-    if path.suffix in (".arrow", ".feather", ".pq", ".parq", ".csv", ".tar"):
+    if path.suffix.lower() in (".arrow", ".feather", ".csv", ".tar", ".tgz"):
         raise ValueError(
             f"`{path}` is neither JSON Lines nor `.parquet`: pass module:function that returns a "
             "dataset of it."

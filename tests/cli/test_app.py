@@ -71,8 +71,8 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "link.jsonl").symlink_to("ids.jsonl")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "ids.jsonl").write_text('{"input_ids": [1, 2]}\n')
-    (tmp_path / "data" / "state.json").touch()
-    (tmp_path / "data" / "link.json").symlink_to("../other.jsonl")
+    (tmp_path / "data" / "state.txt").touch()
+    (tmp_path / "data" / "link.txt").symlink_to("../other.jsonl")
     (tmp_path / "data" / "deep").mkdir()
     (tmp_path / "data" / "deep" / "kept.txt").touch()
     (tmp_path / "users.py").write_text(USERS)
@@ -148,8 +148,8 @@ READ_OR_TWICE = [
     "profile text.jsonl --tokenizer odd.npz --json odd.npz",
     "simulate --lengths odd.npz --timeline odd.npz",
     "tune ids.jsonl --log data --save-lengths data/ids.jsonl",
-    "profile data --json data/state.json",
-    "profile data --json data/link.json",
+    "profile data --json data/state.txt",
+    "profile data --json data/link.txt",
     "profile data --json data/deep/kept.txt",
     "profile data --json other.jsonl",
     "profile users:source --json users.py",

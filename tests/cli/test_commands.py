@@ -377,8 +377,15 @@ def test_parquet_is_read_and_batches_have_a_multiple_of_rows(tmp_path, capsys):
     (tmp_path / "c.jsonl").write_text("{}")
     assert run("simulate", tmp_path, *options) == 2
     assert "has both Parquet and JSON Lines" in capsys.readouterr().err
+    (tmp_path / "part=b").mkdir()
+    (tmp_path / "part=a").mkdir()
+    (tmp_path / "a.parquet").rename(tmp_path / "part=a" / "a.PQ")
+    (tmp_path / "b.parquet").rename(tmp_path / "part=b" / "b.parquet")
+    (tmp_path / "c.jsonl").unlink()
+    assert run("simulate", tmp_path, *options) == 0
+    found.append(cells(capsys.readouterr().out))
     figures = simulate(LengthTable.of(LENGTHS), world_size=1, budget=budget).as_row()
-    assert found[0] == found[1] and found[0][0].items() >= figures.items()
+    assert found[0] == found[1] == found[2] and found[0][0].items() >= figures.items()
 
 
 def test_samples_that_exceed_the_budget_are_counted(capsys, table):

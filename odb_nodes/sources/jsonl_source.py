@@ -9,7 +9,7 @@ import weakref
 import zlib
 from array import array
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
@@ -91,8 +91,9 @@ class JsonlSource(ShardedOrder[Any]):
             )
         rank, world_size = resolve_rank(rank, world_size)
         self._sizes = [path.stat().st_size for path in self._paths]
-        found_in = (index_of(path, "lines1", _index_lines) for path in self._paths)
-        self._index = [LineIndex(**found) for found in found_in]
+        names = [field.name for field in fields(LineIndex)]
+        indices = (index_of(path, "lines1", names, _index_lines) for path in self._paths)
+        self._index = [LineIndex(**index) for index in indices]
         self._ends = [*accumulate(map(len, self._index))]
         if not self._ends[-1] and not has_data_elsewhere(world_size):
             raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")

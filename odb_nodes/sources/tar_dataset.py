@@ -20,6 +20,7 @@ from odb_nodes.sources.data_files import TAR, Paths, check_files, files_of, list
 from odb_nodes.sources.kept_index import Index, index_of, stamp_of
 
 KEY = "__key__"
+_ARRAYS = ("firsts", "starts", "sizes", "name_ends", "names")  # of the index
 _BLOCK_BYTES = 512  # of a tar file
 _ADLER_MODULUS = 65521
 _OF_MEMBER = re.compile(rb"(path|size|charset)=|sparse")  # what changes how it is read
@@ -56,7 +57,7 @@ class TarDataset:
         self._files = [file for path in listed(paths) for file in files_of(path, TAR)]
         check_files(self._files)
         self._stamps = [stamp_of(file.stat()) for file in self._files]
-        self._indices = [index_of(file, "tar1", _search) for file in self._files]
+        self._indices = [index_of(file, "tar1", _ARRAYS, _search) for file in self._files]
         self._ends = np.cumsum([len(index["firsts"]) for index in self._indices])
 
     @property

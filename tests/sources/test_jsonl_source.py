@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from functools import partial
 
+import numpy as np
 import pytest
 from damaged_states import resealed
 from torchdata.nodes import Mapper
@@ -314,6 +315,16 @@ def test_an_index_that_is_damaged_is_made_again(cut, files, kept, monkeypatch):
     kept[0].write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
     assert ids(in_order(files, *ALONE)) == expected
     without_reading(monkeypatch)
+    assert ids(in_order(files, *ALONE)) == expected
+
+
+@pytest.mark.parametrize("change", [{"blanks": None}, {"more": [1]}, {"starts": [0.5]}], ids=repr)
+def test_an_index_of_other_arrays_is_made_again(change, files, kept):
+    expected = ids(in_order(files, *ALONE))
+    with np.load(kept[0]) as index:
+        arrays = {name: one for name, one in {**index, **change}.items() if one is not None}
+    with kept[0].open("wb") as file:
+        np.savez(file, **arrays)
     assert ids(in_order(files, *ALONE)) == expected
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torchdata.nodes
+from torch.utils.data import ConcatDataset, Subset
 from torchdata.nodes import BaseNode, Stateful
 
 from odb_nodes._core.checks import check_callable, describe
@@ -355,15 +356,34 @@ def _is_column(value: Any) -> bool:
     return len(value) > 0 and isinstance(value[0], (Number, list, tuple, np.ndarray, torch.Tensor))
 
 
+def _rows_of_table(dataset: Any) -> str:
+    """Return how to get the rows of a table, or of one of its columns; "" for what is none."""
+    package, _, module = type(dataset).__module__.partition(".")
+    if package == "pandas":
+        return (
+            "`datasets.Dataset.from_pandas(frame)`, `frame.to_dict('records')`, or `list(series)`"
+        )
+    if (package, module) == ("datasets", "table"):
+        return "`datasets.Dataset(table)`"
+    if package == "pyarrow" and hasattr(dataset, "to_pylist"):
+        return "`datasets.Dataset(table)`, or `table.to_pylist()`"
+    if package == "polars" or hasattr(type(dataset), "__dataframe__"):
+        return "`datasets.Dataset.from_polars(frame)`, or a list with a dict for each row"
+    return ""
+
+
 def _check_is_dataset(dataset: Any) -> None:
-    """Raise a `TypeError` for a loader, and for a node that yields groups or batches."""
+    """Raise a `TypeError` for a loader, a table, and a node that yields groups or batches."""
+    if isinstance(dataset, (Subset, ConcatDataset)):
+        for part in dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset.dataset]:
+            _check_is_dataset(part)
     remedy = ""
     if getattr(type(dataset), "yields_batches", False):
         remedy = "yields batches already. Pass the dataset that it reads, or iterate it as it is"
     elif isinstance(dataset, (Loader, torchdata.nodes.Loader)):
         remedy = "iterates a graph already. Pass its node, `loader.root`, if that yields samples"
-    elif type(dataset).__module__.partition(".")[0] == "pandas":
-        remedy = "yields its columns. Pass `datasets.Dataset.from_pandas(frame)`"
+    elif rows := _rows_of_table(dataset):
+        remedy = f"yields columns or scalars, not rows. Pass {rows}"
     elif isinstance(dataset, dict) and dataset and all(isinstance(name, str) for name in dataset):
         remedy = "has no samples at 0, 1, 2 and so on. Mixtures do not nest: name all its datasets"
     elif isinstance(dataset, _OF_GROUPS):

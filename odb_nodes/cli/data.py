@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -165,15 +165,20 @@ class _Tokenization:
         self._fields, self._takes_ids = _FIELDS if field is None else (field,), field is None
 
     def __call__(self, item: Any) -> Any:
+        if item is None or (isinstance(item, Sized) and not len(item)):
+            return Skipped("empty", "there is nothing in it.")
         if not isinstance(item, Mapping) or ("input_ids" in item and self._takes_ids):
-            return item
+            ids = item["input_ids"] if isinstance(item, Mapping) else item
+            has_none = ids is None or (isinstance(ids, Sized) and not len(ids))
+            return Skipped("empty", "its `input_ids` have no token.") if has_none else item
         if self._tokenizer is None:
             raise ValueError("it has no `input_ids`: pass --tokenizer.")
-        names = self._fields
-        content = next((item[name] for name in names if item.get(name) is not None), None)
-        if content is None:
-            shown = {name: item[name] for name in names if name in item} or sorted(item)
-            raise ValueError(f"it has no value for any of {names}, but {shown}: pass --field.")
+        if not (values := [item[name] for name in self._fields if name in item]):
+            names = " or ".join(map(repr, self._fields))
+            return Skipped("no field", f"it has no {names}, but {sorted(item)}: see --field.")
+        content = next((value for value in values if value is not None), None)
+        if content in (None, "", []):
+            return Skipped("empty", "its text or messages are empty.")
         if isinstance(content, str):
             tokens = self._tokenizer(content)["input_ids"]
         elif self._tokenizer.chat_template:

@@ -84,6 +84,16 @@ CHAT = "\n".join(
     for n in (1, 2)
 )
 TEMPLATE = "{% for one in messages %}{{ one.content }} word {% endfor %}"
+BAD = """null
+[]
+{}
+{"messages": []}
+{"messages": null}
+{"text": null, "messages": null}
+{"input_ids": []}
+{"input_ids": null}
+{"words": "other"}
+"""
 TEXT = '{"text": "word word"}\n{"text": "word", "title": ""}\n'
 
 
@@ -103,9 +113,10 @@ def test_text_and_messages_are_tokenized(capsys, tmp_path):
         (CHAT, "plain", [], 2, "plain` has no chat template: pass a folder with"),
         (CHAT, "chat/tokenizer.json", ["--field", "text"], 0, [1, 1]),
         (TEXT, "plain/tokenizer.json", [], 0, [2, 1]),
-        (TEXT, "plain", ["--field", "title"], 2, "but ['text']: pass --field"),
+        (TEXT, "plain", ["--field", "title"], 2, "skipped (empty): its text or messages are empt"),
+        (TEXT, "plain", ["--field", "name"], 2, "has no 'name', but ['text', 'title']: see --fiel"),
         ('{"text": "word"}\n{"text": ""}\n', "plain", [], 0, [1, 0]),
-        ('{"text": "word"}\n{"text": null}\n', "plain", [], 2, "but {'text': None}: pass"),
+        (f"{CHAT}\n{BAD}", "chat", [], 0, [2, 3, *[0] * BAD.count("\n")]),
     ):
         (tmp_path / "data.jsonl").write_text(text)
         given = ["--tokenizer", tmp_path / tokenizer, *options, "--save-lengths", saved, "--force"]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BUDGET_TOKENS = 16_384
 _FIELDS = ("messages", "text")
+_MARK_BYTES = 1024  # of the beginning of a file that a command has written
 _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
 _OF_BUDGET = [field.name for field in fields(TokenBudget) if field.name != "tokens"]
 _OF_JOB = [field.name for field in fields(JobOptions)]
@@ -33,9 +34,15 @@ class UsageError(ValueError):
 
 
 def check_outputs(
-    args: Namespace, options: Sequence[str], inputs: Sequence[str | Path | None]
+    args: Namespace,
+    options: Sequence[str],
+    inputs: Sequence[str | Path | None],
+    marks: Mapping[str, str] | None = None,
 ) -> None:
-    """Check files to be written: none exists without `--force`, or is read, or beside what is."""
+    """Check files to be written: none exists without `--force`, or is read, or beside what is.
+
+    `marks`: of an option, what the beginning of a file has that may be replaced without `--force`.
+    """
     given = [str(one) for one in inputs if one is not None]
     named = [*given, *(one for name in given for one in glob.glob(name, recursive=True))]
     read = {inner.resolve() for one in map(Path, named) for inner in (one, *one.glob("*"))}
@@ -54,11 +61,18 @@ def check_outputs(
                 f"{name}: `{path}` is also read, or written twice: name another file, outside the "
                 "folders that are read."
             )
-        if path.exists() and not args.force:
+        if path.exists() and not args.force and not _has_mark(path, (marks or {}).get(option)):
             raise UsageError(
                 f"{name}: `{path}` exists: name another file, or pass --force to replace it."
             )
         read.add(path.resolve())
+
+
+def _has_mark(path: Path, mark: str | None) -> bool:
+    if mark is None or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return mark.encode() in file.read(_MARK_BYTES)
 
 
 class Data:

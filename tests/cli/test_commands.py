@@ -345,6 +345,24 @@ def test_report_and_audit_take_the_only_such_folder_of_a_run(tmp_path, capsys):
     assert str(audit(job)).startswith(f"{job}: ")  # its own come first
 
 
+def test_a_report_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path, capsys):
+    for steps in (1, 3):  # as of a run that goes on
+        with Monitor(tmp_path / f"run{steps}", every=1) as writer:
+            train(writer, loader_of(), steps=steps)
+    files = {name: tmp_path / f"report.{name}" for name in ("html", "csv", "json")}
+    options = [text for name, path in files.items() for text in (f"--{name}", path)]
+    assert run("report", tmp_path / "run1", *options) == 0
+    before = {name: path.read_text() for name, path in files.items()}
+    assert run("report", tmp_path / "run3", *options) == 0
+    assert all(path.read_text() != before[name] for name, path in files.items())
+    page = profile(LengthTable.of(LENGTHS), budget=1500)
+    for name, text in {"html": page.to_html(), "csv": "run,kind\n", "json": page.to_json()}.items():
+        files[name].write_text(text)
+        assert run("report", tmp_path / "run3", f"--{name}", files[name]) == 2
+        assert "exists: name another file, or pass --force" in capsys.readouterr().err
+        assert files[name].read_text() == text
+
+
 def test_sources_have_sizes_and_digests_are_of_the_first_steps(tmp_path, capsys):
     record(tmp_path / "mixed", info_of(0, [0, 1, 0], sources=["a", "a", "b=c"], ends=True))
     assert run("audit", str(tmp_path / "mixed"), "--size", "a=2", "--size", "b=c=1") == 0

@@ -179,12 +179,11 @@ class _Tokenization:
         self._fields, self._takes_ids = _FIELDS if field is None else (field,), field is None
 
     def __call__(self, item: Any) -> Any:
-        if item is None or (isinstance(item, Sized) and not len(item)):
-            return Skipped("empty", "there is nothing in it.")
-        if not isinstance(item, Mapping) or ("input_ids" in item and self._takes_ids):
-            ids = item["input_ids"] if isinstance(item, Mapping) else item
-            has_none = ids is None or (isinstance(ids, Sized) and not len(ids))
-            return Skipped("empty", "its `input_ids` have no token.") if has_none else item
+        is_record = isinstance(item, Mapping)
+        if not is_record or ("input_ids" in item and self._takes_ids):
+            ids = item["input_ids"] if is_record else item
+            is_empty = ids is None or (isinstance(ids, Sized) and not len(ids))
+            return Skipped("empty", "it has no token.") if is_empty else item
         if self._tokenizer is None:
             raise ValueError("it has no `input_ids`: pass --tokenizer.")
         if not (values := [item[name] for name in self._fields if name in item]):

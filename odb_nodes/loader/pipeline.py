@@ -356,20 +356,13 @@ def _is_column(value: Any) -> bool:
     return len(value) > 0 and isinstance(value[0], (Number, list, tuple, np.ndarray, torch.Tensor))
 
 
-def _rows_of_table(dataset: Any) -> str:
-    """Return how to get the rows of a table, or of one of its columns; "" for what is none."""
-    package, _, module = type(dataset).__module__.partition(".")
-    if package == "pandas":
-        return (
-            "`datasets.Dataset.from_pandas(frame)`, `frame.to_dict('records')`, or `list(series)`"
-        )
-    if (package, module) == ("datasets", "table"):
-        return "`datasets.Dataset(table)`"
-    if package == "pyarrow" and hasattr(dataset, "to_pylist"):
-        return "`datasets.Dataset(table)`, or `table.to_pylist()`"
-    if package == "polars" or hasattr(type(dataset), "__dataframe__"):
-        return "`datasets.Dataset.from_polars(frame)`, or a list with a dict for each row"
-    return ""
+_ROWS_OF = {
+    "pandas": "`datasets.Dataset.from_pandas(frame)`, or `frame.to_dict('records')`",
+    "polars": "`datasets.Dataset.from_polars(frame)`, or `frame.to_dicts()`",
+    "pyarrow.lib": "`datasets.Dataset(table)`, or `table.to_pylist()`",
+    "datasets.table": "`datasets.Dataset(table)`",
+}
+"""Module of tables and their columns -> how to get their rows."""
 
 
 def _check_is_dataset(dataset: Any) -> None:
@@ -377,12 +370,12 @@ def _check_is_dataset(dataset: Any) -> None:
     if isinstance(dataset, (Subset, ConcatDataset)):
         for part in dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset.dataset]:
             _check_is_dataset(part)
-    remedy = ""
+    remedy, module = "", type(dataset).__module__
     if getattr(type(dataset), "yields_batches", False):
         remedy = "yields batches already. Pass the dataset that it reads, or iterate it as it is"
     elif isinstance(dataset, (Loader, torchdata.nodes.Loader)):
         remedy = "iterates a graph already. Pass its node, `loader.root`, if that yields samples"
-    elif rows := _rows_of_table(dataset):
+    elif rows := _ROWS_OF.get(module) or _ROWS_OF.get(module.partition(".")[0]):
         remedy = f"yields columns or scalars, not rows. Pass {rows}"
     elif isinstance(dataset, dict) and dataset and all(isinstance(name, str) for name in dataset):
         remedy = "has no samples at 0, 1, 2 and so on. Mixtures do not nest: name all its datasets"

@@ -8,8 +8,8 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from odb_nodes._core.text import counted
 from odb_nodes._core.user_warning import warn_user
@@ -21,21 +21,13 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".br")
 _SHOWN = 3  # files that an error names
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileKind:
-    """The files of one format, by the ends of their names in lower case.
+class FileKind(NamedTuple):
+    """The files of one format, by the ends of their names in lower case."""
 
-    Attributes:
-        ends: what a folder stands for.
-        unread: further ends of files with such data, beside `ends` with that of a compression.
-        doubtful: ends of files that may be such data, or something else.
-        partitioned: whether folders named `key=value` are parts of the folder above them.
-    """
-
-    ends: tuple[str, ...]
-    unread: tuple[str, ...] = ()
-    doubtful: tuple[str, ...] = ()
-    partitioned: bool = False
+    ends: tuple[str, ...]  # what a folder stands for
+    unread: tuple[str, ...] = ()  # further ends of such data, beside `ends` with a compression
+    doubtful: tuple[str, ...] = ()  # ends of files that may be such data, or something else
+    partitioned: bool = False  # whether folders named `key=value` are part of the one above them
 
     def is_read(self, name: str) -> bool:
         """Tell whether a folder stands for a file of this name."""
@@ -44,8 +36,8 @@ class FileKind:
     def is_data(self, name: str) -> bool:
         """Tell whether a file of this name has such data, readable or not."""
         stem, end = os.path.splitext(name.lower())
-        compressed = end in _COMPRESSED and stem.endswith((*self.ends, *self.unread))
-        return compressed or name.lower().endswith((*self.ends, *self.unread))
+        ends = self.ends + self.unread
+        return name.lower().endswith(ends) or (end in _COMPRESSED and stem.endswith(ends))
 
 
 JSON_LINES = FileKind(ends=(".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), doubtful=(".json",))
@@ -96,21 +88,29 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:
-    """Return the files that a path stands for: itself, a pattern's, or a folder's by their ends.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: a folder has further files of such data, which would be left out.
-    """
+    """Return the files that a path stands for: itself, a pattern's, or a folder's by their ends."""
     folder, pattern = _split(os.fspath(path))
     if not pattern:
         every = [*_walk(folder, kind, set())]
-        files = [file for file in every if _is_of_folder(file.relative_to(folder), kind)]
-        _warn_of_doubtful(folder, kind)
+        files = [
+            file
+            for file in every
+            if kind.is_read(file.name)
+            and all(
+                kind.partitioned and "=" in part for part in file.relative_to(folder).parts[:-1]
+            )
+        ]
+        names = [name for name in os.listdir(folder) if name.lower().endswith(kind.doubtful)]
+        if names := [name for name in names if not name.startswith(".")]:
+            warn_user(
+                f"`paths`: the folder {folder!r} stands for its `{kind.ends[0]}` files, without "
+                f"{counted(len(names), 'file')}: {_shown(names)}. Where they are meant, name them "
+                "by a pattern."
+            )
     elif glob.has_magic(pattern) and not os.path.exists(path):
         names = glob.glob(glob.escape(folder) + pattern, recursive=True)
-        matches = [*map(Path, sorted(names))]
-        files, walked = [match for match in matches if not match.is_dir()], set[str]()
+        matches, walked = [*map(Path, sorted(names))], set[str]()
+        files = [match for match in matches if not match.is_dir()]
         folders = filter(Path.is_dir, matches)
         every = [file for match in folders for file in _walk(match, kind, walked)]
     else:
@@ -154,22 +154,6 @@ def _walk(folder: str | Path, kind: FileKind, walked: set[str]) -> Iterator[Path
                 yield Path(parent, name)
 
 
-def _is_of_folder(file: Path, kind: FileKind) -> bool:
-    """Tell whether a folder stands for a file, which is named from there."""
-    is_inside = all(kind.partitioned and "=" in name for name in file.parts[:-1])
-    return is_inside and kind.is_read(file.name)
-
-
-def _warn_of_doubtful(folder: str, kind: FileKind) -> None:
-    names = [name for name in os.listdir(folder) if name.lower().endswith(kind.doubtful)]
-    if names := [name for name in names if not name.startswith(".")]:
-        warn_user(
-            f"`paths`: the folder {folder!r} stands for its `{kind.ends[0]}` files, without "
-            f"{counted(len(names), 'file')}: {_shown(names)}. Where they are meant, name them by a "
-            "pattern."
-        )
-
-
 def _shown(files: Iterable[str | Path]) -> str:
     names = sorted(map(str, files))
     return ", ".join(names[:_SHOWN]) + " and so on" * (len(names) > _SHOWN)
@@ -179,9 +163,9 @@ def check_files(files: Sequence[str | Path]) -> None:
     """Raise a `ValueError` for a file that comes twice, and a local one that is not regular."""
     for file in files:
         if not is_url(file) and not stat.S_ISREG(os.stat(file).st_mode):
-            kind = "folder" if os.path.isdir(file) else "pipe or device"
             raise ValueError(
-                f"`paths` must be regular files, but {file} is a {kind}. Write its data to a file."
+                f"`paths` must be regular files, but {file} is a folder, pipe or device. Write its "
+                "data to a file."
             )
     counts = Counter(map(os.path.realpath, files))
     if twice := [str(file) for file, count in counts.items() if count > 1]:

@@ -21,7 +21,6 @@ from odb_nodes.sources.kept_index import stamp_of
 _TRIES = 3  # to read a row group, as over a network
 _WAIT_S = 0.5  # before the second one, and twice as long before the third
 _PARTITION = re.compile(r"(?<=/)([^/=?&]+)=([^/]*)(?=/)")  # a folder of a hive-partitioned table
-_INTEGER = re.compile(r"-?[0-9]+")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
@@ -37,8 +36,7 @@ class ParquetDataset:
             and those in its folders named `key=value`. Or URLs that fsspec opens, such as
             `"s3://bucket/{00..99}.parquet"`; `"filecache::s3://..."` keeps them on a local disk.
         columns: the columns to read. Default: all of the first file. Folders named `key=value` in
-            the path of a file are columns (hive partitions): `int` if all values are integers,
-            else `str`.
+            the path of a file are columns of strings (hive partitions).
         mixed_blocks: row groups whose rows are shuffled together.
 
     Raises:
@@ -63,7 +61,7 @@ class ParquetDataset:
         if columns is not None and not check_names("columns", columns):
             raise ValueError("`columns` must name at least 1 column, but is empty.")
         self._columns = None if columns is None else [*columns]
-        self._partitions = _partitions_of(self._files)  # of each file: column -> value
+        self._partitions = [*map(_partitions_of, self._files)]
         self._metadata: list[Any] = []
         self._stamps: list[tuple[int, int]] = []
         self._groups: list[tuple[int, int]] = []  # of each block: its file, and its number there
@@ -156,24 +154,11 @@ class ParquetDataset:
                 )
 
 
-def _partitions_of(files: Sequence[str]) -> list[dict[str, Any]]:
-    """Return what the folders named `key=value` of each file say; integers where all are some."""
-    folders = [f"/{os.path.dirname(file).replace(os.sep, '/')}/" for file in files]
-    texts = [
-        {unquote(key): unquote(text) for key, text in _PARTITION.findall(folder)}
-        for folder in folders
-    ]
-    by_name: dict[str, set[str]] = {}
-    for name, text in (item for values in texts for item in values.items()):
-        by_name.setdefault(name, set()).add(text)
-    kinds = {
-        name: int if all(map(_INTEGER.fullmatch, values - {_NULL})) else str
-        for name, values in by_name.items()
-    }
-    return [
-        {name: None if text == _NULL else kinds[name](text) for name, text in values.items()}
-        for values in texts
-    ]
+def _partitions_of(file: str) -> dict[str, str | None]:
+    """Return what the folders named `key=value` above a file say."""
+    folders = f"/{os.path.dirname(file).replace(os.sep, '/')}/"
+    pairs = [map(unquote, pair) for pair in _PARTITION.findall(folders)]
+    return {name: None if value == _NULL else value for name, value in pairs}
 
 
 def _stamp_of(file: str) -> tuple[int, int]:

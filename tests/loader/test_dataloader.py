@@ -314,7 +314,7 @@ def test_a_table_is_refused_whoever_made_it_and_its_rows_are_taken():
     table = pyarrow.table({name: [[1, 1], [2, 2]] for name in ("input_ids", "labels")})
     frame, rows = table.to_pandas(), datasets.Dataset(table)
     arrow = [table, table.to_batches()[0], table["labels"], table["labels"].chunk(0), rows.data]
-    other = type("Frame", (list,), {"__dataframe__": None})([rows])
+    other = type("DataFrame", (list,), {"__module__": "polars.dataframe.frame"})([rows])
     for data in (frame, frame["labels"], frame.iloc, *arrow, Subset(table, [0]), other):
         for dataset in (data, {"a": rows, "b": data}):
             with pytest.raises(TypeError, match="not rows. Pass `datasets.Dataset"):

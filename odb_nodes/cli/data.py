@@ -43,8 +43,10 @@ def check_outputs(
 
     `marks`: of an option, what the beginning of a file has that may be replaced without `--force`.
     """
+    from odb_nodes.sources.data_files import listed, matches
+
     given = [str(one) for one in inputs if one is not None]
-    named = [*given, *(one for name in given for one in glob.glob(name, recursive=True))]
+    named = [*given, *(match for path in given for name in listed(path) for match in matches(name))]
     read = {inner.resolve() for one in map(Path, named) for inner in (one, *one.glob("*"))}
     for option in options:
         if vars(args)[option] is None:
@@ -189,8 +191,8 @@ class _Tokenization:
         if not (values := [item[name] for name in self._fields if name in item]):
             names = " or ".join(map(repr, self._fields))
             return Skipped("no field", f"it has no {names}, but {sorted(item)}: see --field.")
-        content = next((value for value in values if value is not None), None)
-        if content in (None, "", []):
+        content = next((value for value in values if value not in (None, "", [])), None)
+        if content is None:
             return Skipped("empty", "its text or messages are empty.")
         if isinstance(content, str):
             tokens = self._tokenizer(content)["input_ids"]

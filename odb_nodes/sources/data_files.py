@@ -33,6 +33,11 @@ class FileKind(NamedTuple):
         """Tell whether a folder stands for a file of this name."""
         return name.lower().endswith(self.ends)
 
+    def joins(self, folder: str, file: Path) -> bool:
+        """Tell whether a file below a folder is as good as in it."""
+        below = file.relative_to(folder).parts[:-1]
+        return all(self.partitioned and "=" in name for name in below)
+
     def is_data(self, name: str) -> bool:
         """Tell whether a file of this name has such data, readable or not."""
         stem, end = os.path.splitext(name.lower())
@@ -87,19 +92,18 @@ def _split(path: str) -> tuple[str, str]:
     return folder, path[len(folder) :]
 
 
+def matches(path: str | os.PathLike[str]) -> list[str]:
+    """Return what a pattern matches, in which the names of existing folders are no patterns."""
+    folder, pattern = _split(os.fspath(path))
+    return sorted(glob.glob(glob.escape(folder) + pattern, recursive=True))
+
+
 def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:
     """Return the files that a path stands for: itself, a pattern's, or a folder's by their ends."""
     folder, pattern = _split(os.fspath(path))
     if not pattern:
         every = [*_walk(folder, kind, set())]
-        files = [
-            file
-            for file in every
-            if kind.is_read(file.name)
-            and all(
-                kind.partitioned and "=" in part for part in file.relative_to(folder).parts[:-1]
-            )
-        ]
+        files = [file for file in every if kind.is_read(file.name) and kind.joins(folder, file)]
         names = [name for name in os.listdir(folder) if name.lower().endswith(kind.doubtful)]
         if names := [name for name in names if not name.startswith(".")]:
             warn_user(
@@ -108,10 +112,9 @@ def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:
                 "by a pattern."
             )
     elif glob.has_magic(pattern) and not os.path.exists(path):
-        names = glob.glob(glob.escape(folder) + pattern, recursive=True)
-        matches, walked = [*map(Path, sorted(names))], set[str]()
-        files = [match for match in matches if not match.is_dir()]
-        folders = filter(Path.is_dir, matches)
+        matched, walked = [*map(Path, matches(path))], set[str]()
+        files = [match for match in matched if not match.is_dir()]
+        folders = filter(Path.is_dir, matched)
         every = [file for match in folders for file in _walk(match, kind, walked)]
     else:
         return [Path(path)]

@@ -123,8 +123,9 @@ def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:
             f"`paths`: {os.fspath(path)!r} has a link to a file that does not exist, {lost[0]}. "
             "Mount its disk, or remove the link."
         )
-    read = {*map(os.path.realpath, files)}
-    if left_out := [file for file in every if os.path.realpath(file) not in read]:
+    rest = {*every} - {*files}
+    read = {*map(os.path.realpath, files if rest else ())}
+    if left_out := [file for file in rest if os.path.realpath(file) not in read]:
         patterns = (os.path.join(folder, f"{name}{kind.ends[0]}") for name in ("*", "**/*"))
         raise ValueError(
             f"`paths` must name what is meant where {os.fspath(path)!r} would leave out "

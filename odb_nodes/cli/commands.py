@@ -155,8 +155,10 @@ def profile(args: Namespace) -> None:
 def report(args: Namespace) -> None:
     """Report on training runs, also while they go on: a table, a page, CSV, JSON."""
     read = [file for one in args.folders for end in _REPORT_READS for file in Path(one).glob(end)]
-    check_outputs(args, ["html", "csv", "json"], read)
     from odb_nodes.monitor import report as make_report
+    from odb_nodes.monitor.reports import MARKS
+
+    check_outputs(args, [*MARKS], read, MARKS)
 
     print(make_report(args.folders, html=args.html, csv=args.csv, json=args.json))
 

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BUDGET_TOKENS = 16_384
 _FIELDS = ("messages", "text")
+_MARK_BYTES = 1024  # of the beginning of a file that a command has written
 _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
 _OF_BUDGET = [field.name for field in fields(TokenBudget) if field.name != "tokens"]
 _OF_JOB = [field.name for field in fields(JobOptions)]
@@ -33,11 +34,19 @@ class UsageError(ValueError):
 
 
 def check_outputs(
-    args: Namespace, options: Sequence[str], inputs: Sequence[str | Path | None]
+    args: Namespace,
+    options: Sequence[str],
+    inputs: Sequence[str | Path | None],
+    marks: Mapping[str, str] | None = None,
 ) -> None:
-    """Check files to be written: none exists without `--force`, or is read, or beside what is."""
+    """Check files to be written: none exists without `--force`, or is read, or beside what is.
+
+    `marks`: of an option, what the beginning of a file has that may be replaced without `--force`.
+    """
+    from odb_nodes.sources.data_files import listed, matches
+
     given = [str(one) for one in inputs if one is not None]
-    named = [*given, *(one for name in given for one in glob.glob(name, recursive=True))]
+    named = [*given, *(match for path in given for name in listed(path) for match in matches(name))]
     read = {inner.resolve() for one in map(Path, named) for inner in (one, *one.glob("*"))}
     for option in options:
         if vars(args)[option] is None:
@@ -54,11 +63,18 @@ def check_outputs(
                 f"{name}: `{path}` is also read, or written twice: name another file, outside the "
                 "folders that are read."
             )
-        if path.exists() and not args.force:
+        if path.exists() and not args.force and not _has_mark(path, (marks or {}).get(option)):
             raise UsageError(
                 f"{name}: `{path}` exists: name another file, or pass --force to replace it."
             )
         read.add(path.resolve())
+
+
+def _has_mark(path: Path, mark: str | None) -> bool:
+    if mark is None or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return mark.encode() in file.read(_MARK_BYTES)
 
 
 class Data:
@@ -165,15 +181,19 @@ class _Tokenization:
         self._fields, self._takes_ids = _FIELDS if field is None else (field,), field is None
 
     def __call__(self, item: Any) -> Any:
-        if not isinstance(item, Mapping) or ("input_ids" in item and self._takes_ids):
-            return item
+        is_record = isinstance(item, Mapping)
+        if not is_record or ("input_ids" in item and self._takes_ids):
+            ids = item["input_ids"] if is_record else item
+            is_empty = ids is None or (isinstance(ids, Sized) and not len(ids))
+            return Skipped("empty", "it has no token.") if is_empty else item
         if self._tokenizer is None:
             raise ValueError("it has no `input_ids`: pass --tokenizer.")
-        names = self._fields
-        content = next((item[name] for name in names if item.get(name) is not None), None)
+        if not (values := [item[name] for name in self._fields if name in item]):
+            names = " or ".join(map(repr, self._fields))
+            return Skipped("no field", f"it has no {names}, but {sorted(item)}: see --field.")
+        content = next((value for value in values if value not in (None, "", [])), None)
         if content is None:
-            shown = {name: item[name] for name in names if name in item} or sorted(item)
-            raise ValueError(f"it has no value for any of {names}, but {shown}: pass --field.")
+            return Skipped("empty", "its text or messages are empty.")
         if isinstance(content, str):
             tokens = self._tokenizer(content)["input_ids"]
         elif self._tokenizer.chat_template:
@@ -220,16 +240,17 @@ def _dataset_of(data: str) -> Any:
     if not glob.has_magic(data) and "{" not in data and not path.exists():
         raise FileNotFoundError(f"there is no `{data}`: pass a file or folder that exists.")
     from odb_nodes.sources import JsonlSource, ParquetDataset
+    from odb_nodes.sources.data_files import JSON_LINES, PARQUET, has_files
 
-    has_parquet = path.is_dir() and any(path.glob("*.parquet"))
-    if has_parquet and any(path.glob("*.jsonl*")):
+    has_parquet = path.is_dir() and has_files(path, PARQUET)
+    if has_parquet and has_files(path, JSON_LINES):
         raise ValueError(
             f"`{path}` has both Parquet and JSON Lines files: pass a pattern of the ones that are "
             f"meant, such as '{path}/*.parquet'."
         )
-    if has_parquet or data.endswith(".parquet"):
+    if has_parquet or (PARQUET.is_read(data) and not path.is_dir()):
         return ParquetDataset(data)
-    if path.suffix in (".arrow", ".feather", ".pq", ".parq", ".csv", ".tar"):
+    if path.suffix.lower() in (".arrow", ".feather", ".csv", ".tar", ".tgz"):
         raise ValueError(
             f"`{path}` is neither JSON Lines nor `.parquet`: pass module:function that returns a "
             "dataset of it."

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torchdata.nodes
+from torch.utils.data import ConcatDataset, Subset
 from torchdata.nodes import BaseNode, Stateful
 
 from odb_nodes._core.checks import check_callable, describe
@@ -361,15 +362,27 @@ def _is_column(value: Any) -> bool:
     return len(value) > 0 and isinstance(value[0], (Number, list, tuple, np.ndarray, torch.Tensor))
 
 
+_ROWS_OF = {
+    "pandas": "`datasets.Dataset.from_pandas(frame)`, or `frame.to_dict('records')`",
+    "polars": "`datasets.Dataset.from_polars(frame)`, or `frame.to_dicts()`",
+    "pyarrow.lib": "`datasets.Dataset(table)`, or `table.to_pylist()`",
+    "datasets.table": "`datasets.Dataset(table)`",
+}
+"""Module of tables and their columns -> how to get their rows."""
+
+
 def _check_is_dataset(dataset: Any) -> None:
-    """Raise a `TypeError` for a loader, and for a node that yields groups or batches."""
-    remedy = ""
+    """Raise a `TypeError` for a loader, a table, and a node that yields groups or batches."""
+    if isinstance(dataset, (Subset, ConcatDataset)):
+        for part in dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset.dataset]:
+            _check_is_dataset(part)
+    remedy, module = "", type(dataset).__module__
     if getattr(type(dataset), "yields_batches", False):
         remedy = "yields batches already. Pass the dataset that it reads, or iterate it as it is"
     elif isinstance(dataset, (Loader, torchdata.nodes.Loader)):
         remedy = "iterates a graph already. Pass its node, `loader.root`, if that yields samples"
-    elif type(dataset).__module__.partition(".")[0] == "pandas":
-        remedy = "yields its columns. Pass `datasets.Dataset.from_pandas(frame)`"
+    elif rows := _ROWS_OF.get(module) or _ROWS_OF.get(module.partition(".")[0]):
+        remedy = f"yields columns or scalars, not rows. Pass {rows}"
     elif isinstance(dataset, dict) and dataset and all(isinstance(name, str) for name in dataset):
         remedy = "has no samples at 0, 1, 2 and so on. Mixtures do not nest: name all its datasets"
     elif isinstance(dataset, _OF_GROUPS):

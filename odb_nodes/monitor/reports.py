@@ -23,6 +23,14 @@ from odb_nodes.monitor.window import LOSS_OF, Counts
 
 AnyPath = str | os.PathLike[str]
 
+_GENERATOR = "odb_nodes report"
+MARKS = {
+    "html": f'<meta name="generator" content="{_GENERATOR}">',
+    "csv": "run,kind,first_step,step,epoch,",
+    "json": '{\n "runs": [\n  {\n   "name": ',
+}
+"""What the beginning of a file of a report has, by which a later report knows it."""
+
 _WORST = 20  # samples
 _LONGEST = 60  # characters of a setting
 _GIB = 2**30
@@ -265,6 +273,7 @@ class Report(Shown):
                     if run.audit
                 ),
             ],
+            _GENERATOR,
         )
 
     def to_csv(self) -> str:

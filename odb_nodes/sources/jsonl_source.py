@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import copy
-import glob
 import gzip
 import json
-import os
-import re
-import stat
 import weakref
 import zlib
 from array import array
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +24,7 @@ from odb_nodes.contract import EpochNode
 from odb_nodes.contract.node import ItemLocation
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.sample import ItemKey
+from odb_nodes.sources.data_files import JSON_LINES, Paths, check_files, files_of, listed
 from odb_nodes.sources.kept_index import Index, index_of
 from odb_nodes.sources.sharded_sampler import ShardedOrder
 
@@ -38,7 +33,7 @@ _MOST_OPEN = 64  # files: opening one takes long on a network's disk
 _INDEXED_BYTES = 1 << 20  # at a time
 _CUT = (EOFError, gzip.BadGzipFile, zlib.error)  # of a compressed file that is cut or damaged
 
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_BOM = "\ufeff".encode()
 
 
 class JsonlSource(ShardedOrder[Any]):
@@ -57,8 +52,9 @@ class JsonlSource(ShardedOrder[Any]):
 
     Args:
         paths: a file, a folder, or a pattern such as `"data/*.jsonl"` or `"{00..99}.jsonl"`; or
-            several of these, in order. A folder stands for its `.jsonl` and `.jsonl.gz` files.
-            Files of a folder or of a pattern with `*` are sorted by name. UTF-8.
+            several of these, in order. A folder stands for its `.jsonl` and `.ndjson` files, and
+            those with `.gz` behind that. Files of a folder or of a pattern with `*` are sorted by
+            name. UTF-8.
         rank: this rank. Default: from torch.distributed, or `RANK`.
         world_size: number of ranks. Default: from torch.distributed, or `WORLD_SIZE`.
         shuffle: whether to permute the records, differently in every epoch; otherwise they come
@@ -67,9 +63,10 @@ class JsonlSource(ShardedOrder[Any]):
 
     Raises:
         FileNotFoundError: a file does not exist, or a folder or pattern has none.
-        ValueError: there is no path; a file is compressed and `shuffle` is True; it cannot be
-            decompressed; or all files are empty, unless each rank has its own files
-            (`rank=0, world_size=1` in a job of several ranks).
+        ValueError: there is no path; a file comes twice, or is a pipe or a device; a folder has
+            further data, in subfolders or compressed otherwise; a file is compressed and `shuffle`
+            is True; it cannot be decompressed; or all files are empty, unless each rank has its own
+            files (`rank=0, world_size=1` in a job of several ranks).
     """
 
     retries_errors = True  # the file may be mended meanwhile
@@ -83,9 +80,8 @@ class JsonlSource(ShardedOrder[Any]):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        found = [files_of(path, ".jsonl", ".jsonl.gz") for path in listed(paths)]
-        self._paths = [file for files in found for file in files]
-        _check_files(self._paths, expanded=any(len(files) > 1 for files in found))
+        self._paths = [file for path in listed(paths) for file in files_of(path, JSON_LINES)]
+        check_files(self._paths)
         compressed = [path for path in self._paths if _is_compressed(path)]
         if check_bool("shuffle", shuffle) and compressed:
             raise ValueError(
@@ -95,8 +91,9 @@ class JsonlSource(ShardedOrder[Any]):
             )
         rank, world_size = resolve_rank(rank, world_size)
         self._sizes = [path.stat().st_size for path in self._paths]
-        found_in = (index_of(path, "lines1", _index_lines) for path in self._paths)
-        self._index = [LineIndex(**found) for found in found_in]
+        names = [field.name for field in fields(LineIndex)]
+        indices = (index_of(path, "lines1", names, _index_lines) for path in self._paths)
+        self._index = [LineIndex(**index) for index in indices]
         self._ends = [*accumulate(map(len, self._index))]
         if not self._ends[-1] and not has_data_elsewhere(world_size):
             raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")
@@ -235,7 +232,7 @@ class JsonlSource(ShardedOrder[Any]):
             ) from error
         line, newline, rest = found[before:].partition(b"\n")
         is_whole = len(found) == stop - start + before and (newline or stop == index.size)
-        if is_whole and found[:before] in (b"", b"\n") and not rest.strip():
+        if is_whole and found[:before] in (b"", b"\n") and not _text(rest):
             return line
         end = start - before + len(found)
         raise SampleError(
@@ -280,85 +277,20 @@ def _close_all(files: dict[int, IO[bytes]]) -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-_BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{},]*(?:,[^{},]*)+))\}")
-
-
-def listed(paths: Paths) -> list[str]:
-    """Return the paths that are given, with braces expanded: `"{00..99}"`, `"{a,b}"`."""
-    given = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else paths
-    is_list = isinstance(given, Sequence)
-    if not is_list or not all(isinstance(one, (str, os.PathLike)) for one in given):
-        raise TypeError(
-            "`paths` must be a path, a string or `pathlib.Path`, or a list of them, but is "
-            f"{paths!r:.200} instead."
-        )
-    if not given:
-        raise ValueError("`paths` must name at least 1 file, but is empty.")
-    return [one for path in given for one in _expanded(os.fspath(path))]
-
-
-def _expanded(path: str) -> list[str]:
-    if not _BRACES.search(path) or os.path.exists(path):
-        return [path]
-    found = [path]
-    while (braces := _BRACES.search(found[0])) is not None:
-        first, last, names = braces.groups()
-        several = names.split(",") if names else range(int(first), int(last) + 1)
-        width = len(first or "")
-        found = [_BRACES.sub(f"{one:0>{width}}", old, count=1) for old in found for one in several]
-        if len({*found}) < len(found) or not found or re.search(r"\{[^{}]*\{", path):
-            raise ValueError(
-                f"`paths` must have braces that count up or list names, each once and none within "
-                f"others, but has {path!r}. Write `{{00..99}}` or `{{a,b}}`, or list the files."
-            )
-    return found
-
-
-def files_of(path: str | os.PathLike[str], *ends: str) -> list[Path]:
-    """Return the files that a path stands for: itself, a pattern's, or a folder's by their ends."""
-    if Path(path).is_dir():
-        found = [file for end in ends for file in Path(path).glob(f"*{end}")]
-    elif glob.has_magic(os.fspath(path)) and not Path(path).exists():
-        found = [Path(file) for file in glob.glob(os.fspath(path), recursive=True)]
-    else:
-        return [Path(path)]
-    if lost := sorted(str(file) for file in found if file.is_symlink() and not file.exists()):
-        raise FileNotFoundError(
-            f"`paths`: {os.fspath(path)!r} has a link to a file that does not exist, {lost[0]}. "
-            "Mount its disk, or remove the link."
-        )
-    if folders := [file for file in found if file.is_dir() and file.name.endswith(ends)]:
-        raise ValueError(f"`paths` must name files, but {folders[0]} is a folder. Name its files.")
-    found = [file for file in found if file.is_file()]
-    if not found:
-        raise FileNotFoundError(
-            f"`paths` must name files, but {os.fspath(path)!r} has none (of a folder, those that "
-            f"end in `{'` or `'.join(ends)}` are taken)."
-        )
-    return sorted(found)
-
-
-def _check_files(paths: list[Path], *, expanded: bool) -> None:
-    """Raise a `ValueError` for what is no regular file, or comes twice."""
-    for path in paths:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ValueError(f"`paths` must be regular files, but {path} is none.")
-    twice = [path for path, count in Counter(map(os.path.realpath, paths)).items() if count > 1]
-    if twice and expanded:
-        raise ValueError(
-            f"`paths` must name each file once, but a folder or pattern has {twice[0]} again."
-        )
-
-
 def _is_compressed(path: Path) -> bool:
     """Tell whether a file is decompressed while it is read."""
-    return path.suffix == ".gz"
+    return path.suffix.lower() == ".gz"
 
 
 def _open_lines(path: Path) -> IO[bytes]:
     """Open a file at its beginning, for the bytes of its text."""
     opened: IO[bytes] = open(path, "rb") if not _is_compressed(path) else gzip.open(path)  # type: ignore[assignment]
     return opened
+
+
+def _text(lines: bytes) -> bytes:
+    """Return lines without white space at the ends and marks of UTF-8."""
+    return lines.replace(_BOM, b"").strip()
 
 
 @dataclass(frozen=True)
@@ -397,7 +329,7 @@ def _index_lines(path: Path) -> Index:
         with _open_lines(path) as file:
             while lines := file.readlines(_INDEXED_BYTES):
                 for line in lines:
-                    if line.isspace():
+                    if line.isspace() or (line.startswith(_BOM) and not _text(line)):
                         blanks.append(len(starts))
                     else:
                         starts.append(offset)

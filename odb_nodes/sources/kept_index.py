@@ -6,7 +6,7 @@ import hashlib
 import io
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,14 @@ KEPT_FROM_BYTES = 64 << 20  # of a file whose index is kept
 _STAMP = "stamp"
 
 
-def index_of(path: Path, kind: str, search: Callable[[Path], Index]) -> Index:
+def index_of(
+    path: Path, kind: str, names: Collection[str], search: Callable[[Path], Index]
+) -> Index:
     """Return the index of a file, of a large one as it was found before.
 
     It is kept in a hidden file beside it or, where that cannot be, in `~/.cache/odb_nodes`, and
-    used until size or time of the file change. `kind`: which index it is, and its version.
+    used until size or time of the file change. `kind`: which index it is, and its version; `names`:
+    those of its arrays of integers.
     """
     stamp = stamp_of(path.stat())
     if stamp[0] < KEPT_FROM_BYTES:
@@ -37,7 +40,7 @@ def index_of(path: Path, kind: str, search: Callable[[Path], Index]) -> Index:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "odb_nodes"
         places.append(cache / f"{path.name}.{digest}.{kind}")
     for place in places:
-        if (kept := _kept(place, stamp)) is not None:
+        if (kept := _kept(place, stamp, names)) is not None:
             return kept
     index = search(path)
     if stamp_of(path.stat()) == stamp:  # else somebody is still writing
@@ -58,11 +61,14 @@ def stamp_of(found: os.stat_result) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def _kept(place: Path, stamp: tuple[int, int]) -> Index | None:
+def _kept(place: Path, stamp: tuple[int, int], names: Collection[str]) -> Index | None:
     """Return the index that is kept at a place; `None` where it is of another file, or damaged."""
     try:
         with open(place, "rb") as file, np.load(file, allow_pickle=False) as kept:
-            found = dict(kept)  # The archive has a checksum of each.
+            arrays = dict(kept)  # The archive has a checksum of each.
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile):
         return None
-    return found if found.pop(_STAMP, np.zeros(0)).tolist() == [*stamp] else None
+    is_of_file = arrays.pop(_STAMP, np.zeros(0)).tolist() == [*stamp]
+    has_names = arrays.keys() == {*names}
+    is_whole = all(array.dtype.kind in "iu" for array in arrays.values())
+    return arrays if is_of_file and has_names and is_whole else None

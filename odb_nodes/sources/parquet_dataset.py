@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 import numpy as np
 
 from odb_nodes._core.checks import check_count, check_names, import_extra
-from odb_nodes.sources.jsonl_source import Paths, files_of, listed
+from odb_nodes.sources.data_files import PARQUET, Paths, check_files, files_of, is_url, listed
 from odb_nodes.sources.kept_index import stamp_of
 
 _TRIES = 3  # to read a row group, as over a network
 _WAIT_S = 0.5  # before the second one, and twice as long before the third
+_PARTITION = re.compile(r"(?<=/)([^/=?&]+)=([^/]*)(?=/)")  # a folder of a hive-partitioned table
+_NULL = "__HIVE_DEFAULT_PARTITION__"
 
 
 class ParquetDataset:
@@ -28,17 +32,19 @@ class ParquetDataset:
 
     Args:
         paths: a file, a folder, or a pattern such as `"data/*.parquet"` or `"{00..99}.parquet"`; or
-            several of these, in order. A folder stands for its `.parquet` files. Or URLs that
-            fsspec opens, such as `"s3://bucket/{00..99}.parquet"`; `"filecache::s3://..."` keeps
-            them on a local disk.
-        columns: the columns to read. Default: all of the first file.
+            several of these, in order. A folder stands for its `.parquet`, `.parq` and `.pq` files,
+            and those in its folders named `key=value`. Or URLs that fsspec opens, such as
+            `"s3://bucket/{00..99}.parquet"`; `"filecache::s3://..."` keeps them on a local disk.
+        columns: the columns to read. Default: all of the first file. Folders named `key=value` in
+            the path of a file are columns of strings (hive partitions).
         mixed_blocks: row groups whose rows are shuffled together.
 
     Raises:
         ImportError: pyarrow is not installed, or fsspec for a URL.
         FileNotFoundError: a file does not exist, or a folder or pattern has none.
         TypeError: `columns` is no list.
-        ValueError: a file is no Parquet file or is cut, or lacks a column.
+        ValueError: a file comes twice, is no Parquet file or is cut, or lacks a column; or a folder
+            has further Parquet files, in subfolders.
     """
 
     draws_random_numbers: ClassVar[bool] = False
@@ -48,13 +54,14 @@ class ParquetDataset:
     ) -> None:
         self._files = list[str]()
         for path in listed(paths):
-            urls = [str(path)] if _is_url(path) else []
-            self._files += urls or [os.fspath(file) for file in files_of(path, ".parquet")]
+            self._files += [path] if is_url(path) else map(str, files_of(path, PARQUET))
+        check_files(self._files)
         self.mixed_blocks = check_count("mixed_blocks", mixed_blocks)
         """How many blocks of `shuffle_blocks` are mixed at a time."""
         if columns is not None and not check_names("columns", columns):
             raise ValueError("`columns` must name at least 1 column, but is empty.")
         self._columns = None if columns is None else [*columns]
+        self._partitions = [*map(_partitions_of, self._files)]
         self._metadata: list[Any] = []
         self._stamps: list[tuple[int, int]] = []
         self._groups: list[tuple[int, int]] = []  # of each block: its file, and its number there
@@ -63,7 +70,7 @@ class ParquetDataset:
             metadata = _read(
                 _metadata_of, file, f"{file} is no Parquet file, or is cut", ValueError
             )
-            self._check_columns(file, metadata)
+            self._check_columns(file, metadata, self._partitions[number])
             self._metadata.append(metadata)
             self._stamps.append(_stamp_of(file))
             for group in range(metadata.num_row_groups):
@@ -83,6 +90,8 @@ class ParquetDataset:
         """What a state is compared by: the files, their sizes and columns."""
         files = [os.path.basename(file) for file in self._files]
         content = repr((files, [size for size, _ in self._stamps], self._columns))
+        if any(self._partitions):  # files of different folders often have equal names
+            content += repr(self._partitions)
         return f"{len(files)} files, CRC-32 {zlib.crc32(content.encode())}"
 
     def __len__(self) -> int:
@@ -104,7 +113,8 @@ class ParquetDataset:
         for old in [*self._read_last][: -self.mixed_blocks - 1]:
             self._read_last.pop(old, None)
         row = index - int(self._starts[block])
-        return {name: column[row].as_py() for name, column in columns.items()}
+        values = {name: column[row].as_py() for name, column in columns.items()}
+        return values | self._partitions[self._groups[block][0]]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_read_last": {}}
@@ -113,7 +123,8 @@ class ParquetDataset:
         number, group = self._groups[block]
         file, first, end = self._files[number], self._starts[block], self._starts[block + 1]
         what = f"row group {group} of {file} (rows {first}..{end - 1}) cannot be read"
-        read = partial(_row_group, self._metadata[number], group, self._columns)
+        names = [name for name in self._columns or () if name not in self._partitions[number]]
+        read = partial(_row_group, self._metadata[number], group, names)
         remedy = "Put it back, or make the dataset anew."
         try:
             if _stamp_of(file) != self._stamps[number]:
@@ -126,8 +137,13 @@ class ParquetDataset:
             raise FileNotFoundError(f"{what}: the file is gone. {remedy}") from error
         return {name: table[name].combine_chunks() for name in table.column_names}
 
-    def _check_columns(self, file: str, metadata: Any) -> None:
+    def _check_columns(self, file: str, metadata: Any, partitions: dict[str, Any]) -> None:
+        """Check the columns of a file, and keep those of its partitions that are to be read."""
         names = metadata.schema.to_arrow_schema().names
+        for name in [*partitions]:
+            if name in names or name not in (self._columns or partitions):
+                del partitions[name]
+        names += partitions
         if self._columns is None:
             self._columns = names
         for name in self._columns:
@@ -138,24 +154,27 @@ class ParquetDataset:
                 )
 
 
-def _is_url(path: object) -> bool:
-    return isinstance(path, str) and "://" in path
+def _partitions_of(file: str) -> dict[str, str | None]:
+    """Return what the folders named `key=value` above a file say."""
+    folders = f"/{os.path.dirname(file).replace(os.sep, '/')}/"
+    pairs = [map(unquote, pair) for pair in _PARTITION.findall(folders)]
+    return {name: None if value == _NULL else value for name, value in pairs}
 
 
 def _stamp_of(file: str) -> tuple[int, int]:
     """Return size and time of a local file; -1 for others, which are not asked each time."""
-    return (-1, -1) if _is_url(file) else stamp_of(os.stat(file))
+    return (-1, -1) if is_url(file) else stamp_of(os.stat(file))
 
 
 def _open(file: str) -> Any:
-    if not _is_url(file):
+    if not is_url(file):
         return open(file, "rb")
     return import_extra("fsspec", "parquet").open(file, "rb").open()
 
 
 def _read(read: Callable[[Any], Any], file: str, what: str, kind: type[Exception]) -> Any:
     """Return what is read of an open file; of one over a network in some tries."""
-    tries = _TRIES if _is_url(file) else 1
+    tries = _TRIES if is_url(file) else 1
     for attempt in range(tries):
         try:
             with _open(file) as opened:

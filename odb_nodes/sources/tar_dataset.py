@@ -16,10 +16,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from odb_nodes._core.progress import SlowProgress
-from odb_nodes.sources.jsonl_source import Paths, files_of, listed
+from odb_nodes.sources.data_files import TAR, Paths, check_files, files_of, listed
 from odb_nodes.sources.kept_index import Index, index_of, stamp_of
 
 KEY = "__key__"
+_ARRAYS = ("firsts", "starts", "sizes", "name_ends", "names")  # of the index
 _BLOCK_BYTES = 512  # of a tar file
 _ADLER_MODULUS = 65521
 _OF_MEMBER = re.compile(rb"(path|size|charset)=|sparse")  # what changes how it is read
@@ -45,16 +46,18 @@ class TarDataset:
 
     Raises:
         FileNotFoundError: a file does not exist, or a folder or pattern has none.
-        ValueError: a file is no tar file, is compressed, damaged or cut, or has a member twice in
-            one sample, members of one sample apart from each other, links, or holes.
+        ValueError: a file comes twice, is no tar file, is compressed, damaged or cut, or has a
+            member twice in one sample, members of one sample apart from each other, links, or
+            holes; or a folder has further tar files, in subfolders or compressed.
     """
 
     draws_random_numbers: ClassVar[bool] = False
 
     def __init__(self, paths: Paths) -> None:
-        self._files = [file for path in listed(paths) for file in files_of(path, ".tar")]
+        self._files = [file for path in listed(paths) for file in files_of(path, TAR)]
+        check_files(self._files)
         self._stamps = [stamp_of(file.stat()) for file in self._files]
-        self._indices = [index_of(file, "tar1", _search) for file in self._files]
+        self._indices = [index_of(file, "tar1", _ARRAYS, _search) for file in self._files]
         self._ends = np.cumsum([len(index["firsts"]) for index in self._indices])
 
     @property

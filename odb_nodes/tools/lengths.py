@@ -292,6 +292,7 @@ def observe_lengths(
     sizes: dict[str, float] = {}
     streams: list[str] = []
     blocks: dict[str, tuple[list[int], int]] = {}
+    skipped: Skipped | None = None
     for place, (name, one) in enumerate(named.items()):
         options = LoaderOptions(
             token_budget=1,
@@ -306,7 +307,10 @@ def observe_lengths(
         drawn, keys, size = (one, None, None) if samples is None else _drawn(one, samples, rng)
         read: Counter[str] = Counter()  # samples of each source
         for at, sample in enumerate(_processed(drawn, options, f"lengths{name and f' of {name}'}")):
-            counts = (0, 0, 0) if isinstance(sample, Skipped) else sample[1:4]
+            if isinstance(sample, Skipped):
+                counts, skipped = (0, 0, 0), sample
+            else:
+                counts = sample[1:4]
             source = nested_name(name, sample.source) if sample.source else name
             key = sample.key if keys is None else keys[at]
             number = numbers.setdefault(source, len(numbers))
@@ -319,7 +323,8 @@ def observe_lengths(
             blocks[name] = found
     columns = np.frombuffer(rows, dtype=np.int64).reshape(-1, 5).T
     if not columns[0].any():
-        raise ValueError("`dataset` must have a sample that is not skipped, but has none.")
+        last = "" if skipped is None else f" The last is skipped {skipped.why}"
+        raise ValueError(f"`dataset` must have a sample that is not skipped, but has none.{last}")
     return LengthTable(
         **dict(zip(_COLUMNS, np.ascontiguousarray(columns), strict=True)),
         names=tuple(numbers),

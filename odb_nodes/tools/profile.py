@@ -177,6 +177,8 @@ class Profile(Shown):
     def heading(self) -> str:
         """What the comparisons are of."""
         batches = f"fixed batches of {counted(self.batch_size, 'sample')}"
+        if self.batch_size == 1:
+            batches += ", of which none is padded to another, but each takes a step"
         return f"token_budget={budget_code(self.budget)}; {batches}"
 
     def to_json(self) -> str:
@@ -194,10 +196,9 @@ class Profile(Shown):
             name = f"{one.strategy} {one.as_row()['window']}".rstrip()
             name += " <- take" * (one in self.best)
             groups.setdefault(counted(one.world_size, "rank"), {})[name] = one.figures.efficiency
-        axis = "efficiency: real tokens / (ranks x largest batch of each step)"
         axes = ("tokens of a sample", "samples")
         return [
-            levels("Efficiency by ranks, batches and window", axis, groups),
+            levels("Efficiency by ranks, batches and window", "efficiency", groups),
             *(
                 histogram(f"Lengths of {one.source}", axes, one.counts, one.edges)
                 for one in self.lengths[:_MOST_HISTOGRAMS]
@@ -211,7 +212,8 @@ class Profile(Shown):
             ImportError: the extra `report` is not installed.
         """
         chart, *lengths = self.figures()
-        terms = "Padding: share of all tokens. Fill: tokens of a batch / budget, padding included."
+        terms = "Padding: share of all tokens. Fill: tokens of a batch / budget, padding included. "
+        terms += "Efficiency: real tokens / (ranks x sum over the steps of the largest batch)."
         table = html_text(_WHY) + html_table(self.rows()) + html_text(terms)
         return page(
             "Profile of lengths",

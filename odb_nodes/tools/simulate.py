@@ -13,7 +13,7 @@ import numpy.typing as npt
 from numpy.typing import NDArray
 
 from odb_nodes._core.checks import check_number
-from odb_nodes._core.text import counted, html_table, markdown_table
+from odb_nodes._core.text import counted, html_table, html_text, markdown_table
 from odb_nodes.alignment.exchange import Exchange
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S, VirtualTeam
 from odb_nodes.loader.options import LoaderOptions
@@ -419,7 +419,8 @@ def timeline_page(costs: Floats, title: str) -> str:
     """Return a page with a row of cells for each rank, which needs no network."""
     shares, words = _shares(costs, _PAGE_COLUMNS)
     title = f"Cost of each rank's batch, step by step: {title}"
-    return page("Timeline", [("", [heat_map(title, (words, "rank"), shares)])])
+    figure = heat_map(title, ("column", "rank"), shares)
+    return page("Timeline", [("", [html_text(f"{words[0].upper()}{words[1:]}."), figure])])
 
 
 def _shares(costs: Floats, most: int) -> tuple[Floats, str]:
@@ -429,7 +430,7 @@ def _shares(costs: Floats, most: int) -> tuple[Floats, str]:
     balance = costs.mean(axis=1).sum() / costs.max(axis=1).sum()
     together = f", {steps / columns:.1f} steps a column" if steps > columns else ""
     words = (
-        f"{counted(steps, 'step')}{together}; highest cost {costs.max():,.0f}, "
-        f"balance {balance:.3f}, {counted(int((costs == 0).sum()), 'filler slot')}"
+        f"{counted(steps, 'step')}{together}; highest cost {costs.max():,.0f} (padded tokens and "
+        f"attention), balance {balance:.3f}, {counted(int((costs == 0).sum()), 'filler slot')}"
     )
     return np.asarray(means / means.max()), words

@@ -375,11 +375,11 @@ def tune(
     best = min(near, key=lambda one: (one.held_samples, one.epoch_s))
     auto = replace(job, budget=best.choice.budget, window=AUTO)
     why = (
-        f"Of {len(tried)} choices, {len(front)} are not worse than another one in all of time, "
-        f"balance, samples held and replay. Within {AS_FAST:.0%} of the shortest time: {len(near)} "
-        f"of them; the arrow marks the one of these that holds the fewest samples. Times are "
-        f"estimates ({step_time.origin}), without waiting for data. Under its budget "
-        f'`window="auto"` comes to {epoch.window(auto):,} samples.'
+        f"{counted(len(tried), 'choice')} tried. Listed: those that no other choice equals or "
+        f"beats in all of time, balance, samples held and replay ({len(front)}). The arrow marks "
+        f"the one that holds the fewest samples, of those within {AS_FAST:.0%} of the shortest "
+        f"time ({len(near)}). Times are estimates ({step_time.origin}), without waiting for data. "
+        f'Under its budget `window="auto"` comes to {epoch.window(auto):,} samples.'
     )
     return Tuning(
         about=about,

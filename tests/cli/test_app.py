@@ -4,6 +4,8 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from odb_nodes.cli import main
@@ -69,10 +71,14 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2]}\n')
     (tmp_path / "binary").write_bytes(bytes(range(128, 256)))
     (tmp_path / "link.jsonl").symlink_to("ids.jsonl")
+    (tmp_path / "[x]").mkdir()
+    for name in "ab":
+        rows = pa.table({"input_ids": [[1, 2]]})
+        pq.write_table(rows, tmp_path / "[x]" / f"{name}.parquet")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "ids.jsonl").write_text('{"input_ids": [1, 2]}\n')
-    (tmp_path / "data" / "state.json").touch()
-    (tmp_path / "data" / "link.json").symlink_to("../other.jsonl")
+    (tmp_path / "data" / "state.txt").touch()
+    (tmp_path / "data" / "link.txt").symlink_to("../other.jsonl")
     (tmp_path / "data" / "deep").mkdir()
     (tmp_path / "data" / "deep" / "kept.txt").touch()
     (tmp_path / "users.py").write_text(USERS)
@@ -148,10 +154,12 @@ READ_OR_TWICE = [
     "profile text.jsonl --tokenizer odd.npz --json odd.npz",
     "simulate --lengths odd.npz --timeline odd.npz",
     "tune ids.jsonl --log data --save-lengths data/ids.jsonl",
-    "profile data --json data/state.json",
-    "profile data --json data/link.json",
+    "profile data --json data/state.txt",
+    "profile data --json data/link.txt",
     "profile data --json data/deep/kept.txt",
     "profile data --json other.jsonl",
+    "profile [x]/*.parquet --json [x]/a.parquet",
+    "profile [x]/{a,b}.parquet --json [x]/a.parquet",
     "profile users:source --json users.py",
     "profile users:source --json data/ids.jsonl",
     "simulate users:loader --timeline data/ids.jsonl",

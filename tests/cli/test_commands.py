@@ -84,6 +84,16 @@ CHAT = "\n".join(
     for n in (1, 2)
 )
 TEMPLATE = "{% for one in messages %}{{ one.content }} word {% endfor %}"
+BAD = """null
+[]
+{}
+{"messages": []}
+{"messages": null}
+{"text": null, "messages": null}
+{"input_ids": []}
+{"input_ids": null}
+{"words": "other"}
+"""
 TEXT = '{"text": "word word"}\n{"text": "word", "title": ""}\n'
 
 
@@ -103,9 +113,10 @@ def test_text_and_messages_are_tokenized(capsys, tmp_path):
         (CHAT, "plain", [], 2, "plain` has no chat template: pass a folder with"),
         (CHAT, "chat/tokenizer.json", ["--field", "text"], 0, [1, 1]),
         (TEXT, "plain/tokenizer.json", [], 0, [2, 1]),
-        (TEXT, "plain", ["--field", "title"], 2, "but ['text']: pass --field"),
+        (TEXT, "plain", ["--field", "title"], 2, "skipped (empty): its text or messages are empt"),
+        (TEXT, "plain", ["--field", "name"], 2, "has no 'name', but ['text', 'title']: see --fiel"),
         ('{"text": "word"}\n{"text": ""}\n', "plain", [], 0, [1, 0]),
-        ('{"text": "word"}\n{"text": null}\n', "plain", [], 2, "but {'text': None}: pass"),
+        (f"{CHAT}\n{BAD}", "chat", [], 0, [2, 3, *[0] * BAD.count("\n")]),
     ):
         (tmp_path / "data.jsonl").write_text(text)
         given = ["--tokenizer", tmp_path / tokenizer, *options, "--save-lengths", saved, "--force"]
@@ -334,6 +345,24 @@ def test_report_and_audit_take_the_only_such_folder_of_a_run(tmp_path, capsys):
     assert str(audit(job)).startswith(f"{job}: ")  # its own come first
 
 
+def test_a_report_takes_the_place_of_an_older_one_and_of_nothing_else(tmp_path, capsys):
+    for steps in (1, 3):  # as of a run that goes on
+        with Monitor(tmp_path / f"run{steps}", every=1) as writer:
+            train(writer, loader_of(), steps=steps)
+    files = {name: tmp_path / f"report.{name}" for name in ("html", "csv", "json")}
+    options = [text for name, path in files.items() for text in (f"--{name}", path)]
+    assert run("report", tmp_path / "run1", *options) == 0
+    before = {name: path.read_text() for name, path in files.items()}
+    assert run("report", tmp_path / "run3", *options) == 0
+    assert all(path.read_text() != before[name] for name, path in files.items())
+    page = profile(LengthTable.of(LENGTHS), budget=1500)
+    for name, text in {"html": page.to_html(), "csv": "run,kind\n", "json": page.to_json()}.items():
+        files[name].write_text(text)
+        assert run("report", tmp_path / "run3", f"--{name}", files[name]) == 2
+        assert "exists: name another file, or pass --force" in capsys.readouterr().err
+        assert files[name].read_text() == text
+
+
 def test_sources_have_sizes_and_digests_are_of_the_first_steps(tmp_path, capsys):
     record(tmp_path / "mixed", info_of(0, [0, 1, 0], sources=["a", "a", "b=c"], ends=True))
     assert run("audit", str(tmp_path / "mixed"), "--size", "a=2", "--size", "b=c=1") == 0
@@ -377,8 +406,15 @@ def test_parquet_is_read_and_batches_have_a_multiple_of_rows(tmp_path, capsys):
     (tmp_path / "c.jsonl").write_text("{}")
     assert run("simulate", tmp_path, *options) == 2
     assert "has both Parquet and JSON Lines" in capsys.readouterr().err
+    (tmp_path / "part=b").mkdir()
+    (tmp_path / "part=a").mkdir()
+    (tmp_path / "a.parquet").rename(tmp_path / "part=a" / "a.PQ")
+    (tmp_path / "b.parquet").rename(tmp_path / "part=b" / "b.parquet")
+    (tmp_path / "c.jsonl").unlink()
+    assert run("simulate", tmp_path, *options) == 0
+    found.append(cells(capsys.readouterr().out))
     figures = simulate(LengthTable.of(LENGTHS), world_size=1, budget=budget).as_row()
-    assert found[0] == found[1] and found[0][0].items() >= figures.items()
+    assert found[0] == found[1] == found[2] and found[0][0].items() >= figures.items()
 
 
 def test_samples_that_exceed_the_budget_are_counted(capsys, table):

@@ -309,10 +309,19 @@ test_arguments_that_are_not_valid_are_named = refuses(
 
 
 @pytest.mark.slow  # to import
-def test_a_table_is_refused():
-    frame = pytest.importorskip("pandas").DataFrame({"input_ids": [[1], [2]]})
-    with pytest.raises(TypeError, match="datasets.Dataset.from_pandas"):
-        ODBDataLoader(frame, token_budget=16)
+def test_a_table_is_refused_whoever_made_it_and_its_rows_are_taken():
+    pyarrow, datasets = map(pytest.importorskip, ("pyarrow", "datasets"))
+    table = pyarrow.table({name: [[1, 1], [2, 2]] for name in ("input_ids", "labels")})
+    frame, rows = table.to_pandas(), datasets.Dataset(table)
+    arrow = [table, table.to_batches()[0], table["labels"], table["labels"].chunk(0), rows.data]
+    other = type("DataFrame", (list,), {"__module__": "polars.dataframe.frame"})([rows])
+    for data in (frame, frame["labels"], frame.iloc, *arrow, Subset(table, [0]), other):
+        for dataset in (data, {"a": rows, "b": data}):
+            with pytest.raises(TypeError, match="not rows. Pass `datasets.Dataset"):
+                ODBDataLoader(dataset, token_budget=16, process_fn=lambda _: {"input_ids": [1]})
+    for data in (rows, table.to_pylist(), frame.to_dict("records"), Subset(rows, [1, 0])):
+        loader = ODBDataLoader(data, token_budget=16)
+        assert sum(pop_step_info(batch).local_samples for batch in loader) == 2
 
 
 class KeepsLoader(IterableDataset):

@@ -59,6 +59,13 @@ def test_there_is_a_summary_of_all_and_of_each_source(made):
     assert found["budget"]["tokens"] == 1500
 
 
+def test_fixed_batches_of_one_sample_are_told_of_and_no_title_is_wider_than_its_figure(made):
+    text = profile(mixed_table(), budget=1500, batch_size=1).heading
+    assert text.endswith("1 sample, of which none is padded to another, but each takes a step")
+    figures = made.figures()
+    assert all(len(figure.layout.xaxis.title.text) < 30 for figure in figures)
+
+
 def test_the_comparisons_are_those_of_the_baselines(made):
     assert len(made.comparisons) == 2 * (4 + 2 * 2)
     baselines = Baselines(epoch=TableEpoch(table=mixed_table()))
@@ -104,6 +111,7 @@ def test_the_page_has_tables_and_figures_and_needs_no_other_file(made):
     body = text.partition("<body>")[2]
     assert "code &amp; more" in body and "code & more" not in body
     assert body.count("Plotly.newPlot") == 1 + len(made.lengths) and "-&gt;" in body
+    assert "Efficiency: real tokens / (ranks x sum over" in body
 
 
 def test_figures_have_the_efficiencies_and_the_lengths(made):
@@ -137,12 +145,14 @@ test_errors_name_what_is_wrong = refuses(
 def test_the_text_and_the_page_have_a_cell_for_each_rank_and_step():
     costs = np.array([[8.0, 4.0, 0.0], [8.0, 8.0, 1.0]]).T
     assert timeline_text(costs, "2 ranks, window 8").splitlines() == [
-        "2 ranks, window 8, 3 steps; highest cost 8, balance 0.853, 1 filler slot",
+        "2 ranks, window 8, 3 steps; highest cost 8 (padded tokens and attention), "
+        "balance 0.853, 1 filler slot",
         "    0 █▄ ",
         "    1 ██▁",
     ]
     page = timeline_page(costs, "2 ranks")
     assert page.count("Plotly.newPlot") == 1 and "step by step: 2 ranks</h3>" in page
+    assert "<p>3 steps; highest cost 8 (padded tokens" in page  # not in a title, which is cut off
     head, first, _ = timeline_text(np.ones((1_000, 2)), "").splitlines()  # steps share a column
     assert len(first) < 90 and "12.5 steps a column" in head
 

@@ -96,8 +96,9 @@ def test_the_front_holds_what_is_best_in_something_and_the_best_holds_least(tune
     near = [one for one in tuned.front if one.epoch_s <= (1 + AS_FAST) * fastest]
     assert tuned.best in near
     assert tuned.best.held_samples == min(one.held_samples for one in near)
-    assert f"shortest time: {len(near)} of them;" in tuned.why
-    assert f"Of {len(tuned.tried)} choices" in tuned.why and "estimates (assumed" in tuned.why
+    assert tuned.why.startswith(f"{len(tuned.tried)} choices tried. Listed: those that no other")
+    assert f"held and replay ({len(tuned.front)}). The arrow marks the one" in tuned.why
+    assert f"of the shortest time ({len(near)}). Times are estimates (assumed" in tuned.why
     samples = round(32 * tuned.best.choice.budget.tokens / LENGTHS.mean())
     assert f'`window="auto"` comes to {min(max(samples, 128), 4096):,} samples' in tuned.why
 

@@ -1,0 +1,184 @@
+"""Which files of data a path, a folder, a pattern or a list of these stands for."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from odb_nodes._core.text import counted
+from odb_nodes._core.user_warning import warn_user
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+_BRACES = re.compile(r"\{(?:(\d+)\.\.(\d+)|([^{},]*(?:,[^{},]*)+))\}")
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4", ".zip", ".br")
+_SHOWN = 3  # files that an error names
+
+
+class FileKind(NamedTuple):
+    """The files of one format, by the ends of their names in lower case."""
+
+    ends: tuple[str, ...]  # what a folder stands for
+    unread: tuple[str, ...] = ()  # further ends of such data, beside `ends` with a compression
+    doubtful: tuple[str, ...] = ()  # ends of files that may be such data, or something else
+    partitioned: bool = False  # whether folders named `key=value` are part of the one above them
+
+    def is_read(self, name: str) -> bool:
+        """Tell whether a folder stands for a file of this name."""
+        return name.lower().endswith(self.ends)
+
+    def joins(self, folder: str, file: Path) -> bool:
+        """Tell whether a file below a folder is as good as in it."""
+        below = file.relative_to(folder).parts[:-1]
+        return all(self.partitioned and "=" in name for name in below)
+
+    def is_data(self, name: str) -> bool:
+        """Tell whether a file of this name has such data, readable or not."""
+        stem, end = os.path.splitext(name.lower())
+        ends = self.ends + self.unread
+        return name.lower().endswith(ends) or (end in _COMPRESSED and stem.endswith(ends))
+
+
+JSON_LINES = FileKind(ends=(".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), doubtful=(".json",))
+PARQUET = FileKind(ends=(".parquet", ".parq", ".pq"), partitioned=True)
+TAR = FileKind(ends=(".tar",), unread=(".tgz", ".tbz2", ".txz", ".tzst"))
+
+
+def listed(paths: Paths) -> list[str]:
+    """Return the paths that are given, with braces expanded: `"{00..99}"`, `"{a,b}"`."""
+    given = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else paths
+    is_list = isinstance(given, Sequence)
+    if not is_list or not all(isinstance(path, (str, os.PathLike)) for path in given):
+        raise TypeError(
+            "`paths` must be a path, a string or `pathlib.Path`, or a list of them, but is "
+            f"{paths!r:.200} instead."
+        )
+    if not given:
+        raise ValueError("`paths` must name at least 1 file, but is empty.")
+    return [name for path in given for name in _expanded(os.fspath(path))]
+
+
+def _expanded(path: str) -> list[str]:
+    folder, pattern = _split(path)
+    if not _BRACES.search(pattern) or os.path.exists(path):
+        return [path]
+    names = [pattern]
+    while (braces := _BRACES.search(names[0])) is not None:
+        first, last, words = braces.groups()
+        several = words.split(",") if words else range(int(first), int(last) + 1)
+        width = len(first or "")
+        names = [
+            _BRACES.sub(f"{word:0>{width}}", name, count=1) for name in names for word in several
+        ]
+        if len({*names}) < len(names) or not names or re.search(r"\{[^{}]*\{", pattern):
+            raise ValueError(
+                f"`paths` must have braces that count up or list names, each once and none within "
+                f"others, but has {path!r}. Write `{{00..99}}` or `{{a,b}}`, or list the files."
+            )
+    return [folder + name for name in names]
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Return the longest part of a path that is a folder, whatever its name, and the rest."""
+    folder = path
+    while folder and not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    return folder, path[len(folder) :]
+
+
+def matches(path: str | os.PathLike[str]) -> list[str]:
+    """Return what a pattern matches, in which the names of existing folders are no patterns."""
+    folder, pattern = _split(os.fspath(path))
+    return sorted(glob.glob(glob.escape(folder) + pattern, recursive=True))
+
+
+def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:
+    """Return the files that a path stands for: itself, a pattern's, or a folder's by their ends."""
+    folder, pattern = _split(os.fspath(path))
+    if not pattern:
+        every = [*_walk(folder, kind, set())]
+        files = [file for file in every if kind.is_read(file.name) and kind.joins(folder, file)]
+        names = [name for name in os.listdir(folder) if name.lower().endswith(kind.doubtful)]
+        if names := [name for name in names if not name.startswith(".")]:
+            warn_user(
+                f"`paths`: the folder {folder!r} stands for its `{kind.ends[0]}` files, without "
+                f"{counted(len(names), 'file')}: {_shown(names)}. Where they are meant, name them "
+                "by a pattern."
+            )
+    elif glob.has_magic(pattern) and not os.path.exists(path):
+        matched, walked = [*map(Path, matches(path))], set[str]()
+        files = [match for match in matched if not match.is_dir()]
+        folders = filter(Path.is_dir, matched)
+        every = [file for match in folders for file in _walk(match, kind, walked)]
+    else:
+        return [Path(path)]
+    if lost := sorted(str(file) for file in files if file.is_symlink() and not file.exists()):
+        raise FileNotFoundError(
+            f"`paths`: {os.fspath(path)!r} has a link to a file that does not exist, {lost[0]}. "
+            "Mount its disk, or remove the link."
+        )
+    rest = {*every} - {*files}
+    read = {*map(os.path.realpath, files if rest else ())}
+    if left_out := [file for file in rest if os.path.realpath(file) not in read]:
+        patterns = (os.path.join(folder, f"{name}{kind.ends[0]}") for name in ("*", "**/*"))
+        raise ValueError(
+            f"`paths` must name what is meant where {os.fspath(path)!r} would leave out "
+            f"{counted(len(left_out), 'file')} of data: {_shown(left_out)}. Pass a pattern such as "
+            f"{' or, with subfolders, '.join(map(repr, patterns))}; decompress what is compressed."
+        )
+    if not files:
+        raise FileNotFoundError(
+            f"`paths` must name files, but {os.fspath(path)!r} has none (of a folder, those that "
+            f"end in `{'` or `'.join(kind.ends)}` are taken)."
+        )
+    return sorted(files)
+
+
+def has_files(folder: str | Path, kind: FileKind) -> bool:
+    """Tell whether a folder, or one below it, has files of a kind."""
+    return any(_walk(folder, kind, set()))
+
+
+def _walk(folder: str | Path, kind: FileKind, walked: set[str]) -> Iterator[Path]:
+    """Yield the files of a kind in a folder and below it, but hidden ones."""
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(parent)) in walked:  # a link, perhaps to a folder above
+            folders.clear()
+            continue
+        walked.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "_")))
+        for name in sorted(names):
+            if kind.is_data(name) and not name.startswith("."):
+                yield Path(parent, name)
+
+
+def _shown(files: Iterable[str | Path]) -> str:
+    names = sorted(map(str, files))
+    return ", ".join(names[:_SHOWN]) + " and so on" * (len(names) > _SHOWN)
+
+
+def check_files(files: Sequence[str | Path]) -> None:
+    """Raise a `ValueError` for a file that comes twice, and a local one that is not regular."""
+    for file in files:
+        if not is_url(file) and not stat.S_ISREG(os.stat(file).st_mode):
+            raise ValueError(
+                f"`paths` must be regular files, but {file} is a folder, pipe or device. Write its "
+                "data to a file."
+            )
+    counts = Counter(map(os.path.realpath, files))
+    if twice := [str(file) for file, count in counts.items() if count > 1]:
+        raise ValueError(
+            f"`paths` must name each file once, but {twice[0]} comes {counts[twice[0]]} times, by "
+            "its name, a link or a pattern. To read a file more often, mix sources by `weights`."
+        )
+
+
+def is_url(file: str | Path) -> bool:
+    """Tell whether fsspec opens a file."""
+    return isinstance(file, str) and "://" in file

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pickle
 import threading
 import time
 import traceback
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 from itertools import groupby
 from typing import Any
 
 from odb_nodes._core.hashing import hash_ints, hash_rows
+from odb_nodes._core.held_generators import generators_in
 from odb_nodes._core.processes import Owner
-from odb_nodes._core.seeds import own_rngs, seed_rngs
+from odb_nodes._core.seeds import (
+    own_rngs,
+    own_turn,
+    preserved_generators,
+    seed_generators,
+    seed_rngs,
+)
 from odb_nodes.errors import SampleError
 from odb_nodes.processing.columns import DataColumns, StoredChunk
 from odb_nodes.processing.observation import made_of
@@ -30,6 +40,7 @@ from odb_nodes.step_info import StepInfo
 
 _KNOWN = (Sample, Skipped)
 
+_DEPTH = 10  # of objects within objects, in which generators are looked for
 _ROWS = 16  # from which on `hash_rows` is faster
 
 
@@ -109,6 +120,11 @@ class ChunkResult:
 class Fetcher:
     """A `process_fn` that can read what it processes many at once."""
 
+    @property
+    def parts(self) -> Sequence[Any]:
+        """The functions and datasets that it is made of."""
+        return ()
+
     def fetch(self, items: Sequence[Any]) -> Sequence[Any]:
         """Return items, with what was read for them, as a call takes them."""
         raise NotImplementedError
@@ -155,9 +171,61 @@ class Pool:
         """Stop the workers; may be called again, and from any thread. Only the owner's does."""
 
 
+_told_epochs: dict[int, tuple[Any, int]] = {}  # id of an object -> a reference, and its epoch
+
+
+def _parts_of(function: Any) -> Iterator[Any]:
+    """Yield the functions and datasets of the user that a function is made of."""
+    if isinstance(function, Fetcher):
+        for part in function.parts:
+            yield from _parts_of(part)
+    else:
+        yield function
+
+
+def _tell_epoch(holder: Any, epoch: int) -> bool:
+    """Call `set_epoch` of a function or dataset; `False` if it was told that epoch last.
+
+    Loaders in one process may share it, so what it was told is kept for the object, not by them.
+    """
+    known, told = _told_epochs.get(id(holder), (lambda: None, -1))
+    if told == epoch and known() is holder:
+        return False
+    try:
+        holder.set_epoch(epoch)
+    except Exception as error:
+        raise SampleError(
+            f"`set_epoch({epoch})` of `{type(holder).__name__}` raised {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    with contextlib.suppress(TypeError):  # of what takes no weak references: it is told again
+        _told_epochs[id(holder)] = weakref.ref(holder), epoch
+    return True
+
+
+@dataclass
+class _HeldGenerators:
+    """The generators that functions and datasets hold; looked for once in an epoch."""
+
+    known: list[Any] = field(default_factory=list)
+    is_known = False
+    is_complete = False  # whether those that the first call makes are known, too
+
+    def find(self, function: Any) -> list[Any]:
+        """Look for the generators of a function; return those that were not known."""
+        before = {*map(id, self.known)}
+        self.known = [*generators_in([*_parts_of(function)], _DEPTH, reads_code=True)]
+        return [one for one in self.known if id(one) not in before]
+
+
 @dataclass(frozen=True)
 class ChunkProcessor:
-    """Applies `process_fn` to the items of a chunk, each under random numbers of its own."""
+    """Applies `process_fn` to the items of a chunk, each under random numbers of its own.
+
+    So the numbers are the same on any worker, the generators are seeded for each item: the global
+    ones, and those that the dataset and the functions hold. Whoever has `set_epoch` is told the
+    epoch of the chunk.
+    """
 
     process_fn: Callable[[Any], Any]
     seed: int | None
@@ -168,17 +236,33 @@ class ChunkProcessor:
     before_item: Callable[[], None] | None = None
     least_bytes: float = math.inf
     """Of a sample, on the average of a chunk: where it has fewer, its data go to the trainer."""
+    _held: _HeldGenerators = field(default_factory=_HeldGenerators, init=False, compare=False)
+
+    @cached_property
+    def _hearers(self) -> list[Any]:
+        """The functions and datasets that are told the epoch."""
+        parts = _parts_of(self.process_fn)
+        return [part for part in parts if callable(getattr(part, "set_epoch", None))]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether threads must process one chunk at a time, since they share what it depends on."""
+        return self.seed is not None or bool(self._hearers)
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Call `set_epoch` of the functions and datasets of this process that have it."""
+        told = [_tell_epoch(hearer, epoch) for hearer in self._hearers]
+        if any(told):  # It may have made other generators.
+            self._held.is_known = self._held.is_complete = False
 
     def run(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
     ) -> ChunkResult:
         """Process a chunk in the trainer's process, and put its global generators back after."""
         start = time.perf_counter()
-        if self.seed is None:
+        alone: Any = own_rngs if self.seed is not None else own_turn
+        with alone(self.limit_s) if self.takes_turns else nullcontext():
             results, failure = self._apply(task, caught)
-        else:
-            with own_rngs(self.limit_s):
-                results, failure = self._apply(task, caught)
         return ChunkResult(runs_of(results), failure, time.perf_counter() - start)
 
     def run_pickled(self, task: bytes) -> ChunkResult:
@@ -225,6 +309,22 @@ class ChunkProcessor:
     def _apply(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...]
     ) -> tuple[list[Any], Failure | None]:
+        if not task.items:
+            return [], None
+        held = self._held
+        try:
+            self.tell_epoch(task.epoch)
+            if not (held.is_known or self.seed is None):
+                held.find(self.process_fn)
+            held.is_known = True
+        except caught as error:
+            return [], _describe(task.items[0], error)
+        with preserved_generators(held.known):
+            return self._apply_each(task, caught)
+
+    def _apply_each(
+        self, task: ChunkTask, caught: tuple[type[BaseException], ...]
+    ) -> tuple[list[Any], Failure | None]:
         results: list[Any] = []
         process = self.process_fn
         seeds = None if self.seed is None else self._seeds_of(task)
@@ -236,12 +336,24 @@ class ChunkProcessor:
             if self.before_item is not None:
                 self.before_item()
             try:
-                if seeds is not None:
-                    seed_rngs(next(seeds))
-                results.append(made_of(process(one), key))
+                result = process(one) if seeds is None else self._call_seeded(one, next(seeds))
+                results.append(made_of(result, key))
             except caught as error:
                 return results, _describe(item, error)
         return results, None
+
+    def _call_seeded(self, item: Any, seed: int) -> Any:
+        """Process an item under a seed, again if the first call has made a generator."""
+        held, result = self._held, self._call_once(item, seed)
+        if held.is_complete:
+            return result
+        held.is_complete = True
+        return self._call_once(item, seed) if held.find(self.process_fn) else result
+
+    def _call_once(self, item: Any, seed: int) -> Any:
+        seed_rngs(seed)
+        seed_generators(self._held.known, seed)
+        return self.process_fn(item)
 
     def _seeds_of(self, task: ChunkTask) -> Iterator[int]:
         """Return the seed of each item: of its own, on whatever rank, where it has a key."""

@@ -275,6 +275,47 @@ def test_without_a_seed_threads_process_side_by_side(make):
     assert len(epoch(make("threads", process, chunk_size=1, seed=None))) == SIZE
 
 
+def held_draws(loader):
+    """Of the samples of an epoch, in order: index, epoch and numbers drawn."""
+    rows = []
+    for batch in loader:
+        indices = batch["input_ids"][:, 0].tolist()
+        rows += zip(indices, batch["epoch"].tolist(), batch["drawn"], strict=True)
+    return rows
+
+
+@pytest.mark.parametrize("kind", [case(kind) for kind in KINDS])
+def test_a_dataset_draws_from_its_generators_and_follows_the_epoch_with_any_workers(
+    kind, make, request
+):
+    def loader(workers):
+        given = {"window": 8, "workers": WorkerOptions(**workers)}
+        dataset = w.Holding(torch_too=kind not in ("spawn", "forkserver"))
+        made = ODBDataLoader(dataset, token_budget=16, **given)
+        make.opened.append(made)
+        return made
+
+    if kind == "ray":
+        request.getfixturevalue("cluster")
+    alone, by_workers = loader({}), loader(options(kind))
+    expected = [held_draws(alone) for _ in range(3)]
+    assert [held_draws(by_workers) for _ in range(3)] == expected
+    assert by_workers.dataset.told == [0, 1, 2]  # in the trainer's process, too
+    assert [{epoch for _, epoch, _ in rows} for rows in expected] == [{0}, {1}, {2}]
+    numbers = [number for rows in expected for *_, drawn in rows for number in eval(drawn)]
+    assert len({*numbers}) == len(numbers)
+    batches = iter(loader_in_epoch(by_workers, 1))
+    first = held_draws([next(batches) for _ in range(3)])
+    resumed = loader(options(kind))
+    resumed.load_state_dict(by_workers.state_dict())
+    assert first + held_draws(resumed) == expected[1]
+
+
+def loader_in_epoch(loader, epoch):
+    loader.set_epoch(epoch)
+    return loader
+
+
 def test_a_source_that_has_become_shorter_is_an_error(make):
     node = make("inline", source=IterableSource(range(40), 0, 1), chunk_size=8)
     assert [next(node) for _ in range(13)] == [*range(13)]

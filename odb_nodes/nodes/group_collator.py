@@ -27,7 +27,7 @@ from odb_nodes.nodes.seeded_collate import DeferredBatch, SeededCollate
 from odb_nodes.nodes.worker_batches import WorkerBatches
 from odb_nodes.processing import ParallelProcessor
 from odb_nodes.sample import Sample, data_of, name_of
-from odb_nodes.sample_block import SampleBlock
+from odb_nodes.sample_block import SampleBlock, names_of, naming_samples
 from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
 
 Batch = MutableMapping[str, Any]
@@ -149,6 +149,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         """Return the next batch; after `expect_read_ahead` maybe a `DeferredBatch` in its place.
 
         Raises:
+            SampleError: `collate_fn` raised; names the step and the samples. Ctrl-C, and an error
+                that says that memory ran out, come as they are.
             TypeError: `collate_fn` did not return a mutable mapping, or the source did not yield a
                 group.
         """
@@ -256,17 +258,16 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         return self._complete(self._collated(group, info), group, info)
 
     def _collated(self, group: SampleBlock, info: StepInfo) -> Batch:
-        try:
-            if self._collate_block is not None:
-                new = new_tensor if self._pinned is None else self._pinned.new
-                return self._collate_block(group, new)
-            return collate_group(self._collate, block_data(group), _with_tasks(info, group))
-        except SampleError as error:
-            if not (where := _name_of(group, error.index)):
-                raise
-            raise SampleError(f"{where}: {error}", error.index) from error
-        except StopIteration as error:  # which would end the epoch here
-            raise RuntimeError("`collate_fn` raised StopIteration.") from error
+        place = f" at step {info.step} of epoch {info.epoch}"
+        with naming_samples("collate_fn", group, place):
+            try:
+                if self._collate_block is not None:
+                    new = new_tensor if self._pinned is None else self._pinned.new
+                    return self._collate_block(group, new)
+                return collate_group(self._collate, block_data(group), _with_tasks(info, group))
+            except SampleError as error:
+                where = _name_of(group, error.index) or names_of(group) + place
+                raise SampleError(f"{where}: {error}", error.index) from error
 
     def _complete(self, batch: Batch, group: SampleBlock, info: StepInfo) -> Batch:
         if not isinstance(batch, MutableMapping):

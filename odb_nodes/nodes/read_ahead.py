@@ -82,8 +82,8 @@ class ReadAhead(BaseNode[T]):
         except StopIteration:
             raise
         except Exception:
-            if self._relay.error is not None:
-                raise self._relay.error from None  # and not its copy in another message
+            if (error := self._relay.error) is not None:
+                raise error from error.__cause__  # and not from its copy in another message
             raise
 
     def get_state(self) -> dict[str, Any]:

@@ -52,14 +52,17 @@ class Failure:
     error: str
     details: str
     worker: str
+    cause: BaseException | None = None  # what was raised, if in this process
 
     def explained(self, where: str) -> SampleError:
         """Return the error to raise."""
         by = f" It was processed in {self.worker}." if self.worker else ""
-        return SampleError(
+        error = SampleError(
             f"item {self.item}, {where}, cannot be processed: {self.error}\nNo batch with it was "
             f"delivered. Mend it, then iterate again or resume.{by}\n{self.details}".rstrip()
         )
+        error.__cause__ = self.cause
+        return error
 
 
 @dataclass(frozen=True)
@@ -292,6 +295,8 @@ class ChunkProcessor:
         return replace(packed, seconds=time.perf_counter() - start)
 
     def _packed(self, results: list[Any], failure: Failure | None) -> ChunkResult:
+        if failure is not None:  # Not every exception can be sent: its text says it all.
+            failure = replace(failure, cause=None)
         runs = runs_of(results, joined=True)
         blocks = [run for run in runs if isinstance(run, SampleBlock)]
         is_stored = bool(blocks) and all(isinstance(one, _KNOWN) for one in results)
@@ -424,6 +429,7 @@ def _describe(item: Any, error: BaseException) -> Failure:
         error=_show(error, str) if expected else f"{type(error).__name__}: {_show(error, str)}",
         details="" if expected else _show(error, _format_traceback),
         worker=f"process {os.getpid()}, thread {threading.current_thread().name!r}",
+        cause=error,
     )
 
 

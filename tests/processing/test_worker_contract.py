@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -365,6 +366,54 @@ def test_the_error_counts_epochs_and_places_of_a_shuffled_run(make, tmp_path):
     assert delivered != first[: len(delivered)]
     assert f"item {AT}, sample {len(delivered)} of epoch 1" in message
     assert message.endswith("ValueError: bad image")
+
+
+class Where:
+    """Raises in one of the functions that a user gives."""
+
+    draws_random_numbers = False
+
+    def __init__(self, place):
+        self.place = place
+
+    def at(self, place, value):
+        if place == self.place:
+            raise w.Unpicklable(7, threading.Lock())
+        return value
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.at("dataset", {"input_ids": [index]})
+
+    def __call__(self, item):
+        return self.at("process_fn", item)
+
+    def observe(self, sample):
+        return self.at("observe", 1)
+
+    def collate(self, samples):
+        return self.at("collate_fn", {"rows": samples})
+
+
+@pytest.mark.parametrize("place", ["dataset", "process_fn", "observe", "collate_fn"])
+@pytest.mark.parametrize(
+    "workers", [{}, {"num_workers": 1, "method": "thread"}], ids=["inline", "thread"]
+)
+def test_a_debugger_reaches_what_the_user_raised_in_the_trainers_process(place, workers):
+    user = Where(place)
+    functions = {"process_fn": user, "observe": user.observe, "collate_fn": user.collate}
+    with ODBDataLoader(
+        user, token_budget=8, workers=WorkerOptions(**workers), **functions
+    ) as loader:
+        for _ in range(2):  # also where it is raised again
+            with pytest.raises(SampleError, match="code 7") as caught:
+                next(iter(loader))
+            cause = caught.value.__cause__
+            assert type(cause) is w.Unpicklable
+            frames = [frame.f_locals for frame, _ in traceback.walk_tb(cause.__traceback__)]
+            assert frames[-1]["self"] is user and frames[-1]["place"] == place
 
 
 class Hidden:

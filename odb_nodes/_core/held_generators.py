@@ -6,30 +6,76 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import ConcatDataset
 
-from odb_nodes._core.seeds import GENERATORS, is_global
+from odb_nodes._core.seeds import GENERATORS, is_global, put_back, seed_generators, state_of
 
+R = TypeVar("R")
+Seed = Callable[[int], object]
+
+_DEPTH = 10  # of objects within objects
 _MOST_ITEMS = 32  # of a list or dict that is looked through: a longer one holds data
 _MOST_VALUES = 10_000  # that are looked at
 _SCALARS = (str, bytes, int, float, bool, type(None), torch.Tensor)
+_FOLLOWED = (*GENERATORS, types.FunctionType)  # in classes, and in global variables
 _LIBRARIES = {*sys.stdlib_module_names, "datasets", "numpy", "odb_nodes", "torch", "transformers"}
 """Packages whose functions are not searched for generators in global variables."""
 
 
-def generators_in(holders: Sequence[Any], depth: int, *, reads_code: bool) -> Iterator[Any]:
-    """Yield the generators that functions or objects hold, each once, in a fixed order.
+class HeldGenerators:
+    """The generators that functions and datasets hold, to be seeded for each of their calls."""
 
-    Args:
-        holders: functions, objects with methods, datasets.
-        depth: of objects within objects.
-        reads_code: whether to search modules of torch, and the global variables that functions and
-            methods name.
+    def __init__(self, *holders: Any) -> None:
+        self._holders = holders
+        self.forget()
+
+    def forget(self) -> None:
+        """Have them looked for again: there may be others."""
+        self._known: list[Any] | None = None
+        self._is_complete = False  # whether those that the first call makes are known, too
+
+    def look(self) -> None:
+        """Look for them, if they are not known."""
+        if self._known is None:
+            self._known = [*generators_in(self._holders)]
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Leave those that are known as they were."""
+        before = [(generator, state_of(generator)) for generator in self._known or ()]
+        try:
+            yield
+        finally:
+            for generator, state in before:
+                put_back(generator, state)
+
+    def call(self, run: Callable[..., R], *arguments: Any, key: int, seed: Seed) -> R:
+        """Return what `run` returns under a key, which `seed` seeds the global generators by.
+
+        It is called again if its first call has made a generator.
+        """
+        seed(key)
+        seed_generators(self._known or (), key)
+        result = run(*arguments)
+        if self._is_complete:
+            return result
+        before = {*map(id, self._known or ())}
+        self._known, self._is_complete = [*generators_in(self._holders)], True
+        if before.issuperset(map(id, self._known)):
+            return result
+        return self.call(run, *arguments, key=key, seed=seed)
+
+
+def generators_in(holders: Sequence[Any]) -> Iterator[Any]:
+    """Yield the generators that functions, objects or datasets hold, each once, in a fixed order.
+
+    They are attributes, in closures, or in global variables that functions and methods name.
     """
     seen: set[int] = set()
     waiting = deque((holder, 0) for holder in holders)
@@ -41,11 +87,11 @@ def generators_in(holders: Sequence[Any], depth: int, *, reads_code: bool) -> It
         if isinstance(value, GENERATORS):
             if not (is_global(value) or isinstance(value, random.SystemRandom)):  # has no state
                 yield value
-        elif level < depth:
-            waiting.extend((inner, level + 1) for inner in _held_by(value, reads_code))
+        elif level < _DEPTH:
+            waiting.extend((inner, level + 1) for inner in _held_by(value))
 
 
-def _held_by(value: Any, reads_code: bool) -> list[Any]:
+def _held_by(value: Any) -> list[Any]:
     """Return what a value holds that may be, or hold, a generator."""
     held: list[Any] = []
     if isinstance(value, (dict, list, tuple)):
@@ -61,33 +107,20 @@ def _held_by(value: Any, reads_code: bool) -> list[Any]:
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        named = _named_by(value.__code__, value) if reads_code else []
-        return [*cells, *defaults, *vars(value).values(), *named]
-    is_model = isinstance(value, torch.nn.Module) and not reads_code
-    if isinstance(value, (type, types.ModuleType)) or is_model or hasattr(value, "get_vocab"):
+        return [*cells, *defaults, *vars(value).values(), *_named_by(value.__code__, value)]
+    if isinstance(value, (type, types.ModuleType)) or hasattr(value, "get_vocab"):
         return []
     if type(value) is ConcatDataset:  # of any number
         return [*value.datasets]
-    cls: type[object] = type(value)
-    slots, of_class = _of_class(cls)
-    held += [getattr(value, name, None) for name in slots]
     held += getattr(value, "__dict__", {}).values()
-    return held + [one for one in of_class if reads_code or isinstance(one, GENERATORS)]
-
-
-@lru_cache
-def _of_class(cls: type) -> tuple[list[str], list[Any]]:
-    """Return the slots of a class, and its generators and functions, with those of its bases."""
-    slots: list[str] = []
-    held: list[Any] = []
-    for base in cls.__mro__:
+    for base in type(value).__mro__:
         if base.__module__.partition(".")[0] not in _LIBRARIES:
-            names = base.__dict__.get("__slots__", ())
-            slots += [names] if isinstance(names, str) else names
-            kinds = (*GENERATORS, types.FunctionType)
-            values = [getattr(one, "__func__", one) for one in vars(base).values()]
-            held += [value for value in values if isinstance(value, kinds)]
-    return slots, held
+            slots = vars(base).get("__slots__", ())
+            names = [slots] if isinstance(slots, str) else slots
+            held += [getattr(value, name, None) for name in names]
+            in_class = [getattr(one, "__func__", one) for one in vars(base).values()]
+            held += [one for one in in_class if isinstance(one, _FOLLOWED)]
+    return held
 
 
 def _named_by(code: types.CodeType, function: types.FunctionType) -> list[Any]:
@@ -98,7 +131,7 @@ def _named_by(code: types.CodeType, function: types.FunctionType) -> list[Any]:
     named = [variables[name] for name in names if name in variables]
     for module in [one for one in named if isinstance(one, types.ModuleType)]:
         named += [vars(module)[name] for name in names if name in vars(module)]
-    held = [one for one in named if isinstance(one, (*GENERATORS, types.FunctionType))]
+    held = [one for one in named if isinstance(one, _FOLLOWED)]
     for inner in code.co_consts:
         held += _named_by(inner, function) if isinstance(inner, types.CodeType) else []
     return held

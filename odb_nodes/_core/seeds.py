@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -59,18 +59,11 @@ def preserved_rngs() -> Iterator[None]:
 
 
 @contextmanager
-def own_rngs(limit_s: float) -> Iterator[None]:
+def own_rngs(limit_s: float, *, preserves: bool = True) -> Iterator[None]:
     """Have the global generators alone among the threads of this library, and put them back after.
 
     Another thread waits at most `limit_s` for the end of this block, and raises a `WorkerError`.
     """
-    with own_turn(limit_s), preserved_rngs():
-        yield
-
-
-@contextmanager
-def own_turn(limit_s: float) -> Iterator[None]:
-    """Run alone among the threads of this library that use what they share: see `own_rngs`."""
     global _turn_limit_s
     start_s = time.monotonic()
     while not _turn.acquire(timeout=_POLL_S):
@@ -83,7 +76,8 @@ def own_turn(limit_s: float) -> Iterator[None]:
             )
     before, _turn_limit_s = _turn_limit_s, limit_s
     try:
-        yield
+        with preserved_rngs() if preserves else nullcontext():
+            yield
     finally:
         _turn_limit_s = before
         _turn.release()
@@ -101,17 +95,6 @@ def is_global(generator: Any) -> bool:
     methods: tuple[Any, ...] = (np.random.random_sample, random.random)
     shared = (torch.default_generator, *(one.__self__ for one in methods))
     return any(generator is one for one in shared)
-
-
-@contextmanager
-def preserved_generators(generators: Sequence[Any]) -> Iterator[None]:
-    """Leave generators of the types `GENERATORS` as they were."""
-    before = [(generator, state_of(generator)) for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in before:
-            put_back(generator, state)
 
 
 def seed_generators(generators: Sequence[Any], key: int) -> None:

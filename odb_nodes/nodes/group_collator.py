@@ -48,8 +48,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     A group whose collation raises is kept, and collated again by the next call.
 
     A `collate_fn` of your own may draw random numbers. Before each batch, the global generators of
-    Python, numpy and torch (CPU), and the generators that the function keeps (in attributes or
-    closures), are seeded from (seed, rank, epoch, step); afterwards they are restored. On the
+    Python, numpy and torch (CPU), and the generators that the function holds, are seeded from
+    (seed, rank, epoch, step); afterwards they are restored. On the
     thread of a `ReadAhead`, the trainer may draw at the same time. So the first batch of each
     `iter`, for which the trainer waits, shows whether the function draws from the global
     generators; if it does, `ReadAhead` collates on the trainer's thread. A function that draws for
@@ -141,6 +141,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     def prepare_reset(self) -> None:
         """Note on which thread the trainer is, and let go of what is held."""
         self._thread, self._fresh = threading.get_ident(), True
+        self._seeded.held.forget()  # It may have others now.
         if self._kept:
             self._kept.clear()
         self._held = None

@@ -8,12 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from odb_nodes._core.held_generators import generators_in
+from odb_nodes._core.held_generators import HeldGenerators, Seed
 from odb_nodes._core.seeds import (
     declares_draws,
     own_rngs,
-    preserved_generators,
-    seed_generators,
     seed_rngs,
     states_of_rngs,
 )
@@ -21,7 +19,6 @@ from odb_nodes.errors import WorkerError
 from odb_nodes.step_info import StepInfo
 
 _LIMIT_S = 600.0  # that a thread which processes samples waits for a batch
-_DEPTH = 4  # of objects within objects, in which generators are looked for
 
 Run = Callable[[], MutableMapping[str, Any]]
 
@@ -43,12 +40,11 @@ class SeededCollate:
     """
 
     def __init__(self, collate: Any) -> None:
-        self._collate = collate
+        self.held = HeldGenerators(collate)
         declared = declares_draws(collate)
         self.draws_nothing = declared is False  # whether the function is known never to draw
         self.draws = declared
         """Whether the function draws from the global generators; `None` until that is known."""
-        self._makes_new = True  # a generator in its first call, maybe
         # A batch may be collated ahead while parts of one that is out are, on the trainer's thread.
         self._one_at_a_time = threading.Lock()
 
@@ -61,28 +57,17 @@ class SeededCollate:
         with own_rngs(_LIMIT_S):
             seed_rngs(key)
             before = states_of_rngs() if find_out else None
-            batch = self.call_ahead(run, key, again=lambda: seed_rngs(key))
+            batch = self.call_ahead(run, key, seed_rngs)
             if find_out:
                 self.draws = bool(self.draws) or states_of_rngs() != before
         return batch
 
-    def call_ahead(
-        self, run: Run, key: int, again: Callable[[], None] = lambda: None
-    ) -> MutableMapping[str, Any]:
-        """Return what `run` returns, with the function's own generators seeded, but no others.
-
-        `again` is called before a second call of `run`.
-        """
-        with self._turn(), _seeded(self._collate, key) as known:
-            batch = run()
-            if not (self._makes_new and _has_others(self._collate, known)):
-                return batch
-        again()
-        with self._turn(), _seeded(self._collate, key) as known:
-            batch = run()
-            # One that is new after each call is none that a seed could reach.
-            self._makes_new = not _has_others(self._collate, known)
-        return batch
+    def call_ahead(self, run: Run, key: int, seed: Seed = bool) -> MutableMapping[str, Any]:
+        """Return what `run` returns, with the function's generators seeded, others by `seed`."""
+        with self._turn():
+            self.held.look()
+            with self.held.preserved():
+                return self.held.call(run, key=key, seed=seed)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -95,18 +80,3 @@ class SeededCollate:
             yield
         finally:
             self._one_at_a_time.release()
-
-
-@contextmanager
-def _seeded(collate: Any, key: int) -> Iterator[list[Any]]:
-    """Seed all generators of a function, each differently, and put them back; yields them."""
-    known = [*generators_in([collate], _DEPTH, reads_code=False)]
-    with preserved_generators(known):
-        seed_generators(known, key)
-        yield known
-
-
-def _has_others(collate: Any, known: list[Any]) -> bool:
-    ids = {id(one) for one in known}
-    held = generators_in([collate], _DEPTH, reads_code=False)
-    return any(id(one) not in ids for one in held)

@@ -14,21 +14,15 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import groupby
 from typing import Any
 
 from odb_nodes._core.hashing import hash_ints, hash_rows
-from odb_nodes._core.held_generators import generators_in
+from odb_nodes._core.held_generators import HeldGenerators
 from odb_nodes._core.processes import Owner
-from odb_nodes._core.seeds import (
-    own_rngs,
-    own_turn,
-    preserved_generators,
-    seed_generators,
-    seed_rngs,
-)
+from odb_nodes._core.seeds import own_rngs, seed_rngs
 from odb_nodes.errors import SampleError
 from odb_nodes.processing.columns import DataColumns, StoredChunk
 from odb_nodes.processing.observation import made_of
@@ -40,7 +34,6 @@ from odb_nodes.step_info import StepInfo
 
 _KNOWN = (Sample, Skipped)
 
-_DEPTH = 10  # of objects within objects, in which generators are looked for
 _ROWS = 16  # from which on `hash_rows` is faster
 
 
@@ -206,21 +199,6 @@ def _tell_epoch(holder: Any, epoch: int) -> bool:
     return True
 
 
-@dataclass
-class _HeldGenerators:
-    """The generators that functions and datasets hold; looked for once in an epoch."""
-
-    known: list[Any] = field(default_factory=list)
-    is_known = False
-    is_complete = False  # whether those that the first call makes are known, too
-
-    def find(self, function: Any) -> list[Any]:
-        """Look for the generators of a function; return those that were not known."""
-        before = {*map(id, self.known)}
-        self.known = [*generators_in([*_parts_of(function)], _DEPTH, reads_code=True)]
-        return [one for one in self.known if id(one) not in before]
-
-
 @dataclass(frozen=True)
 class ChunkProcessor:
     """Applies `process_fn` to the items of a chunk, each under random numbers of its own.
@@ -239,7 +217,10 @@ class ChunkProcessor:
     before_item: Callable[[], None] | None = None
     least_bytes: float = math.inf
     """Of a sample, on the average of a chunk: where it has fewer, its data go to the trainer."""
-    _held: _HeldGenerators = field(default_factory=_HeldGenerators, init=False, compare=False)
+
+    @cached_property
+    def _held(self) -> HeldGenerators:
+        return HeldGenerators(*_parts_of(self.process_fn) if self.seed is not None else ())
 
     @cached_property
     def _hearers(self) -> list[Any]:
@@ -256,15 +237,15 @@ class ChunkProcessor:
         """Call `set_epoch` of the functions and datasets of this process that have it."""
         told = [_tell_epoch(hearer, epoch) for hearer in self._hearers]
         if any(told):  # It may have made other generators.
-            self._held.is_known = self._held.is_complete = False
+            self._held.forget()
 
     def run(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
     ) -> ChunkResult:
         """Process a chunk in the trainer's process, and put its global generators back after."""
         start = time.perf_counter()
-        alone: Any = own_rngs if self.seed is not None else own_turn
-        with alone(self.limit_s) if self.takes_turns else nullcontext():
+        alone = own_rngs(self.limit_s, preserves=self.seed is not None)
+        with alone if self.takes_turns else nullcontext():
             results, failure = self._apply(task, caught)
         return ChunkResult(runs_of(results), failure, time.perf_counter() - start)
 
@@ -316,15 +297,12 @@ class ChunkProcessor:
     ) -> tuple[list[Any], Failure | None]:
         if not task.items:
             return [], None
-        held = self._held
         try:
             self.tell_epoch(task.epoch)
-            if not (held.is_known or self.seed is None):
-                held.find(self.process_fn)
-            held.is_known = True
+            self._held.look()
         except caught as error:
             return [], _describe(task.items[0], error)
-        with preserved_generators(held.known):
+        with self._held.preserved():
             return self._apply_each(task, caught)
 
     def _apply_each(
@@ -341,24 +319,14 @@ class ChunkProcessor:
             if self.before_item is not None:
                 self.before_item()
             try:
-                result = process(one) if seeds is None else self._call_seeded(one, next(seeds))
+                if seeds is None:
+                    result = process(one)
+                else:
+                    result = self._held.call(process, one, key=next(seeds), seed=seed_rngs)
                 results.append(made_of(result, key))
             except caught as error:
                 return results, _describe(item, error)
         return results, None
-
-    def _call_seeded(self, item: Any, seed: int) -> Any:
-        """Process an item under a seed, again if the first call has made a generator."""
-        held, result = self._held, self._call_once(item, seed)
-        if held.is_complete:
-            return result
-        held.is_complete = True
-        return self._call_once(item, seed) if held.find(self.process_fn) else result
-
-    def _call_once(self, item: Any, seed: int) -> Any:
-        seed_rngs(seed)
-        seed_generators(self._held.known, seed)
-        return self.process_fn(item)
 
     def _seeds_of(self, task: ChunkTask) -> Iterator[int]:
         """Return the seed of each item: of its own, on whatever rank, where it has a key."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, overload
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_nodes._core.checks import MAX_KEY, check_count
+from odb_nodes._core.text import counted
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import ItemKey, Sample, name_of
 
@@ -21,6 +23,7 @@ TOKENS, TARGETS, PATCHES, KIND, KEY, ITEM, REPEAT, DIGEST, ORDINAL, DATA, ROW = 
 and `REPEAT` of its `ItemKey`; and where its data are. From `KEY` to `ORDINAL`, -1 is `None`."""
 FACTS = 11
 NONE = -1
+_MOST_NAMES = 16  # of samples, in an error
 
 _SAMPLE_OF = partial(tuple.__new__, Sample)  # `Sample()` is a function in Python
 _KEY_OF = partial(tuple.__new__, ItemKey)
@@ -286,6 +289,29 @@ def _block_of(facts: IntArray, kinds: Sequence[SampleKind], data: Sequence[Any])
         if values:  # Facts may be without what holds data.
             facts[row] = np.array(values, np.int64)[facts[row]] if len(values) > 1 else values[0]
     return SampleBlock(facts, dict(zip(numbers, data, strict=True)))
+
+
+def names_of(samples: Sequence[Sample]) -> str:
+    """Return how many samples a group has, and source and key of the first, for errors."""
+    shown = "".join(map(name_of, samples[:_MOST_NAMES]))
+    return counted(len(samples), "sample") + shown + " ..." * (len(samples) > _MOST_NAMES)
+
+
+@contextmanager
+def naming_samples(function: str, samples: Sequence[Sample], where: str = "") -> Iterator[None]:
+    """Have an error of a user's function name the function, and the samples that it was given.
+
+    One that says that memory ran out passes as it is, since guards tell it by its type.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
+        if isinstance(error, SampleError) or is_memory or "out of memory" in str(error):
+            raise
+        what = f"{type(error).__name__}: {error}".rstrip(": .")
+        given = f"It was given {names_of(samples)}{where}."
+        raise SampleError(f"`{function}` raised {what}. {given}") from error
 
 
 def check_fits(sample: Sample) -> None:

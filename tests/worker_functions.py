@@ -74,6 +74,30 @@ class DrawSlowly:
         return draw(item)
 
 
+class Holding:
+    """A dataset that draws from generators of its own, and follows the epoch."""
+
+    def __init__(self, size=40, torch_too=True):
+        self.size, self.epoch, self.told = size, -1, []
+        self.python, self.numpy = random.Random(0), np.random.default_rng(0)
+        self.legacy = np.random.RandomState(0)
+        # torch cannot send one to processes that are not forked.
+        self.torch = torch.Generator() if torch_too else None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+        self.told.append(epoch)
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, at):
+        drawn = [self.python.random(), self.numpy.random(), self.legacy.random_sample()]
+        if self.torch is not None:
+            drawn.append(float(torch.rand((), generator=self.torch)))
+        return {"input_ids": [at] * (at % 5 + 1), "epoch": self.epoch, "drawn": str(drawn)}
+
+
 class Bomb:
     """Leaves well, and does not arrive."""
 

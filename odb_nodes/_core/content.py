@@ -121,7 +121,8 @@ def flatten_row(name: str, values: Any) -> Any:
         nested = len(values) > 0 and hasattr(values[0], "__len__") and type(values[0]) is not str
     except TypeError:
         raise SampleError(
-            f"`{name}` must be a list, an array or a tensor, but is {values!r} instead."
+            f"`{name}` must be a list, an array or a tensor, but is {values!r} instead. Convert it "
+            "in processing, or return `Skipped(reason, text)` from it to leave the sample out."
         ) from None
     if nested and len(values) != 1:
         raise SampleError(f"`{name}` must have shape (L,) or (1, L), but holds {len(values)} rows.")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
+from odb_nodes._core.hashing import hash_ints
 from odb_nodes.errors import WorkerError
 
 _turn = threading.RLock()  # held by the thread of this library that has seeded the generators
@@ -20,7 +21,7 @@ _POLL_S = 0.1
 _DRAWS = "draws_random_numbers"
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-"""The types of the generators that `seeded_generators` takes."""
+"""The types of the generators that `seed_generators` takes."""
 
 
 def declares_draws(function: Any) -> bool | None:
@@ -70,7 +71,7 @@ def preserved_rngs(first: tuple[Any, Any, torch.Tensor] | None = None) -> Iterat
 
 
 @contextmanager
-def own_rngs(limit_s: float) -> Iterator[None]:
+def own_rngs(limit_s: float, *, preserves: bool = True) -> Iterator[None]:
     """Have the global generators alone among the threads of this library, and put them back after.
 
     Another thread waits at most `limit_s` for the end of this block, and raises a `WorkerError`.
@@ -81,13 +82,13 @@ def own_rngs(limit_s: float) -> Iterator[None]:
         most_s = _turn_limit_s  # 0 where the thread that had them has just let go of them
         if 0 < most_s < time.monotonic() - start_s:
             raise WorkerError(
-                f"no turn with the global random generators within `timeout_s`={most_s}: a thread "
-                "that processes a sample hangs, or needs a longer limit. Use processes, or "
-                "`seed=None`."
+                "no turn with the random generators and the dataset within "
+                f"`timeout_s`={most_s}: a thread that processes a sample hangs, or needs a longer "
+                "limit. Use processes; or `seed=None`, if the dataset has no `set_epoch`."
             )
     before, _turn_limit_s = _turn_limit_s, limit_s
     try:
-        with preserved_rngs():
+        with preserved_rngs() if preserves else nullcontext():
             yield
     finally:
         _turn_limit_s = before
@@ -108,28 +109,32 @@ def is_global(generator: Any) -> bool:
     return any(generator is one for one in shared)
 
 
-@contextmanager
-def seeded_generators(generators: Sequence[Any], seeds: Iterable[int]) -> Iterator[None]:
-    """Seed generators of the types `GENERATORS`, and put them back afterwards."""
-    before = [state_of(generator) for generator in generators]
-    try:
-        for generator, seed in zip(generators, seeds, strict=True):
+def seed_generators(generators: Sequence[Any], key: int) -> None:
+    """Seed generators of the types `GENERATORS` by a key, each differently."""
+    for number, generator in enumerate(generators):
+        seed = hash_ints(key, number + 1)
+        try:
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
             elif isinstance(generator, np.random.Generator):
                 put_back(generator, type(generator.bit_generator)(seed).state)
             else:
-                generator.seed(seed if isinstance(generator, random.Random) else seed & 0xFFFFFFFF)
-        yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            put_back(generator, state)
+                is_python = isinstance(generator, random.Random)
+                generator.seed(seed if is_python else seed & 0xFFFFFFFF)
+        except Exception as error:
+            raise TypeError(
+                f"a `{type(generator).__name__}` that the dataset or a function holds cannot be "
+                f"seeded: {error} Hold a `numpy.random.default_rng`, `torch.Generator` or "
+                "`random.Random`, or declare `draws_random_numbers = False` if nothing is drawn."
+            ) from error
 
 
 def state_of(generator: Any) -> Any:
     """Return the state of a generator of the types `GENERATORS`."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 

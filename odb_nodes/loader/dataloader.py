@@ -78,7 +78,8 @@ class ODBDataLoader(Loader[Any]):
 
     Args:
         dataset: a map-style dataset (`__getitem__` and `__len__`), an iterable, or a source node
-            such as `JsonlSource`; or a dict of those by name, which are mixed by `weights`.
+            such as `JsonlSource`; or a dict of those by name, which are mixed by `weights`. If it
+            has `set_epoch`, that is called with the number of each epoch, in the workers too.
         token_budget: padded tokens of a batch, or a `TokenBudget`.
         collate_fn: list of processed samples -> batch, a dict or another mutable mapping. Default:
             `PaddingCollate.of(budget)`, or `PackedCollate.of(budget)` if the budget's layout is

@@ -144,6 +144,11 @@ class SampleProcess(Fetcher):
     first: FirstSamples = field(default_factory=FirstSamples, compare=False)
 
     @property
+    def parts(self) -> Sequence[Any]:
+        """The dataset, and the functions, that the user has given."""
+        return [one for one in (self.dataset, self.process_fn, self.observe) if one is not None]
+
+    @property
     def fingerprint_name(self) -> str:
         """The names of the functions that decide the lengths, where they are given."""
         named = {"process_fn": self.process_fn, "observe": self.observe}

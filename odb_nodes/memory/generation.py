@@ -18,8 +18,9 @@ from odb_nodes.memory.gradients import has_collectives
 from odb_nodes.memory.meter import free_memory, is_out_of_memory
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.runs import LengthRuns
-from odb_nodes.processing.observation import observe_sample
+from odb_nodes.processing.observation import sample_of
 from odb_nodes.sample import Observe, Sample
+from odb_nodes.sample_block import naming_samples
 
 
 def generate_in_parts(
@@ -144,7 +145,7 @@ class LongestFirst:
 
     Raises:
         TypeError, ValueError: an argument is not valid; `dataset` is empty, say.
-        SampleError: a sample has no length, or is `Skipped`.
+        SampleError: processing or collating raised; a sample has no length, or is `Skipped`.
     """
 
     def __init__(
@@ -182,8 +183,7 @@ class LongestFirst:
         own_rank, ranks = resolve_rank(rank, world_size)
         self._samples: list[Sample] = []
         for index in Bar(range(len(dataset)), "processing", len(dataset)):
-            item = dataset[index]
-            sample = observe_sample(item if process_fn is None else process_fn(item), observe)
+            sample = sample_of(dataset.__getitem__, index, process_fn, observe)
             if not isinstance(sample, Sample):
                 raise SampleError(f"item {index} is skipped {sample.why}")
             self._samples.append(sample)
@@ -203,4 +203,7 @@ class LongestFirst:
     def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
         """Yield each batch, and where its samples are in the data, in the order of the rows."""
         for indices in self._groups:
-            yield self._collate([self._samples[index].data for index in indices]), indices
+            samples = [self._samples[index] for index in indices]
+            with naming_samples("collate_fn", samples, f" for items {indices!s:.200}"):
+                batch = self._collate([sample.data for sample in samples])
+            yield batch, indices

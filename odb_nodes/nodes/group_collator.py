@@ -27,7 +27,7 @@ from odb_nodes.nodes.seeded_collate import DeferredBatch, SeededCollate
 from odb_nodes.nodes.worker_batches import WorkerBatches
 from odb_nodes.processing import ParallelProcessor
 from odb_nodes.sample import Sample, data_of, name_of
-from odb_nodes.sample_block import SampleBlock
+from odb_nodes.sample_block import SampleBlock, names_of, naming_samples
 from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
 
 Batch = MutableMapping[str, Any]
@@ -48,8 +48,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     A group whose collation raises is kept, and collated again by the next call.
 
     A `collate_fn` of your own may draw random numbers. Before each batch, the global generators of
-    Python, numpy and torch (CPU), and the generators that the function keeps (in attributes or
-    closures), are seeded from (seed, rank, epoch, step); afterwards they are restored. On the
+    Python, numpy and torch (CPU), and the generators that the function holds, are seeded from
+    (seed, rank, epoch, step); afterwards they are restored. On the
     thread of a `ReadAhead`, the trainer may draw at the same time. So the first batch of each
     `iter`, for which the trainer waits, shows whether the function draws from the global
     generators; if it does, `ReadAhead` collates on the trainer's thread. A function that draws for
@@ -141,6 +141,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     def prepare_reset(self) -> None:
         """Note on which thread the trainer is, and let go of what is held."""
         self._thread, self._fresh = threading.get_ident(), True
+        self._seeded.held.forget()  # It may have others now.
         if self._kept:
             self._kept.clear()
         self._held = None
@@ -149,6 +150,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         """Return the next batch; after `expect_read_ahead` maybe a `DeferredBatch` in its place.
 
         Raises:
+            SampleError: `collate_fn` raised; names the step and the samples. Ctrl-C, and an error
+                that says that memory ran out, come as they are.
             TypeError: `collate_fn` did not return a mutable mapping, or the source did not yield a
                 group.
         """
@@ -260,17 +263,16 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         return self._complete(self._collated(group, info), group, info)
 
     def _collated(self, group: SampleBlock, info: StepInfo) -> Batch:
-        try:
-            if self._collate_block is not None:
-                new = new_tensor if self._pinned is None else self._pinned.new
-                return self._collate_block(group, new)
-            return collate_group(self._collate, block_data(group), _with_tasks(info, group))
-        except SampleError as error:
-            if not (where := _name_of(group, error.index)):
-                raise
-            raise SampleError(f"{where}: {error}", error.index) from error
-        except StopIteration as error:  # which would end the epoch here
-            raise RuntimeError("`collate_fn` raised StopIteration.") from error
+        place = f" at step {info.step} of epoch {info.epoch}"
+        with naming_samples("collate_fn", group, place):
+            try:
+                if self._collate_block is not None:
+                    new = new_tensor if self._pinned is None else self._pinned.new
+                    return self._collate_block(group, new)
+                return collate_group(self._collate, block_data(group), _with_tasks(info, group))
+            except SampleError as error:
+                where = _name_of(group, error.index) or names_of(group) + place
+                raise SampleError(f"{where}: {error}", error.index) from error
 
     def _complete(self, batch: Batch, group: SampleBlock, info: StepInfo) -> Batch:
         if not isinstance(batch, MutableMapping):

@@ -89,8 +89,8 @@ class ReadAhead(BaseNode[T]):
                 "reset or closed."
             ) from None
         except Exception:
-            if relay.error is not None:
-                raise relay.error from None  # and not its copy in another message
+            if (error := relay.error) is not None:
+                raise error from error.__cause__  # and not from its copy in another message
             raise
         relay.taken += 1
         return item

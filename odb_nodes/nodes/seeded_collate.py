@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import random
 import threading
-import types
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
-
-from odb_nodes._core.hashing import hash_ints
+from odb_nodes._core.held_generators import HeldGenerators, Seed
 from odb_nodes._core.seeds import (
-    GENERATORS,
     declares_draws,
-    is_global,
     own_rngs,
     seed_rngs,
-    seeded_generators,
     states_of_rngs,
 )
 from odb_nodes.errors import WorkerError
 from odb_nodes.step_info import StepInfo
 
 _LIMIT_S = 600.0  # that a thread which processes samples waits for a batch
-_DEPTH = 4  # of objects within objects, in which generators are looked for
-_MOST_ITEMS = 32  # of a list or dict that is looked through: a longer one holds data
-_SCALARS = (str, bytes, int, float, bool, type(None), torch.Tensor)
 
 Run = Callable[[], MutableMapping[str, Any]]
 
@@ -51,12 +40,11 @@ class SeededCollate:
     """
 
     def __init__(self, collate: Any) -> None:
-        self._collate = collate
+        self.held = HeldGenerators(collate)
         declared = declares_draws(collate)
         self.draws_nothing = declared is False  # whether the function is known never to draw
         self.draws = declared
         """Whether the function draws from the global generators; `None` until that is known."""
-        self._makes_new = True  # a generator in its first call, maybe
         # A batch may be collated ahead while parts of one that is out are, on the trainer's thread.
         self._one_at_a_time = threading.Lock()
 
@@ -69,28 +57,17 @@ class SeededCollate:
         with own_rngs(_LIMIT_S):
             seed_rngs(key)
             before = states_of_rngs() if find_out else None
-            batch = self.call_ahead(run, key, again=lambda: seed_rngs(key))
+            batch = self.call_ahead(run, key, seed_rngs)
             if find_out:
                 self.draws = bool(self.draws) or states_of_rngs() != before
         return batch
 
-    def call_ahead(
-        self, run: Run, key: int, again: Callable[[], None] = lambda: None
-    ) -> MutableMapping[str, Any]:
-        """Return what `run` returns, with the function's own generators seeded, but no others.
-
-        `again` is called before a second call of `run`.
-        """
-        with self._turn(), _seeded(self._collate, key) as known:
-            batch = run()
-            if not (self._makes_new and _has_others(self._collate, known)):
-                return batch
-        again()
-        with self._turn(), _seeded(self._collate, key) as known:
-            batch = run()
-            # One that is new after each call is none that a seed could reach.
-            self._makes_new = not _has_others(self._collate, known)
-        return batch
+    def call_ahead(self, run: Run, key: int, seed: Seed = bool) -> MutableMapping[str, Any]:
+        """Return what `run` returns, with the function's generators seeded, others by `seed`."""
+        with self._turn():
+            self.held.look()
+            with self.held.preserved():
+                return self.held.call(run, key=key, seed=seed)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -103,58 +80,3 @@ class SeededCollate:
             yield
         finally:
             self._one_at_a_time.release()
-
-
-@contextmanager
-def _seeded(collate: Any, key: int) -> Iterator[list[Any]]:
-    """Seed all generators of a function, each differently, and put them back; yields them."""
-    known = [*_generators_in(collate)]
-    with seeded_generators(known, (hash_ints(key, number + 1) for number in range(len(known)))):
-        yield known
-
-
-def _has_others(collate: Any, known: list[Any]) -> bool:
-    ids = {id(one) for one in known}
-    return any(id(one) not in ids for one in _generators_in(collate))
-
-
-def _generators_in(collate: Any) -> Iterator[Any]:
-    """Yield the generators that a function or an object keeps, each once, in a fixed order."""
-    seen: set[int] = set()
-    waiting = [(collate, 0)]
-    while waiting:
-        value, depth = waiting.pop()
-        if isinstance(value, _SCALARS) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, GENERATORS):
-            if not (is_global(value) or isinstance(value, random.SystemRandom)):  # has no state
-                yield value
-        elif depth < _DEPTH:
-            waiting += [(inner, depth + 1) for inner in reversed(_held_by(value))]
-
-
-def _held_by(value: Any) -> list[Any]:
-    """Return what a value holds that may be, or hold, a generator."""
-    if isinstance(value, dict):
-        return [*value.values()] if len(value) <= _MOST_ITEMS else []
-    if isinstance(value, (list, tuple)):
-        return [*value] if len(value) <= _MOST_ITEMS else []
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return [*cells, *defaults, *vars(value).values()]
-    if isinstance(value, (type, types.ModuleType, torch.nn.Module)) or hasattr(value, "get_vocab"):
-        return []
-    return [*getattr(value, "__dict__", {}).values()]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False

@@ -14,7 +14,7 @@ from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.rounds import FLAG_BITS, GroupCost
 from odb_nodes.sample import COUNTED, Sample, name_of
-from odb_nodes.sample_block import KIND, SampleBlock, kinds_of
+from odb_nodes.sample_block import KIND, SampleBlock, kinds_of, naming_samples
 
 MOST_MODALITIES = FLAG_BITS - len(COUNTED)
 _COUNTED_BITS = {kind: 1 << MOST_MODALITIES + bit for bit, kind in enumerate(COUNTED)}
@@ -74,12 +74,19 @@ class GroupCostEstimator:
         counted = {kind.counted for kind in kinds_of({*group.facts[KIND].tolist()})}
         flags = sum(_COUNTED_BITS[one] for one in counted if one)
         for bit, is_in in enumerate(self.modalities.values()):
-            found = group.patches.any() if is_in is has_image else any(map(is_in, group))
-            flags |= bool(found) << bit
+            with naming_samples("modalities", group):
+                found = (
+                    group.patches.any()
+                    if is_in is has_image
+                    else any(is_in(sample) for sample in group)
+                )
+                flags |= bool(found) << bit
+        with naming_samples("cost_fn", group):
+            cost = self.cost_fn(group)
         return GroupCost(
             samples=len(group),
             targets=int(group.targets.sum()),
-            cost=check_count("cost_fn", self.cost_fn(group), 0),
+            cost=check_count("cost_fn", cost, 0),
             flags=flags,
             tasks=self._targets_of_tasks(group) if self.tasks else (),
         )

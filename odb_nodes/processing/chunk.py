@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pickle
 import threading
 import time
 import traceback
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
 from typing import Any
 
 from odb_nodes._core.hashing import hash_ints, hash_rows
+from odb_nodes._core.held_generators import HeldGenerators
 from odb_nodes._core.processes import Owner
 from odb_nodes._core.seeds import own_rngs, seed_rngs
 from odb_nodes.errors import SampleError
@@ -47,14 +51,17 @@ class Failure:
     error: str
     details: str
     worker: str
+    cause: BaseException | None = None  # what was raised, if in this process
 
     def explained(self, where: str) -> SampleError:
         """Return the error to raise."""
         by = f" It was processed in {self.worker}." if self.worker else ""
-        return SampleError(
+        error = SampleError(
             f"item {self.item}, {where}, cannot be processed: {self.error}\nNo batch with it was "
             f"delivered. Mend it, then iterate again or resume.{by}\n{self.details}".rstrip()
         )
+        error.__cause__ = self.cause
+        return error
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,11 @@ class ChunkResult:
 class Fetcher:
     """A `process_fn` that can read what it processes many at once."""
 
+    @property
+    def parts(self) -> Sequence[Any]:
+        """The functions and datasets that it is made of."""
+        return ()
+
     def fetch(self, items: Sequence[Any]) -> Sequence[Any]:
         """Return items, with what was read for them, as a call takes them."""
         raise NotImplementedError
@@ -161,9 +173,46 @@ class Pool:
         """Stop the workers; may be called again, and from any thread. Only the owner's does."""
 
 
+_told_epochs: dict[int, tuple[Any, int]] = {}  # id of an object -> a reference, and its epoch
+
+
+def _parts_of(function: Any) -> Iterator[Any]:
+    """Yield the functions and datasets of the user that a function is made of."""
+    if isinstance(function, Fetcher):
+        for part in function.parts:
+            yield from _parts_of(part)
+    else:
+        yield function
+
+
+def _tell_epoch(holder: Any, epoch: int) -> bool:
+    """Call `set_epoch` of a function or dataset; `False` if it was told that epoch last.
+
+    Loaders in one process may share it, so what it was told is kept for the object, not by them.
+    """
+    known, told = _told_epochs.get(id(holder), (lambda: None, -1))
+    if told == epoch and known() is holder:
+        return False
+    try:
+        holder.set_epoch(epoch)
+    except Exception as error:
+        raise SampleError(
+            f"`set_epoch({epoch})` of `{type(holder).__name__}` raised {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    with contextlib.suppress(TypeError):  # of what takes no weak references: it is told again
+        _told_epochs[id(holder)] = weakref.ref(holder), epoch
+    return True
+
+
 @dataclass(frozen=True)
 class ChunkProcessor:
-    """Applies `process_fn` to the items of a chunk, each under random numbers of its own."""
+    """Applies `process_fn` to the items of a chunk, each under random numbers of its own.
+
+    So the numbers are the same on any worker, the generators are seeded for each item: the global
+    ones, and those that the dataset and the functions hold. Whoever has `set_epoch` is told the
+    epoch of the chunk.
+    """
 
     process_fn: Callable[[Any], Any]
     seed: int | None
@@ -176,16 +225,35 @@ class ChunkProcessor:
     """Of a sample, on the average of a chunk: where it has fewer, its data go to the trainer."""
     first: FirstSamples = field(default_factory=FirstSamples, compare=False)
 
+    @cached_property
+    def _held(self) -> HeldGenerators:
+        return HeldGenerators(*_parts_of(self.process_fn) if self.seed is not None else ())
+
+    @cached_property
+    def _hearers(self) -> list[Any]:
+        """The functions and datasets that are told the epoch."""
+        parts = _parts_of(self.process_fn)
+        return [part for part in parts if callable(getattr(part, "set_epoch", None))]
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether threads must process one chunk at a time, since they share what it depends on."""
+        return self.seed is not None or bool(self._hearers)
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Call `set_epoch` of the functions and datasets of this process that have it."""
+        told = [_tell_epoch(hearer, epoch) for hearer in self._hearers]
+        if any(told):  # It may have made other generators.
+            self._held.forget()
+
     def run(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
     ) -> ChunkResult:
         """Process a chunk in the trainer's process, and put its global generators back after."""
         start = time.perf_counter()
-        if self.seed is None:
+        alone = own_rngs(self.limit_s, preserves=self.seed is not None)
+        with alone if self.takes_turns else nullcontext():
             results, failure = self._apply(task, caught)
-        else:
-            with own_rngs(self.limit_s):
-                results, failure = self._apply(task, caught)
         return ChunkResult(runs_of(results), failure, time.perf_counter() - start)
 
     def run_pickled(self, task: bytes) -> ChunkResult:
@@ -215,6 +283,8 @@ class ChunkProcessor:
         return replace(packed, seconds=time.perf_counter() - start)
 
     def _packed(self, results: list[Any], failure: Failure | None) -> ChunkResult:
+        if failure is not None:  # Not every exception can be sent: its text says it all.
+            failure = replace(failure, cause=None)
         runs = runs_of(results, joined=True)
         blocks = [run for run in runs if isinstance(run, SampleBlock)]
         is_stored = bool(blocks) and all(isinstance(one, _KNOWN) for one in results)
@@ -232,6 +302,19 @@ class ChunkProcessor:
     def _apply(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...]
     ) -> tuple[list[Any], Failure | None]:
+        if not task.items:
+            return [], None
+        try:
+            self.tell_epoch(task.epoch)
+            self._held.look()
+        except caught as error:
+            return [], _describe(task.items[0], error)
+        with self._held.preserved():
+            return self._apply_each(task, caught)
+
+    def _apply_each(
+        self, task: ChunkTask, caught: tuple[type[BaseException], ...]
+    ) -> tuple[list[Any], Failure | None]:
         results: list[Any] = []
         digests: list[int] = []  # of those that are looked at
         looked_at = self.first.take(len(task.items))
@@ -246,9 +329,11 @@ class ChunkProcessor:
             if self.before_item is not None:
                 self.before_item()
             try:
-                if seeds is not None:
-                    seed_rngs(next(seeds))
-                results.append(made_of(process(one), key))
+                if seeds is None:
+                    result = process(one)
+                else:
+                    result = self._held.call(process, one, key=next(seeds), seed=seed_rngs)
+                results.append(made_of(result, key))
             except caught as error:
                 failure = _describe(item, error)
                 break
@@ -327,6 +412,7 @@ def _describe(item: Any, error: BaseException) -> Failure:
         error=_show(error, str) if expected else f"{type(error).__name__}: {_show(error, str)}",
         details="" if expected else _show(error, _format_traceback),
         worker=f"process {os.getpid()}, thread {threading.current_thread().name!r}",
+        cause=error,
     )
 
 

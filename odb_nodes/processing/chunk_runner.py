@@ -119,7 +119,7 @@ class _Deferred(Future[ChunkResult]):
 
 
 class ThreadPool(Pool):
-    """Daemon threads that take chunks from one queue; a single thread if chunks are seeded."""
+    """Daemon threads that take chunks from one queue; a single thread if chunks take turns."""
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
         super().__init__()
@@ -128,9 +128,9 @@ class ThreadPool(Pool):
         self._tasks: queue.SimpleQueue[tuple[ChunkTask, Future[ChunkResult]] | None] = (
             queue.SimpleQueue()
         )
-        # Seeded chunks take turns with the global generators, so several threads would gain
-        # nothing, and a later chunk that hangs could hold up an earlier one.
-        count = options.num_workers if processor.seed is None else 1
+        # Where chunks take turns, several threads would gain nothing, and a later chunk that hangs
+        # could hold up an earlier one.
+        count = 1 if processor.takes_turns else options.num_workers
         self._threads: list[threading.Thread] = []
         try:
             for index in range(count):
@@ -210,8 +210,13 @@ class ChunkRunner:
         """Process ids of the worker processes that run now."""
         return [] if self._pool is None else [*self._pool.pids]
 
-    def start(self) -> None:
-        """Start the workers, unless all run already."""
+    def start(self, epoch: int) -> None:
+        """Start the workers, unless all run already, for an epoch.
+
+        They tell it the datasets that they have, and the trainer's process its own here.
+        """
+        if self.options.num_workers and self.options.method != "thread":
+            self._processor.tell_epoch(epoch)
         exit_reason = "" if self._pool is None else self._pool.exit_reason
         if exit_reason:
             self.close()

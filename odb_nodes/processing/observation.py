@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -78,6 +78,18 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
         ) from error
 
 
+def sample_of(
+    read: Callable[[int], Any], index: int, process_fn: Any, observe: Observe | None
+) -> Sample | Skipped:
+    """Return the sample of an item that `read` returns; an error names the item."""
+    try:
+        item = read(index)
+        return observe_sample(item if process_fn is None else process_fn(item), observe)
+    except Exception as error:
+        what = error if isinstance(error, SampleError) else f"{type(error).__name__}: {error}"
+        raise SampleError(f"item {index} cannot be processed: {what}") from error
+
+
 def _observe_text(data: dict[Any, Any]) -> Sample | None:
     """Return what most samples are at once: one with (L,) integers, and no images."""
     ids: Any = data.get("input_ids")
@@ -138,13 +150,12 @@ def digest_of(sample: Sample) -> int:
 
 
 def _length_of(data: Any) -> int:
-    ids = data["input_ids"] if is_mapping(data) and "input_ids" in data else None
-    if ids is None:
+    if not (is_mapping(data) and "input_ids" in data):
         raise SampleError(
             f"a sample has no length: it is {_describe(data)}. Return a mapping with `input_ids`, "
             "or pass an `observe` that returns its length in tokens."
         )
-    return len(flatten_row("input_ids", ids))
+    return len(flatten_row("input_ids", data["input_ids"]))
 
 
 def _count_targets(data: Any, tokens: int) -> tuple[int, str]:

@@ -137,8 +137,9 @@ class ChunkReader:
 class ParallelProcessor(EpochNode[T, ProcessorState]):
     """Applies `process_fn` to every item, in order, in parallel.
 
-    Before each item, the global generators of Python, numpy and torch are seeded from (seed, epoch,
-    key), so a sample does not depend on the worker, the rank, or the number of attempts. (An item
+    Before each item, the global generators of Python, numpy and torch, and those that the function
+    holds, are seeded from (seed, epoch, key), so a sample does not depend on the worker, the rank,
+    or the number of attempts. If the function has `set_epoch`, it is told the epoch. (An item
     without a key, or of data that belongs to this rank, is also seeded by the rank.) A function
     with an attribute `draws_random_numbers = False` is not seeded, which saves 9 us a sample.
 
@@ -232,7 +233,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         self.runner.check_process()
         super().reset(initial_state)
         # Here and not in `next`, which may run on a thread: a fork should see few of those.
-        self.runner.start()
+        self.runner.start(self._epochs.epoch)
 
     def prepare_reset(self) -> None:
         """Leave what is in flight."""
@@ -429,6 +430,11 @@ class PerSource(Fetcher):
 
     def __init__(self, functions: Mapping[str, Callable[[Any], Any]]) -> None:
         self._functions = dict(functions)
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """The functions of all sources."""
+        return [*self._functions.values()]
 
     @property
     def fingerprint_name(self) -> str:

@@ -387,11 +387,29 @@ REFUSALS = [
     (with_options(timeout_s=0), ValueError, "`timeout_s`"),
     (with_options(seed="x"), TypeError, "`seed`"),
     (with_options(cost_fn=3), TypeError, "`cost_fn`"),
-    (with_options(cost_fn=lambda group: next(iter(()))), RuntimeError, "raised StopIteration"),
+    (with_options(cost_fn=lambda group: next(iter(()))), ValueError, "raised StopIteration"),
     (over(1, 2), TypeError, "must yield groups"),
     (over(None), TypeError, "must yield groups"),
     (over([]), TypeError, "must yield groups"),
 ]
+
+
+def look(_sample):
+    raise LookupError("no such thing")
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("cost_fn", {"cost_fn": look}), ("modalities", {"modalities": {"sound": look}})],
+)
+def test_an_error_of_a_function_of_the_user_names_it_and_the_samples(name, option):
+    rows = [{"input_ids": [1] * (n % 5 + 1)} for n in range(9)]
+    samples = ODBDataLoader(rows, token_budget=8)._graphs[0].samples
+    aligner = RankAligner(WindowBucketer(samples, TokenBudget(8), 8), **option)
+    expected = rf"`{name}` raised LookupError: no such thing. It was given \d samples? \(key \d\)"
+    with pytest.raises(SampleError, match=expected) as caught:
+        list(Loader(aligner))
+    assert type(caught.value.__cause__) is LookupError
 
 
 test_arguments_that_are_not_valid_are_named = refuses(REFUSALS, lambda make: list(Loader(make())))

@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 import warnings
 from functools import partial
 from operator import attrgetter
@@ -277,10 +278,12 @@ def test_an_error_is_the_one_that_the_trainer_would_raise():
     """With its type, its traceback and the name of the sample; mended, the run goes on."""
     kept = None
     with ODBDataLoader(Rows(), **options(collate_fn=raise_for)) as loader:
-        with pytest.raises(ValueError, match="bad row") as caught:
+        with pytest.raises(SampleError, match="bad row") as caught:
             for batch in loader:
                 kept = pop_step_info(batch)
-        assert "raise_for" in [one.name for one in caught.traceback]
+        cause = caught.value.__cause__
+        assert type(cause) is ValueError
+        assert "raise_for" in [one.name for one in traceback.extract_tb(cause.__traceback__)]
         state = loader.state_dict()
     expected = epoch(Rows(), "main", collate_fn=where)
     with ODBDataLoader(Rows(), **options(collate_fn=where)) as loader:

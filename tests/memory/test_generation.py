@@ -155,3 +155,28 @@ test_what_cannot_be_generated_for_is_an_error = refuses(
     ],
     lambda dataset, budget, options: LongestFirst(dataset, budget, **options),
 )
+
+
+def broken(prompt):
+    return {"input_ids": {"a": [1]}[prompt]}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"process_fn": broken}, "item 30 cannot be processed: KeyError: 'b'"),
+        (
+            {"observe": lambda prompt: {"a": 1}[prompt]},
+            "item 30 cannot be processed: KeyError: 'b'",
+        ),
+        ({"process_fn": lambda _: {}}, "item 0 cannot be processed: a sample has no length"),
+        (
+            {"observe": len, "collate_fn": lambda _: {}["x"]},
+            "`collate_fn` raised KeyError: 'x'. It was given .* samples for items \\[28, 29,",
+        ),
+    ],
+)
+def test_an_error_of_a_function_of_the_user_names_the_item_or_the_items(options, message):
+    with pytest.raises(SampleError, match=message) as caught:
+        list(LongestFirst(["a"] * 30 + ["b"] + ["a"] * 9, 64, new_tokens=4, **options))
+    assert isinstance(caught.value.__cause__, (KeyError, SampleError))

@@ -1,8 +1,10 @@
 import random
+import re
 import threading
 from collections import UserDict
 from dataclasses import replace
 from functools import partial, wraps
+from itertools import count
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from odb_nodes import (
     GroupCollator,
     LengthObserver,
     Loader,
+    ODBDataLoader,
     PackedCollate,
     PaddingCollate,
     RankAligner,
@@ -164,6 +167,31 @@ def failing(*errors):
         return {"data": data}
 
     return collate
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyError, StopIteration, SampleError])
+def test_an_error_of_a_collate_function_names_it_the_step_and_the_samples(error):
+    rows = [{"input_ids": [1] * (n % 5 + 1)} for n in range(40)]
+    calls = count()
+
+    def collate(samples):
+        if next(calls) == 3:
+            raise error("bad")
+        return PaddingCollate()(samples)
+
+    loader = ODBDataLoader(rows, token_budget=16, window=8, collate_fn=collate)
+    with pytest.raises(SampleError, match="bad") as caught:
+        list(loader)
+    message = str(caught.value)
+    assert error is SampleError or message.startswith(f"`collate_fn` raised {error.__name__}: ")
+    assert re.search(r"\b\d+ samples?( \(key \d+\))+ at step 3 of epoch 0", message)
+    assert type(caught.value.__cause__) is error
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, KeyboardInterrupt])
+def test_an_error_of_a_collate_function_passes_where_its_type_decides(error):
+    with pytest.raises(error, match="^boom$"):
+        next(node_of(groups([2]), failing(error("boom"))))
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -366,7 +394,7 @@ def test_a_generator_that_others_use_as_well_goes_on_for_them(own, lazily):
 
     shared, alone = OWN[own](), OWN[own]()
     numbers = [draw_from(shared) for _ in collated(Keeper(lambda: shared, lazily=lazily))]
-    with pytest.raises(OSError, match="unreadable"):
+    with pytest.raises(SampleError, match="raised OSError: 1 unreadable"):
         list(collated(partial(fail, generator=shared)))
     assert [*numbers, draw_from(shared)] == [draw_from(alone) for _ in range(7)]
 
@@ -427,9 +455,10 @@ def test_a_group_that_cannot_be_collated_on_the_trainers_thread_is_not_lost():
     expected = drawn(collated(collate))
     fails[0], found = True, []
     node = ReadAhead(collated(collate), 2)
-    with pytest.raises(OSError, match="no route"):
+    with pytest.raises(SampleError, match="raised OSError: no route") as caught:
         for batch in node:
             found.append(batch["drawn"])
+    assert type(caught.value.__cause__) is OSError
     with pytest.raises(StateError, match="no state after `collate_fn` failed"):
         node.state_dict()
     fails[0] = False

@@ -67,7 +67,7 @@ def test_observe_may_return_tokens_or_the_full_observation():
         ("abc", None, "no length"),
         (None, None, r"returned None.*`Skipped\(reason"),
         (None, len, "returned None"),
-        ({"input_ids": None}, None, "no length"),
+        ({"input_ids": None}, None, r"`input_ids` must be a list, .* is None .*`Skipped\(reason"),
         ({"input_ids": 5}, None, "must be a list, an array or a tensor"),
         ({"input_ids": []}, None, "`tokens` must be in 1..2147483647.* is 0"),
         ({"input_ids": np.zeros((2, 3))}, None, r"\(L,\) or \(1, L\), but has \(2, 3\)"),

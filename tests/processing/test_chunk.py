@@ -1,5 +1,6 @@
 """An item's random numbers are its own, in whatever chunk it is."""
 
+import random
 from collections import UserDict
 
 import numpy as np
@@ -32,6 +33,126 @@ def draws_of(keys, positions, seed):
 def test_an_item_draws_the_same_numbers_in_a_chunk_as_alone(chunk, seed):
     alone = [draws_of([key], [position], seed)[0] for position, key in enumerate(chunk)]
     assert draws_of(chunk, range(len(chunk)), seed) == alone
+
+
+# --- generators that a function or a dataset holds, and the epoch -------------------------------
+
+
+class Drawing:
+    """Draws from a generator of its own, which it may make in its first call or for an epoch."""
+
+    def __init__(self, make, *, lazily=False):
+        self.make, self.generator = make, None if lazily else make()
+
+    def __call__(self, item):
+        if self.generator is None:
+            self.generator = self.make()
+        if isinstance(self.generator, torch.Generator):
+            return float(torch.rand((), generator=self.generator))
+        return float(self.generator.uniform(0, 1))
+
+
+class DrawingAnew(Drawing):
+    def set_epoch(self, epoch):
+        self.generator = self.make()
+
+
+MAKE = {
+    "torch": lambda: torch.Generator().manual_seed(5),
+    "numpy": lambda: np.random.default_rng(5),
+    "numpy legacy": lambda: np.random.RandomState(5),
+    "random": lambda: random.Random(5),
+}
+
+
+def numbers_of(processor, items, epoch=0):
+    keys = ItemKeys.of([ItemKey("", item, 1, 0) for item in items])
+    chunk = processor.run(ChunkTask([*items], keys, epoch, 0, [*items]))
+    assert chunk.failure is None, chunk.failure
+    return [one for run in chunk.results for one in run]
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_held_generator_draws_for_each_item_by_seed_epoch_and_key(kind):
+    def processor(cls=Drawing, seed=0, **given):
+        return ChunkProcessor(cls(MAKE[kind], **given), seed)
+
+    first = numbers_of(processor(), range(20))
+    assert len({*first, *numbers_of(processor(), range(20), epoch=1)}) == 40
+    assert not {*first} & {*numbers_of(processor(seed=1), range(20))}
+    for again in processor(), processor(lazily=True), processor(DrawingAnew):
+        assert numbers_of(again, range(3)) + numbers_of(again, range(3, 20)) == first
+        later = numbers_of(again, range(20), epoch=1)
+        assert later == numbers_of(processor(), range(20), epoch=1)
+        assert numbers_of(again, [19, 4, 7]) == [first[19], first[4], first[7]]
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_generator_that_others_use_as_well_goes_on_for_them(kind):
+    function, alone = Drawing(MAKE[kind]), Drawing(MAKE[kind])
+    numbers_of(ChunkProcessor(function, 0), range(3))
+    assert function(0) == alone(0)
+
+
+def test_what_declares_that_it_draws_nothing_or_has_no_seed_keeps_its_generator():
+    class Quiet(Drawing):
+        draws_random_numbers = False
+
+    for function, seed in (Quiet(MAKE["numpy"]), 0), (Drawing(MAKE["numpy"]), None):
+        node = ParallelProcessor(ShardedSampler(4, rank=0, world_size=1), function, seed=seed)
+        alone = Drawing(MAKE["numpy"])
+        assert [*node] == [alone(item) for item in range(4)]
+
+
+def test_a_function_that_makes_a_generator_in_each_call_is_called_twice_for_the_first_item():
+    calls = []
+
+    class Maker:
+        def __call__(self, item):
+            calls.append(item)
+            self.generator = np.random.default_rng(item)
+            return self.generator.random()
+
+    numbers_of(ChunkProcessor(Maker(), 0), range(5))
+    assert calls == [0, *range(5)]
+
+
+def test_a_generator_that_no_seed_resets_is_an_error_that_says_so():
+    held = np.random.RandomState(np.random.PCG64(1))
+    processor = ChunkProcessor(lambda item: held.random_sample(), 0)
+    failure = processor.run(ChunkTask([3], ItemKeys.of([None]), 0, 0, [0])).failure
+    assert "a `RandomState` that the dataset or a function holds cannot be seeded" in failure.error
+
+
+class Epochal:
+    epoch = None
+
+    def __init__(self):
+        self.told = []
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+        self.told.append(epoch)
+        if epoch == 9:
+            raise LookupError("no such lesson")
+
+    def __call__(self, item):
+        return self.epoch
+
+
+@pytest.mark.parametrize("seed", [0, None])
+def test_each_chunk_is_processed_in_its_epoch_also_if_loaders_share_what_they_tell(seed):
+    function = Epochal()
+    training, evaluation = (ChunkProcessor(function, seed) for _ in range(2))
+    for processor, epoch in (training, 3), (training, 3), (evaluation, 0), (training, 3):
+        assert numbers_of(processor, [1, 2], epoch) == [epoch, epoch]
+    assert function.told == [3, 0, 3]
+
+
+def test_what_set_epoch_raises_is_an_error_that_names_it():
+    failure = ChunkProcessor(Epochal(), 0).run(ChunkTask([3], ItemKeys.of([None]), 9, 0, [0]))
+    expected = "`set_epoch(9)` of `Epochal` raised LookupError: no such lesson"
+    assert failure.failure.error == expected
 
 
 # --- chunks, and what is in flight, follow time and bytes of the items; nothing else follows them -

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -275,6 +276,47 @@ def test_without_a_seed_threads_process_side_by_side(make):
     assert len(epoch(make("threads", process, chunk_size=1, seed=None))) == SIZE
 
 
+def held_draws(loader):
+    """Of the samples of an epoch, in order: index, epoch and numbers drawn."""
+    rows = []
+    for batch in loader:
+        indices = batch["input_ids"][:, 0].tolist()
+        rows += zip(indices, batch["epoch"].tolist(), batch["drawn"], strict=True)
+    return rows
+
+
+@pytest.mark.parametrize("kind", [case(kind) for kind in KINDS])
+def test_a_dataset_draws_from_its_generators_and_follows_the_epoch_with_any_workers(
+    kind, make, request
+):
+    def loader(workers):
+        given = {"window": 8, "workers": WorkerOptions(**workers)}
+        dataset = w.Holding(torch_too=kind not in ("spawn", "forkserver"))
+        made = ODBDataLoader(dataset, token_budget=16, **given)
+        make.opened.append(made)
+        return made
+
+    if kind == "ray":
+        request.getfixturevalue("cluster")
+    alone, by_workers = loader({}), loader(options(kind))
+    expected = [held_draws(alone) for _ in range(3)]
+    assert [held_draws(by_workers) for _ in range(3)] == expected
+    assert by_workers.dataset.told == [0, 1, 2]  # in the trainer's process, too
+    assert [{epoch for _, epoch, _ in rows} for rows in expected] == [{0}, {1}, {2}]
+    numbers = [number for rows in expected for *_, drawn in rows for number in eval(drawn)]
+    assert len({*numbers}) == len(numbers)
+    batches = iter(loader_in_epoch(by_workers, 1))
+    first = held_draws([next(batches) for _ in range(3)])
+    resumed = loader(options(kind))
+    resumed.load_state_dict(by_workers.state_dict())
+    assert first + held_draws(resumed) == expected[1]
+
+
+def loader_in_epoch(loader, epoch):
+    loader.set_epoch(epoch)
+    return loader
+
+
 def test_a_source_that_has_become_shorter_is_an_error(make):
     node = make("inline", source=IterableSource(range(40), 0, 1), chunk_size=8)
     assert [next(node) for _ in range(13)] == [*range(13)]
@@ -324,6 +366,54 @@ def test_the_error_counts_epochs_and_places_of_a_shuffled_run(make, tmp_path):
     assert delivered != first[: len(delivered)]
     assert f"item {AT}, sample {len(delivered)} of epoch 1" in message
     assert message.endswith("ValueError: bad image")
+
+
+class Where:
+    """Raises in one of the functions that a user gives."""
+
+    draws_random_numbers = False
+
+    def __init__(self, place):
+        self.place = place
+
+    def at(self, place, value):
+        if place == self.place:
+            raise w.Unpicklable(7, threading.Lock())
+        return value
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.at("dataset", {"input_ids": [index]})
+
+    def __call__(self, item):
+        return self.at("process_fn", item)
+
+    def observe(self, sample):
+        return self.at("observe", 1)
+
+    def collate(self, samples):
+        return self.at("collate_fn", {"rows": samples})
+
+
+@pytest.mark.parametrize("place", ["dataset", "process_fn", "observe", "collate_fn"])
+@pytest.mark.parametrize(
+    "workers", [{}, {"num_workers": 1, "method": "thread"}], ids=["inline", "thread"]
+)
+def test_a_debugger_reaches_what_the_user_raised_in_the_trainers_process(place, workers):
+    user = Where(place)
+    functions = {"process_fn": user, "observe": user.observe, "collate_fn": user.collate}
+    with ODBDataLoader(
+        user, token_budget=8, workers=WorkerOptions(**workers), **functions
+    ) as loader:
+        for _ in range(2):  # also where it is raised again
+            with pytest.raises(SampleError, match="code 7") as caught:
+                next(iter(loader))
+            cause = caught.value.__cause__
+            assert type(cause) is w.Unpicklable
+            frames = [frame.f_locals for frame, _ in traceback.walk_tb(cause.__traceback__)]
+            assert frames[-1]["self"] is user and frames[-1]["place"] == place
 
 
 class Hidden:

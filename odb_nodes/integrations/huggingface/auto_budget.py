@@ -36,7 +36,7 @@ from odb_nodes.memory.gradients import give_gradients, has_collectives
 from odb_nodes.memory.meter import CudaMeter, MemoryMeter, free_memory
 from odb_nodes.nodes import GroupCollator
 from odb_nodes.planning import TokenBudget
-from odb_nodes.processing.observation import observe_sample
+from odb_nodes.processing.observation import sample_of
 from odb_nodes.sample import Sample
 from odb_nodes.sources import JsonlSource
 from odb_nodes.step_info import pop_step_info
@@ -196,8 +196,7 @@ def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
     with preserved_rngs():
         for tokens in (shortest, first, middle, last):
             read = dataset.read if isinstance(dataset, JsonlSource) else dataset.__getitem__
-            item = read(keys[tokens])
-            sample = observe_sample(item if process_fn is None else process_fn(item), observe)
+            sample = sample_of(read, keys[tokens], process_fn, observe)
             if isinstance(sample, Sample):  # whose length may be drawn at random
                 found[width(sample.tokens)] = sample
     return dict(sorted(found.items()))

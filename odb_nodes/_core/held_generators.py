@@ -1,0 +1,144 @@
+"""Finds the random generators that functions and datasets hold, wherever they keep them."""
+
+from __future__ import annotations
+
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import ConcatDataset
+
+from odb_nodes._core.seeds import GENERATORS, is_global, put_back, seed_generators, state_of
+
+R = TypeVar("R")
+Seed = Callable[[int], object]
+
+_DEPTH = 10  # of objects within objects
+_MOST_ITEMS = 32  # of a list or dict that is looked through: a longer one holds data
+_MOST_VALUES = 10_000  # that are looked at
+_SCALARS = (str, bytes, int, float, bool, type(None), torch.Tensor)
+_FOLLOWED = (*GENERATORS, types.FunctionType)  # in classes, and in global variables
+_LIBRARIES = {*sys.stdlib_module_names, "datasets", "numpy", "odb_nodes", "torch", "transformers"}
+"""Packages whose functions are not searched for generators in global variables."""
+
+
+class HeldGenerators:
+    """The generators that functions and datasets hold, to be seeded for each of their calls."""
+
+    def __init__(self, *holders: Any) -> None:
+        self._holders = holders
+        self.forget()
+
+    def forget(self) -> None:
+        """Have them looked for again: there may be others."""
+        self._known: list[Any] | None = None
+        self._is_complete = False  # whether those that the first call makes are known, too
+
+    def look(self) -> None:
+        """Look for them, if they are not known."""
+        if self._known is None:
+            self._known = [*generators_in(self._holders)]
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Leave those that are known as they were."""
+        before = [(generator, state_of(generator)) for generator in self._known or ()]
+        try:
+            yield
+        finally:
+            for generator, state in before:
+                put_back(generator, state)
+
+    def call(self, run: Callable[..., R], *arguments: Any, key: int, seed: Seed) -> R:
+        """Return what `run` returns under a key, which `seed` seeds the global generators by.
+
+        It is called again if its first call has made a generator.
+        """
+        seed(key)
+        seed_generators(self._known or (), key)
+        result = run(*arguments)
+        if self._is_complete:
+            return result
+        before = {*map(id, self._known or ())}
+        self._known, self._is_complete = [*generators_in(self._holders)], True
+        if before.issuperset(map(id, self._known)):
+            return result
+        return self.call(run, *arguments, key=key, seed=seed)
+
+
+def generators_in(holders: Sequence[Any]) -> Iterator[Any]:
+    """Yield the generators that functions, objects or datasets hold, each once, in a fixed order.
+
+    They are attributes, in closures, or in global variables that functions and methods name.
+    """
+    seen: set[int] = set()
+    waiting = deque((holder, 0) for holder in holders)
+    while waiting and len(seen) < _MOST_VALUES:
+        value, level = waiting.popleft()
+        if isinstance(value, _SCALARS) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, GENERATORS):
+            if not (is_global(value) or isinstance(value, random.SystemRandom)):  # has no state
+                yield value
+        elif level < _DEPTH:
+            waiting.extend((inner, level + 1) for inner in _held_by(value))
+
+
+def _held_by(value: Any) -> list[Any]:
+    """Return what a value holds that may be, or hold, a generator."""
+    held: list[Any] = []
+    if isinstance(value, (dict, list, tuple)):
+        items = value.values() if isinstance(value, dict) else value
+        if len(value) <= _MOST_ITEMS or isinstance(next(iter(items)), GENERATORS):
+            held = [*items]
+    if type(value) in (dict, list, tuple):
+        return held
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
+        return [value.__self__, getattr(value, "__func__", None)]
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [*cells, *defaults, *vars(value).values(), *_named_by(value.__code__, value)]
+    if isinstance(value, (type, types.ModuleType)) or hasattr(value, "get_vocab"):
+        return []
+    if type(value) is ConcatDataset:  # of any number
+        return [*value.datasets]
+    held += getattr(value, "__dict__", {}).values()
+    for base in type(value).__mro__:
+        if base.__module__.partition(".")[0] not in _LIBRARIES:
+            slots = vars(base).get("__slots__", ())
+            names = [slots] if isinstance(slots, str) else slots
+            held += [getattr(value, name, None) for name in names]
+            in_class = [getattr(one, "__func__", one) for one in vars(base).values()]
+            held += [one for one in in_class if isinstance(one, _FOLLOWED)]
+    return held
+
+
+def _named_by(code: types.CodeType, function: types.FunctionType) -> list[Any]:
+    """Return the functions, and the generators, in global variables that a function names."""
+    if str(function.__module__).partition(".")[0] in _LIBRARIES:
+        return []
+    names, variables = code.co_names, function.__globals__
+    named = [variables[name] for name in names if name in variables]
+    for module in [one for one in named if isinstance(one, types.ModuleType)]:
+        named += [vars(module)[name] for name in names if name in vars(module)]
+    held = [one for one in named if isinstance(one, _FOLLOWED)]
+    for inner in code.co_consts:
+        held += _named_by(inner, function) if isinstance(inner, types.CodeType) else []
+    return held
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odb_nodes._core.checks import check_bool, check_count
+from odb_nodes._core.checks import check_bool, keep_count
 from odb_nodes.collate.token_rows import (
     GroupRows,
     TokenRows,
@@ -76,10 +76,10 @@ class PackedCollate(TokenRows):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("sample_multiple", self.sample_multiple)
+        keep_count(self, "sample_multiple")
         check_bool("model_arguments", self.model_arguments)
         if self.max_samples is not None:
-            check_count("max_samples", self.max_samples)
+            keep_count(self, "max_samples")
         dtype = self.mask_dtype
         if dtype is not None and not (dtype is torch.bool or dtype.is_floating_point):
             raise ValueError(

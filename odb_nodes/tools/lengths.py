@@ -273,9 +273,9 @@ def observe_lengths(
         TypeError, ValueError: an argument is not valid, or there is no sample.
         SampleError: a sample cannot be processed.
     """
-    check_integer("seed", seed)
+    seed = check_integer("seed", seed)
     if samples is not None:
-        check_count("samples", samples)
+        samples = check_count("samples", samples)
     check_no_columns(dataset)
     named = dataset if isinstance(dataset, dict) else {"": dataset}
     functions: Any = process_fn

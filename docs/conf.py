@@ -4,6 +4,7 @@
 """
 
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,14 +93,33 @@ def public_names(module: str) -> list[str]:
     return [name for name in sorted(names, key=str.lower) if not name.startswith("_")]
 
 
+def parameters_of(value: Any) -> str:
+    """Return the parameters of a function or class with their plain defaults; "" for others."""
+    if inspect.isclass(value):
+        if issubclass(value, BaseException) or getattr(value, "_is_protocol", False):
+            return ""
+    elif not inspect.isroutine(value):
+        return ""
+    shown = []
+    signature = inspect.signature(value)
+    for one in signature.parameters.values():
+        default = one.default
+        if default is not one.empty and type(default) not in (int, float, str, bool, type(None)):
+            default = ...
+        shown.append(one.replace(annotation=one.empty, default=default))
+    text = str(signature.replace(parameters=shown, return_annotation=signature.empty))
+    return text.replace("Ellipsis", "...")
+
+
 def api_page() -> str:
     """Return `api.md`: each public name with the first sentence of its docstring."""
     lines = [
         "# API reference",
         "",
-        "The public names; others may change without notice. Their docstrings, with signatures,",
-        "units, shapes and errors, are also in the [reference](reference.md) of the site, which",
-        "`sphinx-build -W docs docs/_build/site` makes. `python docs/conf.py` writes this page.",
+        "The public names, with their parameters; others may change without notice. Their",
+        "docstrings, with types, units, shapes and errors, are in the [reference](reference.md) of",
+        "the site; `python -m pydoc odb_nodes.ODBDataLoader` shows one of them in a terminal.",
+        "`python docs/conf.py` writes this page.",
     ]
     known: set[str] = set()
     for module, text in PUBLIC.items():
@@ -121,7 +141,7 @@ def api_page() -> str:
         for name in new_names:
             value = getattr(importlib.import_module(module), name)
             first = ALIASES.get(name) or (value.__doc__ or "").strip().split("\n\n")[0]
-            lines.append(f"- `{name}`: {' '.join(first.split())}")
+            lines.append(f"- `{name}{parameters_of(value)}`: {' '.join(first.split())}")
         if again := [f"`{name}`" for name in names if name not in new_names]:
             lines.append(f"- from above: {', '.join(again)}")
     lines.append("")

@@ -55,7 +55,7 @@ class Sample(NamedTuple):
     Attributes:
         data: the result of processing, which the collate function gets. In a loader whose workers
             collate, a `StoredData`: `data_of` loads it.
-        tokens: length in tokens, without padding.
+        tokens: length in tokens, without the padding of a batch.
         targets: supervised tokens after the causal shift; 1 for a single label.
         patches: image patches, 0 for text.
         source: name of the sample's source, "" if sources have no names.
@@ -66,6 +66,7 @@ class Sample(NamedTuple):
         digest: CRC-32 of data, tokens, targets and patches, which a restore compares, or `None`.
         task: name of its task, if `observe` returned one; see `task_name`.
         ordinal: its number in the epoch of this rank, if the source cannot read items by key.
+        padding: tokens of it that the loader added at its end, for `PackedCollate.sample_multiple`.
     """
 
     data: Any
@@ -79,6 +80,7 @@ class Sample(NamedTuple):
     digest: int | None = None
     task: str = ""
     ordinal: int | None = None
+    padding: int = 0
 
     @property
     def task_name(self) -> str:

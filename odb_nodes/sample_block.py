@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from operator import sub
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -37,6 +38,7 @@ class SampleKind(NamedTuple):
     task: str
     item_source: str | None
     world_size: int
+    padding: int = 0
 
     @property
     def task_name(self) -> str:
@@ -193,6 +195,12 @@ class SampleBlock(Sequence[Sample]):
         """What each has in common with others."""
         return kinds_of(self.facts[KIND].tolist())
 
+    @property
+    def real_lengths(self) -> list[int]:
+        """Length of each without its `Sample.padding`."""
+        padding = [kind.padding for kind in self.kinds]
+        return [*map(sub, self.lengths, padding)] if any(padding) else self.lengths
+
     def _row(self, row: int) -> IntArray:
         found: IntArray = self.facts[row]
         return found
@@ -330,13 +338,13 @@ def check_fits(sample: Sample) -> None:
 
 
 def _row_of(sample: Sample) -> tuple[Any, ...]:
-    _, tokens, targets, patches, source, counted, key, item, digest, task, ordinal = sample
+    _, tokens, targets, patches, source, counted, key, item, digest, task, ordinal, padding = sample
     item_source, number, world_size, repeat = (None, NONE, 0, 0) if item is None else item
     return (
         tokens,
         targets,
         patches,
-        _KINDS[source, counted, task, item_source, world_size],
+        _KINDS[source, counted, task, item_source, world_size, padding],
         NONE if key is None else None if key == NONE else key,
         number,
         repeat,
@@ -357,7 +365,7 @@ def _sample_of(
     digest: int,
     ordinal: int,
 ) -> Sample:
-    source, counted, task, item_source, world_size = _KINDS.of[code]
+    source, counted, task, item_source, world_size, padding = _KINDS.of[code]
     return _SAMPLE_OF(
         (
             data,
@@ -371,6 +379,7 @@ def _sample_of(
             None if digest == NONE else digest,
             task,
             None if ordinal == NONE else ordinal,
+            padding,
         )
     )
 

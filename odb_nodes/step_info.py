@@ -31,7 +31,7 @@ class SourceCount(NamedTuple):
 def count_sources(samples: Sequence[Sample]) -> dict[str, SourceCount]:
     """Return samples and tokens by source; an empty dict if no sample has a source."""
     block = SampleBlock.of(samples)
-    return _counts_by([kind.source for kind in block.kinds], block.lengths)
+    return _counts_by([kind.source for kind in block.kinds], block.real_lengths)
 
 
 def count_tasks(samples: Sequence[Sample]) -> dict[str, int]:
@@ -43,7 +43,7 @@ def count_tasks(samples: Sequence[Sample]) -> dict[str, int]:
 def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the fields of a `StepInfo` that say which samples are in its batch."""
     block = SampleBlock.of(samples)
-    facts, codes, sizes = block.facts, block.facts[KIND].tolist(), block.lengths
+    facts, codes, sizes = block.facts, block.facts[KIND].tolist(), block.real_lengths
     known = [*{*codes}]
     kinds = dict(zip(known, kinds_of(known), strict=True))
     sources = [kinds[code].source for code in codes]

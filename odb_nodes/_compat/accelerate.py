@@ -6,6 +6,7 @@ in `tests/_compat/test_accelerate.py`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +26,15 @@ def loader_base() -> Any:
     from accelerate.data_loader import DataLoaderStateMixin
 
     return DataLoaderStateMixin
+
+
+def has_accelerator() -> bool:
+    """Tell whether this process has made an `Accelerator`, without an import of accelerate.
+
+    Relies on `AcceleratorState._shared_state`, which is empty before.
+    """
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    return bool(getattr(state, "_shared_state", None))
 
 
 def drop_partial_step(accelerator: Any) -> None:

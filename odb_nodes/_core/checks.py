@@ -40,9 +40,9 @@ def check_count(name: str, value: object, minimum: int = 1, maximum: int = MAX_C
     return count
 
 
-def keep_count(options: Any, name: str, minimum: int = 1) -> None:
+def keep_count(options: Any, name: str, minimum: int = 1, maximum: int = MAX_COUNT) -> None:
     """Check a field of a frozen dataclass, and keep it as an int: an integer of numpy overflows."""
-    object.__setattr__(options, name, check_count(name, getattr(options, name), minimum))
+    object.__setattr__(options, name, check_count(name, getattr(options, name), minimum, maximum))
 
 
 def check_number(name: str, value: Any, interval: str) -> float:

@@ -118,7 +118,9 @@ def flatten_row(name: str, values: Any) -> Any:
     try:
         if isinstance(values, str):
             raise TypeError
-        nested = len(values) > 0 and hasattr(values[0], "__len__") and type(values[0]) is not str
+        first = values[0] if len(values) else 0
+        is_row = hasattr(first, "__len__") and type(first) is not str
+        nested = is_row and getattr(first, "ndim", 1) > 0  # a 0-d tensor is a number
     except TypeError:
         raise SampleError(
             f"`{name}` must be a list, an array or a tensor, but is {values!r} instead. Convert it "

@@ -74,6 +74,8 @@ def tokenizer_name(tokenizer: Any) -> str:
 
 
 def _show(value: Any) -> str:
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, (str, int, float, bool, bytes, type(None))):
         return repr(value)
     if callable(getattr(value, "get_vocab", None)):

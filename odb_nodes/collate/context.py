@@ -46,8 +46,8 @@ def shard_context(
         ValueError: a row, or a sample of a packed row, has no multiple of the parts; a packed row
             has no `cu_seq_lens_q`; or the batch has a mask of (T, T).
     """
-    check_count("world_size", world_size)
-    if check_count("rank", rank, 0) >= world_size:
+    world_size, rank = check_count("world_size", world_size), check_count("rank", rank, 0)
+    if rank >= world_size:
         raise ValueError(f"`rank` must be in range({world_size}), but is {rank} instead.")
     check_choice("order", order, get_args(ContextOrder))
     rows, width = batch["input_ids"].shape

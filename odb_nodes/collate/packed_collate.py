@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odb_nodes._core.checks import check_bool, check_count
+from odb_nodes._core.checks import check_bool, keep_count
 from odb_nodes.collate.token_rows import (
     GroupRows,
     TokenRows,
@@ -65,7 +65,8 @@ class PackedCollate(TokenRows):
             `None`: no mask.
         sample_multiple: tokens; `prepare` pads each sample to a multiple of it, at its end, as
             context parallelism wants: 2 * its ranks. The padding counts against the budget, and has
-            no labels. An `observe` function of yours must round up, too.
+            no labels. An `observe` function of yours must round up, too. An `ODBDataLoader` knows
+            it as padding: `StepInfo.local_tokens` is without.
     """
 
     draws_random_numbers: ClassVar[bool] = False
@@ -76,10 +77,10 @@ class PackedCollate(TokenRows):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("sample_multiple", self.sample_multiple)
+        keep_count(self, "sample_multiple")
         check_bool("model_arguments", self.model_arguments)
         if self.max_samples is not None:
-            check_count("max_samples", self.max_samples)
+            keep_count(self, "max_samples")
         dtype = self.mask_dtype
         if dtype is not None and not (dtype is torch.bool or dtype.is_floating_point):
             raise ValueError(
@@ -112,9 +113,15 @@ class PackedCollate(TokenRows):
                 prepared = self._filled_up(prepared)
         return prepared
 
+    def padding_of(self, sample: Any) -> int:
+        """Return how many tokens `prepare` adds to a sample."""
+        if self.sample_multiple == 1 or not isinstance(sample, Mapping):
+            return 0
+        return -length_of(sample) % self.sample_multiple
+
     def _filled_up(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a sample whose tokens are a multiple of `sample_multiple`."""
-        missing = -length_of(sample) % self.sample_multiple
+        missing = self.padding_of(sample)
         filled = {"labels": row_of("input_ids", sample["input_ids"]), **sample}
         for key in {*_KEPT} & {*filled}:
             del filled[key]  # They say nothing of a packed row, and do not hold for padding.

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odb_nodes._core.checks import check_count
+from odb_nodes._core.checks import keep_count
 from odb_nodes._core.content import INT64, array_of_ints, flatten_row, is_mapping
 from odb_nodes.collate.protocol import NewTensor, new_tensor, owned
 from odb_nodes.errors import SampleError
@@ -46,7 +46,7 @@ class TokenRows:
     shapes: tuple[Shape, ...] = ()
 
     def __post_init__(self) -> None:
-        check_count("pad_to_multiple_of", self.pad_to_multiple_of)
+        keep_count(self, "pad_to_multiple_of")
         widths = [width for _, width in self.shapes]
         if widths != sorted(widths):
             raise ValueError(
@@ -89,6 +89,10 @@ class TokenRows:
                 _check_length(key, row, tokens)
             converted = converted or row is not sample[key]
         return {**sample, **rows} if converted else sample
+
+    def padding_of(self, sample: Any) -> int:  # noqa: ARG002
+        """Return how many tokens `prepare` adds to a sample."""
+        return 0
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch of `samples`."""

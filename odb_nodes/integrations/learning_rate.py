@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from odb_nodes._core.checks import check_choice, check_count
+from odb_nodes._core.checks import check_choice, keep_count
 
 __all__ = ["LrScaling", "follow"]
 
@@ -35,7 +35,7 @@ class LrScaling:
     rule: Rule = "sqrt"
 
     def __post_init__(self) -> None:
-        check_count("reference_samples", self.reference_samples)
+        keep_count(self, "reference_samples")
         check_choice("rule", self.rule, get_args(Rule))
 
     def factor(self, samples: int) -> float:

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes._core.checks import MAX_KEY, check_count, check_type
+from odb_nodes._core.checks import MAX_KEY, check_count
 from odb_nodes._core.text import counted
 from odb_nodes.ledger.history import Ints, Run, Samples, Segment, Steps
 from odb_nodes.ledger.records import ENDS_EPOCH, FILLER, NO_KEY, Name
@@ -171,7 +171,7 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
             attempt in it is of another version.
         FileNotFoundError: there is no ledger in the folder.
     """
-    _check_size(size)
+    size = _checked_size(size)
     run = Run(folder)
     problems, notes = run.damage(), [text for file in run.files for text in file.notes]
     notes += [f"rank {one.rank}: nothing is recorded." for one in run.files if not one.headers]
@@ -198,13 +198,10 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
     )
 
 
-def _check_size(size: object) -> None:
-    check_type("size", size, int | Mapping | None)
+def _checked_size(size: object) -> Size:
     if isinstance(size, Mapping):
-        for name, one in size.items():
-            check_count(f"size[{name!r}]", one, 0, MAX_KEY)
-    elif size is not None:
-        check_count("size", size, 0, MAX_KEY)
+        return {name: check_count(f"size[{name!r}]", one, 0, MAX_KEY) for name, one in size.items()}
+    return None if size is None else check_count("size", size, 0, MAX_KEY)
 
 
 class _Killed:

@@ -163,7 +163,8 @@ class TokenBatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch, unless a loaded state stands within it."""
-        if check_count("epoch", epoch, 0) != self.epoch or self._is_at_end:
+        epoch = check_count("epoch", epoch, 0)
+        if epoch != self.epoch or self._is_at_end:
             self._go_to(epoch)
 
     def _go_to(self, epoch: int) -> None:

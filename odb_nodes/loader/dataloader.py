@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,8 +13,10 @@ from typing import Any, TypeVar, cast
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 from torchdata.nodes import BaseNode
 
+from odb_nodes._compat.accelerate import has_accelerator
 from odb_nodes._core.checks import check_type
 from odb_nodes._core.text import counted
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.aligned_round import LossScaling
 from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.alignment.peers import VirtualTeam
@@ -50,6 +53,11 @@ _OF_DATALOADER = {
     "worker_init_fn": "pass `workers=WorkerOptions(worker_init_fn=)`",
 }
 """Arguments of torch's `DataLoader` that dynamic batches do not have -> what there is instead."""
+
+_TRAINERS = [
+    f"odb_nodes.integrations.{name}" for name in ("accelerate", "huggingface", "lightning")
+]
+"""Modules that connect a loader to an `Accelerator`, or to a trainer that has none or its own."""
 
 _FIXED = frozenset({"dataset", *LoaderOptions.__dataclass_fields__})
 
@@ -233,6 +241,19 @@ class ODBDataLoader(Loader[Any]):
             )
         options.setdefault("pin_memory", loader.pin_memory)
         return cls(loader.dataset, token_budget=token_budget, **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the iterator of a loaded state's epoch, or of the next one."""
+        if has_accelerator() and not any(name in sys.modules for name in _TRAINERS):
+            warn_user(
+                "this process has an `Accelerator`, which neither saves this loader nor moves its "
+                "batches, also where it was given to `accelerator.prepare`. Call `loader = "
+                "configure_accelerator(accelerator, loader)` of "
+                "`odb_nodes.integrations.accelerate`; if your loop does both itself, filter this "
+                "warning out.",
+                once="accelerator",
+            )
+        return super().__iter__()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED:  # All others are set at each step.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -48,7 +48,16 @@ from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import Mixing, Stop, WeightSchedule, check_names
 from odb_nodes.sources.source_mixer import SourceMixer
 
-Prepare = Callable[[Any], Any] | None
+
+class Preparing(Protocol):
+    """The first step of a collate function, done sample by sample."""
+
+    def prepare(self, sample: Any, /) -> Any:
+        """Return the data that the collate function gets."""
+
+    def padding_of(self, sample: Any, /) -> int:
+        """Return how many tokens `prepare` adds."""
+
 
 _OF_GROUPS = (WindowBucketer, RankAligner, GroupCollator, ReadAhead)
 _FAR_APART = 10
@@ -67,8 +76,7 @@ class RankGraph:
         collate = collate_for(options.budget, options.collate_fn)
         # A subclass is left out: its `__call__` may expect the samples as processing returned them.
         is_ours = type(collate) in (PaddingCollate, PackedCollate)
-        prepare = getattr(collate, "prepare", None) if is_ours else None
-        self.samples = sample_node(dataset, options, prepare)
+        self.samples = sample_node(dataset, options, collate if is_ours else None)
         self.bucketer = WindowBucketer(
             self.samples,
             options.budget,
@@ -140,7 +148,7 @@ class SampleProcess(Fetcher):
     dataset: Any  # that items are indices into; `None` where items are the data themselves
     process_fn: ProcessFn
     observe: Observe | None
-    prepare: Prepare  # the first step of the collate function, done here sample by sample
+    collate: Preparing | None
     first: FirstSamples = field(default_factory=FirstSamples, compare=False)
 
     @property
@@ -183,17 +191,23 @@ class SampleProcess(Fetcher):
                 data = process_kept(self.dataset, item, data, self.process_fn)
             else:
                 data = self.process_fn(data)
-        if self.prepare is None:
+        if self.collate is None:
             return observe_sample(data, self.observe)
         if self.observe is None:
-            return observe_sample(self.prepare(data))  # counts arrays faster than lists
-        sample = observe_sample(data, self.observe)
+            sample = observe_sample(self.collate.prepare(data))  # counts arrays faster than lists
+        else:
+            sample = observe_sample(data, self.observe)
         if isinstance(sample, Skipped):
             return sample
-        return sample._replace(data=self.prepare(data))
+        if self.observe is not None:
+            sample = sample._replace(data=self.collate.prepare(data))
+        padding = self.collate.padding_of(data)
+        return sample._replace(padding=padding) if padding else sample
 
 
-def sample_node(dataset: Any, options: LoaderOptions, prepare: Prepare = None) -> BaseNode[Any]:
+def sample_node(
+    dataset: Any, options: LoaderOptions, collate: Preparing | None = None
+) -> BaseNode[Any]:
     """Return a node that yields the samples of a dataset, or of a dict of those to mix."""
     check_no_columns(dataset)
     is_mixture = (
@@ -202,27 +216,29 @@ def sample_node(dataset: Any, options: LoaderOptions, prepare: Prepare = None) -
     if is_mixture or not isinstance(dataset, BaseNode):  # which may have sources of any name
         _check_excluded(ExcludedKeys.of(options.exclude), [*dataset] if is_mixture else [])
     if not is_mixture:
-        return _one_dataset(dataset, options, prepare)
+        return _one_dataset(dataset, options, collate)
     if type(dataset) is not dict:
         raise TypeError(
             f"`dataset` must be one dataset, or a plain dict of those to mix, but is a "
             f"`{type(dataset).__name__}` of {sorted(dataset)}. Pass one of them, such as "
             '`dataset["train"]`; or `dict(dataset)` to mix them all.'
         )
-    return _mixture(dataset, options, prepare)
+    return _mixture(dataset, options, collate)
 
 
-def _one_dataset(dataset: Any, options: LoaderOptions, prepare: Prepare) -> BaseNode[Any]:
+def _one_dataset(dataset: Any, options: LoaderOptions, collate: Preparing | None) -> BaseNode[Any]:
     check_callable("process_fn", options.process_fn)
     if options.weights is not None:
         raise ValueError("`weights` must be None, unless `dataset` is a dict of datasets.")
-    source, process = _read(dataset, options.process_fn, options.seed, options, prepare)
+    source, process = _read(dataset, options.process_fn, options.seed, options, collate)
     return _processor_of(options)(
         source, process, seed=options.seed, workers=options.worker_options
     )
 
 
-def _mixture(datasets: dict[str, Any], options: LoaderOptions, prepare: Prepare) -> BaseNode[Any]:
+def _mixture(
+    datasets: dict[str, Any], options: LoaderOptions, collate: Preparing | None
+) -> BaseNode[Any]:
     if options.sampler is not None:
         raise ValueError(
             "`sampler` must be None where `dataset` is a dict of datasets. Pass an "
@@ -248,7 +264,7 @@ def _mixture(datasets: dict[str, Any], options: LoaderOptions, prepare: Prepare)
     for name, dataset in datasets.items():
         try:
             sources[name], processes[name] = _read(
-                dataset, functions[name], seeds[name], options, prepare
+                dataset, functions[name], seeds[name], options, collate
             )
         except (TypeError, ValueError) as error:
             raise type(error)(f"of source {name!r}: {error}") from error
@@ -274,13 +290,13 @@ def _processor_of(options: LoaderOptions) -> Callable[..., ParallelProcessor[Any
 
 
 def _read(
-    dataset: Any, process_fn: Any, seed: int, options: LoaderOptions, prepare: Prepare
+    dataset: Any, process_fn: Any, seed: int, options: LoaderOptions, collate: Preparing | None
 ) -> tuple[Any, SampleProcess]:
     """Return the source of a dataset, and what makes samples of its items."""
     _check_is_dataset(dataset)
     shard = (0, 1) if options.sharded else group_rank(options.process_group)
     source, items = source_of(dataset, options.shuffle, seed, options.sampler, shard)
-    return source, SampleProcess(items, process_fn, options.observe, prepare)
+    return source, SampleProcess(items, process_fn, options.observe, collate)
 
 
 def _weights(

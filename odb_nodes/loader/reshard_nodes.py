@@ -44,6 +44,7 @@ S = TypeVar("S", bound=NodeState)
 T = TypeVar("T")
 States = Sequence[Any]  # the states of one node, by rank
 TakenOf = Mapping[str, tuple[int, int]]
+Rule = Callable[[States, States, "Reading"], None]
 
 _OF_A_RANK = ("rank", "world_size")  # what a configuration has that differs between ranks
 _UP_TO_THE_END = "Go on with as many ranks as before up to the end of the epoch"
@@ -320,6 +321,8 @@ def _waiting(found: Sequence[AlignerState], pools: Sequence[BucketerState]) -> S
         held = from_records(held_state)[: sum(sizes[:-1])]  # no filler
         pooled = from_records(pool_state)
         if None in (held_state, pool_state) or are_numbered(held) or are_numbered(pooled):
+            if pool.mode == "replay":
+                _check_known(pool.source)
             raise StateError(
                 "the states cannot be resharded within an epoch: the source cannot read samples by "
                 'keys that all ranks share, or the pool is saved with `state="payload"`, so no '
@@ -363,14 +366,8 @@ def _put_counts(pools: Sequence[BucketerState], new: States, ranks: Ranks) -> li
 
 def _reshard_source(states: States, new: States, reading: Reading) -> None:
     """Tell a source on the new ranks which of its items no rank has read."""
+    rule = _rule_of(states[0])
     node = node_of(states[0])
-    rule = _RULES.get(node)
-    if rule is None:
-        raise StateError(
-            f"{f'`{node}`' if node else 'a node without a sealed state'} cannot be resharded "
-            "within an epoch: its state does not say which items no rank has read, by numbers "
-            f"that all ranks share. {_AFTER_THE_LAST}"
-        )
     before, configs = reading.ranks.before, [*map(config_of, states)]
     if "world_size" in configs[0] and any(one.get("world_size") != before for one in configs):
         raise StateError(
@@ -378,6 +375,28 @@ def _reshard_source(states: States, new: States, reading: Reading) -> None:
             f"no other can read. {_UP_TO_THE_END}."
         )
     rule(states, new, reading)
+
+
+def _rule_of(state: Any) -> Rule:
+    """Return the rule of a node; raise a `StateError` where there is none."""
+    if (rule := _RULES.get(node := node_of(state))) is not None:
+        return rule
+    remedy = ""
+    if isinstance(state, Mapping) and {"source", "sources"} & {*state}:
+        remedy = " Do what it does in `process_fn`, which may return `Skipped` for a sample."
+    raise StateError(
+        f"{f'`{node}`' if node else 'a node without a sealed state'} cannot be resharded within "
+        "an epoch: its state does not say which items no rank has read, by numbers that all ranks "
+        f"share.{remedy} {_AFTER_THE_LAST}"
+    )
+
+
+def _check_known(state: Any) -> None:
+    """Raise a `StateError` where a node below, down to the sources, has no rule."""
+    _rule_of(state)
+    below = [state["source"]] if "source" in state else state.get("sources", {}).values()
+    for source in below:
+        _check_known(source)
 
 
 def _observer(states: States, new: States, reading: Reading) -> None:
@@ -506,7 +525,7 @@ def _done_by_source(found: Sequence[MixerState], reading: Reading) -> dict[str, 
     }
 
 
-_RULES: Mapping[str, Callable[[States, States, Reading], None]] = {
+_RULES: Mapping[str, Rule] = {
     "LengthObserver": _observer,
     "ParallelProcessor": _processor,
     "ShardedSampler": _sampler,

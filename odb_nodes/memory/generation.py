@@ -173,7 +173,7 @@ class LongestFirst:
                 f"but is {describe(dataset)} instead. Pass a list of its items."
             )
         self.dataset = dataset
-        check_count("new_tokens", new_tokens, 0)
+        new_tokens = check_count("new_tokens", new_tokens, 0)
         multiple = budget.pad_to_multiple_of
         new_tokens += -new_tokens % multiple  # which come on top of what pads the prompts
         ladder = budget.shape_ladder()

@@ -159,7 +159,7 @@ class MemoryModel:
             TypeError, ValueError: an argument is not valid, there are fewer than 2 points, they do
                 not show how memory grows, or no batch fits.
         """
-        check_count("limit_bytes", limit_bytes, maximum=MOST_BYTES)
+        limit_bytes = check_count("limit_bytes", limit_bytes, maximum=MOST_BYTES)
         usable_bytes = limit_bytes * check_number("threshold", threshold, "(0, 1]")
         fit = self.fit()
         if fit.token_bytes == fit.square_bytes == 0:
@@ -226,7 +226,7 @@ class MemoryModel:
         Raises:
             TypeError, ValueError: as `budget`, except that no batch fits.
         """
-        given = [cards_gib] if isinstance(cards_gib, (int, float)) else [*cards_gib]
+        given = [cards_gib] if isinstance(cards_gib, Real) else [*cards_gib]
         if not given or not all(isinstance(one, Real) and one > 0 for one in given):
             raise ValueError(
                 f"`cards_gib` must be numbers of GiB above 0, one for each card, but is "

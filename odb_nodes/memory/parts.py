@@ -153,7 +153,7 @@ def _with_rows(info: StepInfo, samples: list[Sample]) -> StepInfo:
         info,
         local_samples=len(samples),
         local_targets=sum(sample.targets for sample in samples),
-        local_tokens=sum(sample.tokens for sample in samples),
+        local_tokens=sum(sample.tokens - sample.padding for sample in samples),
         **facts_of_rows(samples),
     )
 

@@ -240,7 +240,7 @@ class Monitor:
                 loss = row_losses.sums.detach().sum() / max(weight, 1)
         values_told = told_values(loss, weight, loss_by_source, grad_norm)
         last_told = told_last(lr, values)
-        check_count("ooms", ooms, 0)
+        ooms = check_count("ooms", ooms, 0)
         waited_s = self._wait_s if wait_s is None else not_negative("wait_s", wait_s)
         if self._is_closed:
             raise ValueError("the monitor is closed: it records nothing. Make a new one.")

@@ -294,7 +294,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
             padded = ids.numel()
         if self._budget is not None:  # `observe` may count more than `input_ids` holds.
             padded = max(padded, self._budget.padded_tokens(group.lengths))
-        real = 0 if info.is_filler else sum(group.lengths)
+        real = 0 if info.is_filler else sum(group.real_lengths)
         return info.with_counts(local_tokens=real, local_padded_tokens=padded)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
-from odb_nodes._core.checks import check_count
+from odb_nodes._core.checks import keep_count
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.auto_window import WindowSize
 from odb_nodes.planning.budget import TokenBudget
@@ -80,7 +80,7 @@ class SimulationOptions(JobOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("world_size", self.world_size)
+        keep_count(self, "world_size")
         check_diversity(self.diversity, TokenBudget.of(self.budget))
 
 

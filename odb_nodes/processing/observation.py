@@ -123,7 +123,7 @@ def made_of(result: Any, item: ItemKey | None) -> Any:
     if item is None:
         return result
     if isinstance(result, Sample):
-        data, tokens, targets, patches, source, counted, key, _, digest, task, _ = result
+        data, tokens, targets, patches, source, counted, key, _, digest, task, _, padding = result
         return Sample(
             data,
             tokens,
@@ -135,6 +135,7 @@ def made_of(result: Any, item: ItemKey | None) -> Any:
             item,
             digest_of(result) if digest is None else digest,
             task,
+            padding=padding,
         )
     if isinstance(result, Skipped) and result.key is None:
         return replace(result, key=item.key, source=result.source or item.source)

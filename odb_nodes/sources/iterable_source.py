@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import operator
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sized
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import DistributedSampler
 from torchdata.nodes import Stateful
 
@@ -120,9 +122,9 @@ class IterableSource(EpochNode[T, IterableState]):
             self._load_own(self._stateful)
             self._digest = state.items_digest
             if not self._ended:
-                self._it = iter(self._iterable)
+                self._it = self._iterate()
         elif self._position:
-            self._it = iter(self._iterable)
+            self._it = self._iterate()
             self._fast_forward(self._it, state)
 
     def save(self) -> IterableState:
@@ -144,13 +146,13 @@ class IterableSource(EpochNode[T, IterableState]):
         if self._ended:
             raise StopIteration
         if self._it is None:
-            self._it = iter(self._iterable)
+            self._it = self._iterate()
         while True:
             try:
                 item = next(self._it)
             except StopIteration:
                 if self._retry:
-                    self._it, self._retry = iter(self._iterable), False
+                    self._it, self._retry = self._iterate(), False
                     continue
                 if self._position == 0 and resolve_rank(None, None)[1] == 1:
                     raise SampleError(
@@ -181,6 +183,11 @@ class IterableSource(EpochNode[T, IterableState]):
                 f"`load_state_dict` of `{type(iterable).__name__}` raised {error!r}: the state of "
                 f"{type(self).__name__} holds {self._loaded!r:.80} for it."
             ) from error
+
+    def _iterate(self) -> Iterator[T]:
+        items = iter(self._iterable)
+        # Not a generator, which an error of the iterable would end.
+        return map(_plain_index, items) if self._yields_indices else items
 
     def _forget(self, *, retry: bool) -> None:
         if self._loaded is not None and self._it is not None:
@@ -234,6 +241,18 @@ class IterableSource(EpochNode[T, IterableState]):
         """Return what decides the output: a state fits only if it is equal."""
         order = self._iterable.fingerprint if isinstance(self._iterable, _Stream) else {}
         return {"rank": self._rank, "world_size": self._world_size, **order}
+
+
+def _plain_index(item: Any) -> Any:
+    """Return an integer of any kind (numpy, 0-d tensor) as the int that keys and states hold."""
+    if type(item) in (int, bool) or getattr(item, "dtype", None) is torch.bool:
+        return item
+    if getattr(item, "shape", ()) != ():
+        return item
+    try:
+        return operator.index(item)
+    except TypeError:
+        return item
 
 
 def _check_is_whole(iterable: Any, world_size: int) -> None:

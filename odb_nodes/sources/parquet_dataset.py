@@ -104,7 +104,8 @@ class ParquetDataset:
             IndexError: there is none.
             OSError: its row group could not be read in 3 tries, or the file has changed.
         """
-        if not 0 <= operator.index(index) < len(self):
+        index = operator.index(index)
+        if not 0 <= index < len(self):
             raise IndexError(f"there is no row {index}: the files have {len(self)}.")
         block = int(np.searchsorted(self._starts, index, "right")) - 1
         if (columns := self._read_last.pop(block, None)) is None:

@@ -77,7 +77,8 @@ class TarDataset:
             IndexError: there is none.
             OSError: its file was cut or replaced.
         """
-        if not 0 <= operator.index(index) < len(self):
+        index = operator.index(index)
+        if not 0 <= index < len(self):
             raise IndexError(f"there is no sample {index}: the files have {len(self)}.")
         file = int(np.searchsorted(self._ends, index, "right"))
         found = self._indices[file]

@@ -70,7 +70,7 @@ class WeightedSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration that of an epoch. `ODBDataLoader` calls it."""
-        self._epoch = epoch
+        self._epoch = check_count("epoch", epoch, 0)
 
     def __iter__(self) -> Iterator[int]:
         """Yield the indices of the epoch."""

@@ -72,11 +72,10 @@ def assert_resumes_exactly(
         TypeError, ValueError: an argument is not valid, or `make_graph` returned the same graph
             twice.
     """
-    check_count("epochs", epochs)
-    check_count("every", every)
-    check_count("chain", chain, 0)
+    epochs, every = check_count("epochs", epochs), check_count("every", every)
+    chain = check_count("chain", chain, 0)
     if horizon is not None:
-        check_count("horizon", horizon)
+        horizon = check_count("horizon", horizon)
     if not callable(make_graph):
         raise TypeError(
             f"`make_graph` must be a function that returns a new graph, but is {make_graph!r} "

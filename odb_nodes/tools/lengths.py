@@ -273,9 +273,9 @@ def observe_lengths(
         TypeError, ValueError: an argument is not valid, or there is no sample.
         SampleError: a sample cannot be processed.
     """
-    check_integer("seed", seed)
+    seed = check_integer("seed", seed)
     if samples is not None:
-        check_count("samples", samples)
+        samples = check_count("samples", samples)
     check_no_columns(dataset)
     named = dataset if isinstance(dataset, dict) else {"": dataset}
     functions: Any = process_fn
@@ -359,7 +359,7 @@ def _drawn(
 
 
 def _processed(dataset: Any, options: LoaderOptions, label: str) -> Iterator[Sample | Skipped]:
-    node = sample_node(dataset, options, _nothing)
+    node = sample_node(dataset, options, _Nothing())
     try:
         node.reset(None)
         yield from Bar(node, label, known_length_of(node))
@@ -404,5 +404,12 @@ def _counts(observe: Observe | None, data: Any) -> Observation:
     return Observation(sample.tokens, sample.targets, sample.patches, sample.key)
 
 
-def _nothing(_: Any) -> None:
-    """Stand for the data of a sample, which workers need not send."""
+class _Nothing:
+    """Stands for the data of samples, which workers need not send."""
+
+    def prepare(self, _: Any) -> None:
+        """Return no data."""
+
+    def padding_of(self, _: Any) -> int:
+        """Return that nothing is added."""
+        return 0

@@ -42,7 +42,7 @@ def reshard_folder(
         StateError: the states cannot be resharded, or `out` has states already.
     """
     folder, out = Path(folder), Path(out)
-    check_count("world_size", world_size)
+    world_size = check_count("world_size", world_size)
     files = rank_files(folder)
     states = [*map(load_state, files)]
     if names_in(out):

@@ -112,8 +112,7 @@ def remake_from_ledger(
         ValueError: a source cannot read items by their keys; see `remake_from_checkpoint`.
         StateError: the ledger has no such step, or a sample of it has no key.
     """
-    check_count("epoch", epoch, 0)
-    check_count("step", step, 0)
+    epoch, step = check_count("epoch", epoch, 0), check_count("step", step, 0)
     if not (found := read_steps(folder, epoch, [step])):
         raise StateError(f"the ledger in `{folder}` has no step {step} of epoch {epoch}.")
     with _graphs(make_loader, len(found[step])) as graphs:
@@ -156,7 +155,7 @@ def remake_from_checkpoint(
     Raises:
         StateError: the folder has not one state of each rank, or a state does not fit the loader.
     """
-    check_count("further", further, 0)
+    further = check_count("further", further, 0)
     if isinstance(states, (str, os.PathLike)):
         states = [*map(load_state, rank_files(states))]
     found: list[Any] = []

@@ -347,7 +347,7 @@ def tune(
         TypeError, ValueError: an argument is not valid, or no budget holds the longest sample.
     """
     step_time = StepTime() if log is None else StepTime.fitted(log)
-    check_count("world_size", world_size)
+    world_size = check_count("world_size", world_size)
     about = str(table)
     if isinstance(limit, tuple):
         model, limit_bytes = limit

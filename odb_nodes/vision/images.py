@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from odb_nodes._core.checks import check_choice, check_count, describe, import_extra
+from odb_nodes._core.checks import check_choice, describe, import_extra, keep_count
 from odb_nodes.errors import SampleError
 
 if TYPE_CHECKING:
@@ -138,8 +138,8 @@ class ImageReader:
 
     def __post_init__(self) -> None:
         for name in ("multiple", "min_pixels", "max_pixels", "max_image_pixels"):
-            check_count(name, getattr(self, name))
-        check_count("resample", self.resample, 0, _LAST_FILTER)
+            keep_count(self, name)
+        keep_count(self, "resample", 0, _LAST_FILTER)
         if self.min_pixels > self.max_pixels:
             raise ValueError(
                 f"`min_pixels` must be at most `max_pixels` ({self.max_pixels}), but is "

@@ -39,6 +39,16 @@ def loader_of(accelerator):
     return type("L", (compat.loader_base(),), {"gradient_state": accelerator.gradient_state})()
 
 
+@canary("AcceleratorState._shared_state", "../loader/dataloader")
+def test_a_process_knows_whether_it_has_an_accelerator(accelerate):
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    assert not compat.has_accelerator()
+    accelerate.Accelerator(cpu=True)
+    assert compat.has_accelerator()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    assert not compat.has_accelerator()
+
+
 @pytest.mark.parametrize("steps", [True, False])
 @canary("GradientState.sync_with_dataloader")
 def test_the_end_of_a_loader_steps_only_if_the_gradient_state_says_so(accelerate, steps):

@@ -84,6 +84,7 @@ METHODS = {
     "_load_best_model": [],
     "_issue_warnings_after_load": ["load_result"],
     "get_train_dataloader": [],
+    "_get_dataloader": ["dataset"],
     "get_batch_samples": ["epoch_iterator", "num_batches", "device"],
     "training_step": ["model", "inputs", "num_items_in_batch"],
     "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],

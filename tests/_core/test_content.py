@@ -155,6 +155,12 @@ def test_rows_and_their_batches_of_one_are_rows(kind):
     assert list(flatten_row("input_ids", kind([[3, 4]]))) == [3, 4]
 
 
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_list_of_integers_of_numpy_or_torch_is_a_row(kind, count):
+    assert len(flatten_row("input_ids", [kind(5)] * count)) == count
+
+
 # --- hashes of integers, and names of callables: what an object declares of itself ---------------
 
 

@@ -135,6 +135,33 @@ def test_the_budget_holds_the_padding_and_targets_are_those_of_the_samples():
     assert targets == sum(len(row["input_ids"]) - 1 for row in rows)
 
 
+@pytest.mark.parametrize("observe", [None, lambda row: -(-len(row["input_ids"]) // 4) * 4])
+@pytest.mark.parametrize("state", ["replay", "payload"])
+def test_the_padding_of_samples_is_no_real_token(state, observe):
+    rows = [{"input_ids": [1] * (index % 13 + 2)} for index in range(90)]
+    budget = TokenBudget(64, layout="packed")
+    collate = PackedCollate.of(budget, sample_multiple=4)
+    options = {"token_budget": budget, "window": 16, "collate_fn": collate, "state": state}
+
+    def tokens_of(batches):
+        for batch in batches:
+            info = pop_step_info(batch)
+            lengths = [len(rows[key]["input_ids"]) for key in info.keys]
+            assert info.local_tokens == sum(lengths) == info.local_sources["text"].tokens
+            assert info.local_padded_tokens == batch["input_ids"].numel() > sum(lengths)
+            yield info.local_tokens
+
+    def make_loader():
+        return ODBDataLoader({"text": rows}, observe=observe, **options)
+
+    loader = make_loader()
+    tokens = tokens_of(loader)
+    seen = [next(tokens) for _ in range(3)]
+    resumed = make_loader()
+    resumed.load_state_dict(loader.state_dict())
+    assert sum(seen) + sum(tokens_of(resumed)) == sum(len(row["input_ids"]) for row in rows)
+
+
 AS_TORCH = """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel

@@ -1,6 +1,9 @@
 """What only a loop of Accelerate has: its checkpoints, its counting of micro-steps, its guard."""
 
+import ast
 import gc
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 
@@ -144,6 +147,34 @@ def test_prepare_leaves_the_loader_as_it_is():
         assert accelerator.prepare(loader) is loader
         assert sum(len(batch["id"]) for batch in loader) == SIZE
         assert loader.dataset is loader.loader.dataset
+
+
+PREPARED = """
+import warnings
+import torch
+from accelerate import Accelerator
+from odb_nodes import ODBDataLoader
+loader = ODBDataLoader([{"input_ids": [1, 2]}] * 9, token_budget=4)
+with warnings.catch_warnings(record=True) as before:
+    list(loader)
+model, loader = Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1), loader)
+with warnings.catch_warnings(record=True) as after:
+    list(loader)
+import odb_nodes.integrations.accelerate
+with warnings.catch_warnings(record=True) as imported:
+    list(loader)
+print([[str(one.message) for one in found] for found in (before, after, imported)])
+"""
+
+
+def test_a_loader_that_was_only_prepared_says_that_nothing_of_it_is_saved():
+    command = [sys.executable, "-c", PREPARED]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    before, after, imported = ast.literal_eval(run.stdout)
+    assert (before, imported) == ([], [])
+    (message,) = after
+    assert "neither saves this loader" in message
+    assert "configure_accelerator(accelerator, loader)" in message
 
 
 def test_an_accelerator_has_one_loader_at_a_time_which_does_not_keep_it():

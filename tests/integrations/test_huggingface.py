@@ -13,6 +13,7 @@ import zipfile
 from functools import partial
 from types import SimpleNamespace
 
+import datasets
 import language_models as lm
 import pytest
 import torch
@@ -33,7 +34,7 @@ from transformers import (
 )
 from transformers.trainer_utils import HPSearchBackend
 
-from odb_nodes import JsonlSource, PaddingCollate, StateError, TokenBudget
+from odb_nodes import JsonlSource, PaddingCollate, Skipped, StateError, TokenBudget
 from odb_nodes.integrations.huggingface import (
     LrScaling,
     ODBConfig,
@@ -458,6 +459,65 @@ def test_evaluation_keeps_what_is_given_for_it(tmp_path):
         trainer = t.make_trainer(tmp_path, **options)
         assert trainer.get_eval_dataloader().collate_fn is expected
         assert trainer.get_test_dataloader(lm.Texts(10)).collate_fn is expected
+
+
+def tokenize(raw):
+    return {"input_ids": raw["tokens"], "labels": raw["tokens"]}
+
+
+RAW = [{"tokens": [1 + n % 5] * (n % 9 + 2), "label": n % 2} for n in range(SIZE)]
+
+
+class RawStream(IterableDataset):
+    def __iter__(self):
+        return iter(RAW[:10])
+
+
+EVALUATED = {
+    "list": lambda: RAW[:10],
+    "table": lambda: datasets.Dataset.from_list(RAW[:10]),
+    "stream": RawStream,
+    "processed": lambda: [tokenize(raw) for raw in RAW[:10]],
+    "processed table": lambda: datasets.Dataset.from_list([tokenize(raw) for raw in RAW[:10]]),
+}
+
+
+@pytest.mark.parametrize(("kind", "workers"), [*((kind, 0) for kind in EVALUATED), ("list", 2)])
+def test_raw_samples_of_evaluation_are_processed_as_those_of_training(tmp_path, kind, workers):
+    evaluated = EVALUATED[kind]()
+    args = t.arguments(
+        tmp_path,
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        dataloader_num_workers=workers,
+    )
+    options = {"train_dataset": RAW, "eval_dataset": {"some": evaluated, "more": evaluated}}
+    trainer = ODBTrainer(decoder(), args, odb=t.config(process_fn=tokenize), **options)
+    trainer.train()
+    processed = [tokenize(raw) for raw in RAW[:10]]
+    stock = Trainer(trainer.model, args, eval_dataset=processed, data_collator=PaddingCollate())
+    expected = stock.evaluate()["eval_loss"]
+    assert (
+        t.logs_of(trainer, "eval_some_loss") == t.logs_of(trainer, "eval_more_loss") == [expected]
+    )
+    predicted = trainer.predict(evaluated).predictions
+    assert (predicted == stock.predict(processed).predictions).all()
+
+
+@pytest.mark.parametrize(
+    ("process_fn", "match"),
+    [
+        (lambda raw: Skipped("empty"), "must not leave out samples of evaluation, .*'empty'"),
+        ({"a": tokenize, "b": tokenize}, "a dict of functions by source, .*'tokens': "),
+    ],
+)
+def test_what_evaluation_cannot_process_is_refused_by_name(tmp_path, process_fn, match):
+    args = t.arguments(tmp_path, max_steps=1)
+    odb = t.config(process_fn=process_fn)
+    trainer = ODBTrainer(decoder(), args, train_dataset=RAW, eval_dataset=RAW[:2], odb=odb)
+    with pytest.raises(ValueError, match=match):
+        trainer.evaluate()
 
 
 # --- callbacks, logs, workers ---------------------------------------------------------------------

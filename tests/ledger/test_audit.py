@@ -1,5 +1,6 @@
 """What an audit says of runs that did what they should, and of those that did not."""
 
+import numpy as np
 import pytest
 from ledgers import SIZE, epoch_of, info_of, record, write_run
 
@@ -266,6 +267,7 @@ def test_a_ledger_without_a_record_is_said_to_be_empty(tmp_path):
     assert "rank 0: 0 attempts\n" in str(found)
     problems = ("no sample has a fate, of 5: nothing is recorded.",)
     assert audit(tmp_path, 5).problems == audit(tmp_path, {"a": 2, "b": 3}).problems == problems
+    assert audit(tmp_path, np.int64(5)).problems == problems
     assert not audit(tmp_path, 0).problems
 
 

@@ -11,7 +11,14 @@ from refusals import refuses
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from odb_nodes import ODBDataLoader, StateError, TokenBatchSampler, TokenBudget, pop_step_info
+from odb_nodes import (
+    ODBDataLoader,
+    StateError,
+    TokenBatchSampler,
+    TokenBudget,
+    WeightedSampler,
+    pop_step_info,
+)
 
 LENGTHS = np.random.default_rng(0).integers(1, 41, 300).tolist()
 
@@ -56,6 +63,17 @@ def test_the_batches_are_those_of_our_loader(world_size, options):
         for batches in expected:
             assert len(of_rank) == len(batches)
             assert [*of_rank] == [[shortest] if one is None else one for one in batches]
+
+
+def test_an_epoch_may_be_an_integer_of_numpy_or_torch():
+    for kind in (np.int64, torch.tensor):
+        one = sampler()
+        one.set_epoch(kind(1))
+        assert [*one] == epochs(sampler(), 2)[1] and type(one.state_dict()["epoch"]) is int
+        drawn, plain = WeightedSampler([1.0] * 9), WeightedSampler([1.0] * 9)
+        drawn.set_epoch(kind(3))
+        plain.set_epoch(3)
+        assert [*drawn] == [*plain]
 
 
 def test_epochs_differ_and_any_of_them_can_be_gone_to():

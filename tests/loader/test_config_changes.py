@@ -4,6 +4,7 @@ import warnings
 from functools import partial
 
 import elastic
+import numpy as np
 import pytest
 from graphs import Dataset, augment, process, sampler
 from torchdata.nodes import Mapper
@@ -279,6 +280,7 @@ def test_a_partial_is_named_with_its_plain_arguments_and_a_tokenizer_by_its_voca
         == "crop(5, other=<list>, side='left')"
     )
     assert stable_name(partial(partial(crop, 5), None)) == "crop(5, None)"
+    assert stable_name(partial(crop, np.int64(5))) == "crop(5)"
     one, same, other = (
         stable_name(partial(crop, Tokenizer(*words))) for words in ("ab", "ab", "ba")
     )

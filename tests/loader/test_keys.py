@@ -121,6 +121,44 @@ def test_of_an_iterable_they_are_numbers_and_of_a_sampler_indices(dataset, optio
     check(steps_of(ODBDataLoader(dataset, token_budget=32, window=8, **options)), expected)
 
 
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_indices_of_numpy_or_torch_stand_for_the_same_samples_as_plain_ones(kind):
+    order = random.Random(5).sample(range(50), 50)
+    options = {"token_budget": 32, "window": 8}
+
+    def loader_of(order, **further):
+        return ODBDataLoader(DATA, sampler=order, **options, **further)
+
+    loaders = loader_of(order), loader_of(kind(order))
+    plain, other = ([pop_step_info(batch).keys for batch in loader] for loader in loaders)
+    assert plain == other and {type(key) for keys in other for key in keys} == {int}
+
+    one = loader_of(kind(order))
+    batches = iter(one)
+    seen = [pop_step_info(next(batches)).keys for _ in range(3)]
+    resumed = loader_of(order)  # by plain ones
+    resumed.load_state_dict(one.state_dict())
+    assert seen + [pop_step_info(batch).keys for batch in resumed] == plain
+
+    excluding = loader_of(kind(order), exclude=kind([7]))
+    assert 7 not in [key for batch in excluding for key in pop_step_info(batch).keys]
+    assert excluding.excluded_samples == 1
+
+
+def test_what_is_no_integer_is_given_to_the_dataset_as_it_is():
+    letters = {"a": {"input_ids": [1, 2]}, "b": {"input_ids": [3]}}
+
+    class Letters:
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            return letters[index]
+
+    loader = ODBDataLoader(Letters(), sampler=["b", "a"], token_budget=32)
+    assert [pop_step_info(batch).keys for batch in loader] == [(None, None)]
+
+
 class Pages(EpochNode):
     """A source of a user's own, whose keys are page numbers."""
 

@@ -27,14 +27,17 @@ from odb_nodes import (
     Loader,
     Mixing,
     ODBDataLoader,
+    ParallelProcessor,
+    RankAligner,
     ShardedSampler,
     StateError,
+    StatefulNode,
     TokenBudget,
     WindowBucketer,
     WorkerOptions,
     reshard,
 )
-from odb_nodes.contract import NodeState
+from odb_nodes.contract import NodeState, SourceState
 from odb_nodes.contract.state import add_digest, seal_whole, unseal_whole
 from odb_nodes.loader.reshard_nodes import dealt_by_tokens
 
@@ -108,6 +111,31 @@ def without_aligner():
     return [Loader(GroupCollator(groups)).state_dict()]
 
 
+@dataclass(kw_only=True)
+class PassedState(NodeState):
+    source: SourceState
+
+
+class Passed(StatefulNode):
+    """A node of a user's own, which passes samples on."""
+
+    STATE = PassedState
+
+    def __init__(self, source):
+        super().__init__()
+        self.source = source
+
+    def next(self):
+        return next(self.source)
+
+
+def over_a_node_of_ones_own(exchange):
+    place = (exchange.rank, exchange.world_size)
+    samples = ParallelProcessor(ShardedSampler(99, True, 0, *place), sample, seed=0)
+    pool = WindowBucketer(Passed(LengthObserver(samples)), 256, 16)
+    return Loader(GroupCollator(RankAligner(pool, exchange)))
+
+
 def nested():
     deep = 1
     for _ in range(2000):
@@ -125,6 +153,7 @@ REFUSALS = [
     (lambda: [*states(4)[:3], states()[0]], r"of jobs of \[2, 4\] ranks"),
     (lambda: [{"step": 3}], "hold none of a loader"),
     (lambda: states(sharded=True), "each rank has data of its own"),
+    (lambda: states(make=over_a_node_of_ones_own), "`Passed` cannot be resharded .*`process_fn`"),
     (lambda: states(state="payload"), 'saved with `state="payload"`'),
     (lambda: [states()[0], states_at(whole(2), 3)[1]], "`step` is 2 on rank 0, but 3 on rank 1"),
     (lambda: [states()[0], states(window=8)[1]], "different graphs: `WindowBucketer`"),

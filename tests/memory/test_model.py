@@ -158,7 +158,7 @@ def test_a_table_has_the_budget_of_each_card():
     for cards in ([], 0, [16, "24"]):
         with pytest.raises(ValueError, match=r"`cards_gib` must be numbers of GiB above 0"):
             MODEL.table(cards)
-    assert MODEL.table(16) == MODEL.table([16])
+    assert MODEL.table(16) == MODEL.table([16]) == MODEL.table(np.int64(16))
 
 
 def test_a_plan_takes_as_few_batches_as_memory_allows():

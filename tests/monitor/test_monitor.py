@@ -96,7 +96,7 @@ def test_values_of_steps_may_be_numbers_tensors_and_of_numpy(tmp_path):
         norm = torch.tensor(3.0)
         monitor.step(*first, loss_by_source=by_source, grad_norm=norm, lr=0.2, wait_s=0.5)
         by_source = {"web": (np.float32(2), np.int64(1))}
-        given = {"grad_norm": 1.0, "lr": torch.tensor(0.5), "values": values, "ooms": 1}
+        given = {"grad_norm": 1.0, "lr": torch.tensor(0.5), "values": values, "ooms": np.int64(1)}
         monitor.step(*second, loss_by_source=by_source, wait_s=0.5, **given)
         monitor.step(*third, loss=float("inf"), grad_norm=float("nan"))
     one, other = read_run(tmp_path).steps

@@ -15,9 +15,9 @@ from odb_nodes._compat import transformers as compat
 from odb_nodes._core.checks import (
     check_bool,
     check_choice,
-    check_count,
     check_number,
     check_type,
+    keep_count,
     refuse,
 )
 from odb_nodes.integrations.learning_rate import LrScaling
@@ -131,9 +131,9 @@ class ODBConfig(BatchOptions):
         for name in ("shift_labels", "log_metrics", "change_budget"):
             if (value := getattr(self, name)) is not None:
                 check_bool(name, value)
-        check_count("estimate_samples", self.estimate_samples)
+        keep_count(self, "estimate_samples")
         if self.steps_per_epoch is not None:
-            check_count("steps_per_epoch", self.steps_per_epoch)
+            keep_count(self, "steps_per_epoch")
         check_type("ledger", self.ledger, str | os.PathLike | None)
         check_type("monitor", self.monitor, Monitor | str | os.PathLike | None)
         check_type("lr_scaling", self.lr_scaling, LrScaling | None)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from odb_nodes._compat import transformers as compat
-from odb_nodes._core.checks import MAX_COUNT
+from odb_nodes._core.checks import MAX_COUNT, describe
 from odb_nodes._core.content import flatten_row
 from odb_nodes._core.seeds import declares_draws
 from odb_nodes.collate import PackedCollate, PaddingCollate
@@ -18,7 +19,7 @@ from odb_nodes.errors import SampleError
 from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.planning import TokenBudget
-from odb_nodes.sample import Observation
+from odb_nodes.sample import CLASS_KEYS, Observation, Skipped
 from odb_nodes.step_info import StepInfo
 
 OURS = (PaddingCollate, PackedCollate)  # They pass on all keys of the samples.
@@ -104,6 +105,78 @@ class ObserveTokens:
 
 def _tokens(sample: Mapping[str, Any], key: Any) -> int:
     return len(flatten_row(key, sample[key]))
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+def evaluated(trainer: Any, dataset: Any, name: str | None) -> Any:
+    """Return a dataset for evaluation, whose raw samples go through `ODBConfig.process_fn`.
+
+    `name` is its key in an `eval_dataset` that is a dict.
+    """
+    process_fn = trainer.odb.process_fn
+    if process_fn is None:
+        return dataset
+    if isinstance(process_fn, Mapping):
+        process_fn = process_fn.get(name)
+    made = {"input_ids", *compat.collator_columns(trainer)}
+    made -= {*CLASS_KEYS, "labels", *(trainer.label_names or ())}
+    if not made.isdisjoint(getattr(dataset, "column_names", None) or ()):
+        return dataset  # The `Trainer` takes columns out of a table by itself.
+    process = ProcessRaw(process_fn, made)
+    if isinstance(dataset, IterableDataset):
+        return ProcessedStream(dataset, process)
+    return ProcessedSamples(dataset, process)
+
+
+class ProcessRaw:
+    """Processes a sample that has none of the keys that processing makes."""
+
+    def __init__(self, process_fn: Any, made: set[str]) -> None:
+        self._process_fn, self._made = process_fn, made
+
+    def __call__(self, sample: Any) -> Any:
+        """Return the sample, processed."""
+        if isinstance(sample, Mapping) and not self._made.isdisjoint(sample):
+            return sample
+        if self._process_fn is None:
+            raise ValueError(
+                "`process_fn` is a dict of functions by source, which has none for a raw sample of "
+                f"evaluation, {describe(sample)}. Give `eval_dataset` as a dict with these names, "
+                "or process it before."
+            )
+        processed = self._process_fn(sample)
+        if isinstance(processed, Skipped):
+            raise ValueError(
+                f"`process_fn` must not leave out samples of evaluation, but returned {processed} "
+                f"for {describe(sample)}. Leave it out of `eval_dataset`."
+            )
+        return processed
+
+
+class ProcessedSamples(Dataset[Any]):
+    """A map-style dataset for evaluation."""
+
+    def __init__(self, dataset: Any, process: ProcessRaw) -> None:
+        self._dataset, self._process = dataset, process
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a sample, processed."""
+        return self._process(self._dataset[index])
+
+
+class ProcessedStream(IterableDataset[Any]):
+    """An iterable for evaluation."""
+
+    def __init__(self, dataset: Any, process: ProcessRaw) -> None:
+        self._dataset, self._process = dataset, process
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._process, self._dataset)
 
 
 # --- collating ------------------------------------------------------------------------------------

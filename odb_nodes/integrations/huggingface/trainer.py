@@ -33,7 +33,7 @@ from odb_nodes.integrations.huggingface.run import (
     agreed_checkpoint,
     warn_of_other_checkpoints,
 )
-from odb_nodes.integrations.huggingface.samples import TrainerPadding
+from odb_nodes.integrations.huggingface.samples import TrainerPadding, evaluated
 from odb_nodes.integrations.learning_rate import follow
 from odb_nodes.memory.meter import free_memory
 from odb_nodes.planning import TokenBudget
@@ -53,7 +53,8 @@ class ODBTrainerMixin(_Mixed):
     `gradient_accumulation_steps` batches make an optimizer step. Its gradient is that of the mean
     over the supervised tokens of all these batches, whether the loss is divided by
     `num_items_in_batch` or is a mean. Evaluation stays as it is, except that it pads like training
-    where the trainer was given no `data_collator`.
+    where the trainer was given no `data_collator`, and that samples which lack what the model takes
+    go through `ODBConfig.process_fn`.
 
     `max_steps` counts optimizer steps. With `num_train_epochs` every sample comes once per epoch,
     and the number of steps is known only at the end: see `ODBConfig.steps_per_epoch`.
@@ -126,6 +127,11 @@ class ODBTrainerMixin(_Mixed):
             run.check_estimate(state.global_step + bool(taken), ends=is_done)
             state.max_steps = next_step if is_done else max(run.total_steps, next_step + 1)
         return taken, None
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the batches of evaluation or prediction: the `Trainer` has this for both."""
+        dataset = evaluated(self, dataset, kwargs.get("dataloader_key"))
+        return super()._get_dataloader(dataset, *args, **kwargs)
 
     # --- the loss ---------------------------------------------------------------------------------
 

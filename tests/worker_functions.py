@@ -77,7 +77,7 @@ class DrawSlowly:
 class Holding:
     """A dataset that draws from generators of its own, and follows the epoch."""
 
-    def __init__(self, size=40, torch_too=True):
+    def __init__(self, size=20, torch_too=True):
         self.size, self.epoch, self.told = size, -1, []
         self.python, self.numpy = random.Random(0), np.random.default_rng(0)
         self.legacy = np.random.RandomState(0)

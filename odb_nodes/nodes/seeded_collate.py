@@ -62,7 +62,9 @@ class SeededCollate:
                 self.draws = bool(self.draws) or states_of_rngs() != before
         return batch
 
-    def call_ahead(self, run: Run, key: int, seed: Seed = bool) -> MutableMapping[str, Any]:
+    def call_ahead(
+        self, run: Run, key: int, seed: Seed = lambda _: None
+    ) -> MutableMapping[str, Any]:
         """Return what `run` returns, with the function's generators seeded, others by `seed`."""
         with self._turn():
             self.held.look()

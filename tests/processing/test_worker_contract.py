@@ -285,7 +285,8 @@ def held_draws(loader):
     return rows
 
 
-@pytest.mark.parametrize("kind", [case(kind) for kind in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_dataset_draws_from_its_generators_and_follows_the_epoch_with_any_workers(
     kind, make, request
 ):

@@ -79,16 +79,16 @@ def process_kept(dataset: Any, index: Any, data: Any, process_fn: Callable[[Any]
         except Exception:
             return result
         try:
-            other = "" if make(dataset[index]) == made else "another sample"
+            if make(dataset[index]) == made:
+                return result
+            other = "another sample"
         except Exception as error:
             other = f"none ({type(error).__name__}: {error})"
-    if other:
-        raise SampleError(
-            "`process_fn` changes the dataset's item in place, of which the next epoch, or a "
-            f"resume, would make {other}. Let it change a copy: `sample = {{**sample}}`, or "
-            "`copy.deepcopy(sample)` for lists and dicts within; and make the dataset anew."
-        )
-    return result
+    raise SampleError(
+        "`process_fn` changes the dataset's item in place, of which the next epoch, or a resume, "
+        f"would make {other}. Let it change a copy: `sample = {{**sample}}`, or "
+        "`copy.deepcopy(sample)` for lists and dicts within; and make the dataset anew."
+    )
 
 
 def _copied(value: Any) -> Any:

@@ -73,9 +73,10 @@ def process_kept(dataset: Any, index: Any, data: Any, process_fn: Callable[[Any]
 
     with preserved_rngs():
         try:
-            now, again = digest_of(dataset[index]), digest_of(dataset[index])
-            if now == before or now != again or make(copy) != made:
-                return result  # a new item each time, or random ones: nothing can be told
+            if (now := digest_of(dataset[index])) == before:
+                return result  # The dataset makes a new item each time.
+            if now != digest_of(dataset[index]) or make(copy) != made:
+                return result  # What is random in itself tells nothing.
         except Exception:
             return result
         try:

@@ -7,12 +7,11 @@ Relied on beside the public names: `_children` of `multiprocessing.process`, the
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import process
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -39,12 +38,10 @@ def start_tracker() -> None:
 @contextmanager
 def bounded_start(context: BaseContext, limit_s: float) -> Iterator[None]:
     """End the server that forks if a start takes longer: `Process.start` waits without a limit."""
-    if context.get_start_method() != "forkserver":
-        yield
-        return
     timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), _end_server)
     timer.daemon = True
-    timer.start()
+    if context.get_start_method() == "forkserver":
+        timer.start()
     try:
         yield
     finally:
@@ -55,7 +52,7 @@ def _end_server() -> None:
     from multiprocessing.forkserver import _forkserver
 
     pid = _forkserver._forkserver_pid  # type: ignore[attr-defined]
-    with contextlib.suppress(OSError, TypeError):  # it has ended, or has never begun
+    with suppress(OSError, TypeError):  # it has ended, or has never begun
         os.kill(pid, signal.SIGKILL)
 
 

@@ -73,22 +73,23 @@ def process_kept(dataset: Any, index: Any, data: Any, process_fn: Callable[[Any]
 
     with preserved_rngs():
         try:
-            now, again = digest_of(dataset[index]), digest_of(dataset[index])
-            if now == before or now != again or make(copy) != made:
-                return result  # a new item each time, or random ones: nothing can be told
+            if (now := digest_of(dataset[index])) == before:
+                return result  # The dataset makes a new item each time.
+            if now != digest_of(dataset[index]) or make(copy) != made:
+                return result  # What is random in itself tells nothing.
         except Exception:
             return result
         try:
-            other = "" if make(dataset[index]) == made else "another sample"
+            if make(dataset[index]) == made:
+                return result
+            other = "another sample"
         except Exception as error:
             other = f"none ({type(error).__name__}: {error})"
-    if other:
-        raise SampleError(
-            "`process_fn` changes the dataset's item in place, of which the next epoch, or a "
-            f"resume, would make {other}. Let it change a copy: `sample = {{**sample}}`, or "
-            "`copy.deepcopy(sample)` for lists and dicts within; and make the dataset anew."
-        )
-    return result
+    raise SampleError(
+        "`process_fn` changes the dataset's item in place, of which the next epoch, or a resume, "
+        f"would make {other}. Let it change a copy: `sample = {{**sample}}`, or "
+        "`copy.deepcopy(sample)` for lists and dicts within; and make the dataset anew."
+    )
 
 
 def _copied(value: Any) -> Any:

@@ -76,19 +76,15 @@ _PICKLABLE = (
     " The dataset and the functions must be picklable where `start_method` is not "
     '"fork": define them at the top of a module, or use `method="thread"`.'
 )
-_GUARD = (
-    ' Where the start method is not "fork", each worker imports the program\'s main module: guard '
-    'what it does by `if __name__ == "__main__":`.'
-)
+_MAIN = ' Where the start method is not "fork", each worker imports the program\'s main module'
+_GUARD = f'{_MAIN}: guard what it does by `if __name__ == "__main__":`.'
 _NO_FILE_OF_MAIN = (
-    ' Where the start method is not "fork", each worker imports the program\'s main module, which '
-    'came from standard input here: run it from a file, or use `start_method="fork"` or '
-    '`method="thread"`.'
+    f"{_MAIN}, which came from standard input here: run it from a file, or use "
+    '`start_method="fork"` or `method="thread"`.'
 )
 _DAEMON = (
-    " This process is daemonic, as are the workers of a `DataLoader` or of a "
-    "`multiprocessing.Pool`, and may have no children: start it with `daemon=False`, or use "
-    '`method="thread"`, or no workers.'
+    " This process is daemonic, as workers of a `DataLoader` or a `multiprocessing.Pool` are, and "
+    'may have no children: start it with `daemon=False`, or use `method="thread"`, or no workers.'
 )
 _FORK_LOCK = (
     " It may wait for ever for a lock that another thread of the trainer held when it was forked, "
@@ -422,10 +418,10 @@ def _advice(error: Exception, forked: bool) -> str:
 
 def _advice_on_main() -> str:
     main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    if getattr(main, "__spec__", None) is None and path is None:
+    path = str(getattr(main, "__file__", ""))
+    if not path and main.__spec__ is None:
         return ""  # a notebook, say, whose workers import nothing of it
-    return _NO_FILE_OF_MAIN if str(path).startswith("<") else _GUARD
+    return _NO_FILE_OF_MAIN if path.startswith("<") else _GUARD
 
 
 def _taken(waiting: deque[int]) -> list[int]:

@@ -1,9 +1,12 @@
-"""Freed memory is kept for the next allocations, up to a limit."""
+"""Freed memory is kept for the next allocations, up to a limit; Ctrl-C is deferred, not lost."""
 
+import signal
 import subprocess
 import sys
 
 import pytest
+
+from odb_nodes._core.processes import deferred_interrupt, limit_behind
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="is for glibc")
 
@@ -44,3 +47,13 @@ def test_what_is_freed_is_kept_for_the_next_blocks_but_not_as_much_as_was_ever_u
     grown_mib, pages = map(int, run.stdout.split())
     assert grown_mib < 80
     assert pages < 500  # of 5120
+
+
+def test_ctrl_c_is_not_lost_where_something_has_failed_meanwhile():
+    with pytest.raises(KeyboardInterrupt), deferred_interrupt():
+        signal.raise_signal(signal.SIGINT)
+        raise EOFError
+
+
+def test_a_lack_of_memory_is_a_limit_of_the_machine():
+    assert "no memory left for a worker" in limit_behind(MemoryError())

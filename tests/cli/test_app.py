@@ -119,7 +119,7 @@ WRONG = [
     ("tune text.jsonl --ranks many", "whole number of at least 1, but is 'many'"),
     ("audit", "required: folder. See `odb-nodes audit --help`"),
     ("inspect text.jsonl", "not a state file"),
-    ("inspect .", "has no states, but folders ['data']"),
+    ("inspect .", "has no states, but folders ['[x]', 'data']"),
     ("inspect text.jsonl --diff nowhere", "--diff: there is no 'nowhere'"),
     ("inspect . --loader json:loads", "--out with both. See `odb-nodes inspect --help`"),
     ("inspect . --step 3", "pass --step and --loader"),

@@ -54,10 +54,7 @@ _OF_DATALOADER = {
 }
 """Arguments of torch's `DataLoader` that dynamic batches do not have -> what there is instead."""
 
-_TRAINERS = [
-    f"odb_nodes.integrations.{name}" for name in ("accelerate", "huggingface", "lightning")
-]
-"""Modules that connect a loader to an `Accelerator`, or to a trainer that has none or its own."""
+_CONNECTED = ("accelerate", "huggingface", "lightning")  # integrations that know an `Accelerator`
 
 _FIXED = frozenset({"dataset", *LoaderOptions.__dataclass_fields__})
 
@@ -244,13 +241,12 @@ class ODBDataLoader(Loader[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Return the iterator of a loaded state's epoch, or of the next one."""
-        if has_accelerator() and not any(name in sys.modules for name in _TRAINERS):
+        is_connected = any(f"odb_nodes.integrations.{name}" in sys.modules for name in _CONNECTED)
+        if not is_connected and has_accelerator():
             warn_user(
-                "this process has an `Accelerator`, which neither saves this loader nor moves its "
-                "batches, also where it was given to `accelerator.prepare`. Call `loader = "
-                "configure_accelerator(accelerator, loader)` of "
-                "`odb_nodes.integrations.accelerate`; if your loop does both itself, filter this "
-                "warning out.",
+                "an `Accelerator` neither saves this loader nor moves its batches, not even after "
+                "`accelerator.prepare`. Call `odb_nodes.integrations.accelerate."
+                "configure_accelerator(accelerator, loader)`, or do both in your loop.",
                 once="accelerator",
             )
         return super().__iter__()

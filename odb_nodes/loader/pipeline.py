@@ -76,7 +76,8 @@ class RankGraph:
         collate = collate_for(options.budget, options.collate_fn)
         # A subclass is left out: its `__call__` may expect the samples as processing returned them.
         is_ours = type(collate) in (PaddingCollate, PackedCollate)
-        self.samples = sample_node(dataset, options, collate if is_ours else None)
+        preparing: Any = collate if is_ours else None
+        self.samples = sample_node(dataset, options, preparing)
         self.bucketer = WindowBucketer(
             self.samples,
             options.budget,

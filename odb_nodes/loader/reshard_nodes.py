@@ -381,21 +381,17 @@ def _rule_of(state: Any) -> Rule:
     """Return the rule of a node; raise a `StateError` where there is none."""
     if (rule := _RULES.get(node := node_of(state))) is not None:
         return rule
-    remedy = ""
-    if isinstance(state, Mapping) and {"source", "sources"} & {*state}:
-        remedy = " Do what it does in `process_fn`, which may return `Skipped` for a sample."
     raise StateError(
         f"{f'`{node}`' if node else 'a node without a sealed state'} cannot be resharded within "
         "an epoch: its state does not say which items no rank has read, by numbers that all ranks "
-        f"share.{remedy} {_AFTER_THE_LAST}"
+        f"share. What is done in `process_fn` instead moves with its sample. {_AFTER_THE_LAST}"
     )
 
 
 def _check_known(state: Any) -> None:
-    """Raise a `StateError` where a node below, down to the sources, has no rule."""
+    """Raise a `StateError` where a node, or one below it, has no rule."""
     _rule_of(state)
-    below = [state["source"]] if "source" in state else state.get("sources", {}).values()
-    for source in below:
+    for source in [state["source"]] if "source" in state else state.get("sources", {}).values():
         _check_known(source)
 
 

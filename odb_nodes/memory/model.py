@@ -226,7 +226,7 @@ class MemoryModel:
         Raises:
             TypeError, ValueError: as `budget`, except that no batch fits.
         """
-        given = [cards_gib] if isinstance(cards_gib, Real) else [*cards_gib]
+        given = [*cards_gib] if isinstance(cards_gib, Iterable) else [cards_gib]
         if not given or not all(isinstance(one, Real) and one > 0 for one in given):
             raise ValueError(
                 f"`cards_gib` must be numbers of GiB above 0, one for each card, but is "

@@ -508,8 +508,8 @@ def test_raw_samples_of_evaluation_are_processed_as_those_of_training(tmp_path, 
 @pytest.mark.parametrize(
     ("process_fn", "match"),
     [
-        (lambda raw: Skipped("empty"), "must not leave out samples of evaluation, .*'empty'"),
-        ({"a": tokenize, "b": tokenize}, "a dict of functions by source, .*'tokens': "),
+        (lambda raw: Skipped("empty"), "must process all raw samples of evaluation, .*'empty'"),
+        ({"a": tokenize, "b": tokenize}, "has None for .*'tokens': .*a dict with the same names"),
     ],
 )
 def test_what_evaluation_cannot_process_is_refused_by_name(tmp_path, process_fn, match):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,10 +112,7 @@ def _tokens(sample: Mapping[str, Any], key: Any) -> int:
 
 
 def evaluated(trainer: Any, dataset: Any, name: str | None) -> Any:
-    """Return a dataset for evaluation, whose raw samples go through `ODBConfig.process_fn`.
-
-    `name` is its key in an `eval_dataset` that is a dict.
-    """
+    """Return a dataset whose raw samples are processed; `name`: its key in a dict of datasets."""
     process_fn = trainer.odb.process_fn
     if process_fn is None:
         return dataset
@@ -124,56 +122,39 @@ def evaluated(trainer: Any, dataset: Any, name: str | None) -> Any:
     made -= {*CLASS_KEYS, "labels", *(trainer.label_names or ())}
     if not made.isdisjoint(getattr(dataset, "column_names", None) or ()):
         return dataset  # The `Trainer` takes columns out of a table by itself.
-    process = ProcessRaw(process_fn, made)
-    if isinstance(dataset, IterableDataset):
-        return ProcessedStream(dataset, process)
-    return ProcessedSamples(dataset, process)
+    kind = ProcessedStream if isinstance(dataset, IterableDataset) else ProcessedSamples
+    return kind(dataset, partial(process_raw, process_fn, made))
 
 
-class ProcessRaw:
-    """Processes a sample that has none of the keys that processing makes."""
-
-    def __init__(self, process_fn: Any, made: set[str]) -> None:
-        self._process_fn, self._made = process_fn, made
-
-    def __call__(self, sample: Any) -> Any:
-        """Return the sample, processed."""
-        if isinstance(sample, Mapping) and not self._made.isdisjoint(sample):
-            return sample
-        if self._process_fn is None:
-            raise ValueError(
-                "`process_fn` is a dict of functions by source, which has none for a raw sample of "
-                f"evaluation, {describe(sample)}. Give `eval_dataset` as a dict with these names, "
-                "or process it before."
-            )
-        processed = self._process_fn(sample)
-        if isinstance(processed, Skipped):
-            raise ValueError(
-                f"`process_fn` must not leave out samples of evaluation, but returned {processed} "
-                f"for {describe(sample)}. Leave it out of `eval_dataset`."
-            )
-        return processed
+def process_raw(process_fn: Any, made: set[str], sample: Any) -> Any:
+    """Return a sample, processed unless it has some of what processing makes."""
+    if isinstance(sample, Mapping) and not made.isdisjoint(sample):
+        return sample
+    processed = None if process_fn is None else process_fn(sample)
+    if processed is None or isinstance(processed, Skipped):
+        raise ValueError(
+            f"`process_fn` must process all raw samples of evaluation, but has {processed} for "
+            f"{describe(sample)}. Leave it out of `eval_dataset`; where `process_fn` is a dict, "
+            "give `eval_dataset` as a dict with the same names."
+        )
+    return processed
 
 
 class ProcessedSamples(Dataset[Any]):
     """A map-style dataset for evaluation."""
 
-    def __init__(self, dataset: Any, process: ProcessRaw) -> None:
+    def __init__(self, dataset: Any, process: Callable[[Any], Any]) -> None:
         self._dataset, self._process = dataset, process
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a sample, processed."""
         return self._process(self._dataset[index])
 
 
-class ProcessedStream(IterableDataset[Any]):
+class ProcessedStream(ProcessedSamples, IterableDataset[Any]):
     """An iterable for evaluation."""
-
-    def __init__(self, dataset: Any, process: ProcessRaw) -> None:
-        self._dataset, self._process = dataset, process
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._process, self._dataset)

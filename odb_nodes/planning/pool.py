@@ -130,8 +130,9 @@ class RollingPool:
         """Remove the next group, and return the ordinals of its samples, ascending, (n,).
 
         `draining`: the source has ended. The rest is then partitioned as a whole, longest first,
-        and its groups are taken in order of their oldest samples. `dearest`: take the group of the
-        longest sample, unless that of the oldest one is due.
+        and its groups are taken in the order in which one sample of each came, so that their
+        lengths are mixed. `dearest`: take the group of the longest sample, unless that of the
+        oldest one is due.
         """
         if not len(self):
             raise IndexError("the pool is empty: there is no group to take.")
@@ -165,14 +166,15 @@ class RollingPool:
         return columns
 
     def _next_of_tail(self, dearest: bool) -> IntArray:
-        """Return the group of the oldest, or of the longest, sample in the partition of the tail.
+        """Return the next group, or that of the longest sample, in the partition of the tail.
 
         The partition is made once. A pool that is restored partitions what is left, with the same
         groups: see `first_fit`.
         """
         if self._tail is None:
             groups = self._grouping.partition(self._table)
-            self._tail = sorted(groups, key=lambda group: -int(group.min()))
+            # In order of their oldest samples, groups of many short ones would come first.
+            self._tail = sorted(groups, key=lambda group: -int(group[0]))
         longest, index = self._table[ORDINALS, -1], -1
         if dearest:
             index = next(at for at, group in enumerate(self._tail) if longest in group)

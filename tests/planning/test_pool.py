@@ -244,7 +244,7 @@ def test_the_rule_has_not_changed(options, golden):
 def test_the_rule_of_diversity_has_not_changed():
     lengths, tasks = mixed([300, 800, 2000], 120)
     groups, _ = run(lengths, 8192, 32, tasks=tasks, diversity=0.5)
-    assert zlib.crc32(str(groups).encode()) == 909404995
+    assert zlib.crc32(str(groups).encode()) == 1560102240
 
 
 # --- packing --------------------------------------------------------------------------------------
@@ -330,7 +330,8 @@ def test_the_tail_is_first_fit_longest_first(lengths, capacity):
         row.append(length)
     found = [sorted((lengths[i] for i in group), reverse=True) for group in groups]
     assert sorted(found) == sorted(rows)
-    assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+    longest = [max(group, key=lambda index: (lengths[index], index)) for group in groups]
+    assert longest == sorted(longest)
 
 
 # --- groups that mix tasks more evenly, where a weight asks for them ------------------------------

@@ -327,7 +327,7 @@ def test_a_result_keeps_its_own_key_and_digest_and_learns_its_item():
     item = ItemKey("a", 2**63 - 1, 2, 3)
     data = {"input_ids": np.arange(3)}
     of_item = made_of(Sample(data, 3, 2, 1, "s", "labels", task="t"), item)
-    assert of_item == (data, 3, 2, 1, "s", "labels", item.key, item, of_item.digest, "t", None)
+    assert of_item == (data, 3, 2, 1, "s", "labels", item.key, item, of_item.digest, "t", None, 0)
     assert of_item.digest == digest_of(Sample(data, 3, 2, 1, task="t"))
     own = made_of(Sample(data, 3, 2, key=0, digest=0), item)
     assert (own.key, own.digest, own.item) == (0, 0, item)

@@ -102,7 +102,8 @@ def test_optimizer_steps_are_estimated_without_a_loader(world_size):
     for looked_at, error in ((900, 0.05), (300, 0.15)):
         before = torch.get_rng_state()
         estimate = estimate_steps(DATASET, looked_at=looked_at, **options)
-        assert estimate == pytest.approx(steps, rel=error)
+        # Ranks share out the end of an epoch: so short a one has a step less than is estimated.
+        assert estimate == pytest.approx(steps, rel=error, abs=world_size > 1)
         assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -90,9 +90,9 @@ def test_ranks_of_one_step_fit_and_others_are_named():
         assert misfits([*map(inspect_state, states(3, steps))]) == []
     own = states(2, 5, DATASET[:150], sharded=True)
     assert misfits([*map(inspect_state, own)]) == []
-    early, late, seeded = states(2, 9), states(2, 11), states(2, 9, seed=1)
+    early, late, seeded = states(2, 8), states(2, 11), states(2, 8, seed=1)
     for ranks, text in (
-        ([early[0], late[1]], "rank 1: step 11, but 9 on rank 0"),
+        ([early[0], late[1]], "rank 1: step 11, but 8 on rank 0"),
         ([early[0], early[0]], "rank 1: RankAligner has `rank` 0"),
         ([early[0]], "rank 0: saved by 2 ranks, not 1"),
         ([early[0], seeded[1]], "rank 1: RankAligner has `seed` 1"),

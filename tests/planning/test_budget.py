@@ -11,7 +11,7 @@ from refusals import refuses
 from odb_nodes import TokenBudget
 from odb_nodes.planning.budget import Limits, allowed_rows
 
-few = settings(max_examples=max(25, settings.default.max_examples // 4))
+few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
 
 def test_an_integer_stands_for_padded_tokens():

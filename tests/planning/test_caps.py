@@ -16,7 +16,7 @@ from odb_nodes.planning.caps import (
     without_cap_of,
 )
 
-few = settings(max_examples=max(25, settings.default.max_examples // 4))
+few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
 
 def test_what_is_nearly_full_counts_as_full():

@@ -20,7 +20,7 @@ from odb_nodes.planning.rounds import FLAG_BITS, GroupCost
 from odb_nodes.sample import COUNTED
 from odb_nodes.sample_block import SampleBlock
 
-few = settings(max_examples=max(25, settings.default.max_examples // 4))
+few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
 
 def block(*samples):

@@ -15,12 +15,16 @@ from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.group_planner import GroupPlanner, RoundSettings
 from odb_nodes.planning.table import ORDINALS
 
-few = settings(max_examples=max(25, settings.default.max_examples // 4))
+few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
-samples = st.lists(
-    st.tuples(st.integers(1, 120), st.integers(0, 50), st.integers(0, 3)), min_size=1, max_size=60
-)
-"""Tokens, patches and task of each sample of an epoch."""
+
+def random_samples(count, seed):
+    """Tokens, patches and task of each sample of an epoch."""
+    draws = np.random.default_rng(seed).integers((1, 0, 0), (121, 51, 4), (count, 3))
+    return [*map(tuple, draws.tolist())]
+
+
+samples = st.builds(random_samples, st.integers(1, 60), st.integers(0, 2**16))
 
 
 class Stream:

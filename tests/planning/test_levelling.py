@@ -10,7 +10,7 @@ from odb_nodes import Sample, TokenBudget
 from odb_nodes.planning.levelling import Rest, gifts, receivers, work_of
 from odb_nodes.sample_block import SampleBlock
 
-few = settings(max_examples=max(25, settings.default.max_examples // 4))
+few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
 lengths = st.lists(st.integers(1, 200), max_size=40)
 

@@ -7,7 +7,7 @@ from pools import pool_of, run
 
 from odb_nodes import TokenBudget
 
-few = settings(max_examples=max(25, settings.default.max_examples // 4))
+few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
 
 def packed(tokens, **fields):

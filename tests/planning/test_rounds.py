@@ -1,5 +1,6 @@
 """Rounds: what ranks tell each other, and the steps that all of them plan from it."""
 
+import random
 from dataclasses import astuple
 from itertools import pairwise, permutations, product
 
@@ -28,7 +29,7 @@ from odb_nodes.planning.rounds import (
 )
 from odb_nodes.sample_block import SampleBlock
 
-few = settings(max_examples=max(25, settings.default.max_examples // 4))
+few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
 TASKS = ("a", "b")
 COUNTED = ("labels", "tokens")
@@ -55,8 +56,21 @@ def group_of(*lengths, rank=0, number=0):
 
 
 groups_of_rank = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), max_size=5)
-ranks_of_groups = st.lists(groups_of_rank, min_size=2, max_size=5)
-"""Of each rank, the lengths of the samples of each group."""
+
+
+def random_ranks(ranks, seed):
+    """Of each rank, the lengths of the samples of each group."""
+    draw = random.Random(seed)
+    return [
+        [
+            [draw.randint(1, 30) for _ in range(draw.randint(1, 5))]
+            for _ in range(draw.randint(0, 5))
+        ]
+        for _ in range(ranks)
+    ]
+
+
+ranks_of_groups = st.builds(random_ranks, st.integers(2, 5), st.integers(0, 2**16))
 
 
 class Rank(RoundPlanner):

@@ -29,7 +29,7 @@ from odb_nodes.planning.simulation import SampleCosts, plan_steps
 from odb_nodes.planning.table import ORDINALS
 from odb_nodes.sample_block import NO_SAMPLES, SampleBlock
 
-few = settings(max_examples=max(25, settings.default.max_examples // 4))
+few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
 LENGTHS = np.random.default_rng(0).integers(1, 41, 500).tolist()
 budgets = st.one_of(
@@ -48,8 +48,17 @@ jobs = st.builds(
     dearest_first=st.sampled_from([0, 0, 3]),
     seed=st.integers(0, 9),
 )
-datasets = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=90)
-"""Tokens and patches of each sample; processing skips those without tokens."""
+
+
+def random_samples(count, longest, seed):
+    """Tokens and patches of each sample; processing skips those without tokens."""
+    draws = np.random.default_rng(seed).integers(0, (longest + 1, 10), (count, 2))
+    return [*map(tuple, draws.tolist())]
+
+
+datasets = st.builds(
+    random_samples, st.integers(1, 60), st.sampled_from([1, 20, 40, 90]), st.integers(0, 2**16)
+)
 
 
 def costs_of(samples):
@@ -94,13 +103,6 @@ def test_each_sample_is_in_one_group_within_every_limit(samples, job, shares_res
             assert budget.cost(tokens) <= budget.tokens
             assert sum(patches) <= (budget.max_patches or sum(patches))
             assert not any(map(budget.is_oversize, tokens, patches))
-
-
-@given(datasets, jobs, st.booleans())
-@few
-def test_a_plan_depends_on_its_arguments_alone(samples, job, knows_length):
-    steps = planned(samples, job, knows_length=knows_length)
-    assert planned(samples, job, knows_length=knows_length) == steps
 
 
 def restarting(job, made):
@@ -191,12 +193,13 @@ def test_a_rank_fills_only_at_its_end_and_where_it_has_fewer_samples_than_steps(
 
 @given(datasets, jobs)
 @few
-def test_all_rounds_but_the_last_have_the_steps_that_were_said_before(samples, job):
+def test_rounds_have_the_steps_said_before_until_the_last_which_may_be_shared_out(samples, job):
     rounds = rounds_of(samples, job)
     given = (job.world_size, job.round_size, job.accumulate)
     for number, (_, plan, next_round) in enumerate(rounds):
         is_over = number == len(rounds) - 1
         assert plan.last == is_over == (next_round is None)
+        assert is_over or not next_round.is_last or number == len(rounds) - 2
         if not is_over:
             assert plan.groups.shape[1] == round_steps(number, *given)
             assert plan.groups.shape[1] % job.accumulate == 0
@@ -204,18 +207,9 @@ def test_all_rounds_but_the_last_have_the_steps_that_were_said_before(samples, j
 
 @given(datasets, jobs)
 @few
-def test_the_last_round_that_ranks_share_out_is_the_last(samples, job):
-    rounds = rounds_of(samples, job)
-    for number, (_, _, next_round) in enumerate(rounds):
-        if next_round is not None and next_round.is_last:
-            assert number == len(rounds) - 2
-
-
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=90), jobs)
-@few
-def test_a_rank_knows_how_many_samples_it_has_after_a_round(lengths, job):
+def test_a_rank_knows_how_many_samples_it_has_after_a_round(samples, job):
     job = replace(job, budget=TokenBudget(60))  # drops nothing
-    samples = [(length, 0) for length in lengths]
+    samples = [(1 + tokens, 0) for tokens, _ in samples]
     left = [len(shard) for shard in shards_of(samples, job.world_size)]
     for reports, _, next_round in rounds_of(samples, job):
         left = [before - samples_in(one) for before, one in zip(left, reports, strict=True)]
@@ -396,9 +390,7 @@ def test_seed_and_epoch_decide_the_order_of_steps_and_nothing_else(samples, job,
     def sorted_steps(job, **options):
         return sorted(map(str, planned(samples, job, **options)))
 
-    steps = sorted_steps(job)
-    assert sorted_steps(replace(job, seed=seed)) == steps
-    assert sorted_steps(job, epoch=seed) == steps
+    assert sorted_steps(replace(job, seed=seed), epoch=seed % 3) == sorted_steps(job)
 
 
 def test_another_seed_and_another_epoch_have_another_order():

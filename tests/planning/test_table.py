@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from odb_nodes.planning.table import first_fit
 
-few = settings(max_examples=max(25, settings.default.max_examples // 4))
+few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
 columns = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 6)), min_size=1, max_size=20)
 """What each sample takes of two limits."""

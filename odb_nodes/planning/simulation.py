@@ -159,8 +159,8 @@ def plan_epoch(
         window: samples that wait on each rank to be grouped; `len(lengths)` chooses among all.
         seed: the seed of the order of steps.
         costs: what a step with each sample takes, (n,) integers of at least 0 in any unit; the
-            groups of a step are matched by their sums. Default: what the groups cost under the
-            budget, padding included.
+            groups of a step are matched by their sums, below 2**31. Default: what the groups cost
+            under the budget, padding included.
         options: `round_size`, `uneven`, `dearest_first`, `accumulate`, as for `ODBDataLoader`.
 
     Returns:
@@ -190,7 +190,7 @@ def _summed(costs: npt.ArrayLike, samples: int) -> CostFn:
             f"is {costs!r:.80} instead."
         )
     own: list[int] = given.tolist()
-    return lambda group: sum(own[sample.data] for sample in group)
+    return lambda group: check_count("costs", sum(own[sample.data] for sample in group), 0)
 
 
 def plan_steps(

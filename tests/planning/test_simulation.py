@@ -449,6 +449,7 @@ test_refusals = refuses(
         ({"costs": [1]}, ValueError, "costs.*2 integers.*\\[1\\]"),
         ({"costs": [1, -1]}, ValueError, "costs.*at least 0"),
         ({"costs": [1, 1.5]}, ValueError, "costs.*integers"),
+        ({"lengths": [4, 4], "costs": [2**31 - 1, 1]}, ValueError, "`costs` must be in 0.*648"),
         ({"world_size": 0}, ValueError, "world_size.*0"),
         ({"window": 0}, ValueError, "window.*0"),
         ({"uneven": "no"}, ValueError, "uneven.*no"),

@@ -348,16 +348,20 @@ def test_a_state_of_an_auto_window_is_restored_with_what_it_is_chosen_by():
 # --- epochs, the dearest groups, and room ---------------------------------------------------------
 
 
-def test_each_epoch_begins_with_its_dearest_groups():
+def test_each_epoch_begins_with_its_dearest_groups_as_many_as_are_asked_for():
     stream = Stream([(n, 0, 0) for n in (10, 50, 20, 40, 30)], TokenBudget(50), 5, 2)
+    planner = stream.planner
     for _ in range(2):
-        assert stream.planner.is_dearest
-        first, second, *rest = epoch_of(stream)
-        assert (first, second) == ([1], [3])
-        assert not stream.planner.is_dearest
-        assert once_each([first, second, *rest], 5)
-        stream.planner.begin_epoch()
-        assert (stream.planner.pool.pulled, stream.planner.ended) == (0, False)
+        assert planner.is_dearest
+        groups = [stream.next()]
+        assert planner.is_dearest
+        groups.append(stream.next())
+        assert not planner.is_dearest
+        assert groups == [[1], [3]]
+        assert once_each(groups + epoch_of(stream), 5)
+        planner.begin_epoch()
+        assert (planner.pool.pulled, planner.ended) == (0, False)
+    assert not GroupPlanner(TokenBudget(50), 5).is_dearest
 
 
 def test_there_is_room_until_the_data_ends_or_the_pool_is_full():

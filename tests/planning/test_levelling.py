@@ -117,17 +117,17 @@ def test_work_is_what_samples_cost_without_padding():
     assert work_of([], budget).tolist() == []
 
 
-@given(lengths.filter(len), st.sampled_from([200, 400]), st.integers(1, 6))
-@few
-def test_no_cheaper_dearest_group_makes_no_more_groups(tokens, limit, more):
-    """Of padded rows without limits, which the search finds exactly."""
-    samples, budget = samples_of(tokens), TokenBudget(limit)
-    rest = Rest(samples, budget)
-    most = rest.fewest + more
-    groups = rest.groups(most)
-    dearest = max(budget.cost([tokens[at] for at in group]) for group in groups)
-    if dearest > max(tokens):
-        assert Rest(samples, TokenBudget(dearest - 1)).fewest > most
+@pytest.mark.parametrize("more", [1, 2, 5])
+def test_a_cheaper_dearest_group_would_make_more_groups(more):
+    """The search is exact for padded rows under no further limit, of fewer than 2**14 tokens."""
+    for seed in range(8):
+        tokens = np.random.default_rng(seed).integers(1, 60, 30).tolist()
+        rest = Rest(samples_of(tokens), budget := TokenBudget(400))
+        most = rest.fewest + more
+        cut = [[tokens[at] for at in group] for group in rest.groups(most)]
+        dearest = max(map(budget.cost, cut))
+        assert len(cut) <= most and dearest > max(tokens)
+        assert Rest(samples_of(tokens), TokenBudget(dearest - 1)).fewest > most
 
 
 def test_groups_of_one_shape_are_cut_as_the_budget_cuts_them():

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pools import LIMITS, ROW_SIZES
 from refusals import refuses
@@ -36,13 +36,13 @@ budgets = st.one_of(
     st.builds(TokenBudget, st.integers(30, 200), **LIMITS, **ROW_SIZES),
     st.builds(TokenBudget, st.integers(60, 300), attention_tokens=st.integers(20, 90), **LIMITS),
     st.builds(TokenBudget, st.integers(30, 200), layout=st.just("packed"), **LIMITS),
-    st.builds(TokenBudget, st.integers(20, 60), oversize=st.just("drop")),
+    st.builds(TokenBudget, st.integers(20, 60), oversize=st.sampled_from(["alone", "drop"])),
 )
 jobs = st.builds(
     SimulationOptions,
     world_size=st.integers(1, 4),
     budget=budgets,
-    window=st.integers(1, 40) | st.just("auto"),
+    window=st.sampled_from([1, 7, 60, "auto"]),
     round_size=st.integers(1, 12),
     accumulate=st.integers(1, 3),
     dearest_first=st.sampled_from([0, 0, 3]),
@@ -57,7 +57,7 @@ def random_samples(count, longest, seed):
 
 
 datasets = st.builds(
-    random_samples, st.integers(1, 60), st.sampled_from([1, 20, 40, 90]), st.integers(0, 2**16)
+    random_samples, st.integers(1, 80), st.sampled_from([1, 20, 40, 90]), st.integers(0, 2**16)
 )
 
 
@@ -88,7 +88,13 @@ def emitted_of(samples, job):
     ]
 
 
+LEVELLED = [(1 + at * 7919 % 60, at % 3) for at in range(240)]
+LEVEL_JOB = SimulationOptions(world_size=2, budget=100, window=60, round_size=8)
+"""Of which ranks agree on caps, and share out the rest."""
+
+
 @given(datasets, jobs, st.booleans(), st.booleans())
+@example(LEVELLED, LEVEL_JOB, True, True)
 @few
 def test_each_sample_is_in_one_group_within_every_limit(samples, job, shares_rest, knows_length):
     steps = planned(samples, job, shares_rest=shares_rest, knows_length=knows_length)
@@ -135,6 +141,7 @@ def restarting(job, made):
 
 
 @given(datasets, jobs, st.booleans(), st.booleans())
+@example(LEVELLED, LEVEL_JOB, True, True)
 @few
 def test_ranks_that_restart_before_every_group_take_the_same_steps(
     samples, job, shares_rest, knows_length
@@ -280,6 +287,36 @@ def test_groups_are_within_the_caps_of_their_round():
                 assert alone.any() or (costs <= before.settings.caps[-len(costs) :]).all()
                 checked += 1
     assert checked
+
+
+def test_what_a_rank_asks_for_bounds_the_groups_of_all_ranks_from_the_next_round_on():
+    """Except the first group of that round, which was formed with the round before."""
+    lengths = [1 + at * 7919 % 30 for at in range(300)]
+    samples, asked = [(length, 0) for length in lengths], 40
+
+    class Rank(simulation._ShardPlanner):
+        def report(self, *given, **options):
+            report = super().report(*given, **options)
+            is_late = int(self._shard[0]) == 1 and self._planner.pool.pulled > 60
+            return replace(report, max_tokens=asked if is_late else 0)
+
+    job = SimulationOptions(world_size=3, budget=100, window=20, round_size=4)
+    with patch.object(simulation, "_ShardPlanner", Rank):
+        rounds = rounds_of(samples, job, shares_rest=False)
+        steps = planned(samples, job, shares_rest=False)
+    assert sorted(chain(*(group for step in steps for group in step if group))) == [*range(300)]
+    limits = [0, *(one.settings.max_tokens for one in rounds[:-1])]
+    assert limits == sorted(limits) and {*limits} == {0, asked}
+    for limit, (reports, *_) in zip(limits, rounds, strict=True):
+        costs = [cost for one in reports for cost in one.table[1 : one.groups, COST].tolist()]
+        assert max(costs) <= (limit or 100)
+        assert limit or max(costs) > asked
+
+
+def test_an_epoch_may_have_caps_and_a_last_round_that_is_shared_out():
+    """The example of other tests, which would show little otherwise."""
+    settings_ = [one.settings for one in rounds_of(LEVELLED, LEVEL_JOB)[:-1]]
+    assert any(one.caps for one in settings_) and settings_[-1].is_last
 
 
 # --- the last round, shared out -------------------------------------------------------------------

@@ -111,6 +111,17 @@ def test_a_rank_gives_nothing_that_it_has_no_surplus_for():
     assert gifts(np.array([7, 7, 7]), 14) == [0, 1]  # the first of equal ones
 
 
+def test_of_equal_samples_the_first_are_given_and_cut_first():
+    """A sort that is not stable would differ from machine to machine."""
+    tokens = [1 + at * 7 % 3 for at in range(300)]
+    longest_first = sorted(range(300), key=lambda at: (-tokens[at], at))
+    every_eighth = [at for start in range(8) for at in longest_first[start::8]]
+    assert gifts(np.array(tokens), sum(tokens)) == every_eighth
+    rest = Rest(samples_of(tokens), TokenBudget(30))
+    cut = [at for group in rest.groups(rest.fewest)[::-1] for at in group]
+    assert sorted(cut, key=tokens.__getitem__) == sorted(range(300), key=tokens.__getitem__)
+
+
 def test_work_is_what_samples_cost_without_padding():
     budget = TokenBudget(100, attention_tokens=10, pad_to_multiple_of=4)
     assert work_of([3, 10, 20], budget).tolist() == [3, 20, 60]

@@ -270,9 +270,21 @@ def test_samples_that_come_after_all_are_part_of_the_tail():
     assert pool.take(draining=True).tolist() == [2]
 
 
-def test_of_equal_lengths_the_oldest_comes_first():
-    pool = pool_of([10] * 100, 30)
-    assert [pool.take().tolist() for _ in range(3)] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+def test_of_equal_lengths_the_oldest_comes_first_however_the_pool_was_filled():
+    """A sort that is not stable would differ from machine to machine."""
+    lengths = [1 + at * 7 % 3 for at in range(300)]
+
+    def rows(pool):
+        return pool.table()[:2].T.tolist()
+
+    whole, parts = pool_of(lengths, 30), RollingPool(TokenBudget(30), 300)
+    for part in np.array_split(np.arange(300), 7):
+        parts.add(part, [lengths[at] for at in part], [0] * len(part))
+    assert rows(whole) == rows(parts) == sorted([n, at] for at, n in enumerate(lengths))
+    whole.remove(range(150, 300))
+    whole.put_back(lengths[150:], [0] * 150)
+    order = [*range(150, 300), *range(150)]  # by age now
+    assert rows(whole) == sorted([lengths[at], age] for age, at in enumerate(order))
 
 
 # dearest

@@ -1,5 +1,6 @@
 """Groups of packed samples: the oldest, and those that fill the rest of the row best."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -139,3 +140,13 @@ def test_patches_bound_the_tail_and_the_dearest_group_as_well():
     pool = pool_of([10, 11, 12], packed(100, max_patches=5), [4, 2, 3])
     assert pool.take(draining=True).tolist() == [0]
     assert pool.take(draining=True, dearest=True).tolist() == [1, 2]
+
+
+def test_of_equally_full_groups_that_with_the_most_of_the_oldest_is_chosen():
+    assert pool_of([40, 30, 20, 20], packed(95)).take().tolist() == [0, 1, 2]
+
+
+def test_the_oldest_are_found_by_age_whatever_their_lengths():
+    lengths = np.random.default_rng(0).permutation(np.arange(1, 101)).tolist()
+    budget = packed(sum(lengths[:20]))  # which the oldest twenty fill
+    assert pool_of(lengths, budget).take().tolist() == [*range(20)]

@@ -113,6 +113,18 @@ def test_of_equally_good_runs_that_of_the_shortest_samples_is_chosen():
     )
 
 
+def test_a_group_may_have_as_many_patches_as_the_limit():
+    runs = LengthRuns(TokenBudget(100, max_patches=4))
+    assert runs.choose(table_of([(10, 2, 0), (11, 2, 0), (12, 2, 0)]), 9) == slice(1, 3)
+    assert runs.choose(table_of([(10, 0, 0), (11, 4, 0), (12, 0, 0)]), 9) == slice(0, 3)
+
+
+def test_a_run_that_does_not_fill_its_shape_costs_as_much_as_one_that_does():
+    budget = TokenBudget(100, shapes=2)
+    assert budget.shape_ladder() == ((12, 8), (1, 100))
+    assert LengthRuns(budget).choose(table_of([(8, 0, 0), (8, 0, 0), (60, 0, 0)]), 9) == slice(2, 3)
+
+
 @given(samples, padded_budgets)
 @few
 def test_the_dearest_group_is_the_full_run_of_the_longest_sample(samples, budget):
@@ -154,6 +166,7 @@ def test_a_tail_is_cut_from_the_longest_down(sizes):
         # All seven with the oldest, of 11, leave much of 100; four fill the next lower cap.
         ([11, *[10] * 6], 0, [44, 100], (3, 7)),
         ([11, *[10] * 6], 0, [77, 100], (0, 7)),
+        ([11, *[10] * 6], 0, [44, 60, 100], (2, 7)),  # of lower caps, only the next
         # A sample alone may cost more than any cap.
         ([90, 10, 10], 0, [20, 50], (2, 3)),
         ([10, 10, 90], 0, [20, 50], (0, 2)),
@@ -166,6 +179,12 @@ def test_under_caps_a_run_is_worth_how_full_it_makes_its_cap(
     table = table_of([(length, 0, 0) for length in lengths])
     runs = LengthRuns(TokenBudget(100))
     assert runs.choose(table, youngest_anchor, np.array(caps)) == slice(*chosen)
+
+
+def test_under_a_cap_less_padding_is_worth_some_of_it():
+    # 3 * 120 are 360 of 400 without padding; 165 and 200 take all of it, and waste 35.
+    table = table_of([(length, 0, 0) for length in (120, 120, 120, 165, 200)])
+    assert LengthRuns(TokenBudget(1000)).choose(table, 9, np.array([400])) == slice(0, 3)
 
 
 @pytest.mark.parametrize(
@@ -184,6 +203,10 @@ def test_a_pool_offers_the_costs_of_its_full_groups():
     # From the longest down: 1 x 70, 2 x 40, 3 x 30, 10 x 10; what is left is not full.
     pool = pool_of([70, 40, 40, *[30] * 3, *[10] * 65], 100)
     assert pool.offer(9).tolist() == [100, 100, 100, 100, 100, 100, 100, 90, 80, 70]
+
+
+def test_the_shortest_full_group_is_offered_as_well():
+    assert pool_of([10, 55, *[98] * 8], 100).offer(9).tolist() == [100, *[98] * 8, 55]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +310,7 @@ def test_a_weight_trades_how_full_a_group_is_for_how_mixed_it_is(weight, mixed):
 def test_a_mixed_group_still_holds_an_anchor_and_of_equally_mixed_ones_the_fullest_is_chosen():
     table = table_of([*[(10, 0, 0)] * 4, (15, 0, 0), (15, 0, 1)])
     runs = LengthRuns(TokenBudget(40), 1.0)
-    assert runs.choose(table, 0).start == 0  # the oldest sample is among the short ones
+    assert runs.choose(table, 0) == slice(0, 4)  # the oldest sample is among the short ones
     # Both mix two tasks evenly.
     table = table_of([(10, 0, 0), (10, 0, 1), (20, 0, 0), (20, 0, 1)])
     assert LengthRuns(TokenBudget(40), 1.0).choose(table, 9) == slice(2, 4)

@@ -460,6 +460,13 @@ def test_a_plan_has_the_steps_of_the_first_epoch_and_nothing_where_a_rank_fills(
     assert plan_epoch(np.array(lengths, np.uint16), TokenBudget(64), **job) == steps
 
 
+def test_the_end_of_the_data_is_known_when_a_pull_finds_nothing():
+    """Before that the best group is taken, and then that of the oldest sample."""
+    lengths = [60, *[10] * 7]
+    assert plan_epoch(lengths, 100, window=8) == [[[*range(1, 8)]], [[0]]]
+    assert plan_epoch(lengths, 100, window=9) == [[[0]], [[*range(1, 8)]]]
+
+
 def test_fewer_samples_than_ranks_leave_ranks_without_any():
     assert plan_epoch([5], 64, world_size=3) == [[[0], [], []]]
 

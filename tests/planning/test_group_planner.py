@@ -24,7 +24,7 @@ def random_samples(count, seed):
     return [*map(tuple, draws.tolist())]
 
 
-samples = st.builds(random_samples, st.integers(1, 60), st.integers(0, 2**16))
+samples = st.builds(random_samples, st.integers(1, 40), st.integers(0, 2**16))
 
 
 class Stream:

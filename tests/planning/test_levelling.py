@@ -131,7 +131,7 @@ def test_work_is_what_samples_cost_without_padding():
 @pytest.mark.parametrize("more", [1, 2, 5])
 def test_a_cheaper_dearest_group_would_make_more_groups(more):
     """The search is exact for padded rows under no further limit, of fewer than 2**14 tokens."""
-    for seed in range(8):
+    for seed in range(4):
         tokens = np.random.default_rng(seed).integers(1, 60, 30).tolist()
         rest = Rest(samples_of(tokens), budget := TokenBudget(400))
         most = rest.fewest + more

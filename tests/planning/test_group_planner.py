@@ -322,6 +322,13 @@ def test_a_window_of_its_own_is_chosen_once_and_not_where_a_rank_is_alone():
     assert alone.planner.window == LEAST_WINDOW
 
 
+def test_there_is_no_room_once_the_data_has_ended_however_short_the_epoch():
+    planner = auto([], lambda: 50, follows_ranks=True).planner
+    planner.add(range(50), [10] * 50, [0] * 50)
+    planner.pool.pulled, planner.ended = 50, True
+    assert planner.room() == 0
+
+
 def test_no_window_shrinks_before_ranks_agree():
     stream = auto([90] * 400, lambda: 400, follows_ranks=True)
     stream.fill()

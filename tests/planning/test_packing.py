@@ -46,6 +46,12 @@ def test_the_limits_hold_beside_the_tokens():
     assert take([50, 47, 3], packed(100, pad_to_multiple_of=8)) == [50, 3]
 
 
+def test_two_that_fill_a_row_have_no_more_patches_together_than_it_may_have():
+    # 40 and 30 + 30 would fill it.
+    assert take([40, 90, 30, 30, 25], packed(100, max_patches=5), [0, 0, 3, 3, 0]) == [40, 30, 25]
+    assert take([40, 90, 30, 30, 25], packed(100, max_patches=6), [0, 0, 3, 3, 0]) == [40, 30, 30]
+
+
 def test_with_attention_a_sample_that_is_oversize_by_its_padding_shares_no_row():
     budget = packed(200, attention_tokens=8, pad_to_multiple_of=16)
     assert budget.capacity == 32 and budget.cost([33, 1]) <= 200

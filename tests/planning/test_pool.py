@@ -196,6 +196,20 @@ def test_a_pool_takes_in_what_fits_until_it_is_full():
     assert len(pool) == 4
 
 
+def test_a_large_pool_is_refilled_by_a_thirtysecond_of_it_at_a_time():
+    pool = pool_of([10] * 640, 150)
+    pool.take()
+    assert (len(pool), pool.room()) == (625, 0)
+    pool.take()
+    assert (len(pool), pool.room()) == (610, 20)
+    pool.add(range(640, 650), [10] * 10, [0] * 10)
+    pool.pulled += 10
+    assert pool.room() == 10  # what was begun is finished first
+    small = pool_of([10] * 511, 150)
+    small.take()
+    assert small.room() == 15
+
+
 def test_no_room_is_left_for_a_sample_that_would_make_the_oldest_too_old():
     pool = RollingPool(TokenBudget(100), 8)
     pool.add([3], [5], [0])

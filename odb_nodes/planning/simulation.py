@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
-from odb_nodes._core.checks import keep_count
+from odb_nodes._core.checks import check_count, keep_count
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.auto_window import WindowSize
 from odb_nodes.planning.budget import TokenBudget
@@ -151,8 +151,8 @@ def plan_epoch(
         window: samples that wait on each rank to be grouped; `len(lengths)` chooses among all.
         seed: the seed of the order of steps.
         costs: what a step with each sample takes, (n,) integers of at least 0 in any unit; the
-            groups of a step are matched by their sums. Default: what the groups cost under the
-            budget, padding included.
+            groups of a step are matched by their sums, below 2**31. Default: what the groups cost
+            under the budget, padding included.
         options: `round_size`, `uneven`, `dearest_first`, `accumulate`, as for `ODBDataLoader`.
 
     Returns:
@@ -182,7 +182,7 @@ def _summed(costs: npt.ArrayLike, samples: int) -> CostFn:
             f"is {costs!r:.80} instead."
         )
     own: list[int] = given.tolist()
-    return lambda group: sum(own[sample.data] for sample in group)
+    return lambda group: check_count("costs", sum(own[sample.data] for sample in group), 0)
 
 
 def plan_steps(

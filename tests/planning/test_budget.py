@@ -1,20 +1,17 @@
+"""What a group may cost: a budget, its ladder of shapes, and limits that are lowered."""
+
+from bisect import bisect_right
+
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pools import run
 from refusals import refuses
 
 from odb_nodes import TokenBudget
-from odb_nodes.planning.auto_window import (
-    PulledLengths,
-    check_window,
-    chosen_window,
-    parse_window,
-    shown,
-    window_samples,
-)
-from odb_nodes.planning.budget import allowed_rows
+from odb_nodes.planning.budget import Limits, allowed_rows
+
+few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
 
 def test_an_integer_stands_for_padded_tokens():
@@ -186,9 +183,9 @@ ALLOWED = {"any": set(range(1, 2000)), "even": EVEN, "friendly": FRIENDLY}
 
 
 @pytest.mark.parametrize(("sizes", "allowed"), ALLOWED.items())
-def test_rows_are_rounded_down_to_the_next_number_allowed(sizes, allowed):
-    rows = np.arange(1, 2000)
-    expected = [max(one for one in allowed if one <= number) for number in rows.tolist()]
+def test_rows_are_the_next_smaller_number_allowed(sizes, allowed):
+    rows, numbers = np.arange(1, 2000), sorted(allowed)
+    expected = [numbers[bisect_right(numbers, number) - 1] for number in rows.tolist()]
     assert allowed_rows(rows, sizes).tolist() == expected
 
 
@@ -198,97 +195,88 @@ def test_the_largest_numbers_of_rows_are_rounded_as_well():
     assert allowed_rows(most, "even").tolist() == [2**31 - 2, 2**31 - 2, 3 << 29]
 
 
-@given(
-    lengths=st.lists(st.integers(1, 60), min_size=60, max_size=200),
-    sizes=st.sampled_from(["even", "friendly"]),
-    data=st.data(),
-)
-def test_under_a_limit_of_patches_groups_have_these_rows_until_the_data_ends(lengths, sizes, data):
-    patches = data.draw(st.lists(st.integers(0, 9), min_size=len(lengths), max_size=len(lengths)))
-    budget = TokenBudget(600, max_patches=40, row_sizes=sizes)
-    groups, _ = run(lengths, budget, 30, patches)
-    out = np.cumsum([len(group) for group in groups])
-    before_the_end = int(np.searchsorted(out, len(lengths) - 30, side="right"))
-    assert {len(group) for group in groups[:before_the_end]} <= ALLOWED[sizes]
+def test_multiples_of_a_number_of_rows_are_allowed_and_may_be_none():
+    assert allowed_rows(np.array([1, 5, 6, 11, 12]), 6).tolist() == [0, 0, 6, 6, 12]
 
 
-# --- the window that suits the lengths of samples ------------------------------------------------
-
-
-def window_of(lengths, patches=None, tokens=10_000, **fields):
-    patches = [0] * len(lengths) if patches is None else patches
-    return window_samples("auto", TokenBudget(tokens, **fields), lengths, patches)
+# --- errors, fingerprints, and limits that are lowered -------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("given", "window"),
+    ("fields", "tokens", "limit"),
     [
-        (([500] * 10,), 32 * 20),
-        (([300, 500, 700],), 32 * 20),
-        (([499],), round(32 * 10_000 / 499)),
-        (([3, 4],), 4096),  # within limits
-        (([5000],), 128),
-        # A sample that exceeds the budget fills one group, however long it is.
-        (([500] * 9 + [10**6],), round(32 * 10 * 10_000 / 14_500)),
+        ({}, 101, "`tokens` is 100"),
+        ({"max_patches": 5}, 100, "`max_patches` is 5"),  # the tokens fit
+        ({"max_patches": 5}, 101, "`tokens` is 100"),
+        (
+            {"pad_to_multiple_of": 32},
+            97,
+            "`tokens` is 100, so a sample may have 96 (multiples of 32)",
+        ),
+        (
+            {"row_sizes": 4, "shapes": 3, "oversize": "drop"},
+            26,
+            "`tokens` is 100, so a sample may have 25 (4 rows, multiples of 1)",
+        ),
+        (
+            {"attention_tokens": 10},
+            28,
+            "`tokens` is 100, with `attention_tokens=10` that of a row of 27",
+        ),
     ],
 )
-def test_it_holds_32_budgets_within_its_limits(given, window):
-    assert window_of(*given) == window
+def test_an_error_names_the_limit_that_a_sample_exceeds(fields, tokens, limit):
+    assert TokenBudget(100, **fields).limit_of(tokens) == limit
 
 
-@pytest.mark.parametrize(
-    ("patches", "fields", "groups_of"),
-    [
-        (0, {"max_samples": 8}, 8),
-        (0, {"max_samples": 64}, 20),
-        (100, {"max_patches": 1000}, 10),
-        (200, {"max_patches": 1000, "max_samples": 4}, 4),
-        (1, {"max_patches": 1000}, 20),
-        # With attention, a row of 500 tokens costs 500 + 500 * 500 / 500.
-        (0, {"attention_tokens": 500}, 10),
-        (0, {"attention_tokens": 500, "layout": "packed"}, 10),
-        (0, {"layout": "packed"}, 20),
-    ],
+def test_the_fingerprint_has_each_field_and_may_be_changed():
+    budget = TokenBudget(100, max_samples=3)
+    fingerprint = budget.fingerprint()
+    assert TokenBudget(**fingerprint) == budget
+    fingerprint["tokens"] = 5
+    assert budget.tokens == 100
+
+
+some_limits = st.builds(
+    Limits,
+    st.integers(1, 300),
+    st.none() | st.integers(1, 9),
+    st.none() | st.integers(1, 40),
+    st.integers(1, 300),
+    st.none() | st.integers(1, 40),
 )
-def test_a_group_is_full_by_the_limit_that_is_reached_first(patches, fields, groups_of):
-    assert window_of([500] * 10, [patches] * 10, **fields) == 32 * groups_of
 
 
-def test_ranks_choose_by_the_lengths_of_all_whatever_their_budgets():
-    small, large = TokenBudget(10_000), TokenBudget(20_000)
-    few = PulledLengths().and_of(small, [500] * 20, [0] * 20)
-    many = few.and_of(small, [1000] * 20, [0] * 20)
-    assert few.report(small) == (20, 2**20)
-    assert many.report(small) == (40, 3 * 2**20)
-    assert chosen_window([few.report(small), many.report(small)]) == 32 * 60 // 4
-    assert chosen_window([few.report(small), few.report(large)]) == round(32 * 40 / 1.5)
-    assert chosen_window([(0, 0), few.report(small)]) == 32 * 20
-    assert chosen_window([(0, 0), (0, 0)]) == 0
+def is_within(lower, upper):
+    pairs = zip(lower, upper, strict=True)
+    return all(most is None or (least is not None and least <= most) for least, most in pairs)
 
 
-def test_lengths_that_come_in_parts_count_alike():
-    lengths, budget = np.random.default_rng(0).integers(1, 4000, 900), TokenBudget(8000)
-    whole = PulledLengths().and_of(budget, lengths, lengths)
-    parts = PulledLengths()
-    for part in np.array_split(lengths, 7):
-        parts = parts.and_of(budget, part, part)
-    assert parts == whole
-    assert whole.patches == lengths.sum()
+@given(some_limits, some_limits)
+@few
+def test_limits_that_are_tightened_are_the_tighter_of_each_two_in_any_order(first, second):
+    both = first.tightened(second)
+    assert both == second.tightened(first) == both.tightened(first)
+    assert is_within(both, first) and is_within(both, second)
+    pairs = zip(both, first, second, strict=True)
+    assert all(limit in (one, other) for limit, one, other in pairs)
 
 
-WINDOWS = [
-    *((check_window, "window", value) for value in ("Auto", "7", 0, -1, 1.5, True, None, 2**31)),
-    *((parse_window, value) for value in ("Auto", "-1", "0", "1.5", "")),
-]
+def test_the_limits_of_a_budget_change_neither_its_groups_nor_its_samples():
+    budget = TokenBudget(100, max_samples=4, max_patches=9, pad_to_multiple_of=8)
+    limits = Limits.of(budget)
+    assert limits.of_groups(budget) == limits.of_samples(budget) == budget
 
 
-@pytest.mark.parametrize("call", WINDOWS)
-def test_another_window_is_an_error(call):
-    check, *given = call
-    with pytest.raises((TypeError, ValueError), match="`window` must be "):
-        check(*given)
+def test_lower_limits_bound_groups_and_samples_and_nothing_else():
+    budget = TokenBudget(100, max_samples=4, pad_to_multiple_of=8)
+    limits = Limits(50, 2, 7, 60, 8)
+    groups, samples = limits.of_groups(budget), limits.of_samples(budget)
+    assert groups == TokenBudget(50, max_samples=2, max_patches=7, pad_to_multiple_of=8)
+    assert samples == TokenBudget(60, max_samples=4, max_patches=8, pad_to_multiple_of=8)
 
 
-def test_a_window_on_the_command_line():
-    assert (parse_window("auto"), parse_window("256")) == ("auto", 256)
-    assert (shown("auto", 1311), shown(1024, 1024)) == ("auto (1,311)", "1,024")
+def test_groups_are_never_asked_to_be_smaller_than_the_smallest_batch():
+    budget = TokenBudget(100, pad_to_multiple_of=8, attention_tokens=32)
+    lowest = Limits.of(budget)._replace(tokens=1)
+    assert lowest.of_groups(budget).tokens == budget.smallest_cost == 8 + 2

@@ -1,0 +1,149 @@
+"""Costs of groups, as other ranks are told them, and the sample that a rank fills with."""
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odb_nodes import Sample, SampleError, TokenBudget
+from odb_nodes.planning.group_costs import (
+    MOST_MODALITIES,
+    BudgetCost,
+    GroupCostEstimator,
+    best_filler,
+    counted_in,
+    padded_tokens,
+)
+from odb_nodes.planning.rounds import FLAG_BITS, GroupCost
+from odb_nodes.sample import COUNTED
+from odb_nodes.sample_block import SampleBlock
+
+few = settings(max_examples=max(20, settings.default.max_examples // 5))
+
+
+def block(*samples):
+    return SampleBlock.of([*samples])
+
+
+def estimator(cost_fn=padded_tokens, modalities=None, tasks=()):
+    return GroupCostEstimator(cost_fn, modalities, tasks)
+
+
+def test_other_ranks_are_told_samples_targets_and_cost_of_a_group():
+    group = block(Sample(None, 5, 4), Sample(None, 9, 0), Sample(None, 2, 1))
+    assert estimator()(group) == GroupCost(samples=3, targets=5, cost=27)
+
+
+def test_the_cost_under_a_budget_is_what_its_batch_costs():
+    group = block(Sample(None, 5, 4), Sample(None, 9, 0))
+    for budget in (TokenBudget(64), TokenBudget(64, layout="packed", attention_tokens=4)):
+        assert BudgetCost(budget)(group) == budget.cost([5, 9])
+        assert estimator(BudgetCost(budget))(group).cost == budget.cost([5, 9])
+
+
+def test_no_group_costs_more_than_a_cost_may_be():
+    group = block(Sample(None, 2**20, 1))
+    assert BudgetCost(TokenBudget(64, attention_tokens=1))(group) == 2**31 - 1
+
+
+def test_the_cost_of_another_layout_has_another_name_and_that_of_other_sizes_has_not():
+    """The sizes are in the fingerprint of the node that forms the groups."""
+    padded, packed = TokenBudget(64), TokenBudget(64, layout="packed")
+    names = [
+        estimator(BudgetCost(budget)).fingerprint()["cost_fn"]
+        for budget in (padded, TokenBudget(99, max_samples=3), packed)
+    ]
+    assert names == ["padded_tokens", "padded_tokens", "packed_tokens"]
+
+
+def test_all_that_decides_costs_is_in_the_fingerprint():
+    measure = estimator(len, {"odd": bool, "even": bool}, ["a", "b"])
+    assert measure.fingerprint() == {
+        "cost_fn": "len",
+        "modalities": ["odd", "even"],
+        "tasks": ["a", "b"],
+    }
+
+
+def test_without_modalities_a_group_has_images_where_a_sample_has_patches():
+    measure = estimator()
+    text, image = Sample(None, 5, 4), Sample(None, 5, 4, patches=3)
+    assert measure.modalities_in(measure(block(text, text)).flags) == ()
+    assert measure.modalities_in(measure(block(text, image)).flags) == ("image",)
+
+
+names = [f"m{number}" for number in range(MOST_MODALITIES)]
+
+
+@given(st.sets(st.sampled_from(names)), st.sets(st.sampled_from(COUNTED)))
+@few
+def test_the_flags_of_groups_name_their_modalities_and_what_they_count(modalities, counted):
+    functions = {name: lambda sample, name=name: name in sample.data for name in names}
+    measure = estimator(modalities=functions)
+    sizes = [(name,) for name in modalities] or [()]
+    kinds = [*counted] or [""]
+    samples = [Sample(data, 2, 1, counted=kind) for data in sizes for kind in kinds]
+    flags = measure(block(*samples)).flags
+    assert 0 <= flags < 2**FLAG_BITS
+    assert {*measure.modalities_in(flags)} == modalities
+    assert counted_in(flags) == "+".join(kind for kind in COUNTED if kind in counted)
+    # The flags of a step are those of its groups, joined by "or".
+    alone = [measure(block(sample)).flags for sample in samples]
+    assert np.bitwise_or.reduce(alone) == flags
+
+
+def test_targets_are_counted_by_task_in_the_order_of_the_tasks():
+    measure = estimator(tasks=["chat", "code", "math"])
+    samples = [
+        Sample(None, 9, 3, task="code"),
+        Sample(None, 9, 4, source="chat"),  # whose source is its task
+        Sample(None, 9, 5, source="chat", task="code"),
+    ]
+    assert measure(block(*samples)).tasks == (4, 8, 0)
+    assert estimator()(block(*samples)).tasks == ()
+
+
+def test_a_task_that_is_none_of_those_named_is_an_error_that_names_the_sample():
+    measure = estimator(tasks=["chat"])
+    with pytest.raises(SampleError, match=r"source 'x', key 7.* is 'code', which is none of"):
+        measure(block(Sample(None, 9, 3, source="x", key=7, task="code")))
+
+
+def test_more_modalities_than_flags_are_refused():
+    functions = dict.fromkeys(map(str, range(MOST_MODALITIES)), bool)
+    estimator(modalities=functions)
+    with pytest.raises(ValueError, match=f"`modalities` must be at most {MOST_MODALITIES}"):
+        estimator(modalities={**functions, "more": bool})
+
+
+@pytest.mark.parametrize("cost", [-1, 2.5, None, 2**31])
+def test_a_cost_that_is_no_integer_of_31_bits_is_refused(cost):
+    with pytest.raises((TypeError, ValueError), match="`cost_fn`"):
+        estimator(lambda group: cost)(block(Sample(None, 5, 4)))
+    assert estimator(lambda group: 0)(block(Sample(None, 5, 4))).cost == 0
+
+
+def test_a_cost_function_that_cannot_be_called_is_refused():
+    with pytest.raises(TypeError, match="`cost_fn`"):
+        estimator(3)
+
+
+def test_the_best_filler_has_targets_then_few_patches_then_few_tokens():
+    by_rank = [
+        Sample("targets, short", 3, 1),
+        Sample("targets", 9, 5),
+        Sample("targets, patches", 2, 1, patches=4),
+        Sample("none, short", 1, 0),
+        Sample("none", 2, 0),
+    ]
+    for count in range(1, len(by_rank) + 1):
+        best = by_rank[-count]
+        for order in permutations(by_rank[-count:]):
+            assert order[best_filler(block(*order))] is best
+
+
+def test_of_equally_good_fillers_the_first_is_taken():
+    twins = [Sample(number, 3, 1) for number in range(3)]
+    assert best_filler(block(Sample("long", 4, 1), *twins)) == 1

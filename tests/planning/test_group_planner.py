@@ -1,0 +1,389 @@
+"""The planner of one rank: its pool, its limits, its window, and what a restart goes on from."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pools import budgets
+
+from odb_nodes import TokenBudget
+from odb_nodes.planning import MAX_AGE_WINDOWS
+from odb_nodes.planning.auto_window import LEAST_WINDOW
+from odb_nodes.planning.budget import Limits
+from odb_nodes.planning.group_planner import GroupPlanner, RoundSettings
+from odb_nodes.planning.table import ORDINALS
+
+few = settings(max_examples=max(20, settings.default.max_examples // 5))
+
+
+def random_samples(count, seed):
+    """Tokens, patches and task of each sample of an epoch."""
+    draws = np.random.default_rng(seed).integers((1, 0, 0), (121, 51, 4), (count, 3))
+    return [*map(tuple, draws.tolist())]
+
+
+samples = st.builds(random_samples, st.integers(1, 40), st.integers(0, 2**16))
+
+
+class Stream:
+    """The groups of samples that come one after the other."""
+
+    def __init__(self, samples, budget, window, *options, **more):
+        self.samples = samples
+        self.make = lambda: GroupPlanner(budget, window, *options, **more)
+        self.planner = self.make()
+
+    def fill(self):
+        planner, pool = self.planner, self.planner.pool
+        while (room := planner.room()) > 0:
+            new = range(pool.pulled, min(pool.pulled + room, len(self.samples)))
+            planner.ended = pool.pulled + room > len(self.samples)
+            self.add([*new])
+            pool.pulled += len(new)
+
+    def add(self, ordinals):
+        columns = zip(*(self.samples[at] for at in ordinals), strict=True) if ordinals else [()] * 3
+        self.planner.add(ordinals, *columns)
+
+    def next(self):
+        """The next group; none at the end."""
+        self.fill()
+        return self.planner.next_group().tolist() if len(self.planner.pool) else []
+
+    def state(self):
+        """The planner as plain data."""
+        planner, pool = self.planner, self.planner.pool
+        state = {
+            "limits": planner.limits,
+            "window": planner.window_state(),
+            "waiting": np.sort(pool.table()[ORDINALS]).tolist(),
+            "pulled": pool.pulled,
+            "caps": pool.caps.tolist(),
+            "ended": planner.ended,
+            "dearest_groups": planner.dearest_groups,
+        }
+        return json.loads(json.dumps(state))
+
+    def restart(self):
+        """Go on with another planner, from the state of this one."""
+        state, follows = self.state(), self.planner.follows_ranks
+        planner = self.planner = self.make()
+        planner.follows_ranks = follows
+        planner.restart(Limits(*state["limits"]), state["window"])
+        pool = planner.pool
+        columns = [*zip(*(self.samples[at] for at in state["waiting"]), strict=True)] or [()] * 3
+        pool.add(state["waiting"], *columns)
+        pool.pulled, pool.caps = state["pulled"], np.array(state["caps"], np.int64)
+        planner.ended, planner.dearest_groups = state["ended"], state["dearest_groups"]
+        assert self.state() == state
+
+
+def epoch_of(stream, events=None, restarts=False):
+    """The groups of an epoch; before each, what `events` does, and a restart where asked for."""
+    groups = []
+    while True:
+        if events:
+            events(stream.planner, len(groups))
+        if restarts:
+            stream.restart()
+        if not (group := stream.next()):
+            return groups
+        groups.append(group)
+
+
+def once_each(groups, count):
+    return sorted(at for group in groups for at in group) == [*range(count)]
+
+
+LOWER = 40
+
+
+def lower(planner, number):
+    """What ranks agree on in the middle of an epoch."""
+    if number == 2:
+        planner.use(RoundSettings(max_tokens=LOWER))
+
+
+def lower_and_cap(planner, number):
+    """What ranks agree on in the middle of an epoch."""
+    if number == 2:
+        planner.use(RoundSettings(max_tokens=LOWER), caps=[20, 25, 40])
+    if number == 3:
+        planner.lower_limits(planner.limits._replace(max_samples=2))
+
+
+@given(
+    samples,
+    budgets,
+    st.integers(1, 20) | st.just("auto"),
+    st.sampled_from([0, 3]),
+    st.sampled_from([0.0, 0.5]),
+    st.sampled_from([None, lower_and_cap]),
+)
+@few
+def test_a_planner_that_restarts_before_every_group_forms_the_same_groups(
+    samples, budget, window, dearest_first, diversity, events
+):
+    diversity = 0.0 if budget.layout == "packed" else diversity
+    options = samples, budget, window, dearest_first, diversity
+    whole, restarted = (epoch_of(Stream(*options), events, again) for again in (False, True))
+    assert whole == restarted
+    assert once_each(whole, len(samples))
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=300), st.booleans(), st.booleans())
+@settings(few, max_examples=20)
+def test_an_auto_window_survives_restarts_at_every_group(lengths, follows_ranks, knows_length):
+    samples = [(length, 0, 0) for length in lengths]
+
+    def events(planner, number):
+        planner.choose_window_alone()
+        if number == 4:  # ranks choose together after their first round
+            planner.use(RoundSettings(window=150))
+
+    def stream():
+        length = len(samples) if knows_length else None
+        stream = Stream(samples, TokenBudget(24), "auto", epoch_samples=lambda: length)
+        stream.planner.follows_ranks = follows_ranks
+        return stream
+
+    whole = epoch_of(stream(), events)
+    assert epoch_of(stream(), events, restarts=True) == whole
+    assert once_each(whole, len(samples))
+
+
+# --- limits --------------------------------------------------------------------------------------
+
+
+@given(samples, budgets, st.integers(1, 20))
+@few
+def test_a_lower_limit_in_mid_epoch_bounds_all_later_groups_and_loses_no_sample(
+    samples, budget, window
+):
+    stream = Stream(samples, budget, window)
+    groups = epoch_of(stream, lower)
+    assert once_each(groups, len(samples))
+    lowered = Limits.of(budget)._replace(tokens=LOWER).of_groups(budget)
+    for number, group in enumerate(groups):
+        present = lowered if number >= 2 and budget.tokens > LOWER else budget
+        tokens, patches, _ = zip(*(samples[at] for at in group), strict=True)
+        assert len(group) == 1 or present.cost(tokens) <= present.tokens
+        assert len(group) == 1 or sum(patches) <= (budget.max_patches or sum(patches))
+        assert len(group) <= (budget.max_samples or len(group))
+
+
+def test_a_limit_is_never_raised_again_whatever_ranks_ask_for():
+    planner = GroupPlanner(TokenBudget(100), 8)
+    for asked, tokens in [(120, 100), (0, 100), (60, 60), (80, 60), (0, 60), (50, 50)]:
+        planner.use(RoundSettings(max_tokens=asked))
+        assert planner.limits.tokens == tokens
+        assert planner.limits.sample_tokens == 100  # what a sample exceeds stays
+    planner.lower_limits(Limits.of(TokenBudget(90, max_samples=3)))
+    assert planner.limits == Limits(50, 3, None, 90, None)
+    planner.begin_epoch()
+    assert planner.limits == Limits(50, 3, None, 90, None)  # the next epoch has it, too
+
+
+def test_the_next_epoch_forms_its_groups_under_the_lower_limit():
+    stream = Stream([(10, 0, 0)] * 40, TokenBudget(100), 20)
+    stream.planner.lower_limits(Limits.of(TokenBudget(30)))
+    stream.planner.begin_epoch()
+    assert {len(group) for group in epoch_of(stream)} <= {1, 2, 3}
+
+
+def test_a_restart_has_the_limits_of_the_state_or_those_of_the_budget():
+    planner = GroupPlanner(TokenBudget(100), 8)
+    lower = planner.limits._replace(tokens=50)
+    planner.restart(lower, None)
+    assert planner.limits == lower
+    planner.restart(None, None)
+    assert planner.limits == Limits.of(TokenBudget(100))
+
+
+# --- caps ----------------------------------------------------------------------------------------
+
+
+def test_caps_are_for_the_next_groups_and_the_last_given_count():
+    planner = GroupPlanner(TokenBudget(100), 8)
+    planner.use(RoundSettings(), [10, 20])
+    planner.use(RoundSettings(), [30])
+    assert planner.pool.caps.tolist() == [30]
+    planner.use(RoundSettings())
+    assert planner.pool.caps.tolist() == []
+
+
+def filled(window=40, budget=None):
+    stream = Stream([(5 + at % 40, 0, 0) for at in range(200)], budget or TokenBudget(100), window)
+    stream.fill()
+    return stream
+
+
+def test_a_rank_offers_costs_for_as_many_caps_as_it_is_asked_for():
+    assert len(filled().planner.report(6).offer) == 1 + 6
+    assert len(filled().planner.report(0).offer) == 0
+
+
+def test_a_rank_whose_data_has_ended_offers_no_caps():
+    stream = filled()
+    stream.planner.ended = True
+    assert len(stream.planner.report(6).offer) == 0
+
+
+# --- the window ----------------------------------------------------------------------------------
+
+
+def auto(lengths, epoch_samples=lambda: None, follows_ranks=False, **fields):
+    options = {"epoch_samples": epoch_samples}
+    stream = Stream([(n, 0, 0) for n in lengths], TokenBudget(100, **fields), "auto", **options)
+    stream.planner.follows_ranks = follows_ranks
+    return stream
+
+
+def test_a_window_that_is_a_number_is_never_chosen():
+    planner = Stream([(5, 0, 0)] * 99, TokenBudget(100), 16).planner
+    assert planner.window_state() is None
+    assert planner.window_is_chosen
+    planner.use(RoundSettings(window=500))
+    planner.choose_window_alone()
+    planner.restart(None, (700, True, 0, 0, 0))
+    assert planner.window == planner.pool.window == 16
+
+
+def test_alone_a_rank_chooses_once_in_an_epoch_by_the_lengths_so_far():
+    stream = auto([10] * 128 + [50] * 2000)
+    planner = stream.planner
+    stream.next()
+    assert planner.window == LEAST_WINDOW and not planner.window_is_chosen
+    planner.choose_window_alone()
+    assert planner.window == planner.pool.window == 32 * 10
+    for _ in range(60):
+        stream.next()
+        planner.choose_window_alone()
+    assert planner.window == planner.pool.window == 32 * 10
+    planner.begin_epoch()
+    assert planner.window == planner.pool.window == 32 * 10  # until this epoch chooses
+    stream.samples = [(25, 0, 0)] * 999
+    stream.next()
+    planner.choose_window_alone()
+    assert planner.window == 32 * 4
+
+
+def test_a_rank_without_samples_leaves_the_window_as_it_is():
+    planner = auto([]).planner
+    planner.choose_window_alone()
+    assert planner.window == LEAST_WINDOW and not planner.window_is_chosen
+
+
+def test_with_other_ranks_the_window_is_chosen_by_what_they_agree_on_alone():
+    stream = auto([10] * 3000, follows_ranks=True)
+    stream.next()
+    stream.planner.choose_window_alone()
+    assert stream.planner.window == LEAST_WINDOW
+    assert stream.planner.report(0).lengths == stream.planner.lengths.report(TokenBudget(100))
+    assert stream.planner.report(0).lengths[0] == LEAST_WINDOW
+    stream.planner.use(RoundSettings(window=300))
+    assert stream.planner.window == stream.planner.pool.window == 300
+    stream.next()
+    assert stream.planner.report(0).lengths == (0, 0)  # what comes later is not told
+
+
+def test_settings_without_a_window_change_none():
+    planner = auto([10] * 300, follows_ranks=True).planner
+    planner.use(RoundSettings())
+    assert planner.window == LEAST_WINDOW and not planner.window_is_chosen
+
+
+@pytest.mark.parametrize(
+    ("epoch_samples", "window"),
+    [
+        (4 * 320, 320),  # four windows: the first round would be a large part of it
+        (4 * 320 + 1, LEAST_WINDOW),
+        (None, LEAST_WINDOW),
+    ],
+)
+def test_in_a_short_epoch_a_rank_has_a_window_of_its_own_until_ranks_agree(epoch_samples, window):
+    stream = auto([10] * 3000, lambda: epoch_samples, follows_ranks=True)
+    stream.fill()
+    assert stream.planner.window == stream.planner.pool.window == window
+    assert len(stream.planner.pool) == window
+    assert not stream.planner.window_is_chosen
+    stream.planner.use(RoundSettings(window=200))
+    assert stream.planner.window == 200
+
+
+def test_a_window_of_its_own_is_chosen_once_and_not_where_a_rank_is_alone():
+    stream = auto([10] * 128 + [1] * 400, lambda: 528, follows_ranks=True)
+    stream.fill()
+    assert stream.planner.window == 320  # by its first 128 samples, whatever comes after
+    alone = auto([10] * 528, lambda: 528)
+    alone.fill()
+    assert alone.planner.window == LEAST_WINDOW
+
+
+def test_there_is_no_room_once_the_data_has_ended_however_short_the_epoch():
+    planner = auto([], lambda: 50, follows_ranks=True).planner
+    planner.add(range(50), [10] * 50, [0] * 50)
+    planner.pool.pulled, planner.ended = 50, True
+    assert planner.room() == 0
+
+
+def test_no_window_shrinks_before_ranks_agree():
+    stream = auto([90] * 400, lambda: 400, follows_ranks=True)
+    stream.fill()
+    assert stream.planner.window == len(stream.planner.pool) == LEAST_WINDOW
+
+
+def test_the_age_bound_holds_while_the_window_grows():
+    stream = auto([100, *[10] * 3000])
+    while group := stream.next():
+        assert stream.planner.pool.pulled - min(group) <= MAX_AGE_WINDOWS * stream.planner.window
+        stream.planner.choose_window_alone()
+
+
+def test_a_state_of_an_auto_window_is_restored_with_what_it_is_chosen_by():
+    stream = auto([10] * 3000, follows_ranks=True)
+    stream.next()
+    state, again = stream.planner.window_state(), auto([]).planner
+    again.restart(None, state)
+    assert again.window_state() == state
+    assert again.report(0) == stream.planner.report(0)._replace(offer=again.report(0).offer)
+    assert again.window == again.pool.window
+
+
+# --- epochs, the dearest groups, and room ---------------------------------------------------------
+
+
+def test_each_epoch_begins_with_its_dearest_groups_as_many_as_are_asked_for():
+    stream = Stream([(n, 0, 0) for n in (10, 50, 20, 40, 30)], TokenBudget(50), 5, 2)
+    planner = stream.planner
+    for _ in range(2):
+        assert planner.is_dearest
+        groups = [stream.next()]
+        assert planner.is_dearest
+        groups.append(stream.next())
+        assert not planner.is_dearest
+        assert groups == [[1], [3]]
+        assert once_each(groups + epoch_of(stream), 5)
+        planner.begin_epoch()
+        assert (planner.pool.pulled, planner.ended) == (0, False)
+    assert not GroupPlanner(TokenBudget(50), 5).is_dearest
+
+
+def test_there_is_room_until_the_data_ends_or_the_pool_is_full():
+    stream = Stream([(10, 0, 0)] * 99, TokenBudget(100), 8)
+    planner = stream.planner
+    assert planner.room() == 8
+    stream.fill()
+    assert planner.room() <= 0
+    planner.next_group()
+    assert planner.room() > 0
+    planner.ended = True
+    assert planner.room() == 0
+
+
+def test_settings_of_a_round_are_plain_data_in_a_state():
+    for settings_ in (RoundSettings(), RoundSettings(5, (1, 2, 3), 128, True)):
+        state = json.loads(json.dumps(settings_.to_state()))
+        assert RoundSettings(*state).to_state() == settings_.to_state()

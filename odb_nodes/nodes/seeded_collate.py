@@ -66,10 +66,8 @@ class SeededCollate:
         self, run: Run, key: int, seed: Seed = lambda _: None
     ) -> MutableMapping[str, Any]:
         """Return what `run` returns, with the function's generators seeded, others by `seed`."""
-        with self._turn():
-            self.held.look()
-            with self.held.preserved():
-                return self.held.call(run, key=key, seed=seed)
+        with self._turn(), self.held.preserved():
+            return self.held.call(run, key=key, seed=seed)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

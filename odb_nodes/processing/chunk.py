@@ -306,10 +306,10 @@ class ChunkProcessor:
             return [], None
         try:
             self.tell_epoch(task.epoch)
-            self._held.look()
+            preserved = self._held.preserved()
         except caught as error:
             return [], _describe(task.items[0], error)
-        with self._held.preserved():
+        with preserved:
             return self._apply_each(task, caught)
 
     def _apply_each(

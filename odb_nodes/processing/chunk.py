@@ -240,6 +240,11 @@ class ChunkProcessor:
         """Whether threads must process one chunk at a time, since they share what it depends on."""
         return self.seed is not None or bool(self._hearers)
 
+    def forget_epoch(self) -> None:
+        """Have it told again: somebody else may have told another one meanwhile."""
+        for hearer in self._hearers:
+            _told_epochs.pop(id(hearer), None)
+
     def tell_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the functions and datasets of this process that have it."""
         told = [_tell_epoch(hearer, epoch) for hearer in self._hearers]

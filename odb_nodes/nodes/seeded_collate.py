@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from odb_nodes._core.held_generators import HeldGenerators, Seed
-from odb_nodes._core.seeds import (
-    declares_draws,
-    own_rngs,
-    seed_rngs,
-    states_of_rngs,
-)
+from odb_nodes._core.seeds import declares_draws, own_rngs, seed_rngs, states_of_rngs
 from odb_nodes.errors import WorkerError
 from odb_nodes.step_info import StepInfo
 

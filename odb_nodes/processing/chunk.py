@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import pickle
@@ -13,7 +12,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import groupby
@@ -122,10 +121,8 @@ class ChunkResult:
 class Fetcher:
     """A `process_fn` that can read what it processes many at once."""
 
-    @property
-    def parts(self) -> Sequence[Any]:
-        """The functions and datasets that it is made of."""
-        return ()
+    parts: Sequence[Any] = ()
+    """The functions and datasets that it is made of."""
 
     def fetch(self, items: Sequence[Any]) -> Sequence[Any]:
         """Return items, with what was read for them, as a call takes them."""
@@ -200,7 +197,7 @@ def _tell_epoch(holder: Any, epoch: int) -> bool:
             f"`set_epoch({epoch})` of `{type(holder).__name__}` raised {type(error).__name__}: "
             f"{error}"
         ) from error
-    with contextlib.suppress(TypeError):  # of what takes no weak references: it is told again
+    with suppress(TypeError):  # of what takes no weak references: it is told again
         _told_epochs[id(holder)] = weakref.ref(holder), epoch
     return True
 
@@ -209,9 +206,7 @@ def _tell_epoch(holder: Any, epoch: int) -> bool:
 class ChunkProcessor:
     """Applies `process_fn` to the items of a chunk, each under random numbers of its own.
 
-    So the numbers are the same on any worker, the generators are seeded for each item: the global
-    ones, and those that the dataset and the functions hold. Whoever has `set_epoch` is told the
-    epoch of the chunk.
+    These come from the global generators, and those that the dataset and the functions hold.
     """
 
     process_fn: Callable[[Any], Any]

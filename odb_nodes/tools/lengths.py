@@ -409,7 +409,3 @@ class _Nothing:
 
     def prepare(self, _: Any) -> None:
         """Return no data."""
-
-    def padding_of(self, _: Any) -> int:
-        """Return that nothing is added."""
-        return 0

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import ConcatDataset
 
 from odb_nodes._core.content import copied
-from odb_nodes._core.seeds import GENERATORS, is_global, preserved, seed_generators
+from odb_nodes._core.seeds import GENERATORS, GLOBAL_GENERATORS, preserved, seed_generators
 
 R = TypeVar("R")
 Seed = Callable[[int], object]
@@ -78,7 +78,8 @@ def generators_in(holders: Sequence[Any]) -> Iterator[Any]:
             continue
         seen.add(id(value))
         if isinstance(value, GENERATORS):
-            if not (is_global(value) or isinstance(value, random.SystemRandom)):  # has no state
+            is_global = any(value is one for one in GLOBAL_GENERATORS)
+            if not (is_global or isinstance(value, random.SystemRandom)):  # which has no state
                 yield value
         elif level < _DEPTH:
             waiting.extend((inner, level + 1) for inner in _held_by(value))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from odb_nodes._core.content import content_digest
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.errors import WorkerError
 
@@ -91,16 +92,9 @@ def own_rngs(limit_s: float, *, preserves: bool = True) -> Iterator[None]:
         _turn.release()
 
 
-def states_of_rngs() -> tuple[Any, ...]:
-    """Return the states of the global generators, to be compared: draws change them."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    python, generator = random.getstate(), torch.get_rng_state()
-    return python, name, np.asarray(keys).tobytes(), *rest, generator.numpy().tobytes()
-
-
-def is_global(generator: Any) -> bool:
-    """Tell whether a generator is one of the global ones, which `seed_rngs` seeds."""
-    return any(generator is one for one in GLOBAL_GENERATORS)
+def digest_of_rngs() -> int:
+    """Return a digest of the states of the global generators, which draws change."""
+    return content_digest([*map(state_of, GLOBAL_GENERATORS)])
 
 
 def seed_generators(generators: Sequence[Any], key: int) -> None:

@@ -25,13 +25,7 @@ from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.nodes.group_collator import CollatorState
 from odb_nodes.nodes.length_observer import ObserverState
 from odb_nodes.nodes.pooled_table import from_bits, to_bits
-from odb_nodes.nodes.sample_records import (
-    NO_RECORDS,
-    among,
-    are_numbered,
-    from_records,
-    to_records,
-)
+from odb_nodes.nodes.sample_records import NO_RECORDS, among, are_numbered, from_records, to_records
 from odb_nodes.nodes.window_bucketer import BucketerState
 from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.group_planner import RoundSettings

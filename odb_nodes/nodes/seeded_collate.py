@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from odb_nodes._core.held_generators import HeldGenerators, Seed
-from odb_nodes._core.seeds import declares_draws, own_rngs, seed_rngs, states_of_rngs
+from odb_nodes._core.seeds import declares_draws, digest_of_rngs, own_rngs, seed_rngs
 from odb_nodes.errors import WorkerError
 from odb_nodes.step_info import StepInfo
 
@@ -51,10 +51,10 @@ class SeededCollate:
         """
         with own_rngs(_LIMIT_S):
             seed_rngs(key)
-            before = states_of_rngs() if find_out else None
+            before = digest_of_rngs() if find_out else None
             batch = self.call_ahead(run, key, seed_rngs)
             if find_out:
-                self.draws = bool(self.draws) or states_of_rngs() != before
+                self.draws = bool(self.draws) or digest_of_rngs() != before
         return batch
 
     def call_ahead(

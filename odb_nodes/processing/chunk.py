@@ -173,13 +173,10 @@ class Pool:
 _told_epochs: dict[int, tuple[Any, int]] = {}  # id of an object -> a reference, and its epoch
 
 
-def _parts_of(function: Any) -> Iterator[Any]:
-    """Yield the functions and datasets of the user that a function is made of."""
-    if isinstance(function, Fetcher):
-        for part in function.parts:
-            yield from _parts_of(part)
-    else:
-        yield function
+def _parts_of(function: Any) -> list[Any]:
+    """Return the functions and datasets of the user that a function is made of."""
+    parts = function.parts if isinstance(function, Fetcher) else ()
+    return [one for part in parts for one in _parts_of(part)] or [function]
 
 
 def _tell_epoch(holder: Any, epoch: int) -> bool:
@@ -227,8 +224,7 @@ class ChunkProcessor:
     @cached_property
     def _hearers(self) -> list[Any]:
         """The functions and datasets that are told the epoch."""
-        parts = _parts_of(self.process_fn)
-        return [part for part in parts if callable(getattr(part, "set_epoch", None))]
+        return [part for part in _parts_of(self.process_fn) if hasattr(part, "set_epoch")]
 
     @property
     def takes_turns(self) -> bool:

@@ -89,6 +89,19 @@ def _type_of(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+def copied(value: Any) -> Any:
+    """Return a value whose dicts, lists, tuples, arrays and tensors are copies."""
+    if type(value) is dict:
+        return {key: copied(held) for key, held in value.items()}
+    if type(value) is list:
+        return [*map(copied, value)]
+    if isinstance(value, tuple):
+        return tuple.__new__(type(value), map(copied, value))
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
 # --- rows -----------------------------------------------------------------------------------------
 
 

@@ -7,14 +7,15 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import ConcatDataset
 
-from odb_nodes._core.seeds import GENERATORS, is_global, put_back, seed_generators, state_of
+from odb_nodes._core.content import copied
+from odb_nodes._core.seeds import GENERATORS, GLOBAL_GENERATORS, preserved, seed_generators
 
 R = TypeVar("R")
 Seed = Callable[[int], object]
@@ -40,26 +41,18 @@ class HeldGenerators:
         self._known: list[Any] | None = None
         self._is_complete = False  # whether those that the first call makes are known, too
 
-    def look(self) -> None:
-        """Look for them, if they are not known."""
+    def preserved(self) -> AbstractContextManager[None]:
+        """Look for them, if they are not known, and leave them as they were."""
         if self._known is None:
             self._known = [*generators_in(self._holders)]
-
-    @contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Leave those that are known as they were."""
-        before = [(generator, state_of(generator)) for generator in self._known or ()]
-        try:
-            yield
-        finally:
-            for generator, state in before:
-                put_back(generator, state)
+        return preserved(self._known)
 
     def call(self, run: Callable[..., R], *arguments: Any, key: int, seed: Seed) -> R:
         """Return what `run` returns under a key, which `seed` seeds the global generators by.
 
-        It is called again if its first call has made a generator.
+        It is called again, with the arguments as they were, if its first call has made a generator.
         """
+        unchanged = arguments if self._is_complete else copied(arguments)
         seed(key)
         seed_generators(self._known or (), key)
         result = run(*arguments)
@@ -69,7 +62,7 @@ class HeldGenerators:
         self._known, self._is_complete = [*generators_in(self._holders)], True
         if before.issuperset(map(id, self._known)):
             return result
-        return self.call(run, *arguments, key=key, seed=seed)
+        return self.call(run, *unchanged, key=key, seed=seed)
 
 
 def generators_in(holders: Sequence[Any]) -> Iterator[Any]:
@@ -85,7 +78,8 @@ def generators_in(holders: Sequence[Any]) -> Iterator[Any]:
             continue
         seen.add(id(value))
         if isinstance(value, GENERATORS):
-            if not (is_global(value) or isinstance(value, random.SystemRandom)):  # has no state
+            is_global = any(value is one for one in GLOBAL_GENERATORS)
+            if not (is_global or isinstance(value, random.SystemRandom)):  # which has no state
                 yield value
         elif level < _DEPTH:
             waiting.extend((inner, level + 1) for inner in _held_by(value))

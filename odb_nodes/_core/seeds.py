@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
+from odb_nodes._core.content import content_digest
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.errors import WorkerError
 
@@ -22,6 +23,10 @@ _DRAWS = "draws_random_numbers"
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 """The types of the generators that `seed_generators` takes."""
+
+_METHODS: tuple[Any, ...] = (random.random, np.random.random_sample)
+GLOBAL_GENERATORS = (*(method.__self__ for method in _METHODS), torch.default_generator)
+"""The global generators of Python, numpy and torch (CPU)."""
 
 
 def declares_draws(function: Any) -> bool | None:
@@ -46,28 +51,20 @@ def seed_rngs(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def rng_states() -> tuple[Any, Any, torch.Tensor]:
-    """Return the states of the global generators of Python, numpy and torch (CPU)."""
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def _put_rngs(states: tuple[Any, Any, torch.Tensor]) -> None:
-    python, numpy, generator = states
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(generator)
-
-
 @contextmanager
-def preserved_rngs(first: tuple[Any, Any, torch.Tensor] | None = None) -> Iterator[None]:
-    """Leave the global generators as they were; `first`: have them begin with these states."""
-    before = rng_states()
+def preserved(generators: Iterable[Any]) -> Iterator[None]:
+    """Leave generators of the types `GENERATORS` as they were."""
+    before = [(generator, state_of(generator)) for generator in generators]
     try:
-        if first is not None:
-            _put_rngs(first)
         yield
     finally:
-        _put_rngs(before)
+        for generator, state in before:
+            put_back(generator, state)
+
+
+def preserved_rngs() -> AbstractContextManager[None]:
+    """Leave the global generators as they were."""
+    return preserved(GLOBAL_GENERATORS)
 
 
 @contextmanager
@@ -95,18 +92,9 @@ def own_rngs(limit_s: float, *, preserves: bool = True) -> Iterator[None]:
         _turn.release()
 
 
-def states_of_rngs() -> tuple[Any, ...]:
-    """Return the states of the global generators, to be compared: draws change them."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    python, generator = random.getstate(), torch.get_rng_state()
-    return python, name, np.asarray(keys).tobytes(), *rest, generator.numpy().tobytes()
-
-
-def is_global(generator: Any) -> bool:
-    """Tell whether a generator is one of the global ones, which `seed_rngs` seeds."""
-    methods: tuple[Any, ...] = (np.random.random_sample, random.random)
-    shared = (torch.default_generator, *(one.__self__ for one in methods))
-    return any(generator is one for one in shared)
+def digest_of_rngs() -> int:
+    """Return a digest of the states of the global generators, which draws change."""
+    return content_digest([*map(state_of, GLOBAL_GENERATORS)])
 
 
 def seed_generators(generators: Sequence[Any], key: int) -> None:

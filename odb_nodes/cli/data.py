@@ -63,16 +63,15 @@ def check_outputs(
                 f"{name}: `{path}` is also read, or written twice: name another file, outside the "
                 "folders that are read."
             )
-        if path.exists() and not args.force and not _has_mark(path, (marks or {}).get(option)):
+        mark = (marks or {}).get(option)
+        if path.exists() and not (args.force or (mark and _has_mark(path, mark))):
             raise UsageError(
                 f"{name}: `{path}` exists: name another file, or pass --force to replace it."
             )
         read.add(path.resolve())
 
 
-def _has_mark(path: Path, mark: str | None) -> bool:
-    if mark is None or not path.is_file():
-        return False
+def _has_mark(path: Path, mark: str) -> bool:
     with path.open("rb") as file:
         return mark.encode() in file.read(_MARK_BYTES)
 

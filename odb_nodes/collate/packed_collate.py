@@ -113,15 +113,9 @@ class PackedCollate(TokenRows):
                 prepared = self._filled_up(prepared)
         return prepared
 
-    def padding_of(self, sample: Any) -> int:
-        """Return how many tokens `prepare` adds to a sample."""
-        if self.sample_multiple == 1 or not isinstance(sample, Mapping):
-            return 0
-        return -length_of(sample) % self.sample_multiple
-
     def _filled_up(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a sample whose tokens are a multiple of `sample_multiple`."""
-        missing = self.padding_of(sample)
+        missing = -length_of(sample) % self.sample_multiple
         filled = {"labels": row_of("input_ids", sample["input_ids"]), **sample}
         for key in {*_KEPT} & {*filled}:
             del filled[key]  # They say nothing of a packed row, and do not hold for padding.

@@ -90,10 +90,6 @@ class TokenRows:
             converted = converted or row is not sample[key]
         return {**sample, **rows} if converted else sample
 
-    def padding_of(self, sample: Any) -> int:  # noqa: ARG002
-        """Return how many tokens `prepare` adds to a sample."""
-        return 0
-
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch of `samples`."""
         self.check_mappings(samples)

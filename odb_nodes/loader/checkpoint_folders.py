@@ -66,9 +66,9 @@ class CheckpointFolders:
         """Return the folders that have the files of all ranks, the newest one last."""
         return [self.root / name for name, found in self.contents().items() if not found.missing]
 
-    def names(self) -> list[str]:
-        """Return the names of all folders of saves, complete or not."""
-        return [*self._saves()]
+    def numbers(self) -> dict[str, int]:
+        """Return the number of each save, complete or not, by the name of its folder."""
+        return {name: save.number for name, save in self._saves().items()}
 
     def check_saves(self, own: Sequence[Path], rank: int) -> None:
         """Raise where another rank saves another step, or another run saves here.
@@ -128,11 +128,6 @@ def choose(views: Sequence[Mapping[str, Contents]]) -> tuple[str | None, str | N
         if not set.intersection(*({*contents.missing} for contents in seen)):
             somewhere = name
     return everywhere, somewhere
-
-
-def number_of(name: str) -> int:
-    """Return the number of the save that a folder is named after."""
-    return _save_of(name).number
 
 
 def step_of(name: str) -> int:

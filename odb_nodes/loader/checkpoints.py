@@ -24,13 +24,7 @@ from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.exchange import Meeting, group_rank
 from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import PeerError, StateError
-from odb_nodes.loader.checkpoint_folders import (
-    CheckpointFolders,
-    Contents,
-    choose,
-    number_of,
-    step_of,
-)
+from odb_nodes.loader.checkpoint_folders import CheckpointFolders, Contents, choose, step_of
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.rank_states import rank_file
 from odb_nodes.loader.reshard_nodes import Ranks
@@ -108,7 +102,7 @@ class Checkpoints:
         self._timeout_s = timeout_s
         self._channel = Meeting("Checkpoints", None, timeout_s)
         self._run = ""  # the identifier, once the ranks have agreed
-        self._known: set[str] | None = None  # the folders that this run may remove, once agreed
+        self._known: dict[str, int] | None = None  # that this run may remove, once agreed
         self._number = 0  # of the last save
         self._own: list[Path] = []  # the last two of this run
         self._begun: Path | None = None  # where a save has failed
@@ -192,7 +186,7 @@ class Checkpoints:
         if self._begun is None or step_of(self._begun.name) != step:  # else it is tried again
             self._number += 1
             self._begun = self._folders.folder(self._number, step, self._run)
-            self._known.add(self._begun.name)
+            self._known[self._begun.name] = self._number
         folder = self._begun
         folder.mkdir(parents=True, exist_ok=True)  # also shows the others which step it is
         self._folders.check_saves([*self._own, folder], self._channel.rank)
@@ -203,22 +197,22 @@ class Checkpoints:
         self._folders.clean(folder, self._keep, self._known)
         return folder
 
-    def _meet(self) -> set[str]:
-        """Agree on the identifier of the run and the number of a save; return all folders."""
+    def _meet(self) -> dict[str, int]:
+        """Agree on the identifier of the run and the number of a save; return those of all."""
         self._known = None
         self._channel.begin()
         self._channel.agree({**self._parts.names(), "keep": self._keep})
-        told = self._gather([secrets.token_hex(4), self._folders.names()])
-        known = {name for _, names in told for name in names}
-        self._run, self._number = told[0][0], max(map(number_of, known), default=0)
+        told = self._gather([secrets.token_hex(4), self._folders.numbers()])
+        known = {name: number for _, numbers in told for name, number in numbers.items()}
+        self._run, self._number = told[0][0], max(known.values(), default=0)
         self._own, self._begun = [], None
         return known
 
-    def _begin_new_run(self) -> set[str]:
+    def _begin_new_run(self) -> dict[str, int]:
         """Meet for the first save, in a folder that holds no checkpoint of another run."""
         known = self._meet()
         views = self._gather([*self._folders.contents()])
-        if saved := sorted({name for view in views for name in view}, key=number_of):
+        if saved := sorted({name for view in views for name in view}):
             raise StateError(
                 "`folder` must have no checkpoints that were not loaded, but "
                 f"`{self._folders.root}` has {len(saved)}, up to `{saved[-1]}`. Call `load()` "

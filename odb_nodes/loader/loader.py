@@ -16,10 +16,7 @@ from odb_nodes._compat.torchdata import replays_items, unrepeatable_sampler
 from odb_nodes._core.checks import check_bool, check_count
 from odb_nodes._core.processes import Owner
 from odb_nodes.contract import NodeState, SourceState, copy_state, snapshot
-from odb_nodes.contract.config import (
-    loading_with,
-    several_changes,
-)
+from odb_nodes.contract.config import loading_with, several_changes
 from odb_nodes.contract.graph import (
     begin_epoch,
     close_nodes,

@@ -120,9 +120,7 @@ class LoaderOptions(BatchOptions, JobOptions):
 
     @property
     def worker_options(self) -> WorkerOptions:
-        """How processing runs: with the samples in flight that refill the pool, and on several
-        ranks those of a round, which a rank reads at once.
-        """
+        """How processing runs: with samples in flight for a refill of the pool, or for a round."""
         options = self.workers or WorkerOptions(num_workers=self.num_workers)
         if options.in_flight_samples is not None:
             return options

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Number
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate
-from odb_nodes.collate.token_rows import TOKEN_KEYS
+from odb_nodes.collate.token_rows import TOKEN_KEYS, length_of
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.nodes import GroupCollator, ReadAhead, WindowBucketer
@@ -48,17 +48,6 @@ from odb_nodes.sources.jsonl_source import JsonlSource
 from odb_nodes.sources.mixing import Mixing, Stop, WeightSchedule, check_names
 from odb_nodes.sources.source_mixer import SourceMixer
 
-
-class Preparing(Protocol):
-    """The first step of a collate function, done sample by sample."""
-
-    def prepare(self, sample: Any, /) -> Any:
-        """Return the data that the collate function gets."""
-
-    def padding_of(self, sample: Any, /) -> int:
-        """Return how many tokens `prepare` adds."""
-
-
 _OF_GROUPS = (WindowBucketer, RankAligner, GroupCollator, ReadAhead)
 _FAR_APART = 10
 """Sizes of datasets that differ by this factor are warned of where nobody has given weights."""
@@ -76,8 +65,7 @@ class RankGraph:
         collate = collate_for(options.budget, options.collate_fn)
         # A subclass is left out: its `__call__` may expect the samples as processing returned them.
         is_ours = type(collate) in (PaddingCollate, PackedCollate)
-        preparing: Any = collate if is_ours else None
-        self.samples = sample_node(dataset, options, preparing)
+        self.samples = sample_node(dataset, options, collate if is_ours else None)
         self.bucketer = WindowBucketer(
             self.samples,
             options.budget,
@@ -149,13 +137,13 @@ class SampleProcess(Fetcher):
     dataset: Any  # that items are indices into; `None` where items are the data themselves
     process_fn: ProcessFn
     observe: Observe | None
-    collate: Preparing | None
+    collate: Any  # has `prepare`, its first step, done here sample by sample; or `None`
     first: FirstSamples = field(default_factory=FirstSamples, compare=False)
 
     @property
-    def parts(self) -> Sequence[Any]:
+    def parts(self) -> Sequence[Any]:  # type: ignore[override]
         """The dataset, and the functions, that the user has given."""
-        return [one for one in (self.dataset, self.process_fn, self.observe) if one is not None]
+        return self.dataset, self.process_fn, self.observe
 
     @property
     def fingerprint_name(self) -> str:
@@ -198,17 +186,15 @@ class SampleProcess(Fetcher):
             sample = observe_sample(self.collate.prepare(data))  # counts arrays faster than lists
         else:
             sample = observe_sample(data, self.observe)
-        if isinstance(sample, Skipped):
+            if isinstance(sample, Sample):
+                sample = sample._replace(data=self.collate.prepare(data))
+        multiple = getattr(self.collate, "sample_multiple", 1)
+        if multiple == 1 or isinstance(sample, Skipped) or not isinstance(data, Mapping):
             return sample
-        if self.observe is not None:
-            sample = sample._replace(data=self.collate.prepare(data))
-        padding = self.collate.padding_of(data)
-        return sample._replace(padding=padding) if padding else sample
+        return sample._replace(padding=-length_of(data) % multiple)
 
 
-def sample_node(
-    dataset: Any, options: LoaderOptions, collate: Preparing | None = None
-) -> BaseNode[Any]:
+def sample_node(dataset: Any, options: LoaderOptions, collate: Any = None) -> BaseNode[Any]:
     """Return a node that yields the samples of a dataset, or of a dict of those to mix."""
     check_no_columns(dataset)
     is_mixture = (
@@ -227,7 +213,7 @@ def sample_node(
     return _mixture(dataset, options, collate)
 
 
-def _one_dataset(dataset: Any, options: LoaderOptions, collate: Preparing | None) -> BaseNode[Any]:
+def _one_dataset(dataset: Any, options: LoaderOptions, collate: Any) -> BaseNode[Any]:
     check_callable("process_fn", options.process_fn)
     if options.weights is not None:
         raise ValueError("`weights` must be None, unless `dataset` is a dict of datasets.")
@@ -237,9 +223,7 @@ def _one_dataset(dataset: Any, options: LoaderOptions, collate: Preparing | None
     )
 
 
-def _mixture(
-    datasets: dict[str, Any], options: LoaderOptions, collate: Preparing | None
-) -> BaseNode[Any]:
+def _mixture(datasets: dict[str, Any], options: LoaderOptions, collate: Any) -> BaseNode[Any]:
     if options.sampler is not None:
         raise ValueError(
             "`sampler` must be None where `dataset` is a dict of datasets. Pass an "
@@ -291,7 +275,7 @@ def _processor_of(options: LoaderOptions) -> Callable[..., ParallelProcessor[Any
 
 
 def _read(
-    dataset: Any, process_fn: Any, seed: int, options: LoaderOptions, collate: Preparing | None
+    dataset: Any, process_fn: Any, seed: int, options: LoaderOptions, collate: Any
 ) -> tuple[Any, SampleProcess]:
     """Return the source of a dataset, and what makes samples of its items."""
     _check_is_dataset(dataset)

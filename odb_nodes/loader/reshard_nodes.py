@@ -25,13 +25,7 @@ from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.nodes.group_collator import CollatorState
 from odb_nodes.nodes.length_observer import ObserverState
 from odb_nodes.nodes.pooled_table import from_bits, to_bits
-from odb_nodes.nodes.sample_records import (
-    NO_RECORDS,
-    among,
-    are_numbered,
-    from_records,
-    to_records,
-)
+from odb_nodes.nodes.sample_records import NO_RECORDS, among, are_numbered, from_records, to_records
 from odb_nodes.nodes.window_bucketer import BucketerState
 from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.group_planner import RoundSettings
@@ -47,6 +41,10 @@ TakenOf = Mapping[str, tuple[int, int]]
 Rule = Callable[[States, States, "Reading"], None]
 
 _OF_A_RANK = ("rank", "world_size")  # what a configuration has that differs between ranks
+_RESHARD_BETWEEN_STEPS = (
+    "and their gradients are those of other ranks. Reshard a checkpoint that was saved where "
+    "`StepInfo.ends_optimizer_step` is True."
+)
 _UP_TO_THE_END = "Go on with as many ranks as before up to the end of the epoch"
 _AFTER_THE_LAST = f"{_UP_TO_THE_END}: a state that is saved after its last step can be resharded."
 _LATER = "Go on with as many ranks as before, and reshard a later checkpoint."
@@ -250,32 +248,25 @@ def _check_can_be_dealt(found: Sequence[AlignerState], config: Mapping[str, Any]
 
 
 def check_between_optimizer_steps(
-    at: AlignerState, config: Mapping[str, Any], *, out: int = 0, hosted: int = 1
+    at: AlignerState,
+    config: Mapping[str, Any],
+    advice: str = _RESHARD_BETWEEN_STEPS,
+    *,
+    out: int = 0,
+    hosted: int = 1,
 ) -> None:
-    """Raise a `StateError` within an optimizer step."""
-    if where := within_optimizer_step(at, config, out=out, hosted=hosted):
-        raise StateError(
-            f"the states stand {where}: their gradients are those of other ranks. Reshard a "
-            "checkpoint that was saved where `StepInfo.ends_optimizer_step` is True."
-        )
-
-
-def within_optimizer_step(
-    at: AlignerState, config: Mapping[str, Any], *, out: int = 0, hosted: int = 1
-) -> str:
-    """Return the words for a place within an optimizer step; "" between two of them.
+    """Raise a `StateError` within an optimizer step.
 
     A process that hosts several virtual ranks takes a batch of each, of which `out` are out.
     """
     accumulate = config["accumulate"]
     inside = at.emitted % accumulate
-    if not (inside or out) or at.is_at_end(at.steps()):
-        return ""
-    done, what = inside * hosted + out, "batches" if hosted > 1 else "steps"
-    return (
-        f"at step {at.step} of epoch {at.epoch}, within an optimizer step of "
-        f"{accumulate * hosted} {what}, of which {done} are done"
-    )
+    if (inside or out) and not at.is_at_end(at.steps()):
+        done, what = inside * hosted + out, "batches" if hosted > 1 else "steps"
+        raise StateError(
+            f"the loader stands at step {at.step} of epoch {at.epoch}, within an optimizer step of "
+            f"{accumulate * hosted} {what}, of which {done} are done, {advice}"
+        )
 
 
 def _reshard_pool(found: Sequence[AlignerState], new: States, ranks: Ranks) -> None:

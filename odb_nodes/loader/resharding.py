@@ -32,13 +32,16 @@ from odb_nodes.loader.reshard_nodes import (
     node_of,
     opened,
     reshard_graph,
-    within_optimizer_step,
 )
 from odb_nodes.nodes.group_collator import CollatorState
 
 Rule = Callable[[Sequence[Any], int], list[Any]]
 
 _VIRTUAL = "VirtualRanks"
+_SAVE_BETWEEN_STEPS = (
+    "and their gradients would be lost. Save where `StepInfo.ends_optimizer_step` is True, after "
+    "the optimizer step."
+)
 
 
 @bounded_depth("each rank")
@@ -147,12 +150,7 @@ def check_saved_between_steps(state: Any) -> None:
         if node_of(inner) != "RankAligner" or config["accumulate"] * hosted == 1:
             continue
         (at,) = opened([inner], AlignerState)
-        if where := within_optimizer_step(at, config, out=out, hosted=hosted):
-            raise StateError(
-                f"a checkpoint must be saved between optimizer steps, but the loader stands "
-                f"{where}, and their gradients would be lost. Save where "
-                "`StepInfo.ends_optimizer_step` is True, after the optimizer step."
-            )
+        check_between_optimizer_steps(at, config, _SAVE_BETWEEN_STEPS, out=out, hosted=hosted)
 
 
 def _is_whole(state: Any) -> bool:

@@ -27,7 +27,6 @@ _MOST_POINTS = 2000  # of a curve, which keeps a page small
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta name="generator" content="{generator}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
 :root {{ color-scheme: light dark; --page: light-dark(#fff, #15181b);
@@ -122,11 +121,7 @@ def heat_map(title: str, axes: tuple[str, str], values: Any) -> Figure:
     return figure.update_yaxes(autorange="reversed", tickformat="d")
 
 
-def page(
-    title: str,
-    sections: Iterable[tuple[str, Sequence[Figure | str]]],
-    generator: str = "odb_nodes",
-) -> str:
+def page(title: str, sections: Iterable[tuple[str, Sequence[Figure | str]]]) -> str:
     """Return a page of sections, each a heading with figures and HTML; it needs no network."""
     get_plotlyjs = import_extra("plotly.offline", "report").get_plotlyjs
     parts, number = [], 0
@@ -149,8 +144,7 @@ def page(
             cells.append(f'<figure aria-label="{escape(name)}"><h3>{name}</h3>{html}</figure>')
         parts.append(f'<div class="grid">{"".join(cells)}</div>' * bool(cells))
     content = "\n".join(parts)
-    script = get_plotlyjs()
-    return _PAGE.format(title=escape(title), generator=generator, content=content, script=script)
+    return _PAGE.format(title=escape(title), content=content, script=get_plotlyjs())
 
 
 def _figure(title: str, x_title: str, y_title: str = "", **layout: Any) -> Figure:

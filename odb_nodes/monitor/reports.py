@@ -23,9 +23,8 @@ from odb_nodes.monitor.window import LOSS_OF, Counts
 
 AnyPath = str | os.PathLike[str]
 
-_GENERATOR = "odb_nodes report"
 MARKS = {
-    "html": f'<meta name="generator" content="{_GENERATOR}">',
+    "html": "<title>Training of ",
     "csv": "run,kind,first_step,step,epoch,",
     "json": '{\n "runs": [\n  {\n   "name": ',
 }
@@ -252,7 +251,7 @@ class Report(Shown):
             ImportError: the extra `report` is not installed.
         """
         first, *runs = [run.name for run in self.runs]
-        title = f"{1 + len(runs)} training runs" if runs else f"Training of {first}"
+        title = f"Training of {f'{1 + len(runs)} runs' if runs else first}"
         told = "Each point is one record: a mean over its steps, or the value of its last step for "
         told += "learning rates, memory and further values. A dotted line is a resume."
         facts, *tables = self._tables()
@@ -273,7 +272,6 @@ class Report(Shown):
                     if run.audit
                 ),
             ],
-            _GENERATOR,
         )
 
     def to_csv(self) -> str:

@@ -189,10 +189,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         return self._seeded.call(run, hash_ints(self._seed, self._rank, info.epoch, *place))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: the seed, unless `collate_fn` is known not to draw.
-
-        And to what length `prepare` of the `collate_fn` pads samples, if it does.
-        """
+        """Return what decides the output: the seed, if `collate_fn` may draw, and padding."""
         draws = "draws nothing" if self._seeded.draws_nothing else f"may draw, seed {self._seed}"
         multiple = getattr(self._collate, "sample_multiple", 1)
         return {"collate_fn": draws} | ({} if multiple == 1 else {"sample_multiple": multiple})

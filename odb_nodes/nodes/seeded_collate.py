@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from odb_nodes._core.held_generators import HeldGenerators, Seed
-from odb_nodes._core.seeds import (
-    declares_draws,
-    own_rngs,
-    seed_rngs,
-    states_of_rngs,
-)
+from odb_nodes._core.seeds import declares_draws, digest_of_rngs, own_rngs, seed_rngs
 from odb_nodes.errors import WorkerError
 from odb_nodes.step_info import StepInfo
 
@@ -56,20 +51,18 @@ class SeededCollate:
         """
         with own_rngs(_LIMIT_S):
             seed_rngs(key)
-            before = states_of_rngs() if find_out else None
+            before = digest_of_rngs() if find_out else None
             batch = self.call_ahead(run, key, seed_rngs)
             if find_out:
-                self.draws = bool(self.draws) or states_of_rngs() != before
+                self.draws = bool(self.draws) or digest_of_rngs() != before
         return batch
 
     def call_ahead(
         self, run: Run, key: int, seed: Seed = lambda _: None
     ) -> MutableMapping[str, Any]:
         """Return what `run` returns, with the function's generators seeded, others by `seed`."""
-        with self._turn():
-            self.held.look()
-            with self.held.preserved():
-                return self.held.call(run, key=key, seed=seed)
+        with self._turn(), self.held.preserved():
+            return self.held.call(run, key=key, seed=seed)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:

@@ -75,12 +75,10 @@ class GroupCostEstimator:
         flags = sum(_COUNTED_BITS[one] for one in counted if one)
         for bit, is_in in enumerate(self.modalities.values()):
             with naming_samples("modalities", group):
-                found = (
-                    group.patches.any()
-                    if is_in is has_image
-                    else any(is_in(sample) for sample in group)
+                told = (
+                    group.patches.tolist() if is_in is has_image else [is_in(one) for one in group]
                 )
-                flags |= bool(found) << bit
+                flags |= any(told) << bit
         with naming_samples("cost_fn", group):
             cost = self.cost_fn(group)
         return GroupCost(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import pickle
@@ -13,7 +12,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import groupby
@@ -122,10 +121,8 @@ class ChunkResult:
 class Fetcher:
     """A `process_fn` that can read what it processes many at once."""
 
-    @property
-    def parts(self) -> Sequence[Any]:
-        """The functions and datasets that it is made of."""
-        return ()
+    parts: Sequence[Any] = ()
+    """The functions and datasets that it is made of."""
 
     def fetch(self, items: Sequence[Any]) -> Sequence[Any]:
         """Return items, with what was read for them, as a call takes them."""
@@ -176,13 +173,10 @@ class Pool:
 _told_epochs: dict[int, tuple[Any, int]] = {}  # id of an object -> a reference, and its epoch
 
 
-def _parts_of(function: Any) -> Iterator[Any]:
-    """Yield the functions and datasets of the user that a function is made of."""
-    if isinstance(function, Fetcher):
-        for part in function.parts:
-            yield from _parts_of(part)
-    else:
-        yield function
+def _parts_of(function: Any) -> list[Any]:
+    """Return the functions and datasets of the user that a function is made of."""
+    parts = function.parts if isinstance(function, Fetcher) else ()
+    return [one for part in parts for one in _parts_of(part)] or [function]
 
 
 def _tell_epoch(holder: Any, epoch: int) -> bool:
@@ -200,7 +194,7 @@ def _tell_epoch(holder: Any, epoch: int) -> bool:
             f"`set_epoch({epoch})` of `{type(holder).__name__}` raised {type(error).__name__}: "
             f"{error}"
         ) from error
-    with contextlib.suppress(TypeError):  # of what takes no weak references: it is told again
+    with suppress(TypeError):  # of what takes no weak references: it is told again
         _told_epochs[id(holder)] = weakref.ref(holder), epoch
     return True
 
@@ -209,9 +203,7 @@ def _tell_epoch(holder: Any, epoch: int) -> bool:
 class ChunkProcessor:
     """Applies `process_fn` to the items of a chunk, each under random numbers of its own.
 
-    So the numbers are the same on any worker, the generators are seeded for each item: the global
-    ones, and those that the dataset and the functions hold. Whoever has `set_epoch` is told the
-    epoch of the chunk.
+    These come from the global generators, and those that the dataset and the functions hold.
     """
 
     process_fn: Callable[[Any], Any]
@@ -232,13 +224,17 @@ class ChunkProcessor:
     @cached_property
     def _hearers(self) -> list[Any]:
         """The functions and datasets that are told the epoch."""
-        parts = _parts_of(self.process_fn)
-        return [part for part in parts if callable(getattr(part, "set_epoch", None))]
+        return [part for part in _parts_of(self.process_fn) if hasattr(part, "set_epoch")]
 
     @property
     def takes_turns(self) -> bool:
         """Whether threads must process one chunk at a time, since they share what it depends on."""
         return self.seed is not None or bool(self._hearers)
+
+    def forget_epoch(self) -> None:
+        """Have it told again: somebody else may have told another one meanwhile."""
+        for hearer in self._hearers:
+            _told_epochs.pop(id(hearer), None)
 
     def tell_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the functions and datasets of this process that have it."""
@@ -306,10 +302,10 @@ class ChunkProcessor:
             return [], None
         try:
             self.tell_epoch(task.epoch)
-            self._held.look()
+            preserved = self._held.preserved()
         except caught as error:
             return [], _describe(task.items[0], error)
-        with self._held.preserved():
+        with preserved:
             return self._apply_each(task, caught)
 
     def _apply_each(

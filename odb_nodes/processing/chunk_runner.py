@@ -215,6 +215,7 @@ class ChunkRunner:
 
         They tell it the datasets that they have, and the trainer's process its own here.
         """
+        self._processor.forget_epoch()
         if self.options.num_workers and self.options.method != "thread":
             self._processor.tell_epoch(epoch)
         exit_reason = "" if self._pool is None else self._pool.exit_reason

@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-
-from odb_nodes._core.content import content_digest
-from odb_nodes._core.seeds import preserved_rngs, rng_states
+from odb_nodes._core.content import content_digest, copied
+from odb_nodes._core.held_generators import generators_in
+from odb_nodes._core.seeds import GLOBAL_GENERATORS, preserved, put_back, state_of
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import Sample
 
@@ -61,17 +59,20 @@ def process_kept(dataset: Any, index: Any, data: Any, process_fn: Callable[[Any]
         SampleError: the dataset keeps what the function has changed in place, and so the next epoch
             would make another sample of the item.
     """
-    before, copy, states = digest_of(data), _copied(data), rng_states()
+    before, copy = digest_of(data), copied(data)
+    generators = [*GLOBAL_GENERATORS, *generators_in((dataset, process_fn))]
+    states = [*map(state_of, generators)]
     result = process_fn(data)
     if digest_of(data) == before:
         return result
     made = digest_of(result)
 
     def make(item: Any) -> int:
-        with preserved_rngs(states):
-            return digest_of(process_fn(item))
+        for generator, state in zip(generators, states, strict=True):
+            put_back(generator, state)
+        return digest_of(process_fn(item))
 
-    with preserved_rngs():
+    with preserved(generators):
         try:
             if (now := digest_of(dataset[index])) == before:
                 return result  # The dataset makes a new item each time.
@@ -90,14 +91,3 @@ def process_kept(dataset: Any, index: Any, data: Any, process_fn: Callable[[Any]
         f"would make {other}. Let it change a copy: `sample = {{**sample}}`, or "
         "`copy.deepcopy(sample)` for lists and dicts within; and make the dataset anew."
     )
-
-
-def _copied(value: Any) -> Any:
-    """Return a value whose containers, arrays and tensors are copies."""
-    if type(value) is dict:
-        return {key: _copied(held) for key, held in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value

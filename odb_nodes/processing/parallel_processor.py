@@ -430,11 +430,7 @@ class PerSource(Fetcher):
 
     def __init__(self, functions: Mapping[str, Callable[[Any], Any]]) -> None:
         self._functions = dict(functions)
-
-    @property
-    def parts(self) -> Sequence[Any]:
-        """The functions of all sources."""
-        return [*self._functions.values()]
+        self.parts = [*self._functions.values()]
 
     @property
     def fingerprint_name(self) -> str:

@@ -102,20 +102,19 @@ def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:
     """Return the files that a path stands for: itself, a pattern's, or a folder's by their ends."""
     folder, pattern = _split(os.fspath(path))
     if not pattern:
-        every = [*_walk(folder, kind, set())]
+        every = [*_walk(folder, kind)]
         files = [file for file in every if kind.is_read(file.name) and kind.joins(folder, file)]
-        names = [name for name in os.listdir(folder) if name.lower().endswith(kind.doubtful)]
-        if names := [name for name in names if not name.startswith(".")]:
+        visible = glob.glob("*", root_dir=folder)
+        if names := [name for name in visible if name.lower().endswith(kind.doubtful)]:
             warn_user(
                 f"`paths`: the folder {folder!r} stands for its `{kind.ends[0]}` files, without "
                 f"{counted(len(names), 'file')}: {_shown(names)}. Where they are meant, name them "
                 "by a pattern."
             )
     elif glob.has_magic(pattern) and not os.path.exists(path):
-        matched, walked = [*map(Path, matches(path))], set[str]()
+        matched = [*map(Path, matches(path))]
         files = [match for match in matched if not match.is_dir()]
-        folders = filter(Path.is_dir, matched)
-        every = [file for match in folders for file in _walk(match, kind, walked)]
+        every = [file for match in matched if match.is_dir() for file in _walk(match, kind)]
     else:
         return [Path(path)]
     if lost := sorted(str(file) for file in files if file.is_symlink() and not file.exists()):
@@ -142,11 +141,12 @@ def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:
 
 def has_files(folder: str | Path, kind: FileKind) -> bool:
     """Tell whether a folder, or one below it, has files of a kind."""
-    return any(_walk(folder, kind, set()))
+    return any(_walk(folder, kind))
 
 
-def _walk(folder: str | Path, kind: FileKind, walked: set[str]) -> Iterator[Path]:
+def _walk(folder: str | Path, kind: FileKind) -> Iterator[Path]:
     """Yield the files of a kind in a folder and below it, but hidden ones."""
+    walked = set[str]()
     for parent, folders, names in os.walk(folder, followlinks=True):
         if (real := os.path.realpath(parent)) in walked:  # a link, perhaps to a folder above
             folders.clear()

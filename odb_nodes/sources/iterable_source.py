@@ -245,9 +245,8 @@ class IterableSource(EpochNode[T, IterableState]):
 
 def _plain_index(item: Any) -> Any:
     """Return an integer of any kind (numpy, 0-d tensor) as the int that keys and states hold."""
-    if type(item) in (int, bool) or getattr(item, "dtype", None) is torch.bool:
-        return item
-    if getattr(item, "shape", ()) != ():
+    is_bool = type(item) is bool or getattr(item, "dtype", None) is torch.bool
+    if type(item) is int or is_bool or getattr(item, "shape", ()) != ():
         return item
     try:
         return operator.index(item)

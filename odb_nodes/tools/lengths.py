@@ -292,7 +292,7 @@ def observe_lengths(
     sizes: dict[str, float] = {}
     streams: list[str] = []
     blocks: dict[str, tuple[list[int], int]] = {}
-    skipped: Skipped | None = None
+    sample: Any = None
     for place, (name, one) in enumerate(named.items()):
         options = LoaderOptions(
             token_budget=1,
@@ -307,10 +307,7 @@ def observe_lengths(
         drawn, keys, size = (one, None, None) if samples is None else _drawn(one, samples, rng)
         read: Counter[str] = Counter()  # samples of each source
         for at, sample in enumerate(_processed(drawn, options, f"lengths{name and f' of {name}'}")):
-            if isinstance(sample, Skipped):
-                counts, skipped = (0, 0, 0), sample
-            else:
-                counts = sample[1:4]
+            counts = (0, 0, 0) if isinstance(sample, Skipped) else sample[1:4]
             source = nested_name(name, sample.source) if sample.source else name
             key = sample.key if keys is None else keys[at]
             number = numbers.setdefault(source, len(numbers))
@@ -323,7 +320,7 @@ def observe_lengths(
             blocks[name] = found
     columns = np.frombuffer(rows, dtype=np.int64).reshape(-1, 5).T
     if not columns[0].any():
-        last = "" if skipped is None else f" The last is skipped {skipped.why}"
+        last = "" if sample is None else f" The last is skipped {sample.why}"
         raise ValueError(f"`dataset` must have a sample that is not skipped, but has none.{last}")
     return LengthTable(
         **dict(zip(_COLUMNS, np.ascontiguousarray(columns), strict=True)),
@@ -409,7 +406,3 @@ class _Nothing:
 
     def prepare(self, _: Any) -> None:
         """Return no data."""
-
-    def padding_of(self, _: Any) -> int:
-        """Return that nothing is added."""
-        return 0

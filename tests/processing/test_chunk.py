@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from rows import KEYS, ROWS_OF_INTEGERS
 from worker_functions import draw, drawn
 
-from odb_nodes import ParallelProcessor, SampleError, ShardedSampler, WorkerOptions
+from odb_nodes import (
+    IterableSource,
+    ParallelProcessor,
+    SampleError,
+    ShardedSampler,
+    WorkerOptions,
+)
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.processing.chunk_runner import ChunkFit
 from odb_nodes.processing.observation import digest_of, made_of, observe_sample
@@ -147,6 +153,20 @@ def test_each_chunk_is_processed_in_its_epoch_also_if_loaders_share_what_they_te
     for processor, epoch in (training, 3), (training, 3), (evaluation, 0), (training, 3):
         assert numbers_of(processor, [1, 2], epoch) == [epoch, epoch]
     assert function.told == [3, 0, 3]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resume_tells_the_epoch_again_after_somebody_has_told_another(workers):
+    function = Epochal()
+    options = WorkerOptions(num_workers=workers, method="thread")
+    node = ParallelProcessor(IterableSource(range(40), 0, 1), function, workers=options)
+    node.reset()
+    assert next(node) == 0
+    state = node.state_dict()
+    function.set_epoch(5)
+    node.reset(state)
+    assert [*node] == [0] * 39
+    node.close()
 
 
 def test_what_set_epoch_raises_is_an_error_that_names_it():

@@ -120,6 +120,17 @@ def count_in_place(sample):
     return sample
 
 
+class GrowsAtRandom:
+    """Adds a token that it draws from a generator of its own."""
+
+    def __init__(self):
+        self.generator = random.Random(0)
+
+    def __call__(self, sample):
+        sample["input_ids"].append(self.generator.randrange(100))
+        return sample
+
+
 class Shallow:
     """A dataset whose items are new dicts of the same lists."""
 
@@ -139,6 +150,7 @@ class Shallow:
     [
         (rows, grow, "another sample"),
         (Shallow, grow, "another sample"),
+        (rows, GrowsAtRandom(), "another sample"),
         (rows, count_in_place, "another sample"),
         (rows, pop, r"none \(KeyError: 'label'\)"),
         (lambda: {"a": rows(), "b": rows()}, grow, "another sample"),
@@ -190,6 +202,40 @@ SHARED = torch.arange(9)
 
 def views(sample):
     return {"input_ids": SHARED[: len(sample["input_ids"])]}
+
+
+class ReadsMany(Shallow):
+    """A dataset that makes each item anew, and reads several at once."""
+
+    draws_random_numbers = False
+
+    def __getitem__(self, index):
+        return rows()[index]
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class PopsAndMakesGenerator:
+    """Changes its item in its first call, which also makes a generator, and so is repeated."""
+
+    def __init__(self):
+        self.generator = None
+
+    def __call__(self, sample):
+        self.generator = self.generator or random.Random(0)
+        sample["labels"] = [sample.pop("label")] * len(sample["input_ids"])
+        sample["labels"][0] = self.generator.randrange(1000)
+        return sample
+
+
+@pytest.mark.parametrize("dataset", [ReadsMany, lambda: IterableSource(rows(), 0, 1)])
+def test_an_item_is_as_it_was_where_its_processing_is_repeated(dataset):
+    with ODBDataLoader(dataset(), token_budget=24, process_fn=PopsAndMakesGenerator()) as loader:
+        labels = [batch["labels"][:, 0].tolist() for batch in loader]
+    drawn = [label for row in labels for label in row]
+    assert len(drawn) == 40
+    assert len({*drawn}) > 30
 
 
 @pytest.mark.parametrize(

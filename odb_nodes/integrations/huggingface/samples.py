@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -123,34 +122,35 @@ def evaluated(trainer: Any, dataset: Any, name: str | None) -> Any:
     if not made.isdisjoint(getattr(dataset, "column_names", None) or ()):
         return dataset  # The `Trainer` takes columns out of a table by itself.
     kind = ProcessedStream if isinstance(dataset, IterableDataset) else ProcessedSamples
-    return kind(dataset, partial(process_raw, process_fn, made))
-
-
-def process_raw(process_fn: Any, made: set[str], sample: Any) -> Any:
-    """Return a sample, processed unless it has some of what processing makes."""
-    if isinstance(sample, Mapping) and not made.isdisjoint(sample):
-        return sample
-    processed = None if process_fn is None else process_fn(sample)
-    if processed is None or isinstance(processed, Skipped):
-        raise ValueError(
-            f"`process_fn` must process all raw samples of evaluation, but has {processed} for "
-            f"{describe(sample)}. Leave it out of `eval_dataset`; where `process_fn` is a dict, "
-            "give `eval_dataset` as a dict with the same names."
-        )
-    return processed
+    return kind(dataset, process_fn, made)
 
 
 class ProcessedSamples(Dataset[Any]):
-    """A map-style dataset for evaluation."""
+    """A map-style dataset for evaluation, whose samples are processed if they have none of `made`.
 
-    def __init__(self, dataset: Any, process: Callable[[Any], Any]) -> None:
-        self._dataset, self._process = dataset, process
+    `made`: keys of what processing makes.
+    """
+
+    def __init__(self, dataset: Any, process_fn: Any, made: set[str]) -> None:
+        self._dataset, self._process_fn, self._made = dataset, process_fn, made
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
         return self._process(self._dataset[index])
+
+    def _process(self, sample: Any) -> Any:
+        if isinstance(sample, Mapping) and not self._made.isdisjoint(sample):
+            return sample
+        processed = None if self._process_fn is None else self._process_fn(sample)
+        if processed is None or isinstance(processed, Skipped):
+            raise ValueError(
+                "`process_fn` must process all raw samples of evaluation, but has "
+                f"{processed} for {describe(sample)}. Leave it out of `eval_dataset`; where "
+                "`process_fn` is a dict, give `eval_dataset` as a dict with the same names."
+            )
+        return processed
 
 
 class ProcessedStream(ProcessedSamples, IterableDataset[Any]):

@@ -21,12 +21,7 @@ from odb_nodes.integrations.huggingface.config import (
     check_overrides,
     check_trainer,
 )
-from odb_nodes.integrations.huggingface.loss import (
-    MicroStep,
-    count_targets,
-    shifts,
-    token_losses,
-)
+from odb_nodes.integrations.huggingface.loss import MicroStep, count_targets, shifts, token_losses
 from odb_nodes.integrations.huggingface.run import (
     Run,
     TrainBatches,

@@ -51,7 +51,12 @@ class LoaderState(NodeState):
     # what `set_epoch` and `set_weights` have set for an epoch that has not begun
     next_epoch: int | None = None
     next_weights: dict[str, float] = field(default_factory=dict)
-    left: bool  # the epoch was left, by `set_epoch` or an `iter` that failed: the next one follows
+    left: bool  # the epoch was left, by an `iter` that failed: the next one follows
+
+    @property
+    def is_within(self) -> bool:
+        """Whether items of the epoch are out, and its end was not seen: it goes on."""
+        return self.num_yielded > 0 and not self.ended and not self.left
 
 
 class Loader(Generic[T]):
@@ -94,10 +99,11 @@ class Loader(Generic[T]):
         self._stop_timeout_s = stop_timeout_s
         self._it: LoaderIterator[T] | None = None  # the one that takes items from the graph
         self._state: LoaderState | None = None  # where it stands; `None` once that is outdated
-        self._num_yielded, self._ended, self._left = 0, False, False  # of the present epoch
+        self._num_yielded, self._ended = 0, False  # of the present epoch
         self._touched = False  # the next iter() begins an epoch, wherever it stands
         self._strict, self._change_budget = True, False
         self._next_epoch: int | None = None
+        self._asked_epoch: int | None = None  # by `set_epoch`, of a loaded state within an epoch
         self._next_weights: dict[str, float] = {}
         self._lost: Exception | None = None  # why the position of the graph is unknown
         self._had_items = False  # in an epoch before this one
@@ -132,7 +138,7 @@ class Loader(Generic[T]):
                 root=snapshot(self.root),
                 num_yielded=self._num_yielded,
                 ended=self._ended,
-                left=self._left,
+                left=False,
             )
         return self._state
 
@@ -167,20 +173,22 @@ class Loader(Generic[T]):
         self._it, self._state, self._touched, self._lost = None, state, False, None
         self._strict, self._change_budget = strict, change_budget
         self._next_epoch, self._next_weights = state.next_epoch, state.next_weights
+        self._asked_epoch = None
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one that begins, in every node that counts epochs.
 
-        A state within that epoch, loaded before, goes on there; one that is loaded later replaces
-        `epoch`. Where items of another epoch remain, `iter()` raises a `StateError`.
+        The present iterator goes on within its epoch. A state that is saved there gives the rest of
+        that epoch, and then `epoch`. A state within `epoch`, loaded before, goes on there; one that
+        is loaded later replaces `epoch`. Where items of another epoch remain, `iter()` raises a
+        `StateError`.
         """
         epoch = check_count("epoch", epoch, 0)
-        if self._it is not None:
-            self._touched = self._left = True
-            self._state = None
-        elif (state := self._state) is not None:
-            self._state = replace(state, left=state.left or self._touched)
-        self._next_epoch = epoch
+        state = self._state
+        if self._it is None and not self._touched and state is not None and state.is_within:
+            self._asked_epoch = epoch
+        else:
+            self._next_epoch, self._touched = epoch, self._touched or self._it is not None
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Mix by other weights from the next epoch on. All ranks set the same.
@@ -255,6 +263,7 @@ class Loader(Generic[T]):
         finally:
             self._touched = False
         self._state, self._strict, self._change_budget = None, True, False
+        self._asked_epoch = None
         self._it = it = LoaderIterator(self)
         return it
 
@@ -263,7 +272,7 @@ class Loader(Generic[T]):
             mixer.set_weights(self._next_weights)
         begin_epoch(self.root, self._next_epoch)
         self._next_epoch, self._next_weights = None, {}
-        self._num_yielded, self._ended, self._left = 0, False, False
+        self._num_yielded, self._ended = 0, False
 
     def _restore(self, state: LoaderState) -> None:
         try:
@@ -291,12 +300,16 @@ class Loader(Generic[T]):
                 "the state was saved at the end of an epoch, but the graph yields more items "
                 "there. Resume over the data that the state was saved on."
             )
-        if state.left or (state.ended and self._restart) or self._begins_another(state):
+        asked = self._asked_epoch if state.is_within else self._next_epoch
+        begins = state.left or (state.ended and self._restart)
+        begins = begins or self._begins_another(state, asked)
+        if asked is not None:
+            self._next_epoch = asked if begins else None
+        if begins:
             stop_threads(self.root, self._stop_timeout_s)
             self._begin_epoch()
         else:
-            self._num_yielded, self._ended, self._left = state.num_yielded, state.ended, False
-            self._next_epoch = None
+            self._num_yielded, self._ended = state.num_yielded, state.ended
 
     def _changes(self, state: LoaderState) -> str | None:
         """Return an error that names all changes of the configuration, where there are several."""
@@ -305,9 +318,9 @@ class Loader(Generic[T]):
         with loading_with(smaller_budget=self._change_budget):
             return several_changes(present, state.root)
 
-    def _begins_another(self, state: LoaderState) -> bool:
+    def _begins_another(self, state: LoaderState, asked: int | None) -> bool:
         """Tell whether `set_epoch` asks for another epoch than that of a restored state."""
-        asked, epochs = self._next_epoch, epochs_of(self.root)
+        epochs = epochs_of(self.root)
         if asked is None or state.ended:
             return asked is not None
         if asked in epochs or not epochs:
@@ -361,8 +374,6 @@ class Loader(Generic[T]):
 
     def _take(self, it: LoaderIterator[T]) -> T:
         """Return the next item."""
-        if self._left:
-            self._left, self._state = False, None
         self._touched = True
         if self._ended:
             raise StopIteration

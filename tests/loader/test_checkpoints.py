@@ -82,6 +82,35 @@ def test_a_job_goes_on_where_it_was_saved(tmp_path):
     assert state["checkpoint"] == {"version": 2, "step": 3, "rank": 0, "world_size": 1}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"prefetch": 0}])
+def test_set_epoch_within_an_epoch_loses_nothing_of_it(options, tmp_path):
+    """Each step is saved; `set_epoch` is called after the sixth of epoch 0."""
+
+    def taken(folder, stop=None):
+        loader = ODBDataLoader(DATASET, token_budget=512, window=64, **options)
+        checkpoints, steps = Checkpoints(folder, {"loader": loader}), []
+        at = checkpoints.load()
+        with loader:
+            for _ in range(2):
+                for batch in loader:
+                    info = pop_step_info(batch)
+                    steps.append((info.epoch, info.step, info.keys))
+                    if steps[-1][:2] == (0, 5):
+                        loader.set_epoch(4)
+                    at += 1
+                    checkpoints.save(at)
+                    if at == stop:
+                        return steps
+        return steps
+
+    whole = taken(tmp_path / "whole")
+    assert {epoch for epoch, *_ in whole} == {0, 4}
+    for stop in (5, 6, 7, 11):
+        steps = taken(tmp_path / str(stop), stop)
+        assert steps + taken(tmp_path / str(stop)) == whole
+
+
 def test_the_newest_are_kept(tmp_path):
     job = Job(tmp_path, keep=2)
     (tmp_path / "notes.txt").write_text("of somebody else")

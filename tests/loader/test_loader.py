@@ -187,40 +187,44 @@ class Expected:
         self.running = False  # there is an iterator
         self.held = False  # a state was loaded, or kept by `close`
         self.touched = False
-        self.requested = None
-        self.left = False  # `set_epoch` was called, and no item taken since
+        self.requested = None  # by `set_epoch`: what begins next
+        self.asked = None  # by `set_epoch`, of a loaded state within an epoch
         self.leaving = False  # closed after an item was taken
 
     @property
-    def asks_for_another(self):
-        """Whether `set_epoch` has named another epoch than that of a loaded state."""
-        return self.requested is not None and (self.place[2] or self.requested != self.place[0])
+    def is_within(self):
+        """Whether a state was loaded that goes on in its epoch."""
+        return self.held and not self.leaving and self.place[1] > 0 and not self.place[2]
 
     @property
     def is_contradicted(self):
-        """Whether that would lose items."""
-        leaves = self.place[2] or self.left or self.leaving
-        return self.held and not leaves and self.asks_for_another and 0 < self.place[1] < 3
+        """Whether `set_epoch` has named another epoch than that of a loaded state with items."""
+        return self.is_within and self.place[1] < 3 and self.asked not in (None, self.place[0])
 
     def iter(self):
         if self.held:
-            leaves = (self.place[2] and self.restart) or self.left or self.leaving
-            if leaves or self.asks_for_another:
+            asked = self.asked if self.is_within else self.requested
+            asks_for_another = asked is not None and (self.place[2] or asked != self.place[0])
+            if asked is not None:
+                self.requested = asked
+            if self.leaving or (self.place[2] and self.restart) or asks_for_another:
                 self.begin(self.place[0] + 1)
-            self.requested = None
+            elif asked is not None:
+                self.requested = None
         elif not self.running:
             self.begin(0)
         elif self.touched:
             self.begin(self.place[0] + 1)
         self.held, self.running, self.touched, self.leaving = False, True, False, False
+        self.asked = None
 
     def begin(self, following):
         self.place = (following if self.requested is None else self.requested, 0, False)
-        self.requested, self.left = None, False
+        self.requested = None
 
     def next(self):
         """Return the next item; `None` at the end."""
-        self.touched, self.left = True, False
+        self.touched = True
         number, index, _ = self.place
         self.place = (number, min(index + 1, 3), index == 3)
         return None if index == 3 else (number, index)
@@ -228,19 +232,21 @@ class Expected:
     def state(self):
         if not self.held and not self.running:
             self.iter()
-        return self.place, self.requested, self.left
+        return self.place, self.requested
 
     def load(self, state):
-        self.place, self.requested, self.left = state
-        self.held, self.running, self.leaving = True, False, False
+        self.place, self.requested = state
+        self.held, self.running, self.leaving, self.asked = True, False, False, None
 
     def close(self):
         if self.running:
             self.held, self.running, self.leaving = True, False, self.touched
 
     def set_epoch(self, number):
-        self.requested, self.touched = number, True
-        self.left = self.left or self.running or self.leaving
+        if self.is_within:
+            self.asked = number
+        else:
+            self.requested, self.touched = number, True
 
 
 OPERATIONS = st.lists(
@@ -283,7 +289,6 @@ def compare_with_expected(root, operations, restart):
         elif isinstance(operation, int):
             loader.set_epoch(operation)
             model.set_epoch(operation)
-            it = None
     loader.close()
 
 
@@ -330,6 +335,54 @@ def test_an_epoch_other_than_that_of_a_state_leaves_out_items_only_where_that_is
     assert list(loader) == epoch(1)
     loader.load_state_dict(state_after(1))  # which replaces what was set
     assert list(loader) == epoch(0)[1:]
+
+
+@pytest.mark.parametrize("chosen", [0, 1, 7])
+@pytest.mark.parametrize(("taken", "more"), [(1, 0), (1, 1), (2, 1), (3, 0)])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_set_epoch_within_an_epoch_changes_what_follows_it_alone(chosen, taken, more, ahead):
+    """A state that is saved after the call gives what the run that goes on yields, too."""
+
+    def root():
+        return Prefetcher(Numbers(), 2) if ahead else Numbers()
+
+    loader = Loader(root())
+    items = iter(loader)
+    first = list(islice(items, taken))
+    loader.set_epoch(chosen)
+    first += islice(items, more)
+    state = loader.state_dict()
+    assert first + list(items) == epoch(0) and list(loader) == epoch(chosen)
+    again = resumed(state, root())
+    assert list(again) == epoch(0)[taken + more :] and list(again) == epoch(chosen)
+    again.load_state_dict(state)
+    again.set_epoch(0)  # by the loop that resumes: it decides
+    assert list(again) == epoch(0)[taken + more :] and list(again) == epoch(1)
+    again.close()
+    loader.close()
+
+
+def test_an_epoch_that_was_chosen_comes_after_an_exception_too():
+    source = Numbers()
+    loader = Loader(source)
+    items = iter(loader)
+    assert next(items) == (0, 0)
+    loader.set_epoch(7)
+    source.faults["next"] = OSError("disk")
+    with pytest.raises(OSError, match="disk"):
+        next(items)
+    source.faults.clear()
+    assert list(loader) == epoch(0)[1:] and list(loader) == epoch(7)
+
+
+@pytest.mark.parametrize("then", [None, Loader.state_dict, Loader.close])
+def test_an_epoch_that_was_chosen_and_then_left_for_begins(then):
+    loader = Loader(Numbers())
+    take(loader, 1)
+    loader.set_epoch(7)
+    if then is not None:
+        then(loader)
+    assert list(loader) == epoch(7) and list(loader) == epoch(8)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])

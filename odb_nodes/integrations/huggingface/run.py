@@ -164,10 +164,10 @@ class TrainBatches:
             self.begin_epoch(self.epoch + 1)
 
     def abandon_epoch(self) -> None:
-        """Make the next `iter()` begin an epoch, where this one has not ended."""
+        """Begin the next epoch, where this one has not ended, so that a checkpoint is of that."""
         if self._it is not None:
             self.begin_epoch(self.epoch + 1)
-            self.loader.set_epoch(self.epoch)
+            iter(self.loader)
 
 
 class TakenStep(NamedTuple):

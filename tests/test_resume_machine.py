@@ -180,6 +180,7 @@ class ResumeMachine(RuleBasedStateMachine):
         """Go to any epoch; where a state was loaded, say again within which."""
         if not self.job.loaded:
             self.job.set_epoch(number)
+            self.job.begin()  # before that, a state is within the present epoch
             self.place = Place(self.fresh(self.place.line.given), number)
         elif self.place.step:
             self.job.set_epoch(self.place.epoch)

@@ -15,7 +15,8 @@ from odb_nodes.errors import StateError
 Config = Mapping[str, Any]
 
 _REMEDY = (
-    "Build the graph as it was, or load with `strict=False` if the change is meant: the rest of "
+    "Build the graph as it was, or load with `strict=False` if the change is meant (after "
+    "`Checkpoints.load`: `loader.load_state_dict(loader.state_dict(), strict=False)`): the rest of "
     "the epoch then differs, and after a change of the order of samples it may repeat or miss some."
 )
 _LOAD_SMALLER = "To go on with a smaller budget, load with `change_budget=True`. "

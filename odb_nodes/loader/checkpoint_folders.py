@@ -70,18 +70,20 @@ class CheckpointFolders:
         """Return the number of each save, complete or not, by the name of its folder."""
         return {name: save.number for name, save in self._saves().items()}
 
-    def check_saves(self, own: Sequence[Path], rank: int) -> None:
+    def check_saves(self, own: Sequence[Path], rank: int, before: int) -> None:
         """Raise where another rank saves another step, or another run saves here.
 
-        `own`: the folders that this rank saves into, the newest one last.
+        `own`: the folders that this rank saves into, the newest one last. `before`: the number
+        of the last save before that: a later one is of another run where it has another name.
         """
         mine = {_save_of(folder.name)._replace(step=0): folder.name for folder in own}
         newest = _save_of(own[-1].name)
         for name, save in self._saves().items():
-            if save.number >= newest.number and save.run != newest.run:
+            if save.number > before and save.run != newest.run:
                 raise PeerError(
                     f"another run saves into `{self.root}`: `{name}` is not of this one, which "
-                    f"saves `{own[-1].name}`. End it, or give each a folder of its own."
+                    f"saves `{own[-1].name}`. End it and start this one again, or give each "
+                    "a folder of its own."
                 )
             if (of_rank := mine.get(save._replace(step=0), name)) != name:
                 raise PeerError(

@@ -95,6 +95,10 @@ class Checkpoints:
         process_group: Any = None,
     ) -> None:
         check_type("folder", folder, str | os.PathLike)
+        if Path(folder).exists() and not Path(folder).is_dir():
+            raise ValueError(
+                f"`folder` must be a folder, but `{folder}` is none. Pass another path."
+            )
         self._folders = CheckpointFolders(Path(folder))
         self._parts = _Parts(parts, replicated, process_group)
         self._keep = check_count("keep", keep)
@@ -103,7 +107,7 @@ class Checkpoints:
         self._channel = Meeting("Checkpoints", None, timeout_s)
         self._run = ""  # the identifier, once the ranks have agreed
         self._known: dict[str, int] | None = None  # that this run may remove, once agreed
-        self._number = 0  # of the last save
+        self._number = self._before = 0  # of the last save, and of that before it
         self._own: list[Path] = []  # the last two of this run
         self._begun: Path | None = None  # where a save has failed
 
@@ -183,19 +187,26 @@ class Checkpoints:
         if len(self._own) == 2:
             self._await(self._own[0])
             del self._own[0]
+        if self._begun is None:
+            self._before = self._number
+        else:  # A save has failed: its cause may last.
+            self._check_saves(self._begun)
         if self._begun is None or step_of(self._begun.name) != step:  # else it is tried again
             self._number += 1
             self._begun = self._folders.folder(self._number, step, self._run)
             self._known[self._begun.name] = self._number
         folder = self._begun
         folder.mkdir(parents=True, exist_ok=True)  # also shows the others which step it is
-        self._folders.check_saves([*self._own, folder], self._channel.rank)
+        self._check_saves(folder)
         self._parts.save(folder, step, self._channel.rank, self._channel.world_size)
         sync_folder(self._folders.root)
         self._begun = None
         self._own.append(folder)
         self._folders.clean(folder, self._keep, self._known)
         return folder
+
+    def _check_saves(self, *begun: Path) -> None:
+        self._folders.check_saves([*self._own, *begun], self._channel.rank, self._before)
 
     def _meet(self) -> dict[str, int]:
         """Agree on the identifier of the run and the number of a save; return those of all."""
@@ -240,7 +251,7 @@ class Checkpoints:
         """Wait until a checkpoint is complete, or so old that it has been removed."""
         deadline = time.monotonic() + self._timeout_s
         while (found := self._folders.contents_of(folder)) and found.missing:
-            self._folders.check_saves(self._own, self._channel.rank)
+            self._check_saves()
             if time.monotonic() < deadline:
                 time.sleep(_PAUSE_S / 10)
                 continue

@@ -212,10 +212,17 @@ def test_another_run_in_the_same_folder_is_an_error(tmp_path):
     before.save(1)
     now.checkpoints.load()
     now.save(2)
-    with pytest.raises(PeerError, match="another run saves into .*`000002-step-2-"):
-        before.save(3)
+    for step in (3, 4, 4):  # The other run is still there.
+        with pytest.raises(PeerError, match="another run saves into .*`000002-step-2-"):
+            before.save(step)
     assert now.save(4)
     assert Job(tmp_path).checkpoints.load() == 4
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="`folder` must be a folder, but .*file` is none"):
+        Job(tmp_path / "file")
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 3}, {"virtual_ranks": 2, "accumulate": 2}])

@@ -241,13 +241,14 @@ def _dataset_of(data: str) -> Any:
     from odb_nodes.sources import JsonlSource, ParquetDataset
     from odb_nodes.sources.data_files import JSON_LINES, PARQUET, has_files
 
-    has_parquet = path.is_dir() and has_files(path, PARQUET)
-    if has_parquet and has_files(path, JSON_LINES):
+    folder = Path(data.removesuffix("**"))
+    has_parquet = folder.is_dir() and has_files(folder, PARQUET)
+    if has_parquet and has_files(folder, JSON_LINES):
         raise ValueError(
-            f"`{path}` has both Parquet and JSON Lines files: pass a pattern of the ones that are "
-            f"meant, such as '{path}/*.parquet'."
+            f"`{folder}` has both Parquet and JSON Lines files: pass a pattern of those that "
+            f"are meant, such as '{folder}/*.parquet'."
         )
-    if has_parquet or (PARQUET.is_read(data) and not path.is_dir()):
+    if has_parquet or (PARQUET.is_read(data) and not folder.is_dir()):
         return ParquetDataset(data)
     if path.suffix.lower() in (".arrow", ".feather", ".csv", ".tar", ".tgz"):
         raise ValueError(

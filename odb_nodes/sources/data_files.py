@@ -99,12 +99,17 @@ def matches(path: str | os.PathLike[str]) -> list[str]:
 
 
 def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:
-    """Return the files that a path stands for: itself, a pattern's, or a folder's by their ends."""
+    """Return the files that a path stands for: itself, a pattern's, or a folder's by their ends.
+
+    `folder/**` is the folder with all its subfolders.
+    """
     folder, pattern = _split(os.fspath(path))
-    if not pattern:
+    if (below := pattern.strip("/") == "**") or not pattern:
+        folder = folder or os.curdir * below
         every = [*_walk(folder, kind)]
-        files = [file for file in every if kind.is_read(file.name) and kind.joins(folder, file)]
-        visible = glob.glob("*", root_dir=folder)
+        files = [file for file in every if kind.is_read(file.name)]
+        files = [file for file in files if below or kind.joins(folder, file)]
+        visible = glob.glob("**/*" if below else "*", root_dir=folder, recursive=True)
         if names := [name for name in visible if name.lower().endswith(kind.doubtful)]:
             warn_user(
                 f"`paths`: the folder {folder!r} stands for its `{kind.ends[0]}` files, without "
@@ -125,11 +130,11 @@ def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:
     rest = {*every} - {*files}
     read = {*map(os.path.realpath, files if rest else ())}
     if left_out := [file for file in rest if os.path.realpath(file) not in read]:
-        patterns = (os.path.join(folder, f"{name}{kind.ends[0]}") for name in ("*", "**/*"))
         raise ValueError(
             f"`paths` must name what is meant where {os.fspath(path)!r} would leave out "
-            f"{counted(len(left_out), 'file')} of data: {_shown(left_out)}. Pass a pattern such as "
-            f"{' or, with subfolders, '.join(map(repr, patterns))}; decompress what is compressed."
+            f"{counted(len(left_out), 'file')} of data: {_shown(left_out)}. Pass "
+            f"{os.path.join(folder, '**')!r} to read all subfolders too, or a pattern for each "
+            "kind of name that is meant; decompress what is compressed."
         )
     if not files:
         raise FileNotFoundError(

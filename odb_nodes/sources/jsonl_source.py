@@ -53,8 +53,8 @@ class JsonlSource(ShardedOrder[Any]):
     Args:
         paths: a file, a folder, or a pattern such as `"data/*.jsonl"` or `"{00..99}.jsonl"`; or
             several of these, in order. A folder stands for its `.jsonl` and `.ndjson` files, and
-            those with `.gz` behind that. Files of a folder or of a pattern with `*` are sorted by
-            name. UTF-8.
+            those with `.gz` behind that; `"data/**"` for those below it too. Files of a folder or
+            of a pattern with `*` are sorted by name. UTF-8.
         rank: this rank. Default: from torch.distributed, or `RANK`.
         world_size: number of ranks. Default: from torch.distributed, or `WORLD_SIZE`.
         shuffle: whether to permute the records, differently in every epoch; otherwise they come

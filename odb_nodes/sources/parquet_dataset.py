@@ -33,8 +33,9 @@ class ParquetDataset:
     Args:
         paths: a file, a folder, or a pattern such as `"data/*.parquet"` or `"{00..99}.parquet"`; or
             several of these, in order. A folder stands for its `.parquet`, `.parq` and `.pq` files,
-            and those in its folders named `key=value`. Or URLs that fsspec opens, such as
-            `"s3://bucket/{00..99}.parquet"`; `"filecache::s3://..."` keeps them on a local disk.
+            and those in its folders named `key=value`; `"data/**"` for all below it. Or URLs that
+            fsspec opens, as `"s3://bucket/{00..99}.parquet"`; `"filecache::s3://..."` keeps them on
+            a local disk.
         columns: the columns to read. Default: all of the first file. Folders named `key=value` in
             the path of a file are columns of strings (hive partitions).
         mixed_blocks: row groups whose rows are shuffled together.

@@ -6,7 +6,6 @@ import glob
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -170,17 +169,23 @@ def _shown(files: Iterable[str | Path]) -> str:
 
 def check_files(files: Sequence[str | Path]) -> None:
     """Raise a `ValueError` for a file that comes twice, and a local one that is not regular."""
+    names: dict[object, list[str]] = {}  # of each file
     for file in files:
-        if not is_url(file) and not stat.S_ISREG(os.stat(file).st_mode):
+        status = None if is_url(file) else os.stat(file)
+        if status is not None and not stat.S_ISREG(status.st_mode):
             raise ValueError(
                 f"`paths` must be regular files, but {file} is a folder, pipe or device. Write its "
                 "data to a file."
             )
-    counts = Counter(map(os.path.realpath, files))
-    if twice := [str(file) for file, count in counts.items() if count > 1]:
+        identity: object = os.path.realpath(file)
+        if status is not None and status.st_ino:  # hard links share it; some disks have none
+            identity = (status.st_dev, status.st_ino)
+        names.setdefault(identity, []).append(str(file))
+    if twice := [same for same in names.values() if len(same) > 1]:
         raise ValueError(
-            f"`paths` must name each file once, but {twice[0]} comes {counts[twice[0]]} times, by "
-            "its name, a link or a pattern. To read a file more often, mix sources by `weights`."
+            f"`paths` must name each file once, but {twice[0][0]} comes {len(twice[0])} times, as "
+            f"{_shown({*twice[0]})}: by its name, a (hard) link or a pattern. To read a file more "
+            "often, mix sources by `weights`."
         )
 
 

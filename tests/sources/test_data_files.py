@@ -135,13 +135,18 @@ def test_json_files_beside_json_lines_are_told_of(tmp_path):
     assert JsonlSource(f"{tmp_path}/*json").num_records == 2
 
 
-@pytest.mark.parametrize("spelling", ["same", "relative", "link", "pattern", "folder"])
+@pytest.mark.parametrize("spelling", ["same", "relative", "link", "hard link", "pattern", "folder"])
 def test_a_file_given_twice_is_refused_however_it_is_spelled(spelling, kind, tmp_path, monkeypatch):
     source, end, write = kind
     path, link = tmp_path / f"a{end}", tmp_path / f"link{end}.b"
     write(path)
     link.symlink_to(path)
     monkeypatch.chdir(tmp_path)
+    if spelling == "hard link":
+        os.link(path, tmp_path / f"other{end}")
+        with pytest.raises(ValueError, match=rf"comes 2 times, as .*a{end}, .*other{end}: "):
+            source(tmp_path)
+        return
     spellings = {"same": path, "relative": path.name, "link": link, "pattern": f"*{end}"}
     with pytest.raises(ValueError, match=rf"each file once, but .*a{end} comes 2 times.*`weights`"):
         source([path, spellings.get(spelling, tmp_path)])

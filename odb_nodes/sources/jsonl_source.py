@@ -211,8 +211,8 @@ class JsonlSource(ShardedOrder[Any]):
             where = f"{self._paths[file]}, line {self._index[file].line(record)}"
             raise SampleError(
                 f"{where}, is not valid JSON in UTF-8: {what}. It begins with "
-                f"{shown!r}. Mend it, then iterate again; or resume, with "
-                "`strict=False` if the size of the file has changed."
+                f"{shown!r}. Mend it. A loop may then iterate again, or resume, "
+                "with `strict=False` if the size of the file has changed."
             ) from error
 
     def _line(self, file: int, record: int) -> bytes:

@@ -67,6 +67,8 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "text.jsonl").write_text('{"text": "a word"}\n')
     (tmp_path / "other.jsonl").write_text('{"words": "a word"}\n{"words": "more"}\n')
+    (tmp_path / "broken.jsonl").write_text("words")
+    (tmp_path / "labels.jsonl").write_text('{"input_ids": [1, 2], "labels": [1]}\n')
     (tmp_path / "odd.npz").write_bytes(b"odd")
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2]}\n')
     (tmp_path / "binary").write_bytes(bytes(range(128, 256)))
@@ -94,7 +96,10 @@ WRONG = [
     ("simulate text.jsonl --tokenizer binary", "`binary` cannot be loaded"),
     ("simulate nowhere.jsonl", "there is no `nowhere.jsonl`"),
     ("simulate empty.jsonl", "empty"),
-    ("simulate text.jsonl", "pass --tokenizer"),
+    ("simulate text.jsonl", "it has no `input_ids`, but ['text']: pass --tokenizer"),
+    ("simulate other.jsonl", "it has no 'messages' or 'text' or 'input_ids', but ['words']: pass"),
+    ("simulate broken.jsonl", "is not valid JSON in UTF-8: Expecting value at character 1."),
+    ("simulate labels.jsonl", "`labels` must have the length of `input_ids` (2), but has 1"),
     ("simulate --lengths odd.npz", "no table of lengths"),
     ("simulate --lengths .", "Is a directory: '.'"),
     ("simulate --cv 1 --layout odd", "`layout`"),

@@ -210,6 +210,15 @@ def test_a_column_of_a_file_comes_before_that_of_its_folder(tmp_path):
     assert ParquetDataset(tmp_path)[0] == {"kind": "a"}
 
 
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_a_column_that_only_some_files_have_is_left_out_by_name_alone(names, tmp_path):
+    pq.write_table(pa.table({"id": [1]}), tmp_path / f"{names[0]}.parquet")
+    pq.write_table(pa.table({"id": [1], "more": [2]}), tmp_path / f"{names[1]}.parquet")
+    with pytest.raises(ValueError, match=r"'more'.* `columns` that all files have"):
+        ParquetDataset(tmp_path)
+    assert ParquetDataset(tmp_path, ["id"])[0] == {"id": 1}
+
+
 def test_a_file_beside_partitions_lacks_their_columns(partitioned):
     pq.write_table(pa.table({"id": [1], "kind": ["a"]}), partitioned / "top.parquet")
     with pytest.raises(ValueError, match="top.parquet has no column 'lang'"):

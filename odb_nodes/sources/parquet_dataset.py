@@ -36,8 +36,8 @@ class ParquetDataset:
             and those in its folders named `key=value`; `"data/**"` for all below it. Or URLs that
             fsspec opens, as `"s3://bucket/{00..99}.parquet"`; `"filecache::s3://..."` keeps them on
             a local disk.
-        columns: the columns to read. Default: all, and each file must have the same.
-            Folders named `key=value` in the path of a file are columns of strings (hive partitions).
+        columns: the columns to read. Default: all, and each file must have the same. Folders
+            named `key=value` in the path of a file are columns of strings (hive partitions).
         mixed_blocks: row groups whose rows are shuffled together.
 
     Raises:

@@ -118,7 +118,7 @@ def _search(path: Path) -> Index:
             if size is None:
                 raise ValueError(
                     f"{path} has {name} as a link, or with holes, which cannot be read by itself. "
-                    "Write it anew, with `--hard-dereference` and without `-S`."
+                    "Write it anew, with `--dereference --hard-dereference` and without `-S`."
                 )
             if key != before:
                 firsts.append(len(starts))

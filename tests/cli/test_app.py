@@ -7,9 +7,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from monitors import loader_of, train
 
 from odb_nodes.cli import main
 from odb_nodes.cli.app import COMMANDS as FUNCTIONS
+from odb_nodes.monitor import Monitor
 from odb_nodes.tools.lengths import LengthTable
 
 COMMANDS = [function.__name__ for function in FUNCTIONS]
@@ -213,3 +215,18 @@ def test_the_module_is_the_command(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "lengths of 49 samples" in done.stdout and "efficiency" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_warning_is_a_line_that_names_the_command(tmp_path):
+    with Monitor(tmp_path / "run", every=1) as writer:
+        train(writer, loader_of(), steps=3)
+    lines = (records := tmp_path / "run" / "monitor.jsonl").read_text().splitlines()
+    records.write_text("\n".join([*lines[:2], "garbage", *lines[2:], ""]))
+    command = [sys.executable, "-m", "odb_nodes", "report", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0
+    assert (
+        "odb-nodes report: lines of `run/monitor.jsonl` are damaged" in done.stderr.splitlines()[0]
+    )
+    assert "UserWarning" not in done.stderr and "sys.exit" not in done.stderr

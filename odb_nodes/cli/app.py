@@ -12,6 +12,7 @@ import re
 import sys
 import sysconfig
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -67,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     command = args.parser
     if unknown:
         command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    warnings.formatwarning = lambda message, *_, **__: f"{command.prog}: {message}\n"
     try:
         code = args.run(args)
         sys.stdout.flush()

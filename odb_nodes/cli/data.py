@@ -178,21 +178,34 @@ class _Tokenization:
     def __init__(self, name: str | None, field: str | None) -> None:
         self._name, self._tokenizer = name, None if name is None else _tokenizer(name)
         self._fields, self._takes_ids = _FIELDS if field is None else (field,), field is None
+        from odb_nodes.collate import PaddingCollate
+
+        self._check = PaddingCollate().prepare  # as a loader does by default
 
     def __call__(self, item: Any) -> Any:
         is_record = isinstance(item, Mapping)
         if not is_record or ("input_ids" in item and self._takes_ids):
             ids = item["input_ids"] if is_record else item
             is_empty = ids is None or (isinstance(ids, Sized) and not len(ids))
-            return Skipped("empty", "it has no token.") if is_empty else item
+            return Skipped("empty", "it has no token.") if is_empty else self._check(item)
+        values = {name: item[name] for name in self._fields if name in item}
+        if not values:
+            names = " or ".join(map(repr, [*self._fields, *["input_ids"] * self._takes_ids]))
+            remedy = "see --field" if self._tokenizer else "pass --tokenizer"
+            return Skipped("no field", f"it has no {names}, but {sorted(item)}: {remedy}.")
         if self._tokenizer is None:
-            raise ValueError("it has no `input_ids`: pass --tokenizer.")
-        if not (values := [item[name] for name in self._fields if name in item]):
-            names = " or ".join(map(repr, self._fields))
-            return Skipped("no field", f"it has no {names}, but {sorted(item)}: see --field.")
-        content = next((value for value in values if value not in (None, "", [])), None)
-        if content is None:
+            raise ValueError(f"it has no `input_ids`, but {[*values]}: pass --tokenizer.")
+        name = next((name for name, value in values.items() if value not in (None, "", [])), None)
+        if name is None:
             return Skipped("empty", "its text or messages are empty.")
+        content = values[name]
+        is_list = isinstance(content, (list, tuple))
+        is_list = is_list and all(isinstance(part, Mapping) for part in content)
+        if not (isinstance(content, str) or is_list):
+            raise ValueError(
+                f"its {name!r} must be text, or a list of messages, but is {content!r:.80} "
+                "instead. Mend the record, or leave it out."
+            )
         if isinstance(content, str):
             tokens = self._tokenizer(content)["input_ids"]
         elif self._tokenizer.chat_template:
@@ -241,13 +254,14 @@ def _dataset_of(data: str) -> Any:
     from odb_nodes.sources import JsonlSource, ParquetDataset
     from odb_nodes.sources.data_files import JSON_LINES, PARQUET, has_files
 
-    has_parquet = path.is_dir() and has_files(path, PARQUET)
-    if has_parquet and has_files(path, JSON_LINES):
+    folder = Path(data.removesuffix("**"))
+    has_parquet = folder.is_dir() and has_files(folder, PARQUET)
+    if has_parquet and has_files(folder, JSON_LINES):
         raise ValueError(
-            f"`{path}` has both Parquet and JSON Lines files: pass a pattern of the ones that are "
-            f"meant, such as '{path}/*.parquet'."
+            f"`{folder}` has both Parquet and JSON Lines files: pass a pattern of those that "
+            f"are meant, such as '{folder}/*.parquet'."
         )
-    if has_parquet or (PARQUET.is_read(data) and not path.is_dir()):
+    if has_parquet or (PARQUET.is_read(data) and not folder.is_dir()):
         return ParquetDataset(data)
     if path.suffix.lower() in (".arrow", ".feather", ".csv", ".tar", ".tgz"):
         raise ValueError(

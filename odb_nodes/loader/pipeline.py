@@ -369,7 +369,8 @@ def _is_column(value: Any) -> bool:
 
 
 _ROWS_OF = {
-    "pandas": "`datasets.Dataset.from_pandas(frame)`, or `frame.to_dict('records')`",
+    "pandas": "`datasets.Dataset.from_pandas(frame)`, or `frame.to_dict('records')`; "
+    "of a series, `series.tolist()`",
     "polars": "`datasets.Dataset.from_polars(frame)`, or `frame.to_dicts()`",
     "pyarrow.lib": "`datasets.Dataset(table)`, or `table.to_pylist()`",
     "datasets.table": "`datasets.Dataset(table)`",

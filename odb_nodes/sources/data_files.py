@@ -6,7 +6,6 @@ import glob
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -99,12 +98,17 @@ def matches(path: str | os.PathLike[str]) -> list[str]:
 
 
 def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:
-    """Return the files that a path stands for: itself, a pattern's, or a folder's by their ends."""
+    """Return the files that a path stands for: itself, a pattern's, or a folder's by their ends.
+
+    `folder/**` is the folder with all its subfolders.
+    """
     folder, pattern = _split(os.fspath(path))
-    if not pattern:
+    if (below := pattern.strip("/") == "**") or not pattern:
+        folder = folder or os.curdir * below
         every = [*_walk(folder, kind)]
-        files = [file for file in every if kind.is_read(file.name) and kind.joins(folder, file)]
-        visible = glob.glob("*", root_dir=folder)
+        files = [file for file in every if kind.is_read(file.name)]
+        files = [file for file in files if below or kind.joins(folder, file)]
+        visible = glob.glob("**/*" if below else "*", root_dir=folder, recursive=True)
         if names := [name for name in visible if name.lower().endswith(kind.doubtful)]:
             warn_user(
                 f"`paths`: the folder {folder!r} stands for its `{kind.ends[0]}` files, without "
@@ -125,11 +129,11 @@ def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:
     rest = {*every} - {*files}
     read = {*map(os.path.realpath, files if rest else ())}
     if left_out := [file for file in rest if os.path.realpath(file) not in read]:
-        patterns = (os.path.join(folder, f"{name}{kind.ends[0]}") for name in ("*", "**/*"))
         raise ValueError(
             f"`paths` must name what is meant where {os.fspath(path)!r} would leave out "
-            f"{counted(len(left_out), 'file')} of data: {_shown(left_out)}. Pass a pattern such as "
-            f"{' or, with subfolders, '.join(map(repr, patterns))}; decompress what is compressed."
+            f"{counted(len(left_out), 'file')} of data: {_shown(left_out)}. Pass "
+            f"{os.path.join(folder, '**')!r} to read all subfolders too, or a pattern for each "
+            "kind of name that is meant; decompress what is compressed."
         )
     if not files:
         raise FileNotFoundError(
@@ -165,17 +169,23 @@ def _shown(files: Iterable[str | Path]) -> str:
 
 def check_files(files: Sequence[str | Path]) -> None:
     """Raise a `ValueError` for a file that comes twice, and a local one that is not regular."""
+    names: dict[object, list[str]] = {}  # of each file
     for file in files:
-        if not is_url(file) and not stat.S_ISREG(os.stat(file).st_mode):
+        status = None if is_url(file) else os.stat(file)
+        if status is not None and not stat.S_ISREG(status.st_mode):
             raise ValueError(
                 f"`paths` must be regular files, but {file} is a folder, pipe or device. Write its "
                 "data to a file."
             )
-    counts = Counter(map(os.path.realpath, files))
-    if twice := [str(file) for file, count in counts.items() if count > 1]:
+        identity: object = os.path.realpath(file)
+        if status is not None and status.st_ino:  # hard links share it; some disks have none
+            identity = (status.st_dev, status.st_ino)
+        names.setdefault(identity, []).append(str(file))
+    if twice := [same for same in names.values() if len(same) > 1]:
         raise ValueError(
-            f"`paths` must name each file once, but {twice[0]} comes {counts[twice[0]]} times, by "
-            "its name, a link or a pattern. To read a file more often, mix sources by `weights`."
+            f"`paths` must name each file once, but {twice[0][0]} comes {len(twice[0])} times, as "
+            f"{_shown({*twice[0]})}: by its name, a (hard) link or a pattern. To read a file more "
+            "often, mix sources by `weights`."
         )
 
 

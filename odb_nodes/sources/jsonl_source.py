@@ -53,8 +53,8 @@ class JsonlSource(ShardedOrder[Any]):
     Args:
         paths: a file, a folder, or a pattern such as `"data/*.jsonl"` or `"{00..99}.jsonl"`; or
             several of these, in order. A folder stands for its `.jsonl` and `.ndjson` files, and
-            those with `.gz` behind that. Files of a folder or of a pattern with `*` are sorted by
-            name. UTF-8.
+            those with `.gz` behind that; `"data/**"` for those below it too. Files of a folder or
+            of a pattern with `*` are sorted by name. UTF-8.
         rank: this rank. Default: from torch.distributed, or `RANK`.
         world_size: number of ranks. Default: from torch.distributed, or `WORLD_SIZE`.
         shuffle: whether to permute the records, differently in every epoch; otherwise they come
@@ -211,8 +211,8 @@ class JsonlSource(ShardedOrder[Any]):
             where = f"{self._paths[file]}, line {self._index[file].line(record)}"
             raise SampleError(
                 f"{where}, is not valid JSON in UTF-8: {what}. It begins with "
-                f"{shown!r}. Mend it, then iterate again; or resume, with "
-                "`strict=False` if the size of the file has changed."
+                f"{shown!r}. Mend it. A loop may then iterate again, or resume, "
+                "with `strict=False` if the size of the file has changed."
             ) from error
 
     def _line(self, file: int, record: int) -> bytes:

@@ -33,18 +33,19 @@ class ParquetDataset:
     Args:
         paths: a file, a folder, or a pattern such as `"data/*.parquet"` or `"{00..99}.parquet"`; or
             several of these, in order. A folder stands for its `.parquet`, `.parq` and `.pq` files,
-            and those in its folders named `key=value`. Or URLs that fsspec opens, such as
-            `"s3://bucket/{00..99}.parquet"`; `"filecache::s3://..."` keeps them on a local disk.
-        columns: the columns to read. Default: all of the first file. Folders named `key=value` in
-            the path of a file are columns of strings (hive partitions).
+            and those in its folders named `key=value`; `"data/**"` for all below it. Or URLs that
+            fsspec opens, as `"s3://bucket/{00..99}.parquet"`; `"filecache::s3://..."` keeps them on
+            a local disk.
+        columns: the columns to read. Default: all, and each file must have the same. Folders
+            named `key=value` in the path of a file are columns of strings (hive partitions).
         mixed_blocks: row groups whose rows are shuffled together.
 
     Raises:
         ImportError: pyarrow is not installed, or fsspec for a URL.
         FileNotFoundError: a file does not exist, or a folder or pattern has none.
         TypeError: `columns` is no list.
-        ValueError: a file comes twice, is no Parquet file or is cut, or lacks a column; or a folder
-            has further Parquet files, in subfolders.
+        ValueError: a file comes twice, is no Parquet file or is cut, or lacks a column, or has more
+            than the first without `columns`; or a folder has further Parquet files, in subfolders.
     """
 
     draws_random_numbers: ClassVar[bool] = False
@@ -61,6 +62,7 @@ class ParquetDataset:
         if columns is not None and not check_names("columns", columns):
             raise ValueError("`columns` must name at least 1 column, but is empty.")
         self._columns = None if columns is None else [*columns]
+        self._reads_all = columns is None
         self._partitions = [*map(_partitions_of, self._files)]
         self._metadata: list[Any] = []
         self._stamps: list[tuple[int, int]] = []
@@ -147,6 +149,11 @@ class ParquetDataset:
         names += partitions
         if self._columns is None:
             self._columns = names
+        if self._reads_all and (more := [name for name in names if name not in self._columns]):
+            raise ValueError(
+                f"{file} has columns {more}, which {self._files[0]} has not: they would be left "
+                "out. Pass the `columns` that all files have."
+            )
         for name in self._columns:
             if (count := names.count(name)) != 1:
                 raise ValueError(

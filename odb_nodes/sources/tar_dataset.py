@@ -42,7 +42,8 @@ class TarDataset:
 
     Args:
         paths: a file, a folder, or a pattern such as `"data/*.tar"` or `"{00..99}.tar"`; or several
-            of these, in order. A folder stands for its `.tar` files. They must not be compressed.
+            of these, in order. A folder stands for its `.tar` files, `"data/**"` for those
+            below it too. They must not be compressed.
 
     Raises:
         FileNotFoundError: a file does not exist, or a folder or pattern has none.
@@ -117,7 +118,7 @@ def _search(path: Path) -> Index:
             if size is None:
                 raise ValueError(
                     f"{path} has {name} as a link, or with holes, which cannot be read by itself. "
-                    "Write it anew, with `--hard-dereference` and without `-S`."
+                    "Write it anew, with `--dereference --hard-dereference` and without `-S`."
                 )
             if key != before:
                 firsts.append(len(starts))

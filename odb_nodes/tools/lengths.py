@@ -23,6 +23,7 @@ from odb_nodes._core.files import replacing
 from odb_nodes._core.hashing import stable_name
 from odb_nodes._core.progress import Bar
 from odb_nodes._core.text import counted, html_table, html_text
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract.graph import close_nodes, known_length_of, walk
 from odb_nodes.contract.node import call_member
 from odb_nodes.errors import StateError
@@ -293,6 +294,7 @@ def observe_lengths(
     streams: list[str] = []
     blocks: dict[str, tuple[list[int], int]] = {}
     sample: Any = None
+    skip = Skipped("empty")
     for place, (name, one) in enumerate(named.items()):
         options = LoaderOptions(
             token_budget=1,
@@ -307,7 +309,9 @@ def observe_lengths(
         drawn, keys, size = (one, None, None) if samples is None else _drawn(one, samples, rng)
         read: Counter[str] = Counter()  # samples of each source
         for at, sample in enumerate(_processed(drawn, options, f"lengths{name and f' of {name}'}")):
-            counts = (0, 0, 0) if isinstance(sample, Skipped) else sample[1:4]
+            is_skipped = isinstance(sample, Skipped)
+            skip = sample if is_skipped else skip
+            counts = (0, 0, 0) if is_skipped else sample[1:4]
             source = nested_name(name, sample.source) if sample.source else name
             key = sample.key if keys is None else keys[at]
             number = numbers.setdefault(source, len(numbers))
@@ -322,6 +326,11 @@ def observe_lengths(
     if not columns[0].any():
         last = "" if sample is None else f" The last is skipped {sample.why}"
         raise ValueError(f"`dataset` must have a sample that is not skipped, but has none.{last}")
+    if 2 * (skipped := int(np.count_nonzero(columns[0] == 0))) > columns.shape[1]:
+        warn_user(
+            f"{skipped:,} of {counted(columns.shape[1], 'sample')} are skipped: the lengths are of "
+            f"the others. The last is skipped {skip.why}"
+        )
     return LengthTable(
         **dict(zip(_COLUMNS, np.ascontiguousarray(columns), strict=True)),
         names=tuple(numbers),

@@ -7,9 +7,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from monitors import loader_of, train
 
 from odb_nodes.cli import main
 from odb_nodes.cli.app import COMMANDS as FUNCTIONS
+from odb_nodes.monitor import Monitor
 from odb_nodes.tools.lengths import LengthTable
 
 COMMANDS = [function.__name__ for function in FUNCTIONS]
@@ -67,6 +69,8 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "text.jsonl").write_text('{"text": "a word"}\n')
     (tmp_path / "other.jsonl").write_text('{"words": "a word"}\n{"words": "more"}\n')
+    (tmp_path / "broken.jsonl").write_text("words")
+    (tmp_path / "labels.jsonl").write_text('{"input_ids": [1, 2], "labels": [1]}\n')
     (tmp_path / "odd.npz").write_bytes(b"odd")
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2]}\n')
     (tmp_path / "binary").write_bytes(bytes(range(128, 256)))
@@ -94,7 +98,10 @@ WRONG = [
     ("simulate text.jsonl --tokenizer binary", "`binary` cannot be loaded"),
     ("simulate nowhere.jsonl", "there is no `nowhere.jsonl`"),
     ("simulate empty.jsonl", "empty"),
-    ("simulate text.jsonl", "pass --tokenizer"),
+    ("simulate text.jsonl", "it has no `input_ids`, but ['text']: pass --tokenizer"),
+    ("simulate other.jsonl", "it has no 'messages' or 'text' or 'input_ids', but ['words']: pass"),
+    ("simulate broken.jsonl", "is not valid JSON in UTF-8: Expecting value at character 1."),
+    ("simulate labels.jsonl", "`labels` must have the length of `input_ids` (2), but has 1"),
     ("simulate --lengths odd.npz", "no table of lengths"),
     ("simulate --lengths .", "Is a directory: '.'"),
     ("simulate --cv 1 --layout odd", "`layout`"),
@@ -208,3 +215,18 @@ def test_the_module_is_the_command(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "lengths of 49 samples" in done.stdout and "efficiency" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_warning_is_a_line_that_names_the_command(tmp_path):
+    with Monitor(tmp_path / "run", every=1) as writer:
+        train(writer, loader_of(), steps=3)
+    lines = (records := tmp_path / "run" / "monitor.jsonl").read_text().splitlines()
+    records.write_text("\n".join([*lines[:2], "garbage", *lines[2:], ""]))
+    command = [sys.executable, "-m", "odb_nodes", "report", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0
+    assert (
+        "odb-nodes report: lines of `run/monitor.jsonl` are damaged" in done.stderr.splitlines()[0]
+    )
+    assert "UserWarning" not in done.stderr and "sys.exit" not in done.stderr

@@ -116,7 +116,8 @@ def test_text_and_messages_are_tokenized(capsys, tmp_path):
         (TEXT, "plain", ["--field", "title"], 2, "skipped (empty): its text or messages are empt"),
         (TEXT, "plain", ["--field", "name"], 2, "has no 'name', but ['text', 'title']: see --fiel"),
         ('{"text": "word"}\n{"text": ""}\n', "plain", [], 0, [1, 0]),
-        (f"{CHAT}\n{BAD}", "chat", [], 0, [2, 3, *[0] * BAD.count("\n")]),
+        ('{"text": 5}\n', "plain", ["--field", "text"], 2, "'text' must be text, or a list of mes"),
+        ('{"messages": ["word"]}\n', "chat", [], 2, "or a list of messages, but is ['word'] inste"),
     ):
         (tmp_path / "data.jsonl").write_text(text)
         given = ["--tokenizer", tmp_path / tokenizer, *options, "--save-lengths", saved, "--force"]
@@ -125,6 +126,20 @@ def test_text_and_messages_are_tokenized(capsys, tmp_path):
             assert expected in capsys.readouterr().err
         else:
             assert LengthTable.load(saved).tokens.tolist() == expected
+    (tmp_path / "data.jsonl").write_text(f"{CHAT}\n{BAD}")
+    with pytest.warns(
+        UserWarning, match=r"9 of 11 samples are skipped: .* it has no 'messages' or"
+    ):
+        given = ["--tokenizer", tmp_path / "chat", "--save-lengths", saved, "--force"]
+        assert run("simulate", tmp_path / "data.jsonl", *given) == 0
+    assert LengthTable.load(saved).tokens.tolist() == [2, 3, *[0] * BAD.count("\n")]
+
+
+def test_a_record_without_tokens_among_others_is_skipped_and_counted(capsys, tmp_path):
+    lines = ['{"input_ids": [1]}', '{"words": 1}', '{"input_ids": null}', '{"input_ids": [2]}']
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    assert run("simulate", tmp_path / "data.jsonl") == 0
+    assert "4 samples (2 skipped)" in capsys.readouterr().out
 
 
 def test_compressed_lines_are_read_in_their_order(tmp_path):

@@ -319,6 +319,8 @@ def test_a_table_is_refused_whoever_made_it_and_its_rows_are_taken():
         for dataset in (data, {"a": rows, "b": data}):
             with pytest.raises(TypeError, match="not rows. Pass `datasets.Dataset"):
                 ODBDataLoader(dataset, token_budget=16, process_fn=lambda _: {"input_ids": [1]})
+    with pytest.raises(TypeError, match=r"of a series, `series.tolist\(\)`"):
+        ODBDataLoader(frame["labels"], token_budget=16)
     for data in (rows, table.to_pylist(), frame.to_dict("records"), Subset(rows, [1, 0])):
         loader = ODBDataLoader(data, token_budget=16)
         assert sum(pop_step_info(batch).local_samples for batch in loader) == 2

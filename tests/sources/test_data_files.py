@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import tarfile
 
 import pyarrow as pa
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from odb_nodes import JsonlSource, ParquetDataset, TarDataset
-from odb_nodes.sources.data_files import listed
+from odb_nodes.sources.data_files import JSON_LINES, PARQUET, TAR, listed
 
 
 def write_lines(path):
@@ -29,6 +30,7 @@ def write_tar(path):
 
 
 WRITERS = {JsonlSource: write_lines, ParquetDataset: write_rows, TarDataset: write_tar}
+KINDS = {JsonlSource: JSON_LINES, ParquetDataset: PARQUET, TarDataset: TAR}
 ENDS = {JsonlSource: ".jsonl", ParquetDataset: ".parquet", TarDataset: ".tar"}
 pytestmark = pytest.mark.timeout(60)
 
@@ -76,11 +78,28 @@ def test_data_that_a_folder_would_leave_out_are_named(further, kind, tmp_path):
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path)
     for paths in (folder, f"{folder}/*")[: 1 if path.parent == folder else 2]:
-        with pytest.raises(ValueError, match=rf"leave out 1 file of data: .*{path.name}. .*\*\*/"):
+        with pytest.raises(ValueError, match=rf"leave out 1 file of data: .*{path.name}. .*/\*\*'"):
             source(paths)
     assert size_of(source([f"{folder}/a*{end}", path] if path.suffix == end else f"{folder}/a*"))
     if path.suffix == end:
         assert size_of(source(f"{folder}/**/[ab]{end}")) == 2
+
+
+def test_the_form_that_an_error_advises_reads_all_that_was_left_out(kind, tmp_path):
+    source, end, write = kind
+    folder, ends = tmp_path / "data[1]", KINDS[source].ends[:2]
+    names = [f"a{ends[0]}", f"b{ends[-1]}", f"sub/c{ends[-1]}", f"sub/deep/D{ends[0].upper()}"]
+    for name in (*names, f".hidden/e{end}", f"_temporary/f{end}"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / name)
+    (folder / "sub" / "README.md").write_text("no data")
+    with pytest.raises(ValueError, match="leave out 2 files of data") as raised:
+        source(folder)
+    (advised,) = re.findall(r"Pass '(.*?)'", str(raised.value))
+    assert size_of(source(advised)) == len(names)
+    (folder / f"sub/g{end}.zst").touch()
+    with pytest.raises(ValueError, match=r"leave out 1 file .*decompress"):
+        source(advised)
 
 
 def test_a_link_to_the_folder_itself_is_not_followed(kind, tmp_path):
@@ -89,6 +108,15 @@ def test_a_link_to_the_folder_itself_is_not_followed(kind, tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path)
     for paths in (tmp_path, f"{tmp_path}/*"):
         assert size_of(source(paths)) == 1
+
+
+def test_two_stars_stand_for_the_present_folder_with_its_subfolders(kind, tmp_path, monkeypatch):
+    source, end, write = kind
+    (tmp_path / "sub").mkdir()
+    for name in (f"a{end}", f"sub/b{end}"):
+        write(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert size_of(source("**")) == size_of(source("./**")) == 2
 
 
 def test_compressed_tar_files_of_any_name_are_not_left_out(tmp_path):
@@ -107,13 +135,18 @@ def test_json_files_beside_json_lines_are_told_of(tmp_path):
     assert JsonlSource(f"{tmp_path}/*json").num_records == 2
 
 
-@pytest.mark.parametrize("spelling", ["same", "relative", "link", "pattern", "folder"])
+@pytest.mark.parametrize("spelling", ["same", "relative", "link", "hard link", "pattern", "folder"])
 def test_a_file_given_twice_is_refused_however_it_is_spelled(spelling, kind, tmp_path, monkeypatch):
     source, end, write = kind
     path, link = tmp_path / f"a{end}", tmp_path / f"link{end}.b"
     write(path)
     link.symlink_to(path)
     monkeypatch.chdir(tmp_path)
+    if spelling == "hard link":
+        os.link(path, tmp_path / f"other{end}")
+        with pytest.raises(ValueError, match=rf"comes 2 times, as .*a{end}, .*other{end}: "):
+            source(tmp_path)
+        return
     spellings = {"same": path, "relative": path.name, "link": link, "pattern": f"*{end}"}
     with pytest.raises(ValueError, match=rf"each file once, but .*a{end} comes 2 times.*`weights`"):
         source([path, spellings.get(spelling, tmp_path)])
@@ -175,6 +208,15 @@ def test_a_column_of_a_file_comes_before_that_of_its_folder(tmp_path):
     (tmp_path / "kind=b").mkdir()
     pq.write_table(pa.table({"kind": ["a"]}), tmp_path / "kind=b" / "0.parquet")
     assert ParquetDataset(tmp_path)[0] == {"kind": "a"}
+
+
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_a_column_that_only_some_files_have_is_left_out_by_name_alone(names, tmp_path):
+    pq.write_table(pa.table({"id": [1]}), tmp_path / f"{names[0]}.parquet")
+    pq.write_table(pa.table({"id": [1], "more": [2]}), tmp_path / f"{names[1]}.parquet")
+    with pytest.raises(ValueError, match=r"'more'.* `columns` that all files have"):
+        ParquetDataset(tmp_path)
+    assert ParquetDataset(tmp_path, ["id"])[0] == {"id": 1}
 
 
 def test_a_file_beside_partitions_lacks_their_columns(partitioned):

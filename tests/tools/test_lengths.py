@@ -43,6 +43,12 @@ def test_a_row_says_what_a_sample_costs():
     assert (table.names, table.sizes, table.is_whole) == (("",), (2,), True)
 
 
+def test_it_is_told_of_where_most_samples_are_skipped():
+    data = [{"input_ids": [1] * n} for n in (1, 2, 3, 9)]
+    with pytest.warns(UserWarning, match=r"3 of 4 samples are skipped: .* skipped \(short\)"):
+        observe_lengths(data, process_fn=skip_short)
+
+
 def test_samples_that_are_skipped_have_a_row_without_tokens():
     table = observe_lengths(DATASET, process_fn=skip_short)
     lengths = [len(item["input_ids"]) for item in DATASET]

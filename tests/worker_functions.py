@@ -77,12 +77,11 @@ class DrawSlowly:
 class Holding:
     """A dataset that draws from generators of its own, and follows the epoch."""
 
-    def __init__(self, size=20, torch_too=True):
+    def __init__(self, size=20):
         self.size, self.epoch, self.told = size, -1, []
         self.python, self.numpy = random.Random(0), np.random.default_rng(0)
         self.legacy = np.random.RandomState(0)
-        # torch cannot send one to processes that are not forked.
-        self.torch = torch.Generator() if torch_too else None
+        self.torch = torch.Generator()
 
     def set_epoch(self, epoch):
         self.epoch = epoch
@@ -93,8 +92,7 @@ class Holding:
 
     def __getitem__(self, at):
         drawn = [self.python.random(), self.numpy.random(), self.legacy.random_sample()]
-        if self.torch is not None:
-            drawn.append(float(torch.rand((), generator=self.torch)))
+        drawn.append(float(torch.rand((), generator=self.torch)))
         return {"input_ids": [at] * (at % 5 + 1), "epoch": self.epoch, "drawn": str(drawn)}
 
 

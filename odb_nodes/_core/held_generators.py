@@ -24,7 +24,7 @@ _DEPTH = 10  # of objects within objects
 _MOST_ITEMS = 32  # of a list or dict that is looked through: a longer one holds data
 _MOST_VALUES = 10_000  # that are looked at
 _SCALARS = (str, bytes, int, float, bool, type(None), torch.Tensor)
-_FOLLOWED = (*GENERATORS, types.FunctionType)  # in classes, and in global variables
+_CONTAINERS = (dict, list, tuple)
 _LIBRARIES = {*sys.stdlib_module_names, "datasets", "numpy", "odb_nodes", "torch", "transformers"}
 """Packages whose functions are not searched for generators in global variables."""
 
@@ -68,7 +68,8 @@ class HeldGenerators:
 def generators_in(holders: Sequence[Any]) -> Iterator[Any]:
     """Yield the generators that functions, objects or datasets hold, each once, in a fixed order.
 
-    They are attributes, in closures, or in global variables that functions and methods name.
+    They are attributes, in closures, or in global variables that functions and methods name: alone,
+    in lists and dicts, or in what can be called.
     """
     seen: set[int] = set()
     waiting = deque((holder, 0) for holder in holders)
@@ -88,11 +89,11 @@ def generators_in(holders: Sequence[Any]) -> Iterator[Any]:
 def _held_by(value: Any) -> list[Any]:
     """Return what a value holds that may be, or hold, a generator."""
     held: list[Any] = []
-    if isinstance(value, (dict, list, tuple)):
+    if isinstance(value, _CONTAINERS):
         items = value.values() if isinstance(value, dict) else value
         if len(value) <= _MOST_ITEMS or isinstance(next(iter(items)), GENERATORS):
             held = [*items]
-    if type(value) in (dict, list, tuple):
+    if type(value) in _CONTAINERS:
         return held
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
@@ -113,22 +114,27 @@ def _held_by(value: Any) -> list[Any]:
             names = [slots] if isinstance(slots, str) else slots
             held += [getattr(value, name, None) for name in names]
             in_class = [getattr(one, "__func__", one) for one in vars(base).values()]
-            held += [one for one in in_class if isinstance(one, _FOLLOWED)]
+            held += filter(_is_followed, in_class)
     return held
 
 
 def _named_by(code: types.CodeType, function: types.FunctionType) -> list[Any]:
-    """Return the functions, and the generators, in global variables that a function names."""
+    """Return what is followed of the global variables that a function names."""
     if str(function.__module__).partition(".")[0] in _LIBRARIES:
         return []
     names, variables = code.co_names, function.__globals__
     named = [variables[name] for name in names if name in variables]
     for module in [one for one in named if isinstance(one, types.ModuleType)]:
         named += [vars(module)[name] for name in names if name in vars(module)]
-    held = [one for one in named if isinstance(one, _FOLLOWED)]
+    held = [*filter(_is_followed, named)]
     for inner in code.co_consts:
         held += _named_by(inner, function) if isinstance(inner, types.CodeType) else []
     return held
+
+
+def _is_followed(value: Any) -> bool:
+    """Tell whether a value of a class or a global variable is looked at: not so other objects."""
+    return callable(value) or isinstance(value, (*GENERATORS, *_CONTAINERS))
 
 
 def _is_filled(cell: Any) -> bool:

@@ -21,7 +21,9 @@ _turn_limit_s = 0.0  # that others wait for it at most
 _POLL_S = 0.1
 _DRAWS = "draws_random_numbers"
 
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_OF_NUMPY = (np.random.Generator, np.random.BitGenerator)
+
+GENERATORS = (torch.Generator, *_OF_NUMPY, np.random.RandomState, random.Random)
 """The types of the generators that `seed_generators` takes."""
 
 _METHODS: tuple[Any, ...] = (random.random, np.random.random_sample)
@@ -104,8 +106,8 @@ def seed_generators(generators: Sequence[Any], key: int) -> None:
         try:
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
-            elif isinstance(generator, np.random.Generator):
-                put_back(generator, type(generator.bit_generator)(seed).state)
+            elif isinstance(generator, _OF_NUMPY):
+                put_back(generator, type(_bits_of(generator))(seed).state)
             else:
                 is_python = isinstance(generator, random.Random)
                 generator.seed(seed if is_python else seed & 0xFFFFFFFF)
@@ -119,8 +121,8 @@ def seed_generators(generators: Sequence[Any], key: int) -> None:
 
 def state_of(generator: Any) -> Any:
     """Return the state of a generator of the types `GENERATORS`."""
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
+    if isinstance(generator, _OF_NUMPY):
+        return _bits_of(generator).state
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
@@ -128,12 +130,16 @@ def state_of(generator: Any) -> Any:
 
 def put_back(generator: Any, state: Any) -> None:
     """Put a generator back to a state that `state_of` returned."""
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
+    if isinstance(generator, _OF_NUMPY):
+        _bits_of(generator).state = state
     elif isinstance(generator, random.Random):
         generator.setstate(state)
     else:
         generator.set_state(state)
+
+
+def _bits_of(generator: Any) -> Any:
+    return getattr(generator, "bit_generator", generator)
 
 
 def save_rngs() -> dict[str, Any]:

@@ -110,8 +110,8 @@ class ODBDataLoader(Loader[Any]):
         collate_in: `"workers"`: worker processes make the batches, and samples never reach the
             trainer's process; `"main"`: the trainer's process makes them; `"auto"`: workers do if
             samples are large. See docs/performance.md.
-        sampler: iterable of indices into a map-style dataset, in place of `shuffle`. It must yield
-            the same order when it is iterated again.
+        sampler: iterable of indices into a map-style dataset, 0 or more, in place of `shuffle`. It
+            must yield the same order when it is iterated again.
         pin_memory: whether batches are in pinned memory, for faster copies to the accelerator.
             Without CUDA it has no effect.
         process_group: the ranks that share the data; see `RankAligner`. Default: all ranks.

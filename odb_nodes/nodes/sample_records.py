@@ -94,7 +94,8 @@ class Remaking:
         order = "The order of the source is not seeded (seed it: no state helps against that), "
         causes = (
             f"{order if is_numbered else 'Either '}processing is not deterministic "
-            "(`ParallelProcessor(seed=...)` seeds the global generators; for others there is "
+            "(`ParallelProcessor(seed=...)` seeds the global generators and held ones, but none "
+            "that a cache, a Python generator or a call makes; for those there is "
             '`state="payload"`), or the data changed.'
         )
         if not loading().may_differ:

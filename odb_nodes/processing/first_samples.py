@@ -1,4 +1,4 @@
-"""Looks at the first samples of each process: whether processing changes what it was given.
+"""Looks at some samples of each process: whether processing changes what it was given.
 
 What it finds would be wrong data without an error: samples that a later one overwrites, and items
 of the dataset that are others in the next epoch.
@@ -17,6 +17,7 @@ from odb_nodes.errors import SampleError
 from odb_nodes.sample import Sample
 
 _FIRST = 16
+_EVERY = 256  # samples, after which the first of a chunk is looked at
 
 OVERWRITTEN = (
     "its result was changed while later items were processed, as where `process_fn`, or the "
@@ -27,15 +28,18 @@ OVERWRITTEN = (
 
 @dataclass
 class FirstSamples:
-    """How many samples of this process are still to be looked at."""
+    """Which samples of this process are looked at: the first, and those that begin some chunks."""
 
-    left: int = _FIRST
+    left: int = _FIRST  # of the first; below 0, how many have come since one was looked at
 
     def take(self, count: int) -> int:
         """Return how many of the next `count` samples to look at, and count them."""
-        taken = min(self.left, count)
-        self.left -= taken
-        return taken
+        taken = min(max(self.left, 0), count)
+        self.left -= count
+        if count == 1 or self.left > -_EVERY:  # None comes after a single one to overwrite it.
+            return taken
+        self.left = 0
+        return max(taken, 1)
 
 
 def digest_of(result: Any) -> int:

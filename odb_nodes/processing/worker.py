@@ -135,7 +135,7 @@ class Setup:
 
     def __reduce__(self) -> Any:
         # Here, since locks and files can be pickled only while multiprocessing starts a process.
-        pickled = ForkingPickler.dumps((self.processor, self.worker_init_fn))
+        pickled = _SetupPickler.dumps((self.processor, self.worker_init_fn))
         if pickled != self._pickled:  # Workers share it: it may hold the dataset.
             is_large = len(pickled) >= _CHUNK_BYTES
             self._pickled = pickled
@@ -153,6 +153,21 @@ class Setup:
             is_of_main = isinstance(error, AttributeError) and "main__'" in str(error)
             return text + (_advice_on_main() if is_of_main else "")
         return ""
+
+
+class _SetupPickler(ForkingPickler):
+    """Sends the state of a `torch.Generator` itself: the memory that torch would share is freed."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Generator):
+            return NotImplemented
+        return _generator, (value.device, value.get_state().numpy())
+
+
+def _generator(device: torch.device, state: Any) -> torch.Generator:
+    generator = torch.Generator(device)
+    generator.set_state(torch.from_numpy(state))
+    return generator
 
 
 def _advice_on_main() -> str:

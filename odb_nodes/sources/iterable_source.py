@@ -8,10 +8,12 @@ import operator
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 from torchdata.nodes import Stateful
@@ -65,6 +67,7 @@ class IterableSource(EpochNode[T, IterableState]):
             size of 1) if the iterable shards itself.
         world_size: number of ranks. Default: from torch.distributed, or `WORLD_SIZE`.
         yields_indices: the items are indices into a dataset, and so are the keys of the samples.
+            One that is negative, or a bool, is a `SampleError`.
             Default: the key is the number of the item in the epoch.
 
     Raises:
@@ -171,7 +174,7 @@ class IterableSource(EpochNode[T, IterableState]):
         number = self._position - 1
         if not self._yields_indices:
             return ItemKey("", number, self._stride, self._epochs.cycle)
-        if type(self._last) is not int or self._last < 0:
+        if type(self._last) is not int:
             return None
         return ItemKey("", self._last, self._stride, (self._epochs.cycle << 40) + number)
 
@@ -245,13 +248,19 @@ class IterableSource(EpochNode[T, IterableState]):
 
 def _plain_index(item: Any) -> Any:
     """Return an integer of any kind (numpy, 0-d tensor) as the int that keys and states hold."""
-    is_bool = type(item) is bool or getattr(item, "dtype", None) is torch.bool
-    if type(item) is int or is_bool or getattr(item, "shape", ()) != ():
+    if getattr(item, "shape", ()) != ():
         return item
-    try:
-        return operator.index(item)
-    except TypeError:
-        return item
+    is_bool = isinstance(item, (bool, np.bool_)) or getattr(item, "dtype", None) is torch.bool
+    if type(item) is not int and not is_bool:
+        with suppress(TypeError):
+            item = operator.index(item)
+    if is_bool or (type(item) is int and item < 0):
+        raise SampleError(
+            f"an index must be at least 0 and no bool, but `sampler` yields {item!r} "
+            f"(`{type(item).__name__}`): it is the key of the sample, which `exclude` and ledgers "
+            "name. Yield `index % len(dataset)`; of a mask, its `nonzero()`."
+        )
+    return item
 
 
 def _check_is_whole(iterable: Any, world_size: int) -> None:

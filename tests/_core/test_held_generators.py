@@ -13,6 +13,8 @@ from torch.utils.data import ConcatDataset, Subset
 from odb_nodes._core.held_generators import generators_in
 
 GLOBAL = np.random.default_rng(3)
+IN_DICT, BITS = np.random.default_rng(4), np.random.PCG64(5)
+REGISTRY = {"augment": [IN_DICT]}
 
 
 class Holder:
@@ -68,6 +70,14 @@ HELD_IN = {
 }
 
 
+class Transform(Holder):
+    def __call__(self, item):
+        return self.generator.random(), item
+
+
+TRANSFORM = Transform(np.random.default_rng(6))
+
+
 def found(held):
     return [*generators_in([held])]
 
@@ -94,6 +104,20 @@ class DrawsGlobally:
 @pytest.mark.parametrize("held", [draw_globally, lambda item: draw_globally(), DrawsGlobally()])
 def test_one_in_a_global_variable_is_found_by_the_functions_that_name_it(held):
     assert found(held) == [GLOBAL]
+
+
+@pytest.mark.parametrize(
+    ("held", "generator"),
+    [
+        (lambda item: REGISTRY["augment"][0].random(), IN_DICT),
+        (lambda item: TRANSFORM(item), TRANSFORM.generator),
+        (lambda item: np.random.Generator(BITS).random(), BITS),
+        (in_class({"augment": IN_DICT}), IN_DICT),
+        (in_class(TRANSFORM), TRANSFORM.generator),
+    ],
+)
+def test_one_within_a_global_variable_or_a_variable_of_a_class_is_found(held, generator):
+    assert found(held) == [generator]
 
 
 def test_one_in_a_module_is_found(monkeypatch):

@@ -339,6 +339,12 @@ def test_a_loader_counts_them_and_keeps_them_in_its_state():
         assert loader.excluded_samples == len(excluded)
 
 
+@pytest.mark.parametrize("index", [-1, np.int64(-1), True, np.True_, torch.tensor(False)])
+def test_an_index_of_a_sampler_that_is_no_key_is_an_error(index):
+    with pytest.raises(SampleError, match="no bool, but `sampler` yields .*index % len"):
+        taken(loader_of(sampler=[0, 1, index]))
+
+
 def test_of_a_mixture_those_of_one_source_go_however_often_they_come():
     data = {"long": range(60), "short": range(7)}
     steps = taken(loader_of(data, weights=Mixing(stop="cycle"), exclude={"short": [3]}))

@@ -55,6 +55,8 @@ class Drawing:
             self.generator = self.make()
         if isinstance(self.generator, torch.Generator):
             return float(torch.rand((), generator=self.generator))
+        if isinstance(self.generator, np.random.BitGenerator):
+            return float(np.random.Generator(self.generator).uniform(0, 1))
         return float(self.generator.uniform(0, 1))
 
 
@@ -66,6 +68,7 @@ class DrawingAnew(Drawing):
 MAKE = {
     "torch": lambda: torch.Generator().manual_seed(5),
     "numpy": lambda: np.random.default_rng(5),
+    "bits of numpy": lambda: np.random.MT19937(5),
     "numpy legacy": lambda: np.random.RandomState(5),
     "random": lambda: random.Random(5),
 }

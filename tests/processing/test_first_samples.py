@@ -95,6 +95,22 @@ def test_a_result_that_a_later_sample_overwrites_is_an_error(name, kind):
         epochs(IterableSource(rows(), 0, 1), buffer, kind)
 
 
+class LateBuffer(Buffer):
+    """Makes new results first, then fills its buffer again."""
+
+    calls = 0
+
+    def __call__(self, sample):
+        self.calls += 1
+        return super().__call__(sample) if self.calls > 30 else {"input_ids": sample["input_ids"]}
+
+
+@everywhere
+def test_a_buffer_that_is_used_later_only_is_an_error_within_some_hundred_samples(kind):
+    with pytest.raises(SampleError, match="its result was changed while later items"):
+        epochs(rows() * 16, LateBuffer(np.zeros(8, np.int64), np.array), kind, count=1)
+
+
 def test_a_list_that_is_filled_again_is_an_error_unless_it_is_copied_at_once():
     """As the collate functions for text do, for each sample."""
     buffer = OneList([])

@@ -292,8 +292,7 @@ def test_a_dataset_draws_from_its_generators_and_follows_the_epoch_with_any_work
 ):
     def loader(workers):
         given = {"window": 8, "workers": WorkerOptions(**workers)}
-        dataset = w.Holding(torch_too=kind not in ("spawn", "forkserver"))
-        made = ODBDataLoader(dataset, token_budget=16, **given)
+        made = ODBDataLoader(w.Holding(), token_budget=16, **given)
         make.opened.append(made)
         return made
 

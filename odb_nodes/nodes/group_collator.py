@@ -275,7 +275,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         if not isinstance(batch, MutableMapping):
             raise TypeError(
                 "`collate_fn` must return a dict or another mutable mapping, which also carries "
-                f"the `StepInfo`, but returned `{type(batch).__name__}` instead."
+                f"the `StepInfo`, but returned `{type(batch).__name__}` at step {info.step} "
+                f"of epoch {info.epoch} instead, for {names_of(group)}."
             )
         self._checks.check(group, batch, info)
         if self._pinned is not None:

@@ -213,7 +213,10 @@ test_what_does_not_fit_is_refused = refuses(
         (lambda: GroupCollator([1]), "`source` must be a `BaseNode`.* is .1."),
         (lambda: GroupCollator(groups(), 5), "`collate_fn`"),
         (lambda: GroupCollator(IterableWrapper([{}])), "must yield groups, .* yielded `dict`"),
-        (lambda: GroupCollator(groups([1]), tuple), "`collate_fn` must return a dict .* `tuple`"),
+        (
+            lambda: GroupCollator(groups([1]), tuple),
+            "`collate_fn` must return a dict .* `tuple` at step 0 of epoch 0 instead, for .*sample",
+        ),
     ],
     lambda make: list(Loader(make())),
     TypeError,

@@ -218,7 +218,9 @@ def _flat(value: Any, place: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, dict):
         for key, inner in value.items():
             yield from _flat(inner, f"{place}.{key}")
-    elif isinstance(value, (list, tuple)) and any(isinstance(one, bytes) for one in value):
+    elif isinstance(value, (list, tuple)) and any(
+        isinstance(one, (bytes, list, tuple, dict)) for one in value
+    ):
         for number, inner in enumerate(value):
             yield from _flat(inner, f"{place}[{number}]")
     else:

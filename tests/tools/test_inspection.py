@@ -106,6 +106,8 @@ def test_what_differs_is_named_by_its_place():
     found = differences(inspect_state(one), inspect_state(two))
     assert "WindowBucketer config.window: 20 -> 30" in found
     assert "GroupCollator.step: 3 -> 5" in found
+    assert any(line.startswith("RankAligner.held") for line in found)
+    assert not any("b'" in line or 'b"' in line for line in found)  # sizes and digests, no bytes
     assert differences(inspect_state(one), inspect_state(one)) == []
 
 

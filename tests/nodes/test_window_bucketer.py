@@ -332,6 +332,7 @@ def test_alone_it_begins_an_epoch_by_the_one_before_even_if_that_had_one_group()
     loader, resumed = make(), make()
     next(iter(loader))  # the thread has read some more
     loader.set_epoch(1)
+    iter(loader)  # begins it
     resumed.load_state_dict(loader.state_dict())
     assert ids(resumed) == ids(loader)
 

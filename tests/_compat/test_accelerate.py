@@ -22,8 +22,14 @@ def accelerate():
 
 @pytest.fixture
 def accelerator(accelerate):
-    yield accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
+    return accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator_after(accelerate):
+    yield
     accelerate.state.GradientState._reset_state()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def micro_steps(accelerator, count):
@@ -45,8 +51,6 @@ def test_a_process_knows_whether_it_has_an_accelerator(accelerate):
     assert not compat.has_accelerator()
     accelerate.Accelerator(cpu=True)
     assert compat.has_accelerator()
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    assert not compat.has_accelerator()
 
 
 @pytest.mark.parametrize("steps", [True, False])
@@ -60,7 +64,6 @@ def test_the_end_of_a_loader_steps_only_if_the_gradient_state_says_so(accelerate
     loader.end_of_dataloader = True
     assert micro_steps(accelerator, 1) == [steps]
     loader.end()
-    accelerate.state.GradientState._reset_state()
 
 
 @canary("the division in Accelerator.backward")

@@ -168,6 +168,7 @@ def test_lightning_and_accelerate_train_each_epoch_anew(tmp_path):
     assert seen == [*itertools.chain(*expected)]
     prepared = accelerate.Accelerator(cpu=True).prepare(loader_of(DataLoader, sampler()))
     assert [ids(epoch) for epoch in epochs(prepared, 3)] == expected
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 test_what_cannot_be_is_named = refuses(

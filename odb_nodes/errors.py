@@ -25,6 +25,10 @@ class StateError(ValueError):
     """A state does not fit the graph, is incomplete, or does not reproduce what it recorded."""
 
 
+class PositionError(StateError):
+    """A `Loader` cannot go on from where it stands, whatever its configuration is."""
+
+
 class TornStateError(StateError):
     """A state or checkpoint that was not written whole, or is not whole any more."""
 

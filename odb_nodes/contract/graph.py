@@ -50,8 +50,7 @@ def begin_epoch(root: BaseNode[Any], epoch: int | None) -> None:
 
 def epochs_of(root: BaseNode[Any]) -> set[int]:
     """Return the epochs that the nodes of a graph are in: a source may lag that gave no item."""
-    counters = (getattr(node, "_epochs", None) or node for node in walk(root))
-    epochs = {getattr(counter, "epoch", None) for counter in counters}
+    epochs = {getattr(node, "epoch", None) for node in walk(root)}
     return {epoch for epoch in epochs if isinstance(epoch, int)}
 
 

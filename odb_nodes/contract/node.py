@@ -422,6 +422,11 @@ class EpochNode(StatefulNode[T, S]):
         super().__init__()
         self._epochs = EpochCounter()
 
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that the node is in."""
+        return int(self._epochs.epoch)
+
 
 # --- any node, also one of torchdata --------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from odb_nodes.contract import NodeState
-from odb_nodes.errors import StateError
+from odb_nodes.errors import PositionError, StateError
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.rank_states import saved_states
 from odb_nodes.loader.reshard_nodes import check_same
@@ -55,8 +55,10 @@ def resharded_run(
 
 
 def begin_or_resume(loader: ODBDataLoader, remedy: str) -> Iterator[Any]:
-    """Return `iter(loader)`."""
+    """Return `iter(loader)`; a state that does not fit the loader is an error with a remedy."""
     try:
         return iter(loader)
+    except PositionError:  # The loader was asked for what it cannot do: it fits.
+        raise
     except StateError as error:
         raise StateError(f"{error} {remedy}") from error

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes._compat.torchdata import replays_items, unrepeatable_sampler
 from odb_nodes._core.checks import check_bool, check_count
 from odb_nodes._core.processes import Owner
-from odb_nodes.contract import NodeState, SourceState, copy_state, snapshot
-from odb_nodes.contract.config import loading_with, several_changes
-from odb_nodes.contract.graph import (
-    begin_epoch,
-    close_nodes,
-    describe_empty_epoch,
-    epochs_of,
-    has_threads,
-    length_of,
-    stop_threads,
-    walk,
-)
+from odb_nodes.contract import NodeState, SourceState, copy_state, graph, snapshot
+from odb_nodes.contract.config import Loading, loading_with, several_changes
 from odb_nodes.contract.node import StatefulNode, check_node
 from odb_nodes.contract.state import seal_whole, unseal_whole
-from odb_nodes.errors import SampleError, StateError
+from odb_nodes.errors import PositionError, SampleError, StateError
 from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.sources.source_mixer import SourceMixer
 
@@ -39,6 +28,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _NODE = "Loader"  # the name in a state, that of subclasses too
+_NO_ITEM: Any = object()
 
 
 @dataclass(kw_only=True)
@@ -57,6 +47,76 @@ class LoaderState(NodeState):
     def is_within(self) -> bool:
         """Whether items of the epoch are out, and its end was not seen: it goes on."""
         return self.num_yielded > 0 and not self.ended and not self.left
+
+
+# --- where a loader stands ------------------------------------------------------------------------
+#
+# idle    -- `iter` begins the next epoch                --> running
+# paused  -- `iter` goes on at its position              --> running
+# running -- `iter`, once used, as from idle             --> running
+#         -- `close`                                     --> paused; once used, idle
+#         -- `next` raises                               --> paused; lost if `snapshot` raises too
+# any     -- `load_state_dict`, an `iter` that raises    --> paused; idle if none was begun before
+
+
+class _Idle(NamedTuple):
+    """Before the next epoch: none was begun, or `close` has left one at a position."""
+
+    position: LoaderState | None = None
+
+
+class _Paused(NamedTuple):
+    """At a position that the graph is taken back to."""
+
+    position: LoaderState
+    loading: Loading = Loading()
+    asked_epoch: int | None = None  # by `set_epoch`, where the position is within an epoch
+
+
+class _Running(Generic[T]):
+    """Within an epoch. It is used once `next` or `set_epoch` was called."""
+
+    def __init__(self, root: BaseNode[T], num_yielded: int, ended: bool, had_items: bool) -> None:
+        self.is_used = False
+        self._root, self._had_items = root, had_items  # in an epoch before this one
+        self._num_yielded, self._ended = num_yielded, ended
+        self._position: LoaderState | None = None  # `None` once that is outdated
+
+    @property
+    def position(self) -> LoaderState:
+        position = self._position
+        if position is None:
+            root, count = snapshot(self._root), self._num_yielded
+            position = LoaderState(root=root, num_yielded=count, ended=self._ended, left=False)
+            self._position = position
+        return position
+
+    def use(self) -> None:
+        """Have the next `iter` begin another epoch."""
+        self.is_used = True
+
+    def take(self) -> T:
+        """Return the next item. If that raises, `position` is where it is taken up again."""
+        self.use()
+        if self._ended:
+            raise StopIteration
+        self._position = self.position
+        item: T = next(self._root, _NO_ITEM)
+        if item is _NO_ITEM:
+            if self._had_items and not self._num_yielded:
+                why = graph.describe_empty_epoch(self._root)
+                raise SampleError(f"the epoch has no item, but one before had some. {why}")
+            self._ended, self._position = True, None
+            raise StopIteration
+        self._num_yielded, self._position = self._num_yielded + 1, None
+        return item
+
+
+class _Lost(NamedTuple):
+    """Nowhere: the graph has raised, and so has its `snapshot`."""
+
+    error: BaseException
+    position: None = None
 
 
 class Loader(Generic[T]):
@@ -97,23 +157,18 @@ class Loader(Generic[T]):
         self.root = root
         self._restart = restart_on_stop_iteration
         self._stop_timeout_s = stop_timeout_s
-        self._it: LoaderIterator[T] | None = None  # the one that takes items from the graph
-        self._state: LoaderState | None = None  # where it stands; `None` once that is outdated
-        self._num_yielded, self._ended = 0, False  # of the present epoch
-        self._touched = False  # the next iter() begins an epoch, wherever it stands
-        self._strict, self._change_budget = True, False
-        self._next_epoch: int | None = None
-        self._asked_epoch: int | None = None  # by `set_epoch`, of a loaded state within an epoch
+        self._at: _Idle | _Paused | _Running[T] | _Lost = _Idle()
+        self._next_epoch: int | None = None  # set for the epoch that begins next
         self._next_weights: dict[str, float] = {}
-        self._lost: Exception | None = None  # why the position of the graph is unknown
         self._had_items = False  # in an epoch before this one
+        self._iterators = weakref.WeakValueDictionary[_Running[T], LoaderIterator[T]]()
         self._owner = Owner()
-        self._beginning = threading.RLock()
+        self._moving = threading.RLock()  # held within `next` and `iter`
 
     def __len__(self) -> int:
         """Return how many items an epoch has."""
         try:
-            return length_of(self.root)
+            return graph.length_of(self.root)
         except TypeError as error:
             raise TypeError(
                 f"{error} Dynamic batches are counted only as they come: measure progress in "
@@ -126,25 +181,20 @@ class Loader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Return the iterator of a loaded state's epoch, or of the next one."""
-        it = self._it
-        with _held(self._beginning), nullcontext() if it is None else _held(it.taking):
-            return self._begin() if it is None or self._touched else it
+        with _held(self._moving):
+            at = self._at
+            if not isinstance(at, _Running) or at.is_used:
+                at = self._begin()
+            return self._iterators.setdefault(at, LoaderIterator(self, at))
 
     @property
     def position(self) -> LoaderState | None:
         """Where it stands; `None` before the first iterator. Shared: not to be changed."""
-        if self._state is None and self._it is not None:
-            self._state = LoaderState(
-                root=snapshot(self.root),
-                num_yielded=self._num_yielded,
-                ended=self._ended,
-                left=False,
-            )
-        return self._state
+        return self._at.position
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the most recent iterator stands: plain data, which the caller owns."""
-        if self._it is not None or self._state is None:
+        if isinstance(self._at, _Running):
             self._check_process()
         if self.position is None:
             iter(self)
@@ -170,10 +220,8 @@ class Loader(Generic[T]):
         """
         check_bool("change_budget", change_budget)
         state = unseal_whole(state_dict, _NODE, LoaderState)
-        self._it, self._state, self._touched, self._lost = None, state, False, None
-        self._strict, self._change_budget = strict, change_budget
+        self._at = _Paused(state, Loading(not strict, change_budget, state.left))
         self._next_epoch, self._next_weights = state.next_epoch, state.next_weights
-        self._asked_epoch = None
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one that begins, in every node that counts epochs.
@@ -184,11 +232,13 @@ class Loader(Generic[T]):
         `StateError`.
         """
         epoch = check_count("epoch", epoch, 0)
-        state = self._state
-        if self._it is None and not self._touched and state is not None and state.is_within:
-            self._asked_epoch = epoch
-        else:
-            self._next_epoch, self._touched = epoch, self._touched or self._it is not None
+        at = self._at
+        if isinstance(at, _Paused) and at.position.is_within:
+            self._at = at._replace(asked_epoch=epoch)
+            return
+        self._next_epoch = epoch
+        if isinstance(at, _Running):
+            at.use()
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Mix by other weights from the next epoch on. All ranks set the same.
@@ -223,7 +273,7 @@ class Loader(Generic[T]):
             TimeoutError: a thread did not finish within `stop_timeout_s`.
         """
         if not self._is_foreign() and _iterated_elsewhere(self.root, self) is None:
-            self._suspend()
+            self._stop(goes_on=False)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -237,127 +287,102 @@ class Loader(Generic[T]):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _begin(self) -> LoaderIterator[T]:
-        """Make the iterator that `iter` asks for. If that raises, the next `iter` tries again."""
+    def _begin(self) -> _Running[T]:
+        """Begin what `iter` asks for. If that raises, the next `iter` tries again."""
         self._check_process()
-        if self._lost is not None:
-            raise StateError(
+        at = self._at
+        if isinstance(at, _Lost):
+            raise PositionError(
                 "the graph failed, and its position is unknown: load the last saved state."
-            ) from self._lost
+            ) from at.error
         _claim(self.root, self)
-        goes_on = self._it is None and not self._touched
-        before = self._known_position()
-        self._had_items = self._had_items or (before is not None and before.num_yielded > 0)
-        self._it, self._state = None, before
+        if at.position is not None:
+            self._had_items = self._had_items or at.position.num_yielded > 0
+            if not isinstance(at, _Paused):
+                self._at = _Paused(replace(at.position, left=True), Loading(leaves_epoch=True))
         try:
-            stop_threads(self.root, self._stop_timeout_s)
-            if before is not None and goes_on:
-                self._restore(before)
-            else:
-                self._begin_epoch()
+            graph.stop_threads(self.root, self._stop_timeout_s)
+            running = self._resume(at) if isinstance(at, _Paused) else self._begin_epoch()
         except BaseException:
-            if before is not None and not goes_on:
-                self._state = replace(before, left=True)
-            close_nodes(self.root, self._stop_timeout_s)  # as after an exception in `next`
+            graph.close_nodes(self.root, self._stop_timeout_s)  # as after an exception in `next`
             raise
-        finally:
-            self._touched = False
-        self._state, self._strict, self._change_budget = None, True, False
-        self._asked_epoch = None
-        self._it = it = LoaderIterator(self)
-        return it
+        self._at = running
+        return running
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self) -> _Running[T]:
         for mixer in _outermost_mixers(self.root) if self._next_weights else ():
             mixer.set_weights(self._next_weights)
-        begin_epoch(self.root, self._next_epoch)
+        graph.begin_epoch(self.root, self._next_epoch)
         self._next_epoch, self._next_weights = None, {}
-        self._num_yielded, self._ended = 0, False
+        return _Running(self.root, 0, ended=False, had_items=self._had_items)
 
-    def _restore(self, state: LoaderState) -> None:
-        try:
-            with loading_with(
-                may_differ=not self._strict,
-                smaller_budget=self._change_budget,
-                leaves_epoch=state.left,
-            ):
-                self.root.reset(copy_state(state.root))
-        except StateError as error:
-            if self._strict and (changes := self._changes(state)) is not None:
-                raise StateError(changes) from error
-            raise
-        except SampleError:
-            raise
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            raise StateError(
-                f"a node cannot take its part of the state, or your own code raised {error!r}. "
-                "If it is yours, mend that; else build the graph with the same nodes in the same "
-                "order as when it was saved."
-            ) from error
+    def _resume(self, at: _Paused) -> _Running[T]:
+        """Go on at a position, or from there to the next epoch."""
+        state = at.position
+        self._reset(at)
         # Some nodes of torchdata do not keep in their state that they have seen their end.
         if state.ended and self._has_items():
             raise StateError(
                 "the state was saved at the end of an epoch, but the graph yields more items "
                 "there. Resume over the data that the state was saved on."
             )
-        asked = self._asked_epoch if state.is_within else self._next_epoch
-        begins = state.left or (state.ended and self._restart)
-        begins = begins or self._begins_another(state, asked)
-        if asked is not None:
-            self._next_epoch = asked if begins else None
-        if begins:
-            stop_threads(self.root, self._stop_timeout_s)
-            self._begin_epoch()
-        else:
-            self._num_yielded, self._ended = state.num_yielded, state.ended
-
-    def _changes(self, state: LoaderState) -> str | None:
-        """Return an error that names all changes of the configuration, where there are several."""
-        nodes = [node for node in walk(self.root) if isinstance(node, StatefulNode)]
-        present = [(type(node).__name__, node.fingerprint()) for node in nodes]
-        with loading_with(smaller_budget=self._change_budget):
-            return several_changes(present, state.root)
-
-    def _begins_another(self, state: LoaderState, asked: int | None) -> bool:
-        """Tell whether `set_epoch` asks for another epoch than that of a restored state."""
-        epochs = epochs_of(self.root)
-        if asked is None or state.ended:
-            return asked is not None
-        if asked in epochs or not epochs:
-            return False
+        asked = at.asked_epoch if state.is_within else self._next_epoch
+        begins = state.left or (state.ended and (self._restart or asked is not None))
+        epochs = graph.epochs_of(self.root)
+        is_another = asked is not None and bool(epochs) and asked not in epochs
         # A state may be after the last item, and before its end was seen.
-        if state.num_yielded and self._has_items():
+        if is_another and not begins and state.num_yielded and self._has_items():
             epoch = max(epochs)
-            raise StateError(
+            raise PositionError(
                 f"`set_epoch` must be given {epoch}, the epoch that the state stands within, but "
                 f"got {asked}, and items of epoch {epoch} remain. Call `set_epoch({epoch})` to go "
                 f"on with them; to leave them out, call `iter(loader)` after that, and then "
                 f"`set_epoch({asked})`."
             )
-        return True
+        begins = begins or is_another
+        if asked is not None:
+            self._next_epoch = asked if begins else None
+        if not begins:
+            return _Running(self.root, state.num_yielded, state.ended, self._had_items)
+        graph.stop_threads(self.root, self._stop_timeout_s)
+        return self._begin_epoch()
+
+    def _reset(self, at: _Paused) -> None:
+        """Take the graph to a position."""
+        with loading_with(**at.loading._asdict()):
+            try:
+                self.root.reset(copy_state(at.position.root))
+            except StateError as error:
+                nodes = [node for node in graph.walk(self.root) if isinstance(node, StatefulNode)]
+                configs = [(type(node).__name__, node.fingerprint()) for node in nodes]
+                several = several_changes(configs, at.position.root)
+                if several is None or at.loading.may_differ:
+                    raise
+                raise StateError(several) from error
+            except SampleError:
+                raise
+            except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+                raise StateError(
+                    f"a node cannot take its part of the state, or your own code raised {error!r}. "
+                    "If it is yours, mend that; else build the graph with the same nodes in the "
+                    "same order as when it was saved."
+                ) from error
 
     def _has_items(self) -> bool:
         """Take an item of the graph, and tell whether there is one."""
-        try:
-            next(self.root)
-        except StopIteration:
-            return False
-        return True
+        return next(self.root, _NO_ITEM) is not _NO_ITEM
 
-    def _suspend(self) -> None:
-        """Close the graph, and keep where it stands."""
+    def _stop(self, *, goes_on: bool) -> None:
+        """Close the graph, and keep where it stands; a used epoch is left, unless it goes on."""
+        at = self._at
         try:
-            self._state = self._known_position()
-        finally:
-            self._it = None
-            close_nodes(self.root, self._stop_timeout_s)
-
-    def _known_position(self) -> LoaderState | None:
-        try:
-            return self.position
-        except Exception as error:
-            self._it, self._lost = None, error
+            if isinstance(at, _Running):
+                self._at = (_Paused if goes_on or not at.is_used else _Idle)(at.position)
+        except BaseException as error:
+            self._at = _Lost(error)
             raise
+        finally:
+            graph.close_nodes(self.root, self._stop_timeout_s)
 
     def _check_process(self) -> None:
         """Raise a `WorkerError` where the threads and workers are those of another process."""
@@ -367,43 +392,15 @@ class Loader(Generic[T]):
     def _is_foreign(self) -> bool:
         if self._owner.is_here:
             return False
-        if has_threads(self.root):
+        if graph.has_threads(self.root):
             return True
         self._owner = Owner()  # A graph without threads and workers goes on in a forked child.
         return False
 
-    def _take(self, it: LoaderIterator[T]) -> T:
-        """Return the next item."""
-        self._touched = True
-        if self._ended:
-            raise StopIteration
-        try:
-            _ = self.position  # Should the graph raise, this is where it is taken up again.
-            item: T = next(self.root)
-        except StopIteration:
-            self._check_current(it)
-            if self._had_items and not self._num_yielded:
-                self._touched = False
-                self._suspend()
-                raise SampleError(
-                    "the epoch has no item, but one before had some. "
-                    f"{describe_empty_epoch(self.root)}"
-                ) from None
-            self._ended, self._state = True, None
-            raise
-        except BaseException:
-            self._check_current(it)
-            self._touched = False
-            self._suspend()
-            raise
-        self._check_current(it)
-        self._num_yielded, self._state = self._num_yielded + 1, None
-        return item
-
-    def _check_current(self, it: LoaderIterator[T]) -> None:
+    def _check_current(self, running: _Running[T]) -> None:
         """Raise if the loader has gone on without an iterator, perhaps on another thread."""
         self._check_process()
-        if self._it is not it:
+        if self._at is not running:
             raise RuntimeError(
                 "this iterator is no longer valid: its `Loader` was closed, loaded, iterated "
                 "again, or raised. Use the newest `iter(loader)`."
@@ -411,23 +408,29 @@ class Loader(Generic[T]):
 
 
 class LoaderIterator(Iterator[T]):
-    """One epoch of a graph, or the rest of one."""
+    """Items of a `Loader`, which refers to it weakly: once forgotten, both are gone at once."""
 
-    def __init__(self, loader: Loader[T]) -> None:
-        self._loader = loader
-        self.taking = threading.RLock()
-        """Held by the thread that is inside of `next`, or begins another epoch."""
+    def __init__(self, loader: Loader[T], running: _Running[T]) -> None:
+        self._loader, self._running = loader, running
 
     def __next__(self) -> T:
-        loader = self._loader
-        loader._check_current(self)
-        with _held(self.taking):
-            return loader._take(self)
+        loader, running = self._loader, self._running
+        loader._check_current(running)
+        with _held(loader._moving):
+            try:
+                item = running.take()
+            except BaseException as error:
+                loader._check_current(running)
+                if not isinstance(error, StopIteration):
+                    loader._stop(goes_on=True)
+                raise
+            loader._check_current(running)
+            return item
 
 
 @contextmanager
 def _held(lock: threading.RLock) -> Iterator[None]:
-    """Hold the lock of an iterator or a loader, or raise where another thread holds it."""
+    """Hold the lock of a loader, or raise where another thread holds it."""
     if not lock.acquire(blocking=False):
         raise RuntimeError(
             "another thread is inside of `next` or `iter` of this loader: one thread must take all "
@@ -441,7 +444,7 @@ def _held(lock: threading.RLock) -> Iterator[None]:
 
 def _check_root(root: BaseNode[Any]) -> None:
     check_node("root", root)
-    for node in walk(root):
+    for node in graph.walk(root):
         name = type(node).__name__
         if getattr(node, "in_order", True) is False:
             raise ValueError(
@@ -454,7 +457,7 @@ def _check_root(root: BaseNode[Any]) -> None:
                 "drawn again: a resumed run loses and repeats samples. Use `ShardedSampler`, or a "
                 "sampler that is seeded by `set_epoch`."
             )
-        named = (getattr(one, "exclude", None) for one in walk(node))
+        named = (getattr(one, "exclude", None) for one in graph.walk(node))
         if replays_items(node) and any(isinstance(one, ExcludedKeys) and one for one in named):
             raise ValueError(
                 f"`exclude` must be empty below a `{name}` that takes items of its source once "
@@ -475,25 +478,21 @@ def _claim(root: BaseNode[Any], loader: Loader[Any]) -> None:
             "another one, and each would take items that the other one then lacks. Make a node "
             "for each loader, or `close()` the other one before."
         )
-    for node in walk(root):
+    for node in graph.walk(root):
         _owners[node] = weakref.ref(loader)
 
 
 def _iterated_elsewhere(root: BaseNode[Any], loader: Loader[Any]) -> BaseNode[Any] | None:
     """Return a node of a graph that another `Loader` iterates; `None` where there is none."""
-    nodes = list(walk(root))
-    if any(_is_iterated_elsewhere(node, loader) for node in nodes):
-        gc.collect()  # A loader and its iterator refer to each other: it may be gone already.
-    return next((node for node in nodes if _is_iterated_elsewhere(node, loader)), None)
-
-
-def _is_iterated_elsewhere(node: BaseNode[Any], loader: Loader[Any]) -> bool:
-    owner = _owners[node]() if node in _owners else None
-    return owner is not None and owner is not loader and owner._it is not None
+    for node in graph.walk(root):
+        owner = _owners[node]() if node in _owners else None
+        if owner is not None and owner is not loader and isinstance(owner._at, _Running):
+            return node
+    return None
 
 
 def _outermost_mixers(root: BaseNode[Any]) -> list[SourceMixer]:
     """Return the mixtures that are not within another one: one per rank that is hosted."""
-    mixers = [node for node in walk(root) if isinstance(node, SourceMixer)]
-    inner = {id(node) for mixer in mixers for node in walk(mixer) if node is not mixer}
+    mixers = [node for node in graph.walk(root) if isinstance(node, SourceMixer)]
+    inner = {id(node) for mixer in mixers for node in graph.walk(mixer) if node is not mixer}
     return [mixer for mixer in mixers if id(mixer) not in inner]

@@ -739,8 +739,8 @@ def test_a_second_thread_is_an_error_while_one_takes_an_item_and_disturbs_nothin
     thread = threading.Thread(target=lambda: items.append(next(iterator)))
     thread.start()
     assert inside.wait(30)
-    while iterator.taking.acquire(blocking=False):  # The thread is not there yet.
-        iterator.taking.release()
+    while loader._moving.acquire(blocking=False):  # The thread is not there yet.
+        loader._moving.release()
     with pytest.raises(RuntimeError, match="one thread must take all items"):
         next(iterator) if again == "next" else iter(loader)
     go_on.set()

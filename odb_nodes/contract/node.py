@@ -425,7 +425,7 @@ class EpochNode(StatefulNode[T, S]):
     @property
     def epoch(self) -> int:
         """Number of the epoch that the node is in."""
-        return int(self._epochs.epoch)
+        return self._epochs.epoch
 
 
 # --- any node, also one of torchdata --------------------------------------------------------------

@@ -39,6 +39,7 @@ class BatchSamplerState(NodeState):
     epoch: int
     step: int
     settings: dict[str, Any]
+    next_epoch: int | None = None  # what `set_epoch` has set meanwhile
 
 
 class TokenBatchSampler:
@@ -108,6 +109,7 @@ class TokenBatchSampler:
         self.epoch = self.step = 0
         """The epoch, and how many of its batches are out."""
         self._is_resumed = self._is_at_end = self._has_ended = False
+        self._next_epoch: int | None = None  # set while the batches of another one came
         self._planned: tuple[int, list[list[int]]] | None = None  # an epoch, and its batches
         self._settings = {
             **{f"budget.{name}": one for name, one in budget.fingerprint().items()},
@@ -126,19 +128,23 @@ class TokenBatchSampler:
     def __len__(self) -> int:
         """Return how many batches the epoch has, the next one once all of them are out.
 
-        It is planned as a whole for that.
+        Once `set_epoch` was called, that is the next one, too. It is planned as a whole for that.
         """
-        epoch = self.epoch + self._is_at_end
+        return self._count(self.epoch if self._is_resumed else self._following())
+
+    def _count(self, epoch: int) -> int:
         if self._planned is None or self._planned[0] != epoch:
             self._planned = epoch, [*self._plan(epoch)]
         return len(self._planned[1])
 
+    def _following(self) -> int:
+        """Return the epoch that the next iteration is of, if it does not go on with a state."""
+        return self.epoch + self._is_at_end if self._next_epoch is None else self._next_epoch
+
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the batches of the epoch, or those that a loaded state has left of it."""
-        if self._is_at_end:  # A trainer that knows the length does not ask for more.
-            self._go_to(self.epoch + 1)
-        elif not self._is_resumed:
-            self.step = 0
+        if not self._is_resumed:  # A trainer that knows the length does not ask for the end.
+            self._go_to(self._following())
         self._is_resumed = self._has_ended = False
         epoch, planned = self.epoch, self._planned
         known = planned[1] if planned is not None and planned[0] == epoch else None
@@ -162,13 +168,31 @@ class TokenBatchSampler:
             yield [shortest] if group is None else group.data()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch, unless a loaded state stands within it."""
+        """Make `epoch` the next one that begins.
+
+        An iteration goes on within its epoch; a state that is saved there gives the rest of that
+        epoch, and then `epoch`. A state within `epoch`, loaded before, goes on there.
+
+        Raises:
+            StateError: the loaded state is within another epoch, of which batches remain.
+        """
         epoch = check_count("epoch", epoch, 0)
-        if epoch != self.epoch or self._is_at_end:
+        if self.step and not self._is_resumed:
+            self._next_epoch = epoch
+            return
+        if epoch != self.epoch:
+            if 0 < self.step < self._count(self.epoch):
+                raise StateError(
+                    f"`set_epoch` must be given {self.epoch}, the epoch that the state stands "
+                    f"within, but got {epoch}, and batches of epoch {self.epoch} remain. Call "
+                    f"`set_epoch({self.epoch})` to go on with them; to leave them out, load "
+                    f"nothing and call `set_epoch({epoch})`."
+                )
             self._go_to(epoch)
+        self._next_epoch = None
 
     def _go_to(self, epoch: int) -> None:
-        self.epoch, self.step = epoch, 0
+        self.epoch, self.step, self._next_epoch = epoch, 0, None
         self._is_resumed = self._is_at_end = self._has_ended = False
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
@@ -190,10 +214,12 @@ class TokenBatchSampler:
                 f"`step` must be at most {self.step}, the batches of epoch {self.epoch} that are "
                 f"out, but is {out} instead."
             )
-        epoch = self.epoch
+        epoch, following = self.epoch, self._next_epoch
         if step is None and self._has_ended:
-            epoch, out = epoch + 1, 0
-        state = BatchSamplerState(epoch=epoch, step=out, settings=self._settings)
+            epoch, out, following = self._following(), 0, None
+        state = BatchSamplerState(
+            epoch=epoch, step=out, settings=self._settings, next_epoch=following
+        )
         return seal_whole(type(self).__name__, state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -213,4 +239,4 @@ class TokenBatchSampler:
                     f"epoch, load nothing and call `set_epoch({state.epoch + 1})`."
                 )
         self._go_to(state.epoch)
-        self.step, self._is_resumed = state.step, True
+        self.step, self._is_resumed, self._next_epoch = state.step, True, state.next_epoch

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 
 import pytest
-from torch.utils.data import IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset
 from torchdata.nodes import (
     BaseNode,
     Batcher,
@@ -26,7 +26,14 @@ from odb_nodes import (
     ShardedSampler,
     WindowBucketer,
 )
-from odb_nodes.contract.graph import close_nodes, length_of, stop_threads, walk
+from odb_nodes.contract.graph import (
+    begin_epoch,
+    close_nodes,
+    epochs_of,
+    length_of,
+    stop_threads,
+    walk,
+)
 
 
 def indices(size=10, rank=0, world_size=1):
@@ -267,3 +274,13 @@ def test_a_length_that_can_be_known(node, length):
 def test_a_length_that_cannot_be_known_is_a_type_error_that_names_the_node(make, unknown):
     with pytest.raises(TypeError, match=f"`{unknown}"):
         length_of(make())
+
+
+def test_the_epochs_of_a_graph_are_those_that_its_nodes_say_they_are_in():
+    sampler = SamplerWrapper(DistributedSampler(range(4), num_replicas=1, rank=0))
+    graph = Node(several=[Mapper(indices(), str), sampler, Node(epoch="first")])
+    assert epochs_of(graph) == {0}
+    begin_epoch(graph, 7)  # The source of the mapper was not reset: it has given no item.
+    assert epochs_of(graph) == {0, 7}
+    graph.several[0].reset()
+    assert epochs_of(graph) == {7}

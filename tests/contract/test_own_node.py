@@ -97,7 +97,7 @@ class Pairs(EpochNode):
     def next(self):
         if not self.half:
             self.half = [next(source) for source in self.sources.values()]
-        return self.half.pop(0), self._epochs.epoch
+        return self.half.pop(0), self.epoch
 
 
 def filtered(kind):

@@ -104,6 +104,46 @@ def test_a_state_of_any_step_goes_on_there():
         assert [*again] == expected[0][step:] and [*again] == expected[1]
 
 
+@pytest.mark.parametrize("chosen", [0, 3])
+@pytest.mark.parametrize("out", [1, 4, None], ids=["first", "within", "last"])
+def test_set_epoch_within_an_iteration_changes_what_follows_it_alone(chosen, out):
+    """A state that is saved after the call gives what the run that goes on yields, too."""
+
+    def make():
+        return TokenBatchSampler(LENGTHS[:60], 128, window=32, rank=0, world_size=1)
+
+    one, expected = make(), epochs(make(), 4)
+    batches, out = iter(one), len(expected[0]) if out is None else out
+    assert [*itertools.islice(batches, out)] == expected[0][:out]
+    before = one.state_dict()
+    one.set_epoch(chosen)
+    assert {**one.state_dict(), "next_epoch": None, "digest": 0} == {**before, "digest": 0}
+    for step in (out - 1, out):  # The last batch may wait in a worker of a `DataLoader`.
+        state, again = one.state_dict(step), make()
+        again.load_state_dict(state)
+        assert len(again) == len(expected[0])
+        assert [*again] == expected[0][step:] and [*again] == expected[chosen]
+        again.load_state_dict(state)
+        again.set_epoch(0)  # by the loop that resumes: it decides
+        assert [*again] == expected[0][step:] and [*again] == expected[1]
+    assert [*batches] == expected[0][out:]
+    assert one.state_dict()["epoch"] == chosen and len(one) == len(expected[chosen])
+    assert [*one] == expected[chosen]
+
+
+def test_an_epoch_that_contradicts_a_loaded_state_leaves_out_no_batch():
+    expected = epochs(sampler(), 2)
+    one, again = sampler(), sampler()
+    next(iter(one))
+    again.load_state_dict(one.state_dict())
+    with pytest.raises(StateError, match=r"be given 0, .* got 1, .* `set_epoch\(0\)` to go on"):
+        again.set_epoch(1)
+    assert [*again] == expected[0][1:]
+    again.load_state_dict(sampler().state_dict())  # before the first batch
+    again.set_epoch(1)
+    assert [*again] == expected[1]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])

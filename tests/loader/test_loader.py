@@ -1,8 +1,10 @@
 """A `Loader` goes on exactly, whatever is called in whatever order, and whatever raises."""
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from contextlib import nullcontext, suppress
 from itertools import islice
 
@@ -392,6 +394,19 @@ def test_a_loader_is_not_copied_and_says_what_to_do_instead(duplicate):
         duplicate(loader)
 
 
+@pytest.mark.parametrize("take_items", [iter, list, lambda loader: next(iter(loader))])
+def test_a_loader_that_is_forgotten_is_gone_at_once(take_items):
+    """And so are the worker processes of its nodes, which would else last until a collection."""
+    loader = Loader(Numbers())
+    taken, gone = take_items(loader), weakref.ref(loader)
+    gc.disable()
+    try:
+        del loader, taken
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_break_out_of_with_leaves_the_epoch_and_a_state_goes_on_within_it(goes_on):
     with Loader(Numbers()) as loader:
@@ -655,18 +670,21 @@ def test_an_exception_stops_the_threads_and_is_raised_again_until_mended_and_los
     loader.close()
 
 
-@pytest.mark.parametrize("prefetched", [False, True])
+@pytest.mark.parametrize(
+    ("prefetched", "error"),
+    [(False, OSError("disk")), (True, OSError("disk")), (False, KeyboardInterrupt())],
+)
 @pytest.mark.parametrize("then", [None, Loader.close])
-def test_a_state_that_could_not_be_taken_loses_nothing(prefetched, then):
+def test_a_state_that_could_not_be_taken_loses_nothing(prefetched, then, error):
     """A bare node moves on when its state fails; a `Prefetcher` begins again from an older one."""
     source, items = Numbers(), []
-    source.faults["state"] = OSError("disk")
+    source.faults["state"] = error
     loader = Loader(Prefetcher(source, 2) if prefetched else source)
-    with pytest.raises(OSError, match="disk"):
+    with pytest.raises(type(error)):
         collect(items, loader)
     source.faults.clear()
     if then is not None:
-        with suppress(OSError):
+        with suppress(OSError, KeyboardInterrupt):
             then(loader)
     with nullcontext() if prefetched else pytest.raises(StateError, match="is unknown"):
         collect(items, loader)
@@ -674,6 +692,18 @@ def test_a_state_that_could_not_be_taken_loses_nothing(prefetched, then):
     loader.load_state_dict(state_after(0, Prefetcher(Numbers(), 2) if prefetched else Numbers()))
     assert list(loader) == epoch(0)
     loader.close()
+
+
+def test_an_epoch_whose_state_could_not_be_taken_is_left_at_the_next_try():
+    source = Numbers()
+    loader = Loader(source)
+    take(loader, 2)
+    source.faults["state"] = OSError("disk")
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk"):
+            iter(loader)
+    source.faults.clear()
+    assert list(loader) == epoch(1)
 
 
 @pytest.mark.parametrize("chosen", [None, 7])
@@ -747,6 +777,26 @@ def test_a_second_thread_is_an_error_while_one_takes_an_item_and_disturbs_nothin
     thread.join(30)
     assert items + list(iterator) == epoch(0)  # They may take turns.
     loader.close()
+
+
+def test_no_epoch_begins_while_a_thread_is_still_inside_of_one_that_was_closed(gate):
+    process, inside, go_on = gate
+    loader, said = Loader(Mapper(Numbers(), process)), []
+
+    def take_all(iterator):
+        with pytest.raises(RuntimeError, match="no longer valid") as raised:
+            list(iterator)
+        said.append(raised)
+
+    thread = threading.Thread(target=take_all, args=[iter(loader)])
+    thread.start()
+    assert inside.wait(30)
+    loader.close()
+    with pytest.raises(RuntimeError, match="one thread must take all items"):
+        iter(loader)
+    go_on.set()
+    thread.join(30)
+    assert said and list(loader) == epoch(1)
 
 
 # --- graphs of nodes of torchdata resume exactly --------------------------------------------------

@@ -11,7 +11,7 @@ from itertools import islice
 import pytest
 import torch
 from graphs import ABOVE, BELOW, make
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from refusals import refuses
 from sampling import fewer
@@ -191,7 +191,8 @@ class Expected:
         self.touched = False
         self.requested = None  # by `set_epoch`: what begins next
         self.asked = None  # by `set_epoch`, of a loaded state within an epoch
-        self.leaving = False  # closed after an item was taken
+        self.leaving = False  # closed after an item was taken, or failed to begin the next epoch
+        self.left = False  # the latter, which a state says too
 
     @property
     def is_within(self):
@@ -218,7 +219,16 @@ class Expected:
         elif self.touched:
             self.begin(self.place[0] + 1)
         self.held, self.running, self.touched, self.leaving = False, True, False, False
-        self.asked = None
+        self.asked, self.left = None, False
+
+    def iter_raises(self):
+        """Return whether `iter` has to reset the graph, which raises."""
+        if self.running and not self.touched:
+            return False
+        if self.held or self.running:
+            self.left = self.leaving = self.leaving or self.running
+            self.held, self.running = True, False
+        return True
 
     def begin(self, following):
         self.place = (following if self.requested is None else self.requested, 0, False)
@@ -231,14 +241,22 @@ class Expected:
         self.place = (number, min(index + 1, 3), index == 3)
         return None if index == 3 else (number, index)
 
+    def next_raises(self):
+        """Return whether there is an item to take, which raises."""
+        self.touched = True
+        if self.place[2]:
+            return False
+        self.held, self.running, self.leaving = True, False, False
+        return True
+
     def state(self):
         if not self.held and not self.running:
             self.iter()
-        return self.place, self.requested
+        return self.place, self.requested, self.left
 
     def load(self, state):
-        self.place, self.requested = state
-        self.held, self.running, self.leaving, self.asked = True, False, False, None
+        self.place, self.requested, self.left = state
+        self.held, self.running, self.leaving, self.asked = True, False, self.left, None
 
     def close(self):
         if self.running:
@@ -251,19 +269,27 @@ class Expected:
             self.requested, self.touched = number, True
 
 
-OPERATIONS = st.lists(
-    st.one_of(
-        st.sampled_from(["iter", "next", "next", "next", "save", "load", "close"]),
-        st.integers(0, 9),
-    ),
-    max_size=25,
-)
+CALLS = ["iter", "next", "next", "next", "save", "load", "close"]
+RAISING = {"iter raises": "reset", "next raises": "next"}  # call -> where `Numbers` raises
+
+
+def sequences(calls):
+    return st.lists(st.one_of(st.sampled_from(calls), st.integers(0, 9)), max_size=25)
 
 
 def compare_with_expected(root, operations, restart):
     loader, model = Loader(root, restart), Expected(restart)
     saved, it = [], None
     for operation in [*operations, "iter", "next", "next"]:
+        if operation == "iter raises" or (operation == "next raises" and it is not None):
+            is_iter = operation == "iter raises"
+            raises = model.iter_raises() if is_iter else model.next_raises()
+            root.faults[RAISING[operation]] = OSError("disk")
+            with pytest.raises(OSError, match="disk") if raises else nullcontext():
+                iter(loader) if is_iter else next(it, None)
+            root.faults.clear()
+            it = None if raises else it
+            continue
         begins = operation == "iter" or (operation == "next" and it is None)
         if begins and model.is_contradicted:
             with pytest.raises(StateError, match=f"be given {model.place[0]}, .* remain"):
@@ -294,12 +320,15 @@ def compare_with_expected(root, operations, restart):
     loader.close()
 
 
-@given(OPERATIONS, st.booleans())
+@given(sequences([*CALLS, *RAISING]), st.booleans())
+@example(["next", "save", "load", "iter", "close"], True)  # what chance seldom draws
+@example(["next", "iter raises", "save", "load"], True)
+@example(["next", 7, "save", "load", 0, "next"], True)
 def test_any_sequence_of_calls_does_what_the_docstring_says(operations, restart):
     compare_with_expected(Numbers(), operations, restart)
 
 
-@given(OPERATIONS, st.booleans())
+@given(sequences(CALLS), st.booleans())
 @fewer(5)
 def test_any_sequence_of_calls_does_the_same_behind_a_prefetcher(operations, restart):
     compare_with_expected(Prefetcher(Numbers(), 2), operations, restart)

@@ -252,7 +252,7 @@ class ODBDataLoader(Loader[Any]):
         return super().__iter__()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIXED:  # All others are set at each step.
+        if name in _FIXED:
             cls = type(self)
             is_made = "root" in vars(self) and cls.__init__ is ODBDataLoader.__init__
             # A subclass may have a property of that name.

@@ -253,6 +253,10 @@ class SampleBlock(Sequence[Sample]):
         facts[DATA], facts[ROW] = number, np.arange(first, first + len(self))
         return SampleBlock(facts, {number: data})
 
+    def without_data(self) -> SampleBlock:
+        """Return what is known of these samples, with `None` as their data."""
+        return self.with_data([None] * len(self))
+
     def places(self) -> Iterator[tuple[int, int]]:
         """Yield where the data of each are: the number of a source, and the row there."""
         return zip(self.facts[DATA].tolist(), self.facts[ROW].tolist(), strict=True)

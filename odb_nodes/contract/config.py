@@ -36,6 +36,7 @@ class Loading(NamedTuple):
 
     may_differ: bool = False  # a changed field of a configuration warns instead of raising
     smaller_budget: bool = False  # the limits of a budget may be lower than they were
+    makes_all: bool = False  # all samples are made and compared before the first batch
     leaves_epoch: bool = False  # the epoch of the state does not go on: the next one follows
 
 

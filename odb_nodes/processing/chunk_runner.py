@@ -18,6 +18,7 @@ from typing import Any
 from odb_nodes._core.processes import deferred_interrupt, start_thread
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.errors import WorkerError
+from odb_nodes.processing.backlog import Backlog, QueuedChunk
 from odb_nodes.processing.chunk import (
     BatchMaker,
     ChunkProcessor,
@@ -199,6 +200,7 @@ class ChunkRunner:
         self._finalizer: Callable[[], Any] | None = None
         self._interruption: Future[ChunkResult] = Future()
         self.fit = ChunkFit(options)
+        self._backlog: Backlog | None = None  # as long as items are to be made again
 
     @property
     def is_started(self) -> bool:
@@ -231,6 +233,7 @@ class ChunkRunner:
     def close(self) -> None:
         """Stop the workers. A forked child forgets them: they go on for who started them."""
         finalizer, self._finalizer = self._finalizer, None
+        self._forget_backlog()
         if self.is_started:
             self._pool = None
         if finalizer is not None:
@@ -239,8 +242,27 @@ class ChunkRunner:
 
     def discard(self) -> None:
         """Skip the chunks that no worker has begun."""
+        self._forget_backlog()
         if self._pool is not None:
             self._pool.discard()
+
+    def backlog(self) -> Backlog | None:
+        """Return what orders chunks as long as some wait there; `None` without workers."""
+        if self.is_started and self._backlog is None:
+            workers, fit = self.options.num_workers, self.fit
+            self._backlog = Backlog(self._send, workers, lambda: fit.items)
+        return self._backlog
+
+    @property
+    def has_backlog(self) -> bool:
+        """Whether chunks are queued that are not with a worker, or items are to be made again."""
+        return self._backlog is not None
+
+    def _forget_backlog(self) -> None:
+        backlog, self._backlog = self._backlog, None
+        # A forked child may have inherited a lock that is held.
+        if backlog is not None and self._pool is not None and self._pool.owner.is_here:
+            backlog.fail(WorkerError("the worker pool was closed or reset."))
 
     def interrupt(self) -> None:
         """Make `results` raise, also where it waits on another thread, until `resume`."""
@@ -262,14 +284,28 @@ class ChunkRunner:
         if self.is_started and self._pool is not None:
             self._pool.owner.check(f"`{self._name}`")
 
-    def submit(self, task: ChunkTask) -> Future[ChunkResult]:
-        """Queue a chunk."""
+    def submit(self, task: ChunkTask, *, urgent: bool = False) -> Future[ChunkResult]:
+        """Queue a chunk: one that is urgent before others that no worker has yet."""
         if self._pool is None:
             raise WorkerError("the workers were closed: reset the node to start them again.")
+        if self._backlog is not None and self._backlog.is_done:
+            self._backlog = None
+        try:
+            if self._backlog is not None:
+                return self._backlog.add(task, urgent=urgent)
+            return self._send(task)
+        except WorkerError:
+            self.close()
+            raise
+
+    def _send(self, task: ChunkTask) -> Future[ChunkResult]:
+        """Give a chunk to the workers; on whatever thread finds that they have room."""
+        if self._pool is None:
+            raise WorkerError("the workers were closed.")
         try:
             return self._pool.submit(task)
         except Exception as error:  # of pickling
-            raise self._fail(
+            raise WorkerError(
                 f"{task} cannot be sent to a worker: {type(error).__name__}: {error}. Let the "
                 'source yield plain data, or use `method="thread"`.'
             ) from error
@@ -280,10 +316,15 @@ class ChunkRunner:
         """Return the good results of a chunk in runs, and the failure that ended it early."""
         pool, limit_s = self._pool, self.options.timeout_s
         if not future.done():
+            if isinstance(future, QueuedChunk) and self._backlog is not None:
+                self._backlog.hurry(future)
             wait((future, self._interruption), limit_s, return_when=FIRST_COMPLETED)
         self.check()
         if not future.done():
-            cause = "the pool was closed." if pool is None else pool.what_hangs(future)
+            sent = future.sent if isinstance(future, QueuedChunk) else future
+            cause = "the pool was closed."
+            if pool is not None:
+                cause = pool.what_hangs(sent) if sent is not None else "all workers are busy."
             raise self._fail(f"no result within {limit_s} s (`timeout_s`) for {task}: {cause}")
         try:
             result = future.result()

@@ -29,6 +29,7 @@ from odb_nodes.contract.node import (
     take,
 )
 from odb_nodes.errors import SampleError, StateError
+from odb_nodes.processing.again import ProcessedAgain
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Fetcher
 from odb_nodes.processing.chunk_runner import ChunkRunner
 from odb_nodes.processing.options import WorkerOptions
@@ -237,7 +238,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
 
     def prepare_reset(self) -> None:
         """Leave what is in flight."""
-        if self._in_flight:
+        if self._in_flight or self.runner.has_backlog:
             self.runner.discard()
         self._clear()
 
@@ -330,7 +331,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
                 task = self._task(
                     [*islice(again, len(keys))], ItemKeys.of(keys), range(start, stop)
                 )
-                waiting.append((task, self.runner.submit(task)))
+                waiting.append((task, self.runner.submit(task, urgent=True)))
                 start = stop
                 while waiting and stop - waiting[0][0].positions[-1] > self.runner.fit.items_ahead:
                     yield from self._restored(*waiting.popleft())
@@ -339,6 +340,18 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         finally:
             if waiting:  # Nobody waits for them any more.
                 self.runner.discard()
+
+    def make_again(self, items: Sequence[ItemKey]) -> ProcessedAgain:
+        """Return samples of this epoch that are made again when they are taken, or by idle workers.
+
+        Their raw items are read at once.
+        """
+        order = sorted(range(len(items)), key=lambda row: items[row][:2])  # neighbours together
+        again = restore_items(self.source, [items[row] for row in order])
+        raw = dict(zip(order, again, strict=True))
+        in_order = [raw[row] for row in range(len(items))]
+        place = self._epochs.epoch, self._epochs.cycle
+        return ProcessedAgain(self.runner, in_order, items, place)
 
     def select(self, wanted: Sequence[bool]) -> bool:
         """Process of the next `len(wanted)` items only those that are wanted. After a reset only.

@@ -179,6 +179,11 @@ class WorkerProcess:
         return self.connection.fileno() < 0
 
     @property
+    def chunks_due(self) -> int:
+        """How many chunks it has yet to process."""
+        return self._pending.qsize()
+
+    @property
     def batches_due(self) -> int:
         """How many batches it has yet to make."""
         return self._batches.qsize()
@@ -514,8 +519,10 @@ class ProcessPool(Pool):
         return next((worker.exit_reason() for worker in self._workers if worker.ended), "")
 
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
-        """Queue a chunk with the next worker in turn."""
-        worker = self._workers[next(self._sequence) % len(self._workers)]
+        """Queue a chunk with the worker that has the fewest; of several, with each in turn."""
+        first = next(self._sequence) % len(self._workers)
+        in_turn = self._workers[first:] + self._workers[:first]
+        worker = min(in_turn, key=lambda one: one.chunks_due)
         return worker.tell(self._outbox, self._generation, dumps(task))
 
     def make_batch(

@@ -11,6 +11,7 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.processes import resolve_rank
 from odb_nodes.contract import NodeState, SourceStates, StatefulNode, snapshot
+from odb_nodes.contract.again import ItemsAgain, make_again
 from odb_nodes.contract.graph import begin_cycle, length_of
 from odb_nodes.contract.node import (
     ItemLocation,
@@ -256,17 +257,29 @@ class SourceMixer(StatefulNode[Any, MixerState]):
 
     def restore_items(self, items: Sequence[ItemKey]) -> Iterator[Any]:
         """Yield items of this epoch again."""
+        places, inner = self._by_source(items)
+        again = {name: restore_items(node, inner[name]) for name, node in self.sources.items()}
+        for name, _ in places:
+            yield _named(name, next(again[name]))
+
+    def make_again(self, items: Sequence[ItemKey]) -> ItemsAgain | None:
+        """Return items of this epoch that are made again when they are taken."""
+        places, inner = self._by_source(items)
+        again = {name: make_again(node, inner[name]) for name, node in self.sources.items()}
+        known = {name: one for name, one in again.items() if one is not None}
+        return _MixedAgain(places, known) if len(known) == len(again) else None
+
+    def _by_source(
+        self, items: Sequence[ItemKey]
+    ) -> tuple[list[tuple[str, int]], dict[str, list[ItemKey]]]:
+        """Return source of each item, and its place there; and the items of each source."""
+        places: list[tuple[str, int]] = []
         inner: dict[str, list[ItemKey]] = {name: [] for name in self.sources}
-        order = []
         for item in items:
             name = self._source_of(item)
-            order.append(name)
+            places.append((name, len(inner[name])))
             inner[name].append(item._replace(source=item.source[len(name) + 1 :]))
-        again = {name: restore_items(node, inner[name]) for name, node in self.sources.items()}
-        for name in order:
-            item = next(again[name])
-            is_sample = isinstance(item, (Sample, Skipped))
-            yield item.of_source(name) if is_sample else SourceItem(name, item)
+        return places, inner
 
     def _source_of(self, item: ItemKey) -> str:
         names = [name for name in self.sources if f"{item.source}/".startswith(f"{name}/")]
@@ -334,6 +347,41 @@ class SourceMixer(StatefulNode[Any, MixerState]):
     def agreed(self) -> dict[str, Any]:
         """Return what ranks have in common beside the fingerprint: the weights of the epoch."""
         return {} if self._schedule is not None else {"weights": _ratios(self._queue.weights)}
+
+
+class _MixedAgain(ItemsAgain):
+    """Items that the sources of a mixture make again."""
+
+    def __init__(self, places: Sequence[tuple[str, int]], again: Mapping[str, ItemsAgain]) -> None:
+        self._places, self._again = places, again
+
+    def want(self, rows: Sequence[int]) -> None:
+        """Have these made after those that were wanted before, and before all others."""
+        for name, own in self._by_source(rows).items():
+            self._again[name].want([self._places[row][1] for row in own])
+
+    def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
+        """Return for each row a sequence of items, and the place of the row's item there."""
+        found: dict[int, tuple[Sequence[Any], int]] = {}
+        by_source = self._by_source(rows)
+        self.want(rows)  # All sources make theirs at a time.
+        for name, own in by_source.items():
+            taken = self._again[name].take([self._places[row][1] for row in own])
+            for row, (run, at) in zip(own, taken, strict=True):
+                found[row] = [_named(name, run[at])], 0
+        return [found[row] for row in rows]
+
+    def _by_source(self, rows: Sequence[int]) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for row in rows:
+            found.setdefault(self._places[row][0], []).append(row)
+        return found
+
+
+def _named(name: str, item: Any) -> Any:
+    """Return an item with the name of its source."""
+    is_sample = isinstance(item, (Sample, Skipped))
+    return item.of_source(name) if is_sample else SourceItem(name, item)
 
 
 def _ratios(weights: Mapping[str, float]) -> dict[str, float]:

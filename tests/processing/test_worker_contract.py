@@ -566,6 +566,119 @@ def test_a_program_is_told_why_its_workers_do_not_start(name, tmp_path):
     assert ("picklable" in last, "guard" in last) == (False, name == "no guard")
 
 
+# --- items that are made again --------------------------------------------------------------------
+
+
+def made_again(node, rows=range(SIZE)):
+    """Items of the epoch that a node stands in, by rows that are their indices."""
+    return node.make_again([ItemKey("", row, 1) for row in rows])
+
+
+def taken_from(again, rows):
+    return [run[at] for run, at in again.take(rows)]
+
+
+@of(*KINDS)
+def test_items_are_made_again_in_any_order_while_the_epoch_goes_on(kind, make):
+    whole = epoch(make("inline", w.draw, indices()))
+    by_item = {sample["item"]: drawn(sample) for sample in whole}
+    node = make(kind, w.draw, indices())
+    node.reset(None)
+    found = [drawn(next(node)) for _ in range(3)]
+    again, rows = made_again(node), random.Random(0).sample(range(SIZE), SIZE)
+    again.want(rows[:10])
+    for start in range(0, SIZE, 12):
+        some = rows[start : start + 12]
+        assert [*map(drawn, taken_from(again, some))] == [by_item[row] for row in some]
+        found.append(drawn(next(node)))
+    assert drawn(taken_from(again, [rows[0]])[0]) == by_item[rows[0]]  # once more
+    with within():
+        assert [*found, *map(drawn, node)] == [drawn(sample) for sample in whole]
+
+
+@of("inline", "threads", "fork", "ray")
+def test_an_item_that_cannot_be_made_again_is_named_and_the_others_of_its_chunk_are_made(
+    kind, make, tmp_path
+):
+    node = make(kind, process_fn := Faulty(tmp_path, "ValueError"), indices(shuffle=False))
+    node.reset(None)
+    again = made_again(node)
+    with within():
+        assert taken_from(again, [29, 31, 28]) == [29, 31, 28]
+        for _ in range(2):
+            with pytest.raises(SampleError, match=rf"item {AT}, which is made again .*key={AT},"):
+                again.take([27, AT, 32])
+        process_fn.mend()
+        assert taken_from(again, [AT, 32]) == [AT, 32]
+        assert next(node) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [case("threads", "interrupt"), case("fork", "interrupt"), case("fork", "close")],
+)
+def test_a_wait_for_an_item_that_is_made_again_ends(kind, end, make, tmp_path):
+    node = make(kind, process_fn := Faulty(tmp_path, "hangs"), indices(shuffle=False))
+    node.reset(None)
+    again = made_again(node)
+    threading.Timer(0.5, getattr(node, end)).start()
+    with within(), pytest.raises(WorkerError):
+        again.take([AT])
+    process_fn.mend()
+    with within():
+        assert epoch(node) == [*range(SIZE)]
+        assert taken_from(made_again(node), [AT]) == [AT]
+
+
+@pytest.mark.slow
+def test_an_item_that_hangs_is_an_error_after_the_limit_also_for_those_behind_it(make, tmp_path):
+    process_fn = Faulty(tmp_path, "hangs")
+    node = make("fork", process_fn, indices(shuffle=False), num_workers=1, timeout_s=2.0)
+    node.reset(None)
+    again = made_again(node)
+    with within(), pytest.raises(WorkerError, match="`timeout_s`"):
+        again.take([AT])
+    node.reset(None)
+    again = made_again(node)
+    again.want([AT])
+    with within(), pytest.raises(WorkerError, match="`timeout_s`"):
+        again.take(range(SIZE))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("death", ["SIGKILL", "exit"])
+def test_a_worker_that_dies_while_it_makes_items_again_is_an_error(death, make, tmp_path):
+    death = death if death in DEATHS else next(name for name in DEATHS if name != "SIGKILL")
+    node = make("fork", process_fn := Faulty(tmp_path, death), indices(shuffle=False))
+    node.reset(None)
+    again = made_again(node)
+    with within(), pytest.raises(WorkerError) as caught:
+        for row in range(SIZE):
+            again.take([row])
+    assert DEATHS[death][1] in str(caught.value)
+    process_fn.mend()
+    with within():
+        assert epoch(node) == [*range(SIZE)]
+
+
+@pytest.mark.slow
+def test_a_forked_child_cannot_take_an_item_that_is_made_again(make):
+    node = make("fork", same, indices())
+    node.reset(None)
+    again = made_again(node)
+    again.take([3])
+    child = os.fork()
+    if not child:
+        try:
+            again.take([4])
+        except WorkerError:
+            node.close()
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert taken_from(again, [4]) == [4]
+
+
 # --- workers that die -----------------------------------------------------------------------------
 
 

@@ -1,0 +1,118 @@
+"""Items of a restored state that workers process again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from odb_nodes.contract.again import ItemsAgain
+from odb_nodes.processing.backlog import LaterItems, QueuedChunk
+from odb_nodes.processing.chunk import ChunkResult, ChunkTask
+from odb_nodes.processing.chunk_runner import ChunkRunner
+from odb_nodes.sample import ItemKey
+from odb_nodes.sample_block import ItemKeys
+
+
+class ProcessedAgain(ItemsAgain, LaterItems):
+    """Items that a `ParallelProcessor` makes again: when they are taken, or ahead, by a `Backlog`.
+
+    The results of a chunk stay until each of them is taken.
+    """
+
+    def __init__(
+        self,
+        runner: ChunkRunner,
+        raw: Sequence[Any],
+        items: Sequence[ItemKey],
+        place: tuple[int, int],  # epoch and cycle
+    ) -> None:
+        self._runner, self._raw, self._items, self._place = runner, raw, items, place
+        self._backlog = runner.backlog()  # none where there are no workers
+        self._lock = threading.RLock() if self._backlog is None else self._backlog.lock
+        by_key = sorted(range(len(items)), key=lambda row: items[row][:2])
+        self._neighbours = dict(zip(by_key, range(len(items)), strict=True)).__getitem__
+        self._was_sent = bytearray(len(items))
+        self._sent: dict[int, tuple[Future[ChunkResult], ChunkTask, Sequence[int]]] = {}
+        self._made: dict[int, tuple[Sequence[Any], int]] = {}
+        if self._backlog is not None:
+            self._backlog.add_rest(self)
+
+    def want(self, rows: Sequence[int]) -> None:
+        """Have these made after those that were wanted before, and before all others."""
+        if self._backlog is not None:
+            self._runner.check_process()  # A forked child may have inherited a lock that is held.
+            self._backlog.plan(self, sorted(rows, key=self._neighbours))
+
+    def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
+        """Return for each row a run of results, and its place there.
+
+        Raises:
+            SampleError: processing raised for one of them; names its key.
+            WorkerError: a worker died, did not answer in time, or belongs to another process.
+        """
+        self._runner.check_process()
+        with self._lock:  # Else the backlog might send the same rows meanwhile.
+            lacking = [row for row in rows if row not in self._sent and row not in self._made]
+            for row in lacking:
+                self._was_sent[row] = True
+        self._send(lacking)
+        return [self._result(row) for row in rows]
+
+    def was_sent(self, row: int) -> bool:
+        """Tell whether a row was ever sent to the workers."""
+        return bool(self._was_sent[row])
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether there is a row that was never sent to the workers."""
+        return 0 in self._was_sent
+
+    def next_chunk(self, count: int) -> QueuedChunk:
+        """Return a chunk of the first rows that were never sent."""
+        rows = [self._was_sent.find(0)]
+        while len(rows) < count and (row := self._was_sent.find(0, rows[-1] + 1)) >= 0:
+            rows.append(row)
+        return self.chunk_of(rows)
+
+    def chunk_of(self, rows: Sequence[int]) -> QueuedChunk:
+        """Return the chunk of some rows, which is sent next."""
+        chunk = QueuedChunk(self._task_of(rows))
+        self._note_sent(chunk, chunk.task, rows)
+        return chunk
+
+    def _task_of(self, rows: Sequence[int]) -> ChunkTask:
+        keys = ItemKeys.of([self._items[row] for row in rows])
+        return ChunkTask([self._raw[row] for row in rows], keys, *self._place, range(len(rows)))
+
+    def _send(self, rows: Sequence[int]) -> None:
+        """Send rows that are waited for, shared out to the workers."""
+        share = -(-len(rows) // max(1, self._runner.options.num_workers))
+        size, rows = max(1, min(self._runner.fit.items, share)), sorted(rows, key=self._neighbours)
+        for start in range(0, len(rows), size):
+            own = rows[start : start + size]
+            task = self._task_of(own)
+            self._note_sent(self._runner.submit(task, urgent=True), task, own)
+
+    def _note_sent(self, future: Future[ChunkResult], task: ChunkTask, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._was_sent[row] = True
+            self._sent[row] = future, task, rows
+
+    def _result(self, row: int) -> tuple[Sequence[Any], int]:
+        while row not in self._made:
+            if row not in self._sent:  # An earlier one of its chunk has failed.
+                self._send([row])
+            future, task, rows = self._sent[row]
+            runs, failure = self._runner.results(task, future)
+            places = [(run, at) for run in runs for at in range(len(run))]
+            with self._lock:
+                for other in rows:
+                    if self._sent.get(other, (None,))[0] is future:
+                        del self._sent[other]
+                self._made.update(zip(rows, places, strict=False))
+            if failure is not None and rows[len(places)] == row:
+                key = task.keys[len(places)]
+                raise failure.explained(f"which is made again for a restore ({key})")
+        return self._made.pop(row)

@@ -1,9 +1,10 @@
-"""Streams of lengths through a pool, and budgets of all kinds, for several tests."""
+"""Streams of lengths through a pool, facts, and budgets of all kinds, for several tests."""
 
 import numpy as np
 from hypothesis import strategies as st
 
 from odb_nodes.planning import RollingPool, TokenBudget
+from odb_nodes.planning.facts import Facts
 
 LIMITS = {
     "max_samples": st.none() | st.integers(1, 9),
@@ -40,7 +41,7 @@ def run(lengths, budget, window, patches=None, dearest_first=0, tasks=(), divers
             new = range(pool.pulled, pool.pulled + room)
             costs = [lengths[i] for i in new], [patches[i] for i in new]
             pool.add(new, *costs, [tasks[i] for i in new])
-            pool.pulled += room
+            pool.count(room)
         if not len(pool):
             return groups, age
         age = max(age, pool.pulled - pool.oldest)
@@ -53,8 +54,15 @@ def pool_of(lengths, budget, patches=None):
     """A pool that holds samples of these lengths, by their numbers."""
     pool = RollingPool(TokenBudget.of(budget), len(lengths))
     pool.add(range(len(lengths)), lengths, patches or [0] * len(lengths))
-    pool.pulled = len(lengths)
+    pool.count(len(lengths))
     return pool
+
+
+def facts_of(lengths, first=0, patches=0, **columns):
+    """Facts of samples of these lengths, which are numbered from `first` on."""
+    tokens = np.array(lengths, np.int64)
+    columns = {"ordinal": first + np.arange(len(tokens)), "targets": tokens // 2} | columns
+    return Facts(tokens=tokens, patches=patches, **columns)
 
 
 def lognormal(count, cv=1.0, seed=0):

@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from odb_nodes import ItemKey, PaddingCollate, Sample, SampleError, TokenBudget
+from odb_nodes import ItemKey, PaddingCollate, Sample, SampleError
 from odb_nodes.collate.protocol import new_tensor
-from odb_nodes.nodes.pooled_table import PooledTable
-from odb_nodes.planning import RollingPool
 from odb_nodes.processing.columns import Column, DataColumns
 from odb_nodes.processing.observation import made_of
 from odb_nodes.processing.transport import pack, unpack
@@ -287,35 +285,6 @@ def test_a_batch_is_written_into_the_memory_that_is_asked_for():
     assert [*batch] == ["input_ids", "labels", "attention_mask"]
     assert all(one is there for one, there in zip(batch.values(), made, strict=True))
     assert str(batch) == str(PaddingCollate()(TEXTS))
-
-
-def test_a_sample_that_comes_twice_keeps_its_data_until_both_are_out():
-    block = SampleBlock.of([Sample({"at": at}, 1, 1) for at in range(2)]).take([0, 0, 1])
-    pool = RollingPool(TokenBudget(1), 8)
-    table = PooledTable(pool)
-    pool.add([0, 1, 2], block.tokens, block.patches)
-    table.add(np.arange(3), block)
-    pool.pulled = 3
-    taken = [table.take(np.array([at])).data() for at in range(3)]
-    assert taken == [[{"at": 0}], [{"at": 0}], [{"at": 1}]]
-    assert not table._sources and not table._rows
-
-
-def test_chunks_of_which_few_samples_are_left_are_cut_down_to_these():
-    pool = RollingPool(TokenBudget(1), 4000)
-    table = PooledTable(pool)
-    for first in range(0, 500, 50):
-        ordinals = np.arange(first, pool.pulled + 50)
-        rows = DataColumns.of([{"ids": np.array([at])} for at in ordinals])
-        block = SampleBlock.of([PLAIN] * 50).with_data(rows)
-        pool.add(ordinals, block.tokens, block.patches)
-        table.add(ordinals, block)
-        pool.pulled = first + 50
-        out = ordinals[ordinals % 10 > 0]
-        pool.remove(out)
-        assert [row["ids"].item() for row in table.take(out).data()] == out.tolist()
-        assert [row["ids"].item() for row in table.all().data()] == [*range(0, first + 50, 10)]
-        assert table._rows <= 250  # of up to 500
 
 
 @pytest.mark.parametrize(

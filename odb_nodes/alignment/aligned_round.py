@@ -1,39 +1,28 @@
-"""The steps of one round as one rank sees them, and the samples that a state holds of them."""
+"""The steps of one round as one rank sees them: their weights, and their groups in states."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
-from itertools import islice
+from itertools import accumulate, pairwise
 from operator import or_
 from typing import Any, Literal, get_args
 
 import numpy as np
-from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_choice
-from odb_nodes.contract.config import loading_with
 from odb_nodes.errors import StateError
-from odb_nodes.nodes.sample_records import (
-    RecordsState,
-    Remaking,
-    decode_sample,
-    encode_sample,
-    from_records,
-    to_records,
-    with_digests,
-)
+from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.group_costs import GroupCostEstimator, counted_in
-from odb_nodes.planning.rounds import FILLER, RoundPlan
+from odb_nodes.planning.rank_plan import SettledRound
+from odb_nodes.planning.rounds import COLUMNS
 from odb_nodes.planning.table import IntArray
-from odb_nodes.sample_block import NO_SAMPLES, SampleBlock
-from odb_nodes.step_info import AlignedGroup, StepInfo, facts_of_rows
+from odb_nodes.sample_block import SampleBlock
+from odb_nodes.step_info import StepInfo, facts_of_rows
 
 LossScaling = Literal["exact", "approx", "none"]
-_COLUMNS = 5  # before those of tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,164 +55,101 @@ class LossRule:
         return self.world_size * local / total if total else 0.0
 
 
-class AlignedRound:
-    """The steps of one round, and this rank's groups for them."""
+def info_of_step(
+    settled: SettledRound,
+    index: int,
+    group: SampleBlock,
+    rule: LossRule,
+    measure: GroupCostEstimator,
+    **facts: Any,
+) -> StepInfo:
+    """Return the `StepInfo` of a step of a round.
 
-    def __init__(self, table: IntArray | None = None, tasks: int = 0) -> None:
-        # A row for each step: the index of this rank's group or `FILLER`, and the samples, targets,
-        # flags, highest cost, and targets of each task of all ranks, (steps, 5 + tasks) int64.
-        empty = np.empty((0, _COLUMNS + tasks), dtype=np.int64)
-        self._table = empty if table is None else table
-        self._groups: list[SampleBlock] = []
-        self.filler: SampleBlock | None = None
-        """The sample of the steps that this rank has no group for."""
-
-    @classmethod
-    def of(cls, plan: RoundPlan, rank: int) -> AlignedRound:
-        """Return the steps of a plan as `rank` sees them."""
-        return cls(np.column_stack((plan.groups[rank], plan.totals)))
-
-    @classmethod
-    def from_bytes(cls, data: bytes | None, tasks: int = 0) -> AlignedRound:
-        """Return the round that `to_bytes` was called on, without its groups."""
-        integers = np.frombuffer(data or b"", "<i8").astype(np.int64)
-        if len(integers) % (_COLUMNS + tasks):
-            raise StateError("the plan of a round is damaged. Use an earlier checkpoint.")
-        table = integers.reshape(-1, _COLUMNS + tasks)
-        if (table[:, 0] < FILLER).any() or (table[:, 1:] < 0).any():
-            raise StateError("the plan of a round is damaged. Use an earlier checkpoint.")
-        return cls(table)
-
-    def to_bytes(self) -> bytes | None:
-        """Return the round without its groups, 40 bytes a step, and 8 for each task."""
-        # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
-        return self._table.astype("<i8").tobytes() or None
-
-    def digest(self) -> int:
-        """Return a number that is the same on all ranks of the same round."""
-        return zlib.crc32(self._table[:, 1:].astype("<i8").tobytes())
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    def fill(self, groups: list[SampleBlock], filler: SampleBlock | None) -> None:
-        """Give the groups that the steps refer to, and a sample for those that refer to none."""
-        self._groups, self.filler = groups, filler
-
-    def groups(self) -> list[SampleBlock]:
-        """Return the group of each step, in the order of the steps; an empty one for a filler."""
-        return [NO_SAMPLES if at == FILLER else self._groups[at] for at in self._table[:, 0]]
-
-    def fill_rest(
-        self,
-        emitted: int,
-        groups: list[SampleBlock],
-        filler: SampleBlock | None,
-    ) -> None:
-        """Give the groups of the steps after the first `emitted`, as `groups` has returned them."""
-        rest = self._table[emitted:, 0].tolist()
-        lacks_filler = filler is None and FILLER in rest
-        if lacks_filler or [at != FILLER for at in rest] != [*map(bool, groups)]:
-            raise StateError("the groups of a round are damaged. Use an earlier checkpoint.")
-        needed = int(self._table[:, 0].max(initial=FILLER)) + 1
-        self._groups, self.filler = [NO_SAMPLES] * needed, filler
-        for at, group in zip(rest, groups, strict=True):
-            if group:
-                self._groups[at] = group
-
-    def cut(self, steps: int) -> list[SampleBlock]:
-        """End after so many steps, and return the groups of the further ones."""
-        gone = self.groups()[steps:]
-        self._table = self._table[:steps]
-        return gone
-
-    def take(
-        self, index: int, rule: LossRule, measure: GroupCostEstimator, **facts: Any
-    ) -> AlignedGroup:
-        """Return the group of a step, once."""
-        micro_step = index % rule.accumulate
-        # Few rows: Python's integers are faster than arrays.
-        first = index - micro_step
-        together = self._table[first : first + rule.accumulate].tolist()
-        group_index, samples, targets, flags, most_cost, *_ = together[micro_step]
-        _, all_samples, all_targets, all_flags, _, *of_tasks = zip(*together, strict=True)
-        is_filler = group_index == FILLER
-        if is_filler:
-            group = NO_SAMPLES if self.filler is None else self.filler
-        else:
-            group, self._groups[group_index] = self._groups[group_index], NO_SAMPLES
-        own = NO_SAMPLES if is_filler else group
-        of_own = len(own), int(own.targets.sum())
-        of_step = sum(all_samples), sum(all_targets)
-        info = StepInfo(
-            local_samples=of_own[0],
-            local_targets=of_own[1],
-            all_samples_this_step=samples,
-            all_targets=targets,
-            most_cost=most_cost,
-            is_filler=is_filler,
-            micro_step=micro_step * rule.batches + rule.batch,
-            micro_steps=len(together) * rule.batches,
-            loss_scale=rule.scale_of(
-                (of_own[0], of_step[0]), (of_own[1], of_step[1]), is_filler=is_filler
-            ),
-            optimizer_samples=of_step[0],
-            optimizer_targets=of_step[1],
-            modalities=measure.modalities_in(flags),
-            counted=counted_in(reduce(or_, all_flags)),
-            world_size=rule.world_size,
-            batches_per_step=rule.batches,
-            task_targets=dict(zip(measure.tasks, map(sum, of_tasks), strict=True)),
-            **facts_of_rows(own),
-            **facts,
-        )
-        return AlignedGroup(group, info)
+    Args:
+        settled: the round.
+        index: number of the step in it.
+        group: the samples of this rank, none for a step that it fills.
+        rule: how losses become one.
+        measure: has measured the groups.
+        facts: fields of the `StepInfo` that do not follow from the round.
+    """
+    micro_step = index % rule.accumulate
+    # Few rows: Python's integers are faster than arrays.
+    first = index - micro_step
+    together = settled.totals[first : first + rule.accumulate].tolist()
+    samples, targets, _, most_cost, *_ = together[micro_step]
+    all_samples, all_targets, all_flags, _, *of_tasks = zip(*together, strict=True)
+    flags, is_filler = together[micro_step][2], not len(group)
+    of_own = len(group), int(group.targets.sum())
+    of_step = sum(all_samples), sum(all_targets)
+    return StepInfo(
+        local_samples=of_own[0],
+        local_targets=of_own[1],
+        all_samples_this_step=samples,
+        all_targets=targets,
+        most_cost=most_cost,
+        is_filler=is_filler,
+        micro_step=micro_step * rule.batches + rule.batch,
+        micro_steps=len(together) * rule.batches,
+        loss_scale=rule.scale_of(
+            (of_own[0], of_step[0]), (of_own[1], of_step[1]), is_filler=is_filler
+        ),
+        optimizer_samples=of_step[0],
+        optimizer_targets=of_step[1],
+        modalities=measure.modalities_in(flags),
+        counted=counted_in(reduce(or_, all_flags)),
+        world_size=rule.world_size,
+        batches_per_step=rule.batches,
+        task_targets=dict(zip(measure.tasks, map(sum, of_tasks), strict=True)),
+        **facts_of_rows(group),
+        **facts,
+    )
 
 
-HeldContent = tuple[list[int], RecordsState | None, list[bytes] | None]
-"""The samples of each group, and their records, or the samples, encoded."""
+# --- in states ------------------------------------------------------------------------------------
 
 
-class HeldSamples:
-    """The samples of planned groups, for states: as records, or as themselves."""
-
-    def __init__(self, sizes: list[int], samples: SampleBlock, *, as_records: bool) -> None:
-        self._sizes, self._samples, self._as_records = sizes, samples, as_records
-
-    @classmethod
-    def of(cls, groups: Sequence[SampleBlock], *, as_records: bool) -> HeldSamples:
-        """Return the samples of groups."""
-        sizes = [*map(len, groups)]
-        if as_records:  # A state that is kept shall not keep their data.
-            groups = [SampleBlock(with_digests(group).facts, {}) for group in groups]
-        return cls(sizes, SampleBlock.joined(groups), as_records=as_records)
-
-    def after(self, groups: int) -> HeldSamples:
-        """Return those without the first groups."""
-        rest = self._samples[sum(self._sizes[:groups]) :]
-        return HeldSamples(self._sizes[groups:], rest, as_records=self._as_records)
-
-    def to_state(self) -> HeldContent:
-        """Return the samples of each group as plain data."""
-        if self._as_records:
-            return self._sizes, to_records(self._samples), None
-        return self._sizes, None, [*map(encode_sample, self._samples)]
+def totals_to_bytes(totals: IntArray) -> bytes | None:
+    """Return the totals of the steps of a round, 32 bytes a step, and 8 for each task."""
+    # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
+    return totals.astype("<i8").tobytes() or None
 
 
-def groups_again(
-    held: HeldContent, source: BaseNode[Any], node: str, *, may_differ: bool
-) -> tuple[list[SampleBlock], int]:
-    """Return the groups of a state, and how many of their samples were made again."""
-    sizes, records_state, payload = held
-    made = 0
-    if payload is not None:
-        samples = [*map(decode_sample, payload)]
-    else:
-        records = from_records(records_state)
-        made = len(records)
-        with nullcontext() if may_differ else loading_with(may_differ=False):
-            samples = Remaking(records, node).all(source)
-    if len(samples) != sum(sizes):
-        raise StateError(f"the groups of {node} are damaged. Use an earlier checkpoint.")
-    rest = iter(samples)
-    return [SampleBlock.of([*islice(rest, size)]) for size in sizes], made
+def totals_from_bytes(data: bytes | None, tasks: int = 0) -> IntArray:
+    """Return the totals that `totals_to_bytes` was given."""
+    columns = COLUMNS - 1 + tasks
+    integers = np.frombuffer(data or b"", "<i8").astype(np.int64)
+    if len(integers) % columns or (integers < 0).any():
+        raise StateError("the steps of a round are damaged. Use an earlier checkpoint.")
+    return integers.reshape(-1, columns)
+
+
+def digest_of_totals(totals: IntArray) -> int:
+    """Return a number that is the same on all ranks of the same round."""
+    return zlib.crc32(totals.astype("<i8").tobytes())
+
+
+GroupsContent = tuple[list[int], bytes | None]
+"""The samples of each group, 0 for a step that is filled; and their ordinals, 8 bytes each."""
+
+
+class PlannedGroups:
+    """The ordinals of planned groups: part of a state."""
+
+    def __init__(self, groups: Sequence[Facts | None]) -> None:
+        self._groups = groups
+
+    def to_state(self) -> GroupsContent:
+        """Return the ordinals of each group as plain data."""
+        ordinals = [group.ordinal for group in self._groups if group is not None]
+        sizes = [0 if group is None else len(group) for group in self._groups]
+        return sizes, np.concatenate(ordinals).astype("<i8").tobytes() if ordinals else None
+
+
+def ordinals_of(content: GroupsContent) -> list[IntArray]:
+    """Return the ordinals of each group, (n,)."""
+    sizes, data = content
+    ordinals = np.frombuffer(data or b"", "<i8").astype(np.int64)
+    if min(sizes, default=0) < 0 or sum(sizes) != len(ordinals):
+        raise StateError("the groups of a round are damaged. Use an earlier checkpoint.")
+    return [ordinals[start:stop] for start, stop in pairwise([0, *accumulate(sizes)])]

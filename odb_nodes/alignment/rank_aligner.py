@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
+import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_choice, check_count, check_integer
-from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.aligned_round import (
-    AlignedRound,
-    HeldContent,
-    HeldSamples,
+    GroupsContent,
     LossRule,
     LossScaling,
-    groups_again,
+    PlannedGroups,
+    digest_of_totals,
+    info_of_step,
+    ordinals_of,
+    totals_from_bytes,
+    totals_to_bytes,
 )
-from odb_nodes.alignment.last_round import TailBalancer
+from odb_nodes.alignment.given_groups import GroupReader
+from odb_nodes.alignment.last_round import share_rest
 from odb_nodes.alignment.peers import (
     PEER_TIMEOUT_S,
     Ask,
@@ -33,12 +35,15 @@ from odb_nodes.alignment.peers import (
 )
 from odb_nodes.contract import EpochNode, EpochState, SourceState, copy_state
 from odb_nodes.contract.config import loading
-from odb_nodes.contract.graph import budget_below, describe_empty_epoch, remaining_samples, walk
-from odb_nodes.contract.node import call_member, can_restore, check_node, snapshot
+from odb_nodes.contract.graph import budget_below, describe_empty_epoch, walk
+from odb_nodes.contract.node import check_node, snapshot
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes import WindowBucketer
+from odb_nodes.nodes.lazy_samples import with_data_made
 from odb_nodes.nodes.sample_records import decode_sample, encode_sample
+from odb_nodes.nodes.sample_store import StoreContent
 from odb_nodes.planning.budget import round_up
+from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.group_costs import (
     BudgetCost,
     CostFn,
@@ -47,17 +52,10 @@ from odb_nodes.planning.group_costs import (
     padded_tokens,
 )
 from odb_nodes.planning.group_planner import RoundSettings
-from odb_nodes.planning.levelling import UNKNOWN_LEFT
 from odb_nodes.planning.options import JobOptions
-from odb_nodes.planning.rounds import (
-    CostReport,
-    RoundPlan,
-    RoundPlanner,
-    Uneven,
-    next_settings,
-    plan_round,
-    round_steps,
-)
+from odb_nodes.planning.rank_plan import RankPlan, SettledRound
+from odb_nodes.planning.rounds import CostReport, GroupCost, Uneven
+from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import LeftOut, Sample
 from odb_nodes.sample_block import NO_SAMPLES, SampleBlock
 from odb_nodes.step_info import AlignedGroup
@@ -65,68 +63,80 @@ from odb_nodes.step_info import AlignedGroup
 
 @dataclass(kw_only=True)
 class AlignerState(EpochState):
-    """The state of a `RankAligner`."""
+    """The state of a `RankAligner`. The samples of its groups are in that of a `WindowBucketer`."""
 
-    source: SourceState = field(default_factory=dict)  # after what is held
-    round: int = 0  # its number in the epoch
+    source: SourceState = field(default_factory=dict)
+    round: int = 0  # the number of the coming one in the epoch
     step: int = 0  # the number of the next one in the epoch
-    emitted: int = 0  # the steps of the round that are out
-    plan: bytes | None = None  # of the round; `None` between rounds
-    tasks: int = 0  # number of the tasks whose targets it has
+    emitted: int = 0  # the steps of the settled round that are out
+    totals: bytes | None = None  # of the steps of the round; `None` between rounds
+    tasks: int = 0  # number of the tasks whose targets these have
     last: bool = False  # there is no round after this one
-    source_exhausted: bool = False  # the source has no groups after those that are held
     # the `RoundSettings` of the next round
     settings: tuple[int, list[int], int, bool] = field(
         default_factory=lambda: RoundSettings().to_state()
     )
+    # the groups of the round's further steps, and those that are formed of the next round
+    groups: GroupsContent = field(default_factory=lambda: ([], None))
     requested_max_tokens: int = 0  # the `tokens` that this rank asks all ranks for; 0 for none
-    # the sample that this rank fills with, encoded, where it came from another rank
-    filler: bytes | None = None
-    # the groups of the round's further steps, that of the round after it, and the sample to fill
-    # with, as a group; `None` where nothing of the epoch was read
-    held: HeldContent | None = None
-    # key, source and reason of what is left out, and in no step yet
+    filler: int | None = None  # the ordinal of the sample that this rank fills with
+    filler_of_another: bytes | None = None  # that sample, encoded, where it came from another rank
+    # the samples of the groups of a source that is no `WindowBucketer`, and whether it has ended
+    given: StoreContent | None = None
+    given_ended: bool = False
+    # key, source and reason of what the next step says that it is left out
     left_out: list[tuple[int | None, str, str]] = field(default_factory=list)
-    # those of what comes with the next round
-    left_out_ahead: list[tuple[int | None, str, str]] = field(default_factory=list)
     unemitted_samples: int = 0  # the samples that `uneven="stop"` left over
 
-    def steps(self) -> AlignedRound:
-        """Return the steps of the round, without their groups."""
-        steps = AlignedRound.from_bytes(self.plan, self.tasks)
-        sizes = None if self.held is None else self.held[0]
-        wrong_sizes = sizes is not None and len(sizes) != len(steps) - self.emitted + 2
-        if wrong_sizes or self.emitted > min(len(steps), self.step):
+    def steps(self) -> IntArray:
+        """Return the totals of the steps of the round."""
+        totals = totals_from_bytes(self.totals, self.tasks)
+        remaining = len(totals) - self.emitted
+        if not 0 <= remaining <= len(self.groups[0]) or self.emitted > self.step:
             raise StateError("the round of `RankAligner` is damaged. Use an earlier checkpoint.")
-        return steps
+        return totals
 
     @property
     def totals_digest(self) -> int:
         """A number that is the same on all ranks of the same round."""
-        return AlignedRound.from_bytes(self.plan, self.tasks).digest()
+        return digest_of_totals(self.steps())
 
-    def is_at_end(self, steps: AlignedRound) -> bool:
-        """Tell whether this is after the last step of the epoch, where `steps` are the round's."""
-        return self.last and self.emitted == len(steps)
+    @property
+    def is_at_end(self) -> bool:
+        """Whether this is after the last step of the epoch."""
+        return self.last and self.emitted == len(self.steps())
+
+
+class _Filler(NamedTuple):
+    """The sample that a rank fills steps with."""
+
+    samples: SampleBlock  # one
+    encoded: bytes | None = None  # as another rank has sent it
+
+    @classmethod
+    def of_another_rank(cls, encoded: bytes) -> _Filler:
+        return cls(SampleBlock.of([decode_sample(encoded)]), encoded)
 
 
 class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     """Yields the groups of its source so that all ranks take the same steps.
 
-    It works in rounds. In each round it pulls up to `round_size` groups, and all ranks exchange
-    the costs of their groups in one message. Every rank then computes the same plan: groups of
+    It works in rounds. Before each round, all ranks exchange the costs of up to `round_size` groups
+    in one message. Every rank then computes the same plan: groups of
     like cost share a step, one permutation shuffles the steps of all ranks, and the groups of the
     next round are cut to costs that are the same on all ranks.
 
     At the end of the data, a rank with fewer groups than others splits some of its own. A rank
     with fewer samples than steps fills a step with a real sample whose loss has no weight.
 
-    State: the source's, the plan of the round, the number of its steps taken, and key, length and
-    digest of each sample in the remaining steps: 56 bytes per step and 16 per sample. A restore
-    reads these samples again, without a message to other ranks. If the source cannot read samples
-    again, the state holds the samples themselves. If a state is restored with more keys in
-    `exclude`, or with a lower budget, the samples of the remaining optimizer steps return to the
-    pool, and a new round begins.
+    The groups of a round are formed while the one before is emitted, some with each step.
+
+    State: the source's, which has the samples of planned groups, too; the totals of the round, 32
+    bytes a step; and the ordinals of the samples in planned groups, 8 bytes each. A restore needs
+    no message to other ranks. Of a source that is no `WindowBucketer`, the state has key, length
+    and digest of each sample, or the sample itself where the source cannot make it again. If a
+    state is restored with more keys in `exclude`, or with a lower budget, the samples of the
+    remaining optimizer steps return to the pool, and a new round begins.
 
     Args:
         source: node that yields groups, each a sequence of `Sample`: a `WindowBucketer`.
@@ -193,18 +203,41 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             self._number = process_group.number
         else:
             self.peers = Peers(process_group, timeout_s, most, len(self.measure.tasks))
-        self.replayed_samples = 0
-        """Samples of the round that the last restore processed again."""
+        # A node in between might read ahead, and groups would depend on how far it has come.
+        self._pool = source if isinstance(source, WindowBucketer) else None
         self.requested_max_tokens = 0
-        self._at = AlignerState()
+        self.unemitted_samples = 0
+        """Samples of this rank and epoch that `uneven="stop"` left over."""
         self.where = "reset"
         """The place that an error of this rank names."""
-        self._filler: SampleBlock | None = None
-        self._held: HeldSamples | None = None  # what the next state holds
-        self._pool = source if isinstance(source, WindowBucketer) else None
-        if self._pool is not None:
-            self._pool.planner.follows_ranks = self._pool.keeps_planned = True
         self._clear()
+
+    def _clear(self) -> None:
+        self._groups = GroupReader(self.source) if self._pool is None else self._pool
+        self._filler: _Filler | None = None
+        self._left_out: list[LeftOut] = []  # what the next step says
+        self._failure: Exception | None = None  # of reading ahead, until the round is out
+        self._plan = self._new_plan()
+        self.where = "reset"
+
+    def _new_plan(self) -> RankPlan:
+        options = JobOptions(
+            round_size=self.round_size,
+            uneven=self.uneven,
+            accumulate=self.accumulate,
+            seed=self._seed,
+        )
+        return RankPlan(
+            self._groups.planner,
+            options,
+            self._measured,
+            rank=self.rank,
+            world_size=self.peers.world_size,
+            epoch=self._epochs.epoch,
+            has_caps=type(self.measure.cost_fn) is BudgetCost,
+            shares_rest=self._pool is not None and self._pool.can_restore,
+            tasks=len(self.measure.tasks),
+        )
 
     @property
     def rank(self) -> int:
@@ -217,9 +250,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         return self.rule.accumulate
 
     @property
-    def unemitted_samples(self) -> int:
-        """Samples of this rank and epoch that `uneven="stop"` left over."""
-        return self._at.unemitted_samples
+    def replayed_samples(self) -> int:
+        """Samples in groups of a node of the user that the last restore makes again."""
+        return 0 if self._pool is not None else self._groups.restored.samples
 
     @property
     def exchange_wait_s(self) -> float:
@@ -256,56 +289,104 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         batches = self.peers.hosted
         world_size = self.peers.world_size // batches
         self.rule = replace(self.rule, world_size=world_size, batch=self._number, batches=batches)
-        self._clear()
         check_sharing(self.source, self.rank, self.peers.world_size)
 
     def begin_epoch(self) -> None:
         """Begin the epoch of the source, with the limits and the window of the one before."""
-        before = RoundSettings(*self._at.settings)
-        if self._pool is not None:
-            self._pool.planner.use(before._replace(caps=()))
-        self._at = AlignerState()
+        self._groups.planner.use(self._plan.settings._replace(caps=()))
+        self._clear()
+        self.unemitted_samples = 0
         self.source.reset(None)
-        self._at.source = snapshot(self.source)
 
     def restore(self, state: AlignerState) -> None:
-        """Go to a step of a round, and make what is left of the round again."""
-        self._at, self._steps = state, state.steps()
+        """Go to a step of a round, and to the groups that are planned."""
+        self._clear()
+        totals, settled_groups = state.steps(), ordinals_of(state.groups)
         self.requested_max_tokens = state.requested_max_tokens
+        self.unemitted_samples = state.unemitted_samples
+        self._left_out = [LeftOut(*one) for one in state.left_out]
         self.source.reset(copy_state(state.source))
-        self._rounds.has_ended = state.source_exhausted
-        at_end = state.is_at_end(self._steps)
-        if state.filler is not None:
-            self._filler = SampleBlock.of([decode_sample(state.filler)])
-        if state.held is not None and not at_end:
-            in_round = state.emitted < len(self._steps)  # whose totals all ranks have counted
-            held, self.replayed_samples = groups_again(
-                state.held, self.source, type(self).__name__, may_differ=not in_round
-            )
-            *groups, lookahead, filler = held
-            self._rounds.lookahead = lookahead or None
-            self._filler = filler or self._filler
-            self._steps.fill_rest(state.emitted, groups, self._filler)
-        self._use_present_options(at_end=at_end)
-        if not at_end and state.held is not None:
-            self._hold()
+        reader = self._groups
+        if isinstance(reader, GroupReader):
+            if state.given is not None:
+                reader.restore(state.given)
+            if state.given_ended:
+                reader.planner.end()
+        to_come = len(totals) - state.emitted
+        groups = self._checked_groups(state, settled_groups, in_round=to_come)
+        of_steps: list[Facts | None] = [None] * state.emitted
+        of_steps += [group if len(group) else None for group in groups[:to_come]]
+        self._plan.restore(
+            round=state.round,
+            step=state.step,
+            settings=RoundSettings(*state.settings),
+            settled=SettledRound(totals, of_steps, state.emitted),
+            is_last=state.last,
+            formed=groups[to_come:],
+        )
+        self._restore_filler(state, groups, needs_one=None in of_steps[state.emitted :])
+        self._use_present_options(at_end=state.is_at_end)
+        self._want_groups()
+
+    def _checked_groups(
+        self, state: AlignerState, groups: list[IntArray], in_round: int
+    ) -> list[Facts]:
+        """Return what is known of the groups of a state, once it is sure that they are whole."""
+        reader, pool = self._groups, self._pool
+        pooled = [] if pool is None else pool.planner.pool.ordinals().tolist()
+        held = reader.store.ordinals().tolist()
+        planned = np.concatenate([*groups, np.empty(0, np.int64)]).tolist()
+        emitted = {state.filler} - {None, *planned, *pooled}  # the filler, once a step has had it
+        is_whole = sorted([*planned, *pooled, *(emitted & {*held})]) == held
+        if not is_whole or any(not len(group) for group in groups[in_round:]):
+            raise StateError("the groups of RankAligner are damaged. Use an earlier checkpoint.")
+        settled = {ordinal for group in groups[:in_round] for ordinal in group.tolist()}
+        for ordinal, change in reader.restored.changed.items():
+            if ordinal in settled:
+                raise StateError(change)
+        return [reader.facts_of(group) for group in groups]
+
+    def _restore_filler(
+        self, state: AlignerState, groups: Sequence[Facts], *, needs_one: bool
+    ) -> None:
+        if state.filler_of_another is not None:
+            self._filler = _Filler.of_another_rank(state.filler_of_another)
+        elif state.filler is not None and state.filler in self._groups.store:
+            waits = self._pool is not None and state.filler in self._pool.planner.pool.ordinals()
+            is_planned = any(state.filler in group.ordinal for group in groups)
+            self._keep_filler(state.filler, is_out=not (waits or is_planned))
+        elif needs_one and not self._groups.restored.keys_changed:
+            raise StateError("the groups of RankAligner are damaged. Use an earlier checkpoint.")
 
     def save(self) -> AlignerState:
-        """Return the source's state, the plan of the round, and what is held of it."""
-        at = copy(self._at)
-        at.requested_max_tokens = self.requested_max_tokens
-        at.tasks = len(self.measure.tasks)
-        held: Any = self._held
-        at.held = held
-        at.left_out = [(*one,) for one in at.left_out]
-        return at
+        """Return the source's state, the totals of the round, and what is planned."""
+        plan, reader = self._plan, self._groups
+        given = reader if isinstance(reader, GroupReader) else None
+        groups: Any = PlannedGroups([*plan.settled.remaining, *plan.formed])
+        return AlignerState(
+            source=snapshot(self.source),
+            round=plan.round,
+            step=plan.step,
+            emitted=plan.settled.emitted,
+            totals=totals_to_bytes(plan.settled.totals),
+            tasks=len(self.measure.tasks),
+            last=plan.is_last,
+            settings=plan.settings.to_state(),
+            groups=groups,
+            requested_max_tokens=self.requested_max_tokens,
+            filler=reader.store.filler,
+            filler_of_another=None if self._filler is None else self._filler.encoded,
+            given=None if given is None else given.content(),
+            given_ended=given is not None and given.planner.ended,
+            left_out=[(*one,) for one in self._left_out],
+            unemitted_samples=self.unemitted_samples,
+        )
 
     def fixed_fields(self, state: AlignerState) -> Collection[str]:
         """Return what would let the ranks take different steps, were it another in mid-epoch."""
-        steps = state.steps()
-        if state.is_at_end(steps):
+        if state.is_at_end:
             return ()
-        of_the_plan = ("cost_fn", "modalities", "tasks") if len(steps) else ()
+        of_the_plan = ("cost_fn", "modalities", "tasks") if len(state.steps()) else ()
         return ("world_size", "round_size", "accumulate", "uneven", *of_the_plan)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -326,46 +407,57 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
         Raises:
             PeerError: another rank failed, left, or did not come within `timeout_s`.
-            StateError: the ranks do not go on from the same place.
+            StateError: the ranks do not go on from the same place, or a sample is not what it was
+                when the state was saved. The other ranks are told.
             WorkerError: the connections belong to the process that this one was forked from.
         """
-        at, rule = self._at, self.rule
         self.peers.check_process()
-        if at.emitted == len(self._steps) or not self.peers.channel.agreed:
-            if not self.peers.drive([self.prepare_step()], lambda: self.where)[0]:
-                raise StopIteration
-            at = self._at
-        index, step = at.emitted, at.step
-        at.emitted, at.step = at.emitted + 1, at.step + 1
-        item = self._steps.take(
+        if not self.peers.drive([self.prepare_step()], lambda: self.where)[0]:
+            raise StopIteration
+        plan, rule, store = self._plan, self.rule, self._groups.store
+        settled, index, step = plan.settled, plan.settled.emitted, plan.step
+        self.where = f"step {step} of epoch {self._epochs.epoch}"
+        with self.peers.reporting_failure(self.where):
+            if (facts := settled.groups[index]) is not None:
+                store.make(facts.ordinal)
+            elif self._filler is not None:
+                self._filler = self._filler._replace(samples=with_data_made(self._filler.samples))
+        plan.next_step()  # only now, so that no state loses a group that cannot be made
+        group = NO_SAMPLES if facts is None else store.take(facts.ordinal)
+        info = info_of_step(
+            settled,
             index,
+            group,
             rule,
             self.measure,
             step=step * rule.batches + rule.batch,
             epoch=self._epochs.epoch,
-            ends_epoch=at.is_at_end(self._steps) and rule.batch == rule.batches - 1,
-            left_out=tuple(self.take_left_out()),
+            ends_epoch=plan.is_at_end and rule.batch == rule.batches - 1,
+            left_out=tuple(self._left_out),
         )
-        if self._held is not None:
-            self._held = self._held.after(1)
-        if at.emitted == len(self._steps):
-            self._end_round()
-        return item
+        self._left_out = []
+        if facts is None and self._filler is not None:
+            group = self._filler.samples
+        if plan.is_at_end:
+            self._keep_filler(None)
+        return AlignedGroup(group, info)
 
     def prepare_step(self) -> Exchanges[bool]:
         """Settle rounds with the other ranks until there is a step; tell whether there is one."""
-        at = self._at
-        while at.emitted == len(self._steps):
-            if at.last:
-                return False
+        plan = self._plan
+        self._form_groups()
+        while plan.is_between_rounds:
             yield from self._begin_round()
+            self._form_groups()
+        if plan.is_at_end:
+            return False
         yield from self._agree()
         return True
 
     def take_left_out(self) -> list[LeftOut]:
         """Return the samples that were left out since the last step."""
-        taken, self._at.left_out = self._at.left_out, []
-        return [LeftOut(*one) for one in taken]
+        taken, self._left_out = [*self._left_out, *self._groups.take_left_out()], []
+        return taken
 
     def interrupt(self) -> None:
         """Make a `next` that waits for other ranks on another thread raise. A reset takes it back.
@@ -378,35 +470,40 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     # --------------------------------------------------------------------------------------------
 
-    def _clear(self) -> None:
-        fills, world_size = self.uneven == "fill", self.peers.world_size
-        balancer = None
-        if fills and world_size > 1 and self._pool is not None and self._pool.has_keys:
-            balancer = TailBalancer(self._pool, self.rank, world_size)
-        tasks = len(self.measure.tasks)
-        self._rounds = _Rounds(self.source, self._pool, balancer, self.measure, tasks, fills)
-        has_caps = world_size > 1 and type(self.measure.cost_fn) is BudgetCost
-        self._offered = self.round_size if has_caps else 0
-        self._steps = AlignedRound(tasks=tasks)
-        self._filler, self._held = None, None
-        self.where = "reset"
+    def _measured(self, group: Facts) -> GroupCost:
+        return self.measure(self._groups.store.look(group.ordinal))
+
+    def _form_groups(self) -> None:
+        """Form the groups that are due before the next step.
+
+        What the source raises meanwhile is raised once the steps of the round are out, so that all
+        ranks stand at the same step then.
+        """
+        plan = self._plan
+        try:
+            while self._failure is None and plan.lacks() > 0:
+                self._groups.fill()
+        except Exception as error:
+            if self._pool is None:  # A node of the user may have no state after an error.
+                raise
+            self._failure = error
+        if self._failure is not None and plan.is_between_rounds:
+            raise self._failure
 
     def _agree(self) -> Exchanges[None]:
         """Make sure, once after a reset, that all ranks go on from the same place."""
         if self.peers.channel.agreed:
             return
-        at, name = self._at, type(self).__name__
-        is_within = at.emitted < len(self._steps)
+        plan, name = self._plan, type(self).__name__
         below = [node for node in walk(self.source) if isinstance(node, WindowBucketer)]
-        settings = RoundSettings(*at.settings)
         config = {
-            "step": at.step,
+            "step": plan.step,
             "epoch": self._epochs.epoch,
-            "tokens of the next round": settings.max_tokens,
-            "caps of the next round": [*settings.caps],
-            "window of the next round": settings.window,
-            "whether the next round is the last": settings.is_last,
-            "totals of the round": self._steps.digest() if is_within else 0,
+            "tokens of the next round": plan.settings.max_tokens,
+            "caps of the next round": [*plan.settings.caps],
+            "window of the next round": plan.settings.window,
+            "whether the next round is the last": plan.settings.is_last,
+            "totals of the round": digest_of_totals(plan.settled.totals),
             "exclude": ", ".join(repr(node.excluded) for node in below),
             name: {**self.fingerprint(), "rank": None},
             **sharing_configs(self.source),
@@ -415,76 +512,59 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def _begin_round(self) -> Exchanges[None]:
         """Settle the next round with the other ranks."""
-        at, epoch = self._at, self._epochs.epoch
-        settings = RoundSettings(*at.settings)
-        self.where = where = f"round {at.round} of epoch {epoch} (from step {at.step})"
-        if self._pool is not None:
-            still = (self._rounds.lookahead, self._filler)
-            self._pool.release([block for block in still if block is not None])
-        groups, most, left_out, ahead = yield from self._read_groups(settings, where)
-        report = self._rounds.report(
-            groups, most, self._offered, has_filler=self._filler is not None
-        )
-        report = replace(report, max_tokens=self.requested_max_tokens)
-        yield from self._agree()
-        reports: Sequence[CostReport] = yield Ask(report, where, steps=most)
-        if not at.step and not any(one.groups for one in reports):
-            raise SampleError(
-                f"no rank has a sample in epoch {epoch}. {describe_empty_epoch(self.source)}"
+        plan, epoch, store = self._plan, self._epochs.epoch, self._groups.store
+        self.where = where = f"round {plan.round} of epoch {epoch} (from step {plan.step})"
+        rest, first_received = None, store.next_ordinal
+        try:
+            if plan.settings.is_last and self._pool is not None:
+                yield from self._agree()
+                rest = plan.rest()
+                place = self.rank, self.peers.world_size, where
+                yield from share_rest(rest, self._pool, *place)
+            report = plan.report(
+                rest,
+                has_filler=self._filler is not None,
+                max_tokens=self.requested_max_tokens,
             )
-        if groups and self.peers.world_size > 1:  # One rank fills no step.
-            samples = SampleBlock.joined(groups)
-            self._filler, at.filler = samples.take([best_filler(samples)]).alone(), None
-        if self.uneven == "fill":
-            yield from self._share_filler(reports, where)
-        key = hash_ints(self._seed, epoch, at.round)
-        self._stand_at(plan_round(reports, uneven=self.uneven, key=key))
-        at.settings = next_settings(
-            reports,
-            settings,
-            next_steps=self._round_steps(at.round + 1),
-            planned_steps=at.step + len(self._steps),
-            round_size=self.round_size,
-        ).to_state()
-        at.left_out = [*at.left_out, *at.left_out_ahead, *left_out]
-        at.left_out_ahead = [(*one,) for one in ahead]
-        if self.uneven == "stop" and at.last:
-            self._drop(groups[len(self._steps) :])
-        at.source = snapshot(self.source)
-        self._hold()
-        if not len(self._steps):
-            self._end_round()
-
-    def _read_groups(
-        self, settings: RoundSettings, where: str
-    ) -> Exchanges[tuple[list[SampleBlock], int, list[LeftOut], list[LeftOut]]]:
-        """Return groups and most steps of the next round, and what it and the next one leave out.
-
-        The state stays that of before, should the exchange fail.
-        """
-        if settings.is_last and (balancer := self._rounds.balancer) is not None:
             yield from self._agree()
-            rest = self._rounds.read_rest(settings)
-            left_out, ahead = self._rounds.take_left_out(), list[LeftOut]()
-            groups, most = yield from balancer.groups(rest, where)
-            left_out += balancer.left_out
-        else:
-            most = self._round_steps(self._at.round)
-            groups = self._rounds.read(most, settings)
-            left_out = self._rounds.take_left_out()
-            self._rounds.read_ahead(groups, most)
-            ahead = self._rounds.take_left_out()
-            if self._rounds.lookahead is None:  # The source has ended.
-                left_out, ahead = [*left_out, *ahead], []
-        return groups, most, left_out, ahead
+            most = plan.most_steps if rest is None else rest.steps
+            reports: Sequence[CostReport] = yield Ask(report, where, steps=most)
+            if not plan.step and not any(one.groups for one in reports):
+                raise SampleError(
+                    f"no rank has a sample in epoch {epoch}. {describe_empty_epoch(self.source)}"
+                )
+            groups = plan.groups_of_round(rest)
+            if groups and self.peers.world_size > 1:  # One rank fills no step.
+                ordinals = np.concatenate([group.ordinal for group in groups])
+                self._keep_filler(int(ordinals[best_filler(store.look(ordinals))]))
+            if self.uneven == "fill":
+                yield from self._share_filler(reports, where)
+        except BaseException:  # The state stays that of before.
+            ordinals = store.ordinals()
+            store.drop(ordinals[ordinals >= first_received])
+            raise
+        self._drop(plan.settle(plan.agree(reports)))
+        # Of all that was read for the round: the same whenever its groups were formed.
+        self._left_out += self._groups.take_left_out()
+        self._want_groups()
+        if rest is not None:
+            store.take(rest.given.ordinal)
 
-    def _stand_at(self, plan: RoundPlan) -> None:
-        """Stand before the first step of a plan."""
-        at = self._at
-        self._steps = AlignedRound.of(plan, self.rank)
-        self._steps.fill(self._rounds.groups(plan.splits[self.rank]), self._filler)
-        at.last, at.emitted, at.plan = plan.last, 0, self._steps.to_bytes()
-        at.source_exhausted = self._rounds.lookahead is None
+    def _want_groups(self) -> None:
+        """Have the data of the next steps made first, where a restore has left that for later."""
+        groups = [*self._plan.settled.remaining, *self._plan.formed]
+        self._groups.store.want(group.ordinal for group in groups if group is not None)
+
+    def _keep_filler(self, ordinal: int | None, *, is_out: bool = False) -> None:
+        """Fill steps with a sample of this rank from now on, or with none.
+
+        is_out: whether a step has had the sample.
+        """
+        store = self._groups.store
+        store.keep_filler(ordinal, is_out=is_out)
+        self._filler = None
+        if ordinal is not None:
+            self._filler = _Filler(store.look(np.array([ordinal])).alone())
 
     def _share_filler(self, reports: Sequence[CostReport], where: str) -> Exchanges[None]:
         """Give ranks that never had a sample one of another rank's to fill with."""
@@ -494,57 +574,38 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         data = b""
         if self.rank == donor and self._filler is not None:
             self.where = f"{where}, sending a sample to a rank that has none"
-            data = encode_sample(self._filler[0]._replace(ordinal=None))  # a number of this rank
+            data = encode_sample(self._filler.samples[0]._replace(ordinal=None))  # of this rank
         texts: Sequence[bytes] = yield Ask(data, where)
         if not reports[self.rank].has_filler:
-            self._at.filler = texts[donor]
-            self._filler = SampleBlock.of([decode_sample(texts[donor])])
+            self._filler = _Filler.of_another_rank(texts[donor])
 
-    def _drop(self, groups: list[SampleBlock]) -> None:
-        """Count the samples that this rank has left, as another one has ended, with a warning."""
-        at = self._at
-        left = [*chain(*groups, self._rounds.lookahead or ())]
-        dropped = [LeftOut(one.key, one.source, "unemitted") for one in left]
-        count = len(left) + remaining_samples(self.source)
-        pooled = [] if self._pool is None else self._pool.drop_remaining()
-        at.left_out, at.left_out_ahead = [*at.left_out, *at.left_out_ahead, *dropped, *pooled], []
-        at.unemitted_samples += count
-        self._rounds.lookahead, at.source_exhausted = None, True
+    def _drop(self, groups: list[Facts]) -> None:
+        """Leave out the samples that this rank has left, as another one has ended; warn of them."""
+        if self.uneven != "stop" or not self._plan.is_last:
+            return
+        count = sum(map(len, groups)) + self._groups.remaining_samples
+        self._groups.end_early(Facts.joined(groups))
+        self.unemitted_samples += count
         if count:
             warn_user(
                 f'`uneven="stop"`: another rank has ended, so {count} samples of rank {self.rank} '
                 f"are not emitted in epoch {self._epochs.epoch}."
             )
 
-    def _hold(self) -> None:
-        at = self._at
-        filler = self._filler if self._filler is not None and at.filler is None else NO_SAMPLES
-        groups = self._steps.groups()[at.emitted :]
-        held = [*groups, self._rounds.lookahead or NO_SAMPLES, filler]
-        self._held = HeldSamples.of(held, as_records=can_restore(self.source))
-
-    def _end_round(self) -> None:
-        """Stand at the beginning of the next round, or at the end of the epoch."""
-        at = self._at
-        if at.last:
-            if self._pool is not None:
-                self._pool.release()
-            self._steps.fill([], None)
-            at.source, self._held = snapshot(self.source), None
-            return
-        self._steps = AlignedRound(tasks=len(self.measure.tasks))
-        at.emitted, at.plan = 0, None
-        at.round += 1
-
     def _use_present_options(self, *, at_end: bool) -> None:
         """Plan the further steps anew, where keys or limits are others than in the state."""
-        at, name = self._at, type(self).__name__
+        plan, name = self._plan, type(self).__name__
         below = [node for node in walk(self.source) if isinstance(node, WindowBucketer)]
-        has_keys = any(node.keys_changed for node in below)
-        has_limits = any(node.limits_changed for node in below)
-        if at_end or at.held is None or loading().leaves_epoch or not (has_keys or has_limits):
+        has_keys = any(node.restored.keys_changed for node in below)
+        has_limits = any(node.restored.limits_changed for node in below)
+        is_planned = len(plan.settled) or plan.formed
+        if has_keys and not at_end and self._filler is not None:
+            filler = self._filler.samples.without_data()[0]
+            if any(filler in node.excluded for node in below):
+                self._keep_filler(None)
+        if at_end or not is_planned or loading().leaves_epoch or not (has_keys or has_limits):
             return
-        inside = at.emitted % self.accumulate
+        inside = plan.settled.emitted % self.accumulate
         if has_keys and (self._pool is None or inside):
             why = (
                 f"it is within an optimizer step of {self.accumulate} steps, of which {inside} "
@@ -557,81 +618,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                     "hold some. Resume from a state that was saved after the last step of an epoch"
                 )
             raise StateError(
-                f"{name} cannot exclude more samples at step {at.step} of epoch {at.epoch}: {why}."
+                f"{name} cannot exclude more samples at step {plan.step} of epoch "
+                f"{self._epochs.epoch}: {why}."
             )
         if self._pool is not None:
-            self._plan_anew(at.emitted + -inside % self.accumulate)
-
-    def _plan_anew(self, steps: int) -> None:
-        """End the round after so many steps, and put the samples of the others into the pool."""
-        at, pool = self._at, self._pool
-        assert pool is not None
-        was_in_round, steps = len(self._steps) > 0, min(steps, len(self._steps))
-        cut = [*self._steps.cut(steps), self._rounds.lookahead or NO_SAMPLES]
-        if self._filler is not None and self._filler[0] in pool.excluded:
-            self._filler, at.filler, self._steps.filler = None, None, None
-        still = [*self._steps.groups(), self._filler or NO_SAMPLES]
-        pool.put_back(SampleBlock.joined(cut), still)
-        self._rounds.lookahead, self._rounds.has_ended = None, False
-        at.plan, at.last, at.source_exhausted = self._steps.to_bytes(), False, False
-        at.left_out, at.left_out_ahead = at.left_out + at.left_out_ahead, []
-        at.source = snapshot(self.source)
-        if was_in_round and at.emitted == len(self._steps):
-            self._end_round()
-
-    def _round_steps(self, number: int) -> int:
-        return round_steps(number, self.peers.world_size, self.round_size, self.accumulate)
-
-
-class _Rounds(RoundPlanner):
-    """The rounds of an aligner, of the groups of the node below it."""
-
-    def __init__(
-        self,
-        node: BaseNode[Any],
-        pool: WindowBucketer | None,
-        balancer: TailBalancer | None,
-        *options: Any,
-    ) -> None:
-        # A node in between might read ahead, and groups would depend on how far it has come.
-        super().__init__(None if pool is None else pool.planner, *options)
-        self._node, self.balancer = node, balancer
-        self.has_ended = False
-
-    def next_group(self) -> SampleBlock | None:
-        """Return the next group; `None` where the epoch has no more."""
-        if self.has_ended:
-            return None
-        try:
-            group: Any = next(self._node)
-        except StopIteration:
-            self.has_ended = True
-            return None
-        if isinstance(group, SampleBlock) and group:
-            return group
-        if isinstance(group, list) and group and all(isinstance(one, Sample) for one in group):
-            return SampleBlock.of(group)
-        kind = "an empty list" if group == [] else f"`{type(group).__name__}`"
-        raise TypeError(
-            "`source` of RankAligner must yield groups, `list[Sample]`, but yielded "
-            f"{kind} instead. Put a `WindowBucketer` before it."
-        )
-
-    def left(self) -> int:
-        """Return how many samples this rank has left; -1 where it cannot share them.
-
-        Of data that each rank has for itself, some may have far more left.
-        """
-        lookahead, balancer = self.lookahead, self.balancer
-        if balancer is None:
-            return -1
-        if lookahead is None:
-            return 0
-        if not balancer.are_shared(lookahead).all():
-            return -1
-        known = balancer.pool.known_remaining()
-        return UNKNOWN_LEFT if known is None else len(lookahead) + known
-
-    def take_left_out(self) -> list[LeftOut]:
-        """Return the samples that were left out since the last call."""
-        return call_member(self._node, "take_left_out") or []
+            samples = plan.replan(plan.settled.emitted + -inside % self.accumulate)
+            self._pool.put_back(samples)

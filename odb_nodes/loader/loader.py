@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes._compat.torchdata import replays_items, unrepeatable_sampler
-from odb_nodes._core.checks import check_bool, check_count
+from odb_nodes._core.checks import check_bool, check_choice, check_count
 from odb_nodes._core.processes import Owner
 from odb_nodes.contract import NodeState, SourceState, copy_state, graph, snapshot
 from odb_nodes.contract.config import Loading, loading_with, several_changes
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+
+Verify = Literal["lazy", "eager"]
+"""When the samples of a state are compared with those that are made again: see `Loader`."""
 
 _NODE = "Loader"  # the name in a state, that of subclasses too
 _NO_ITEM: Any = object()
@@ -203,7 +206,12 @@ class Loader(Generic[T]):
         return seal_whole(_NODE, state)
 
     def load_state_dict(
-        self, state_dict: dict[str, Any], *, strict: bool = True, change_budget: bool = False
+        self,
+        state_dict: dict[str, Any],
+        *,
+        strict: bool = True,
+        change_budget: bool = False,
+        verify: Verify = "lazy",
     ) -> None:
         """Make the next `iter()` continue from a state, which is copied.
 
@@ -212,15 +220,25 @@ class Loader(Generic[T]):
             strict: whether a state of another configuration is an error, or only a warning.
             change_budget: whether the budget may have lower `tokens`, `max_samples` and
                 `max_patches` than before, on all ranks. Not for padded budgets with `shapes`.
+            verify: when the waiting samples are made again and compared with the state. `"lazy"`:
+                each before the batch that holds it; `"eager"`, and with `strict=False`: all of
+                them in `iter()`.
 
         Raises:
             StateError: it is no state of a `Loader`, or is damaged. `iter()` raises if the state
-                does not fit the nodes.
-            TypeError: `change_budget` is no bool.
+                does not fit the nodes, and it or a later batch if a sample has changed.
+            TypeError, ValueError: `change_budget` is no bool, or `verify` is another string.
         """
         check_bool("change_budget", change_budget)
+        check_choice("verify", verify, get_args(Verify))
         state = unseal_whole(state_dict, _NODE, LoaderState)
-        self._at = _Paused(state, Loading(not strict, change_budget, state.left))
+        loading = Loading(
+            may_differ=not strict,
+            smaller_budget=change_budget,
+            makes_all=verify == "eager",
+            leaves_epoch=state.left,
+        )
+        self._at = _Paused(state, loading)
         self._next_epoch, self._next_weights = state.next_epoch, state.next_weights
 
     def set_epoch(self, epoch: int) -> None:

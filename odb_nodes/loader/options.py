@@ -16,7 +16,6 @@ from odb_nodes._core.checks import (
     keep_count,
 )
 from odb_nodes.alignment.aligned_round import LossRule, LossScaling
-from odb_nodes.alignment.exchange import group_rank
 from odb_nodes.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.collate.protocol import Collate
 from odb_nodes.nodes.exclusions import Exclude, ExcludedKeys
@@ -34,7 +33,6 @@ CollateIn = Literal["auto", "workers", "main"]
 ProcessFn = Callable[[Any], Any] | None
 
 _IN_FLIGHT_OF_AUTO = 1024  # samples: the window is not known when workers start
-_WINDOWS_OF_ROUND = 3  # a round of 32 steps and the refill of the pool take up to so many windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +118,11 @@ class LoaderOptions(BatchOptions, JobOptions):
 
     @property
     def worker_options(self) -> WorkerOptions:
-        """How processing runs: with samples in flight for a refill of the pool, or for a round."""
+        """How processing runs: with samples in flight for a refill of the pool."""
         options = self.workers or WorkerOptions(num_workers=self.num_workers)
         if options.in_flight_samples is not None:
             return options
         window = _IN_FLIGHT_OF_AUTO if self.window == AUTO else self.window
-        if group_rank(self.process_group)[1] > 1:
-            window = _WINDOWS_OF_ROUND * max(window, _IN_FLIGHT_OF_AUTO)
         ahead = 4 * options.nominal_chunk_samples * options.num_workers
         return replace(options, in_flight_samples=max(window, ahead))
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from odb_nodes.alignment.aligned_round import ordinals_of
 from odb_nodes.alignment.rank_aligner import AlignerState
 from odb_nodes.contract import EpochState, NodeState
 from odb_nodes.contract.state import DIGEST, unseal
@@ -24,8 +25,8 @@ from odb_nodes.errors import StateError
 from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.nodes.group_collator import CollatorState
 from odb_nodes.nodes.length_observer import ObserverState
-from odb_nodes.nodes.pooled_table import from_bits, to_bits
 from odb_nodes.nodes.sample_records import NO_RECORDS, among, are_numbered, from_records, to_records
+from odb_nodes.nodes.sample_store import from_bits, to_bits
 from odb_nodes.nodes.window_bucketer import BucketerState
 from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.group_planner import RoundSettings
@@ -121,11 +122,13 @@ _EPOCH_START: Mapping[str, Mapping[str, Any]] = {
     "LengthObserver": {"position": 0},
     "ParallelProcessor": {"taken": 0, "position": 0, "taken_of": {}},
     "RankAligner": {
-        "plan": None,
+        "totals": None,
+        "groups": ([], None),
         "filler": None,
+        "filler_of_another": None,
         "emitted": 0,
-        "source_exhausted": False,
-        "left_out_ahead": [],
+        "given": None,
+        "given_ended": False,
     },
     "ShardedSampler": _SHARE,
     "SourceMixer": {"exhausted": [], "ended": False, "weights": {}, "targets": {}, "had": []},
@@ -134,7 +137,6 @@ _EPOCH_START: Mapping[str, Mapping[str, Any]] = {
         "pulled_since_source": 0,
         "ended": False,
         "is_cut": False,
-        "planned": None,
         "dearest_groups": 0,
         "caps": None,
     },
@@ -156,7 +158,7 @@ def _at_epoch_start(state: Any, rank: int, ranks: Ranks) -> Any:
     new |= _EPOCH_START.get(node, {})
     if node == "WindowBucketer":
         is_replay = new["mode"] == "replay"
-        new["pool"] = (None, NO_RECORDS, None) if is_replay else (None, None, [])
+        new["held"] = (0, None, None, *((NO_RECORDS, None) if is_replay else (None, [])))
     if node == "SourceMixer":
         new |= {name: dict.fromkeys(new["sources"], 0) for name in ("samples", "tokens")}
     config = new["config"]
@@ -207,14 +209,13 @@ def _sources(found: Sequence[Any], new: States) -> tuple[list[Any], list[Any]]:
 def _reshard_aligner(states: States, new: States, ranks: Ranks, left: bool) -> bool:
     """Let the round end. Tell whether the states stand between two epochs."""
     found = opened(states, AlignerState)
-    at_end = left or all(at.is_at_end(at.steps()) for at in found)
-    between_epochs = at_end or not any(at.step or at.round or at.plan for at in found)
+    at_end = left or all(at.is_at_end for at in found)
+    between_epochs = at_end or not any(at.step or at.round or at.groups[0] for at in found)
     asked = [at.requested_max_tokens for at in found if at.requested_max_tokens]
     changes: dict[str, Any] = {
         "started": any(at.started for at in found),
         "requested_max_tokens": min(asked, default=0),
         "last": at_end,
-        "held": None,
     }
     sources, new_sources = _sources(found, new)
     if between_epochs:
@@ -227,12 +228,10 @@ def _reshard_aligner(states: States, new: States, ranks: Ranks, left: bool) -> b
         check_same("RankAligner", found, "totals_digest")  # last: other errors say what differs
         settings = RoundSettings(*found[0].settings)
         is_last = settings.is_last and ranks.after > 1
-        changes["held"] = ([0, 0], NO_RECORDS, None)
-        changes["round"] = found[0].round + any(at.plan is not None for at in found)
         changes["settings"] = settings._replace(caps=(), is_last=is_last).to_state()
     for state, own in zip(new, ranks.redistribute(found), strict=True):
         state |= changes
-        state["left_out"] = [one for at in own for one in (*at.left_out, *at.left_out_ahead)]
+        state["left_out"] = [one for at in own for one in at.left_out]
         state["unemitted_samples"] = sum(at.unemitted_samples for at in own)
     return between_epochs
 
@@ -261,7 +260,7 @@ def check_between_optimizer_steps(
     """
     accumulate = config["accumulate"]
     inside = at.emitted % accumulate
-    if (inside or out) and not at.is_at_end(at.steps()):
+    if (inside or out) and not at.is_at_end:
         done, what = inside * hosted + out, "batches" if hosted > 1 else "steps"
         raise StateError(
             f"the loader stands at step {at.step} of epoch {at.epoch}, within an optimizer step of "
@@ -293,9 +292,10 @@ def _reshard_pool(found: Sequence[AlignerState], new: States, ranks: Ranks) -> N
     if agreed := RoundSettings(*found[0].settings).max_tokens:
         limits = limits._replace(tokens=min(agreed, limits.tokens))
     for state, own, pulled in zip(new, records, done, strict=True):
+        ordinals = np.arange(pulled - len(own), pulled)
         state |= {
             "pulled": pulled,
-            "pool": (to_bits(np.ones(len(own), bool)), to_records(own), None),
+            "held": (*to_bits(ordinals, ordinals), to_records(own), None),
             "limits": (*limits,),
             "has_own_limits": agreed > 0 or any(pool.has_own_limits for pool in pools),
             "dearest_groups": max(pool.dearest_groups for pool in pools),
@@ -307,11 +307,9 @@ def _waiting(found: Sequence[AlignerState], pools: Sequence[BucketerState]) -> S
     """Return the records of all samples that were read, and are in no step: the oldest first."""
     parts, ages = [], []
     for at, pool in zip(found, pools, strict=True):
-        sizes, held_state, _ = at.held or ([0], NO_RECORDS, None)
-        bits, pool_state, _ = pool.pool
-        held = from_records(held_state)[: sum(sizes[:-1])]  # no filler
-        pooled = from_records(pool_state)
-        if None in (held_state, pool_state) or are_numbered(held) or are_numbered(pooled):
+        *_, records_state, payload = pool.held
+        records = from_records(records_state)
+        if payload is not None or are_numbered(records):
             if pool.mode == "replay":
                 _check_known(pool.source)
             raise StateError(
@@ -319,10 +317,10 @@ def _waiting(found: Sequence[AlignerState], pools: Sequence[BucketerState]) -> S
                 'keys that all ranks share, or the pool is saved with `state="payload"`, so no '
                 f"other rank can make the samples that wait. {_AFTER_THE_LAST}"
             )
-        ordinals = from_bits(bits, pool.pulled)
-        oldest = pool.pulled - min(ordinals, default=pool.pulled)
-        parts += [held, pooled]
-        ages += [oldest + np.arange(len(held), 0, -1), pool.pulled - np.array(ordinals)]
+        held, pooled = from_bits(pool.held)
+        waits = np.isin(held, np.concatenate([pooled, *ordinals_of(at.groups)]))  # no filler
+        parts.append(records.take(np.flatnonzero(waits)))
+        ages.append(pool.pulled - held[waits])
     return SampleBlock.joined(parts).take(np.argsort(-np.concatenate(ages), kind="stable"))
 
 

@@ -152,17 +152,34 @@ def _parsed(line: str, where: str) -> tuple[str, int]:
 class ExclusionCounter:
     """The samples of an epoch that are excluded, skipped, or exceed the budget on their own."""
 
-    def __init__(
-        self, budget: TokenBudget, keys: ExcludedKeys, said: set[str | None] | None = None
-    ) -> None:
+    def __init__(self, budget: TokenBudget, keys: ExcludedKeys) -> None:
         self.budget = budget  # tells which samples are oversize; it may become smaller
-        # What was warned of, in earlier epochs too: reasons, `None` for oversize samples.
-        self.said = set() if said is None else said
+        # What was warned of, in earlier epochs too: reasons, `None` for oversize samples; summaries
+        self._said: set[str | None] = set()
         self.keys = keys
         self.excluded = self.oversize = 0
         self.dropped = 0  # oversize samples that `oversize="drop"` left out
         self.skipped: dict[str, int] = {}  # by reason
         self.left_out: list[LeftOut] = []  # until they are taken
+
+    def of_next_epoch(self, budget: TokenBudget, keys: ExcludedKeys) -> ExclusionCounter:
+        """Return a counter of another epoch, which does not repeat what was warned of."""
+        counter = ExclusionCounter(budget, keys)
+        counter._said = self._said
+        return counter
+
+    def use_present(self, budget: TokenBudget, keys: ExcludedKeys) -> None:
+        """Go on with a smaller budget, and with more keys."""
+        self.budget, self.keys = budget, keys
+
+    def leave_out(self, samples: Iterable[LeftOut]) -> None:
+        """Have `take_left_out` return these, too, which are counted elsewhere."""
+        self.left_out += samples
+
+    def take_left_out(self) -> list[LeftOut]:
+        """Return the samples that were left out since the last call."""
+        taken, self.left_out = self.left_out, []
+        return taken
 
     def restore(self, state: Any) -> None:
         """Go on from a state."""
@@ -187,7 +204,7 @@ class ExclusionCounter:
     def exclude_from(self, samples: SampleBlock) -> npt.NDArray[np.bool_]:
         """Count the samples that are left out by their keys; tell which they are, (n,) bool."""
         is_out = self.are_excluded(samples)
-        self._exclude(samples.take(np.flatnonzero(is_out)))
+        self._exclude(samples.take(np.flatnonzero(is_out)).without_data())
         return is_out
 
     def _exclude(self, samples: Sequence[Sample | Skipped]) -> None:
@@ -243,6 +260,12 @@ class ExclusionCounter:
             self.left_out.append(LeftOut(sample.key, sample.source, "dropped"))
         return not drops
 
+    def warn_of_summary(self, samples: int) -> None:
+        """Say what has become of the samples of an epoch, unless it was so in one before."""
+        summary = self.summary(samples)
+        if summary and self._is_new(summary):
+            warn_user(summary)
+
     def summary(self, samples: int) -> str:
         """Return what became of samples beyond the first of each kind; "" if there are none."""
         skipped = sum(self.skipped.values())
@@ -275,8 +298,8 @@ class ExclusionCounter:
         )
 
     def _is_new(self, kind: str | None) -> bool:
-        is_new = kind not in self.said
-        self.said.add(kind)
+        is_new = kind not in self._said
+        self._said.add(kind)
         return is_new
 
     def _skip(self, sample: Skipped, ordinal: int) -> None:

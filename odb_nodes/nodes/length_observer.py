@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torchdata.nodes import BaseNode
 from odb_nodes._core.checks import check_callable
 from odb_nodes._core.hashing import stable_name
 from odb_nodes.contract import NodeState, SourceState, StatefulNode
+from odb_nodes.contract.again import ItemsAgain, make_again
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.node import call_member, can_restore, check_node, checked_key, restore_items
 from odb_nodes.errors import SampleError
@@ -77,6 +78,11 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
         for data, item in zip(restore_items(self.source, items), items, strict=True):
             yield self._observed(data, item, f"the sample of {item}")
 
+    def make_again(self, items: Sequence[ItemKey]) -> ItemsAgain | None:
+        """Return samples of this epoch that are made again when they are taken."""
+        again = make_again(self.source, items)
+        return None if again is None else _ObservedAgain(again, items, self._observed)
+
     def select(self, wanted: Sequence[bool]) -> bool:
         """Let the source leave samples out, see `ParallelProcessor.select`."""
         if not call_member(self.source, "select", wanted):
@@ -95,3 +101,27 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only if it is equal."""
         return {"observe": self._name}
+
+
+class _ObservedAgain(ItemsAgain):
+    """Samples of items that the source makes again."""
+
+    def __init__(
+        self,
+        again: ItemsAgain,
+        items: Sequence[ItemKey],
+        observed: Callable[[Any, ItemKey, str], Sample | Skipped],
+    ) -> None:
+        self._again, self._items, self._observed = again, items, observed
+
+    def want(self, rows: Sequence[int]) -> None:
+        """Have these made after those that were wanted before, and before all others."""
+        self._again.want(rows)
+
+    def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
+        """Return for each row a sequence of samples, and the place of the row's sample there."""
+        samples = [
+            self._observed(run[at], item := self._items[row], f"the sample of {item}")
+            for row, (run, at) in zip(rows, self._again.take(rows), strict=True)
+        ]
+        return [(samples, place) for place in range(len(rows))]

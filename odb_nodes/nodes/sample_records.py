@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +23,7 @@ from odb_nodes.sample_block import (
     DIGEST,
     FACTS,
     ITEM,
+    KEY,
     KIND,
     NONE,
     ORDINAL,
@@ -30,6 +31,7 @@ from odb_nodes.sample_block import (
     REPEAT,
     TARGETS,
     TOKENS,
+    IntArray,
     SampleBlock,
     SampleKind,
     code_of,
@@ -38,16 +40,19 @@ from odb_nodes.sample_block import (
 
 logger = logging.getLogger("odb_nodes")
 
-RecordsState = tuple[bytes | None, bytes | None, list[tuple[str, int]], bytes | None, bytes | None]
-"""The records of samples: tokens and digest of each, the low and the high half of 8 bytes; keys;
-source and world size of each origin; the number of its origin for each sample, where there are
-several; repeats, where some are not 0, in the fewest bytes. 16 bytes a sample; 2 more in a mixture,
-and 1, 2, 4 or 8 for repeats."""
+RecordsState = tuple[
+    bytes | None, bytes | None, list[tuple[Any, ...]], bytes | None, dict[str, bytes]
+]
+"""The records of samples, which say all of them but their data: tokens and digest of each, the low
+and the high half of 8 bytes; keys of items; each `SampleKind`; the number of its kind for each
+sample, where there are several; and columns by name, in the fewest bytes, where samples have
+other values than most: repeats (0), targets (one less than tokens), patches (0), and keys (those
+of the items). 16 bytes a sample; 2 more in a mixture, and 1, 2, 4 or 8 for each such column."""
 
-NO_RECORDS: RecordsState = (None, None, [], None, None)
+NO_RECORDS: RecordsState = (None, None, [], None, {})
 
-NUMBERED = ("", 0)
-"""The origin of samples without keys: they are numbered in the order in which a rank reads them."""
+NUMBERED = ("", "", "", "", 0, 0)
+"""The kind of samples without keys: they are numbered in the order in which a rank reads them."""
 
 T = TypeVar("T")
 
@@ -64,16 +69,24 @@ class Remaking:
 
     def __init__(self, records: SampleBlock, node: str) -> None:
         self._facts, self._kinds, self._node = records.facts, records.kinds, node
-        self._warned = False
+        self._changed: dict[int, str] = {}  # by row, where that is allowed
+
+    def changed_samples(self, ordinals: IntArray) -> dict[int, str]:
+        """Return how samples, whose ordinals these are, differ from their records."""
+        return {int(ordinals[row]): change for row, change in self._changed.items()}
 
     def all(self, source: BaseNode[Any]) -> list[Sample]:
         """Return all samples, which the source makes by their items, neighbours together."""
-        rows = zip(self._kinds, *self._facts[[ITEM, REPEAT]].tolist(), strict=True)
-        items = [ItemKey(str(of.item_source), key, of.world_size, n) for of, key, n in rows]
+        items = self.items()
         order = np.lexsort(self._facts[[ITEM, KIND]]).tolist()
         again = with_progress(restore_items(source, [items[one] for one in order]), len(items))
         found = {index: self.checked(index, one) for index, one in zip(order, again, strict=True)}
         return [found[index] for index in range(len(items))]
+
+    def items(self) -> list[ItemKey]:
+        """Return the key of each item."""
+        rows = zip(self._kinds, *self._facts[[ITEM, REPEAT]].tolist(), strict=True)
+        return [ItemKey(str(of.item_source), key, of.world_size, n) for of, key, n in rows]
 
     def checked(self, index: int, sample: Sample | Skipped) -> Sample:
         """Return a sample, once it is known to be what it was."""
@@ -98,16 +111,17 @@ class Remaking:
             "that a cache, a Python generator or a call makes; for those there is "
             '`state="payload"`), or the data changed.'
         )
+        change = (
+            f"{self._node} cannot be restored: {found}. {causes} If the change is meant, load "
+            "with `strict=False`; within a round of steps, which is planned by its samples, "
+            "that does not help, but a state that was saved after the last step of an epoch "
+            "does."
+        )
         if not loading().may_differ:
-            raise StateError(
-                f"{self._node} cannot be restored: {found}. {causes} If the change is meant, load "
-                "with `strict=False`; within a round of steps, which is planned by its samples, "
-                "that does not help, but a state that was saved after the last step of an epoch "
-                "does."
-            )
-        if not self._warned:
+            raise StateError(change)
+        if not self._changed:
             warn_user(f"{found}. {causes} Further ones are not named.")
-        self._warned = True
+        self._changed[index] = change
         return sample
 
 
@@ -118,7 +132,7 @@ def to_records(block: SampleBlock) -> RecordsState:
     facts = block.facts
     costs = facts[TOKENS].astype("<u8") | facts[DIGEST].astype("<u8") << np.uint64(32)
     if facts[ORDINAL, 0] != NONE:
-        return costs.tobytes(), facts[ORDINAL].tobytes(), [NUMBERED], None, None
+        return costs.tobytes(), facts[ORDINAL].tobytes(), [NUMBERED], None, {}
     if (facts[ITEM] == NONE).any():
         raise SampleError(
             "the source can read items by their keys, but `item_key()` returned None for one "
@@ -128,41 +142,73 @@ def to_records(block: SampleBlock) -> RecordsState:
     known, kinds = codes[:1], np.zeros(len(codes), np.intp)
     if (codes != codes[0]).any():
         known, kinds = np.unique(codes, return_inverse=True)
-    found = [(str(kind.item_source), kind.world_size) for kind in kinds_of(known.tolist())]
-    origins, numbers, repeats = sorted({*found}), None, None
-    if len(origins) > 1:
-        numbers = np.array([*map(origins.index, found)], "<u2")[kinds].tobytes()
-    if facts[REPEAT].any():
-        repeats = facts[REPEAT].astype(np.min_scalar_type(facts[REPEAT].max())).tobytes()
-    return costs.tobytes(), facts[ITEM].tobytes(), origins, numbers, repeats
+    found = [(*kind,) for kind in kinds_of(known.tolist())]
+    distinct, numbers = sorted({*found}), None
+    if len(distinct) > 1:
+        numbers = _narrow(np.array([*map(distinct.index, found)])[kinds])
+    usual = _usual(facts)
+    columns = {
+        name: _narrow(facts[row])
+        for name, row in _COLUMNS.items()
+        if (facts[row] != usual[name]).any()
+    }
+    return costs.tobytes(), facts[ITEM].tobytes(), distinct, numbers, columns
 
 
 def from_records(state: RecordsState | None) -> SampleBlock:
     """Return what is known of the samples of records, without data."""
-    costs_of, keys_of, origins, numbers_of, repeats_of = state or NO_RECORDS
     try:
+        costs_of, keys_of, kinds_state, numbers_of, columns = state or NO_RECORDS
         costs = np.frombuffer(costs_of or b"", "<u8")
         n = len(costs)
-        keys = np.frombuffer(keys_of or b"", "<i8")
-        width = len(repeats_of or b"") // n if n else 0
-        narrow = f"<u{width}" if width in (1, 2, 4) else "<i8"
-        repeats = np.frombuffer(repeats_of or bytes(8 * n), narrow).astype("<i8")
-        numbers = np.frombuffer(numbers_of or bytes(2 * n), "<u2")
-        if not len(keys) == len(repeats) == len(numbers) == n:
-            raise ValueError("samples and their keys are not of one number.")
-        if (keys < 0).any() or (repeats < 0).any() or (numbers >= max(1, len(origins))).any():
-            raise ValueError("keys of samples are not valid.")
-    except ValueError as error:
+        facts = np.full((FACTS, n), NONE, np.int64)
+        facts[TOKENS], facts[DIGEST] = costs & np.uint64(2**32 - 1), costs >> np.uint64(32)
+        facts[ITEM] = np.frombuffer(keys_of or b"", "<i8")
+        numbers = _widened(numbers_of or bytes(n), n)
+        kinds = [_kind_of(kind) for kind in kinds_state]
+        facts[KIND] = np.array([*map(code_of, kinds)] or [0])[numbers]
+        usual = _usual(facts)
+        for name, row in _COLUMNS.items():
+            facts[row] = _widened(columns[name], n) if name in columns else usual[name]
+        if (facts[:KIND] < 0).any() or (facts[[ITEM, REPEAT]] < 0).any() or (numbers < 0).any():
+            raise ValueError("what is known of samples is not valid.")
+        if {*columns} - {*_COLUMNS} or (n and not kinds):
+            raise ValueError("it lacks what is known of samples.")
+    except (ValueError, TypeError, IndexError) as error:
         raise StateError(f"a state is damaged: {error} Use an earlier checkpoint.") from error
-    facts = np.full((FACTS, n), NONE, np.int64)
-    facts[[TARGETS, PATCHES]] = 0
-    facts[TOKENS], facts[DIGEST] = costs & np.uint64(2**32 - 1), costs >> np.uint64(32)
-    facts[ITEM], facts[REPEAT] = keys, repeats
-    if NUMBERED in origins:
-        facts[ORDINAL] = keys
-    kinds = [SampleKind("", "", "", *origin) for origin in origins]
-    facts[KIND] = np.array([*map(code_of, kinds)] or [0])[numbers]
+    if NUMBERED in kinds:
+        facts[ORDINAL] = facts[ITEM]
     return SampleBlock(facts, {})
+
+
+_COLUMNS = {"repeats": REPEAT, "targets": TARGETS, "patches": PATCHES, "keys": KEY}
+
+
+def _usual(facts: IntArray) -> dict[str, Any]:
+    """Return what most samples have in the columns of records."""
+    return {"repeats": 0, "targets": facts[TOKENS] - 1, "patches": 0, "keys": facts[ITEM]}
+
+
+def _narrow(column: IntArray) -> bytes:
+    """Return integers of samples in the fewest bytes."""
+    width = 8 if column.min() < 0 else np.min_scalar_type(column.max()).itemsize
+    return column.astype(f"<u{width}").tobytes()
+
+
+def _widened(column: bytes, count: int) -> IntArray:
+    """Return the integers of so many samples that `_narrow` has written."""
+    width = len(column) // count if count else 1
+    if width not in (1, 2, 4, 8) or len(column) != width * count:
+        raise ValueError("samples and what is known of them are not of one number.")
+    return np.frombuffer(column, f"<u{width}").astype(np.int64)
+
+
+def _kind_of(state: Sequence[Any]) -> SampleKind:
+    """Return a kind of samples that a state names."""
+    kind = SampleKind(*state)
+    if [*map(type, kind)] != [str, str, str, str, int, int]:
+        raise ValueError(f"{state!r:.80} is no kind of samples.")
+    return kind
 
 
 def are_numbered(records: SampleBlock) -> bool:
@@ -181,9 +227,12 @@ def among(records: SampleBlock, world_size: int) -> SampleBlock:
 
 def with_digests(block: SampleBlock) -> SampleBlock:
     """Return a block whose digests are known."""
-    if not (block.facts[DIGEST] == NONE).any():
+    lacking = np.flatnonzero(block.facts[DIGEST] == NONE)
+    if not len(lacking):
         return block
-    return block.with_facts(digest=[*map(digest_of, block)])
+    digests = block.facts[DIGEST].copy()
+    digests[lacking] = [*map(digest_of, block.take(lacking))]
+    return block.with_facts(digest=digests)
 
 
 _SCALARS = (int, str, float, bool, type(None))

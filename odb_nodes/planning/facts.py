@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from odb_nodes.planning.table import IntArray
 
-_ORDINAL, _TOKENS, _TARGETS, _PATCHES, _TASK, _FLAGS, _ITEM = range(7)
+_ORDINAL, _TOKENS, _TARGETS, _PATCHES, _TASK, _SHARERS = range(6)
+_COLUMNS = 6
 
 
 class Facts:
@@ -20,9 +21,8 @@ class Facts:
         tokens: length of each, (n,).
         targets: supervised tokens of each, (n,).
         patches: image patches of each, (n,).
-        task: number of the task of each, (n,).
-        flags: bit mask of the modalities of each, (n,).
-        item: which sample of the data each is, the same on every rank, (n,).
+        task: number of the task of each, where tasks decide groups, (n,). Default: 0.
+        sharers: how many ranks share the data that each is of, and can make it, (n,).
     """
 
     __slots__ = ("_table",)
@@ -35,12 +35,14 @@ class Facts:
         tokens: npt.ArrayLike,
         targets: npt.ArrayLike,
         patches: npt.ArrayLike,
-        task: npt.ArrayLike,
-        flags: npt.ArrayLike,
-        item: npt.ArrayLike,
+        task: npt.ArrayLike = 0,
+        sharers: npt.ArrayLike = 1,
     ) -> None:
-        columns = (ordinal, tokens, targets, patches, task, flags, item)
-        self._table = np.array(columns, dtype=np.int64)
+        ordinals = np.asarray(ordinal, dtype=np.int64)
+        self._table = np.empty((_COLUMNS, len(ordinals)), dtype=np.int64)
+        columns = (ordinals, tokens, targets, patches, task, sharers)
+        for row, column in enumerate(columns):
+            self._table[row] = column
 
     def __len__(self) -> int:
         return len(self._table[0])
@@ -71,13 +73,8 @@ class Facts:
         return column
 
     @property
-    def flags(self) -> IntArray:  # noqa: D102
-        column: IntArray = self._table[_FLAGS]
-        return column
-
-    @property
-    def item(self) -> IntArray:  # noqa: D102
-        column: IntArray = self._table[_ITEM]
+    def sharers(self) -> IntArray:  # noqa: D102
+        column: IntArray = self._table[_SHARERS]
         return column
 
     @property
@@ -86,26 +83,75 @@ class Facts:
         lengths: list[int] = self.tokens.tolist()
         return lengths
 
-    def take(self, rows: IntArray | Sequence[int] | slice) -> Facts:
+    def take(self, rows: npt.NDArray[np.intp] | IntArray | Sequence[int]) -> Facts:
         """Return the facts of some rows, in the order of `rows`."""
-        if isinstance(rows, slice):
-            return _of(self._table[:, rows])
         return _of(self._table.take(np.asarray(rows, np.intp), axis=1))
 
     def without(self, rows: IntArray | Sequence[int]) -> Facts:
         """Return the facts of all other rows."""
         return _of(np.delete(self._table, rows, axis=1))
 
-    def numbered_from(self, first: int) -> Facts:
-        """Return the same samples with ordinals from `first` on."""
-        table = self._table.copy()
-        table[_ORDINAL] = np.arange(first, first + len(self))
-        return _of(table)
-
     @staticmethod
     def joined(parts: Sequence[Facts]) -> Facts:
         """Return the facts of all parts, in their order."""
         return _of(np.concatenate([NO_FACTS._table, *(part._table for part in parts)], axis=1))
+
+
+class FactsByOrdinal:
+    """Facts of samples that wait. They are found by their ordinals."""
+
+    def __init__(self) -> None:
+        self._columns = ColumnsByOrdinal(_COLUMNS)
+
+    def add(self, facts: Facts, oldest: int) -> None:
+        """Put facts in; those of samples before `oldest` are needed no more."""
+        self._columns.put(facts.ordinal, facts._table, oldest)
+
+    def take(self, ordinals: IntArray) -> Facts:
+        """Return the facts of samples that were put in."""
+        return _of(self._columns.take(ordinals))
+
+
+class ColumnsByOrdinal:
+    """A table of integers with a column for each ordinal of a range, which moves on."""
+
+    def __init__(self, rows: int) -> None:
+        self.table: IntArray = np.zeros((rows, 0), dtype=np.int64)
+        """The columns, from ordinal `first` on; 0 where none was put."""
+        self.first = self.stop = 0
+        """The ordinals that it has columns of."""
+
+    @property
+    def capacity(self) -> int:
+        """Columns of the table."""
+        return len(self.table[0])
+
+    def put(self, ordinals: IntArray, columns: IntArray, oldest: int) -> None:
+        """Write the columns of some ordinals, ascending; those before `oldest` may be forgotten."""
+        if not len(ordinals):
+            return
+        first, stop = int(ordinals[0]), int(ordinals[-1]) + 1
+        if first < self.first or stop > self.first + self.capacity:
+            self._make_room(min(first, oldest), max(stop, self.stop))
+        self.stop = max(stop, self.stop)
+        is_dense = stop - first == len(ordinals)
+        at = slice(first - self.first, stop - self.first) if is_dense else ordinals - self.first
+        self.table[:, at] = columns
+
+    def take(self, ordinals: IntArray) -> IntArray:
+        """Return the columns of some ordinals, (rows, n)."""
+        return self.table.take(ordinals - self.first, axis=1)
+
+    def _make_room(self, first: int, stop: int) -> None:
+        table = np.zeros((len(self.table), 2 * (stop - first) + _SPARE), dtype=np.int64)
+        kept_from = max(first, self.first)
+        if kept_from < self.stop:
+            kept = self.table[:, kept_from - self.first : self.stop - self.first]
+            table[:, kept_from - first : self.stop - first] = kept
+        self.table, self.first = table, first
+
+
+_SPARE = 32  # columns more than twice as many as are needed
 
 
 def _of(table: IntArray) -> Facts:
@@ -114,4 +160,4 @@ def _of(table: IntArray) -> Facts:
     return facts
 
 
-NO_FACTS = _of(np.empty((7, 0), dtype=np.int64))
+NO_FACTS = _of(np.empty((_COLUMNS, 0), dtype=np.int64))

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from odb_nodes.planning.auto_window import (
     AUTO,
     LEAST_WINDOW,
+    PoolCheck,
     PulledLengths,
     WindowSize,
     check_window,
@@ -19,6 +19,7 @@ from odb_nodes.planning.auto_window import (
 )
 from odb_nodes.planning.budget import Limits, TokenBudget
 from odb_nodes.planning.caps import NO_CAPS
+from odb_nodes.planning.facts import Facts, FactsByOrdinal
 from odb_nodes.planning.pool import RollingPool
 from odb_nodes.planning.table import IntArray
 
@@ -51,7 +52,7 @@ class GroupPlanner:
     """Forms groups from a `RollingPool`. It holds no samples' data and pulls nothing itself.
 
     The caller adds as many samples as there is `room` for, and takes groups, until it says by
-    `ended` that there are no more samples.
+    `end` that there are no more samples.
 
     An `"auto"` window begins a first epoch with 128 samples, and a later one with the window of the
     epoch before. Each epoch chooses once: ranks together in their first round, or this rank alone
@@ -66,6 +67,7 @@ class GroupPlanner:
         dearest_first: int = 0,
         diversity: float = 0.0,
         epoch_samples: Callable[[], int | None] = lambda: None,
+        check: PoolCheck | None = None,
     ) -> None:
         self.budget = budget
         self.limits = Limits.of(budget)
@@ -73,10 +75,16 @@ class GroupPlanner:
         self.given_window = check_window("window", window)
         # Samples that wait now.
         self.window = LEAST_WINDOW if self.given_window == AUTO else self.given_window
-        self.follows_ranks = False  # whether ranks choose an `"auto"` window together, by `use`
+        self._follows_ranks = False
         self._dearest_first, self._diversity = dearest_first, diversity
-        self._epoch_samples = epoch_samples
+        self.epoch_samples = epoch_samples
+        """Returns the samples of the epoch, or `None` where their number is not known."""
+        self._check = check
         self.begin_epoch()
+
+    def follow_ranks(self) -> None:
+        """Have ranks choose an `"auto"` window together, by `use`."""
+        self._follows_ranks = True
 
     def begin_epoch(self) -> None:
         """Empty the pool; limits and window stay as they are."""
@@ -84,17 +92,46 @@ class GroupPlanner:
         self.window_is_chosen = self.given_window != AUTO
         self.pool = RollingPool(self.budget, self.window, self._diversity)
         self.pool.limit(self.limits)
+        self._facts = FactsByOrdinal()
         self.ended = False
         self.dearest_groups = 0
 
-    def restart(self, limits: Limits | None, window: WindowState | None) -> None:
-        """Empty the pool; the window is one of a state, the limits too, or those of the budget."""
+    def restore(
+        self,
+        waiting: Facts,
+        *,
+        pulled: int,
+        ended: bool,
+        limits: Limits | None,
+        window: WindowState | None,
+        caps: IntArray,
+        dearest_groups: int,
+    ) -> None:
+        """Go to where a state stands.
+
+        Args:
+            waiting: the samples of the pool, by ordinal.
+            pulled: how many were pulled in the epoch.
+            ended: whether there are no more.
+            limits: those that groups were formed under. Default: those of the budget.
+            window: what `window_state` has returned.
+            caps: the caps of the next groups, ascending.
+            dearest_groups: how many groups of the longest samples the epoch has had.
+        """
         self.limits = limits or Limits.of(self.budget)
-        if window is not None and self.given_window == AUTO:
+        is_auto = window is not None and self.given_window == AUTO
+        if window is not None and is_auto:
             self.window = window[0]
         self.begin_epoch()
-        if window is not None and self.given_window == AUTO:
-            self.window_is_chosen, self.lengths = window[1], PulledLengths(*window[2:])
+        if window is None:
+            self.add(waiting, pulled)
+        else:  # What the window is chosen by has these samples already.
+            self.pool.count(pulled)
+            self._put(waiting)
+            if is_auto:
+                self.window_is_chosen, self.lengths = window[1], PulledLengths(*window[2:])
+        self.pool.use_caps(caps)
+        self.ended, self.dearest_groups = ended, dearest_groups
 
     def window_state(self) -> WindowState | None:
         """Return the window and what it is chosen by; `None` where it is a number."""
@@ -107,6 +144,21 @@ class GroupPlanner:
         """Whether the next group is one of the longest samples."""
         return self.dearest_groups < self._dearest_first
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the epoch has no more groups."""
+        return self.ended and not len(self.pool)
+
+    @property
+    def waiting(self) -> Facts:
+        """The samples of the pool, oldest first."""
+        return self._facts.take(self.pool.ordinals())
+
+    @property
+    def group_budget(self) -> TokenBudget:
+        """The budget under the present limits."""
+        return self.limits.of_groups(self.budget)
+
     def lower_limits(self, limits: Limits) -> None:
         """Form groups under lower limits from now on."""
         self.limits = self.limits.tightened(limits)
@@ -118,12 +170,17 @@ class GroupPlanner:
             self.lower_limits(self.limits._replace(tokens=settings.max_tokens))
         if settings.window:
             self._use_window(settings.window)
-        self.pool.caps = np.array(caps, dtype=np.int64)
+        self.pool.use_caps(np.array(caps, dtype=np.int64))
 
     def report(self, groups: int) -> PoolReport:
         """Return what the other ranks are told, for caps of so many groups; 0 for no caps."""
         offer = NO_CAPS if self.ended or not groups else self.pool.offer(groups)
         return PoolReport(offer, self.lengths.report(self.budget))
+
+    def samples_left(self) -> int | None:
+        """Return the samples of the epoch that no group has; `None` where that is not known."""
+        length = self.pool.pulled if self.ended else self.epoch_samples()
+        return None if length is None else len(self.pool) + max(0, length - self.pool.pulled)
 
     def room(self) -> int:
         """Return how many samples may be added now; 0 or less where the pool is full."""
@@ -132,41 +189,99 @@ class GroupPlanner:
             room = self.pool.room()
         return room
 
-    def add(
-        self,
-        ordinals: npt.ArrayLike,
-        tokens: npt.ArrayLike,
-        patches: npt.ArrayLike,
-        tasks: npt.ArrayLike = (),
-    ) -> None:
-        """Add samples that were pulled; see `RollingPool.add`."""
-        self.pool.add(ordinals, tokens, patches, tasks)
+    def add(self, facts: Facts, pulled: int) -> None:
+        """Add samples that were pulled, ordinals ascending.
+
+        pulled: how many were pulled for that, those that no group will hold included.
+        """
+        self.pool.count(pulled)
+        self._put(facts)
         if not self.window_is_chosen:
-            self.lengths = self.lengths.and_of(self.budget, tokens, patches)
+            self.lengths = self.lengths.and_of(self.budget, facts.tokens, facts.patches)
+
+    def put_back(self, facts: Facts) -> None:
+        """Put samples of groups back into the pool; they keep their ordinals, and so their age."""
+        self._put(facts.take(np.argsort(facts.ordinal)))
+
+    def remove(self, ordinals: IntArray) -> None:
+        """Take samples out of the pool that no group will hold."""
+        self.pool.remove(ordinals)
+
+    def end(self) -> None:
+        """Note that the epoch has no more samples."""
+        self.ended = True
 
     def choose_window_alone(self) -> None:
         """Choose an `"auto"` window by the lengths so far, unless ranks choose it together."""
-        if not (self.window_is_chosen or self.follows_ranks):
+        if not (self.window_is_chosen or self._follows_ranks):
             self._use_window(chosen_window([self.lengths.report(self.budget)]))
 
-    def next_group(self) -> IntArray:
-        """Return the ordinals of the next group of a pool that is not empty, ascending."""
+    def next_group(self) -> Facts:
+        """Return the next group of a pool that is not empty, oldest sample first."""
         dearest = self.is_dearest
-        group = self.pool.take(draining=self.ended, dearest=dearest)
+        group = self._facts.take(self.pool.take(draining=self.ended, dearest=dearest))
         self.dearest_groups += dearest
+        is_chosen_freely = self.window_is_chosen and not (self.ended or dearest)
+        if is_chosen_freely and self._check is not None:
+            self._check.note(group.lengths, self.window)
         return group
+
+    def _put(self, facts: Facts) -> None:
+        self._facts.add(facts, self.pool.oldest)
+        self.pool.add(facts.ordinal, facts.tokens, facts.patches, facts.task)
 
     def _use_window(self, samples: int) -> None:
         if samples and self.given_window == AUTO:
             self.window, self.window_is_chosen = samples, True
             self.lengths = PulledLengths()
-            self.pool.window = samples
+            self.pool.resize(samples)
 
     def _grows(self) -> bool:
         """Let more samples wait until ranks choose, where the epoch is short."""
-        if self.window_is_chosen or not self.follows_ranks or self.window > LEAST_WINDOW:
+        if self.window_is_chosen or not self._follows_ranks or self.window > LEAST_WINDOW:
             return False  # Ranks have chosen, at least in the epoch before.
         report = self.lengths.report(self.budget)
-        self.window = max(window_before_ranks_agree(report, self._epoch_samples()), LEAST_WINDOW)
-        self.pool.window = self.window
+        self.window = max(window_before_ranks_agree(report, self.epoch_samples()), LEAST_WINDOW)
+        self.pool.resize(self.window)
         return self.window > LEAST_WINDOW
+
+
+class GivenGroups:
+    """Takes the place of a `GroupPlanner` where a node of the user forms the groups."""
+
+    def __init__(self) -> None:
+        self._group: Facts | None = None
+        self.ended = False
+
+    def follow_ranks(self) -> None:
+        """Do nothing: there is no window."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the epoch has no more groups."""
+        return self.ended and self._group is None
+
+    def room(self) -> int:
+        """Return how many groups may be given now: one or none."""
+        return int(self._group is None and not self.ended)
+
+    def give(self, group: Facts) -> None:
+        """Take up the next group."""
+        self._group = group
+
+    def end(self) -> None:
+        """Note that there are no more groups."""
+        self.ended = True
+
+    def next_group(self) -> Facts:
+        """Return the group that was given."""
+        assert self._group is not None
+        group, self._group = self._group, None
+        return group
+
+    def use(self, settings: RoundSettings, caps: Sequence[int] = ()) -> None:
+        """Do nothing: the groups are as they are."""
+
+    def report(self, groups: int) -> PoolReport:  # noqa: ARG002
+        """Return that there is nothing to tell."""
+        return PoolReport()

@@ -19,7 +19,6 @@ from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.pool import grouping_of
 from odb_nodes.planning.table import TOKENS, IntArray
-from odb_nodes.sample_block import SampleBlock
 
 UNKNOWN_LEFT = 2**62  # stands for the samples that are left where a source does not know its length
 
@@ -74,7 +73,7 @@ def receivers(totals: Sequence[int], given: Sequence[IntArray]) -> list[list[int
 class Rest:
     """The samples that a rank has for the last round, as they are cut into groups."""
 
-    def __init__(self, samples: SampleBlock | Facts, budget: TokenBudget) -> None:
+    def __init__(self, samples: Facts, budget: TokenBudget) -> None:
         table = np.stack((samples.tokens, np.arange(len(samples)), samples.patches))
         self._table = table.take(table[TOKENS].argsort(kind="stable"), axis=1)
         self._budget = budget

@@ -42,12 +42,12 @@ class RollingPool:
         self._tail: list[IntArray] | None = None  # what is left once the source has ended
         self.limit(Limits.of(budget))
         self.pulled = 0
-        """Samples of the stream so far, dropped ones included, and so the ordinal of the next one.
-        The caller counts them."""
+        """Samples of the stream so far, dropped ones included, and so the ordinal of the next."""
         self.caps = NO_CAPS
-        """What further groups may cost, ascending, one cap for each; see `planning.caps`."""
+        """What further groups may cost, see `use_caps`."""
         self._table: IntArray = np.empty((TASKS + (diversity > 0), 0), dtype=np.int64)
         self._oldest: int | None = None  # where it is known
+        self._younger_than = 0  # what has a smaller ordinal was in the pool before
 
     def __len__(self) -> int:
         return len(self._table[0])
@@ -66,6 +66,22 @@ class RollingPool:
         budget = limits.of_groups(self._budget)
         self._grouping = grouping_of(budget, self._diversity)
         self._tail = None
+
+    def count(self, samples: int) -> None:
+        """Count samples of the stream, dropped ones included."""
+        self.pulled += samples
+
+    def use_caps(self, caps: IntArray) -> None:
+        """Form further groups by these caps, one each, (n,) ascending; see `planning.caps`."""
+        self.caps = caps
+
+    def resize(self, window: int) -> None:
+        """Have another number of samples wait."""
+        self.window = window
+
+    def ordinals(self) -> IntArray:
+        """Return the ordinals of the pooled samples, ascending, (n,)."""
+        return np.sort(self._table[ORDINALS])
 
     def offer(self, count: int) -> IntArray:
         """Return what is offered for the caps of the next round; see `offered_costs`."""
@@ -96,31 +112,23 @@ class RollingPool:
         patches: npt.ArrayLike,
         tasks: npt.ArrayLike = (),
     ) -> None:
-        """Put samples into the pool, each with a larger ordinal than any before it: (n,) each.
+        """Put samples into the pool, ordinals ascending: (n,) each.
 
         `tasks`: numbers of their tasks, not negative, in any order; for `diversity` alone.
         """
-        incoming = np.array((tokens, ordinals, patches, tasks)[: len(self._table)], dtype=np.int64)
-        if incoming.shape[1]:
-            table = np.concatenate((self._table, incoming), axis=1)
+        columns = (tokens, ordinals, patches, tasks)[: len(self._table)]
+        incoming = np.array(columns, dtype=np.int64)
+        if not incoming.shape[1]:
+            return
+        is_younger = incoming[ORDINALS, 0] >= self._younger_than
+        self._younger_than = max(self._younger_than, int(incoming[ORDINALS, -1]) + 1)
+        table = np.concatenate((self._table, incoming), axis=1)
+        if is_younger:
             # Stable, so that equal lengths stay in order of age; fast, since most is in order.
-            self._keep(table.take(table[TOKENS].argsort(kind="stable"), axis=1))
-
-    def put_back(
-        self, tokens: npt.ArrayLike, patches: npt.ArrayLike, tasks: npt.ArrayLike = ()
-    ) -> None:
-        """Put samples into the pool that it had yielded: before all others, in age.
-
-        All samples are numbered anew, without gaps, as those that were pulled last.
-        """
-        returned, waiting = len(np.asarray(tokens)), self._table.copy()
-        first = self.pulled - len(self) - returned
-        ages = np.sort(waiting[ORDINALS])
-        waiting[ORDINALS] = np.searchsorted(ages, waiting[ORDINALS]) + first + returned
-        self._table = waiting[:, :0]
-        self.add(np.arange(first, first + returned), tokens, patches, tasks)
-        both = np.concatenate((self._table, waiting), axis=1)
-        self._keep(both.take(both[TOKENS].argsort(kind="stable"), axis=1))
+            order = table[TOKENS].argsort(kind="stable")
+        else:  # It was in the pool before.
+            order = np.lexsort(table[[ORDINALS, TOKENS]])
+        self._keep(table.take(order, axis=1))
 
     def remove(self, ordinals: npt.ArrayLike) -> None:
         """Remove samples: no group will hold them."""

@@ -3,30 +3,30 @@
 It knows facts of samples alone. Its owner feeds them, carries the reports between ranks, and finds
 the data of the steps:
 
-    while (samples := plan.advance()) > 0:
-        plan.feed(...)  # or `plan.end()`
-    agreement = plan.agree(all_gather(plan.report()))
-    plan.settle(agreement)
-    while plan.steps:
-        group = plan.steps.popleft()
+    while True:
+        while plan.lacks() > 0:
+            ...  # add samples to `plan.planner`, or end it
+        if plan.is_between_rounds:
+            plan.settle(plan.agree(all_gather(plan.report())))
+        group = plan.next_step()
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from odb_nodes._core.checks import MAX_COUNT, check_count
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.planning.budget import TokenBudget, round_up
 from odb_nodes.planning.facts import NO_FACTS, Facts
-from odb_nodes.planning.group_planner import GroupPlanner, RoundSettings
+from odb_nodes.planning.group_planner import GivenGroups, GroupPlanner, RoundSettings
 from odb_nodes.planning.levelling import UNKNOWN_LEFT, Rest, gifts, receivers, work_of
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.rounds import (
+    COLUMNS,
     FILLER,
     CostReport,
     GroupCost,
@@ -39,6 +39,9 @@ from odb_nodes.planning.rounds import (
 )
 from odb_nodes.planning.table import IntArray
 
+REST_GROUPS_A_STEP = 2
+"""Groups of the last round that are formed with each step of the one before."""
+
 
 class Agreement(NamedTuple):
     """What all ranks conclude from the reports of a round."""
@@ -47,105 +50,116 @@ class Agreement(NamedTuple):
     settings: RoundSettings  # of the next round
 
 
+@dataclass
+class SettledRound:
+    """The steps of a round, and this rank's groups for them."""
+
+    totals: IntArray  # see `RoundPlan.totals`
+    groups: list[Facts | None] = field(default_factory=list)  # `None` fills a step
+    emitted: int = 0  # steps that are out
+
+    def __len__(self) -> int:
+        return len(self.totals)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are out."""
+        return self.emitted == len(self.totals)
+
+    def next_group(self) -> Facts | None:
+        """Return the group of the next step, which is out then."""
+        group, self.groups[self.emitted] = self.groups[self.emitted], None
+        self.emitted += 1
+        return group
+
+    @property
+    def remaining(self) -> list[Facts | None]:
+        """The groups of the steps that are to come."""
+        return self.groups[self.emitted :]
+
+
 class RankPlan:
     """Plans the steps of one rank in an epoch, in rounds that all ranks settle together.
 
-    A round is formed group by group, as samples come, and one group further: a rank that finds out
-    too late that its data has ended could no longer keep a sample to fill with. The last round is
-    formed of all that is left, which the ranks share out first: `give`, `receive`, `cut`.
+    The groups of a round are formed while the one before is emitted: some with each step, but the
+    first of an epoch or after a restore, which waits for no samples but its own. One group further
+    is formed: a rank that finds out too late that its data has ended could no longer keep a sample
+    to fill with. The last round is formed of all that is left, which the ranks share out first: see
+    `rest`.
 
     Args:
-        budget: the budget that groups are formed under.
-        options: window, round size and seed, and what else decides groups and steps.
+        planner: forms the groups. The owner adds samples to it.
+        options: round size and seed, and what else decides steps.
+        measure: facts of a group -> what the other ranks need to know of it.
         rank: this rank, of `world_size` that share steps.
         epoch: the epoch, which the order of steps depends on.
-        cost: facts of a group -> what a step with it costs, in any unit that all ranks share.
-            Default: its cost under the budget.
-        epoch_samples: returns the samples of the epoch, or `None` where their number is not known.
+        has_caps: whether the groups of a round are cut to costs that are the same on all ranks.
         shares_rest: whether other ranks can make the samples of this one.
         tasks: number of the tasks whose targets reports have.
     """
 
     def __init__(
         self,
-        budget: TokenBudget,
+        planner: GroupPlanner | GivenGroups,
         options: JobOptions,
+        measure: Callable[[Facts], GroupCost],
         *,
         rank: int = 0,
         world_size: int = 1,
         epoch: int = 0,
-        cost: Callable[[Facts], int] | None = None,
-        epoch_samples: Callable[[], int | None] = lambda: None,
+        has_caps: bool = True,
         shares_rest: bool = True,
         tasks: int = 0,
     ) -> None:
-        self._options, self._rank, self._world_size = options, rank, world_size
-        self._epoch, self._epoch_samples, self._tasks = epoch, epoch_samples, tasks
-        self._cost = cost or self._budget_cost
-        self._shares_rest = shares_rest and options.uneven == "fill"
+        planner.follow_ranks()
+        self.planner, self._options, self._measure = planner, options, measure
+        self._rank, self._world_size, self._epoch, self._tasks = rank, world_size, epoch, tasks
+        self._shares_rest = shares_rest and options.uneven == "fill" and world_size > 1
         self._full_round = round_up(options.round_size, options.accumulate)
-        self._offered_caps = self._full_round if world_size > 1 and cost is None else 0
-        self._planner = GroupPlanner(
-            budget, options.window, options.dearest_first, options.diversity, epoch_samples
-        )
-        self._planner.follows_ranks = True
-        self._waiting = NO_FACTS  # facts of the pool, by ordinal
+        self._offered_caps = self._full_round if world_size > 1 and has_caps else 0
+        self._no_steps = np.empty((0, COLUMNS - 1 + tasks), dtype=np.int64)
         self.round = 0
         """The number of the coming round."""
+        self.step = 0
+        """The number of the next step in the epoch."""
         self.settings = RoundSettings()
         """What all ranks form the groups of the coming round under."""
+        self.settled = SettledRound(self._no_steps)
+        """The steps that are settled; none between two rounds."""
         self.is_last = False
         """Whether the round that was settled is the last one of the epoch."""
-        self.steps: deque[Facts | None] = deque()
-        """The groups of the settled round that are still to come; `None` for a filler step."""
-        self._formed: list[Facts] = []  # groups of the coming round, and that after them
-        self._is_formed = False
-        self._rest = NO_FACTS
-        self._planned_steps = 0  # of the settled rounds
-        self._last_steps = 0  # of the last round, once it is cut
+        self.formed: list[Facts] = []
+        """The groups of the coming round, and the first one after it."""
+        self._reported: tuple[SplitLadder, LastRound | None] | None = None
+        # Of an epoch, or after a restore: it waits for no samples but its own.
+        self._is_first_step = True
+
+    def restore(
+        self,
+        *,
+        round: int,
+        step: int,
+        settings: RoundSettings,
+        settled: SettledRound,
+        is_last: bool,
+        formed: list[Facts],
+    ) -> None:
+        """Go to where a plan stood, whose attributes these are; `planner` is there already."""
+        self.round, self.step, self.settings = round, step, settings
+        self.settled, self.is_last, self.formed = settled, is_last, formed
+        self._is_first_step = True
+
+    # --- groups are formed ----------------------------------------------------------------------
 
     @property
-    def pulled(self) -> int:
-        """Samples that were fed so far, those that no group will hold included."""
-        return self._planner.pool.pulled
+    def is_between_rounds(self) -> bool:
+        """Whether the next round is to be settled before there is a step."""
+        return self.settled.is_over and not self.is_last
 
-    # --- samples come --------------------------------------------------------------------------
-
-    def advance(self) -> int:
-        """Form groups of the coming round, and return how many samples the next one waits for.
-
-        0: the round is formed, and `report` says what the other ranks must know.
-        """
-        while not self._is_formed:
-            if (room := self._planner.room()) > 0:
-                return room
-            self._form()
-        return 0
-
-    def feed(self, facts: Facts, pulled: int) -> None:
-        """Take up the facts of samples that were pulled, ordinals ascending.
-
-        pulled: how many were pulled for that, those that no group will hold included.
-        """
-        self._planner.pool.pulled += pulled
-        self._planner.add(facts.ordinal, facts.tokens, facts.patches, facts.task)
-        self._waiting = Facts.joined([self._waiting, facts])
-
-    def end(self) -> None:
-        """Note that the epoch has no more samples."""
-        self._planner.ended = True
-
-    def _form(self) -> None:
-        """Form the next group, or none where no sample is left."""
-        if not len(self._planner.pool):
-            self._use_settings(len(self._formed), to_end=True)
-            self._is_formed = True
-            return
-        rows = np.searchsorted(self._waiting.ordinal, self._planner.next_group())
-        self._formed.append(self._waiting.take(rows))
-        self._waiting = self._waiting.without(rows)
-        self._use_settings(len(self._formed))
-        self._is_formed = len(self._formed) > self.most_steps and not self.settings.is_last
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all steps of the epoch are out."""
+        return self.is_last and self.settled.is_over
 
     @property
     def most_steps(self) -> int:
@@ -153,37 +167,81 @@ class RankPlan:
         options = self._options
         return round_steps(self.round, self._world_size, options.round_size, options.accumulate)
 
-    def _use_settings(self, formed: int, *, to_end: bool = False) -> None:
+    def lacks(self) -> int:
+        """Form the groups that are due before the next step, as far as there are samples.
+
+        Returns:
+            How many samples the planner needs for the next group; 0 where all are formed.
+        """
+        while not self.planner.is_done and self._is_due():
+            if (room := self.planner.room()) > 0:
+                return room
+            self.formed.append(self.planner.next_group())
+            self._use_settings()
+        return 0
+
+    def _is_due(self) -> bool:
+        """Tell whether another group is to be formed before the next step."""
+        if self.is_last:
+            return False
+        formed, settled, is_last = len(self.formed), self.settled, self.settings.is_last
+        if settled.is_over:
+            return is_last or formed <= self.most_steps
+        if self._is_first_step:
+            return False
+        steps_out = settled.emitted + 1
+        if is_last:
+            return formed < steps_out * REST_GROUPS_A_STEP
+        return formed < steps_out * (self.most_steps + 1) // len(settled)
+
+    def _use_settings(self) -> None:
         """Have groups formed under the settings of the round, after so many of its groups.
 
         Caps are for the groups after the first, which was formed with the round before. The group
         after them gets the largest one on all ranks, so that a round has the same caps on all.
         """
         caps = () if self.settings.is_last else self.settings.caps
-        if formed == 1 or (to_end and not formed):
-            self._planner.use(self.settings, caps[:-1])
-        if to_end or (formed == self.most_steps and not self.settings.is_last):
-            self._planner.use(self.settings, caps[-1:])
+        if len(self.formed) <= 1:  # 0 where the data has ended: `replan` may put samples back
+            self.planner.use(self.settings, caps[:-1])
+        if len(self.formed) == self.most_steps and not self.settings.is_last:
+            self.planner.use(self.settings, caps[-1:])
 
     # --- a round is settled --------------------------------------------------------------------
 
-    def report(self) -> CostReport:
-        """Return what the other ranks must know of the coming round."""
-        groups = self._groups_of_round
-        self._ladder = SplitLadder(groups, self._measure)
+    def rest(self) -> LastRound:
+        """Return all that is left, where the coming round is the last one."""
+        assert isinstance(self.planner, GroupPlanner)
+        samples = Facts.joined(self.formed)
+        return LastRound(samples, self.planner.group_budget, self._rank, self._world_size)
+
+    def report(
+        self, rest: LastRound | None = None, *, has_filler: bool = True, max_tokens: int = 0
+    ) -> CostReport:
+        """Return what the other ranks must know of the coming round.
+
+        Args:
+            rest: what `rest` has returned, once it is cut.
+            has_filler: whether the rank had a sample to fill with before.
+            max_tokens: the tokens of a budget that it asks all ranks for; 0 for none.
+        """
+        groups = self.groups_of_round(rest)
+        ladder = SplitLadder(groups, self._measure)
+        self._reported = ladder, rest
         return report_of(
-            self._ladder,
-            self._last_steps or self.most_steps,
-            has_ended=len(groups) == len(self._formed),
+            ladder,
+            self.most_steps if rest is None else rest.steps,
+            has_ended=rest is not None or len(groups) == len(self.formed),
             may_split=self._options.uneven == "fill",
-            left=self._left(),
-            pool=self._planner.report(self._offered_caps),
+            has_filler=has_filler or bool(groups),
+            left=self._left(self.formed[len(groups) :] if rest is None else ()),
+            pool=self.planner.report(self._offered_caps),
             tasks=self._tasks,
+            max_tokens=max_tokens,
         )
 
-    @property
-    def _groups_of_round(self) -> list[Facts]:
-        return self._formed if self.settings.is_last else self._formed[: self.most_steps]
+    def groups_of_round(self, rest: LastRound | None) -> list[Facts]:
+        """Return the groups of the coming round, before some of them are split."""
+        return self.formed[: self.most_steps] if rest is None else rest.groups
 
     def agree(self, reports: Sequence[CostReport]) -> Agreement:
         """Return what follows from the reports of all ranks: the same on each of them."""
@@ -197,92 +255,127 @@ class RankPlan:
             reports,
             self.settings,
             next_steps=following,
-            planned_steps=self._planned_steps + len(plan.totals),
+            planned_steps=self.step + len(plan.totals),
             round_size=self._full_round,
         )
         return Agreement(plan, settings)
 
-    def settle(self, agreement: Agreement) -> None:
-        """Take up the steps of a round, and begin to form the next one."""
-        plan = agreement.plan
-        groups = self._ladder.groups(plan.splits[self._rank])
-        chosen = plan.groups[self._rank].tolist()
-        self.steps.extend(None if index == FILLER else groups[index] for index in chosen)
-        self._formed = self._formed[len(self._groups_of_round) :]
-        self.settings, self.is_last = agreement.settings, plan.last
+    def settle(self, agreement: Agreement) -> list[Facts]:
+        """Take up the steps of a round, and begin to form the next one.
+
+        Returns:
+            The groups that no step has: with `uneven="stop"`, where another rank has ended.
+        """
+        assert self._reported is not None
+        (ladder, rest), self._reported = self._reported, None
+        plan, chosen = agreement.plan, agreement.plan.groups[self._rank].tolist()
+        groups = ladder.groups(plan.splits[self._rank])
+        of_steps = [None if index == FILLER else groups[index] for index in chosen]
+        further = [] if rest is not None else self.formed[self.most_steps :]
+        dropped: list[Facts] = []
+        if plan.last:
+            dropped = [group for index, group in enumerate(groups) if index not in {*chosen}]
+            dropped, further = dropped + further, []
+        self.settled = SettledRound(plan.totals, of_steps)
+        self.is_last, self.settings, self.formed = plan.last, agreement.settings, further
         self.round += 1
-        self._planned_steps += len(plan.totals)
-        self._is_formed = False
-        if self._formed:
-            self._use_settings(1)
+        self._use_settings()
+        return dropped
 
-    def _left(self) -> int:
-        """Return `CostReport.left`: of the samples from the lookahead on."""
-        if not self._shares_rest:
+    def next_step(self) -> Facts | None:
+        """Return the group of the next step, `None` where a filler is to be taken."""
+        group = self.settled.next_group()
+        self.step += 1
+        self._is_first_step = False
+        self._end_round()
+        return group
+
+    def replan(self, steps: int) -> Facts:
+        """End the round after so many of its steps, and return the samples of all further groups.
+
+        They are to be put back into the pool.
+        """
+        settled = self.settled
+        steps = min(steps, len(settled))
+        further = [*settled.groups[steps:], *self.formed]
+        self.settled = SettledRound(settled.totals[:steps], settled.groups[:steps], settled.emitted)
+        self.is_last, self.formed = False, []
+        self._end_round()
+        return Facts.joined([group for group in further if group is not None])
+
+    def _end_round(self) -> None:
+        if self.settled.is_over and not self.is_last:
+            self.settled = SettledRound(self._no_steps)
+
+    def _left(self, further: Sequence[Facts]) -> int:
+        """Return `CostReport.left`: of the samples from the first group after the round on."""
+        if not self._shares_rest or not isinstance(self.planner, GroupPlanner):
             return -1
-        lookahead = self._formed[len(self._groups_of_round) :]
-        if not lookahead:
+        if not further:
             return 0
-        length = self.pulled if self._planner.ended else self._epoch_samples()
-        if length is None:
-            return UNKNOWN_LEFT
-        return len(lookahead[0]) + len(self._waiting) + max(0, length - self.pulled)
+        # Of data that a rank has for itself, it may have far more.
+        if (further[0].sharers != self._world_size).any():
+            return -1
+        left = self.planner.samples_left()
+        return UNKNOWN_LEFT if left is None else sum(map(len, further)) + left
 
-    def _measure(self, group: Facts) -> GroupCost:
-        tasks = np.bincount(group.task, group.targets, self._tasks) if self._tasks else ()
-        return GroupCost(
-            samples=len(group),
-            targets=int(group.targets.sum()),
-            cost=check_count("cost_fn", self._cost(group), 0),
-            flags=int(np.bitwise_or.reduce(group.flags)),
-            tasks=tuple(map(int, tasks)),
-        )
 
-    def _budget_cost(self, group: Facts) -> int:
-        return min(self._planner.budget.cost(group.lengths), MAX_COUNT)
+class LastRound:
+    """What a rank has left for the last round, which ranks share out before they cut it."""
 
-    # --- the last round, of all that is left ---------------------------------------------------
+    def __init__(self, samples: Facts, budget: TokenBudget, rank: int, world_size: int) -> None:
+        self._samples, self.budget = samples, budget
+        self._rank, self._world_size = rank, world_size
+        self.given = NO_FACTS
+        """The samples that this rank has given away."""
+        self.groups: list[Facts] = []
+        """The groups, once they are cut."""
+        self.steps = 0
+        """The steps of the round, once it is cut."""
 
-    def rest_cost(self) -> int:
-        """Return what all that is left costs without padding, once the last round is formed."""
-        self._rest = Facts.joined(self._formed)
-        return int(self._work(self._rest).sum())
+    @property
+    def cost(self) -> int:
+        """What all samples cost without padding."""
+        return int(self._work(self._samples.tokens).sum())
 
     def give(self, costs: Sequence[int]) -> Facts:
-        """Return the samples that this rank gives away, where all ranks have these `rest_cost`."""
-        work = self._work(self._rest)
+        """Return the samples that this rank gives away, where all ranks have these `cost`."""
+        shared = np.flatnonzero(self._samples.sharers == self._world_size)
+        work = self._work(self._samples.tokens)[shared]
         surplus = costs[self._rank] - sum(costs) / len(costs)
-        rows = gifts(work, surplus)
-        given = self._rest.take(rows)
-        self._rest = self._rest.without(rows)
-        return given
+        rows = shared[gifts(work, surplus)]
+        self.given = self._samples.take(rows)
+        self._samples = self._samples.without(rows)
+        return self.given
 
-    def receive(self, costs: Sequence[int], given: Sequence[Facts]) -> Facts:
-        """Return the samples that this rank gets of those that each rank gives away."""
-        to = receivers(costs, [self._work(facts) for facts in given])
-        own = [
-            facts.take([row for row, rank in enumerate(ranks) if rank == self._rank])
-            for facts, ranks in zip(given, to, strict=True)
+    def receives(self, costs: Sequence[int], given: Sequence[IntArray]) -> list[tuple[int, int]]:
+        """Return which samples this rank gets: who gives each, and its row among those.
+
+        Args:
+            costs: `cost` of each rank.
+            given: tokens of the samples that each rank gives away, (n,).
+        """
+        to = receivers(costs, [self._work(tokens) for tokens in given])
+        return [
+            (rank, row)
+            for rank, receivers_of_rank in enumerate(to)
+            for row, receiver in enumerate(receivers_of_rank)
+            if receiver == self._rank
         ]
-        received = Facts.joined(own).numbered_from(self.pulled)
-        self._planner.pool.pulled += len(received)
-        self._rest = Facts.joined([self._rest, received])
-        return received
+
+    def add(self, received: Facts) -> None:
+        """Take up samples that other ranks have given."""
+        self._samples = Facts.joined([self._samples, received])
 
     def fewest_steps(self) -> int:
         """Return how many groups the samples of this rank need."""
-        self._cut = Rest(self._rest, self._group_budget)
-        return self._cut.fewest
+        self._rest = Rest(self._samples, self.budget)
+        return self._rest.fewest
 
     def cut(self, steps: int) -> None:
-        """Form the groups of the last round, which has so many steps on every rank."""
-        self._last_steps = steps
-        self._formed = [self._rest.take(rows) for rows in self._cut.groups(steps)]
-        self._rest = NO_FACTS
+        """Form the groups of the round, which has so many steps on every rank."""
+        self.steps = steps
+        self.groups = [self._samples.take(rows) for rows in self._rest.groups(steps)]
 
-    @property
-    def _group_budget(self) -> TokenBudget:
-        return self._planner.limits.of_groups(self._planner.budget)
-
-    def _work(self, facts: Facts) -> IntArray:
-        return work_of(facts.tokens, self._group_budget)
+    def _work(self, tokens: IntArray) -> IntArray:
+        return work_of(tokens, self.budget)

@@ -7,11 +7,10 @@ so one exchange settles a round, even at the end of the data.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Generic, Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 
@@ -20,9 +19,8 @@ from odb_nodes.planning.auto_window import chosen_window
 from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.caps import agreed_caps, caps_of_round
 from odb_nodes.planning.facts import Facts
-from odb_nodes.planning.group_planner import GroupPlanner, PoolReport, RoundSettings
+from odb_nodes.planning.group_planner import PoolReport, RoundSettings
 from odb_nodes.planning.table import IntArray
-from odb_nodes.sample_block import SampleBlock
 
 Uneven = Literal["fill", "stop"]
 
@@ -105,10 +103,7 @@ def row_of(group: GroupCost) -> list[int]:
     return [group.samples, group.targets, group.cost, 0, group.flags, *group.tasks]
 
 
-Group = TypeVar("Group", SampleBlock, Facts)
-
-
-class SplitLadder(Generic[Group]):
+class SplitLadder:
     """Groups, and what they become when they are split one after the other.
 
     Each split takes the group of the highest cost that has two samples or more, orders it by
@@ -116,11 +111,11 @@ class SplitLadder(Generic[Group]):
     what a rank splits next follows from costs and numbers of samples, which all ranks are told.
     """
 
-    def __init__(self, groups: Sequence[Group], measure: Callable[[Group], GroupCost]) -> None:
-        self._measure: Callable[[Group], GroupCost] = measure
+    def __init__(self, groups: Sequence[Facts], measure: Callable[[Facts], GroupCost]) -> None:
+        self._measure = measure
         self._groups = [*groups]
         self.costs = [measure(group) for group in groups]
-        self._parts: list[tuple[int, Group, Group]] = []
+        self._parts: list[tuple[int, Facts, Facts]] = []
         self._after = list(self.costs)
 
     def split(self) -> tuple[GroupCost, GroupCost] | None:
@@ -139,7 +134,7 @@ class SplitLadder(Generic[Group]):
         self._after.append(costs[0])
         return costs
 
-    def groups(self, splits: int) -> list[Group]:
+    def groups(self, splits: int) -> list[Facts]:
         """Return the groups after `splits` splits."""
         groups = list(self._groups)
         for parent, off, rest in self._parts[:splits]:
@@ -149,7 +144,7 @@ class SplitLadder(Generic[Group]):
 
 
 def report_of(
-    ladder: SplitLadder[Any],
+    ladder: SplitLadder,
     most: int,
     *,
     has_ended: bool,
@@ -158,6 +153,7 @@ def report_of(
     left: int,
     pool: PoolReport,
     tasks: int = 0,
+    max_tokens: int = 0,
 ) -> CostReport:
     """Return the report of the groups of a ladder, with splits up to `most` if the rank may split.
 
@@ -170,6 +166,7 @@ def report_of(
         left: see `CostReport`.
         pool: what the rank tells of its pool.
         tasks: number of the tasks whose targets are reported.
+        max_tokens: see `CostReport`.
     """
     rows = [row_of(cost) for cost in ladder.costs]
     groups = len(rows)
@@ -179,7 +176,7 @@ def report_of(
         row[REST_COST], row[FLAGS] = rest.cost, off.flags << FLAG_BITS | rest.flags
         rows.append(row)
     table = np.array(rows, dtype=np.int64).reshape(-1, COLUMNS + tasks)
-    return CostReport(table, groups, has_ended, has_filler, left=left, pool=pool)
+    return CostReport(table, groups, has_ended, has_filler, max_tokens, left, pool)
 
 
 def cut_by_length(tokens: Sequence[int], pieces: int) -> list[list[int]]:
@@ -346,86 +343,3 @@ def next_settings(
         window=present.window or chosen_window([report.pool.lengths for report in reports]),
         is_last=begins_last_round(reports, min(round_size, planned_steps + next_steps)),
     )
-
-
-class RoundPlanner(ABC):
-    """Reads the groups of rounds, one further than asked for, and tells what they cost.
-
-    Without that further group, a rank would find out too late that its data has ended: it could
-    then no longer keep a sample to fill with.
-    """
-
-    def __init__(
-        self,
-        pool: GroupPlanner | None,  # to which settings and caps apply, if it is known
-        measure: Callable[[SampleBlock], GroupCost],
-        tasks: int = 0,
-        may_split: bool = True,
-    ) -> None:
-        self._pool, self._measure = pool, measure
-        self._tasks, self._may_split = tasks, may_split
-        self.lookahead: SampleBlock | None = None
-        """First group of the next round; `None` where there is none, and before the first read."""
-
-    @abstractmethod
-    def next_group(self) -> SampleBlock | None:
-        """Return the next group; `None` where the epoch has no more."""
-
-    @abstractmethod
-    def left(self) -> int:
-        """Return `CostReport.left`: of the samples from the lookahead on."""
-
-    def read(self, most: int, settings: RoundSettings) -> list[SampleBlock]:
-        """Return the groups of a round: `most` of them, or all that are left.
-
-        Caps are for the groups after the first, which was formed with the round before. The group
-        after them gets the largest one on all ranks, so that a round has the same caps on all.
-        """
-        first = self.next_group() if self.lookahead is None else self.lookahead
-        groups = [] if first is None else [first]
-        self._use(settings, settings.caps[:-1])
-        while groups and len(groups) < most and (group := self.next_group()) is not None:
-            groups.append(group)
-        self._use(settings, settings.caps[-1:])
-        return groups
-
-    def read_ahead(self, groups: list[SampleBlock], most: int) -> None:
-        """Read the group after those of a round, where there may be one."""
-        self.lookahead = self.next_group() if len(groups) == most else None
-
-    def read_rest(self, settings: RoundSettings) -> SampleBlock:
-        """Return all samples that are left."""
-        rest, self.lookahead = [] if self.lookahead is None else [self.lookahead], None
-        self._use(settings, ())
-        while (group := self.next_group()) is not None:
-            rest.append(group)
-        return SampleBlock.joined(rest)
-
-    def report(
-        self, groups: list[SampleBlock], most: int, offered: int, *, has_filler: bool = True
-    ) -> CostReport:
-        """Return what the other ranks are told of the groups of a round of `most` steps.
-
-        `offered`: caps to offer; `has_filler`: whether this rank had a sample to fill with before.
-        """
-        self._ladder = SplitLadder(groups, self._measure)
-        return report_of(
-            self._ladder,
-            most,
-            has_ended=self.lookahead is None,
-            may_split=self._may_split,
-            has_filler=has_filler or bool(groups),
-            left=self.left(),
-            pool=PoolReport() if self._pool is None else self._pool.report(offered),
-            tasks=self._tasks,
-        )
-
-    def groups(self, splits: int) -> list[SampleBlock]:
-        """Return the groups of the last report after `splits` splits, once."""
-        groups = self._ladder.groups(splits)
-        del self._ladder  # which would keep the samples
-        return groups
-
-    def _use(self, settings: RoundSettings, caps: Sequence[int]) -> None:
-        if self._pool is not None:
-            self._pool.use(settings, caps)

@@ -14,15 +14,16 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
-from odb_nodes._core.checks import check_count, keep_count
+from odb_nodes._core.checks import MAX_COUNT, check_count, keep_count
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.auto_window import WindowSize
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.group_costs import CostFn
+from odb_nodes.planning.group_planner import GroupPlanner
 from odb_nodes.planning.options import JobOptions
-from odb_nodes.planning.rank_plan import RankPlan
-from odb_nodes.planning.rounds import Uneven
+from odb_nodes.planning.rank_plan import LastRound, RankPlan
+from odb_nodes.planning.rounds import GroupCost, Uneven
 from odb_nodes.planning.runs import check_diversity
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample_block import (
@@ -202,88 +203,140 @@ def plan_steps(
             f"a sample of {samples.tokens[first]} tokens and {samples.patches[first]} patches "
             f"exceeds {budget} on its own."
         )
-    cost_fn = job.cost_fn
-    cost = None if cost_fn is None else (lambda group: cost_fn(_block(group)))
     left_out = samples.tokens == 0
     if budget.oversize == "drop":
         left_out |= samples.are_oversize(budget)
-    feeders = []
-    for rank, shard in enumerate(shards):
-        plan = RankPlan(
-            budget,
+    feeders = [
+        _Feeder(
+            samples,
+            shard,
+            left_out,
             job,
             rank=rank,
-            world_size=job.world_size,
             epoch=epoch,
-            cost=cost,
-            epoch_samples=partial(int, len(shard)) if knows_length else lambda: None,
             shares_rest=shares_rest,
+            knows_length=knows_length,
         )
-        feeders.append(_Feeder(plan, samples, shard, left_out))
+        for rank, shard in enumerate(shards)
+    ]
     plans = [feeder.plan for feeder in feeders]
-    while not plans[0].is_last:
+    while not plans[0].is_at_end:
         for feeder in feeders:
-            feeder.advance()
-        if plans[0].settings.is_last:
-            _share_rest(plans)
-        agreement = plans[0].agree([plan.report() for plan in plans])
-        for plan in plans:
-            plan.settle(agreement)
-        while plans[0].steps:
-            groups = [plan.steps.popleft() for plan in plans]
-            yield [None if group is None else _block(group) for group in groups]
+            feeder.feed()
+        if plans[0].is_between_rounds:
+            rests: list[LastRound] | list[None] = [None] * len(plans)
+            if plans[0].settings.is_last:
+                rests = _share_rest(feeders)
+            pairs = [*zip(plans, rests, strict=True)]
+            agreement = plans[0].agree([plan.report(rest) for plan, rest in pairs])
+            for plan in plans:
+                plan.settle(agreement)
+        if not plans[0].settled.is_over:
+            yield [feeder.next_group() for feeder in feeders]
 
 
-def _share_rest(plans: Sequence[RankPlan]) -> None:
+def _share_rest(feeders: Sequence[_Feeder]) -> list[LastRound]:
     """Share out what the ranks have left, and cut it into the groups of the last round."""
-    costs = [plan.rest_cost() for plan in plans]
-    given = [plan.give(costs) for plan in plans]
-    for plan in plans:
-        plan.receive(costs, given)
-    steps = max([plan.fewest_steps() for plan in plans])
-    for plan in plans:
-        plan.cut(steps)
+    rests = [feeder.plan.rest() for feeder in feeders]
+    costs = [rest.cost for rest in rests]
+    given = [rest.give(costs) for rest in rests]
+    tokens = [facts.tokens for facts in given]
+    items = [feeder.items[facts.ordinal] for feeder, facts in zip(feeders, given, strict=True)]
+    for feeder, rest in zip(feeders, rests, strict=True):
+        received = [items[giver][row] for giver, row in rest.receives(costs, tokens)]
+        rest.add(feeder.take_over(np.array(received, np.int64)))
+    steps = max([rest.fewest_steps() for rest in rests])
+    for rest in rests:
+        rest.cut(steps)
+    return rests
 
 
 class _Feeder:
     """Feeds the samples of the shard of one rank into its plan."""
 
     def __init__(
-        self, plan: RankPlan, samples: SampleCosts, shard: IntArray, left_out: NDArray[np.bool_]
+        self,
+        samples: SampleCosts,
+        shard: IntArray,
+        left_out: NDArray[np.bool_],
+        job: SimulationOptions,
+        *,
+        rank: int,
+        epoch: int,
+        shares_rest: bool,
+        knows_length: bool,
     ) -> None:
-        self.plan = plan
-        facts = Facts(
-            ordinal=np.arange(len(shard)),
-            tokens=samples.tokens[shard],
-            targets=samples.targets[shard],
-            patches=samples.patches[shard],
-            task=samples.tasks[shard],
-            flags=np.zeros_like(shard),
-            item=shard,
+        self._samples, self._length = samples, len(shard)
+        self._admitted = np.flatnonzero(~left_out[shard])
+        self.items = shard
+        """Row of the dataset of each sample, by ordinal."""
+        self._sharers = job.world_size if shares_rest else 0
+        self._cost_fn = job.cost_fn
+        self._planner = GroupPlanner(
+            TokenBudget.of(job.budget),
+            job.window,
+            job.dearest_first,
+            job.diversity,
+            partial(int, len(shard)) if knows_length else lambda: None,
         )
-        self._facts = facts.take(np.flatnonzero(~left_out[shard]))
-        self._samples = len(shard)
+        self.plan = RankPlan(
+            self._planner,
+            job,
+            self._measure,
+            rank=rank,
+            world_size=job.world_size,
+            epoch=epoch,
+            has_caps=job.cost_fn is None,
+            shares_rest=shares_rest,
+        )
 
-    def advance(self) -> None:
-        """Feed the plan until its round is formed."""
-        plan = self.plan
-        while (room := plan.advance()) > 0:
-            stop = plan.pulled + room
-            if stop > self._samples:  # As in a node, known only when a pull finds nothing.
-                plan.end()
-            rows = slice(*np.searchsorted(self._facts.ordinal, (plan.pulled, stop)).tolist())
-            plan.feed(self._facts.take(rows), min(stop, self._samples) - plan.pulled)
+    def feed(self) -> None:
+        """Feed the plan until all groups are formed that are due."""
+        while (room := self.plan.lacks()) > 0:
+            start = self._planner.pool.pulled
+            stop = start + room
+            if stop > self._length:  # As in a node, known only when a pull finds nothing.
+                self._planner.end()
+            rows = slice(*np.searchsorted(self._admitted, (start, stop)).tolist())
+            self._planner.add(self._facts(self._admitted[rows]), min(stop, self._length) - start)
+
+    def take_over(self, items: IntArray) -> Facts:
+        """Take up samples that another rank has given."""
+        first = len(self.items)
+        self.items = np.concatenate((self.items, items))
+        return self._facts(np.arange(first, first + len(items)))
+
+    def next_group(self) -> SampleBlock | None:
+        """Return the samples of the next step, whose data are their rows in the dataset."""
+        group = self.plan.next_step()
+        return None if group is None else self._block(group)
+
+    def _facts(self, ordinals: IntArray) -> Facts:
+        samples, items = self._samples, self.items[ordinals]
+        return Facts(
+            ordinal=ordinals,
+            tokens=samples.tokens[items],
+            targets=samples.targets[items],
+            patches=samples.patches[items],
+            task=samples.tasks[items],
+            sharers=self._sharers,
+        )
+
+    def _measure(self, group: Facts) -> GroupCost:
+        if self._cost_fn is None:
+            cost = min(self._planner.budget.cost(group.lengths), MAX_COUNT)
+        else:
+            cost = check_count("cost_fn", self._cost_fn(self._block(group)), 0)
+        return GroupCost(len(group), int(group.targets.sum()), cost)
+
+    def _block(self, group: Facts) -> SampleBlock:
+        facts = np.full((FACTS, len(group)), NONE)
+        facts[TOKENS], facts[TARGETS] = group.tokens, group.targets
+        facts[PATCHES], facts[KIND] = group.patches, _KIND
+        return SampleBlock(facts, {}).with_data(self.items[group.ordinal].tolist())
 
 
 _KIND = code_of(SampleKind("", "", "", None, 0))
-
-
-def _block(group: Facts) -> SampleBlock:
-    """Return the samples of a group, whose data are their rows in the dataset."""
-    facts = np.full((FACTS, len(group)), NONE)
-    facts[TOKENS], facts[TARGETS] = group.tokens, group.targets
-    facts[PATCHES], facts[KIND] = group.patches, _KIND
-    return SampleBlock(facts, {}).with_data(group.item.tolist())
 
 
 def check_lengths(lengths: npt.ArrayLike) -> IntArray:

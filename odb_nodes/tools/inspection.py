@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from odb_nodes._core.text import counted
-from odb_nodes.alignment.aligned_round import AlignedRound
+from odb_nodes.alignment.aligned_round import digest_of_totals, totals_from_bytes
 from odb_nodes.contract.config import sealed_states
 from odb_nodes.contract.state import unseal_whole
 from odb_nodes.contract.state_file import load_state
@@ -21,6 +21,7 @@ from odb_nodes.loader.checkpoint_folders import CheckpointFolders
 from odb_nodes.loader.loader import LoaderState
 from odb_nodes.loader.rank_states import rank_files
 from odb_nodes.nodes.sample_records import decode_sample, from_records
+from odb_nodes.nodes.sample_store import from_bits
 from odb_nodes.planning.table import IntArray
 from odb_nodes.tools.lengths import histogram
 
@@ -115,10 +116,11 @@ def _inspections(state: Any, name: str) -> Iterator[Inspection]:
         nodes = [*_nodes(one)]
         by_name = dict(reversed([(node["node"], node) for _, node in nodes]))
         facts, round_digest = _position(loader, by_name), 0
-        pool, held = by_name.get("WindowBucketer", {}).get("pool"), None
+        content = by_name.get("WindowBucketer", {}).get("held")
         if aligner := by_name.get("RankAligner"):
-            steps = AlignedRound.from_bytes(aligner["plan"])
-            held, round_digest = aligner["held"], steps.digest()
+            steps = totals_from_bytes(aligner["totals"], aligner["tasks"])
+            round_digest = digest_of_totals(steps)
+            content = aligner["given"] if content is None else content
             last = ", the last" if aligner["last"] else ""
             done = f"{aligner['emitted']} of {len(steps)} steps out{last}"
             facts["round"] = f"{aligner['round']}, {done}"
@@ -130,8 +132,8 @@ def _inspections(state: Any, name: str) -> Iterator[Inspection]:
         yield Inspection(
             damage=damage,
             facts=facts,
-            pool=_lengths(pool),
-            held=_lengths(held),
+            pool=_lengths(content, pooled=True),
+            held=_lengths(content, pooled=False),
             config={place: node["config"] for place, node in nodes},
             round_digest=round_digest,
             values=values,
@@ -204,12 +206,17 @@ def _position(loader: Mapping[str, Any], nodes: Mapping[str, Any]) -> dict[str, 
     return {name: str(value) for name, value in facts.items()}
 
 
-def _lengths(held: Any) -> IntArray:
-    """Return the lengths of samples that a state has as records, or encoded."""
-    records, payload = (None, None) if held is None else held[1:]
+def _lengths(content: Any, *, pooled: bool) -> IntArray:
+    """Return the lengths of samples that a state has as records, or encoded: of those that pool."""
+    if content is None:
+        return np.empty(0, dtype=np.int64)
+    *_, records, payload = content
     if records is not None:
-        return from_records(records).tokens
-    return np.array([decode_sample(one).tokens for one in payload or ()], dtype=np.int64)
+        lengths = from_records(records).tokens
+    else:
+        lengths = np.array([decode_sample(one).tokens for one in payload or ()], dtype=np.int64)
+    held, waiting = from_bits(content)
+    return lengths[np.isin(held, waiting, invert=not pooled)]
 
 
 def _flat(value: Any, place: str) -> Iterator[tuple[str, str]]:

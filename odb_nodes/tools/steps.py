@@ -10,13 +10,12 @@ from math import nan
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count, check_type
 from odb_nodes._core.text import counted
 from odb_nodes.alignment import RankAligner
-from odb_nodes.alignment.aligned_round import AlignedRound
+from odb_nodes.alignment.aligned_round import info_of_step
 from odb_nodes.alignment.exchange import Exchange
 from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
@@ -27,9 +26,10 @@ from odb_nodes.ledger.history import read_steps
 from odb_nodes.loader import Loader, ODBDataLoader
 from odb_nodes.loader.rank_states import rank_files
 from odb_nodes.nodes import GroupCollator, WindowBucketer
-from odb_nodes.planning.rounds import FILLER, GroupCost, step_totals
+from odb_nodes.planning.rank_plan import SettledRound
+from odb_nodes.planning.rounds import GroupCost, step_totals
 from odb_nodes.sample import ItemKey, Sample
-from odb_nodes.sample_block import SampleBlock
+from odb_nodes.sample_block import NO_SAMPLES, SampleBlock
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo
 from odb_nodes.tools.inspection import part_of, read_inspections
 
@@ -285,11 +285,10 @@ def _with_info(
     measure = graph.aligner.measure
     nothing = GroupCost(0, 0, 0, tasks=(0,) * len(measure.tasks))
     costs = [[measure(group) if group else nothing for group in of_rank] for of_rank in groups]
-    own = [FILLER if of_ranks[rank].is_filler else at for at, of_ranks in enumerate(records)]
-    again = AlignedRound(np.column_stack((own, step_totals(costs))))
-    again.fill([*groups[rank]], None)
+    settled = SettledRound(step_totals(costs))
     rule = replace(graph.aligner.rule, world_size=len(groups))
-    return again.take(index, rule, measure, step=record.step, **facts)
+    rows = NO_SAMPLES if record.is_filler else group
+    return rows, info_of_step(settled, index, rows, rule, measure, step=record.step, **facts)
 
 
 def _remade(rank: int, graph: _Graph, group: Sequence[Sample], info: StepInfo) -> RemadeStep:

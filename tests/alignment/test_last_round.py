@@ -79,18 +79,6 @@ def given_away(whole):
     ]
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
-def test_ranks_end_together_and_each_sample_comes_once(ranks):
-    whole = epoch(ranks)
-    assert sorted(index for steps, _ in whole for index in ids_of(steps)) == [*range(SAMPLES)]
-    assert len({len(steps) for steps, _ in whole}) == 1
-    assert not any(step.is_filler for steps, _ in whole for step in steps)
-    assert 0 < len(given_away(whole)) < SAMPLES / 10
-    lengths = [len(sample(index, ranks)["input_ids"]) for index in range(SAMPLES)]
-    tokens = [sum(lengths[index] for index in ids_of(steps)) for steps, _ in whole]
-    assert max(tokens) - min(tokens) < 0.1 * max(tokens)
-
-
 @pytest.mark.parametrize(
     "options",
     [*({"kind": kind} for kind in ("iterable", "own data", "reads ahead")), {"uneven": "stop"}],

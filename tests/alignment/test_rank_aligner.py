@@ -1,6 +1,7 @@
 """The alignment of ranks over the in-process exchange: one thread per rank."""
 
 import threading
+from dataclasses import dataclass, field
 
 import pytest
 from aligned_ranks import (
@@ -22,6 +23,7 @@ from odb_nodes import (
     LengthObserver,
     Loader,
     ODBDataLoader,
+    ParallelProcessor,
     PeerError,
     RankAligner,
     SampleError,
@@ -33,6 +35,7 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
+from odb_nodes.contract import NodeState, SourceState, StatefulNode
 
 
 def epochs_of(exchange, samples, epochs=2, **options):
@@ -419,3 +422,108 @@ def test_no_sample_on_any_rank_is_an_error_on_all():
     for error in errors_on_ranks(2, lambda exchange: list(Loader(graph(exchange, [])))):
         with pytest.raises(SampleError, match="no rank has a sample in epoch 0"):
             raise error
+
+
+# --- runs that resume, of ranks with data of their own --------------------------------------------
+
+
+def own_data(exchange, sizes, process, window=64, exclude=None, **options):
+    source = ShardedSampler(sizes[exchange.rank], shuffle=False, rank=0, world_size=1)
+    source = ParallelProcessor(source, process, rank=0, world_size=1)
+    pool = WindowBucketer(LengthObserver(source), 200, window, exclude=exclude)
+    return RankAligner(pool, exchange, round_size=8, timeout_s=TIMEOUT_S, **options)
+
+
+class Process:
+    """A `process_fn` that counts its calls."""
+
+    made = 0
+
+    def __call__(self, index):
+        self.made += 1
+        return {"input_ids": [index] * (40 + index % 20)}
+
+
+def ids_of_group(group):
+    return [data["input_ids"][0] for data in group.data()]
+
+
+def states_of(exchange, sizes, **options):
+    node, states = own_data(exchange, sizes, Process(), **options), []
+    node.reset(None)
+    for _ in node:
+        states.append(node.state_dict())
+    return states
+
+
+def resumed(exchange, states, at, **options):
+    node = own_data(exchange, **options)
+    node.reset(states[exchange.rank][at])
+    return [
+        (info.is_filler, [data["input_ids"][0] for data in group.data()]) for group, info in node
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:`uneven=.stop.`")
+def test_what_is_left_out_as_another_rank_has_ended_is_not_made_again_for_that():
+    sizes, processes = [60, 300], [Process(), Process()]
+    states = on_ranks(2, lambda exchange: states_of(exchange, sizes, uneven="stop"))
+
+    def resume(exchange):
+        process = processes[exchange.rank]
+        return resumed(exchange, states, -2, sizes=sizes, process=process, uneven="stop")
+
+    steps = on_ranks(2, resume)
+    emitted = [sum(len(ids) for _, ids in of_rank) for of_rank in steps]
+    assert [process.made for process in processes] == emitted and min(emitted) > 0
+
+
+def test_no_step_is_filled_with_a_sample_that_is_excluded_wherever_a_run_resumes():
+    sizes = [3, 60]
+    states = on_ranks(2, lambda exchange: states_of(exchange, sizes))
+    for at in range(2, len(states[0]) - 1, 2):
+        steps = on_ranks(
+            2,
+            lambda exchange, at=at: resumed(
+                exchange, states, at, sizes=sizes, process=Process(), exclude=[0]
+            ),
+        )
+        assert any(is_filler for is_filler, _ in steps[0])
+        assert all(0 not in ids for _, ids in steps[0])
+
+
+def test_an_error_below_a_node_of_the_user_loses_no_sample():
+    """It is raised at once: a node in between may have no state after an error."""
+
+    class Pass(StatefulNode):
+        @dataclass(kw_only=True)
+        class STATE(NodeState):
+            source: SourceState = field(default_factory=dict)
+
+        def __init__(self, source):
+            super().__init__()
+            self.source = source
+
+        def next(self):
+            return next(self.source)
+
+    bad = {120}
+
+    def process(index):
+        if index in bad:
+            raise OSError("the disk is away")
+        return Process()(index)
+
+    def loader():
+        source = ParallelProcessor(ShardedSampler(240, shuffle=False), process)
+        return Loader(RankAligner(Pass(WindowBucketer(LengthObserver(source), 200, 32))))
+
+    ids, first = [], loader()
+    with pytest.raises(SampleError, match="the disk is away"):
+        for group, _ in first:
+            ids += ids_of_group(group)
+    bad.clear()
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    ids += [number for group, _ in second for number in ids_of_group(group)]
+    assert sorted(ids) == [*range(240)]

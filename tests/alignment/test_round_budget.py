@@ -132,26 +132,6 @@ def test_an_epoch_begins_with_128_and_the_second_round_has_what_suits(ranks, siz
         assert later == window <= pulled  # the second epoch begins with as many
 
 
-def test_each_epoch_chooses_by_its_own_lengths():
-    class Growing(IterableWrapper):
-        """Three times as long in each epoch."""
-
-        tokens = 3
-
-        def reset(self, initial_state=None):
-            super().reset(initial_state)
-            self.tokens *= 3
-
-    source = Growing(range(600))
-    observer = LengthObserver(source, observe=lambda _: source.tokens)
-    loader = Loader(RankAligner(WindowBucketer(observer, 600)))
-    windows = []
-    for _ in range(3):
-        list(loader)
-        windows.append(window_of(loader))
-    assert windows == [round(32 * 600 / tokens) for tokens in (9, 27, 81)]
-
-
 def test_a_rank_that_ended_in_the_first_round_begins_the_next_epoch_like_the_others():
     def run(exchange):
         loader = loader_of(exchange, size=[600, 20][exchange.rank])

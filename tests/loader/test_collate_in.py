@@ -261,7 +261,8 @@ def test_the_trainer_makes_batches_where_no_worker_can_and_says_why(given, why):
 def test_samples_do_not_come_to_the_trainer():
     with ODBDataLoader(Rows(), **options()) as loader:
         next(iter(loader))
-        pooled = loader._graphs[0].bucketer._table.all()
+        store = loader._graphs[0].bucketer.store
+        pooled = store.look(store.ordinals())
         assert {isinstance(one.data, StoredData) for one in pooled} == {True}
 
 

@@ -100,7 +100,8 @@ def test_ids_are_converted_before_the_pool_for_a_collate_function_of_ours_alone(
         given = {"token_budget": 256, "window": 24, "observe": observe, "collate_fn": collate_fn}
         loader = ODBDataLoader(range(SIZE), process_fn=listed, **given)
         next(iter(loader))
-        pooled = loader._graphs[0].bucketer._table.all()
+        store = loader._graphs[0].bucketer.store
+        pooled = store.look(store.ordinals())
         return {type(data_of(one)["input_ids"]) for one in pooled}
 
     assert pooled_as(None) == pooled_as(PaddingCollate()) == {np.ndarray}

@@ -483,9 +483,9 @@ def test_a_planned_sample_that_is_skipped_now_is_an_error_that_names_it(make_sou
     key = next(it).samples[0].data["id"]
     resumed = make(also=[key])
     resumed.load_state_dict(state, strict=strict)
-    message = rf"RankAligner cannot.* {key}\b.* was good .*skipped now .lost.: gone"
+    message = rf"WindowBucketer cannot.* {key}\b.* was good .*skipped now .lost.: gone"
     with pytest.raises(StateError, match=message):
-        iter(resumed)
+        list(resumed)  # with keys, before the step that would have it
 
 
 def test_nodes_pass_a_skipped_sample_on():

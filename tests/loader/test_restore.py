@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 from aligned_ranks import on_ranks
+from rank_jobs import RankJob
 from torchdata.nodes import Batcher, Prefetcher
 
 from odb_nodes import (
@@ -33,7 +34,8 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.contract import EpochNode, EpochState, can_restore, snapshot
-from odb_nodes.nodes import pooled_table
+from odb_nodes.contract.config import loading_with
+from odb_nodes.nodes import sample_store
 
 ROUND = 8
 
@@ -85,11 +87,15 @@ def test_a_restore_processes_at_most_the_window_and_the_round(has_keys, num_work
         for state in states[: -1 : max(1, len(states) // 4)]:
             process_fn = Counting()
             root = graph_of(exchange, source, process_fn, window, num_workers)
-            root.reset(state["root"])
+            if has_keys and not num_workers:
+                root.reset(state["root"])
+                assert process_fn.calls == 0  # each is made before the step that holds it
+            with loading_with(makes_all=True):
+                root.reset(state["root"])
             replayed = root.replayed_samples + root.source.replayed_samples
-            # Without keys, the samples of the round that are out are made again, too.
-            assert replayed <= window + of_round * (2 - has_keys)
-            assert num_workers or process_fn.calls <= replayed
+            # As steps of the round are out, groups of the next one are formed.
+            assert replayed <= window + 1.5 * of_round
+            assert num_workers or process_fn.calls < replayed + 10  # the rest of a chunk
             assert num_workers or not has_keys or process_fn.calls == replayed
             most = max(most, replayed)
             root.source.source.source.close()
@@ -152,7 +158,7 @@ def test_a_source_of_ones_own_is_read_at_the_keys_that_are_needed(mixed):
     shelf = Shelf()
     again = make(shelf)
     again.reset(first.state_dict())
-    pooled = [one.key for one in again._table.all()]
+    pooled = [one.key for one in again.store.look(again.store.ordinals())]
     assert shelf.nexts < WorkerOptions().nominal_chunk_samples  # of the chunk that it stands in
     assert len(shelf.reads) == len(pooled) or (mixed and 8 < len(shelf.reads) < len(pooled))
     assert {*shelf.reads} <= {*pooled}
@@ -168,33 +174,48 @@ def data_of(seed, size=200):
     return [[rng.randrange(1000) for _ in range(rng.randrange(2, 40))] for _ in range(size)]
 
 
-def over(data, state=None, strict=True, **options):
+def over(data, state=None, strict=True, verify="lazy", **options):
     """A loader over samples of these tokens, begun where a state stands."""
     given = {"token_budget": 200, "window": 24, "process_fn": Counting(data), **options}
     loader = ODBDataLoader(range(len(data)), **given)
     if state is not None:
-        loader.load_state_dict(state, strict=strict)
+        loader.load_state_dict(state, strict=strict, verify=verify)
         iter(loader)
     return loader
 
 
+def keys_of(batches):
+    return [pop_step_info(batch).keys for batch in batches]
+
+
 @pytest.mark.parametrize("seed", range(8))
-def test_an_item_that_was_edited_or_swapped_is_found(seed):
+def test_an_item_that_was_edited_or_swapped_is_found_before_the_batch_that_holds_it(seed):
     rng, data = random.Random(seed), data_of(seed)
     it = iter(loader := over(data, seed=seed))
     for _ in range(rng.randrange(1, 15)):
         next(it)
     state = loader.state_dict()
-    pooled = over(data, state, seed=seed)._graphs[0].bucketer._table.all()
+    store = over(data, state, seed=seed)._graphs[0].bucketer.store
+    pooled = store.look(store.ordinals())
     key = rng.choice([one.key for one in pooled])
-    changed = [list(one) for one in data]
+    changed, other = [list(one) for one in data], key
     if seed % 2:
         changed[key][rng.randrange(len(data[key]))] += 1
     else:
         other = rng.choice([n for n in range(200) if n != key])
         changed[key], changed[other] = data[other], data[key]
-    with pytest.raises(StateError, match=r"\(key \d+\) (has other content|had \d+ tokens)"):
-        over(changed, state, seed=seed)
+    message = r"\(key \d+\) (has other content|had \d+ tokens)"
+    with pytest.raises(StateError, match=message):
+        over(changed, state, verify="eager", seed=seed)
+    rest, seen = keys_of(over(data, state, seed=seed)), []
+    loader = over(changed, state, seed=seed)
+    for _ in range(2):  # The state after the error still has the group.
+        with pytest.raises(StateError, match=message):
+            for batch in loader:
+                seen.append(pop_step_info(batch).keys)
+        assert seen == rest[: len(seen)] and {key, other} & {*rest[len(seen)]}
+    if key == other:  # else the run has read the other one changed
+        assert keys_of(over(data, loader.state_dict(), seed=seed)) == rest[len(seen) :]
 
 
 def on_two_ranks(exchange, data):
@@ -226,11 +247,37 @@ def test_a_sample_that_is_held_for_the_round_is_compared_even_if_a_change_is_mea
         changed = [[n + (at == key) for n in one] for at, one in enumerate(data)]
         loader = Loader(on_two_ranks(exchange, changed))
         loader.load_state_dict(state, strict=strict)
-        message = rf"RankAligner cannot .*\(key {key}\)" if strict else "within a round of steps"
+        message = rf"WindowBucketer cannot .*\(key {key}\)" if strict else "within a round of steps"
+        taken = []
         with pytest.raises(StateError, match=message):
-            iter(loader)
+            for item in loader:
+                taken.append(item)
+        assert taken == rest[: len(taken)] and (strict or not taken)
+        assert not strict or key in [one.key for one in rest[len(taken)][0]]
 
     on_ranks(2, resume)
+
+
+@pytest.mark.slow
+def test_other_ranks_hear_of_a_changed_sample_within_a_round():
+    data = data_of(0, 1000)
+    ranks = states_within_a_round(data)
+    key = ranks[1][1][4][0][0].key  # of rank 1 alone, five steps on
+
+    def resume(exchange):
+        state, rest = ranks[exchange.rank]
+        changed = [[n + (at == key) for n in one] for at, one in enumerate(data)]
+        loader, taken = Loader(on_two_ranks(exchange, changed)), []
+        loader.load_state_dict(state)
+        kind = StateError if exchange.rank else (PeerError, StateError)
+        with pytest.raises(kind, match=rf"\(key {key}\)") as caught:
+            for item in loader:
+                taken.append(item)
+        assert exchange.rank or "rank 1" in str(caught.value)
+        assert taken[:4] == rest[:4]
+        return len(taken)
+
+    assert on_ranks(2, resume)[1] == 4
 
 
 def test_a_change_that_is_meant_is_warned_of_once():
@@ -239,7 +286,7 @@ def test_a_change_that_is_meant_is_warned_of_once():
     with pytest.warns(UserWarning, match="has other content now") as caught:
         rest = [pop_step_info(one).keys for one in over(changed, loader.state_dict(), strict=False)]
     found = [one for one in caught if "content" in str(one.message)]
-    assert len(found) == 2  # pool, and group ahead
+    assert len(found) == 1
     assert len([key for keys in rest for key in keys]) > 150
 
 
@@ -294,7 +341,7 @@ def test_a_state_that_was_interrupted_leaves_the_next_one_right(at, monkeypatch)
     for _ in range(3):
         next(node)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(pooled_table, at, interrupt)
+            patched.setattr(sample_store, at, interrupt)
             node.state_dict()
     again = bucketer()
     again.reset(node.state_dict())
@@ -339,27 +386,41 @@ def test_a_method_that_is_called_read_makes_no_source_readable():
 
 
 @pytest.mark.filterwarnings("ignore:.*Further ones")
-def test_a_round_that_failed_leaves_the_state_as_it_was():
-    """What is left out ahead of the next round comes once, also where that round is tried again."""
+@pytest.mark.filterwarnings("ignore:of the .* skipped by processing")
+def test_a_state_after_a_round_that_failed_goes_on_like_the_one_before():
+    """What is left out comes once, also where a round is tried again."""
 
     def text(index):
         return Skipped("third") if index % 3 == 0 else {"input_ids": [index] * length(index)}
 
-    def run(exchange):
+    def graph(exchange):
         shard = {"rank": exchange.rank, "world_size": exchange.world_size}
         node = LengthObserver(ParallelProcessor(ShardedSampler(900, **shard), text, **shard))
-        node = RankAligner(WindowBucketer(node, 256, 16), exchange, ROUND, timeout_s=1.0)
+        return RankAligner(WindowBucketer(node, 256, 16), exchange, ROUND, timeout_s=1.0)
+
+    def run(exchange):
+        node, states = graph(exchange), []
         node.reset(None)
         if exchange.rank == 1:
-            return [next(node) for _ in range(12)]  # and comes to no third round
-        before = None
+            for _ in range(15):  # all of three rounds: it comes to no further one
+                next(node)
+            return [node.state_dict()] * 2
         with pytest.raises(PeerError):
             while True:
-                before = node.state_dict()
+                states.append(node.state_dict())
                 next(node)
-        return node.state_dict() == before and before["left_out_ahead"]
+        assert len(states) == 16
+        return [states[-1], node.state_dict()]
 
-    assert on_ranks(2, run, 1.0)[0]
+    def resume(exchange, which):
+        node = graph(exchange)
+        node.reset(ranks[exchange.rank][which])
+        return [(info.keys, info.left_out) for _, info in node]
+
+    ranks = on_ranks(2, run, 1.0)
+    before, after = (on_ranks(2, partial(resume, which=which)) for which in (0, 1))
+    assert before == after
+    assert any(left_out for _, left_out in after[0])
 
 
 def test_a_restore_that_is_refused_leaves_no_worker_behind():
@@ -367,11 +428,12 @@ def test_a_restore_that_is_refused_leaves_no_worker_behind():
         next(iter(loader))
         state = loader.state_dict()
     with over([[n + 1 for n in one] for one in data], num_workers=2) as again:
-        again.load_state_dict(state)
-        for _ in range(2):
-            with pytest.raises(StateError, match="has other content"):
-                iter(again)
-            assert again.worker_pids == []
+        for verify in "lazy", "eager":
+            again.load_state_dict(state, verify=verify)
+            for _ in range(2):
+                with pytest.raises(StateError, match="has other content"):
+                    list(again)
+                assert again.worker_pids == []
 
 
 def test_what_a_restore_was_to_make_is_not_made_where_nobody_waits_for_it():
@@ -409,10 +471,11 @@ def test_a_state_has_at_most_20_bytes_a_pooled_sample(kind):
         for _ in range(8):
             next(it)
         state = loader._graphs[0].bucketer.state_dict()
-    waiting, records, _ = state["pool"]
-    parts = [part for part in (*records, waiting) if isinstance(part, bytes)]
-    assert sum(map(len, parts)) <= 20 * len(loader._graphs[0].bucketer._pool)
-    assert (records[4] is not None) == (kind == "cycle")
+    _, *bits, records, _ = state["held"]
+    *parts, columns = records
+    parts = [part for part in (*parts, *columns.values(), *bits) if isinstance(part, bytes)]
+    assert sum(map(len, parts)) <= 20 * len(loader._graphs[0].bucketer.store)
+    assert [*columns] == ["repeats"] * (kind == "cycle")
 
 
 # --- states that are kept: whenever they are made, they are what they would have been at once ----
@@ -473,3 +536,62 @@ def test_nodes_of_torchdata_between_are_handed_plain_data(between):
         assert not unmade_in(loader.position.root)
         assert not unmade_in(loader.root.state_dict())
     loader.close()
+
+
+# --- real ranks that are killed -------------------------------------------------------------------
+
+KILLED = """
+from pathlib import Path
+import time
+from odb_nodes import WorkerOptions, load_state, save_state
+folder, pause_s = Path(sys.argv[1]), float(sys.argv[2])
+loader = r.make_dataloader(
+    400, window=64, workers=WorkerOptions(num_workers=1, start_method="fork", chunk_size=2)
+)
+saved = [{int(one.stem) for one in folder.glob(f"{rank}/*.pt")} for rank in range(world_size)]
+done = max(set.intersection(*saved), default=0)
+lines = folder / f"{rank}.jsonl"
+before = lines.read_text().splitlines()[:done] if done else []
+if done:
+    loader.load_state_dict(load_state(folder / f"{rank}/{done}.pt")["loader"])
+(folder / str(rank)).mkdir(exist_ok=True)
+dist.barrier()
+with lines.open("w") as out:
+    out.writelines(f"{line}\\n" for line in before)
+    for step, batch in enumerate(loader, done + 1):
+        time.sleep(pause_s)
+        out.write(json.dumps(r.describe(batch)) + "\\n")
+        out.flush()
+        save_state({"loader": loader.state_dict()}, folder / f"{rank}/{step}.pt")
+loader.close()
+dist.barrier()
+(folder / f"{rank}.done").touch()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_that_are_killed_go_on_with_the_same_batches(world_size, tmp_path):
+    def lines(folder):
+        paths = [folder / f"{rank}.jsonl" for rank in range(world_size)]
+        return [path.read_text().splitlines() if path.exists() else [] for path in paths]
+
+    def start(folder, pause_s):
+        folder.mkdir(exist_ok=True)
+        jobs = tmp_path / f"jobs{time.monotonic_ns()}"
+        jobs.mkdir()
+        return RankJob(jobs, KILLED, world_size, str(folder), str(pause_s))
+
+    with start(tmp_path / "whole", 0.0) as job:
+        job.finish(120)
+    folder, kills = tmp_path / "killed", 0
+    for target in (3, 6, 13, 17):
+        with start(folder, 0.02) as job:  # and is killed
+            deadline = time.monotonic() + 60
+            while min(map(len, lines(folder))) < target and time.monotonic() < deadline:
+                time.sleep(0.005)
+            kills += not (folder / "0.done").exists()
+    with start(folder, 0.0) as job:
+        job.finish(120)
+    assert kills > 2 and lines(folder) == lines(tmp_path / "whole")

@@ -25,7 +25,7 @@ from odb_nodes import (
 )
 from odb_nodes._core import progress
 from odb_nodes.nodes.read_ahead import ReadAhead
-from odb_nodes.sample_block import SampleBlock
+from odb_nodes.planning.facts import Facts
 from odb_nodes.testing import assert_resumes_exactly
 
 LENGTHS = np.random.default_rng(1).integers(1, 60, 200).tolist()
@@ -298,12 +298,6 @@ def test_a_pool_too_small_for_the_budget_is_told_of_with_a_window_that_does(
     assert warnings_of(WindowBucketer(source, budget, enough(message))) == []
 
 
-@pytest.mark.parametrize("fields", [{"max_samples": 4}, {"layout": "packed"}])
-def test_a_pool_is_large_enough_where_groups_hold_few_samples_or_no_padding(fields):
-    node = WindowBucketer(samples(lognormal(2000)), TokenBudget(163_840, **fields), 64)
-    assert warnings_of(node) == []
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_alone_it_chooses_its_window_after_the_first_group(layout, sampled):
@@ -337,13 +331,6 @@ def test_alone_it_begins_an_epoch_by_the_one_before_even_if_that_had_one_group()
     assert ids(resumed) == ids(loader)
 
 
-def test_no_pooled_sample_gets_older_than_5_windows_while_the_window_grows():
-    node = bucketer([100, *[10] * 3000], window="auto")
-    for group in node:
-        age = node.planner.pool.pulled - min(sample.data for sample in group)
-        assert age <= 5 * node.window
-
-
 @pytest.mark.slow
 def test_a_long_fill_and_a_long_replay_say_how_far_they_are(monkeypatch, caplog):
     def slow(sample):
@@ -367,19 +354,16 @@ def test_a_long_fill_and_a_long_replay_say_how_far_they_are(monkeypatch, caplog)
 
 
 def test_samples_without_keys_that_are_put_back_are_found_again():
-    """Their ages are new, and those of the samples that waited; what a restore reads is not."""
+    """They keep their ages, by which a restore reads them."""
     lengths = LENGTHS[:120]
 
     def fresh():
         data = [{"input_ids": [1] * n, "id": i} for i, n in enumerate(lengths)]
-        node = WindowBucketer(LengthObserver(IterableWrapper(data)), 100, 16)
-        node.keeps_planned = True
-        return node
+        return WindowBucketer(LengthObserver(IterableWrapper(data)), 100, 16)
 
     def rest_of(node):
         groups, states = [], [node.state_dict()]
         for group in node:
-            node.release()  # as after a round
             groups.append([one.data["id"] for one in group])
             states.append(node.state_dict())
         return groups, states
@@ -387,8 +371,11 @@ def test_samples_without_keys_that_are_put_back_are_found_again():
     node = fresh()
     node.reset(None)
     out = [one.data["id"] for _ in range(6) for one in next(node)]
-    node.release()
-    node.put_back(SampleBlock.joined([next(node) for _ in range(4)]))
+    planned = []
+    for _ in range(4):
+        node.fill()
+        planned.append(node.planner.next_group())
+    node.put_back(Facts.joined(planned))
     groups, states = rest_of(node)
     assert sorted([*out, *sum(groups, [])]) == [*range(len(lengths))]
     for at in range(0, len(states), 3):

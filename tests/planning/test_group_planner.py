@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import budgets
+from pools import budgets, facts_of
 
 from odb_nodes import TokenBudget
 from odb_nodes.planning import MAX_AGE_WINDOWS
 from odb_nodes.planning.auto_window import LEAST_WINDOW
 from odb_nodes.planning.budget import Limits
-from odb_nodes.planning.group_planner import GroupPlanner, RoundSettings
-from odb_nodes.planning.table import ORDINALS
+from odb_nodes.planning.facts import NO_FACTS
+from odb_nodes.planning.group_planner import GivenGroups, GroupPlanner, PoolReport, RoundSettings
 
 few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
@@ -38,56 +38,59 @@ class Stream:
     def fill(self):
         planner, pool = self.planner, self.planner.pool
         while (room := planner.room()) > 0:
-            new = range(pool.pulled, min(pool.pulled + room, len(self.samples)))
-            planner.ended = pool.pulled + room > len(self.samples)
-            self.add([*new])
-            pool.pulled += len(new)
+            if pool.pulled + room > len(self.samples):
+                planner.end()
+            ordinals = np.arange(pool.pulled, min(pool.pulled + room, len(self.samples)))
+            planner.add(self.facts(ordinals), len(ordinals))
 
-    def add(self, ordinals):
-        columns = zip(*(self.samples[at] for at in ordinals), strict=True) if ordinals else [()] * 3
-        self.planner.add(ordinals, *columns)
+    def facts(self, ordinals):
+        tokens, patches, task = np.array(self.samples, np.int64).reshape(-1, 3)[ordinals].T
+        return facts_of(tokens, ordinal=ordinals, patches=patches, task=task)
 
     def next(self):
         """The next group; none at the end."""
         self.fill()
-        return self.planner.next_group().tolist() if len(self.planner.pool) else []
+        return [] if self.planner.is_done else self.planner.next_group().ordinal.tolist()
 
     def state(self):
         """The planner as plain data."""
-        planner, pool = self.planner, self.planner.pool
+        planner = self.planner
         state = {
+            "waiting": planner.waiting.ordinal.tolist(),
+            "pulled": planner.pool.pulled,
+            "ended": planner.ended,
             "limits": planner.limits,
             "window": planner.window_state(),
-            "waiting": np.sort(pool.table()[ORDINALS]).tolist(),
-            "pulled": pool.pulled,
-            "caps": pool.caps.tolist(),
-            "ended": planner.ended,
+            "caps": planner.pool.caps.tolist(),
             "dearest_groups": planner.dearest_groups,
         }
         return json.loads(json.dumps(state))
 
-    def restart(self):
+    def restart(self, follows_ranks=False):
         """Go on with another planner, from the state of this one."""
-        state, follows = self.state(), self.planner.follows_ranks
+        state = self.state()
         planner = self.planner = self.make()
-        planner.follows_ranks = follows
-        planner.restart(Limits(*state["limits"]), state["window"])
-        pool = planner.pool
-        columns = [*zip(*(self.samples[at] for at in state["waiting"]), strict=True)] or [()] * 3
-        pool.add(state["waiting"], *columns)
-        pool.pulled, pool.caps = state["pulled"], np.array(state["caps"], np.int64)
-        planner.ended, planner.dearest_groups = state["ended"], state["dearest_groups"]
+        if follows_ranks:
+            planner.follow_ranks()
+        restore(planner, **state | {"waiting": self.facts(np.array(state["waiting"], np.int64))})
         assert self.state() == state
 
 
-def epoch_of(stream, events=None, restarts=False):
+def restore(planner, waiting=NO_FACTS, **state):
+    limits, caps = state.pop("limits", None), state.pop("caps", ())
+    start = {"pulled": 0, "ended": False, "window": None, "dearest_groups": 0}
+    limits, caps = limits and Limits(*limits), np.array(caps, np.int64)
+    planner.restore(waiting, **start | state, limits=limits, caps=caps)
+
+
+def epoch_of(stream, events=None, restarts=False, **options):
     """The groups of an epoch; before each, what `events` does, and a restart where asked for."""
     groups = []
     while True:
         if events:
             events(stream.planner, len(groups))
         if restarts:
-            stream.restart()
+            stream.restart(**options)
         if not (group := stream.next()):
             return groups
         groups.append(group)
@@ -146,12 +149,58 @@ def test_an_auto_window_survives_restarts_at_every_group(lengths, follows_ranks,
     def stream():
         length = len(samples) if knows_length else None
         stream = Stream(samples, TokenBudget(24), "auto", epoch_samples=lambda: length)
-        stream.planner.follows_ranks = follows_ranks
+        if follows_ranks:
+            stream.planner.follow_ranks()
         return stream
 
     whole = epoch_of(stream(), events)
-    assert epoch_of(stream(), events, restarts=True) == whole
+    restarted = epoch_of(stream(), events, restarts=True, follows_ranks=follows_ranks)
+    assert restarted == whole
     assert once_each(whole, len(samples))
+
+
+# --- samples that come back, or go ---------------------------------------------------------------
+
+
+@given(samples, budgets, st.integers(1, 20), st.data())
+@few
+def test_samples_that_are_put_back_wait_again_as_old_as_they_are(samples, budget, window, data):
+    stream = Stream(samples, budget, window)
+    taken = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        taken += stream.next()
+    back = np.array(data.draw(st.permutations(taken)), np.int64)[: data.draw(st.integers(0, 20))]
+    waiting = stream.planner.waiting.ordinal.tolist()
+    stream.planner.put_back(stream.facts(back))
+    assert stream.planner.waiting.ordinal.tolist() == sorted([*waiting, *back.tolist()])
+    again = Stream(samples, budget, window)
+    again.planner = stream.planner
+    again.restart()  # as if they had never been taken
+    groups = epoch_of(again)
+    assert once_each([*groups, {*taken} - {*back.tolist()}], len(samples))
+
+
+def test_no_group_holds_what_is_removed():
+    stream = Stream([(10, 0, 0)] * 12, TokenBudget(40), 8)
+    stream.fill()
+    stream.planner.remove(np.array([1, 7]))
+    assert stream.planner.waiting.ordinal.tolist() == [0, 2, 3, 4, 5, 6]
+    assert sorted(sum(epoch_of(stream), [])) == [0, *range(2, 7), *range(8, 12)]
+
+
+def test_what_the_epoch_has_left_is_what_waits_and_what_will_come():
+    planner = GroupPlanner(TokenBudget(100), 8, epoch_samples=lambda: 20)
+    assert planner.samples_left() == 20
+    planner.add(facts_of([10] * 5), 6)  # of which a sample is left out
+    assert planner.samples_left() == 5 + 14
+    planner.add(facts_of([10] * 3, 6), 16)  # more than was said
+    assert planner.samples_left() == 8
+    unknown = GroupPlanner(TokenBudget(100), 8)
+    unknown.add(facts_of([10] * 5), 6)
+    assert unknown.samples_left() is None
+    for ended in (planner, unknown):
+        ended.end()
+        assert ended.samples_left() == len(ended.waiting)
 
 
 # --- limits --------------------------------------------------------------------------------------
@@ -196,9 +245,9 @@ def test_the_next_epoch_forms_its_groups_under_the_lower_limit():
 def test_a_restart_has_the_limits_of_the_state_or_those_of_the_budget():
     planner = GroupPlanner(TokenBudget(100), 8)
     lower = planner.limits._replace(tokens=50)
-    planner.restart(lower, None)
+    restore(planner, limits=lower)
     assert planner.limits == lower
-    planner.restart(None, None)
+    restore(planner)
     assert planner.limits == Limits.of(TokenBudget(100))
 
 
@@ -227,7 +276,7 @@ def test_a_rank_offers_costs_for_as_many_caps_as_it_is_asked_for():
 
 def test_a_rank_whose_data_has_ended_offers_no_caps():
     stream = filled()
-    stream.planner.ended = True
+    stream.planner.end()
     assert len(stream.planner.report(6).offer) == 0
 
 
@@ -237,7 +286,8 @@ def test_a_rank_whose_data_has_ended_offers_no_caps():
 def auto(lengths, epoch_samples=lambda: None, follows_ranks=False, **fields):
     options = {"epoch_samples": epoch_samples}
     stream = Stream([(n, 0, 0) for n in lengths], TokenBudget(100, **fields), "auto", **options)
-    stream.planner.follows_ranks = follows_ranks
+    if follows_ranks:
+        stream.planner.follow_ranks()
     return stream
 
 
@@ -247,7 +297,7 @@ def test_a_window_that_is_a_number_is_never_chosen():
     assert planner.window_is_chosen
     planner.use(RoundSettings(window=500))
     planner.choose_window_alone()
-    planner.restart(None, (700, True, 0, 0, 0))
+    restore(planner, window=(700, True, 0, 0, 0))
     assert planner.window == planner.pool.window == 16
 
 
@@ -322,10 +372,18 @@ def test_a_window_of_its_own_is_chosen_once_and_not_where_a_rank_is_alone():
     assert alone.planner.window == LEAST_WINDOW
 
 
+def test_a_window_grows_once_it_is_full():
+    planner = auto([], lambda: 600, follows_ranks=True).planner
+    planner.add(facts_of([10] * (LEAST_WINDOW - 1)), LEAST_WINDOW - 1)
+    assert (planner.room(), planner.window) == (1, LEAST_WINDOW)
+    planner.add(facts_of([10], LEAST_WINDOW - 1), 1)
+    assert (planner.room(), planner.window) == (320 - LEAST_WINDOW, 320)
+
+
 def test_there_is_no_room_once_the_data_has_ended_however_short_the_epoch():
     planner = auto([], lambda: 50, follows_ranks=True).planner
-    planner.add(range(50), [10] * 50, [0] * 50)
-    planner.pool.pulled, planner.ended = 50, True
+    planner.add(facts_of([10] * 50), 50)
+    planner.end()
     assert planner.room() == 0
 
 
@@ -346,7 +404,7 @@ def test_a_state_of_an_auto_window_is_restored_with_what_it_is_chosen_by():
     stream = auto([10] * 3000, follows_ranks=True)
     stream.next()
     state, again = stream.planner.window_state(), auto([]).planner
-    again.restart(None, state)
+    restore(again, window=state)
     assert again.window_state() == state
     assert again.report(0) == stream.planner.report(0)._replace(offer=again.report(0).offer)
     assert again.window == again.pool.window
@@ -379,8 +437,51 @@ def test_there_is_room_until_the_data_ends_or_the_pool_is_full():
     assert planner.room() <= 0
     planner.next_group()
     assert planner.room() > 0
-    planner.ended = True
+    planner.end()
     assert planner.room() == 0
+
+
+class Notes:
+    """Takes the place of a `PoolCheck`."""
+
+    def __init__(self):
+        self.noted = []
+
+    def note(self, lengths, window):
+        self.noted.append((lengths, window))
+
+
+def test_groups_that_are_chosen_freely_are_looked_at_for_their_padding():
+    """Neither the dearest groups, nor those of a window to come, nor those of the tail."""
+    notes = Notes()
+    lengths = [40, 40, *[10] * 10]
+    stream = Stream([(n, 0, 0) for n in lengths], TokenBudget(40), 5, 1, check=notes)
+    assert [stream.next() for _ in range(3)] == [[1], [2, 3, 4, 5], [6, 7, 8, 9]]
+    assert notes.noted == [([10] * 4, 5)] * 2
+    assert len(epoch_of(stream)) == 2 and len(notes.noted) == 2
+    stream = Stream([(10, 0, 0)] * 200, TokenBudget(40), "auto", check=notes)
+    stream.next()
+    assert len(notes.noted) == 2
+
+
+# --- the groups of a node of the user ------------------------------------------------------------
+
+
+def test_groups_that_are_given_are_taken_as_they_are_one_at_a_time():
+    planner = GivenGroups()
+    planner.follow_ranks()
+    for lengths in ([400, 3], [7]):
+        assert (planner.room(), planner.is_done) == (1, False)
+        planner.give(group := facts_of(lengths))
+        assert (planner.room(), planner.is_done) == (0, False)
+        planner.use(RoundSettings(max_tokens=10), [5])
+        assert planner.report(8) == PoolReport()
+        assert planner.next_group() is group
+    planner.give(group)
+    planner.end()
+    assert (planner.room(), planner.is_done) == (0, False)  # the last one is to be taken yet
+    assert planner.next_group() is group
+    assert (planner.room(), planner.is_done) == (0, True)
 
 
 def test_settings_of_a_round_are_plain_data_in_a_state():

@@ -4,19 +4,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import budgets
+from pools import budgets, facts_of
 
-from odb_nodes import Sample, TokenBudget
+from odb_nodes import TokenBudget
 from odb_nodes.planning.levelling import Rest, gifts, receivers, work_of
-from odb_nodes.sample_block import SampleBlock
 
 few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
 lengths = st.lists(st.integers(1, 200), max_size=40)
-
-
-def samples_of(tokens):
-    return SampleBlock.of([Sample(None, length, 1) for length in tokens])
 
 
 @given(lengths, st.floats(-100, 5_000))
@@ -61,9 +56,7 @@ def test_ranks_come_as_near_to_each_other_as_samples_allow(ranks):
 @given(lengths, budgets, st.integers(0, 5))
 @few
 def test_the_rest_is_cut_into_as_few_groups_as_asked_for_at_the_least_cost(tokens, budget, more):
-    samples = SampleBlock.of(
-        [Sample(None, length, 1, index % 4) for index, length in enumerate(tokens)]
-    )
+    samples = facts_of(tokens, patches=np.arange(len(tokens)) % 4)
     rest = Rest(samples, budget)
     groups = rest.groups(rest.fewest + more)
     assert sorted(index for group in groups for index in group) == [*range(len(samples))]
@@ -74,7 +67,7 @@ def test_the_rest_is_cut_into_as_few_groups_as_asked_for_at_the_least_cost(token
 
     assert dearest(groups) <= dearest(rest.groups(rest.fewest))  # also if a sample is oversize
     for group in groups:
-        patches = sum(samples[index].patches for index in group)
+        patches = sum(samples.patches[index] for index in group)
         alone = len(group) == 1
         assert alone or budget.cost([tokens[index] for index in group]) <= budget.tokens
         assert alone or patches <= (budget.max_patches or patches)
@@ -84,9 +77,9 @@ def test_the_rest_is_cut_into_as_few_groups_as_asked_for_at_the_least_cost(token
 def test_more_groups_make_the_dearest_one_cheaper_also_beside_an_oversize_sample():
     lengths, costs = [*range(10, 60)], []
     for beside, more in (([], 0), ([], 4), ([], 8), ([500], 8)):
-        samples = SampleBlock.of([Sample(None, length, 1) for length in [*lengths, *beside]])
+        samples = facts_of([*lengths, *beside])
         rest = Rest(samples, TokenBudget(400))
-        cut = [[samples[at].tokens for at in group] for group in rest.groups(rest.fewest + more)]
+        cut = [samples.take(group).lengths for group in rest.groups(rest.fewest + more)]
         costs.append(max(max(group) * len(group) for group in cut if group != beside))
     assert costs[0] > costs[1] > costs[2]
     assert max(costs[2:]) < 0.83 * costs[0]
@@ -117,7 +110,7 @@ def test_of_equal_samples_the_first_are_given_and_cut_first():
     longest_first = sorted(range(300), key=lambda at: (-tokens[at], at))
     every_eighth = [at for start in range(8) for at in longest_first[start::8]]
     assert gifts(np.array(tokens), sum(tokens)) == every_eighth
-    rest = Rest(samples_of(tokens), TokenBudget(30))
+    rest = Rest(facts_of(tokens), TokenBudget(30))
     cut = [at for group in rest.groups(rest.fewest)[::-1] for at in group]
     assert sorted(cut, key=tokens.__getitem__) == sorted(range(300), key=tokens.__getitem__)
 
@@ -133,31 +126,31 @@ def test_a_cheaper_dearest_group_would_make_more_groups(more):
     """The search is exact for padded rows under no further limit, of fewer than 2**14 tokens."""
     for seed in range(4):
         tokens = np.random.default_rng(seed).integers(1, 60, 30).tolist()
-        rest = Rest(samples_of(tokens), budget := TokenBudget(400))
+        rest = Rest(facts_of(tokens), budget := TokenBudget(400))
         most = rest.fewest + more
         cut = [[tokens[at] for at in group] for group in rest.groups(most)]
         dearest = max(map(budget.cost, cut))
         assert len(cut) <= most and dearest > max(tokens)
-        assert Rest(samples_of(tokens), TokenBudget(dearest - 1)).fewest > most
+        assert Rest(facts_of(tokens), TokenBudget(dearest - 1)).fewest > most
 
 
 def test_groups_of_one_shape_are_cut_as_the_budget_cuts_them():
     tokens = [*range(1, 40)]
-    rest = Rest(samples_of(tokens), TokenBudget(200, shapes=3))
+    rest = Rest(facts_of(tokens), TokenBudget(200, shapes=3))
     assert rest.groups(rest.fewest + 9) == rest.groups(rest.fewest)
 
 
 def test_nothing_is_left_to_cut():
-    rest = Rest(samples_of([]), TokenBudget(90))
+    rest = Rest(facts_of([]), TokenBudget(90))
     assert (rest.fewest, rest.groups(0), rest.groups(5)) == (0, [], [])
 
 
 def test_oversize_samples_alone_are_cut_to_groups_of_their_own():
-    rest = Rest(samples_of([500, 400]), TokenBudget(90))
+    rest = Rest(facts_of([500, 400]), TokenBudget(90))
     assert sorted(rest.groups(2)) == sorted(rest.groups(4)) == [[0], [1]]
 
 
 def test_fewer_groups_than_the_budget_needs_are_refused():
-    samples = SampleBlock.of([Sample(None, 30, 1)] * 9)
+    samples = facts_of([30] * 9)
     with pytest.raises(ValueError, match="`most` must be at least 3, but is 2"):
         Rest(samples, TokenBudget(90)).groups(2)

@@ -111,7 +111,7 @@ def test_a_refill_that_is_interrupted_ends_as_a_whole_one(window):
             while (room := min(pool.room(), len(lengths) - pool.pulled, most)) > 0:
                 new = [at for at in range(pool.pulled, pool.pulled + room) if at % 7]  # some drop
                 pool.add(new, [lengths[at] for at in new], [0] * len(new))
-                pool.pulled += room
+                pool.count(room)
             found.append((pool.take().tolist(), len(pool)))
         return found
 
@@ -153,7 +153,7 @@ def test_a_tail_is_the_same_whenever_the_pool_is_restored(samples, budget):
     def filled(ordinals):
         pool = RollingPool(budget, 20)
         pool.add(ordinals, lengths[ordinals], patches[ordinals])
-        pool.pulled = 20
+        pool.count(20)
         return pool
 
     pool = filled(np.arange(20))
@@ -187,10 +187,10 @@ def test_a_pool_takes_in_what_fits_until_it_is_full():
     pool = RollingPool(TokenBudget(100), 8)
     assert (pool.room(), pool.oldest, len(pool)) == (8, 0, 0)
     pool.add([0, 1, 2], [5, 6, 7], [0] * 3)
-    pool.pulled = 4  # one was dropped
+    pool.count(4)  # one was dropped
     assert (pool.room(), pool.oldest, len(pool)) == (4, 0, 3)  # begun: up to ordinal 8
     pool.add([5], [5], [0])
-    pool.pulled = 8
+    pool.count(4)
     assert (pool.room(), len(pool)) == (4, 4)
     pool.add([], [], [])
     assert len(pool) == 4
@@ -203,7 +203,7 @@ def test_a_large_pool_is_refilled_by_a_thirtysecond_of_it_at_a_time():
     pool.take()
     assert (len(pool), pool.room()) == (610, 20)
     pool.add(range(640, 650), [10] * 10, [0] * 10)
-    pool.pulled += 10
+    pool.count(10)
     assert pool.room() == 10  # what was begun is finished first
     small = pool_of([10] * 511, 150)
     small.take()
@@ -213,9 +213,9 @@ def test_a_large_pool_is_refilled_by_a_thirtysecond_of_it_at_a_time():
 def test_no_room_is_left_for_a_sample_that_would_make_the_oldest_too_old():
     pool = RollingPool(TokenBudget(100), 8)
     pool.add([3], [5], [0])
-    pool.pulled = 8 * MAX_AGE_WINDOWS  # all others were dropped
+    pool.count(8 * MAX_AGE_WINDOWS)  # all others were dropped
     assert pool.room() == 3
-    pool.pulled += 3
+    pool.count(3)
     assert pool.room() == 0
 
 
@@ -224,11 +224,11 @@ def test_once_the_oldest_is_four_windows_old_it_is_in_the_next_group():
     for pulled, is_forced in [(4 * 8 - 1, False), (4 * 8, True)]:
         pool = RollingPool(TokenBudget(100), 8)
         pool.add([0, *range(20, 27)], lengths, [0] * 8)
-        pool.pulled = pulled
+        pool.count(pulled)
         assert (0 in pool.take().tolist()) == is_forced
     pool = RollingPool(TokenBudget(100), 8)
     pool.add([0, *range(20, 27)], [10, *[90] * 7], [0] * 8)
-    pool.pulled = 4 * 8
+    pool.count(4 * 8)
     assert 0 in pool.take(dearest=True).tolist()  # before the longest
 
 
@@ -243,27 +243,20 @@ def test_every_group_holds_one_of_the_64_oldest():
 
 @given(streams.filter(len), budgets, st.data())
 @few
-def test_what_is_put_back_is_older_than_all_that_waits_and_keeps_its_order(samples, budget, data):
-    lengths, patches, _ = map(list, zip(*samples, strict=True))
-    pool, names = pool_of(lengths, budget, patches), [*range(len(lengths))]
-    taken = []
+def test_samples_that_come_again_are_as_old_as_before(samples, budget, data):
+    lengths, patches, _ = (np.array(column) for column in zip(*samples, strict=True))
+    pool, taken = pool_of(lengths, budget, patches.tolist()), []
     for _ in range(data.draw(st.integers(1, 3))):
         if len(pool):
             taken += pool.take().tolist()
-    pool.pulled += (dropped := data.draw(st.integers(0, 3)))
-    back = taken[: data.draw(st.integers(0, len(taken)))]
-    waiting = np.sort(pool.table()[ORDINALS]).tolist()
-    pool.put_back([lengths[at] for at in back], [patches[at] for at in back])
-    table = pool.table()
-    order = table[ORDINALS].argsort()
-    # Numbered without gaps, as those that were pulled last.
-    first = len(names) + dropped - len(back) - len(waiting)
-    assert table[ORDINALS, order].tolist() == [*range(first, len(names) + dropped)]
-    assert pool.oldest == (first if len(pool) else pool.pulled)
-    expected = [(lengths[at], patches[at]) for at in [*back, *waiting]]
-    assert [*zip(*table[[0, 2]][:, order].tolist(), strict=True)] == expected
+    back = np.array(sorted(taken[: data.draw(st.integers(0, len(taken)))]), np.int64)
+    waiting = sorted([*pool.ordinals().tolist(), *back.tolist()])
+    pool.add(back, lengths[back], patches[back])
+    assert pool.ordinals().tolist() == waiting
+    assert pool.oldest == (waiting[0] if waiting else len(samples))
     # In order of length, and of equal lengths in order of age, as any pool that was filled anew.
-    assert table[:2].T.tolist() == sorted(table[:2].T.tolist())
+    rows = pool.table()[:2].T.tolist()
+    assert rows == sorted([lengths[ordinal], ordinal] for ordinal in waiting)
 
 
 @pytest.mark.parametrize("draining", [False, True])
@@ -303,10 +296,10 @@ def test_of_equal_lengths_the_oldest_comes_first_however_the_pool_was_filled():
     for part in np.array_split(np.arange(300), 7):
         parts.add(part, [lengths[at] for at in part], [0] * len(part))
     assert rows(whole) == rows(parts) == sorted([n, at] for at, n in enumerate(lengths))
-    whole.remove(range(150, 300))
-    whole.put_back(lengths[150:], [0] * 150)
-    order = [*range(150, 300), *range(150)]  # by age now
-    assert rows(whole) == sorted([lengths[at], age] for age, at in enumerate(order))
+    middle = range(100, 200)
+    whole.remove(middle)
+    whole.add(middle, [lengths[at] for at in middle], [0] * 100)
+    assert rows(whole) == rows(parts)
 
 
 # dearest

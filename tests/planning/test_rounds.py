@@ -9,50 +9,48 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odb_nodes import Sample, TokenBudget
+from odb_nodes import TokenBudget
 from odb_nodes.planning import CostReport, GroupCost, plan_round, round_steps
 from odb_nodes.planning.caps import NO_CAPS
-from odb_nodes.planning.group_costs import BudgetCost, GroupCostEstimator
+from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.group_planner import GroupPlanner, PoolReport, RoundSettings
 from odb_nodes.planning.levelling import UNKNOWN_LEFT
 from odb_nodes.planning.rounds import (
     COLUMNS,
     FILLER,
-    RoundPlanner,
     SplitLadder,
     begins_last_round,
     cut_by_length,
     next_settings,
+    report_of,
     row_of,
     shuffled,
     step_totals,
 )
-from odb_nodes.sample_block import SampleBlock
 
 few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
-TASKS = ("a", "b")
-COUNTED = ("labels", "tokens")
+TASKS = 2
 
 
-def measure_of(tasks=TASKS):
-    return GroupCostEstimator(BudgetCost(TokenBudget(10**6)), None, tasks)
+def measure(group):
+    """Of a group: its cost under a padded budget, and sums that differ for each sample."""
+    of_tasks = [int(group.targets[group.task == task].sum()) for task in range(TASKS)]
+    flags = int(np.bitwise_or.reduce(group.patches, initial=0))
+    cost = len(group) * max(group.lengths)
+    return GroupCost(len(group), int(group.targets.sum()), cost, flags, tuple(of_tasks))
 
 
 def group_of(*lengths, rank=0, number=0):
     """A group of samples of these lengths, which differ in all that is told of them."""
-    samples = [
-        Sample(
-            (rank, number, at),
-            length,
-            length % 5,
-            patches=length % 3 == 0,
-            counted=COUNTED[length % 2],
-            task=TASKS[length % 4 == 0],
-        )
-        for at, length in enumerate(lengths)
-    ]
-    return SampleBlock.of(samples)
+    tokens = np.array(lengths, np.int64)
+    return Facts(
+        ordinal=1000 * rank + 10 * number + np.arange(len(tokens)),
+        tokens=tokens,
+        targets=tokens % 5,
+        patches=1 << tokens % 3,
+        task=tokens % 4 == 0,
+    )
 
 
 groups_of_rank = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=5), max_size=5)
@@ -73,40 +71,25 @@ def random_ranks(ranks, seed):
 ranks_of_groups = st.builds(random_ranks, st.integers(2, 5), st.integers(0, 2**16))
 
 
-class Rank(RoundPlanner):
-    """Groups that are known before."""
-
-    def __init__(self, groups, pool=None, measure=None, may_split=True, left=-1):
-        super().__init__(pool, measure or measure_of(), len(TASKS), may_split)
-        self.waiting, self.samples_left = [*groups], left
-
-    def next_group(self):
-        return self.waiting.pop(0) if self.waiting else None
-
-    def left(self):
-        return self.samples_left
+def ladder_and_report(groups, most, **options):
+    """The ladder of groups, and the report of it."""
+    ladder = SplitLadder(groups, measure)
+    options = {"has_ended": True, "may_split": True, "pool": PoolReport()} | options
+    return ladder, report_of(ladder, most, left=-1, tasks=TASKS, **options)
 
 
-def settle(ranks, most, *, uneven="fill", key=0, **options):
-    """One round: groups as read, reports, and the plan."""
-    groups = [rank.read(most, RoundSettings()) for rank in ranks]
-    for rank, of_rank in zip(ranks, groups, strict=True):
-        rank.read_ahead(of_rank, most)
-    reports = [
-        rank.report(of_rank, most, 0, **options)
-        for rank, of_rank in zip(ranks, groups, strict=True)
-    ]
-    return groups, reports, plan_round(reports, uneven=uneven, key=key)
-
-
-def round_of(lengths, most=None, **options):
-    ranks = [
-        Rank([group_of(*group, rank=rank, number=at) for at, group in enumerate(of_rank)])
-        for rank, of_rank in enumerate(lengths)
-    ]
+def round_of(lengths, most=None, *, uneven="fill", key=0):
+    """One round: groups before splits, reports, the plan, and groups after splits."""
     most = most or max(1, *map(len, lengths))
-    groups, reports, plan = settle(ranks, most, **options)
-    emitted = [rank.groups(splits) for rank, splits in zip(ranks, plan.splits, strict=True)]
+    groups, ladders, reports = [], [], []
+    for rank, of_rank in enumerate(lengths):
+        formed = [group_of(*group, rank=rank, number=at) for at, group in enumerate(of_rank)]
+        groups.append(formed[:most])
+        ladder, report = ladder_and_report(formed[:most], most, has_ended=len(formed) <= most)
+        ladders.append(ladder)
+        reports.append(report)
+    plan = plan_round(reports, uneven=uneven, key=key)
+    emitted = [ladder.groups(splits) for ladder, splits in zip(ladders, plan.splits, strict=True)]
     return groups, reports, plan, emitted
 
 
@@ -121,8 +104,8 @@ def steps_of(plan, emitted):
     ]
 
 
-def data_of(groups):
-    return sorted(sample.data for group in groups for sample in group)
+def samples_of(groups):
+    return sorted(ordinal for group in groups for ordinal in group.ordinal.tolist())
 
 
 # --- the plan of a round -------------------------------------------------------------------------
@@ -135,7 +118,7 @@ def test_each_group_is_in_one_step_whole_or_in_parts_that_make_it_up(lengths, ke
     steps = steps_of(plan, emitted)
     for rank, of_rank in enumerate(groups):
         planned = [step[rank] for step in steps if step[rank] is not None]
-        assert data_of(planned) == data_of(of_rank)
+        assert samples_of(planned) == samples_of(of_rank)
         assert len(planned) == len(of_rank) + plan.splits[rank]
         assert all(len(group) for group in planned)
 
@@ -166,7 +149,6 @@ def test_a_rank_fills_only_where_it_has_fewer_samples_than_the_round_has_steps(l
 def test_what_all_ranks_count_of_a_step_is_what_its_groups_hold(lengths, key):
     """The reports alone say what the parts of groups hold that other ranks will split."""
     _, _, plan, emitted = round_of(lengths, key=key)
-    measure = measure_of()
     for step, totals in zip(steps_of(plan, emitted), plan.totals.tolist(), strict=True):
         costs = [measure(group) for group in step if group is not None]
         flags = np.bitwise_or.reduce([cost.flags for cost in costs]) if costs else 0
@@ -203,7 +185,7 @@ def test_no_other_matching_has_a_smaller_sum_of_the_dearest_groups_of_steps(cost
 def test_every_rank_plans_the_same_from_the_messages_of_all(lengths, key, uneven):
     _, reports, plan, _ = round_of(lengths, key=key, uneven=uneven)
     messages = [report.to_message() for report in reports]
-    again = [CostReport.from_message(message, len(TASKS)) for message in messages]
+    again = [CostReport.from_message(message, TASKS) for message in messages]
     told = plan_round(again, uneven=uneven, key=key)
     assert (told.groups == plan.groups).all()
     assert (told.totals == plan.totals).all()
@@ -237,7 +219,7 @@ def test_a_rank_alone_takes_its_groups_as_they_come():
         groups, _, plan, emitted = round_of(lengths, 3, key=key, uneven=uneven)
         assert steps_of(plan, emitted) == [[group] for group in groups[0]]
         assert (plan.splits, plan.last) == ([0], True)
-        assert plan.totals.tolist() == step_totals([[*map(measure_of(), groups[0])]]).tolist()
+        assert plan.totals.tolist() == step_totals([[*map(measure, groups[0])]]).tolist()
     assert not round_of([[[3], [4]]], 1)[2].last
 
 
@@ -249,7 +231,7 @@ def test_a_rank_alone_is_not_split_though_it_has_fewer_groups_than_a_round():
 
 def test_the_totals_of_planned_steps_are_those_of_the_plan():
     groups = [[group_of(3, 4), group_of(5)], [group_of(8, 9), group_of(12)]]
-    costs = [[*map(measure_of(), of_rank)] for of_rank in groups]
+    costs = [[*map(measure, of_rank)] for of_rank in groups]
     plan = round_of([[[3, 4], [5]], [[8, 9], [12]]])[2]
     order = [plan.groups[rank].tolist() for rank in range(2)]
     planned = [[costs[rank][at] for at in order[rank]] for rank in range(2)]
@@ -274,7 +256,7 @@ def test_with_stop_all_ranks_end_with_the_first_that_does_and_nobody_fills_or_sp
     assert plan.splits == [0] * len(lengths)
     assert (plan.groups != FILLER).all()
     for of_rank, row, before in zip(emitted, plan.groups.tolist(), groups, strict=True):
-        assert of_rank == before
+        assert [*map(id, of_rank)] == [*map(id, before)]
         assert sorted(row) == [*range(len(row))]  # its first groups, each once
 
 
@@ -301,7 +283,7 @@ def test_of_samples_as_long_the_first_are_in_the_first_part():
 
 def test_the_dearest_group_of_two_samples_is_split_and_its_longer_half_keeps_its_place():
     groups = [group_of(9, 8), group_of(40), group_of(6, 12, 3), group_of(7, 7)]
-    ladder = SplitLadder(groups, measure_of())
+    ladder = SplitLadder(groups, measure)
     assert [cost.cost for cost in ladder.costs] == [18, 40, 36, 14]
     off, rest = ladder.split()
     assert (off.cost, rest.cost) == (3, 24)
@@ -317,7 +299,7 @@ def test_the_dearest_group_of_two_samples_is_split_and_its_longer_half_keeps_its
 
 
 def test_of_equally_dear_groups_the_first_is_split():
-    ladder = SplitLadder([group_of(4), group_of(2, 2), group_of(2, 2)], measure_of())
+    ladder = SplitLadder([group_of(4), group_of(2, 2), group_of(2, 2)], measure)
     ladder.split()
     assert [len(group) for group in ladder.groups(1)] == [1, 1, 2, 1]
 
@@ -326,32 +308,32 @@ def test_of_equally_dear_groups_the_first_is_split():
 @few
 def test_a_ladder_ends_when_each_sample_is_a_group(lengths):
     groups = [group_of(*group, number=at) for at, group in enumerate(lengths)]
-    ladder, samples = SplitLadder(groups, measure_of()), sum(map(len, lengths))
+    ladder, samples = SplitLadder(groups, measure), sum(map(len, lengths))
     splits = 0
     while ladder.split() is not None:
         splits += 1
-        assert data_of(ladder.groups(splits)) == data_of(groups)
+        assert samples_of(ladder.groups(splits)) == samples_of(groups)
     assert splits == samples - len(groups)
     assert all(len(group) == 1 for group in ladder.groups(splits))
 
 
 def test_a_group_that_costs_nothing_can_be_split_too():
-    measure = GroupCostEstimator(lambda group: 0, None)
-    assert SplitLadder([group_of(1, 2)], measure).split() is not None
+    ladder = SplitLadder([group_of(1, 2)], lambda group: GroupCost(len(group), 0, 0))
+    assert ladder.split() is not None
 
 
-def test_a_rank_tells_of_splits_only_at_the_end_of_its_data_and_where_it_may():
-    groups = [group_of(5, 6), group_of(7, 8)]
-    for waiting, may_split, rows in [
-        (groups, True, 4),
-        (groups[:1], True, 2),
-        (groups, False, 2),
-        (groups * 9, True, 4),  # four whole groups, with more to come
-    ]:
-        rank = Rank(waiting, may_split=may_split)
-        report = settle([rank, Rank([])], 4)[1][0]
-        assert len(report.table) == rows
-        assert report.groups == min(4, len(waiting))
+@pytest.mark.parametrize(
+    ("groups", "has_ended", "may_split", "rows"),
+    [(2, True, True, 4), (1, True, True, 2), (2, True, False, 2), (2, False, True, 2)],
+)
+def test_a_rank_tells_of_splits_only_at_the_end_of_its_data_and_where_it_may(
+    groups, has_ended, may_split, rows
+):
+    report = ladder_and_report(
+        [group_of(5, 6), group_of(7, 8)][:groups], 4, has_ended=has_ended, may_split=may_split
+    )[1]
+    assert len(report.table) == rows
+    assert (report.groups, report.ended) == (groups, has_ended)
 
 
 def test_a_report_with_more_splits_than_its_groups_allow_is_an_error():
@@ -407,13 +389,11 @@ def test_a_report_comes_back_out_of_the_message_that_begins_with_it(report, padd
 def test_no_message_about_a_round_is_larger_than_said(lengths, most, offered):
     offered = min(offered, most)
     planner = GroupPlanner(TokenBudget(10), 500)
-    planner.add(range(400), [*range(1, 11)] * 40, [0] * 400)
-    rank = Rank([group_of(*group) for group in lengths], planner)
-    groups = rank.read(most, RoundSettings())
-    rank.read_ahead(groups, most)
-    report = rank.report(groups, most, offered)
+    planner.add(group_of(*[*range(1, 11)] * 40), 400)
+    groups = [group_of(*group) for group in lengths][:most]
+    report = ladder_and_report(groups, most, pool=planner.report(offered))[1]
     assert bool(len(report.pool.offer)) == (offered > 0)
-    assert len(report.to_message()) <= CostReport.message_size(most, len(TASKS))
+    assert len(report.to_message()) <= CostReport.message_size(most, TASKS)
 
 
 def test_a_row_holds_all_that_is_known_of_a_group():
@@ -513,7 +493,7 @@ def test_the_next_settings_do_not_depend_on_which_rank_reports_what(reports, ste
     assert all(type(cap) is int for cap in chosen.caps)
 
 
-def report_of(left, groups=4, samples=10):
+def report_with(left, groups=4, samples=10):
     table = np.zeros((groups, 5), dtype=np.int64)
     table[:, 0] = samples
     return CostReport(table, groups, ended=not left, left=left)
@@ -533,93 +513,8 @@ def report_of(left, groups=4, samples=10):
     ],
 )
 def test_the_last_round_begins_when_a_rank_has_little_left_and_none_has_much(left, begins):
-    assert begins_last_round([report_of(one) for one in left], steps=32) is begins
+    assert begins_last_round([report_with(one) for one in left], steps=32) is begins
 
 
 def test_a_round_without_groups_is_followed_by_no_last_one():
-    assert not begins_last_round([report_of(5, groups=0)] * 2, 4)
-
-
-# --- reading the groups of rounds ----------------------------------------------------------------
-
-
-class Pool(GroupPlanner):
-    """Notes what it is told to use, and when."""
-
-    def __init__(self, rank_groups):
-        super().__init__(TokenBudget(100), 8)
-        self.rank_groups, self.used = rank_groups, []
-
-    def use(self, settings, caps=()):
-        taken = 9 - len(self.rank_groups.waiting)
-        self.used.append((taken, tuple(caps)))
-
-
-def nine_groups(**options):
-    groups = [group_of(5, 6, number=number) for number in range(9)]
-    return groups, Rank(groups, **options)
-
-
-def test_a_round_reads_one_group_further_which_begins_the_next_round():
-    groups, rank = nine_groups()
-    read = []
-    for most in (4, 4, 4):
-        read.append(rank.read(most, RoundSettings()))
-        rank.read_ahead(read[-1], most)
-        assert rank.lookahead == (groups[len(sum(read, []))] if len(sum(read, [])) < 9 else None)
-    assert [len(of_round) for of_round in read] == [4, 4, 1]
-    assert sum(read, []) == groups
-    assert rank.read(4, RoundSettings()) == []
-
-
-def test_data_that_ends_with_a_round_is_known_to_end_there():
-    groups, rank = nine_groups()
-    of_round = rank.read(9, RoundSettings())
-    rank.read_ahead(of_round, 9)
-    assert rank.report(of_round, 9, 0).ended
-    assert not Rank(groups).read(0, RoundSettings())[1:]
-
-
-def test_caps_are_for_the_groups_after_the_first_and_the_largest_for_the_one_after_them():
-    """The first was formed with the round before, under the largest cap of that."""
-    _, rank = nine_groups()
-    rank._pool = pool = Pool(rank)
-    groups = rank.read(4, RoundSettings(caps=(10, 20, 30, 40)))
-    rank.read_ahead(groups, 4)
-    assert pool.used == [(1, (10, 20, 30)), (4, (40,))]
-
-
-def test_the_rest_is_all_that_has_not_been_in_a_round_formed_without_caps():
-    groups, rank = nine_groups()
-    rank._pool = pool = Pool(rank)
-    of_round = rank.read(4, RoundSettings())
-    rank.read_ahead(of_round, 4)
-    rest = rank.read_rest(RoundSettings(caps=(10, 20)))
-    assert [sample.data for sample in rest] == [s.data for group in groups[4:] for s in group]
-    assert pool.used[-1] == (5, ())
-    assert rank.lookahead is None
-    assert len(rank.read_rest(RoundSettings())) == 0
-
-
-def test_a_rank_can_fill_if_it_has_a_group_or_has_had_one():
-    for groups, before, expected in [(1, False, True), (0, True, True), (0, False, False)]:
-        reports = settle([Rank([group_of(3)] * groups), Rank([])], 4, has_filler=before)[1]
-        assert reports[0].has_filler is expected
-
-
-def test_a_rank_tells_what_it_has_left_and_what_its_pool_offers():
-    groups, rank = nine_groups(left=17)
-    assert settle([rank, Rank([])], 4)[1][0].left == 17
-    planner = GroupPlanner(TokenBudget(100), 8)
-    planner.add(range(8), [50] * 8, [0] * 8)
-    rank = Rank(groups, planner)
-    assert settle([rank, Rank([])], 4)[1][0].pool.lengths == planner.report(0).lengths
-
-
-def test_groups_are_given_out_once():
-    """They would keep their samples otherwise."""
-    _, rank = nine_groups()
-    settle([rank, Rank([])], 4)
-    rank.groups(0)
-    with pytest.raises(AttributeError):
-        rank.groups(0)
+    assert not begins_last_round([report_with(5, groups=0)] * 2, 4)

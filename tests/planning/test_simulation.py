@@ -22,11 +22,8 @@ from odb_nodes.planning import (
     simulate_steps,
     simulation,
 )
-from odb_nodes.planning.budget import Limits
-from odb_nodes.planning.facts import Facts
-from odb_nodes.planning.group_planner import GroupPlanner, RoundSettings
+from odb_nodes.planning.group_planner import RoundSettings
 from odb_nodes.planning.levelling import UNKNOWN_LEFT
-from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.rank_plan import RankPlan
 from odb_nodes.planning.rounds import COST, FILLER, SAMPLES, next_settings
 from odb_nodes.planning.simulation import SampleCosts, plan_steps
@@ -113,46 +110,6 @@ def test_each_sample_is_in_one_group_within_every_limit(samples, job, shares_res
             assert not any(map(budget.is_oversize, tokens, patches))
 
 
-def restarting(job, made):
-    """Plans that go on, before each group, with a planner that is made of plain data."""
-
-    class Restarting(RankPlan):
-        def _form(self):
-            before = self._planner
-            planner = GroupPlanner(
-                TokenBudget.of(job.budget),
-                job.window,
-                job.dearest_first,
-                job.diversity,
-                self._epoch_samples,
-            )
-            planner.follows_ranks = True
-            planner.restart(Limits(*before.limits), before.window_state())
-            waiting = self._waiting  # in order of age, as they are read again
-            planner.pool.add(waiting.ordinal, waiting.tokens, waiting.patches, waiting.task)
-            planner.pool.pulled = before.pool.pulled
-            planner.pool.caps = np.array(before.pool.caps.tolist(), np.int64)
-            planner.ended, planner.dearest_groups = before.ended, before.dearest_groups
-            self._planner = planner
-            made.append(planner)
-            super()._form()
-
-    return Restarting
-
-
-@given(datasets, jobs, st.booleans(), st.booleans())
-@example(LEVELLED, LEVEL_JOB, True, True)
-@few
-def test_ranks_that_restart_before_every_group_take_the_same_steps(
-    samples, job, shares_rest, knows_length
-):
-    options, made = {"shares_rest": shares_rest, "knows_length": knows_length}, []
-    steps = planned(samples, job, **options)
-    with patch.object(simulation, "RankPlan", restarting(job, made)):
-        assert planned(samples, job, **options) == steps
-    assert len(made) >= len(steps)
-
-
 # --- rounds: fillers, the end of an epoch, settings -----------------------------------------------
 
 
@@ -217,7 +174,7 @@ def test_rounds_have_the_steps_said_before_until_the_last_which_may_be_shared_ou
 @given(datasets, jobs)
 @few
 def test_a_rank_knows_how_many_samples_it_has_after_a_round(samples, job):
-    job = replace(job, budget=TokenBudget(60))  # drops nothing
+    job = replace(job, world_size=1 + job.world_size, budget=TokenBudget(60))  # drops nothing
     samples = [(1 + tokens, 0) for tokens, _ in samples]
     left = [len(shard) for shard in shards_of(samples, job.world_size)]
     for reports, _, next_round in rounds_of(samples, job):
@@ -297,9 +254,9 @@ def test_what_a_rank_asks_for_bounds_the_groups_of_all_ranks_from_the_next_round
     samples, asked = [(length, 0) for length in lengths], 40
 
     class Asking(RankPlan):
-        def report(self):
-            is_late = self._rank == 1 and self.pulled > 60
-            return replace(super().report(), max_tokens=asked if is_late else 0)
+        def report(self, rest):
+            is_late = self._rank == 1 and self.planner.pool.pulled > 60
+            return super().report(rest, max_tokens=asked if is_late else 0)
 
     job = SimulationOptions(world_size=3, budget=100, window=20, round_size=4)
     with patch.object(simulation, "RankPlan", Asking):
@@ -320,84 +277,6 @@ def test_an_epoch_may_have_caps_and_a_last_round_that_is_shared_out():
     assert any(one.caps for one in settings_) and settings_[-1].is_last
 
 
-# --- the last round, shared out -------------------------------------------------------------------
-
-
-def shared_out(ranks, budget):
-    """The lengths of the groups of each rank's last round, and its items."""
-    plans = []
-    for rank, lengths in enumerate(ranks):
-        options = JobOptions(window=100)
-        plan = RankPlan(budget, options, rank=rank, world_size=len(ranks))
-        plan.settings = RoundSettings(is_last=True)
-        assert plan.advance() == 100
-        zeros, rows = np.zeros(len(lengths)), np.arange(len(lengths))
-        plan.feed(
-            Facts(
-                ordinal=rows,
-                tokens=lengths,
-                targets=zeros,
-                patches=zeros,
-                task=zeros,
-                flags=zeros,
-                item=rows + 100 * rank,
-            ),
-            len(lengths),
-        )
-        plan.end()
-        assert plan.advance() == 0
-        plans.append(plan)
-    simulation._share_rest(plans)
-    agreement = plans[0].agree([plan.report() for plan in plans])
-    for plan in plans:
-        plan.settle(agreement)
-        assert plan.is_last
-    return [[group for group in plan.steps if group is not None] for plan in plans]
-
-
-def items_of(groups):
-    return sorted(item for group in groups for item in group.item.tolist())
-
-
-@given(
-    st.lists(st.lists(st.integers(1, 40), max_size=30), min_size=2, max_size=5),
-    st.sampled_from(
-        [TokenBudget(100), TokenBudget(100, layout="packed"), TokenBudget(120, attention_tokens=50)]
-    ),
-)
-@few
-def test_what_is_left_is_shared_out_whole_into_groups_within_the_budget(ranks, budget):
-    groups = [group for of_rank in shared_out(ranks, budget) for group in of_rank]
-    assert items_of(groups) == [
-        100 * rank + row for rank, lengths in enumerate(ranks) for row in range(len(lengths))
-    ]
-    assert all(len(group) == 1 or budget.cost(group.lengths) <= budget.tokens for group in groups)
-
-
-@given(st.lists(st.lists(st.integers(1, 40), max_size=30), min_size=2, max_size=5))
-@few
-def test_ranks_have_about_as_much_work_once_it_is_shared_out(ranks):
-    before = [sum(lengths) for lengths in ranks]
-    after = [
-        sum(sum(group.lengths) for group in of_rank)
-        for of_rank in shared_out(ranks, TokenBudget(100))
-    ]
-    assert min(before) <= min(after) and max(after) <= max(before)
-    assert max(after) - sum(after) / len(after) <= 40  # the longest sample
-
-
-def test_a_rank_without_samples_gets_some_and_steps_are_as_few_as_the_budget_allows():
-    first, second = shared_out([[10] * 20, []], TokenBudget(50))
-    assert [sum(map(len, groups)) for groups in (first, second)] == [10, 10]
-    assert len(first) == len(second) == 2
-
-
-def test_ranks_that_are_even_keep_what_they_have():
-    groups = shared_out([[10, 20], [20, 10]], TokenBudget(50))
-    assert [items_of(of_rank) for of_rank in groups] == [[0, 1], [100, 101]]
-    assert [len(of_rank) for of_rank in groups] == [1, 1]
-
-
 def test_sharing_saves_fillers_and_steps():
     lengths = [40 if at % 2 else 5 for at in range(400)]  # one rank has the long ones
     job = SimulationOptions(world_size=2, budget=80, window=40, round_size=8)
@@ -407,22 +286,7 @@ def test_sharing_saves_fillers_and_steps():
     assert sum(step.count(None) for step in shared) <= sum(step.count(None) for step in alone)
 
 
-# --- uneven="stop", oversize samples, seeds -------------------------------------------------------
-
-
-@given(datasets, jobs)
-@few
-def test_with_stop_nobody_fills_and_a_rank_has_emitted_all_that_it_has(samples, job):
-    job = replace(job, uneven="stop")
-    steps = planned(samples, job)
-    assert all(group for step in steps for group in step)
-    indices = [index for step in steps for group in step for index in group]
-    emitted = emitted_of(samples, job)
-    assert len({*indices}) == len(indices) and {*indices} <= {*emitted}
-    shards = [{*shard.tolist()} & {*emitted} for shard in shards_of(samples, job.world_size)]
-    assert any(shard <= {*indices} for shard in shards)
-    for rank, shard in enumerate(shards):
-        assert {index for step in steps for index in step[rank]} <= shard
+# --- oversize samples, seeds ----------------------------------------------------------------------
 
 
 @given(datasets, budgets)

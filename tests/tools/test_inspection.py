@@ -49,7 +49,7 @@ def test_a_state_says_where_it_stands():
     assert (facts["epoch"], facts["step"], facts["yielded"]) == ("0", "5", "5")
     assert facts["samples"] == str(loader.samples_done)
     bucketer = loader._graphs[0].bucketer
-    assert sorted(found.pool.tolist()) == sorted(bucketer._pool.table()[0].tolist())
+    assert sorted(found.pool.tolist()) == sorted(bucketer.planner.pool.table()[0].tolist())
     assert found.config["WindowBucketer"]["window"] == 20
     assert found.config["ShardedSampler"]["size"] == 400
     assert found.damage == ""
@@ -60,8 +60,9 @@ def test_a_state_says_where_it_stands():
 
 def test_a_pool_that_is_stored_whole_is_read_too_and_at_the_end_there_is_none():
     (state,) = states(1, 3, state="payload")
-    pool = inspect_state(state).pool.tolist()
-    assert len(pool) == len(state["root"]["source"]["source"]["pool"][2]) > 10
+    found = inspect_state(state)
+    pool = [*found.pool, *found.held]
+    assert len(pool) == len(state["root"]["source"]["source"]["held"][4]) > 10
     assert {*pool} <= {*range(1, 51)}
     text = str(inspect_state(*states(1, 1_000)))
     assert "epoch ended" in text and "pool: no samples" in text
@@ -106,7 +107,7 @@ def test_what_differs_is_named_by_its_place():
     found = differences(inspect_state(one), inspect_state(two))
     assert "WindowBucketer config.window: 20 -> 30" in found
     assert "GroupCollator.step: 3 -> 5" in found
-    assert any(line.startswith("RankAligner.held") for line in found)
+    assert any(line.startswith("RankAligner.groups") for line in found)
     assert not any("b'" in line or 'b"' in line for line in found)  # sizes and digests, no bytes
     assert differences(inspect_state(one), inspect_state(one)) == []
 

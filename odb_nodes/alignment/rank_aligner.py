@@ -217,6 +217,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._filler: _Filler | None = None
         self._left_out: list[LeftOut] = []  # what the next step says
         self._failure: Exception | None = None  # of reading ahead, until the round is out
+        # Whether this rank may not have heard that another could not make a sample again.
+        self._confirms_end = False
         self._plan = self._new_plan()
         self.where = "reset"
 
@@ -325,6 +327,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             formed=groups[to_come:],
         )
         self._restore_filler(state, groups, needs_one=None in of_steps[state.emitted :])
+        self._confirms_end = not state.is_at_end
         self._use_present_options(at_end=state.is_at_end)
         self._want_groups()
 
@@ -449,10 +452,13 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         while plan.is_between_rounds:
             yield from self._begin_round()
             self._form_groups()
-        if plan.is_at_end:
-            return False
-        yield from self._agree()
-        return True
+        if not plan.is_at_end:
+            yield from self._agree()
+            return True
+        if self._confirms_end:
+            yield Ask([plan.step], f"the end of epoch {self._epochs.epoch}")
+            self._confirms_end = False
+        return False
 
     def take_left_out(self) -> list[LeftOut]:
         """Return the samples that were left out since the last step."""

@@ -84,7 +84,8 @@ class ProcessedAgain(ItemsAgain, LaterItems):
 
     def _task_of(self, rows: Sequence[int]) -> ChunkTask:
         keys = ItemKeys.of([self._items[row] for row in rows])
-        return ChunkTask([self._raw[row] for row in rows], keys, *self._place, range(len(rows)))
+        raw = [self._raw[row] for row in rows]
+        return ChunkTask(raw, keys, *self._place, range(len(rows)), is_again=True)
 
     def _send(self, rows: Sequence[int]) -> None:
         """Send rows that are waited for, shared out to the workers."""

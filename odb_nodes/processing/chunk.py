@@ -39,6 +39,7 @@ from odb_nodes.step_info import StepInfo
 
 _KNOWN = (Sample, Skipped)
 
+_SHOWN = 8  # samples of a chunk, in an error
 _ROWS = 16  # from which on `hash_rows` is faster
 
 
@@ -73,8 +74,13 @@ class ChunkTask:
     cycle: int  # how often the epoch was begun again
     # in the epoch; 0, 1, ... where items are made again, by their keys
     positions: Sequence[int]
+    is_again: bool = False  # whether the items were processed in this epoch before
 
     def __str__(self) -> str:
+        if self.is_again:
+            names = "".join(name_of(key) for key in self.keys[:_SHOWN] if key is not None)
+            more = " ..." * (len(self.keys) > _SHOWN)
+            return f"samples of epoch {self.epoch} that are made again{names}{more}"
         first, last = (self.positions[0], self.positions[-1]) if self.positions else (0, -1)
         return f"samples {first}..{last} of epoch {self.epoch}"
 

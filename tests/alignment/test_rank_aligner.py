@@ -437,11 +437,11 @@ def own_data(exchange, sizes, process, window=64, exclude=None, **options):
 class Process:
     """A `process_fn` that counts its calls."""
 
-    made = 0
+    made = shift = 0
 
     def __call__(self, index):
         self.made += 1
-        return {"input_ids": [index] * (40 + index % 20)}
+        return {"input_ids": [index + self.shift] * (40 + index % 20)}
 
 
 def ids_of_group(group):
@@ -527,3 +527,18 @@ def test_an_error_below_a_node_of_the_user_loses_no_sample():
     second.load_state_dict(first.state_dict())
     ids += [number for group, _ in second for number in ids_of_group(group)]
     assert sorted(ids) == [*range(240)]
+
+
+def test_a_rank_hears_at_the_end_of_the_epoch_that_another_could_not_make_a_sample_again():
+    sizes = [60, 60]
+    states = on_ranks(2, lambda exchange: states_of(exchange, sizes))
+
+    def resume(exchange):
+        process = Process()
+        if exchange.rank == 1:
+            process.shift = 1
+        return resumed(exchange, states, -4, sizes=sizes, process=process)
+
+    errors = errors_on_ranks(2, resume)
+    assert "rank 1 failed in step" in str(errors[0])
+    assert all("has other content" in str(error) for error in errors)

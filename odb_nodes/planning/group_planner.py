@@ -73,24 +73,28 @@ class GroupPlanner:
         self.limits = Limits.of(budget)
         """What groups are formed under now: the limits of the budget, or lower ones."""
         self.given_window = check_window("window", window)
-        # Samples that wait now.
-        self.window = LEAST_WINDOW if self.given_window == AUTO else self.given_window
+        window = LEAST_WINDOW if self.given_window == AUTO else self.given_window
         self._follows_ranks = False
         self._dearest_first, self._diversity = dearest_first, diversity
         self.epoch_samples = epoch_samples
         """Returns the samples of the epoch, or `None` where their number is not known."""
         self._check = check
-        self.begin_epoch()
+        self.begin_epoch(window)
 
     def follow_ranks(self) -> None:
         """Have ranks choose an `"auto"` window together, by `use`."""
         self._follows_ranks = True
 
-    def begin_epoch(self) -> None:
-        """Empty the pool; limits and window stay as they are."""
+    @property
+    def window(self) -> int:
+        """Samples that wait now."""
+        return self.pool.window
+
+    def begin_epoch(self, window: int | None = None) -> None:
+        """Empty the pool; limits and window stay as they are, unless another one is given."""
         self.lengths = PulledLengths()
         self.window_is_chosen = self.given_window != AUTO
-        self.pool = RollingPool(self.budget, self.window, self._diversity)
+        self.pool = RollingPool(self.budget, window or self.window, self._diversity)
         self.pool.limit(self.limits)
         self._facts = FactsByOrdinal()
         self.ended = False
@@ -120,9 +124,7 @@ class GroupPlanner:
         """
         self.limits = limits or Limits.of(self.budget)
         is_auto = window is not None and self.given_window == AUTO
-        if window is not None and is_auto:
-            self.window = window[0]
-        self.begin_epoch()
+        self.begin_epoch(window[0] if window is not None and is_auto else None)
         if window is None:
             self.add(waiting, pulled)
         else:  # What the window is chosen by has these samples already.
@@ -232,7 +234,7 @@ class GroupPlanner:
 
     def _use_window(self, samples: int) -> None:
         if samples and self.given_window == AUTO:
-            self.window, self.window_is_chosen = samples, True
+            self.window_is_chosen = True
             self.lengths = PulledLengths()
             self.pool.resize(samples)
 
@@ -241,8 +243,8 @@ class GroupPlanner:
         if self.window_is_chosen or not self._follows_ranks or self.window > LEAST_WINDOW:
             return False  # Ranks have chosen, at least in the epoch before.
         report = self.lengths.report(self.budget)
-        self.window = max(window_before_ranks_agree(report, self.epoch_samples()), LEAST_WINDOW)
-        self.pool.resize(self.window)
+        samples = window_before_ranks_agree(report, self.epoch_samples())
+        self.pool.resize(max(samples, LEAST_WINDOW))
         return self.window > LEAST_WINDOW
 
 

@@ -80,10 +80,8 @@ class GroupReader:
             samples = [*map(decode_sample, payload)]
         else:
             records = from_records(records_state)
-            remaking, lazy = (
-                Remaking(records, "RankAligner"),
-                lazily_again(records, self._node, "RankAligner"),
-            )
+            remaking = Remaking(records, "RankAligner")
+            lazy = lazily_again(records, self._node, "RankAligner")
             samples = remaking.all(self._node) if lazy is None else lazy
             self.restored = Restored(len(samples), remaking.changed_samples(ordinals))
         if len(samples) != len(ordinals):

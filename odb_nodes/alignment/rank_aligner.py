@@ -303,7 +303,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def restore(self, state: AlignerState) -> None:
         """Go to a step of a round, and to the groups that are planned."""
         self._clear()
-        totals, settled_groups = state.steps(), ordinals_of(state.groups)
+        totals, ordinals = state.steps(), ordinals_of(state.groups)
         self.requested_max_tokens = state.requested_max_tokens
         self.unemitted_samples = state.unemitted_samples
         self._left_out = [LeftOut(*one) for one in state.left_out]
@@ -315,7 +315,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             if state.given_ended:
                 reader.planner.end()
         to_come = len(totals) - state.emitted
-        groups = self._checked_groups(state, settled_groups, in_round=to_come)
+        groups = self._checked_groups(state, ordinals, in_round=to_come)
         of_steps: list[Facts | None] = [None] * state.emitted
         of_steps += [group if len(group) else None for group in groups[:to_come]]
         self._plan.restore(

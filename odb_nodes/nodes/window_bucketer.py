@@ -94,8 +94,8 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
     text. These samples are made again after a restore, each before the group that holds it, and
     their digests compared.
     If the source cannot read items by their keys (an iterable), the state holds an older state of
-    it, and at most 5.25 windows of raw items are read again; a `ParallelProcessor` processes only
-    those that were pooled.
+    it, and at most 5.25 windows of raw items are read again, from the oldest sample on; a
+    `ParallelProcessor` processes only those that wait.
     State, `"payload"`: the pooled samples themselves. Nothing is processed again, so processing
     need not be deterministic, but the order of the source must be. Samples must be dicts, lists
     and tuples of tensors, arrays, numbers and strings.

@@ -1,17 +1,17 @@
 """The public names of `odb_nodes`, which are imported when one is first asked for."""
 
 from odb_nodes.alignment import RankAligner
+from odb_nodes.checkpoints.checkpoints import Checkpoints
+from odb_nodes.checkpoints.rank_states import DistributedState, load_rank_state, save_rank_state
+from odb_nodes.checkpoints.resharding import reshard
 from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.contract import EpochNode, StatefulNode
 from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import PeerError, SampleError, StateError, StepMemoryError, WorkerError
 from odb_nodes.ledger import Audit, EpochAudit, Ledger, audit
 from odb_nodes.loader.batch_sampler import TokenBatchSampler
-from odb_nodes.loader.checkpoints import Checkpoints
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
-from odb_nodes.loader.rank_states import DistributedState, load_rank_state, save_rank_state
-from odb_nodes.loader.resharding import reshard
 from odb_nodes.nodes import GroupCollator, LengthObserver, WindowBucketer
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions

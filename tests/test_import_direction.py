@@ -38,6 +38,7 @@ ROOMS = (
     "tasks",
     "testing",
     "monitor",
+    "checkpoints",
     "vision",
     "tools",
     "integrations",

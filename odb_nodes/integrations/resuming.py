@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from odb_nodes.checkpoints.rank_states import saved_states
+from odb_nodes.checkpoints.resharding import reshard
 from odb_nodes.contract import NodeState
 from odb_nodes.errors import PositionError, StateError
 from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.loader.rank_states import saved_states
 from odb_nodes.loader.reshard_nodes import check_same
-from odb_nodes.loader.resharding import reshard
 from odb_nodes.monitor import Monitor
 
 S = TypeVar("S", bound=NodeState)

@@ -1,4 +1,4 @@
-"""Rules: how the states of a node on N ranks become those on M ranks.
+"""The states of a graph on N ranks, made into those on M ranks.
 
 All nodes are put to the beginning of an epoch. Between two epochs nothing is left to do. Within
 one, a round that is planned ends: the samples that wait, in pools and in planned groups, are dealt
@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate, pairwise
 from operator import or_
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from odb_nodes.alignment.aligned_round import ordinals_of
 from odb_nodes.alignment.rank_aligner import AlignerState
 from odb_nodes.contract import EpochState, NodeState
-from odb_nodes.contract.state import DIGEST, unseal
+from odb_nodes.contract.state import DIGEST, SourceState, unseal
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.nodes.group_collator import CollatorState
@@ -31,21 +31,15 @@ from odb_nodes.nodes.window_bucketer import BucketerState
 from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.group_planner import RoundSettings
 from odb_nodes.processing.parallel_processor import ProcessorState
-from odb_nodes.sample_block import SampleBlock
+from odb_nodes.sample_block import IntArray, SampleBlock
 from odb_nodes.sources.sharded_sampler import SamplerState, Share, dealt
 from odb_nodes.sources.source_mixer import MixerState
 
 S = TypeVar("S", bound=NodeState)
 T = TypeVar("T")
-States = Sequence[Any]  # the states of one node, by rank
-TakenOf = Mapping[str, tuple[int, int]]
-Rule = Callable[[States, States, "Reading"], None]
+N = TypeVar("N", int, float)
+States = Sequence[SourceState]  # the states of one node, by rank
 
-_OF_A_RANK = ("rank", "world_size")  # what a configuration has that differs between ranks
-_RESHARD_BETWEEN_STEPS = (
-    "and their gradients are those of other ranks. Reshard a checkpoint that was saved where "
-    "`StepInfo.ends_optimizer_step` is True."
-)
 _UP_TO_THE_END = "Go on with as many ranks as before up to the end of the epoch"
 _AFTER_THE_LAST = f"{_UP_TO_THE_END}: a state that is saved after its last step can be resharded."
 _LATER = "Go on with as many ranks as before, and reshard a later checkpoint."
@@ -61,6 +55,16 @@ class Ranks(NamedTuple):
         """Return parts of a number for the ranks that go on, which differ by 1 at most."""
         return [total // self.after + (rank < total % self.after) for rank in range(self.after)]
 
+    def split_each(self, totals: Mapping[str, int]) -> list[dict[str, int]]:
+        """Return such parts of several numbers, by name."""
+        return self.of_each({name: self.split(total) for name, total in totals.items()})
+
+    def of_each(self, by_name: Mapping[str, Sequence[T]]) -> list[dict[str, T]]:
+        """Return for each of the ranks that go on what it has by each name."""
+        return [
+            {name: values[rank] for name, values in by_name.items()} for rank in range(self.after)
+        ]
+
     def redistribute(self, states: Sequence[T]) -> list[Sequence[T]]:
         """Return whose counts each of the ranks that go on takes over."""
         return [states[rank :: self.after] for rank in range(self.after)]
@@ -69,48 +73,87 @@ class Ranks(NamedTuple):
 # --- the states of a node on all ranks ------------------------------------------------------------
 
 
-def node_of(state: Any) -> str:
+def node_of(state: object) -> str:
     """Return the name of the node that has saved a state; "" where it is not sealed."""
     name = state.get("node") if isinstance(state, Mapping) else None
     return name if isinstance(name, str) else ""
 
 
-def config_of(state: Any) -> Mapping[str, Any]:
+def config_of(state: object) -> Mapping[str, Any]:
     """Return the configuration of the node that has saved a state; none where it is damaged."""
     config = state.get("config") if isinstance(state, Mapping) else None
     return config if isinstance(config, Mapping) else {}
-
-
-def opened(states: States, declared: type[S]) -> list[S]:
-    """Return what the states of a node on all ranks hold, which must be of the same graph."""
-    node, first = node_of(states[0]), _common(states[0])
-    found = []
-    for rank, state in enumerate(states):
-        if node_of(state) != node or _common(state) != first:
-            raise StateError(
-                f"the states of rank 0 and rank {rank} are of different graphs: `{node}` with "
-                f"{first}, and `{node_of(state)}` with {_common(state)}. Reshard the states of "
-                "one checkpoint."
-            )
-        found.append(unseal(state, node, declared, config_of(state)))
-    return found
-
-
-def _common(state: Any) -> dict[str, Any]:
-    return {name: value for name, value in config_of(state).items() if name not in _OF_A_RANK}
 
 
 def check_same(node: str, values: Sequence[NodeState], *fields: str) -> None:
     """Raise a `StateError` where a field is another one on another rank."""
     for name in fields:
         first = getattr(values[0], name)
-        for rank, one in enumerate(values):
-            if (found := getattr(one, name)) != first:
+        for rank, state in enumerate(values):
+            if (value := getattr(state, name)) != first:
                 raise StateError(
                     f"the states of {node} are of different places: `{name}` is {first!r:.80} on "
-                    f"rank 0, but {found!r:.80} on rank {rank}. Reshard the states of one "
+                    f"rank 0, but {value!r:.80} on rank {rank}. Reshard the states of one "
                     "checkpoint."
                 )
+
+
+@dataclass(frozen=True)
+class Node(Generic[S]):
+    """What a node has saved on all ranks, and the ranks that it goes on with."""
+
+    name: str
+    config: Mapping[str, Any]  # of rank 0, with its rank
+    sealed: States
+    states: Sequence[S]  # what they hold
+    ranks: Ranks
+
+    @classmethod
+    def opened(cls, sealed: States, declared: type[S], ranks: Ranks) -> Node[S]:
+        """Open the states of a node, which must be of the same graph."""
+        name, first = node_of(sealed[0]), _common(sealed[0])
+        states = []
+        for rank, state in enumerate(sealed):
+            if node_of(state) != name or _common(state) != first:
+                raise StateError(
+                    f"the states of rank 0 and rank {rank} are of different graphs: `{name}` with "
+                    f"{first}, and `{node_of(state)}` with {_common(state)}. Reshard the states of "
+                    "one checkpoint."
+                )
+            states.append(unseal(state, name, declared, config_of(state)))
+        return cls(name, config_of(sealed[0]), sealed, states, ranks)
+
+    @property
+    def sources(self) -> list[SourceState]:
+        """The states of the source."""
+        return [state["source"] for state in self.sealed]
+
+    def on_new_ranks(
+        self, by_rank: Mapping[str, Sequence[Any]], alike: Mapping[str, Any] | None = None
+    ) -> list[SourceState]:
+        """Return states of the new ranks: of the beginning of an epoch, but for these fields."""
+        changes = self.ranks.of_each(by_rank)
+        begun = _at_epoch_start(self.sealed, self.ranks)
+        return [
+            {**state, **(alike or {}), **own} for state, own in zip(begun, changes, strict=True)
+        ]
+
+    def counted(self, **zeros: Any) -> dict[str, list[Any]]:
+        """Return what each new rank takes over of fields, whose sum of no rank is a zero."""
+        old_ranks = self.ranks.redistribute(self.states)
+        return {
+            field: [sum((getattr(state, field) for state in states), zero) for states in old_ranks]
+            for field, zero in zeros.items()
+        }
+
+    def check_same(self, *fields: str) -> None:
+        """Raise a `StateError` where a field is another one on another rank."""
+        check_same(self.name, self.states, *fields)
+
+
+def _common(state: object) -> dict[str, Any]:
+    own = ("rank", "world_size")
+    return {name: value for name, value in config_of(state).items() if name not in own}
 
 
 # --- at the beginning of an epoch -----------------------------------------------------------------
@@ -144,187 +187,162 @@ _EPOCH_START: Mapping[str, Mapping[str, Any]] = {
 """Node -> fields of its state where nothing of the epoch is read."""
 
 
-def _at_epoch_start(state: Any, rank: int, ranks: Ranks) -> Any:
-    """Return a state of one of the new ranks, with all known nodes at the beginning of an epoch.
+def _at_epoch_start(sealed: States, ranks: Ranks) -> list[SourceState]:
+    """Return states of the new ranks with all known nodes at the beginning of an epoch.
 
-    It may share parts with `state`.
+    They may share parts with what they are made of.
     """
+    return [_begun(sealed[rank % ranks.before], rank, ranks) for rank in range(ranks.after)]
+
+
+def _begun(state: Any, rank: int, ranks: Ranks) -> Any:
     if not isinstance(state, Mapping):
         return state
-    new = {key: _at_epoch_start(one, rank, ranks) for key, one in state.items()}
-    if not (node := node_of(state)):
+    new = {key: _begun(value, rank, ranks) for key, value in state.items()}
+    if not (name := node_of(state)):
         return new
     new.pop(DIGEST, None)  # of a node below one of torchdata: the loader's will cover it
-    new |= _EPOCH_START.get(node, {})
-    if node == "WindowBucketer":
+    new |= _EPOCH_START.get(name, {})
+    if name == "WindowBucketer":
         is_replay = new["mode"] == "replay"
         new["held"] = (0, None, None, *((NO_RECORDS, None) if is_replay else (None, [])))
-    if node == "SourceMixer":
-        new |= {name: dict.fromkeys(new["sources"], 0) for name in ("samples", "tokens")}
-    config = new["config"]
-    if config.get("world_size") == ranks.before:  # else its data are the rank's own
-        config |= {"rank": rank, "world_size": ranks.after}
+    if name == "SourceMixer":
+        new |= {field: dict.fromkeys(new["sources"], 0) for field in ("samples", "tokens")}
+    if new["config"].get("world_size") == ranks.before:  # else its data are the rank's own
+        new["config"] |= {"rank": rank, "world_size": ranks.after}
     return new
 
 
-# --- within an epoch: from the last node to the sources -------------------------------------------
+# --- from the last node to the pool ---------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How far all ranks have read a source, and how much of that is whose from now on."""
+def reshard_graph(graphs: States, ranks: Ranks, *, is_over: bool) -> list[SourceState]:
+    """Return the states of a graph on the new ranks.
 
-    ranks: Ranks
-    taken: Sequence[int]  # of each rank, items that were read after the state of the source
-    taken_of: Sequence[TakenOf]  # the same by source, where these have names; see `ProcessorState`
-    done: Sequence[int]
-    """Of each rank that goes on, samples of the epoch that it stands for already."""
-
-
-def reshard_graph(states: States, ranks: Ranks, *, left: bool) -> tuple[list[Any], bool]:
-    """Return the states of a graph, and whether they stand between two epochs.
-
-    `left`: the epoch was left, so that the next one follows.
+    `is_over`: the epoch has ended or was left, so that the next one follows.
     """
-    new = [_at_epoch_start(states[rank % ranks.before], rank, ranks) for rank in range(ranks.after)]
-    return new, _reshard_batches(states, new, ranks, left)
+    if node_of(graphs[0]) == "RankAligner":
+        return _reshard_aligner(Node.opened(graphs, AlignerState, ranks), is_over)
+    node = Node.opened(graphs, CollatorState, ranks)
+    sources = reshard_graph(node.sources, ranks, is_over=is_over)
+    if not is_over:
+        node.check_same("step")
+    samples = ranks.split(sum(state.samples for state in node.states))
+    return node.on_new_ranks({"source": sources, "samples": samples})
 
 
-def _reshard_batches(states: States, new: States, ranks: Ranks, left: bool) -> bool:
-    if node_of(states[0]) == "RankAligner":
-        return _reshard_aligner(states, new, ranks, left)
-    found = opened(states, CollatorState)
-    between_epochs = _reshard_batches(*_sources(found, new), ranks, left)
-    if not between_epochs:
-        check_same("GroupCollator", found, "step")
-    for state, samples in zip(new, ranks.split(sum(one.samples for one in found)), strict=True):
-        state["samples"] = samples
-    return between_epochs
-
-
-def _sources(found: Sequence[Any], new: States) -> tuple[list[Any], list[Any]]:
-    return [one.source for one in found], [one["source"] for one in new]
-
-
-def _reshard_aligner(states: States, new: States, ranks: Ranks, left: bool) -> bool:
-    """Let the round end. Tell whether the states stand between two epochs."""
-    found = opened(states, AlignerState)
-    at_end = left or all(at.is_at_end for at in found)
-    between_epochs = at_end or not any(at.step or at.round or at.groups[0] for at in found)
-    asked = [at.requested_max_tokens for at in found if at.requested_max_tokens]
-    changes: dict[str, Any] = {
-        "started": any(at.started for at in found),
+def _reshard_aligner(node: Node[AlignerState], is_over: bool) -> list[SourceState]:
+    """Let the round end."""
+    states, ranks = node.states, node.ranks
+    node.check_same("epoch", "cycle")
+    is_over = is_over or all(state.is_at_end for state in states)
+    asked = [state.requested_max_tokens for state in states if state.requested_max_tokens]
+    alike: dict[str, Any] = {
+        "started": any(state.started for state in states),
         "requested_max_tokens": min(asked, default=0),
-        "last": at_end,
+        "last": is_over,
     }
-    sources, new_sources = _sources(found, new)
-    if between_epochs:
-        check_same("RankAligner", found, "epoch", "cycle")
-        if node_of(sources[0]) == "WindowBucketer":
-            _put_counts(opened(sources, BucketerState), new_sources, ranks)
-    else:
-        _check_can_be_dealt(found, states[0]["config"])
-        _reshard_pool(found, new_sources, ranks)
-        check_same("RankAligner", found, "totals_digest")  # last: other errors say what differs
-        settings = RoundSettings(*found[0].settings)
+    if not is_over and any(state.step or state.round or state.groups[0] for state in states):
+        sources = _reshard_pool(node)
+        settings = RoundSettings(*states[0].settings)
         is_last = settings.is_last and ranks.after > 1
-        changes["settings"] = settings._replace(caps=(), is_last=is_last).to_state()
-    for state, own in zip(new, ranks.redistribute(found), strict=True):
-        state |= changes
-        state["left_out"] = [one for at in own for one in at.left_out]
-        state["unemitted_samples"] = sum(at.unemitted_samples for at in own)
-    return between_epochs
+        alike["settings"] = settings._replace(caps=(), is_last=is_last).to_state()
+    elif node_of(node.sources[0]) == "WindowBucketer":
+        pools = Node.opened(node.sources, BucketerState, ranks)
+        sources = pools.on_new_ranks(_left_out(pools))
+    else:
+        sources = _at_epoch_start(node.sources, ranks)
+    by_rank = {"source": sources, **node.counted(left_out=[], unemitted_samples=0)}
+    return node.on_new_ranks(by_rank, alike)
 
 
-def _check_can_be_dealt(found: Sequence[AlignerState], config: Mapping[str, Any]) -> None:
-    check_same("RankAligner", found, "epoch", "cycle", "step", "emitted", "round", "settings")
-    check_between_optimizer_steps(found[0], config)
-    if config["uneven"] == "stop" and any(at.last for at in found):
+def _left_out(pools: Node[BucketerState]) -> dict[str, list[Any]]:
+    """Return what each of the new ranks counts as left out, by field."""
+    old_pools = pools.ranks.redistribute(pools.states)
+    skipped = [[Counter(pool.skipped_samples) for pool in old] for old in old_pools]
+    keys = reduce(or_, (ExcludedKeys.from_state(pool.excluded) for pool in pools.states))
+    return {
+        "excluded": [keys.to_state()] * pools.ranks.after,
+        "skipped_samples": [dict(sum(reasons, Counter())) for reasons in skipped],
+        **pools.counted(excluded_samples=0, dropped_samples=0, oversize_samples=0, left_out=[]),
+    }
+
+
+def _reshard_pool(aligner: Node[AlignerState]) -> list[SourceState]:
+    """Deal all samples that are read, and are in no step, to the pools of the new ranks."""
+    ranks = aligner.ranks
+    aligner.check_same("step", "emitted", "round", "settings")
+    if aligner.config["uneven"] == "stop" and any(state.last for state in aligner.states):
         raise StateError(
             'the last round of an epoch with `uneven="stop"` has begun, which leaves samples out '
             "that some ranks still have: go on with as many ranks as before up to its end."
         )
-
-
-def check_between_optimizer_steps(
-    at: AlignerState,
-    config: Mapping[str, Any],
-    advice: str = _RESHARD_BETWEEN_STEPS,
-    *,
-    out: int = 0,
-    hosted: int = 1,
-) -> None:
-    """Raise a `StateError` within an optimizer step.
-
-    A process that hosts several virtual ranks takes a batch of each, of which `out` are out.
-    """
-    accumulate = config["accumulate"]
-    inside = at.emitted % accumulate
-    if (inside or out) and not at.is_at_end:
-        done, what = inside * hosted + out, "batches" if hosted > 1 else "steps"
-        raise StateError(
-            f"the loader stands at step {at.step} of epoch {at.epoch}, within an optimizer step of "
-            f"{accumulate * hosted} {what}, of which {done} are done, {advice}"
-        )
-
-
-def _reshard_pool(found: Sequence[AlignerState], new: States, ranks: Ranks) -> None:
-    """Put all samples that are read, and are in no step, into the pools of the new ranks."""
-    states = [at.source for at in found]
-    if (node := node_of(states[0])) != "WindowBucketer":
+    if (name := node_of(aligner.sources[0])) != "WindowBucketer":
         raise StateError(
             f"states can be resharded within an epoch where the `WindowBucketer` is right below "
-            f"the `RankAligner`, but there is {f'a `{node}`' if node else 'another node'}, which "
+            f"the `RankAligner`, but there is {f'a `{name}`' if name else 'another node'}, which "
             "may hold samples. Reshard a state that was saved after the last step of an epoch."
         )
-    pools = opened(states, BucketerState)
-    check_same("WindowBucketer", pools, "mode", "excluded")
-    waiting = among(_waiting(found, pools), ranks.after)
+    pools = Node.opened(aligner.sources, BucketerState, ranks)
+    pools.check_same("mode", "excluded")
+    waiting = among(_waiting(aligner.states, pools.states), ranks.after)
     owners = dealt_by_tokens(waiting.tokens, ranks.after)
     records = [waiting.take(np.flatnonzero(owners == rank)) for rank in range(ranks.after)]
-    left_out = _put_counts(pools, new, ranks)
-    emitted = sum(pool.pulled for pool in pools) - len(waiting) - sum(left_out)
-    done = [*map(sum, zip(ranks.split(emitted), left_out, map(len, records), strict=True))]
-    taken = [pool.pulled_since_source for pool in pools]
-    reading = Reading(ranks=ranks, taken=taken, taken_of=[{}] * ranks.before, done=done)
-    _reshard_source(*_sources(pools, new), reading)
-    limits = reduce(Limits.tightened, (Limits(*pool.limits) for pool in pools))
-    if agreed := RoundSettings(*found[0].settings).max_tokens:
+    left_out = [
+        pool.excluded_samples + pool.dropped_samples + sum(pool.skipped_samples.values())
+        for pool in pools.states
+    ]
+    pulled = sum(pool.pulled for pool in pools.states)
+    emitted = ranks.split(pulled - len(waiting) - sum(left_out))
+    counted = [*map(sum, ranks.redistribute(left_out))]
+    done = [*map(sum, zip(emitted, counted, map(len, records), strict=True))]
+    taken = [Taken(pool.pulled_since_source) for pool in pools.states]
+    sources = _reshard_source(pools.sources, ranks, Reading(taken, done))
+    aligner.check_same("totals_digest")  # last: other errors say what differs
+    limits = reduce(Limits.tightened, (Limits(*pool.limits) for pool in pools.states))
+    if agreed := RoundSettings(*aligner.states[0].settings).max_tokens:
         limits = limits._replace(tokens=min(agreed, limits.tokens))
-    for state, own, pulled in zip(new, records, done, strict=True):
-        ordinals = np.arange(pulled - len(own), pulled)
-        state |= {
-            "pulled": pulled,
-            "held": (*to_bits(ordinals, ordinals), to_records(own), None),
-            "limits": (*limits,),
-            "has_own_limits": agreed > 0 or any(pool.has_own_limits for pool in pools),
-            "dearest_groups": max(pool.dearest_groups for pool in pools),
-            "window": pools[0].window,
-        }
+    held = []
+    for samples, stop in zip(records, done, strict=True):
+        ordinals = np.arange(stop - len(samples), stop)
+        held.append((*to_bits(ordinals, ordinals), to_records(samples), None))
+    alike = {
+        "limits": (*limits,),
+        "has_own_limits": agreed > 0 or any(pool.has_own_limits for pool in pools.states),
+        "dearest_groups": max(pool.dearest_groups for pool in pools.states),
+        "window": pools.states[0].window,
+    }
+    by_rank: dict[str, list[Any]] = {
+        "source": sources,
+        "pulled": done,
+        "held": held,
+        **_left_out(pools),
+    }
+    return pools.on_new_ranks(by_rank, alike)
 
 
-def _waiting(found: Sequence[AlignerState], pools: Sequence[BucketerState]) -> SampleBlock:
+def _waiting(aligners: Sequence[AlignerState], pools: Sequence[BucketerState]) -> SampleBlock:
     """Return the records of all samples that were read, and are in no step: the oldest first."""
     parts, ages = [], []
-    for at, pool in zip(found, pools, strict=True):
+    for aligner, pool in zip(aligners, pools, strict=True):
         *_, records_state, payload = pool.held
         records = from_records(records_state)
         if payload is not None or are_numbered(records):
             if pool.mode == "replay":
-                _check_known(pool.source)
+                _check_has_rules(pool.source)
             raise StateError(
                 "the states cannot be resharded within an epoch: the source cannot read samples by "
                 'keys that all ranks share, or the pool is saved with `state="payload"`, so no '
                 f"other rank can make the samples that wait. {_AFTER_THE_LAST}"
             )
         held, pooled = from_bits(pool.held)
-        waits = np.isin(held, np.concatenate([pooled, *ordinals_of(at.groups)]))  # no filler
+        waits = np.isin(held, np.concatenate([pooled, *ordinals_of(aligner.groups)]))  # no filler
         parts.append(records.take(np.flatnonzero(waits)))
         ages.append(pool.pulled - held[waits])
     return SampleBlock.joined(parts).take(np.argsort(-np.concatenate(ages), kind="stable"))
 
 
-def dealt_by_tokens(tokens: np.ndarray[Any, Any], world_size: int) -> np.ndarray[Any, Any]:
+def dealt_by_tokens(tokens: IntArray, world_size: int) -> IntArray:
     """Return to which rank each sample goes, (n,): as many to each, and about as many tokens.
 
     From the longest on, they are dealt to and fro: to ranks 0, 1, 2, 2, 1, 0, 0, ...
@@ -336,184 +354,186 @@ def dealt_by_tokens(tokens: np.ndarray[Any, Any], world_size: int) -> np.ndarray
     return owners
 
 
-def _put_counts(pools: Sequence[BucketerState], new: States, ranks: Ranks) -> list[int]:
-    """Count what was left out on one of the new ranks each; return how many samples each counts."""
-    keys = reduce(or_, (ExcludedKeys.from_state(pool.excluded) for pool in pools)).to_state()
-    totals = []
-    for state, own in zip(new, ranks.redistribute(pools), strict=True):
-        skipped = sum((Counter(pool.skipped_samples) for pool in own), Counter[str]())
-        for name in ("excluded_samples", "dropped_samples", "oversize_samples"):
-            state[name] = sum(getattr(pool, name) for pool in own)
-        state["skipped_samples"], state["excluded"] = dict(skipped), keys
-        state["left_out"] = [one for pool in own for one in pool.left_out]
-        totals.append(state["excluded_samples"] + state["dropped_samples"] + skipped.total())
-    return totals
-
-
 # --- what is left of the data, source by source ---------------------------------------------------
 
 
-def _reshard_source(states: States, new: States, reading: Reading) -> None:
-    """Tell a source on the new ranks which of its items no rank has read."""
-    rule = _rule_of(states[0])
-    node = node_of(states[0])
-    before, configs = reading.ranks.before, [*map(config_of, states)]
-    if "world_size" in configs[0] and any(one.get("world_size") != before for one in configs):
+class Taken(NamedTuple):
+    """What a rank has read of a source after the source's state."""
+
+    items: int
+    by_source: Mapping[str, tuple[int, int]] = {}  # in a mixture; see `ProcessorState`
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How far a source is read, and how much of that is whose from now on."""
+
+    taken: Sequence[Taken]  # of each rank that has saved
+    done: Sequence[int]  # of each new rank, samples of the epoch that it stands for already
+
+
+def _reshard_source(states: States, ranks: Ranks, reading: Reading) -> list[SourceState]:
+    """Return the states of a source on the new ranks, which read what no rank has read."""
+    declared, rule = _rule_of(states[0])
+    sizes = [config_of(state).get("world_size") for state in states]
+    if "world_size" in config_of(states[0]) and {*sizes} != {ranks.before}:
         raise StateError(
-            f"`{node}` cannot be resharded within an epoch: each rank has data of its own, which "
-            f"no other can read. {_UP_TO_THE_END}."
+            f"`{node_of(states[0])}` cannot be resharded within an epoch: each rank has data of "
+            f"its own, which no other can read. {_UP_TO_THE_END}."
         )
-    rule(states, new, reading)
+    return rule(Node.opened(states, declared, ranks), reading)
 
 
-def _rule_of(state: Any) -> Rule:
+def _rule_of(state: object) -> tuple[type[NodeState], Rule]:
     """Return the rule of a node; raise a `StateError` where there is none."""
-    if (rule := _RULES.get(node := node_of(state))) is not None:
+    if (rule := _RULES.get(name := node_of(state))) is not None:
         return rule
     raise StateError(
-        f"{f'`{node}`' if node else 'a node without a sealed state'} cannot be resharded within "
+        f"{f'`{name}`' if name else 'a node without a sealed state'} cannot be resharded within "
         "an epoch: its state does not say which items no rank has read, by numbers that all ranks "
         f"share. What is done in `process_fn` instead moves with its sample. {_AFTER_THE_LAST}"
     )
 
 
-def _check_known(state: Any) -> None:
+def _check_has_rules(state: SourceState) -> None:
     """Raise a `StateError` where a node, or one below it, has no rule."""
     _rule_of(state)
     for source in [state["source"]] if "source" in state else state.get("sources", {}).values():
-        _check_known(source)
+        _check_has_rules(source)
 
 
-def _observer(states: States, new: States, reading: Reading) -> None:
-    _reshard_source(*_sources(opened(states, ObserverState), new), reading)
-    for state, done in zip(new, reading.done, strict=True):
-        state["position"] = done
+def _reshard_observer(node: Node[ObserverState], reading: Reading) -> list[SourceState]:
+    sources = _reshard_source(node.sources, node.ranks, reading)
+    return node.on_new_ranks({"source": sources, "position": reading.done})
 
 
-def _processor(states: States, new: States, reading: Reading) -> None:
-    found = opened(states, ProcessorState)
-    started = _started("ParallelProcessor", found, "epoch")
-    taken = [one.taken + more for one, more in zip(found, reading.taken, strict=True)]
-    below = replace(reading, taken=taken, taken_of=[one.taken_of for one in found])
-    _reshard_source(*_sources(found, new), below)
-    for state, done in zip(new, reading.done, strict=True):
-        state |= {"started": started, "position": done}
-
-
-def _sampler(states: States, new: States, reading: Reading) -> None:
-    found, ranks = opened(states, SamplerState), reading.ranks
-    started = _started(node_of(states[0]), found, "epoch", "start")
-    left = [
-        Share(rank, ranks.before, one).after(one.position + taken)
-        for rank, (one, taken) in enumerate(zip(found, reading.taken, strict=True))
+def _reshard_processor(node: Node[ProcessorState], reading: Reading) -> list[SourceState]:
+    started = _has_started(node, "epoch")
+    taken = [
+        Taken(state.taken + since.items, state.taken_of)
+        for state, since in zip(node.states, reading.taken, strict=True)
     ]
-    shares = dealt(left, ranks.after, states[0]["config"]["size"])
-    for state, share, done in zip(new, shares, reading.done, strict=True):
-        state |= {"started": started, "position": done, "done": done}
-        state |= {"start": share.start, "extra": share.extra}
+    sources = _reshard_source(node.sources, node.ranks, Reading(taken, reading.done))
+    return node.on_new_ranks({"source": sources, "position": reading.done}, {"started": started})
 
 
-def _mixer(states: States, new: States, reading: Reading) -> None:
-    found, ranks, config = opened(states, MixerState), reading.ranks, states[0]["config"]
-    taken_of = [_taken_by_source(rank, at, reading) for rank, at in enumerate(found)]
-    for at, of in zip(found, taken_of, strict=True):
-        at.samples = {name: count + of[name] for name, count in at.samples.items()}
-    done, names = _done_by_source(found, reading), [*found[0].sources]
-    for name in names:
-        below = replace(
-            reading,
-            taken=[of[name] for of in taken_of],
-            taken_of=[_within(name, of) for of in reading.taken_of],
-            done=done[name],
+def _reshard_sampler(node: Node[SamplerState], reading: Reading) -> list[SourceState]:
+    started = _has_started(node, "epoch", "start")
+    unread = [
+        Share(rank, node.ranks.before, state).after(state.position + taken.items)
+        for rank, (state, taken) in enumerate(zip(node.states, reading.taken, strict=True))
+    ]
+    shares = dealt(unread, node.ranks.after, node.config["size"])
+    extra = [share.extra for share in shares]
+    return node.on_new_ranks(
+        {"position": reading.done, "done": reading.done, "extra": extra},
+        {"started": started, "start": shares[0].start},
+    )
+
+
+def _has_started(node: Node[Any], *alike: str) -> bool:
+    """Check that all ranks read the data of a source for the same time; tell whether they do."""
+    states: Sequence[EpochState] = node.states
+    cycles = [state.cycle for state in states]
+    if (most := max(cycles)) > min(cycles):
+        raise StateError(
+            f"`{node.name}` has begun again on rank {cycles.index(most)}, which is exhausted "
+            f'(`stop` is "cycle"), but not yet on rank {cycles.index(min(cycles))}. {_LATER}'
         )
-        sources = [at.sources[name] for at in found], [one["sources"][name] for one in new]
+    node.check_same(*alike)
+    return any(state.started for state in states)
+
+
+def _reshard_mixer(node: Node[MixerState], reading: Reading) -> list[SourceState]:
+    ranks, config = node.ranks, node.config
+    taken = [
+        _taken_by_source(rank, state, of_rank)
+        for rank, (state, of_rank) in enumerate(zip(node.states, reading.taken, strict=True))
+    ]
+    states = [
+        replace(state, samples={name: n + of[name].items for name, n in state.samples.items()})
+        for state, of in zip(node.states, taken, strict=True)
+    ]
+    samples = _totals([state.samples for state in states])
+    tokens = _totals([state.tokens for state in states])
+    targets = _totals([state.targets for state in states])
+    sources = {}
+    for name, done in _done_by_source(samples, reading.done).items():
+        below = Reading([of[name] for of in taken], done)
         try:
-            _reshard_source(*sources, below)
+            sources[name] = _reshard_source([state.sources[name] for state in states], ranks, below)
         except StateError as error:
             raise StateError(f"source {name!r}: {error}") from error
     is_over = any if config["stop"] == "first_exhausted" else all
-    farthest_back = min(found, key=lambda at: sum(getattr(at, config["by"]).values()))
-    for state in new:
-        state |= {
-            "exhausted": [
-                one for one in found[0].exhausted if all(one in at.exhausted for at in found)
-            ],
-            "ended": is_over(at.ended for at in found),
-            "weights": farthest_back.weights,
-            "targets": {
-                name: sum(at.targets[name] for at in found) / ranks.after
-                for name in found[0].targets
-            },
-            "had": [one for one in names if any(at.samples[one] or one in at.had for at in found)],
-        }
-    for field in ("samples", "tokens"):
-        for name in names:
-            parts = ranks.split(sum(getattr(at, field)[name] for at in found))
-            for state, part in zip(new, parts, strict=True):
-                state[field][name] = part
+    farthest_back = min(states, key=lambda state: sum(getattr(state, config["by"]).values()))
+    alike = {
+        "exhausted": [
+            name for name in states[0].exhausted if all(name in state.exhausted for state in states)
+        ],
+        "had": [
+            name for name in sources if samples[name] or any(name in state.had for state in states)
+        ],
+        "ended": is_over(state.ended for state in states),
+        "weights": farthest_back.weights,
+        "targets": {name: target / ranks.after for name, target in targets.items()},
+    }
+    by_rank: dict[str, list[Any]] = {
+        "sources": ranks.of_each(sources),
+        "samples": ranks.split_each(samples),
+        "tokens": ranks.split_each(tokens),
+    }
+    return node.on_new_ranks(by_rank, alike)
 
 
-def _started(node: str, found: Sequence[EpochState], *alike: str) -> bool:
-    """Check that all ranks read the data of a source for the same time; tell whether they do."""
-    cycles = [at.cycle for at in found]
-    if (most := max(cycles)) > min(cycles):
-        raise StateError(
-            f"`{node}` has begun again on rank {cycles.index(most)}, which is exhausted (`stop` is "
-            f'"cycle"), but not yet on rank {cycles.index(min(cycles))}. {_LATER}'
-        )
-    check_same(node, found, *alike)
-    return any(at.started for at in found)
+def _totals(counts: Sequence[Mapping[str, N]]) -> dict[str, N]:
+    """Return the sums of counts by source."""
+    return {name: sum(of_rank[name] for of_rank in counts) for name in counts[0]}
 
 
-def _taken_by_source(rank: int, at: MixerState, reading: Reading) -> Counter[str]:
-    """Return how many items of each source a rank has read after the state of a mixture."""
-    taken, of = reading.taken[rank], reading.taken_of[rank]
-    found: Counter[str] = Counter()
-    for key, (count, cycle) in of.items():
-        name = max((one for one in at.sources if f"{key}/".startswith(f"{one}/")), key=len)
-        found[name] += count
-        if at.sources[name].get("cycle", cycle) != cycle:
+def _taken_by_source(rank: int, state: MixerState, taken: Taken) -> dict[str, Taken]:
+    """Return what a rank has read of each source after the state of a mixture."""
+    of_sources = dict.fromkeys(state.sources, Taken(0))
+    for key, (items, cycle) in taken.by_source.items():
+        name = max((one for one in state.sources if f"{key}/".startswith(f"{one}/")), key=len)
+        if state.sources[name].get("cycle", cycle) != cycle:
             raise StateError(
                 f"source {name!r} has just begun again on rank {rank}, which the state does not "
                 f"say yet. {_LATER}"
             )
-    if sum(found.values()) != taken:
+        inner = {key[len(name) + 1 :]: (items, cycle)} if key != name else {}
+        before = of_sources[name]
+        of_sources[name] = Taken(before.items + items, {**before.by_source, **inner})
+    known = sum(of_source.items for of_source in of_sources.values())
+    if known != taken.items:
         raise StateError(
-            f"the state of `SourceMixer` on rank {rank} stands {taken} samples before the place "
-            f"that it was saved at, and the sources of only {sum(found.values())} are known. "
-            f"{_LATER}"
+            f"the state of `SourceMixer` on rank {rank} stands {taken.items} samples before the "
+            f"place that it was saved at, and the sources of only {known} are known. {_LATER}"
         )
-    return found
+    return of_sources
 
 
-def _within(name: str, taken_of: TakenOf) -> TakenOf:
-    """Return the counts of the sources within one that is a mixture itself."""
-    inner = f"{name}/"
-    return {
-        key.removeprefix(inner): count for key, count in taken_of.items() if key.startswith(inner)
-    }
-
-
-def _done_by_source(found: Sequence[MixerState], reading: Reading) -> dict[str, list[int]]:
+def _done_by_source(totals: Mapping[str, int], done: Sequence[int]) -> dict[str, list[int]]:
     """Return what the ranks stand for of each source: together what they stand for of all.
 
     Sources and ranks are laid along one line: a rank stands for what lies beside it.
     """
-    totals = {name: sum(at.samples[name] for at in found) for name in found[0].samples}
-    skipped = sum(reading.done) - sum(totals.values())  # which a mixture does not count
-    totals[max(totals, key=lambda name: totals[name])] += skipped
-    of_sources = [0, *accumulate(totals.values())]
-    of_ranks = [0, *accumulate(reading.done)]
+    largest = max(totals, key=lambda name: totals[name])
+    skipped = sum(done) - sum(totals.values())  # which a mixture does not count
+    of_sources = {**totals, largest: totals[largest] + skipped}
+    places = [*pairwise([0, *accumulate(done)])]
+    bounds = pairwise([0, *accumulate(of_sources.values())])
     return {
-        name: [max(0, min(stop, last) - max(start, first)) for start, stop in pairwise(of_ranks)]
-        for name, (first, last) in zip(totals, pairwise(of_sources), strict=True)
+        name: [max(0, min(stop, last) - max(start, first)) for start, stop in places]
+        for name, (first, last) in zip(of_sources, bounds, strict=True)
     }
 
 
-_RULES: Mapping[str, Rule] = {
-    "LengthObserver": _observer,
-    "ParallelProcessor": _processor,
-    "ShardedSampler": _sampler,
-    "JsonlSource": _sampler,
-    "SourceMixer": _mixer,
+Rule = Callable[[Node[Any], Reading], list[SourceState]]
+_RULES: Mapping[str, tuple[type[NodeState], Rule]] = {
+    "JsonlSource": (SamplerState, _reshard_sampler),
+    "LengthObserver": (ObserverState, _reshard_observer),
+    "ParallelProcessor": (ProcessorState, _reshard_processor),
+    "ShardedSampler": (SamplerState, _reshard_sampler),
+    "SourceMixer": (MixerState, _reshard_mixer),
 }
+"""Source -> its state, and what makes it that of another number of ranks within an epoch."""

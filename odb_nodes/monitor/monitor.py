@@ -19,7 +19,6 @@ from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.errors import StateError
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.reshard_nodes import Ranks, check_same
-from odb_nodes.loader.resharding import add_rule
 from odb_nodes.monitor.losses import RowLosses, SampleLoss, SampleLossWriter
 from odb_nodes.monitor.records import (
     ATTEMPT,
@@ -431,9 +430,6 @@ class Monitor:
             self._record(EPOCH, at.epoch_written + 1, self._totals, {})
             self._warnings.look_at_epoch(at.epoch, self._totals)
         self._totals, at.epoch_written = Counts(), at.written
-
-
-add_rule("Monitor", Monitor.reshard_states)
 
 
 class _BatchOrder:

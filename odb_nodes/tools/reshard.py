@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import odb_nodes.monitor.monitor  # noqa: F401  its rule is followed
 from odb_nodes._core.checks import check_count
+from odb_nodes.checkpoints.checkpoints import reshard_files
+from odb_nodes.checkpoints.rank_states import names_in, rank_file, rank_files
+from odb_nodes.checkpoints.resharding import reshard, reshard_parts
 from odb_nodes.contract.state_file import load_state, save_state
 from odb_nodes.errors import StateError
-from odb_nodes.loader.checkpoints import reshard_files
-from odb_nodes.loader.rank_states import names_in, rank_file, rank_files
-from odb_nodes.loader.resharding import reshard, reshard_parts
 
 __all__ = ["reshard_folder"]
 

@@ -18,13 +18,13 @@ from odb_nodes.alignment import RankAligner
 from odb_nodes.alignment.aligned_round import info_of_step
 from odb_nodes.alignment.exchange import Exchange
 from odb_nodes.alignment.peers import VirtualTeam
+from odb_nodes.checkpoints.rank_states import rank_files
 from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
 from odb_nodes.contract.node import can_restore, restore_items
 from odb_nodes.contract.state_file import load_state
 from odb_nodes.errors import StateError
 from odb_nodes.ledger.history import read_steps
 from odb_nodes.loader import Loader, ODBDataLoader
-from odb_nodes.loader.rank_states import rank_files
 from odb_nodes.nodes import GroupCollator, WindowBucketer
 from odb_nodes.planning.rank_plan import SettledRound
 from odb_nodes.planning.rounds import GroupCost, step_totals

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from odb_nodes import ODBDataLoader, StateError, save_state
 from odb_nodes._core.content import difference
+from odb_nodes.checkpoints.rank_states import rank_file
 from odb_nodes.integrations.huggingface import run as huggingface
 from odb_nodes.integrations.lightning import ODBCallback
 from odb_nodes.integrations.lightning import run as lightning
-from odb_nodes.loader.rank_states import rank_file
 
 pytestmark = pytest.mark.filterwarnings(t.OF_LIGHTNING)
 

@@ -8,7 +8,7 @@ import pytest
 from rank_jobs import RankJob
 
 from odb_nodes import audit
-from odb_nodes.loader.checkpoint_folders import CheckpointFolders
+from odb_nodes.checkpoints.checkpoint_folders import CheckpointFolders
 
 TRAINER = """
     import warnings

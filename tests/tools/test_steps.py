@@ -30,8 +30,8 @@ from odb_nodes import (
     save_state,
 )
 from odb_nodes.alignment.exchange.base import Exchange
+from odb_nodes.checkpoints.rank_states import rank_file
 from odb_nodes.cli import main
-from odb_nodes.loader.rank_states import rank_file
 from odb_nodes.tools.steps import remake_from_checkpoint, remake_from_ledger
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*skipped", "ignore:.*dropped")

@@ -19,6 +19,7 @@ from torchdata.nodes import BaseNode
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from odb_nodes._core.user_warning import warn_user
+from odb_nodes.checkpoints.rank_states import PREFIX, names_in, rank_files, save_rank_state
 from odb_nodes.contract import NodeState, SourceState
 from odb_nodes.contract.state import seal_whole, unseal_whole
 from odb_nodes.contract.state_file import load_state
@@ -36,7 +37,6 @@ from odb_nodes.integrations.resuming import (
     resharded_run,
 )
 from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.loader.rank_states import PREFIX, names_in, rank_files, save_rank_state
 from odb_nodes.monitor import Monitor
 from odb_nodes.sources import JsonlSource
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info

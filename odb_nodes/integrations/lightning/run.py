@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from odb_nodes._compat import lightning as compat
 from odb_nodes._core.seeds import load_rngs, save_rngs
+from odb_nodes.checkpoints.resharding import batches_per_step
 from odb_nodes.contract import NodeState, SourceState
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.resuming import (
@@ -18,7 +19,6 @@ from odb_nodes.integrations.resuming import (
 )
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.reshard_nodes import Ranks
-from odb_nodes.loader.resharding import batches_per_step
 from odb_nodes.memory.guard import GuardedStep, OomGuard
 from odb_nodes.monitor.window import timed
 from odb_nodes.step_info import StepInfo, pop_step_info

@@ -26,7 +26,7 @@ from odb_nodes import (
     save_rank_state,
     save_state,
 )
-from odb_nodes.loader.checkpoint_folders import Contents, choose
+from odb_nodes.checkpoints.checkpoint_folders import Contents, choose
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exceed", "ignore:.*skipped")
 

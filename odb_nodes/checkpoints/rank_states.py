@@ -16,9 +16,9 @@ from torchdata.nodes import Stateful
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.content import from_bytes, to_bytes
 from odb_nodes.alignment.exchange import group_rank
+from odb_nodes.checkpoints.resharding import check_saved_between_steps, reshard
 from odb_nodes.contract.state_file import check_readable, load_state, save_state
 from odb_nodes.errors import StateError, TornStateError
-from odb_nodes.loader.resharding import check_saved_between_steps, reshard
 
 logger = logging.getLogger("odb_nodes")
 

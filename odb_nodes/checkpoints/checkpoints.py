@@ -22,18 +22,18 @@ from odb_nodes._core.seeds import load_rngs, save_rngs
 from odb_nodes._core.text import named_ranks
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.exchange import Meeting, group_rank
-from odb_nodes.contract.state_file import load_state, save_state
-from odb_nodes.errors import PeerError, StateError
-from odb_nodes.loader.checkpoint_folders import CheckpointFolders, Contents, choose, step_of
-from odb_nodes.loader.loader import Loader
-from odb_nodes.loader.rank_states import rank_file
-from odb_nodes.loader.reshard_nodes import Ranks
-from odb_nodes.loader.resharding import (
+from odb_nodes.checkpoints.checkpoint_folders import CheckpointFolders, Contents, choose, step_of
+from odb_nodes.checkpoints.rank_states import rank_file
+from odb_nodes.checkpoints.resharding import (
     check_saved_between_steps,
     data_place,
     reshard,
     reshard_parts,
 )
+from odb_nodes.contract.state_file import load_state, save_state
+from odb_nodes.errors import PeerError, StateError
+from odb_nodes.loader.loader import Loader
+from odb_nodes.loader.reshard_nodes import Ranks
 
 logger = logging.getLogger("odb_nodes")
 

@@ -12,7 +12,7 @@ from rank_jobs import real_ids, run_ranks
 
 from odb_nodes import Checkpoints, PeerError, StateError, load_state
 from odb_nodes.alignment.exchange import channel as module
-from odb_nodes.loader.checkpoint_folders import CheckpointFolders
+from odb_nodes.checkpoints.checkpoint_folders import CheckpointFolders
 
 
 def complete(folder):

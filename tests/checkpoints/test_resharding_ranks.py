@@ -11,7 +11,7 @@ import pytest
 from rank_jobs import free_port
 
 from odb_nodes import audit
-from odb_nodes.loader.checkpoint_folders import CheckpointFolders
+from odb_nodes.checkpoints.checkpoint_folders import CheckpointFolders
 
 PAGE = Path(__file__).parents[2] / "docs/resuming.md"
 SAMPLES = 6000

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from odb_nodes.checkpoints.rank_states import names_in
 from odb_nodes.errors import PeerError
-from odb_nodes.loader.rank_states import names_in
 
 _FOLDER = re.compile(r"(\d{6,})-step-(\d+)-([0-9a-f]{8})")
 _REMOVED = ".removed-"

@@ -1,0 +1,304 @@
+"""The states of N ranks, made into those of M ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from odb_nodes._core.checks import check_count, check_type
+from odb_nodes._core.content import difference
+from odb_nodes.alignment.rank_aligner import AlignerState
+from odb_nodes.alignment.virtual_ranks import VirtualState
+from odb_nodes.contract import copy_state
+from odb_nodes.contract.state import (
+    DIGEST,
+    ENVELOPE,
+    SourceState,
+    add_digest,
+    bounded_depth,
+    check_digest,
+    seal_whole,
+    unseal,
+    unseal_whole,
+)
+from odb_nodes.errors import StateError
+from odb_nodes.loader.loader import LoaderState
+from odb_nodes.loader.reshard_nodes import (
+    Node,
+    Ranks,
+    check_same,
+    config_of,
+    node_of,
+    reshard_graph,
+)
+from odb_nodes.monitor.monitor import Monitor
+from odb_nodes.nodes.group_collator import CollatorState
+
+_VIRTUAL = "VirtualRanks"
+_RESHARD_BETWEEN_STEPS = (
+    "and their gradients are those of other ranks. Reshard a checkpoint that was saved where "
+    "`StepInfo.ends_optimizer_step` is True."
+)
+_SAVE_BETWEEN_STEPS = (
+    "and their gradients would be lost. Save where `StepInfo.ends_optimizer_step` is True, after "
+    "the optimizer step."
+)
+
+
+@bounded_depth("each rank")
+def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
+    """Return the states with which a job resumes on another number of ranks.
+
+    The remaining samples of the epoch are dealt to the new ranks: those that wait in pools and
+    rounds by their tokens, unread ones in turn. So each sample of the epoch comes once. The result
+    depends on the states alone. If the number of ranks stays the same, states are only copied.
+
+    Args:
+        states: `state_dict()` of the loader of each rank, saved between the same two optimizer
+            steps, in any order; alone, or in dicts whose other values are equal on all ranks. Of
+            ranks that read the same data, as in a `DeviceMesh`, one is enough.
+        world_size: the new number of ranks.
+
+    Returns:
+        The state of each new rank, in order. For another number of ranks, values beside the loader
+        are those of the first rank, not copied.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid.
+        StateError: the state of a rank is missing or damaged; the states are of different steps, or
+            within an optimizer step; or a node cannot be resharded within an epoch, which is named:
+            `IterableSource`, compressed files, data of a rank of its own, pools of
+            `state="payload"`, and nodes that this library does not know.
+    """
+    check_type("states", states, Sequence, "Give the states of all ranks.")
+    world_size = check_count("world_size", world_size)
+    if not states:
+        raise ValueError("`states` must have the state of each rank, but is empty.")
+    if _first_loader(states[0]) is None:
+        raise StateError(
+            "the states hold none of a loader: give what its `state_dict()` returned, alone or in "
+            "a dict."
+        )
+    order = _order([_opened(_first_loader(state)) for state in states])
+    states = [states[index] for index in order]
+    if len(states) == world_size:
+        return [copy_state(state) for state in states]
+    return reshard_parts(states, world_size)
+
+
+def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") -> list[Any]:
+    """Return states in their order, of loaders or what holds them, as those of other ranks."""
+    first, holder = states[0], node_of(states[0])
+    if all(map(_is_whole, states)):
+        if holder in _RULES and all(node_of(state) == holder for state in states):
+            return _RULES[holder](states, world_size)
+        bare = [_without_digest(state, place) for state in states]
+        return [add_digest(state) for state in reshard_parts(bare, world_size, place)]
+    if isinstance(first, Mapping) and all(
+        isinstance(state, Mapping) and state.keys() == first.keys() for state in states
+    ):
+        parts = {
+            key: reshard_parts([state[key] for state in states], world_size, f"{place}[{key!r}]")
+            for key in first
+        }
+        return [{key: of[rank] for key, of in parts.items()} for rank in range(world_size)]
+    for rank, state in enumerate(states):
+        if difference(first, state):
+            raise StateError(
+                f"`{place}` must be equal on all ranks to be that of another number of ranks, but "
+                f"is {first!r:.80} on rank 0, and {state!r:.80} on rank {rank}. Reshard the states "
+                "of the loader alone; what is sharded (FSDP) torch.distributed.checkpoint can load."
+            )
+    return [first] * world_size  # not copied: it may be a model
+
+
+def _is_whole(state: object) -> bool:
+    return (
+        isinstance(state, Mapping) and {*ENVELOPE, DIGEST} <= state.keys() and node_of(state) != ""
+    )
+
+
+def _first_loader(state: object) -> SourceState | None:
+    """Return the first state of a loader that is or is in a state; `None` where there is none."""
+    if isinstance(state, dict) and node_of(state) == "Loader" and _is_whole(state):
+        return state
+    inner = state.values() if isinstance(state, Mapping) else ()
+    return next(filter(None, map(_first_loader, inner)), None)
+
+
+def _without_digest(state: Mapping[str, Any], place: str) -> dict[str, Any]:
+    check_digest(state, f"{node_of(state)} in `{place}`")
+    return {key: value for key, value in state.items() if key != DIGEST}
+
+
+# --- loaders --------------------------------------------------------------------------------------
+
+
+def _place_of(loader: LoaderState) -> tuple[int, int]:
+    """Return which rank has saved the state of a loader, of how many with data of their own."""
+    node = _below_collators(loader.root)
+    name, config = node_of(node), config_of(node)
+    rank, world_size = config.get("rank"), config.get("world_size")
+    if name == _VIRTUAL:
+        hosted = unseal(node, name, VirtualState, config).sources
+        if not hosted or not all(number.isdecimal() for number in hosted):
+            raise StateError(f"`{name}.sources` must have the numbers of ranks, but is damaged.")
+        rank = min(map(int, hosted)) // len(hosted)
+    elif name != "RankAligner":
+        raise StateError(
+            "the states cannot be resharded: below the `Loader` must be a `RankAligner`, alone or "
+            f"under a `GroupCollator`, but is {f'a `{name}`' if name else 'none'}. Use "
+            "`ODBDataLoader`, or build the graph so."
+        )
+    if type(rank) is not int or type(world_size) is not int:
+        raise StateError(
+            f"the states must name their ranks, but one is of rank {rank} of {world_size}: it is "
+            "damaged. Use an earlier checkpoint."
+        )
+    return rank, world_size
+
+
+def _order(loaders: Sequence[LoaderState]) -> list[int]:
+    """Return the indices of the states of all ranks of a job, by rank."""
+    places = [*map(_place_of, loaders)]
+    ranks, sizes = [rank for rank, _ in places], sorted({size for _, size in places})
+    if len(sizes) > 1:
+        raise StateError(f"the states must be of one job, but are of jobs of {sizes} ranks.")
+    (size,) = sizes
+    if missing := [*islice((rank for rank in range(size) if rank not in ranks), 9)]:
+        raise StateError(
+            f"the states must be those of all {size} ranks, but those of ranks {missing} are "
+            "missing. Use a checkpoint that all ranks have saved."
+        )
+    for loader, rank in zip(loaders, ranks, strict=True):  # Several may read the same data.
+        first = loaders[ranks.index(rank)]
+        if not 0 <= rank < size or difference(vars(loader), vars(first)):
+            raise StateError(
+                f"the states must be one of each rank, but are of ranks {sorted(ranks)} of {size}, "
+                f"and not all of rank {rank} are equal: ranks that read the same data must save at "
+                "the same step, and a loader of one process alone cannot be resharded."
+            )
+    return [ranks.index(rank) for rank in range(size)]
+
+
+def _opened(state: object) -> LoaderState:
+    return unseal_whole(state, "Loader", LoaderState)
+
+
+def _reshard_loaders(states: Sequence[object], world_size: int) -> list[dict[str, Any]]:
+    loaders = [*map(_opened, states)]
+    order = _order(loaders)
+    if len(order) < len(loaders):
+        raise StateError(
+            f"{len(loaders)} ranks have saved loaders of {len(order)} ranks with data of their "
+            "own: give `Checkpoints` the `process_group` of the loaders, their `DeviceMesh`, and "
+            "each loader as a part of its own."
+        )
+    for rank, place in enumerate(order):
+        if rank != place:
+            raise StateError(
+                f"the state of rank {rank} of a loader is where that of rank {place} should be: "
+                "files or parts of the checkpoint were mixed up. Use an earlier checkpoint."
+            )
+    check_same("Loader", loaders, "ended", "left", "next_epoch", "next_weights")
+    roots, first = [loader.root for loader in loaders], loaders[0]
+    ranks, yielded = Ranks(len(loaders), world_size), first.num_yielded
+    is_over = first.ended or first.left
+    if is_virtual := node_of(roots[0]) == _VIRTUAL:
+        new = _rehost(Node.opened(roots, VirtualState, ranks), is_over)
+    else:
+        new = reshard_graph(roots, ranks, is_over=is_over)
+    if is_over:  # by steps that need not be the same
+        yielded = max(loader.num_yielded for loader in loaders)
+    else:
+        check_same("Loader", loaders, "num_yielded")
+        _check_between_steps(roots[0], _RESHARD_BETWEEN_STEPS)
+    if is_virtual:
+        yielded = yielded * ranks.before // ranks.after  # batches, of all ranks that are hosted
+    return [seal_whole("Loader", replace(first, root=root, num_yielded=yielded)) for root in new]
+
+
+def _rehost(node: Node[VirtualState], is_over: bool) -> list[SourceState]:
+    """Return states of `VirtualRanks` for another number of processes, which host the same ones."""
+    graphs = [graph for state in node.states for graph in state.sources.items()]
+    hosted, odd = divmod(len(graphs), node.ranks.after)
+    if odd:
+        raise StateError(
+            f"the states are of {len(graphs)} virtual ranks, which {node.ranks.after} ranks cannot "
+            "host alike: their number must divide it."
+        )
+    if not is_over:
+        collators = Node.opened([graph for _, graph in graphs], CollatorState, node.ranks)
+        collators.check_same("epoch", "step")
+    common = {
+        **node.sealed[0],
+        "config": {**node.config, "world_size": node.ranks.after},
+        "turn": 0,
+        "samples": 0,
+        "step_digest": 0,
+    }
+    return [
+        {**common, "sources": dict(graphs[first : first + hosted])}
+        for first in range(0, len(graphs), hosted)
+    ]
+
+
+_RULES: Mapping[str, Callable[[Sequence[Any], int], list[dict[str, Any]]]] = {
+    "Loader": _reshard_loaders,
+    "Monitor": Monitor.reshard_states,
+}
+"""What has sealed a state -> what makes those of all ranks the states of other ranks."""
+
+
+# --- where the state of a loader stands -----------------------------------------------------------
+
+
+def data_place(state: object) -> tuple[int, int] | None:
+    """Return which rank has saved the state of a loader, of how many with data of their own."""
+    try:
+        return _place_of(_opened(state))
+    except StateError:  # which loading it will raise
+        return None
+
+
+def batches_per_step(state: Mapping[str, Any]) -> int:
+    """Return how many batches of a step a process takes, by a state of an `ODBDataLoader`."""
+    return len(_graphs_in(state["root"]))
+
+
+def check_saved_between_steps(state: object) -> None:
+    """Raise a `StateError` where a state, or a value of it, is of a loader within a step."""
+    for loader in (state, *state.values()) if isinstance(state, Mapping) else ():
+        if node_of(loader) == "Loader" and _is_whole(loader) and not loader["left"]:
+            _check_between_steps(loader["root"], _SAVE_BETWEEN_STEPS)
+
+
+def _check_between_steps(root: SourceState, advice: str) -> None:
+    """Raise a `StateError` where the root of a loader stands within an optimizer step."""
+    graphs = _graphs_in(root)
+    node, out = _below_collators(graphs[0]), root["turn"] if node_of(root) == _VIRTUAL else 0
+    if node_of(node) != "RankAligner":
+        return
+    aligner = unseal(node, "RankAligner", AlignerState, config_of(node))
+    accumulate = node["config"]["accumulate"]
+    done = aligner.emitted % accumulate * len(graphs) + out
+    if done and not aligner.is_at_end:
+        what = "batches" if len(graphs) > 1 else "steps"
+        raise StateError(
+            f"the loader stands at step {aligner.step} of epoch {aligner.epoch}, within an "
+            f"optimizer step of {accumulate * len(graphs)} {what}, of which {done} are done, "
+            f"{advice}"
+        )
+
+
+def _graphs_in(root: SourceState) -> list[SourceState]:
+    """Return the graphs of the ranks that a process hosts."""
+    return [*root["sources"].values()] if node_of(root) == _VIRTUAL else [root]
+
+
+def _below_collators(state: SourceState) -> SourceState:
+    while node_of(state) == "GroupCollator":
+        state = state["source"]
+    return state

@@ -232,6 +232,8 @@ def _rehost(node: Node[VirtualState], is_over: bool) -> list[SourceState]:
     if not is_over:
         collators = Node.opened([graph for _, graph in graphs], CollatorState, node.ranks)
         collators.check_same("epoch", "step")
+        aligners = Node.opened(collators.sources, AlignerState, node.ranks)
+        aligners.check_same("epoch", "step", "emitted")
     common = {
         **node.sealed[0],
         "config": {**node.config, "world_size": node.ranks.after},

@@ -209,6 +209,11 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         """
         return self._share.count(self._size)
 
+    @property
+    def size(self) -> int:
+        """Number of items of an epoch, which all ranks share."""
+        return self._size
+
     def begin_epoch(self) -> None:
         """Stand at the first index of the epoch."""
         if self._sized is not None and (now := len(self._sized)) != self._size:

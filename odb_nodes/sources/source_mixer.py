@@ -10,9 +10,10 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_count
 from odb_nodes._core.processes import resolve_rank
+from odb_nodes._core.text import counted
 from odb_nodes.contract import NodeState, SourceStates, StatefulNode, snapshot
 from odb_nodes.contract.again import ItemsAgain, make_again
-from odb_nodes.contract.graph import begin_cycle, length_of
+from odb_nodes.contract.graph import begin_cycle, length_of, walk
 from odb_nodes.contract.node import (
     ItemLocation,
     call_member,
@@ -32,6 +33,7 @@ from odb_nodes.sources.mixing import (
     check_schedule,
     checked_weights,
 )
+from odb_nodes.sources.sharded_sampler import ShardedOrder
 
 
 @dataclass(kw_only=True)
@@ -313,25 +315,30 @@ class SourceMixer(StatefulNode[Any, MixerState]):
 
     def _exhaust(self, name: str) -> None:
         # One of several ranks may have none of a small source, as long as it only runs out sooner.
-        alone = resolve_rank(None, None)[1] == 1
-        had = self._samples[name] or name in self._had
-        if not had and (alone or self._stop != "all_exhausted"):
-            remedy = (
-                "Leave it out, or mend it: perhaps it can be read only once."
-                if alone
-                else f'Where `stop` is "{self._stop}", each rank needs a sample of each source: '
-                'leave it out, give it a sample per rank, or let `stop` be "all_exhausted".'
-            )
-            raise SampleError(
-                f"source {name!r} yielded no sample in this epoch, so its weight cannot be kept. "
-                f"{remedy}"
-            )
+        may_be_empty = self._world_size > 1 and self._stop == "all_exhausted"
+        if not (self._samples[name] or name in self._had or may_be_empty):
+            raise self._no_sample(name)
         if name not in self._exhausted:
             self._exhausted.append(name)
         all_exhausted = len(self._exhausted) == len(self.sources)
         self._ended = all_exhausted or self._stop == "first_exhausted"
         if not self._ended and self._stop == "cycle":
             begin_cycle(self.sources[name])
+
+    def _no_sample(self, name: str) -> SampleError:
+        """Return the error for a source of which this rank has no sample."""
+        if self._world_size == 1:
+            return SampleError(
+                f"source {name!r} yielded no sample in this epoch, so its weight cannot be kept. "
+                "Leave it out, or mend it: perhaps it can be read only once."
+            )
+        shared = [node.size for node in walk(self.sources[name]) if isinstance(node, ShardedOrder)]
+        has = f"has {counted(sum(shared), 'sample')}" if shared else "has too few samples"
+        return SampleError(
+            f"source {name!r} {has} for {self._world_size} ranks, and this rank none in this "
+            f'epoch. Where `stop` is "{self._stop}", each rank needs a sample of each source: '
+            'leave it out, give it a sample per rank, or let `stop` be "all_exhausted".'
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only if it is equal."""

@@ -74,6 +74,24 @@ def test_a_source_may_be_in_many_loaders_and_under_many_names(chats):
         assert one == other
 
 
+@pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
+def test_a_source_may_have_fewer_samples_than_virtual_ranks_only_if_it_may_run_out(stop):
+    datasets = {"a": range(40), "b": range(2)}
+    loader = ODBDataLoader(
+        datasets,
+        token_budget=40,
+        window=8,
+        process_fn=lambda index: {"input_ids": [index] * 5},
+        weights=Mixing(weights={"a": 1, "b": 1}, stop=stop),
+        virtual_ranks=4,
+    )
+    if stop == "all_exhausted":
+        assert sum(len(batch["input_ids"]) for batch in loader) == 42
+        return
+    with pytest.raises(SampleError, match=r"'b' has 2 samples for 4 ranks, .* needs a sample"):
+        list(loader)
+
+
 def test_each_source_has_an_order_of_its_own():
     same = [{"input_ids": [n + 1]} for n in range(50)]
     order = {"a": [], "b": []}

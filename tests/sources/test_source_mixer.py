@@ -276,7 +276,7 @@ FAULTY = {
     ),
     "no share, first": (
         lambda: SourceMixer({"a": sampler("a", 9), "b": ShardedSampler(1)}, stop="first_exhausted"),
-        '"first_exhausted", each rank needs .*"all_ex',
+        '\'b\' has 1 sample for 2 ranks, .*"first_exhausted", each rank needs .*"all_ex',
     ),
     "no share, cycle": (
         lambda: SourceMixer({"a": sampler("a", 9), "b": ShardedSampler(1)}, stop="cycle"),

@@ -1,4 +1,4 @@
-"""The states of N ranks, made into those of M ranks."""
+"""The states of N ranks, made into those of M ranks; below the loader see `reshard_nodes`."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
 
     Args:
         states: `state_dict()` of the loader of each rank, saved between the same two optimizer
-            steps, in any order; alone, or in dicts whose other values are equal on all ranks. Of
-            ranks that read the same data, as in a `DeviceMesh`, one is enough.
+            steps, in any order; alone, or in dicts whose other values are equal on all ranks, or
+            states of monitors. Of ranks that read the same data, as in a `DeviceMesh`, one is
+            enough.
         world_size: the new number of ranks.
 
     Returns:

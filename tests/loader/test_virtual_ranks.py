@@ -114,6 +114,13 @@ def test_a_step_that_is_out_in_part_must_stay_the_same():
         list(loader)
 
 
+def of_two_epochs():
+    """A state of each process, at the same batch of two epochs."""
+    ranks = job(2, virtual_ranks=4, epochs=2)
+    first = [info.epoch for info, _ in ranks[0][0]].index(1)
+    return [states_at(ranks, 4)[0], states_at(ranks, first + 4)[1]]
+
+
 def refused_now(states, virtual_ranks):
     loader = make(None, virtual_ranks=virtual_ranks)
     loader.load_state_dict(states[0])
@@ -127,6 +134,7 @@ test_states_of_other_processes_or_within_a_step_are_refused = refuses(
         (lambda: reshard(virtual(2, 4), 3), "must divide it"),
         (lambda: reshard(virtual(2, 4)[:1], 4), r"ranks \[1\] are missing"),
         (lambda: reshard(virtual(2, 4)[:1] * 2, 1), "rank 0 and rank 1|of ranks"),
+        (lambda: reshard(of_two_epochs(), 1), "`epoch` is 0 on rank 0, but 1 on rank"),
         (lambda: refused_now(virtual(2, 4), 4), "virtual_ranks|world_size"),
         (lambda: refused_now(virtual(2, 4), None), "VirtualRanks"),
     ],

@@ -1,5 +1,8 @@
 """Files of a checkpoint, made into those of another number of ranks."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from elastic import LEFT_OUT, job, states_at
@@ -141,6 +144,24 @@ def test_a_monitor_goes_on_after_the_steps_of_the_ranks_there_were(tmp_path, mon
         for one in found:
             sealed = {key: value for key, value in one.items() if key != "digest"}
             assert one == (add_digest(sealed) if name == "trainer" else sealed)
+
+
+RESHARD = """
+import sys
+from odb_nodes import load_state, reshard, save_state
+save_state({"ranks": reshard(load_state(sys.argv[1])["ranks"], 3)}, sys.argv[2])
+"""
+
+
+def test_a_monitor_beside_a_loader_is_resharded_by_a_program_that_has_none(tmp_path, monitored):
+    loaders = states_at(job(2, steps=3), 3)
+    ranks = [{"loader": a, "monitor": b} for a, b in zip(loaders, monitored, strict=True)]
+    files = [tmp_path / "before.pt", tmp_path / "after.pt"]
+    save_state({"ranks": ranks}, files[0])
+    subprocess.run([sys.executable, "-c", RESHARD, *files], check=True, timeout=60)
+    found = load_state(files[1])["ranks"]
+    assert [one["loader"] for one in found] == reshard(loaders, 3)
+    assert [one["monitor"] for one in found] == Monitor.reshard_states(monitored, 3)
 
 
 def test_monitors_at_different_steps_are_refused(tmp_path, monitored):

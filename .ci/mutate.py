@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ["planning", "nodes", "alignment", "processing", "loader"]
+ROOMS = ["planning", "nodes", "alignment", "processing", "loader", "checkpoints"]
 RESUME = "tests/test_resume_machine.py"
 LIMIT_S = 900
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -127,32 +127,65 @@ class Remaking:
 
 def to_records(block: SampleBlock) -> RecordsState:
     """Return the records of samples, whose digests are known, as plain data."""
-    if not len(block):  # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
-        return NO_RECORDS
     facts = block.facts
-    costs = facts[TOKENS].astype("<u8") | facts[DIGEST].astype("<u8") << np.uint64(32)
-    if facts[ORDINAL, 0] != NONE:
-        return costs.tobytes(), facts[ORDINAL].tobytes(), [NUMBERED], None, {}
+    return records_of(costs_of(facts), facts.__getitem__, {*facts[KIND].tolist()}, unusual(facts))
+
+
+def costs_of(facts: IntArray) -> IntArray:
+    """Return tokens and digest of each sample, the low and the high half of 8 bytes, (n,)."""
+    costs: IntArray = facts[TOKENS] | facts[DIGEST] << 32
+    return costs
+
+
+def unusual(facts: IntArray) -> set[int]:
+    """Return the rows of facts in which some samples have another value than most samples do."""
+    usual = _usual(facts)
+    rows = {row for name, row in _COLUMNS.items() if (facts[row] != usual[name]).any()}
+    if (facts[ORDINAL] != NONE).any():
+        rows.add(ORDINAL)
     if (facts[ITEM] == NONE).any():
+        rows.add(ITEM)
+    return rows
+
+
+def records_of(
+    costs: IntArray,
+    column: Callable[[int], IntArray],
+    codes: Collection[int],
+    unusual: Collection[int],
+) -> RecordsState:
+    """Return the records of samples, which reads only the columns that it needs.
+
+    costs: what `costs_of` has returned; column: row of the facts -> its values, (n,); codes: those
+    of all kinds, and unusual: the rows with unusual values, of these samples and maybe others.
+    """
+    if not len(costs):  # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
+        return NO_RECORDS
+    if ORDINAL in unusual:
+        return costs.tobytes(), column(ORDINAL).tobytes(), [NUMBERED], None, {}
+    items = column(ITEM)
+    if ITEM in unusual and (items == NONE).any():
         raise SampleError(
             "the source can read items by their keys, but `item_key()` returned None for one "
             "that it yielded. Return its `ItemKey`, or define no `read`."
         )
-    codes = facts[KIND]
-    known, kinds = codes[:1], np.zeros(len(codes), np.intp)
-    if (codes != codes[0]).any():
-        known, kinds = np.unique(codes, return_inverse=True)
-    found = [(*kind,) for kind in kinds_of(known.tolist())]
-    distinct, numbers = sorted({*found}), None
-    if len(distinct) > 1:
-        numbers = _narrow(np.array([*map(distinct.index, found)])[kinds])
-    usual = _usual(facts)
-    columns = {
-        name: _narrow(facts[row])
-        for name, row in _COLUMNS.items()
-        if (facts[row] != usual[name]).any()
-    }
-    return costs.tobytes(), facts[ITEM].tobytes(), distinct, numbers, columns
+    numbers = None
+    if len(codes) > 1:
+        kinds = column(KIND)
+        codes = np.flatnonzero(np.bincount(kinds)).tolist()
+        known = [(*kind,) for kind in kinds_of(codes)]
+        if len(distinct := sorted({*known})) > 1:
+            number_of = np.zeros(max(codes) + 1, np.intp)
+            number_of[codes] = [*map(distinct.index, known)]
+            numbers = _narrow(number_of[kinds])
+    else:
+        distinct = [(*kind,) for kind in kinds_of(codes)]
+    usual = _usual({row: column(row) for row in (TOKENS, ITEM)}) if unusual else {}
+    columns = {}
+    for name, row in _COLUMNS.items():
+        if row in unusual and ((values := column(row)) != usual[name]).any():
+            columns[name] = _narrow(values)
+    return costs.tobytes(), items.tobytes(), distinct, numbers, columns
 
 
 def from_records(state: RecordsState | None) -> SampleBlock:
@@ -184,7 +217,7 @@ def from_records(state: RecordsState | None) -> SampleBlock:
 _COLUMNS = {"repeats": REPEAT, "targets": TARGETS, "patches": PATCHES, "keys": KEY}
 
 
-def _usual(facts: IntArray) -> dict[str, Any]:
+def _usual(facts: IntArray | Mapping[int, IntArray]) -> dict[str, Any]:
     """Return what most samples have in the columns of records."""
     return {"repeats": 0, "targets": facts[TOKENS] - 1, "patches": 0, "keys": facts[ITEM]}
 

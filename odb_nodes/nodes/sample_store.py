@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,16 +10,21 @@ import numpy.typing as npt
 
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.lazy_samples import LazySamples, want, with_data_made
-from odb_nodes.nodes.sample_records import RecordsState, encode_sample, to_records
+from odb_nodes.nodes.sample_records import (
+    RecordsState,
+    costs_of,
+    encode_sample,
+    records_of,
+    unusual,
+    with_digests,
+)
 from odb_nodes.planning.facts import ColumnsByOrdinal, Facts
-from odb_nodes.processing.observation import digest_of
 from odb_nodes.sample_block import (
     DATA,
     DIGEST,
     FACTS,
     KIND,
     NONE,
-    ORDINAL,
     IntArray,
     SampleBlock,
     kinds_of,
@@ -36,17 +41,18 @@ class SampleStore:
     """Samples by their ordinals, from when they are pulled until they are given out.
 
     The facts of a sample are written once, behind those of all before it, so a state may refer to
-    them. Their digests are noted beside the facts: a sample is the same whether there is a state or
-    not. Where the chunks that hold data have three times as many samples as are held, those are cut
-    down of which at most a third is.
+    them. What its record holds of costs is noted beside the facts: a sample is the same whether
+    there is a state or not. Where the chunks that hold data have three times as many samples as are
+    held, those are cut down of which at most a third is.
     """
 
     def __init__(self) -> None:
-        self._facts = ColumnsByOrdinal(FACTS + 1)  # and a row of `_NOTED`
+        self._facts = ColumnsByOrdinal(FACTS + 1)  # and a row of `_COSTS`
         self._is_held = np.zeros(0, dtype=bool)  # by ordinal, from `_facts.first` on
         self._count = 0
         self._holders = _DataHolders()
         self._lacks_digests = False  # of some of them
+        self._codes = self._unusual = frozenset[int]()  # of all samples so far: see `records_of`
         self._filler: tuple[int, bool] | None = None  # its ordinal, and whether a step has had it
 
     def __len__(self) -> int:
@@ -79,7 +85,7 @@ class SampleStore:
         if not len(block):
             return
         columns = np.empty((FACTS + 1, len(block)), np.int64)
-        columns[:FACTS], columns[_NOTED] = block.facts, block.facts[DIGEST]
+        columns[:FACTS], columns[_COSTS] = block.facts, costs_of(block.facts)
         sources = _moved(columns, block.sources)
         first = self._facts.first
         self._facts.put(ordinals, columns, self.oldest(int(ordinals[0])))
@@ -90,6 +96,8 @@ class SampleStore:
         self._is_held[ordinals - self._facts.first] = True
         self._count += len(block)
         self._lacks_digests |= bool((block.facts[DIGEST] == NONE).any())
+        self._codes |= {*block.facts[KIND].tolist()}
+        self._unusual |= unusual(block.facts)
         self._holders.hold(numbers := columns[DATA].tolist(), sources)
         if self._holders.rows > _SPARSE * max(self._count, _LEAST_ROWS):
             self._compact(newest=numbers[-1])
@@ -168,14 +176,18 @@ class SampleStore:
 
         pooled: ordinals of those that wait in the pool, (n,), which must not change.
         """
-        table = self._facts.table
+        table, first, stop = self._facts.table, self._facts.first, self._facts.stop
         if self._lacks_digests:
             at = np.flatnonzero(self._is_held)
-            lacking = at[table[_NOTED, at] == NONE]
-            block = self.look(lacking + self._facts.first)
-            table[_NOTED, lacking] = [*map(digest_of, block)]
+            lacking = at[table[_COSTS, at] >> 32 == NONE]
+            block = self.look(lacking + first)
+            table[_COSTS, lacking] = costs_of(with_digests(block).facts)
             self._lacks_digests = False
-        return HeldRecords(table, self._facts.first, self._is_held.copy(), pooled)
+        start = self.oldest(otherwise=stop)
+        held = slice(start - first, stop - first)
+        return HeldRecords(
+            table[:, held], start, self._is_held[held].copy(), pooled, self._codes, self._unusual
+        )
 
     def _drop(self, ordinals: IntArray) -> None:
         self._forget(ordinals, self._facts.take(ordinals)[DATA].tolist())
@@ -285,28 +297,35 @@ def _moved(facts: IntArray, sources: Mapping[int, Any], clear: bool = False) -> 
 
 _LEAST_ROWS = 32  # below, nothing is cut down
 _SPARSE = 3
-_NOTED = FACTS  # the row of the digests of records
+_COSTS = FACTS  # the row of what records hold of costs
 
 
 class HeldRecords:
     """The records of the samples that were held at one time: part of a state."""
 
     def __init__(
-        self, table: IntArray, first: int, is_held: npt.NDArray[np.bool_], pooled: IntArray
+        self,
+        table: IntArray,
+        first: int,
+        is_held: npt.NDArray[np.bool_],
+        pooled: IntArray,
+        codes: Collection[int],
+        unusual: Collection[int],
     ) -> None:
         self._table, self._first, self._is_held, self._pooled = table, first, is_held, pooled
+        self._codes, self._unusual = codes, unusual
         self._state: StoreContent | None = None
 
     def to_state(self) -> StoreContent:
         """Return which samples were held, and their records."""
         if self._state is None:  # All batches of a step of virtual ranks have this one.
             at = np.flatnonzero(self._is_held)
-            facts = np.empty((FACTS, len(at)), np.int64)
-            for row in (*range(DIGEST), ORDINAL):  # all that a record is made of
-                self._table[row].take(at, out=facts[row])
-            facts[DIGEST] = self._table[_NOTED].take(at)
-            records = to_records(SampleBlock(facts, {}))
-            self._state = *to_bits(at + self._first, self._pooled), records, None
+
+            def column(row: int) -> IntArray:
+                return self._table[row].take(at)
+
+            records = records_of(column(_COSTS), column, self._codes, self._unusual)
+            self._state = *bits_of(self._first, self._is_held, at, self._pooled), records, None
         return self._state
 
 
@@ -333,15 +352,23 @@ def to_bits(held: IntArray, pooled: IntArray) -> tuple[int, bytes | None, bytes 
     if not len(held):
         return 0, None, None  # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
     first = int(held[0])
-    places = held - first
-    is_held = np.zeros(int(places[-1]) + 1, dtype=bool)
-    is_held[places] = True
-    bits = np.packbits(is_held).tobytes()
-    if len(pooled) == len(held):
+    is_held = np.zeros(int(held[-1]) - first + 1, dtype=bool)
+    is_held[held - first] = True
+    return bits_of(first, is_held, held - first, pooled)
+
+
+def bits_of(
+    first: int, is_held: npt.NDArray[np.bool_], at: IntArray, pooled: IntArray
+) -> tuple[int, bytes | None, bytes | None]:
+    """Return the bits of samples by ordinal, from `first` on, and of those at `at` that wait."""
+    if not len(at):
+        return 0, None, None
+    bits = np.packbits(is_held[: int(at[-1]) + 1]).tobytes()
+    if len(pooled) == len(at):
         return first, bits, None
-    is_held[:] = False
-    is_held[pooled - first] = True
-    return first, bits, np.packbits(is_held.take(places)).tobytes()
+    waits = np.zeros(len(is_held), dtype=bool)
+    waits[pooled - first] = True
+    return first, bits, np.packbits(waits.take(at)).tobytes()
 
 
 def from_bits(content: StoreContent) -> tuple[IntArray, IntArray]:

@@ -332,7 +332,7 @@ def test_a_state_with_keys_needs_a_source_that_reads_them(monkeypatch):
 # --- what does not go well ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", ["to_bits", "to_records"])
+@pytest.mark.parametrize("at", ["bits_of", "records_of"])
 def test_a_state_that_was_interrupted_leaves_the_next_one_right(at, monkeypatch):
     node = bucketer()
     for _ in range(9):

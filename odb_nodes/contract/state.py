@@ -24,7 +24,7 @@ from odb_nodes._core.content import explain_unreadable, is_readable, tensor_byte
 from odb_nodes.contract.config import check_config
 from odb_nodes.errors import StateError
 
-STATE_VERSION = 10
+STATE_VERSION = 11
 ENVELOPE = frozenset({"version", "node", "config"})
 DIGEST = "digest"
 _ADDED_BY = {"VirtualRanks": "`virtual_ranks`"}
@@ -87,10 +87,12 @@ def _copied(state: Any, shared: frozenset[type]) -> Any:
     if kind in shared:
         return state
     if kind is dict or kind is Snapshot:
-        return {
-            key: value if type(value) in shared else _copied(value, shared)
-            for key, value in state.items()
-        }
+        copied = dict(state)
+        if not shared.issuperset(map(type, state.values())):
+            for key, value in state.items():
+                if type(value) not in shared:
+                    copied[key] = _copied(value, shared)
+        return copied
     if kind is list:
         return [_copied(value, shared) for value in state]
     if kind is tuple:
@@ -291,12 +293,12 @@ def _ordered(value: Any) -> Any:
     if kind is bytes:
         return ..., len(value), crc32(value)
     if kind is dict or isinstance(value, Mapping):
-        return {
-            key if type(key) is str else _ordered(key): (
-                one if type(one := value[key]) in _WRITTEN else _ordered(one)
-            )
-            for key in _sorted(value)
-        }
+        keys = _sorted(value)
+        written = [..., keys if _WRITTEN.issuperset(map(type, keys)) else [*map(_ordered, keys)]]
+        for key in keys:
+            one = value[key]
+            written.append(one if type(one) in _WRITTEN else _ordered(one))
+        return written
     if kind is list:
         return [one if type(one) in _WRITTEN else _ordered(one) for one in value]
     if kind is tuple:

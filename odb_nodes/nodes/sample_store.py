@@ -33,8 +33,8 @@ from odb_nodes.sample_block import (
 
 StoreContent = tuple[int, bytes | None, bytes | None, RecordsState | None, list[bytes] | None]
 """The ordinal of the oldest sample; a bit for it and each that was pulled after it: whether it is
-held; a bit for each that is: whether it waits in the pool, `None` where all do; and the records of
-these samples, or the samples, encoded, oldest first."""
+held; another one: whether it waits in the pool, `None` where all that are held do; and the records
+of these samples, or the samples, encoded, oldest first."""
 
 
 class SampleStore:
@@ -325,7 +325,9 @@ class HeldRecords:
                 return self._table[row].take(at)
 
             records = records_of(column(_COSTS), column, self._codes, self._unusual)
-            self._state = *bits_of(self._first, self._is_held, at, self._pooled), records, None
+            is_held = self._is_held[: int(at[-1]) + 1] if len(at) else self._is_held
+            bits = bits_of(self._first, is_held, self._pooled, len(at))
+            self._state = *bits, records, None
         return self._state
 
 
@@ -349,26 +351,24 @@ class HeldSamples:
 
 def to_bits(held: IntArray, pooled: IntArray) -> tuple[int, bytes | None, bytes | None]:
     """Return the first of the ordinals of samples, ascending, and the bits of a `StoreContent`."""
-    if not len(held):
-        return 0, None, None  # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
-    first = int(held[0])
-    is_held = np.zeros(int(held[-1]) - first + 1, dtype=bool)
+    first, stop = (int(held[0]), int(held[-1]) + 1) if len(held) else (0, 0)
+    is_held = np.zeros(stop - first, dtype=bool)
     is_held[held - first] = True
-    return bits_of(first, is_held, held - first, pooled)
+    return bits_of(first, is_held, pooled, len(held))
 
 
 def bits_of(
-    first: int, is_held: npt.NDArray[np.bool_], at: IntArray, pooled: IntArray
+    first: int, is_held: npt.NDArray[np.bool_], pooled: IntArray, count: int
 ) -> tuple[int, bytes | None, bytes | None]:
-    """Return the bits of samples by ordinal, from `first` on, and of those at `at` that wait."""
-    if not len(at):
-        return 0, None, None
-    bits = np.packbits(is_held[: int(at[-1]) + 1]).tobytes()
-    if len(pooled) == len(at):
+    """Return the bits of `count` samples, by ordinal from that of the oldest, `first`, on."""
+    if not count:
+        return 0, None, None  # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
+    bits = np.packbits(is_held).tobytes()
+    if len(pooled) == count:
         return first, bits, None
     waits = np.zeros(len(is_held), dtype=bool)
     waits[pooled - first] = True
-    return first, bits, np.packbits(waits.take(at)).tobytes()
+    return first, bits, np.packbits(waits).tobytes()
 
 
 def from_bits(content: StoreContent) -> tuple[IntArray, IntArray]:
@@ -381,6 +381,6 @@ def from_bits(content: StoreContent) -> tuple[IntArray, IntArray]:
     if pooled is None:
         return held, held
     is_pooled = np.unpackbits(np.frombuffer(pooled, np.uint8))
-    if len(is_pooled) < len(held) or is_pooled[len(held) :].any():
+    if len(is_pooled) != len(is_held) or (is_pooled > is_held).any():
         raise StateError("the pool of a state is damaged. Use an earlier checkpoint.")
-    return held, held[is_pooled[: len(held)] == 1]
+    return held, np.flatnonzero(is_pooled) + first

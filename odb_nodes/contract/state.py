@@ -76,9 +76,17 @@ def copy_state(state: Any) -> Any:
 def kept(values: Mapping[str, Any], envelope: Mapping[str, Any]) -> Snapshot:
     """Return a state in an envelope that shares with some values only what never changes."""
     state = Snapshot(envelope)
-    for name, value in values.items():
-        state[name] = value if type(value) in _CONSTANT else _copied(value, _CONSTANT)
+    state.update(values)
+    _copy_values(state, _CONSTANT)
     return state
+
+
+def _copy_values(copied: dict[Any, Any], shared: frozenset[type]) -> None:
+    """Replace the values of a new dict by copies, but those of the types in `shared`."""
+    if not shared.issuperset(map(type, copied.values())):
+        for key, value in copied.items():
+            if type(value) not in shared:
+                copied[key] = _copied(value, shared)
 
 
 def _copied(state: Any, shared: frozenset[type]) -> Any:
@@ -88,10 +96,7 @@ def _copied(state: Any, shared: frozenset[type]) -> Any:
         return state
     if kind is dict or kind is Snapshot:
         copied = dict(state)
-        if not shared.issuperset(map(type, state.values())):
-            for key, value in state.items():
-                if type(value) not in shared:
-                    copied[key] = _copied(value, shared)
+        _copy_values(copied, shared)
         return copied
     if kind is list:
         return [_copied(value, shared) for value in state]

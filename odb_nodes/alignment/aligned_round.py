@@ -29,8 +29,8 @@ LossScaling = Literal["exact", "approx", "none"]
 class LossRule:
     """How the losses of all ranks and micro-steps become one."""
 
-    world_size: int  # ranks whose gradients are averaged
     accumulate: int  # steps of an optimizer step
+    world_size: int = 0  # ranks whose gradients are averaged; 0 until that is known
     scaling: LossScaling = "exact"  # see `RankAligner`
     # which of the batches of a step that a rank takes one after the other is this one
     batch: int = 0

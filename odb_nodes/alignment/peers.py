@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes._core.checks import check_seconds
 from odb_nodes._core.processes import Owner
+from odb_nodes.alignment.aligned_round import LossRule
 from odb_nodes.alignment.exchange import (
     Channel,
     Exchange,
@@ -63,7 +64,6 @@ class Peers:
         check_seconds("timeout_s", timeout_s)
         self._process_group, self._timeout_s = process_group, timeout_s
         self._size, self._tasks, self.hosted = message_size, tasks, hosted
-        self.place: dict[str, Any] = {}  # where this process stands, which all must have in common
         self._use(Exchange())
         self._failing: threading.Thread | None = None  # tells others of a failure
 
@@ -103,8 +103,16 @@ class Peers:
         self._exchange.resume()
         self.channel.begin()
 
-    def drive(self, ranks: Sequence[Exchanges[T]], where: Callable[[], str]) -> list[T]:
-        """Let the ranks of this process run from exchange to exchange; return what they return."""
+    def drive(
+        self,
+        ranks: Sequence[Exchanges[T]],
+        where: Callable[[], str],
+        place: Mapping[str, Any] | None = None,
+    ) -> list[T]:
+        """Let the ranks of this process run from exchange to exchange; return what they return.
+
+        place: what all processes must have in common, beside what their ranks must.
+        """
         results: dict[int, T] = {}
         answer: Any = None
         try:
@@ -122,7 +130,7 @@ class Peers:
                     return [results[number] for number in range(len(ranks))]
                 if len(asked) < self.hosted:
                     raise RuntimeError("the virtual ranks of a process do not exchange alike.")
-                answer = self._exchanged(asked)
+                answer = self._exchanged(asked, place or {})
         finally:
             for rank in ranks:
                 rank.close()
@@ -162,11 +170,11 @@ class Peers:
         self._exchange, self._owner = exchange, Owner()
         self.channel = Channel(exchange, self._size * self.hosted)
 
-    def _exchanged(self, asked: Sequence[Ask]) -> Any:
+    def _exchanged(self, asked: Sequence[Ask], place: Mapping[str, Any]) -> Any:
         """Return what all ranks tell, in their order; `None` where they only had to agree."""
         first, where = asked[0].told, asked[0].where
         if isinstance(first, Mapping):
-            return self._agree([one.told for one in asked])
+            return self._agree([one.told for one in asked], place)
         told: list[Any] = [one.told for one in asked]
         if not self.are_connected:
             return told
@@ -182,7 +190,7 @@ class Peers:
             rows = [np.frombuffer(one, "<i8").astype(np.int64) for one in parts]
         return [CostReport.from_message(np.asarray(row), self._tasks) for row in rows]
 
-    def _agree(self, configs: Sequence[Any]) -> None:
+    def _agree(self, configs: Sequence[Any], place: Mapping[str, Any]) -> None:
         if any(one != configs[0] for one in configs):
             names = [
                 name for name in configs[0] if any(one[name] != configs[0][name] for one in configs)
@@ -191,7 +199,7 @@ class Peers:
                 f"the virtual ranks of a process do not go on from the same place: they differ in "
                 f"{names}. Load states that were saved at the same step."
             )
-        self.channel.agree({**configs[0], **self.place})
+        self.channel.agree({**configs[0], **place})
 
     def _gather(self, own: Sequence[Any], where: str, width: int) -> Sequence[Any]:
         """Return rows of integers of all ranks, (ranks, width)."""
@@ -215,8 +223,16 @@ class Peers:
 class VirtualTeam:
     """The virtual ranks of a job that this process hosts: `hosted` of them, next to each other."""
 
-    def __init__(self, virtual_ranks: int, process_group: Any, timeout_s: float) -> None:
+    def __init__(
+        self,
+        virtual_ranks: int,
+        process_group: Any,
+        timeout_s: float,
+        weighed_processes: int | None = None,
+    ) -> None:
         self.rank, self.processes = group_rank(process_group)
+        self.weighed_processes = weighed_processes or self.processes
+        """How many processes average their gradients: those of a job that is made again, say."""
         if virtual_ranks % self.processes:
             raise ValueError(
                 f"`virtual_ranks` must be a multiple of the number of ranks ({self.processes}), "
@@ -257,6 +273,12 @@ class VirtualRank:
     def world_size(self) -> int:
         """Number of virtual ranks."""
         return self.team.virtual_ranks
+
+    def weighed(self, rule: LossRule) -> LossRule:
+        """Return how the losses of all virtual ranks become one."""
+        processes = self.team.weighed_processes
+        batches = self.world_size // processes
+        return replace(rule, world_size=processes, batch=self.rank % batches, batches=batches)
 
 
 def check_sharing(source: BaseNode[Any], rank: int, world_size: int) -> None:

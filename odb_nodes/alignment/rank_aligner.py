@@ -194,13 +194,13 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         accumulate = check_count("accumulate", accumulate)
         self.round_size = round_up(check_count("round_size", round_size), accumulate)
         self.uneven = uneven
-        self.rule = LossRule(world_size=1, accumulate=accumulate, scaling=loss_scaling)
         self._seed = check_integer("seed", seed)
         most = CostReport.message_size(self.round_size, len(self.measure.tasks))
-        self._number = 0
+        self._number, self._rule = 0, LossRule(accumulate=accumulate, scaling=loss_scaling)
         if isinstance(process_group, VirtualRank):
             self.peers = process_group.team.peers_of(most, len(self.measure.tasks))
             self._number = process_group.number
+            self._rule = process_group.weighed(self._rule)
         else:
             self.peers = Peers(process_group, timeout_s, most, len(self.measure.tasks))
         # A node in between might read ahead, and groups would depend on how far it has come.
@@ -208,8 +208,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self.requested_max_tokens = 0
         self.unemitted_samples = 0
         """Samples of this rank and epoch that `uneven="stop"` left over."""
-        self.where = "reset"
-        """The place that an error of this rank names."""
         self._clear()
 
     def _clear(self) -> None:
@@ -220,7 +218,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         # Whether this rank may not have heard that another could not make a sample again.
         self._confirms_end = False
         self._plan = self._new_plan()
-        self.where = "reset"
 
     def _new_plan(self) -> RankPlan:
         options = JobOptions(
@@ -249,7 +246,22 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     @property
     def accumulate(self) -> int:
         """Steps of an optimizer step."""
-        return self.rule.accumulate
+        return self._rule.accumulate
+
+    @property
+    def rule(self) -> LossRule:
+        """How the losses of all ranks and micro-steps become one."""
+        known = self._rule.world_size
+        return replace(self._rule, world_size=known or self.peers.world_size)
+
+    @property
+    def where(self) -> str:
+        """The place that an error of this rank names."""
+        plan, epoch = self._plan, self._epochs.epoch
+        if plan.is_between_rounds:
+            return f"round {plan.round} of epoch {epoch} (from step {plan.step})"
+        place = "the end" if plan.is_at_end else f"step {plan.step}"
+        return f"{place} of epoch {epoch}"
 
     @property
     def replayed_samples(self) -> int:
@@ -287,10 +299,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             super().reset(initial_state)
 
     def prepare_reset(self) -> None:
-        """Find this rank's place among the others, and make sure that the sources share it."""
-        batches = self.peers.hosted
-        world_size = self.peers.world_size // batches
-        self.rule = replace(self.rule, world_size=world_size, batch=self._number, batches=batches)
+        """Make sure that the sources share this rank's place among the others."""
         check_sharing(self.source, self.rank, self.peers.world_size)
 
     def begin_epoch(self) -> None:
@@ -399,8 +408,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             "world_size": self.peers.world_size,
             "round_size": self.round_size,
             "uneven": self.uneven,
-            "loss_scaling": self.rule.scaling,
-            "accumulate": self.rule.accumulate,
+            "loss_scaling": self._rule.scaling,
+            "accumulate": self._rule.accumulate,
             "seed": self._seed,
             **self.measure.fingerprint(),
         }
@@ -419,7 +428,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             raise StopIteration
         plan, rule, store = self._plan, self.rule, self._groups.store
         settled, index, step = plan.settled, plan.settled.emitted, plan.step
-        self.where = f"step {step} of epoch {self._epochs.epoch}"
         with self.peers.reporting_failure(self.where):
             if (facts := settled.groups[index]) is not None:
                 store.make(facts.ordinal)
@@ -456,7 +464,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             yield from self._agree()
             return True
         if self._confirms_end:
-            yield Ask([plan.step], f"the end of epoch {self._epochs.epoch}")
+            yield Ask([plan.step], self.where)
             self._confirms_end = False
         return False
 
@@ -518,8 +526,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def _begin_round(self) -> Exchanges[None]:
         """Settle the next round with the other ranks."""
-        plan, epoch, store = self._plan, self._epochs.epoch, self._groups.store
-        self.where = where = f"round {plan.round} of epoch {epoch} (from step {plan.step})"
+        plan, epoch, store, where = self._plan, self._epochs.epoch, self._groups.store, self.where
         rest, first_received = None, store.next_ordinal
         try:
             if plan.settings.is_last and self._pool is not None:
@@ -579,8 +586,11 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         donor = next(rank for rank, one in enumerate(reports) if one.groups)
         data = b""
         if self.rank == donor and self._filler is not None:
-            self.where = f"{where}, sending a sample to a rank that has none"
-            data = encode_sample(self._filler.samples[0]._replace(ordinal=None))  # of this rank
+            sample = self._filler.samples[0]._replace(ordinal=None)  # which is of this rank
+            try:
+                data = encode_sample(sample)
+            except SampleError as error:
+                raise SampleError(f"a rank without samples is sent one: {error}") from error
         texts: Sequence[bytes] = yield Ask(data, where)
         if not reports[self.rank].has_filler:
             self._filler = _Filler.of_another_rank(texts[donor])

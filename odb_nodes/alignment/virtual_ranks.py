@@ -123,10 +123,10 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         (aligners,) = self._aligners
         peers = aligners[0].peers
         peers.check_process()
-        peers.place = {"batches of the step that are out": self._turn}
         has_step = peers.drive(
             [aligner.prepare_step() for aligner in aligners],
-            lambda: max((aligner.where for aligner in aligners), key=len),
+            lambda: aligners[0].where,
+            place={"batches of the step that are out": self._turn},
         )
         if not has_step[0]:
             raise StopIteration

@@ -144,7 +144,7 @@ class OomGuard:
         self.fits = self.limit  # the cost that is known to fit on this rank
         self.cost = padded_tokens if budget is None else BudgetCost(budget)
         self.meter = None if meter is None else check_meter(meter)
-        self.rule = LossRule(world_size=1, accumulate=1)
+        self.rule = LossRule(accumulate=1, world_size=1)
         self._peers: Peers | None = None  # the other ranks, where there are any
         self.channel: Channel | None = None
         self.rank = 0

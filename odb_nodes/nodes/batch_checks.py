@@ -36,7 +36,11 @@ class BatchChecks:
         self._budget = budget
         self._shapes: set[tuple[int, ...]] = set()
         self._said: set[str] = set()
-        self.weighs_labels = False  # whether the trainer counts the labels of each batch itself
+        self._weighs_labels = False  # whether the trainer counts the labels of each batch itself
+
+    def trust_labels(self) -> None:
+        """Do not warn of weights: the trainer counts the labels of each batch itself."""
+        self._weighs_labels = True
 
     def check(self, group: SampleBlock, batch: Mapping[str, Any], info: StepInfo) -> None:
         """Warn of what is wrong with a batch."""
@@ -54,7 +58,7 @@ class BatchChecks:
             if self._is_weighed(info):
                 self._check_labels(batch, info, shape)
                 self._check_decoder(batch, info, shape)
-        if "+" in info.counted and "samples" in info.counted and not self.weighs_labels:
+        if "+" in info.counted and "samples" in info.counted and not self._weighs_labels:
             self._warn(
                 "counted",
                 f"the targets of step {info.step} are not alike: {info.counted}. Some samples have "
@@ -65,7 +69,7 @@ class BatchChecks:
 
     def _check_targets(self, info: StepInfo) -> None:
         """Warn of an optimizer step that trains nothing, unless its samples need no labels."""
-        is_observed = "observed" in info.counted and not self.weighs_labels
+        is_observed = "observed" in info.counted and not self._weighs_labels
         if "labels" in info.counted or is_observed:
             self._warn(
                 "targets",
@@ -124,7 +128,7 @@ class BatchChecks:
     def _is_weighed(self, info: StepInfo) -> bool:
         """Return whether the loss of a batch is multiplied by its share of the targets."""
         planned = info.local_targets
-        if self.weighs_labels or info.is_filler or not planned:
+        if self._weighs_labels or info.is_filler or not planned:
             return False
         factor = info.loss_scale * info.optimizer_targets / planned
         alone = info.optimizer_targets == planned

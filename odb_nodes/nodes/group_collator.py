@@ -112,7 +112,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
 
     def trust_labels(self) -> None:
         """Do not warn of weights: the trainer counts the labels of each batch itself."""
-        self._checks.weighs_labels = True
+        self._checks.trust_labels()
 
     def expect_read_ahead(self) -> None:
         """Yield a `DeferredBatch` for what must be collated on the trainer's thread."""

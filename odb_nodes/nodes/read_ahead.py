@@ -68,32 +68,15 @@ class ReadAhead(BaseNode[T]):
             self._reads, self._owner = True, Owner()
             _threads[thread_of(self._prefetcher)] = weakref.ref(self._relay)
         self._owner.check("the read-ahead thread")
-        item: Any = self._take() if self._deferred is None else self._deferred
+        item: Any = self._deferred
+        if item is None:
+            item = self._relay.take(self._prefetcher)
         if isinstance(item, DeferredBatch):
             self._deferred = item  # Should it raise, the next call collates it again.
             item = item.collate()
             self._deferred = None
         taken: T = item
         return taken
-
-    def _take(self) -> Any:
-        relay = self._relay
-        try:
-            item = next(self._prefetcher)
-        except StopIteration:
-            if relay.has_ended and relay.taken == relay.given:
-                raise
-            # To torchdata's prefetcher, a thread that was stopped has ended its data.
-            raise WorkerError(
-                "the read-ahead thread was stopped before the end of the epoch, since the graph is "
-                "reset or closed."
-            ) from None
-        except Exception:
-            if (error := relay.error) is not None:
-                raise error from error.__cause__  # and not from its copy in another message
-            raise
-        relay.taken += 1
-        return item
 
     def get_state(self) -> dict[str, Any]:
         """Return the source's state after the last item that was taken."""
@@ -118,14 +101,14 @@ class ReadAhead(BaseNode[T]):
 
 
 class _Relay(BaseNode[T]):
-    """Keeps the error of its source, which torchdata's threads hand on as text."""
+    """Keeps the error of its source, which torchdata's threads hand on as text, and its end."""
 
     def __init__(self, source: BaseNode[T]) -> None:
         super().__init__()
         self.source = source
-        self.error: BaseException | None = None
-        self.has_ended = False
-        self.given = self.taken = 0  # items, by its own thread and by the reader's
+        self._error: BaseException | None = None
+        self._has_ended = False
+        self._given = self._taken = 0  # items, by its own thread and by the reader's
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         super().reset(initial_state)  # The source has been reset before.
@@ -134,13 +117,32 @@ class _Relay(BaseNode[T]):
         try:
             item: T = next(self.source)
         except StopIteration:
-            self.has_ended = True
+            self._has_ended = True
             raise
         except BaseException as error:
-            self.error = error
+            self._error = error
             # torchdata's thread would die of a SystemExit, and leave its reader waiting for ever.
             raise RuntimeError(f"the source raised {error!r}.") from error
-        self.given += 1
+        self._given += 1
+        return item
+
+    def take(self, prefetcher: Prefetcher[T]) -> T:
+        """Return the next item that a prefetcher has taken from here, on the reader's thread."""
+        try:
+            item: T = next(prefetcher)
+        except StopIteration:
+            if self._has_ended and self._taken == self._given:
+                raise
+            # To torchdata's prefetcher, a thread that was stopped has ended its data.
+            raise WorkerError(
+                "the read-ahead thread was stopped before the end of the epoch, since the graph is "
+                "reset or closed."
+            ) from None
+        except Exception:
+            if (error := self._error) is not None:
+                raise error from error.__cause__  # and not from its copy in another message
+            raise
+        self._taken += 1
         return item
 
     def get_state(self) -> dict[str, Any]:

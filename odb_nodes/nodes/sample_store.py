@@ -322,7 +322,8 @@ class HeldRecords:
             at = np.flatnonzero(self._is_held)
 
             def column(row: int) -> IntArray:
-                return self._table[row].take(at)
+                values: IntArray = self._table[row].take(at)
+                return values
 
             records = records_of(column(_COSTS), column, self._codes, self._unusual)
             is_held = self._is_held[: int(at[-1]) + 1] if len(at) else self._is_held

@@ -27,6 +27,7 @@ from functools import partial
 from itertools import count
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -91,7 +92,7 @@ _FORK_LOCK = (
     'as while that imports a module: `start_method="forkserver"` avoids that.'
 )
 _ON = " Nothing is lost: load the last state, or iterate again, to go on."
-_starting = threading.Lock()  # see `_start`
+_starting = threading.Lock()  # see `_started`
 
 
 class Answer(Future[Any]):
@@ -109,11 +110,6 @@ class WorkerProcess:
         self, context: BaseContext, index: int, setup: Setup, outbox: _Outbox, limit_s: float
     ) -> None:
         self._index = index
-        # The system reports an exit code once: a second thread that asks meanwhile gets None.
-        # Re-entrant, since a signal handler of the trainer may close the loader.
-        self._reaping = threading.RLock()
-        self._exit_code: int | None = None
-        self._released = False
         self._last_words = ""
         self._reason = ""  # why the trainer has ended it
         self._owed = ""  # what it had to do beside samples when it ended
@@ -132,37 +128,15 @@ class WorkerProcess:
         self.leases: dict[int, Lease | None] = {}
         """Of the chunks that it may read, by their numbers."""
         try:
-            self._start(context, setup, limit_s)
+            self.connection, self._child = _started(context, index, setup, limit_s)
         except Exception as error:
             raise WorkerError(
                 f"worker {index} could not be started: {type(error).__name__}: {error}."
                 f"{_advice(error, self._forked)}"
             ) from error
+        self.pid = self._child.pid
         if setup.part is not None:
             self._send(outbox, [setup.part])
-
-    def _start(self, context: BaseContext, setup: Setup, limit_s: float) -> None:
-        # One at a time: a sibling that is forked between these lines would inherit the far end and
-        # keep it open, so the death of this worker would not be seen.
-        with _starting:
-            self.connection, far_end = socket.socketpair()
-            self.connection.settimeout(None)  # whatever `socket.setdefaulttimeout` says
-            try:
-                self._process = context.Process(  # type: ignore[attr-defined]
-                    target=work,
-                    args=(far_end, self._index, setup),
-                    name=f"odb_nodes-worker-{self._index}",
-                    daemon=True,
-                )
-                with bounded_start(context, limit_s):
-                    self._process.start()
-                keep_from_forks(self._process)
-                self.pid: int = self._process.pid
-            except BaseException:
-                self.connection.close()
-                raise
-            finally:
-                far_end.close()
 
     def has_begun(self) -> bool:
         """Tell whether a forked worker has said something, or has ended."""
@@ -171,7 +145,7 @@ class WorkerProcess:
     @property
     def ended(self) -> bool:
         """Whether the process is gone."""
-        return self._poll() is not None or not _exists(self.pid)
+        return self._child.ended
 
     @property
     def is_marked_dead(self) -> bool:
@@ -332,7 +306,7 @@ class WorkerProcess:
         if not self.wait_until_ended(_END_S):
             self.kill()  # Nobody hears it any more.
             self.wait_until_ended(_STOP_S)
-        how, code = self.exit_reason(), self._poll()
+        how, code = self.exit_reason(), self._child.exit_code()
         has_crashed = code is not None and -code not in _FROM_OUTSIDE
         chunk_error = WorkerError(how + self._how_to_go_on())
         batch_error = (WorkerCrash if has_crashed else WorkerError)(how)
@@ -349,7 +323,7 @@ class WorkerProcess:
             return f"worker process {self.pid} was ended: {self._reason}"
         if self._last_words:  # It has ended itself, and would again.
             return f"worker process {self.pid} has ended.{self._last_words}"
-        code = self._poll()
+        code = self._child.exit_code()
         if code is None:
             how = "died; another part of this program took its exit code."
         elif code < 0:
@@ -362,10 +336,48 @@ class WorkerProcess:
     def _how_to_go_on(self) -> str:
         if self._last_words and not self._reason:
             return ""  # It would end again.
-        code = self._poll()
+        code = self._child.exit_code()
         unheard = code is not None and code >= 0 and self._stage is Stage.STARTING
         is_of_main = unheard and not (self._reason or self._forked)
         return _ON + (_advice_on_main() if is_of_main else "")
+
+    def kill(self) -> None:
+        """End the process, and do not wait for it."""
+        self._child.kill()
+
+    def wait_until_ended(self, timeout_s: float) -> bool:
+        """Wait for the process to end; tell whether it did in time."""
+        return self._child.wait_until_ended(timeout_s)
+
+    def hang_up(self) -> None:
+        """Make the reader see the end of the socket, which a child of the worker may hold open."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Child:
+    """A child process, which several threads may end and ask how it has ended."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process, self._exit_code = process, process.exitcode
+        assert process.pid is not None
+        self.pid = process.pid
+        self._released = False
+        # The system reports an exit code once: a second thread that asks meanwhile gets None.
+        # Re-entrant, since a signal handler of the trainer may close the loader.
+        self._reaping = threading.RLock()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self.exit_code() is not None or not _exists(self.pid)
+
+    def exit_code(self) -> int | None:
+        """Return how it has ended; `None` where it has not, or nobody can know."""
+        with self._reaping:
+            if not self._released:
+                self._exit_code = self._process.exitcode
+            return self._exit_code
 
     def kill(self) -> None:
         """End the process, and do not wait for it."""
@@ -388,24 +400,40 @@ class WorkerProcess:
         self._release()
         return True
 
-    def hang_up(self) -> None:
-        """Make the reader see the end of the socket, which a child of the worker may hold open."""
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-
-    def _poll(self) -> int | None:
-        with self._reaping:
-            if not self._released:
-                self._exit_code = self._process.exitcode
-            return self._exit_code
-
     def _release(self) -> None:
         """Close the files of a process that has ended: somebody may keep an error that has it."""
-        if self._poll() is not None:
+        if self.exit_code() is not None:
             with self._reaping:
                 if not self._released:
                     self._process.close()
                 self._released = True
+
+
+def _started(
+    context: BaseContext, index: int, setup: Setup, limit_s: float
+) -> tuple[socket.socket, _Child]:
+    """Return a worker that was started, and the connection to it."""
+    # One at a time: a sibling that is forked between these lines would inherit the far end and
+    # keep it open, so the death of this worker would not be seen.
+    with _starting:
+        connection, far_end = socket.socketpair()
+        connection.settimeout(None)  # whatever `socket.setdefaulttimeout` says
+        try:
+            process = context.Process(  # type: ignore[attr-defined]
+                target=work,
+                args=(far_end, index, setup),
+                name=f"odb_nodes-worker-{index}",
+                daemon=True,
+            )
+            with bounded_start(context, limit_s):
+                process.start()
+            keep_from_forks(process)
+            return connection, _Child(process)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            far_end.close()
 
 
 def _advice(error: Exception, forked: bool) -> str:

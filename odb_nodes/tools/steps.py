@@ -115,7 +115,8 @@ def remake_from_ledger(
     epoch, step = check_count("epoch", epoch, 0), check_count("step", step, 0)
     if not (found := read_steps(folder, epoch, [step])):
         raise StateError(f"the ledger in `{folder}` has no step {step} of epoch {epoch}.")
-    with _graphs(make_loader, len(found[step])) as graphs:
+    ranks = len(found[step])
+    with _graphs(make_loader, ranks, processes=ranks) as graphs:
         accumulate = 1 if graphs[0].aligner is None else graphs[0].aligner.accumulate
         asked = range(step - step % accumulate, step - step % accumulate + accumulate)
         records = read_steps(folder, epoch, asked)
@@ -166,14 +167,10 @@ def remake_from_checkpoint(
             raise StateError(
                 f"the state of rank {rank} holds none of a `GroupCollator`: it is {state!r:.200}."
             )
-    processes, batches = len(states), len(found) // len(states)
-    with _graphs(make_loader, len(found)) as graphs:
+    with _graphs(make_loader, len(found), len(states)) as graphs:
         aligners = [graph.aligner for graph in graphs if graph.aligner is not None]
-        for rank, (graph, state) in enumerate(zip(graphs, found, strict=True)):
+        for graph, state in zip(graphs, found, strict=True):
             graph.collator.reset(state)
-            if graph.aligner is not None:  # weighs as it does in the run, with its processes
-                place: Any = {"world_size": processes, "batch": rank % batches, "batches": batches}
-                graph.aligner.rule = replace(graph.aligner.rule, **place)
         for taken in range(further + 1):
             try:
                 if aligners:  # which settle a round together
@@ -219,11 +216,14 @@ class _Graph(NamedTuple):
 
 
 @contextmanager
-def _graphs(make_loader: MakeLoader, world_size: int) -> Iterator[list[_Graph]]:
-    """Make the graph of each rank, as ranks that this process hosts together."""
+def _graphs(make_loader: MakeLoader, ranks: int, processes: int) -> Iterator[list[_Graph]]:
+    """Make the graph of each rank, as ranks that this process hosts together.
+
+    Losses are weighed as in the run, where they were hosted by so many processes.
+    """
     graphs = []
     with ExitStack() as stack:
-        for group in VirtualTeam(world_size, Exchange(), _TIMEOUT_S).ranks():
+        for group in VirtualTeam(ranks, Exchange(), _TIMEOUT_S, processes).ranks():
             loader = make_loader(group)
             check_type("make_loader(process_group)", loader, ODBDataLoader | Loader)
             stack.callback(close_nodes, loader.root, _TIMEOUT_S)
@@ -286,9 +286,10 @@ def _with_info(
     nothing = GroupCost(0, 0, 0, tasks=(0,) * len(measure.tasks))
     costs = [[measure(group) if group else nothing for group in of_rank] for of_rank in groups]
     settled = SettledRound(step_totals(costs))
-    rule = replace(graph.aligner.rule, world_size=len(groups))
     rows = NO_SAMPLES if record.is_filler else group
-    return rows, info_of_step(settled, index, rows, rule, measure, step=record.step, **facts)
+    return rows, info_of_step(
+        settled, index, rows, graph.aligner.rule, measure, step=record.step, **facts
+    )
 
 
 def _remade(rank: int, graph: _Graph, group: Sequence[Sample], info: StepInfo) -> RemadeStep:

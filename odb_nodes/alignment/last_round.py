@@ -38,11 +38,12 @@ class _TransferredSample(NamedTuple):
 
 def share_rest(
     rest: LastRound, pool: WindowBucketer, rank: int, world_size: int, where: str
-) -> Exchanges[None]:
+) -> Exchanges[list[LeftOut]]:
     """Cut what all ranks have left into the same number of groups; see `planning.levelling`.
 
-    Samples that this rank gets are in the store of `pool` then.
+    Samples that this rank gets are in the store of `pool` then; those are returned that it skips.
     """
+    skipped = list[LeftOut]()
     costs = yield Ask([rest.cost, zlib.crc32(repr(rest.budget).encode())], where)
     if len({budget for _, budget in costs}) == 1:
         totals = [cost for cost, _ in costs]
@@ -52,21 +53,23 @@ def share_rest(
         gathered = [[_TransferredSample(*one) for one in json.loads(text)] for text in texts]
         tokens = [np.array([one.tokens for one in of_rank], np.int64) for of_rank in gathered]
         to_make = [gathered[giver][row] for giver, row in rest.receives(totals, tokens)]
-        rest.add(pool.take_over(_make(to_make, pool, rank, world_size)))
+        made, skipped = _make(to_make, pool, rank, world_size)
+        rest.add(pool.take_over(made))
     fewest = yield Ask([rest.fewest_steps()], where)
     rest.cut(max(steps[0] for steps in fewest))
+    return skipped
 
 
 def _make(
     received: Sequence[_TransferredSample], pool: WindowBucketer, rank: int, world_size: int
-) -> SampleBlock:
-    """Make samples that other ranks have given; one that is skipped here is left out."""
+) -> tuple[SampleBlock, list[LeftOut]]:
+    """Make samples that other ranks have given; return also those that are skipped here."""
     items = [ItemKey(one.source, one.key, world_size, one.repeat) for one in received]
-    made: list[Sample] = []
+    made, skipped = list[Sample](), list[LeftOut]()
     others: list[str] = []  # what has become of samples that are not what they were
     for sample, one in zip(restore_items(pool, items), received, strict=True):
         if isinstance(sample, Skipped):
-            pool.leave_out([LeftOut(sample.key, sample.source, sample.reason)])
+            skipped.append(LeftOut(sample.key, sample.source, sample.reason))
             others.append(f"a sample{name_of(sample)} is skipped here {sample.why}")
             continue
         made.append(sample)
@@ -83,4 +86,4 @@ def _make(
             "ranks do not have the same data in the same order, and then some samples are lost "
             "and others come twice."
         )
-    return SampleBlock.of(made)
+    return SampleBlock.of(made), skipped

@@ -290,8 +290,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
         Raises:
             StateError: the state is damaged or does not fit, or the source does not yield the
-                groups again. The other ranks raise it too, when they next meet this one, which
-                waits for them for up to 5 s.
+                groups again. The other ranks raise a `PeerError` when they next meet this one,
+                which waits for them for up to 5 s.
             RuntimeError: the job has several ranks, but torch.distributed is not initialised.
         """
         self.peers.begin()
@@ -527,13 +527,13 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _begin_round(self) -> Exchanges[None]:
         """Settle the next round with the other ranks."""
         plan, epoch, store, where = self._plan, self._epochs.epoch, self._groups.store, self.where
-        rest, first_received = None, store.next_ordinal
+        rest, skipped, first_received = None, list[LeftOut](), store.next_ordinal
         try:
             if plan.settings.is_last and self._pool is not None:
                 yield from self._agree()
                 rest = plan.rest()
                 place = self.rank, self.peers.world_size, where
-                yield from share_rest(rest, self._pool, *place)
+                skipped = yield from share_rest(rest, self._pool, *place)
             report = plan.report(
                 rest,
                 has_filler=self._filler is not None,
@@ -558,7 +558,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             raise
         self._drop(plan.settle(plan.agree(reports)))
         # Of all that was read for the round: the same whenever its groups were formed.
-        self._left_out += self._groups.take_left_out()
+        self._left_out += [*self._groups.take_left_out(), *skipped]
         self._want_groups()
         if rest is not None:
             store.take(rest.given.ordinal)

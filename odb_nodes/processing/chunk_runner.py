@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
@@ -290,10 +290,16 @@ class ChunkRunner:
             raise WorkerError("the workers were closed: reset the node to start them again.")
         if self._backlog is not None and self._backlog.is_done:
             self._backlog = None
-        try:
+        with self._closed_on_failure():
             if self._backlog is not None:
                 return self._backlog.add(task, urgent=urgent)
             return self._send(task)
+
+    @contextlib.contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
+        """Close the workers where they cannot be given a chunk."""
+        try:
+            yield
         except WorkerError:
             self.close()
             raise
@@ -317,7 +323,8 @@ class ChunkRunner:
         pool, limit_s = self._pool, self.options.timeout_s
         if not future.done():
             if isinstance(future, QueuedChunk) and self._backlog is not None:
-                self._backlog.hurry(future)
+                with self._closed_on_failure():
+                    self._backlog.hurry(future)
             wait((future, self._interruption), limit_s, return_when=FIRST_COMPLETED)
         self.check()
         if not future.done():

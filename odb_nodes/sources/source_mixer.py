@@ -361,10 +361,14 @@ class _MixedAgain(ItemsAgain):
 
     def __init__(self, places: Sequence[tuple[str, int]], again: Mapping[str, ItemsAgain]) -> None:
         self._places, self._again = places, again
+        self._is_wanted = bytearray(len(places))
 
     def want(self, rows: Sequence[int]) -> None:
         """Have these made after those that were wanted before, and before all others."""
-        for name, own in self._by_source(rows).items():
+        new = [row for row in rows if not self._is_wanted[row]]
+        for row in new:
+            self._is_wanted[row] = True
+        for name, own in self._by_source(new).items():
             self._again[name].want([self._places[row][1] for row in own])
 
     def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:

@@ -7,7 +7,9 @@ import pytest
 
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.backlog import Backlog, LaterItems, QueuedChunk
-from odb_nodes.processing.chunk import ChunkResult, ChunkTask
+from odb_nodes.processing.chunk import ChunkResult, ChunkTask, Pool
+from odb_nodes.processing.chunk_runner import ChunkRunner
+from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.sample_block import ItemKeys
 
 
@@ -155,3 +157,20 @@ def test_whoever_waits_for_a_chunk_hears_how_it_ended(how):
     for chunk in [*queued[2:], late]:
         with pytest.raises(WorkerError, match=how):
             chunk.result(timeout=5.0)
+
+
+def test_workers_that_take_no_chunk_are_closed_where_a_result_is_waited_for(monkeypatch):
+    class Refusing(Pool):
+        def submit(self, task):
+            raise OSError("no room")
+
+    runner = ChunkRunner(None, WorkerOptions(num_workers=1, method="thread"), "a node")
+    runner._pool = Refusing()
+    backlog = runner.backlog()
+    backlog.add_rest(Later("old", 9))
+    monkeypatch.setattr(backlog, "_is_full", lambda: True)
+    chunk = runner.submit(task("new"))
+    monkeypatch.undo()  # There is room, and nobody has used it yet.
+    with pytest.raises(WorkerError, match="no room"):
+        runner.results(chunk.task, chunk)
+    assert not runner.is_started

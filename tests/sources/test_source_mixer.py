@@ -21,6 +21,7 @@ from odb_nodes import (
     SourceMixer,
     StateError,
 )
+from odb_nodes.contract.again import ItemsAgain, make_again
 
 SIZES = {"chat": 50, "caption": 90, "ocr": 20}
 WEIGHTS = {"chat": 0.5, "caption": 0.3, "ocr": 0.2}
@@ -313,3 +314,17 @@ test_arguments_that_are_not_valid_are_named = refuses(
     ],
     error=ValueError,
 )
+
+
+def test_each_source_is_told_once_which_items_to_make_again_first(monkeypatch):
+    wanted = []
+    monkeypatch.setattr(ItemsAgain, "want", lambda _, rows: wanted.extend(rows))
+    node, items = mixer(), []
+    for _ in range(9):
+        next(node)
+        items.append(node.item_key())
+    again = make_again(node, items)
+    again.want([3, 0])
+    for _ in range(2):
+        again.take([0, 3, 5])
+    assert len(wanted) == 3

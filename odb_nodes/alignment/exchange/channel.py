@@ -15,7 +15,7 @@ from odb_nodes.alignment.exchange.base import Exchange, IntArray, Interrupted
 from odb_nodes.alignment.exchange.gloo import resolve_exchange
 from odb_nodes.errors import PeerError, StateError
 
-_HELLO, _ROUND, _FAILED, _BAD_STATE = 1, 2, 3, 4  # kinds of messages
+_HELLO, _ROUND, _FAILED = 1, 2, 3  # kinds of messages
 _KIND, _LENGTH, _GENERATION, _HEADER = 0, 1, 2, 3  # columns of a message; its payload follows
 _MIN_CAPACITY = 64  # integers, so that the text of an error fits
 _CAPACITY_OF_MEETING = 512  # integers of a message
@@ -100,13 +100,12 @@ class Channel:
 
     def fail(self, error: BaseException, where: str) -> None:
         """Tell the other ranks why this one fails; raises nothing of theirs."""
-        kind = _BAD_STATE if isinstance(error, StateError) else _FAILED
         text = f"{where}: {type(error).__name__}: {error}".encode()[: 8 * self.capacity]
         try:
             if self.agreed:
-                self._send(kind, _as_integers(text), where)
+                self._send(_FAILED, _as_integers(text), where)
             else:
-                self._greet(kind, _as_integers(text), where)
+                self._greet(_FAILED, _as_integers(text), where)
         except (PeerError, StateError, Interrupted):
             return
 
@@ -165,15 +164,13 @@ class Channel:
             self.wait_s += time.perf_counter() - start
 
     def _raise_failures(self, rows: IntArray) -> None:
-        """Raise an error if a rank has sent that it failed."""
-        failed = np.flatnonzero(rows[:, _KIND] >= _FAILED).tolist()
+        """Raise a `PeerError` if a rank has sent that it failed, whatever the cause is."""
+        failed = np.flatnonzero(rows[:, _KIND] == _FAILED).tolist()
         if not failed:
             return
         causes = "; ".join(
             f"rank {self._exchange.ranks[index]} failed in {_text(rows[index])}" for index in failed
         )
-        if (rows[failed, _KIND] == _BAD_STATE).all():
-            raise StateError(causes)
         raise PeerError(causes)
 
     def _differences(self, configs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -130,7 +130,7 @@ def check_that_a_bad_state_is_told(world_size, run):
     first, own, *others = on_ranks(world_size, run)
     assert time.monotonic() - start < 10
     for other in (first, *others):
-        assert type(other) is StateError
+        assert type(other) is PeerError
         assert "rank 1 failed in reset: StateError: not this one" in str(other)
     assert str(own) == "mine"
 

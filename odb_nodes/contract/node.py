@@ -85,6 +85,10 @@ class EpochCounter:
             self.cycle = 0
         self.started = self._again = False
 
+    def start(self) -> None:
+        """Note a call of `next`."""
+        self.started = True
+
     def request(self, epoch: int) -> None:
         """Make `epoch` the one that the next reset begins."""
         self._requested = check_count("epoch", epoch, 0)
@@ -390,7 +394,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if not (self.__is_made and self.__is_reset):
             self.reset(None)
         if self._epochs is not None:
-            self._epochs.started = True
+            self._epochs.start()
         try:
             return take()
         except StopIteration:

@@ -26,6 +26,11 @@ class QueuedChunk(Future[ChunkResult]):
         self.sent: Future[ChunkResult] | None = None
         """The future of the pool, once a worker has the chunk."""
 
+    def send(self, submit: Callable[[ChunkTask], Future[ChunkResult]]) -> Future[ChunkResult]:
+        """Give the chunk to a worker."""
+        self.sent = sent = submit(self.task)
+        return sent
+
 
 class LaterItems(ABC):
     """Items that are to be made at some time, by rows."""
@@ -125,7 +130,7 @@ class Backlog:
                         return
                     self._chunks += 1
                     self._items += len(chunk.task.items)
-                    chunk.sent = sent = self._submit(chunk.task)
+                    sent = chunk.send(self._submit)
                 except BaseException as error:  # Ctrl-C, too, has lost a chunk.
                     if chunk is not None:
                         chunk.set_exception(error)

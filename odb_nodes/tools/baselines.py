@@ -139,7 +139,7 @@ def _cut(table: LengthTable, rows: IntArray, budget: TokenBudget) -> list[list[i
     """Return samples as groups, longest first, by their lengths."""
     pool, tokens = RollingPool(budget, max(1, len(rows))), table.tokens[rows]
     pool.add(np.arange(len(rows)), tokens, table.patches[rows])
-    pool.pulled = len(rows)
+    pool.count(len(rows))
     groups = []
     while len(pool):
         groups.append(tokens[pool.take(draining=True)].tolist())

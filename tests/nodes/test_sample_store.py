@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_nodes import ItemKey, Sample, StateError
-from odb_nodes.nodes.sample_records import from_records
+from odb_nodes.nodes.sample_records import from_records, to_records, with_digests
 from odb_nodes.nodes.sample_store import SampleStore, from_bits, to_bits
 from odb_nodes.processing.columns import DataColumns
 from odb_nodes.sample_block import SampleBlock
@@ -21,6 +21,24 @@ def block_of(ordinals):
         [
             Sample({"at": int(at)}, 1 + int(at) % 7, 1, item=item)
             for at, item in zip(ordinals, items, strict=True)
+        ]
+    )
+
+
+def unlike_block(ordinals):
+    """Samples of which some have other kinds, targets, patches and keys than most."""
+    return SampleBlock.of(
+        [
+            Sample(
+                {"at": at},
+                1 + at % 7,
+                at % 7 if at % 11 else 0,
+                int(at % 13 == 0),
+                "b" if at % 17 == 0 else "a",
+                key=at if at % 5 else None,
+                item=ItemKey("", at, 1, int(at % 19 == 0)),
+            )
+            for at in ordinals.tolist()
         ]
     )
 
@@ -61,6 +79,19 @@ def test_a_store_gives_what_was_put_in_until_it_is_taken(rounds):
         assert from_bits(records)[0].tolist() == [*held]
         assert from_records(records[3]).lengths == store.look(store.ordinals()).lengths
     assert store.next_ordinal == after
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 2**16)), max_size=12))
+def test_records_of_a_store_are_those_of_its_samples_whatever_it_has_held(rounds):
+    store, after = SampleStore(), 0
+    for count, seed in rounds:
+        ordinals = np.arange(after, after + count)
+        after += count
+        store.add(ordinals, unlike_block(ordinals))
+        held, draws = store.ordinals(), np.random.default_rng(seed)
+        store.drop(held[draws.random(len(held)) < 0.8])
+        records = store.state(store.ordinals()).to_state()[3]
+        assert records == to_records(with_digests(store.look(store.ordinals())))
 
 
 def test_a_state_stays_what_it_was():

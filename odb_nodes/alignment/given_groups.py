@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,9 @@ from torchdata.nodes import BaseNode
 from odb_nodes.contract.graph import remaining_samples
 from odb_nodes.contract.node import call_member, can_restore
 from odb_nodes.errors import StateError
-from odb_nodes.nodes.lazy_samples import lazily_again
-from odb_nodes.nodes.sample_records import Remaking, decode_sample, from_records
+from odb_nodes.nodes.exclusions import LeftOutSamples
+from odb_nodes.nodes.lazy_samples import Restored, samples_again
+from odb_nodes.nodes.sample_records import decode_sample, from_records
 from odb_nodes.nodes.sample_store import (
     HeldSamples,
     SampleStore,
@@ -20,7 +20,6 @@ from odb_nodes.nodes.sample_store import (
     facts_of,
     from_bits,
 )
-from odb_nodes.nodes.window_bucketer import Restored
 from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.group_planner import GivenGroups
 from odb_nodes.planning.table import IntArray
@@ -30,16 +29,16 @@ from odb_nodes.sample_block import SampleBlock
 _NONE_POOLED = np.empty(0, dtype=np.int64)
 
 
-class GroupReader:
+class GroupReader(LeftOutSamples):
     """Reads groups from any node: to a `RankAligner`, what a `WindowBucketer` is otherwise."""
 
     def __init__(self, node: BaseNode[Any]) -> None:
+        super().__init__()
         self._node = node
         self.planner = GivenGroups()
         self.store = SampleStore()
         self.restored = Restored()
         """What the last restore has found."""
-        self._left_out: list[LeftOut] = []
 
     def fill(self) -> None:
         """Read the next group."""
@@ -75,33 +74,22 @@ class GroupReader:
         """Make the samples of a state again; the node stands after them."""
         *_, records_state, payload = content
         ordinals, _ = from_bits(content)
-        samples: Sequence[Sample]
-        if payload is not None:
-            samples = [*map(decode_sample, payload)]
-        else:
-            records = from_records(records_state)
-            remaking = Remaking(records, "RankAligner")
-            lazy = lazily_again(records, self._node, "RankAligner")
-            samples = remaking.all(self._node) if lazy is None else lazy
-            self.restored = Restored(len(samples), remaking.changed_samples(ordinals))
-        if len(samples) != len(ordinals):
+        records = from_records(records_state)
+        if len(ordinals) != len(records if payload is None else payload):
             raise StateError("the groups of RankAligner are damaged. Use an earlier checkpoint.")
-        self.store.add(ordinals, SampleBlock.of(samples))
+        if payload is None:
+            samples, self.restored = samples_again(records, self._node, ordinals, "RankAligner")
+        else:
+            samples = SampleBlock.of([*map(decode_sample, payload)])
+        self.store.add(ordinals, samples)
 
     def take_left_out(self) -> list[LeftOut]:
         """Return the samples that were left out since the last call."""
-        taken, self._left_out = self._left_out, []
-        return [*(call_member(self._node, "take_left_out") or ()), *taken]
-
-    def leave_out(self, samples: Iterable[LeftOut]) -> None:
-        """Have `take_left_out` return these, too."""
-        self._left_out += samples
+        return [*(call_member(self._node, "take_left_out") or ()), *super().take_left_out()]
 
     def end_early(self, samples: Facts) -> None:
         """End the epoch before its last sample; leave out these."""
-        left = self.store.look(samples.ordinal).without_data()
-        self.leave_out([LeftOut(sample.key, sample.source, "unemitted") for sample in left])
-        self.store.drop(samples.ordinal)
+        self.leave_unemitted(self.store, samples.ordinal)
         self.planner.end()
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.peers import Ask, Exchanges
-from odb_nodes.contract.node import restore_items
+from odb_nodes.contract.again import restore_items
 from odb_nodes.nodes import WindowBucketer
 from odb_nodes.nodes.sample_records import with_digests
 from odb_nodes.planning.rank_plan import LastRound

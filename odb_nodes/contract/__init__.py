@@ -1,11 +1,11 @@
 """What every node is: its state, its epochs, and what a graph of them can be asked."""
 
+from odb_nodes.contract.again import restore_items
 from odb_nodes.contract.node import (
     EpochNode,
     EpochState,
     StatefulNode,
     can_restore,
-    restore_items,
     snapshot,
 )
 from odb_nodes.contract.state import NodeState, SourceState, SourceStates, copy_state

@@ -1,22 +1,26 @@
-"""Items of a restored state that are made again later: those first that are needed first."""
+"""Items of an epoch that are made again, in any order: those first that are needed first."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes.contract.node import restore_items
 from odb_nodes.sample import ItemKey
+
+_TAKEN = 64
 
 
 class ItemsAgain:
     """Items of an epoch by rows, which a node makes again when somebody takes them.
 
-    A node that can make items ahead has a method `make_again(items)`, which returns an object with
-    these methods, or `None` where its items cannot be made later.
+    A node that can make items ahead has a method `make_again(items)`, which returns an object of
+    a class that derives from this one.
     """
+
+    are_made = False
+    """Whether all of them are made already, so that nothing is won by taking them later."""
 
     def __init__(self, node: BaseNode[Any], items: Sequence[ItemKey]) -> None:
         self._node, self._items = node, items
@@ -29,12 +33,29 @@ class ItemsAgain:
 
         Waits for the items. A row may be taken several times, and its item is made each time.
         """
-        found = [*restore_items(self._node, [self._items[row] for row in rows])]
-        return [(found, place) for place in range(len(rows))]
+        node, items = self._node, [self._items[row] for row in rows]
+        own = getattr(node, "restore_items", None)
+        made = [*own(items)] if callable(own) else [node.read(item.key) for item in items]  # type: ignore[attr-defined]
+        return [(made, place) for place in range(len(rows))]
+
+    def key_of(self, row: int) -> ItemKey | None:
+        """Return the key that the node tells of an item; `None` where it has none."""
+        return self._items[row]
 
 
-def make_again(node: BaseNode[Any], items: Sequence[ItemKey]) -> ItemsAgain | None:
+def make_again(node: Any, items: Sequence[ItemKey]) -> ItemsAgain:
     """Return items of this epoch that a node makes again when somebody takes them."""
     own = getattr(node, "make_again", None)
-    again: ItemsAgain | None = own(items) if callable(own) else ItemsAgain(node, items)
+    again: ItemsAgain = own(items) if callable(own) else ItemsAgain(node, items)
     return again
+
+
+def each_of(again: ItemsAgain, rows: Sequence[int]) -> Iterator[Any]:
+    """Yield some of the items, a few of which are made at a time."""
+    for start in range(0, len(rows), _TAKEN):
+        yield from (run[place] for run, place in again.take(rows[start : start + _TAKEN]))
+
+
+def restore_items(node: BaseNode[Any], items: Sequence[ItemKey]) -> Iterator[Any]:
+    """Yield items of this epoch again by their keys. The node keeps its position."""
+    return each_of(make_again(node, items), range(len(items)))

@@ -125,7 +125,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 
     A node that reads data may define `read(key) -> item` beside `item_key`: a restore then reads
     only the items that it needs. A node in between passes that on by `can_restore`,
-    `restore_items(items)` and `select(wanted)`, as `LengthObserver` does.
+    `make_again(items)` and `keep_items(first, distance)`, as `LengthObserver` does.
 
     A node of many small items may define `next_chunk` beside `next`, which returns a `SampleBlock`
     (for samples) and `ItemKeys`, without an object for each. A subclass that redefines `next`,
@@ -577,14 +577,6 @@ def can_restore(node: BaseNode[Any]) -> bool:
     item_key = getattr(type(node), "item_key", None)
     tells_keys = item_key is not None and item_key is not StatefulNode.item_key
     return tells_keys and callable(getattr(node, "read", None))
-
-
-def restore_items(node: BaseNode[Any], items: Sequence[ItemKey]) -> Iterator[Any]:
-    """Yield items of this epoch again by their keys. The node keeps its position."""
-    if callable(own := getattr(node, "restore_items", None)):
-        yield from own(items)
-    else:
-        yield from (node.read(item.key) for item in items)  # type: ignore[attr-defined]
 
 
 def checked_key(node: BaseNode[Any], key: Any) -> ItemKey | None:

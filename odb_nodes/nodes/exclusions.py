@@ -15,9 +15,10 @@ import numpy.typing as npt
 from odb_nodes._core.checks import MAX_KEY, check_count, describe
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.errors import SampleError
+from odb_nodes.nodes.sample_store import SampleStore
 from odb_nodes.planning import TokenBudget
 from odb_nodes.sample import LeftOut, Sample, Skipped, name_of
-from odb_nodes.sample_block import KEY, SampleBlock
+from odb_nodes.sample_block import KEY, IntArray, SampleBlock
 
 ExcludedState = dict[str, bytes | None]
 """`ExcludedKeys` as the field of a state: the keys of each source, 8 bytes a key."""
@@ -149,10 +150,33 @@ def _parsed(line: str, where: str) -> tuple[str, int]:
         ) from error
 
 
-class ExclusionCounter:
+class LeftOutSamples:
+    """The samples that are in no step, until somebody takes their names."""
+
+    def __init__(self) -> None:
+        self.left_out: list[LeftOut] = []
+
+    def leave_out(self, samples: Iterable[LeftOut]) -> None:
+        """Have `take_left_out` return these, too."""
+        self.left_out += samples
+
+    def take_left_out(self) -> list[LeftOut]:
+        """Return the samples that were left out since the last call."""
+        taken, self.left_out = self.left_out, []
+        return taken
+
+    def leave_unemitted(self, store: SampleStore, ordinals: IntArray) -> None:
+        """Leave out samples of a store, since another rank has ended."""
+        samples = store.look(ordinals).without_data()
+        self.leave_out(LeftOut(sample.key, sample.source, "unemitted") for sample in samples)
+        store.drop(ordinals)
+
+
+class ExclusionCounter(LeftOutSamples):
     """The samples of an epoch that are excluded, skipped, or exceed the budget on their own."""
 
     def __init__(self, budget: TokenBudget, keys: ExcludedKeys) -> None:
+        super().__init__()
         self.budget = budget  # tells which samples are oversize; it may become smaller
         # What was warned of, in earlier epochs too: reasons, `None` for oversize samples; summaries
         self._said: set[str | None] = set()
@@ -160,7 +184,6 @@ class ExclusionCounter:
         self.excluded = self.oversize = 0
         self.dropped = 0  # oversize samples that `oversize="drop"` left out
         self.skipped: dict[str, int] = {}  # by reason
-        self.left_out: list[LeftOut] = []  # until they are taken
 
     def of_next_epoch(self, budget: TokenBudget, keys: ExcludedKeys) -> ExclusionCounter:
         """Return a counter of another epoch, which does not repeat what was warned of."""
@@ -171,15 +194,6 @@ class ExclusionCounter:
     def use_present(self, budget: TokenBudget, keys: ExcludedKeys) -> None:
         """Go on with a smaller budget, and with more keys."""
         self.budget, self.keys = budget, keys
-
-    def leave_out(self, samples: Iterable[LeftOut]) -> None:
-        """Have `take_left_out` return these, too, which are counted elsewhere."""
-        self.left_out += samples
-
-    def take_left_out(self) -> list[LeftOut]:
-        """Return the samples that were left out since the last call."""
-        taken, self.left_out = self.left_out, []
-        return taken
 
     def restore(self, state: Any) -> None:
         """Go on from a state."""

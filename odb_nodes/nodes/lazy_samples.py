@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from torchdata.nodes import BaseNode
 
 from odb_nodes.contract.again import ItemsAgain, make_again
 from odb_nodes.contract.config import loading
+from odb_nodes.contract.node import can_restore
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.sample_records import Remaking, are_numbered
 from odb_nodes.sample import Sample, name_of
-from odb_nodes.sample_block import DATA, DIGEST, FACTS, KIND, ROW, IntArray, SampleBlock
+from odb_nodes.sample_block import DATA, DIGEST, FACTS, KIND, ORDINAL, ROW, IntArray, SampleBlock
 
 
 class LazySamples(Sequence[Any]):
@@ -55,19 +55,45 @@ class LazySamples(Sequence[Any]):
         for row, (block, at) in zip(rows, taken, strict=True):
             if not np.array_equal(block.facts[:KIND, at], self._facts[:KIND, row]):
                 raise StateError(
-                    f"{self._node} cannot be restored: what the state says of a sample"
+                    f"{self._node} cannot go on: what the state says of a sample"
                     f"{name_of(block[at])} is damaged. Use an earlier checkpoint."
                 )
         return taken
 
 
-def lazily_again(records: SampleBlock, source: BaseNode[Any], node: str) -> SampleBlock | None:
-    """Return the samples of records, whose data are made later; `None` where that cannot be."""
-    now = loading()
-    if now.may_differ or now.makes_all or not len(records) or are_numbered(records):
-        return None
-    again = make_again(source, Remaking(records, node).items())
-    return None if again is None else records.with_data(LazySamples(records, again, node))
+class Restored(NamedTuple):
+    """What a restore of samples has found."""
+
+    samples: int = 0  # that are made again, at once or later
+    changed: Mapping[int, str] = {}  # how samples differ, by ordinal, where that is allowed
+    # whether keys are excluded, or limits lower, that the state does not know of
+    keys_changed: bool = False
+    limits_changed: bool = False
+
+
+def samples_again(
+    records: SampleBlock, source: Any, ordinals: IntArray, node: str
+) -> tuple[SampleBlock, Restored]:
+    """Return the samples of records, which the source makes again: now, or when they are needed.
+
+    source: a node, or `NumberedItems`.
+    ordinals: those of the samples, (n,).
+    """
+    is_numbered, now = are_numbered(records), loading()
+    if len(records) and is_numbered == can_restore(source):
+        lacks, reads = ("no keys", "reads items by their keys now")
+        if not is_numbered:
+            lacks, reads = ("keys", "cannot read items by their keys any more")
+        raise StateError(
+            f"{node} cannot go on from its state, which has {lacks} of its samples: the source "
+            f"{reads}. Build the graph as it was."
+        )
+    remaking = Remaking(records, node)
+    again = make_again(source, remaking.items())
+    if not (now.may_differ or now.makes_all or again.are_made):
+        return records.with_data(LazySamples(records, again, node)), Restored(len(records))
+    samples = SampleBlock.of(remaking.all(again)).with_facts(ordinal=records.facts[ORDINAL])
+    return samples, Restored(len(records), remaking.changed_samples(ordinals))
 
 
 def want(blocks: Iterable[SampleBlock]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from odb_nodes._core.hashing import stable_name
 from odb_nodes.contract import NodeState, SourceState, StatefulNode
 from odb_nodes.contract.again import ItemsAgain, make_again
 from odb_nodes.contract.graph import length_of
-from odb_nodes.contract.node import call_member, can_restore, check_node, checked_key, restore_items
+from odb_nodes.contract.node import call_member, can_restore, check_node, checked_key
 from odb_nodes.errors import SampleError
 from odb_nodes.processing.observation import made_of, observe_sample
 from odb_nodes.sample import ItemKey, Observe, Sample, Skipped
@@ -73,22 +73,13 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
         """Whether the source can make its items again."""
         return can_restore(self.source)
 
-    def restore_items(self, items: Sequence[ItemKey]) -> Iterator[Sample | Skipped]:
-        """Yield samples of this epoch again."""
-        for data, item in zip(restore_items(self.source, items), items, strict=True):
-            yield self._observed(data, item, f"the sample of {item}")
+    def keep_items(self, first: int, distance: int) -> bool:
+        """Have the source keep items, see `ParallelProcessor.keep_items`."""
+        return bool(call_member(self.source, "keep_items", first, distance))
 
-    def make_again(self, items: Sequence[ItemKey]) -> ItemsAgain | None:
+    def make_again(self, items: Sequence[ItemKey]) -> ItemsAgain:
         """Return samples of this epoch that are made again when they are taken."""
-        again = make_again(self.source, items)
-        return None if again is None else _ObservedAgain(again, items, self._observed)
-
-    def select(self, wanted: Sequence[bool]) -> bool:
-        """Let the source leave samples out, see `ParallelProcessor.select`."""
-        if not call_member(self.source, "select", wanted):
-            return False
-        self.position += wanted.count(False)
-        return True
+        return _ObservedAgain(make_again(self.source, items), self._observed)
 
     def _observed(self, data: Any, item: ItemKey | None, where: str) -> Sample | Skipped:
         try:
@@ -109,10 +100,9 @@ class _ObservedAgain(ItemsAgain):
     def __init__(
         self,
         again: ItemsAgain,
-        items: Sequence[ItemKey],
-        observed: Callable[[Any, ItemKey, str], Sample | Skipped],
+        observed: Callable[[Any, ItemKey | None, str], Sample | Skipped],
     ) -> None:
-        self._again, self._items, self._observed = again, items, observed
+        self._again, self._observed = again, observed
 
     def want(self, rows: Sequence[int]) -> None:
         """Have these made after those that were wanted before, and before all others."""
@@ -121,7 +111,11 @@ class _ObservedAgain(ItemsAgain):
     def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
         """Return for each row a sequence of samples, and the place of the row's sample there."""
         samples = [
-            self._observed(run[at], item := self._items[row], f"the sample of {item}")
+            self._observed(run[at], self.key_of(row), f"the sample of {self.key_of(row)}")
             for row, (run, at) in zip(rows, self._again.take(rows), strict=True)
         ]
         return [(samples, place) for place in range(len(rows))]
+
+    def key_of(self, row: int) -> ItemKey | None:
+        """Return the key of the item that a sample is made of."""
+        return self._again.key_of(row)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import NoneType
+from typing import Any
 
 import numpy as np
 import torch
-from torchdata.nodes import BaseNode
 
 from odb_nodes._core.content import from_bytes, to_bytes
 from odb_nodes._core.progress import Bar
 from odb_nodes._core.user_warning import warn_user
+from odb_nodes.contract.again import ItemsAgain, each_of
 from odb_nodes.contract.config import loading
-from odb_nodes.contract.node import restore_items
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.processing.observation import digest_of
 from odb_nodes.sample import ItemKey, Sample, Skipped, data_of, name_of
@@ -44,24 +44,14 @@ RecordsState = tuple[
     bytes | None, bytes | None, list[tuple[Any, ...]], bytes | None, dict[str, bytes]
 ]
 """The records of samples, which say all of them but their data: tokens and digest of each, the low
-and the high half of 8 bytes; keys of items; each `SampleKind`; the number of its kind for each
-sample, where there are several; and columns by name, in the fewest bytes, where samples have
-other values than most: repeats (0), targets (one less than tokens), patches (0), and keys (those
-of the items). 16 bytes a sample; 2 more in a mixture, and 1, 2, 4 or 8 for each such column."""
+and the high half of 8 bytes; keys of items, `None` where no item has one; each `SampleKind`; the
+number of its kind for each sample, where there are several; and columns by name, in the fewest
+bytes, where samples have other values than most: repeats (0), targets (one less than tokens),
+patches (0), keys (those of the items), and ordinals (none), by which samples are made again whose
+source cannot read by key. 16 bytes a sample; 2 more in a mixture, and 1, 2, 4 or 8 for each such
+column."""
 
 NO_RECORDS: RecordsState = (None, None, [], None, {})
-
-NUMBERED = ("", "", "", "", 0, 0)
-"""The kind of samples without keys: they are numbered in the order in which a rank reads them."""
-
-T = TypeVar("T")
-
-
-def with_progress(samples: Iterable[T], total: int) -> Iterator[T]:
-    """Yield what is made again for a restore, and show how far it is."""
-    if total:
-        logger.info("making %d samples again to restore a state", total)
-        yield from Bar(samples, "samples made again to restore a state", total)
 
 
 class Remaking:
@@ -75,18 +65,24 @@ class Remaking:
         """Return how samples, whose ordinals these are, differ from their records."""
         return {int(ordinals[row]): change for row, change in self._changed.items()}
 
-    def all(self, source: BaseNode[Any]) -> list[Sample]:
-        """Return all samples, which the source makes by their items, neighbours together."""
-        items = self.items()
+    def all(self, again: ItemsAgain) -> list[Sample]:
+        """Return all samples, neighbours together."""
         order = np.lexsort(self._facts[[ITEM, KIND]]).tolist()
-        again = with_progress(restore_items(source, [items[one] for one in order]), len(items))
-        found = {index: self.checked(index, one) for index, one in zip(order, again, strict=True)}
-        return [found[index] for index in range(len(items))]
+        if order:
+            logger.info("making %d samples again to restore a state", len(order))
+        made = Bar(each_of(again, order), "samples made again to restore a state", len(order))
+        found = {row: self.checked(row, one) for row, one in zip(order, made, strict=True)}
+        return [found[row] for row in range(len(order))]
 
     def items(self) -> list[ItemKey]:
-        """Return the key of each item."""
-        rows = zip(self._kinds, *self._facts[[ITEM, REPEAT]].tolist(), strict=True)
-        return [ItemKey(str(of.item_source), key, of.world_size, n) for of, key, n in rows]
+        """Return the key of each item; its number in the epoch, where it is made again by that."""
+        rows = zip(self._kinds, *self._facts[[ITEM, REPEAT, ORDINAL]].tolist(), strict=True)
+        return [
+            ItemKey(str(of.item_source), key, of.world_size, n)
+            if ordinal == NONE
+            else ItemKey("", ordinal, 1)
+            for of, key, n, ordinal in rows
+        ]
 
     def checked(self, index: int, sample: Sample | Skipped) -> Sample:
         """Return a sample, once it is known to be what it was."""
@@ -95,8 +91,9 @@ class Remaking:
         name = f"sample {number} of the epoch" if is_numbered else "a sample"
         if isinstance(sample, Skipped):
             raise StateError(
-                f"{self._node} cannot be restored: {name}{name_of(sample)} was good when saved, "
-                f"but is skipped now {sample.why} Mend the data, or use an earlier checkpoint."
+                f"{self._node} cannot go on from its state: {name}{name_of(sample)} was good when "
+                f"saved, but is skipped now {sample.why} Mend the data, or use an earlier "
+                "checkpoint."
             )
         if digest == digest_of(sample):
             return sample
@@ -112,10 +109,9 @@ class Remaking:
             '`state="payload"`), or the data changed.'
         )
         change = (
-            f"{self._node} cannot be restored: {found}. {causes} If the change is meant, load "
-            "with `strict=False`; within a round of steps, which is planned by its samples, "
-            "that does not help, but a state that was saved after the last step of an epoch "
-            "does."
+            f"{self._node} cannot go on from its state: {found}. {causes} If the change is meant, "
+            "load with `strict=False`; within a round of steps, which is planned by its samples, "
+            "that does not help, but a state that was saved after the last step of an epoch does."
         )
         if not loading().may_differ:
             raise StateError(change)
@@ -141,8 +137,6 @@ def unusual(facts: IntArray) -> set[int]:
     """Return the rows of facts in which some samples have another value than most samples do."""
     usual = _usual(facts)
     rows = {row for name, row in _COLUMNS.items() if (facts[row] != usual[name]).any()}
-    if (facts[ORDINAL] != NONE).any():
-        rows.add(ORDINAL)
     if (facts[ITEM] == NONE).any():
         rows.add(ITEM)
     return rows
@@ -161,20 +155,23 @@ def records_of(
     """
     if not len(costs):  # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
         return NO_RECORDS
-    if ORDINAL in unusual:
-        return costs.tobytes(), column(ORDINAL).tobytes(), [NUMBERED], None, {}
     items = column(ITEM)
-    if ITEM in unusual and (items == NONE).any():
-        raise SampleError(
-            "the source can read items by their keys, but `item_key()` returned None for one "
-            "that it yielded. Return its `ItemKey`, or define no `read`."
-        )
+    keys: bytes | None = items.tobytes()
+    if ITEM in unusual:
+        lacks_key = items == NONE
+        if (lacks_key & (column(ORDINAL) == NONE)).any():
+            raise SampleError(
+                "the source can read items by their keys, but `item_key()` returned None for one "
+                "that it yielded. Return its `ItemKey`, or define no `read`."
+            )
+        if lacks_key.all():
+            keys = None
     numbers = None
     if len(codes) > 1:
         kinds = column(KIND)
         codes = np.flatnonzero(np.bincount(kinds)).tolist()
         known = [(*kind,) for kind in kinds_of(codes)]
-        if len(distinct := sorted({*known})) > 1:
+        if len(distinct := sorted({*known}, key=repr)) > 1:
             number_of = np.zeros(max(codes) + 1, np.intp)
             number_of[codes] = [*map(distinct.index, known)]
             numbers = _narrow(number_of[kinds])
@@ -185,7 +182,7 @@ def records_of(
     for name, row in _COLUMNS.items():
         if row in unusual and ((values := column(row)) != usual[name]).any():
             columns[name] = _narrow(values)
-    return costs.tobytes(), items.tobytes(), distinct, numbers, columns
+    return costs.tobytes(), keys, distinct, numbers, columns
 
 
 def from_records(state: RecordsState | None) -> SampleBlock:
@@ -196,30 +193,37 @@ def from_records(state: RecordsState | None) -> SampleBlock:
         n = len(costs)
         facts = np.full((FACTS, n), NONE, np.int64)
         facts[TOKENS], facts[DIGEST] = costs & np.uint64(2**32 - 1), costs >> np.uint64(32)
-        facts[ITEM] = np.frombuffer(keys_of or b"", "<i8")
+        if keys_of is not None:
+            facts[ITEM] = np.frombuffer(keys_of, "<i8")
         numbers = _widened(numbers_of or bytes(n), n)
         kinds = [_kind_of(kind) for kind in kinds_state]
         facts[KIND] = np.array([*map(code_of, kinds)] or [0])[numbers]
         usual = _usual(facts)
         for name, row in _COLUMNS.items():
             facts[row] = _widened(columns[name], n) if name in columns else usual[name]
-        if (facts[:KIND] < 0).any() or (facts[[ITEM, REPEAT]] < 0).any() or (numbers < 0).any():
+        is_found = (facts[ITEM] >= 0) | (facts[ORDINAL] >= 0)
+        if (facts[[TOKENS, TARGETS, PATCHES, REPEAT]] < 0).any() or not is_found.all():
             raise ValueError("what is known of samples is not valid.")
         if {*columns} - {*_COLUMNS} or (n and not kinds):
             raise ValueError("it lacks what is known of samples.")
     except (ValueError, TypeError, IndexError) as error:
         raise StateError(f"a state is damaged: {error} Use an earlier checkpoint.") from error
-    if NUMBERED in kinds:
-        facts[ORDINAL] = facts[ITEM]
     return SampleBlock(facts, {})
 
 
-_COLUMNS = {"repeats": REPEAT, "targets": TARGETS, "patches": PATCHES, "keys": KEY}
+_COLUMNS = {
+    "repeats": REPEAT,
+    "targets": TARGETS,
+    "patches": PATCHES,
+    "keys": KEY,
+    "ordinals": ORDINAL,
+}
 
 
 def _usual(facts: IntArray | Mapping[int, IntArray]) -> dict[str, Any]:
     """Return what most samples have in the columns of records."""
-    return {"repeats": 0, "targets": facts[TOKENS] - 1, "patches": 0, "keys": facts[ITEM]}
+    usual = {"repeats": 0, "targets": facts[TOKENS] - 1, "patches": 0, "keys": facts[ITEM]}
+    return {**usual, "ordinals": NONE}
 
 
 def _narrow(column: IntArray) -> bytes:
@@ -236,16 +240,20 @@ def _widened(column: bytes, count: int) -> IntArray:
     return np.frombuffer(column, f"<u{width}").astype(np.int64)
 
 
+_NAME = (str, NoneType)  # `None` where items have no keys
+
+
 def _kind_of(state: Sequence[Any]) -> SampleKind:
     """Return a kind of samples that a state names."""
     kind = SampleKind(*state)
-    if [*map(type, kind)] != [str, str, str, str, int, int]:
+    item_source = type(kind.item_source)
+    if [*map(type, kind)] != [str, str, str, item_source, int, int] or item_source not in _NAME:
         raise ValueError(f"{state!r:.80} is no kind of samples.")
     return kind
 
 
 def are_numbered(records: SampleBlock) -> bool:
-    """Tell whether samples have numbers in place of keys."""
+    """Tell whether samples are made again by their numbers in the epoch, in place of keys."""
     return bool((records.facts[ORDINAL] != NONE).any())
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from torchdata.nodes import BaseNode
@@ -17,7 +17,8 @@ from odb_nodes.contract import NodeState, SourceState, StatefulNode, copy_state
 from odb_nodes.contract.again import ItemsAgain, make_again
 from odb_nodes.contract.config import loading
 from odb_nodes.contract.graph import known_length_of
-from odb_nodes.contract.node import can_restore, check_node, restore_items, take
+from odb_nodes.contract.node import call_member, can_restore, check_node
+from odb_nodes.contract.numbered_items import NumberedItems
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.exclusions import (
     Exclude,
@@ -25,9 +26,8 @@ from odb_nodes.nodes.exclusions import (
     ExcludedState,
     ExclusionCounter,
 )
-from odb_nodes.nodes.lazy_samples import lazily_again
-from odb_nodes.nodes.replay import Snapshots
-from odb_nodes.nodes.sample_records import Remaking, are_numbered, decode_sample, from_records
+from odb_nodes.nodes.lazy_samples import Restored, samples_again
+from odb_nodes.nodes.sample_records import decode_sample, from_records
 from odb_nodes.nodes.sample_store import HeldSamples, SampleStore, StoreContent, facts_of, from_bits
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.auto_window import PoolCheck, WindowSize, check_window
@@ -50,8 +50,7 @@ _SNAPSHOTS_PER_WINDOW = 4
 class BucketerState(NodeState):
     """The state of a `WindowBucketer`."""
 
-    # if samples have no keys, one taken at or before the oldest sample that is held
-    source: SourceState
+    source: SourceState  # at or before all samples that this node reads again, if any
     mode: str  # what the state holds of the pool, `"replay"` or `"payload"`
     pulled: int  # samples pulled in the epoch
     pulled_since_source: int  # how many of them were pulled after `source`
@@ -74,28 +73,18 @@ class BucketerState(NodeState):
     window: tuple[int, bool, int, int, int] | None
 
 
-class Restored(NamedTuple):
-    """What a restore of samples has found."""
-
-    samples: int = 0  # that are made again, at once or later
-    changed: Mapping[int, str] = {}  # how samples differ, by ordinal, where that is allowed
-    # whether keys are excluded, or limits lower, that the state does not know of
-    keys_changed: bool = False
-    limits_changed: bool = False
-
-
 class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
     """Yields groups under a token budget, from a rolling pool of `window` samples.
 
     A group is a `SampleBlock`: a sequence of `Sample`. No pooled sample gets older than 5 windows
     (see `RollingPool`).
 
-    State, `"replay"`: the source's, and all of each pooled sample but its data, 17 to 21 bytes for
+    State, `"replay"`: the source's, and all of each pooled sample but its data, 17 to 24 bytes for
     text. These samples are made again after a restore, each before the group that holds it, and
     their digests compared.
-    If the source cannot read items by their keys (an iterable), the state holds an older state of
-    it, and at most 5.25 windows of raw items are read again, from the oldest sample on; a
-    `ParallelProcessor` processes only those that wait.
+    If the source cannot read items by their keys (an iterable), there is an older state of it, and
+    at most 5.25 windows of raw items are read again, from the oldest sample on. A
+    `ParallelProcessor` right below processes only those that wait.
     State, `"payload"`: the pooled samples themselves. Nothing is processed again, so processing
     need not be deterministic, but the order of the source must be. Samples must be dicts, lists
     and tuples of tensors, arrays, numbers and strings.
@@ -160,8 +149,8 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         self._clear()
 
     def _clear(self) -> None:
-        self._snapshots = Snapshots(self.source, self._name)
-        self._refilling = self._is_cut = False
+        self._items: NumberedItems[Any] = NumberedItems(self.source, self._name, self._interval)
+        self._is_cut = False
         budget = self.planner.limits.of_samples(self.budget)
         self._exclusions = self._exclusions.of_next_epoch(budget, self.excluded | self.exclude)
         self.store = SampleStore()
@@ -190,11 +179,6 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
     def replayed_samples(self) -> int:
         """Samples that the last restore makes again, at once or later."""
         return self.restored.samples
-
-    @property
-    def _has_keys(self) -> bool:
-        """Whether a restore reads nothing again that was pulled before."""
-        return self._mode == "payload" or can_restore(self.source)
 
     @property
     def excluded(self) -> ExcludedKeys:
@@ -230,13 +214,9 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         """Whether any rank can make the samples of groups again, by their keys."""
         return self._mode == "replay" and can_restore(self.source)
 
-    def restore_items(self, items: Sequence[ItemKey]) -> Iterator[Sample]:
-        """Yield samples of this epoch again."""
-        return restore_items(self.source, items)
-
-    def make_again(self, items: Sequence[ItemKey]) -> ItemsAgain | None:
+    def make_again(self, items: Sequence[ItemKey]) -> ItemsAgain:
         """Return samples of this epoch that are made again when they are taken."""
-        return make_again(self.source, items) if self.can_restore else None
+        return make_again(self.source, items)
 
     # --- what a `RankAligner` asks of it --------------------------------------------------------
 
@@ -264,10 +244,8 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
     def end_early(self, samples: Facts) -> None:
         """End the epoch before its last sample; leave out these samples and the pooled ones."""
         gone = np.concatenate((samples.ordinal, self.planner.pool.ordinals()))
-        left = self.store.look(gone).without_data()
-        self.leave_out([LeftOut(sample.key, sample.source, "unemitted") for sample in left])
+        self._exclusions.leave_unemitted(self.store, gone)
         self.planner.remove(gone)
-        self.store.drop(gone)
         self.planner.end()
         self._is_cut = True
 
@@ -280,7 +258,6 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
                 raises, is raised again until the next reset.
         """
         pool, progress = self.planner.pool, None
-        self._refilling = True  # Should the source raise, it may stand after an item that is lost.
         if not pool.pulled:
             most = min(self.window, self.remaining_samples or self.window)
             progress = SlowProgress("samples in the pool before the first batch", most)
@@ -288,8 +265,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
             pulling = _Pulling(pool.pulled)
             try:
                 while (lacking := room + pool.pulled - pulling.stop) > 0:
-                    due = self._snapshots.take_if_due(pulling.stop, self._interval)
-                    self._admit(take(self.source, min(lacking, due))[0], pulling)
+                    self._admit(self._items.take(lacking)[0], pulling)
                     if progress is not None:
                         progress.update(pulling.stop)
             except StopIteration:
@@ -299,8 +275,8 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
                 self._add(pulling)
         if self.planner.ended:
             self._exclusions.warn_of_summary(pool.pulled)
-        self._refilling = False
-        self._snapshots.at_or_before(self._needed_from)  # forgets earlier ones
+        self._keep_items(self._oldest_needed)
+        self._items.state_at(pool.pulled)  # forgets earlier ones
 
     # --- the contract of a node -----------------------------------------------------------------
 
@@ -310,7 +286,8 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         self.planner.begin_epoch()
         self._clear()
         self.source.reset(None)
-        self._snapshots.take(0)
+        self._items.begin()
+        self._keep_items(self._oldest_needed)
 
     def restore(self, state: BucketerState) -> None:
         """Go back to where the source stood, and make the samples that are held again."""
@@ -323,7 +300,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         self._exclusions.restore(state)
         self.source.reset(copy_state(state.source))
         held, pooled = from_bits(state.held)
-        self.store.add(held, SampleBlock.of(self._held_again(state, held)))
+        self.store.add(held, self._held_again(state, held))
         own = state.has_own_limits or loading().smaller_budget
         self.planner.restore(
             self.facts_of(pooled),
@@ -336,7 +313,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         )
         self._is_cut = state.is_cut
         if state.ended and not state.is_cut:
-            self._snapshots.expect_end(state.pulled)
+            self._items.expect_end()
         self._use_present_options(Limits(*state.limits))
 
     def save(self) -> BucketerState:
@@ -344,9 +321,10 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         if self._before is not None:
             return self._before
         planner, pool, limits = self.planner, self.planner.pool, self.planner.limits
-        if (self._has_keys or not len(self.store)) and not self._refilling:
-            self._snapshots.take(pool.pulled)
-        base, source_state = self._snapshots.at_or_before(self._needed_from)
+        self._keep_items(self._oldest_needed)
+        if self._items.position == pool.pulled:  # else an item was refused
+            self._items.note_state()
+        first, source_state = self._items.state_at(pool.pulled)
         pooled = pool.table()[ORDINALS]
         if self._mode == "replay":
             held: Any = self.store.state(pooled)
@@ -356,7 +334,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
             source=source_state,
             mode=self._mode,
             pulled=pool.pulled,
-            pulled_since_source=pool.pulled - base,
+            pulled_since_source=pool.pulled - first,
             ended=planner.ended,
             is_cut=self._is_cut,
             limits=(*limits,),
@@ -388,49 +366,40 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
 
     # --------------------------------------------------------------------------------------------
 
-    @property
-    def _needed_from(self) -> int:
-        """The first sample of the epoch that a restore has to pull again."""
-        pulled = self.planner.pool.pulled
-        return pulled if self._has_keys else self.store.oldest(pulled)
+    def _keep_items(self, oldest: int) -> None:
+        """Have this sample, and all after it, be found again, where that is not by their keys."""
+        first = None
+        if not can_restore(self.source):
+            is_kept_below = call_member(self.source, "keep_items", oldest, self._interval)
+            first = None if is_kept_below else oldest
+        self._items.keep(first, self._interval)
 
-    def _held_again(self, state: BucketerState, ordinals: IntArray) -> Sequence[Sample]:
+    @property
+    def _oldest_needed(self) -> int:
+        pulled = self.planner.pool.pulled
+        return pulled if self._mode == "payload" else self.store.oldest(pulled)
+
+    def _held_again(self, state: BucketerState, ordinals: IntArray) -> SampleBlock:
         """Bring the source to where it stood, and return the samples that were held."""
         *_, records_state, payload = state.held
-        start, name = state.pulled - state.pulled_since_source, self._name
+        first, name = state.pulled - state.pulled_since_source, self._name
+        self._items.restore(state.source, first, state.pulled)
+        self._keep_items(int(ordinals[0]) if len(ordinals) else state.pulled)
+        reads_again = self._items.keeps and payload is None
         records = from_records(records_state)
-        is_numbered = are_numbered(records)
-        wanted = ordinals.tolist() if is_numbered else []
-        found = len(records if payload is None else payload)
-        if len(ordinals) != found or start < 0 or min(wanted, default=start) < start:
+        if len(ordinals) != len(records if payload is None else payload):
             raise StateError(f"the pool of {name} is damaged. Use an earlier checkpoint.")
-        if max(wanted, default=0) >= max(state.pulled, 1):
-            raise StateError(f"the pool of {name} is damaged. Use an earlier checkpoint.")
-        if wanted and can_restore(self.source):
-            raise StateError(
-                f"{name} cannot restore its pool: the state has no keys of its samples, but the "
-                "source reads items by their keys now. Build the graph as it was."
-            )
-        self._snapshots.put(start, state.source)
-        remaking = Remaking(records, name)
-        samples: Sequence[Sample] = []
-        if payload is not None:
-            samples = [*map(decode_sample, payload)]
-            self._encoded.update(zip(ordinals.tolist(), payload, strict=True))
-        elif len(records) and not is_numbered:
-            if not can_restore(self.source):
-                raise StateError(
-                    f"{name} cannot restore its pool: the state has keys of its samples, but the "
-                    "source cannot read items by their keys any more. Build the graph as it was."
-                )
-            lazy = lazily_again(records, self.source, name)
-            samples = remaking.all(self.source) if lazy is None else lazy
-        again, processed = self._snapshots.read_again(start, state.pulled, wanted, self._interval)
-        processed += len(samples) if payload is None else 0
-        if is_numbered:
-            samples = [remaking.checked(at, again[number]) for at, number in enumerate(wanted)]
-        self.restored = Restored(processed, remaking.changed_samples(ordinals))
-        return samples
+        if not reads_again:
+            self._items.catch_up()
+        if payload is None:
+            source = self._items if reads_again else self.source
+            samples, restored = samples_again(records, source, ordinals, name)
+            made = 0 if reads_again else restored.samples
+            self.restored = restored._replace(samples=made + state.pulled_since_source)
+            return samples
+        self._encoded.update(zip(ordinals.tolist(), payload, strict=True))
+        self.restored = Restored(state.pulled_since_source)
+        return SampleBlock.of([*map(decode_sample, payload)])
 
     def _use_present_options(self, saved: Limits) -> None:
         """Exclude the keys, and lower the limits, that the state does not know of."""
@@ -480,7 +449,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
             run: Any = [*some]
             blocks += run if are_blocks else [SampleBlock.of(run)]
         block = SampleBlock.joined(blocks)
-        if not self._has_keys and len(block):
+        if self._mode == "replay" and len(block) and not can_restore(self.source):
             block = block.with_facts(ordinal=ordinals)
         self.store.add(ordinals, block)
         pulled = pulling.stop - self.planner.pool.pulled

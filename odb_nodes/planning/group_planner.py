@@ -152,11 +152,6 @@ class GroupPlanner:
         return self.ended and not len(self.pool)
 
     @property
-    def waiting(self) -> Facts:
-        """The samples of the pool, oldest first."""
-        return self._facts.take(self.pool.ordinals())
-
-    @property
     def group_budget(self) -> TokenBudget:
         """The budget under the present limits."""
         return self.limits.of_groups(self.budget)

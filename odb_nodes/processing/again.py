@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from odb_nodes.contract.again import ItemsAgain
@@ -19,25 +20,25 @@ class ProcessedAgain(ItemsAgain, LaterItems):
     """Items that a `ParallelProcessor` makes again: when they are taken, or ahead, by a `Backlog`.
 
     The results of a chunk stay until each of them is taken.
+
+    whole: all items.
+    order: their rows, neighbours in the data together.
     """
 
-    def __init__(
-        self,
-        runner: ChunkRunner,
-        raw: Sequence[Any],
-        items: Sequence[ItemKey],
-        place: tuple[int, int],  # epoch and cycle
-    ) -> None:
-        self._runner, self._raw, self._items, self._place = runner, raw, items, place
+    def __init__(self, runner: ChunkRunner, whole: ChunkTask, order: Sequence[int]) -> None:
+        self._runner, self._whole = runner, whole
         self._backlog = runner.backlog()  # none where there are no workers
         self._lock = threading.RLock() if self._backlog is None else self._backlog.lock
-        by_key = sorted(range(len(items)), key=lambda row: items[row][:2])
-        self._neighbours = dict(zip(by_key, range(len(items)), strict=True)).__getitem__
-        self._was_sent = bytearray(len(items))
+        self._neighbours = dict(zip(order, range(len(order)), strict=True)).__getitem__
+        self._was_sent = bytearray(len(order))
         self._sent: dict[int, tuple[Future[ChunkResult], ChunkTask, Sequence[int]]] = {}
         self._made: dict[int, tuple[Sequence[Any], int]] = {}
         if self._backlog is not None:
             self._backlog.add_rest(self)
+
+    def key_of(self, row: int) -> ItemKey | None:
+        """Return the key that the source has told of an item."""
+        return self._whole.keys[row]
 
     def want(self, rows: Sequence[int]) -> None:
         """Have these made after those that were wanted before, and before all others."""
@@ -83,9 +84,13 @@ class ProcessedAgain(ItemsAgain, LaterItems):
         return chunk
 
     def _task_of(self, rows: Sequence[int]) -> ChunkTask:
-        keys = ItemKeys.of([self._items[row] for row in rows])
-        raw = [self._raw[row] for row in rows]
-        return ChunkTask(raw, keys, *self._place, range(len(rows)), is_again=True)
+        items, keys, places = self._whole.items, self._whole.keys, self._whole.positions
+        return replace(
+            self._whole,
+            items=[items[row] for row in rows],
+            keys=ItemKeys.of([keys[row] for row in rows]),
+            positions=[places[row] for row in rows],
+        )
 
     def _send(self, rows: Sequence[int]) -> None:
         """Send rows that are waited for, shared out to the workers."""
@@ -114,6 +119,8 @@ class ProcessedAgain(ItemsAgain, LaterItems):
                         del self._sent[other]
                 self._made.update(zip(rows, places, strict=False))
             if failure is not None and rows[len(places)] == row:
-                key = task.keys[len(places)]
-                raise failure.explained(f"which is made again for a restore ({key})")
+                item = (
+                    task.keys[len(places)] or f"sample {task.positions[len(places)]} of the epoch"
+                )
+                raise failure.explained(f"which is made again for a restore ({item})")
         return self._made.pop(row)

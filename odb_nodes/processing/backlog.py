@@ -27,7 +27,7 @@ class QueuedChunk(Future[ChunkResult]):
         """The future of the pool, once a worker has the chunk."""
 
     def send(self, submit: Callable[[ChunkTask], Future[ChunkResult]]) -> Future[ChunkResult]:
-        """Give the chunk to a worker."""
+        """Give the chunk to the workers."""
         self.sent = sent = submit(self.task)
         return sent
 

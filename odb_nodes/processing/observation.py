@@ -117,13 +117,13 @@ def _observe_text(data: dict[Any, Any]) -> Sample | None:
 
 
 def made_of(result: Any, item: ItemKey | None) -> Any:
-    """Return a result of processing that knows its item, where it has one."""
+    """Return a result of processing that knows its item, where that has a key."""
     if type(result) is Sample:
         check_fits(result)
-    if item is None:
-        return result
     if isinstance(result, Sample):
-        data, tokens, targets, patches, source, counted, key, _, digest, task, _, padding = result
+        data, tokens, targets, patches, source, counted, key, known, digest, task, _, padding = (
+            result
+        )
         return Sample(
             data,
             tokens,
@@ -131,12 +131,14 @@ def made_of(result: Any, item: ItemKey | None) -> Any:
             patches,
             source,
             counted,
-            item.key if key is None else key,
-            item,
+            item.key if key is None and item is not None else key,
+            item or known,
             digest_of(result) if digest is None else digest,
             task,
             padding=padding,
         )
+    if item is None:
+        return result
     if isinstance(result, Skipped) and result.key is None:
         return replace(result, key=item.key, source=result.source or item.source)
     return result

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, islice
-from typing import Any, TypeVar
+from operator import itemgetter
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torchdata.nodes import BaseNode
@@ -16,7 +16,8 @@ from odb_nodes._core.checks import check_callable, check_integer
 from odb_nodes._core.hashing import stable_name, stable_names
 from odb_nodes._core.processes import resolve_rank
 from odb_nodes._core.seeds import declares_draws
-from odb_nodes.contract import EpochNode, EpochState, SourceState, copy_state, snapshot
+from odb_nodes.contract import EpochNode, EpochState, SourceState, copy_state
+from odb_nodes.contract.again import restore_items
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.node import (
     ItemLocation,
@@ -25,10 +26,9 @@ from odb_nodes.contract.node import (
     check_node,
     checked_key,
     format_location,
-    restore_items,
-    take,
 )
-from odb_nodes.errors import SampleError, StateError
+from odb_nodes.contract.numbered_items import NumberedItems
+from odb_nodes.errors import SampleError
 from odb_nodes.processing.again import ProcessedAgain
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Fetcher
 from odb_nodes.processing.chunk_runner import ChunkRunner
@@ -43,8 +43,8 @@ T = TypeVar("T")
 class ProcessorState(EpochState):
     """Where a `ParallelProcessor` stands."""
 
-    source: SourceState  # the state of the source before the chunk in hand
-    taken: int  # items of that chunk that are out
+    source: SourceState  # before an item that is out, and before all that may be made again
+    taken: int  # items that are out since
     position: int  # items of the epoch that are out
     # source -> how many of `taken` are of it, and the `repeat` of the last, where sources have
     # names
@@ -52,87 +52,44 @@ class ProcessorState(EpochState):
 
 
 @dataclass
-class ReadItems:
-    """The items of a chunk, and how they were read."""
+class _ReadChunk:
+    """A chunk that is in flight, and how its items were read."""
 
-    items: list[Any] = field(default_factory=list)
-    # filled in when all are read
-    keys: ItemKeys = field(default_factory=lambda: ItemKeys.of([]))
-    # where each was read, where the source knows that
-    locations: list[ItemLocation | None] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)  # raw items from each on to the next one
-    # numbers of items, and the states of the source before them
-    states: list[tuple[int, Any]] = field(default_factory=list)
-    positions: Sequence[int] = ()  # of the items in the epoch; filled in when all are read
-    error: Exception | None = None  # what the source raised after them
+    task: ChunkTask
+    future: Future[ChunkResult]
+    locations: Sequence[ItemLocation | None]  # where each was read, where the source knows that
+    error: Exception | None  # what the source raised after them
 
 
-class ChunkReader:
-    """Reads the items of an epoch, or of the rest of one."""
+class _ChunkInHand(Generic[T]):
+    """The results of a chunk: those that are not out yet, and the error that comes after them."""
 
-    def __init__(self, source: BaseNode[Any], distance: int, name: str) -> None:
-        self._source, self._distance, self._name = source, distance, name
-        self._since_state = 0  # items read since the last state
-        self._gaps: deque[int] = deque()  # raw items to leave out after each of the next ones
-        self._position = 0  # raw items read in this epoch
-        self.has_ended = False  # whether the source has no more items, or has failed
+    def __init__(
+        self, runs: Sequence[Sequence[T]], keys: ItemKeys, failure: Exception | None
+    ) -> None:
+        self._runs, self._run_at = [*runs], 0  # items of the first run that are out
+        self._keys, self._out, self._ready = keys, 0, sum(map(len, runs))
+        self.failure = failure
 
-    def stand_at(self, position: int, taken: int) -> None:
-        """Go past the items that are out, `taken` after the state that the source was reset to."""
-        self._position = position
-        self._skip(taken, taken)
+    @property
+    def is_out(self) -> bool:
+        """Whether all results are out."""
+        return self._out == self._ready
 
-    def select(self, wanted: Sequence[bool]) -> int:
-        """Read of the next `len(wanted)` items only those that are wanted."""
-        places = [place for place, is_wanted in enumerate(wanted) if is_wanted]
-        first, *later = *places, len(wanted)
-        self._skip(first, first)
-        self._position += first
-        self._gaps.extend(after - place - 1 for place, after in zip(places, later, strict=True))
-        return first
+    @property
+    def last_key(self) -> ItemKey | None:
+        """The key of the item of the last result that is out."""
+        return self._keys[self._out - 1] if self._out else None
 
-    def read(self, count: int) -> ReadItems:
-        """Return the next items, fewer at the end of the source; its error comes after them."""
-        read, keys_read = ReadItems(), list[Sequence[ItemKey | None]]()
-        try:
-            while (left := count - len(read.items)) > 0:
-                if self._since_state in (0, self._distance):
-                    read.states.append((len(read.items), snapshot(self._source)))
-                    self._since_state = 0
-                left = min(left, self._distance - self._since_state)
-                some, keys = take(self._source, 1 if self._gaps else left)
-                self._since_state += len(some)
-                if not isinstance(keys, ItemKeys):
-                    keys = [checked_key(self._source, key) for key in keys]
-                keys_read.append(keys)
-                locations = [None] * len(some)
-                if len(some) == 1:
-                    locations = [call_member(self._source, "item_location")]
-                read.locations += locations
-                read.items += some
-                read.steps += [1] * len(some)
-                if self._gaps and (gap := self._gaps.popleft()):
-                    read.steps[-1] += gap
-                    self._skip(gap, sum(read.steps))
-        except StopIteration:
-            self.has_ended = True
-        except Exception as error:
-            self.has_ended, read.error = True, error
-        read.keys = ItemKeys.joined(keys_read)
-        positions = [*accumulate(read.steps, initial=self._position)]
-        read.positions, self._position = positions[: len(read.items)], positions[-1]
-        return read
-
-    def _skip(self, count: int, behind: int) -> None:
-        """Read items and leave them out: the last of them is `behind` items after a state's."""
-        for left in range(count, 0, -1):
-            try:
-                next(self._source)
-            except StopIteration:
-                raise StateError(
-                    f"the state of {self._name} stands {behind} items after its source's, "
-                    f"which ended after {behind - left}. Resume over the data it was saved on."
-                ) from None
+    def take(self, count: int) -> tuple[Sequence[T], ItemKeys]:
+        """Return the next results, at most `count`, and the keys of their items."""
+        run, start, first = self._runs[0], self._run_at, self._out
+        results = run[start : start + count]
+        self._run_at, self._out = start + len(results), first + len(results)
+        if self._run_at == len(run):  # Samples that are out shall not stay here.
+            del self._runs[0]
+            self._run_at = 0
+        return results, self._keys[first : self._out]
 
 
 class ParallelProcessor(EpochNode[T, ProcessorState]):
@@ -151,8 +108,8 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     The thread that calls `next` reads items in chunks, which are processed ahead of it. Workers
     live from the first reset until `close`, over epochs.
 
-    State: the source's state before a chunk, and how many of its items were taken. A run may resume
-    with other `workers`.
+    State: a state of the source, and how many items were taken since. A run may resume with other
+    `workers`.
 
     Args:
         source: node that yields items, cheap to read (indices, paths, raw records).
@@ -194,19 +151,14 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
 
     def _clear(self) -> None:
         self.runner.resume()
-        self._in_flight: deque[tuple[ChunkTask, Future[ChunkResult], ReadItems]] = deque()
-        self._ahead = 0  # items in flight
-        self._states: deque[tuple[int, Any]] = deque()  # of the chunk in hand, still to come
-        self._runs: list[Sequence[Any]] = []  # the results of the chunk in hand
-        self._run_at = 0  # items of the first of them that are out
-        self._ready = self._out = 0  # items of the chunk in hand: good ones, and those that are out
-        self._keys, self._steps = ItemKeys.of([]), list[int]()
-        self._failure: Exception | None = None
-        self._taken = 0  # items out since `_source_state`
-        self._taken_of: dict[str, tuple[int, int]] = {}  # likewise, by source
+        self._items: NumberedItems[Any] = NumberedItems(
+            self.source, type(self).__name__, self._workers.nominal_chunk_samples
+        )
+        self._has_read_all = False  # whether the source has no more items, or has failed
+        self._in_flight: deque[_ReadChunk] = deque()
+        self._chunk: _ChunkInHand[T] = _ChunkInHand([], ItemKeys.of([]), None)
         self._position = 0  # items out in this epoch
-        distance = self._workers.nominal_chunk_samples
-        self._reader = ChunkReader(self.source, distance, type(self).__name__)
+        self._taken_of: dict[str, tuple[int, int]] = {}  # since the state of the source, by source
 
     def __len__(self) -> int:
         """Return how many items an epoch has."""
@@ -245,21 +197,22 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     def begin_epoch(self) -> None:
         """Begin the epoch of the source."""
         self.source.reset(None)
-        self._source_state = snapshot(self.source)
+        self._items.begin()
 
     def restore(self, state: ProcessorState) -> None:
         """Go to the source's chunk, and past the items of it that are out."""
-        self._source_state, self._taken = state.source, state.taken
-        self._taken_of.update(state.taken_of)
-        self._position = state.position
+        self._position, self._taken_of = state.position, state.taken_of
         self.source.reset(copy_state(state.source))
-        self._reader.stand_at(state.position, state.taken)
+        self._items.restore(state.source, state.position - state.taken, state.position)
+        if can_restore(self.source):  # Else some may be asked for first, see `make_again`.
+            self._items.catch_up()
 
     def save(self) -> ProcessorState:
-        """Return the source's state before the chunk in hand, and how many items of it are out."""
+        """Return a state of the source, and how many items are out since."""
+        first, source = self._items.state_at(max(0, self._position - 1))
         return ProcessorState(
-            source=self._source_state,
-            taken=self._taken,
+            source=source,
+            taken=self._position - first,
             position=self._position,
             taken_of=self._taken_of,
         )
@@ -281,87 +234,66 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         return self._take(count)
 
     def _take(self, count: int) -> tuple[Sequence[T], ItemKeys]:
-        while self._out == self._ready:
-            if self._failure is not None:
-                raise self._failure
+        while self._chunk.is_out:
+            if self._chunk.failure is not None:
+                raise self._chunk.failure
             self._take_chunk()
-        run, at, first = self._runs[0], self._run_at, self._out
-        results = run[at : at + count]
-        self._run_at, self._out = at + len(results), first + len(results)
-        if self._run_at == len(run):  # Samples that are out shall not stay here.
-            del self._runs[0]
-            self._run_at = 0
-        self._note_taken(first)
-        return results, self._keys[first : self._out]
+        results, keys = self._chunk.take(count)
+        self._note_taken(keys)
+        return results, keys
 
-    def _note_taken(self, first: int) -> None:
-        """Count the items of the chunk in hand that went out, from number `first` on."""
-        self._position += sum(self._steps[first : self._out])
-        while self._states and self._states[0][0] < self._out:
-            first, self._source_state = self._states.popleft()
-            self._taken, self._taken_of = 0, {}
-        self._taken += sum(self._steps[first : self._out])
-        keys = self._keys
+    def _note_taken(self, keys: ItemKeys) -> None:
+        """Count the items that went out, whose keys these are."""
+        first, self._position = self._position, self._position + len(keys)
+        since, _ = self._items.state_at(self._position - 1)
+        if since >= first:
+            self._taken_of, keys = {}, keys[since - first :]
         for code, (source, _) in enumerate(keys.origins):
             if not source:
                 continue
-            own = keys.codes[first : self._out] == code
-            of_source = first + np.flatnonzero(own & (keys.numbers[first : self._out] >= 0))
+            of_source = np.flatnonzero((keys.codes == code) & (keys.numbers >= 0))
             if len(of_source):
                 taken, _ = self._taken_of.get(source, (0, 0))
-                last = int(keys.repeats[of_source[-1]])
-                self._taken_of[source] = taken + len(of_source), last
+                self._taken_of[source] = taken + len(of_source), int(keys.repeats[of_source[-1]])
 
     def item_key(self) -> ItemKey | None:
         """Return that of the item that the last sample was made of."""
-        return self._keys[self._out - 1] if self._out else None
+        return self._chunk.last_key
 
     @property
     def can_restore(self) -> bool:
-        """Whether the source can make its items again."""
+        """Whether the source can make its items again by their keys."""
         return can_restore(self.source)
 
-    def restore_items(self, items: Sequence[ItemKey]) -> Iterator[T]:
-        """Yield samples of this epoch again, processed in parallel; `next` goes on as before."""
-        again, start = restore_items(self.source, items), 0
-        waiting: deque[tuple[ChunkTask, Future[ChunkResult]]] = deque()
-        try:
-            while keys := items[start : start + self.runner.fit.items]:
-                stop = start + len(keys)
-                task = self._task(
-                    [*islice(again, len(keys))], ItemKeys.of(keys), range(start, stop)
-                )
-                waiting.append((task, self.runner.submit(task, urgent=True)))
-                start = stop
-                while waiting and stop - waiting[0][0].positions[-1] > self.runner.fit.items_ahead:
-                    yield from self._restored(*waiting.popleft())
-            while waiting:
-                yield from self._restored(*waiting.popleft())
-        finally:
-            if waiting:  # Nobody waits for them any more.
-                self.runner.discard()
+    def keep_items(self, first: int, distance: int) -> bool:
+        """Be able to make item `first` of the epoch again, and all after it, by their numbers.
+
+        Returns whether it is, which is where the source has no keys: it is read again then, from a
+        state of every so many items.
+        """
+        if can_restore(self.source):
+            return False
+        self._items.keep(first, distance)
+        return True
 
     def make_again(self, items: Sequence[ItemKey]) -> ProcessedAgain:
         """Return samples of this epoch that are made again when they are taken, or by idle workers.
 
-        Their raw items are read at once.
+        Their raw items are read at once: by their keys, or by their numbers, see `keep_items`.
         """
         order = sorted(range(len(items)), key=lambda row: items[row][:2])  # neighbours together
-        again = restore_items(self.source, [items[row] for row in order])
-        raw = dict(zip(order, again, strict=True))
-        in_order = [raw[row] for row in range(len(items))]
-        place = self._epochs.epoch, self._epochs.cycle
-        return ProcessedAgain(self.runner, in_order, items, place)
-
-    def select(self, wanted: Sequence[bool]) -> bool:
-        """Process of the next `len(wanted)` items only those that are wanted. After a reset only.
-
-        The others are read from the source, and left out. True: a node without this cannot do it.
-        """
-        first = self._reader.select(wanted)
-        self._taken += first
-        self._position += first
-        return True
+        numbers: Sequence[int] = range(len(items))
+        keys: Sequence[ItemKey | None] = items
+        if can_restore(self.source):
+            again = restore_items(self.source, [items[row] for row in order])
+            raw = [item for _, item in sorted(zip(order, again, strict=True), key=itemgetter(0))]
+        else:
+            numbers = [item.key for item in items]
+            found = self._items.read_again(numbers)
+            raw = [found[number][0] for number in numbers]
+            keys = [checked_key(self.source, found[number][1]) for number in numbers]
+        task = self._task(raw, ItemKeys.of(keys), numbers, is_again=True)
+        return ProcessedAgain(self.runner, task, order)
 
     def close(self) -> None:
         """Stop the workers. A later reset starts them again.
@@ -377,51 +309,58 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     def _take_chunk(self) -> None:
         """Make the results of the next chunk ready, and read further ahead."""
         self.runner.check()
-        while not self._reader.has_ended and self._has_room():
+        while not self._has_read_all and self._has_room():
             self._read_chunk()
         if not self._in_flight:
-            # Nothing is out since this state: it stands at the end of the epoch.
-            self._source_state = snapshot(self.source)
-            self._taken, self._taken_of = 0, {}
+            self._items.note_state()  # of the end of the epoch: nothing is out since
+            self._taken_of = {}
             raise StopIteration
-        task, future, read = self._in_flight[0]
-        self._runs, failure = self.runner.results(task, future)
+        read = self._in_flight[0]
+        runs, failure = self.runner.results(read.task, read.future)
         self._in_flight.popleft()
-        self._ahead -= len(task.items)
-        self._states = deque(read.states)
-        self._run_at, self._out, self._ready = 0, 0, sum(map(len, self._runs))
-        self._keys, self._steps = task.keys, read.steps
+        error = read.error
         if failure is not None:
-            bad = self._ready
+            bad = sum(map(len, runs))
             location = format_location(read.locations[bad])
-            where = f"sample {task.positions[bad]} of epoch {task.epoch}{location}"
-            self._failure = failure.explained(where)
-        elif read.error is not None:
-            self._failure = read.error
+            where = f"sample {read.task.positions[bad]} of epoch {read.task.epoch}{location}"
+            error = failure.explained(where)
+        self._chunk = _ChunkInHand(runs, read.task.keys, error)
 
     def _has_room(self) -> bool:
         """Tell whether to read a chunk: beyond the one to be taken next, so many may wait."""
         if not self._in_flight:
             return True
-        task, _, _ = self._in_flight[0]
-        return self._ahead - len(task.items) < self.runner.fit.items_ahead
+        stop = self._in_flight[0].task.positions[-1] + 1
+        return self._items.position - stop < self.runner.fit.items_ahead
 
     def _read_chunk(self) -> None:
-        read = self._reader.read(self.runner.fit.items)
-        if read.items or read.error is not None:  # The items before an error are delivered first.
-            task = self._task(read.items, read.keys, read.positions)
-            self._in_flight.append((task, self.runner.submit(task), read))
-            self._ahead += len(read.items)
+        """Send the next items to the workers; an error of the source comes after them."""
+        first, count = self._items.position, self.runner.fit.items
+        items, keys = list[Any](), list[Sequence[ItemKey | None]]()
+        locations: list[ItemLocation | None] = []
+        error: Exception | None = None
+        try:
+            while len(items) < count:
+                some, own = self._items.take(count - len(items))
+                if not isinstance(own, ItemKeys):
+                    own = [checked_key(self.source, key) for key in own]
+                keys.append(own)
+                is_alone = len(some) == 1
+                where = call_member(self.source, "item_location") if is_alone else None
+                locations += [where] * len(some)
+                items += some
+        except StopIteration:
+            self._has_read_all = True
+        except Exception as failed:
+            self._has_read_all, error = True, failed
+        if items or error is not None:
+            task = self._task(items, ItemKeys.joined(keys), range(first, first + len(items)))
+            self._in_flight.append(_ReadChunk(task, self.runner.submit(task), locations, error))
 
-    def _task(self, items: list[Any], keys: ItemKeys, positions: Sequence[int]) -> ChunkTask:
-        return ChunkTask(items, keys, self._epochs.epoch, self._epochs.cycle, positions)
-
-    def _restored(self, task: ChunkTask, future: Future[ChunkResult]) -> Iterator[T]:
-        runs, failure = self.runner.results(task, future)
-        yield from chain(*runs)
-        if failure is not None:
-            bad = task.keys[sum(map(len, runs))]
-            raise failure.explained(f"which is made again for a restore ({bad})")
+    def _task(
+        self, items: list[Any], keys: ItemKeys, positions: Sequence[int], is_again: bool = False
+    ) -> ChunkTask:
+        return ChunkTask(items, keys, self._epochs.epoch, self._epochs.cycle, positions, is_again)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only if it is equal."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ from odb_nodes.contract.node import (
     call_member,
     can_restore,
     check_node,
-    restore_items,
 )
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem
@@ -257,19 +256,11 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         """Whether all sources can make their items again."""
         return all(map(can_restore, self.sources.values()))
 
-    def restore_items(self, items: Sequence[ItemKey]) -> Iterator[Any]:
-        """Yield items of this epoch again."""
-        places, inner = self._by_source(items)
-        again = {name: restore_items(node, inner[name]) for name, node in self.sources.items()}
-        for name, _ in places:
-            yield _named(name, next(again[name]))
-
-    def make_again(self, items: Sequence[ItemKey]) -> ItemsAgain | None:
+    def make_again(self, items: Sequence[ItemKey]) -> ItemsAgain:
         """Return items of this epoch that are made again when they are taken."""
         places, inner = self._by_source(items)
         again = {name: make_again(node, inner[name]) for name, node in self.sources.items()}
-        known = {name: one for name, one in again.items() if one is not None}
-        return _MixedAgain(places, known) if len(known) == len(again) else None
+        return _MixedAgain(items, places, again)
 
     def _by_source(
         self, items: Sequence[ItemKey]
@@ -359,8 +350,13 @@ class SourceMixer(StatefulNode[Any, MixerState]):
 class _MixedAgain(ItemsAgain):
     """Items that the sources of a mixture make again."""
 
-    def __init__(self, places: Sequence[tuple[str, int]], again: Mapping[str, ItemsAgain]) -> None:
-        self._places, self._again = places, again
+    def __init__(
+        self,
+        items: Sequence[ItemKey],
+        places: Sequence[tuple[str, int]],
+        again: Mapping[str, ItemsAgain],
+    ) -> None:
+        self._items, self._places, self._again = items, places, again
         self._is_wanted = bytearray(len(places))
 
     def want(self, rows: Sequence[int]) -> None:

@@ -19,8 +19,9 @@ from odb_nodes.alignment.aligned_round import info_of_step
 from odb_nodes.alignment.exchange import Exchange
 from odb_nodes.alignment.peers import VirtualTeam
 from odb_nodes.checkpoints.rank_states import rank_files
+from odb_nodes.contract.again import restore_items
 from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
-from odb_nodes.contract.node import can_restore, restore_items
+from odb_nodes.contract.node import can_restore
 from odb_nodes.contract.state_file import load_state
 from odb_nodes.errors import StateError
 from odb_nodes.ledger.history import read_steps

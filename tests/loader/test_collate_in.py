@@ -419,7 +419,7 @@ def test_workers_that_died_with_nothing_to_do_are_started_anew():
     with ODBDataLoader(Rows(), **given) as loader:
         (node,) = [one for one in walk(loader.root) if hasattr(one, "worker_pids")]
         batches, pids = iter(loader), node.worker_pids
-        while not node._reader.has_ended:
+        while not node._has_read_all:
             next(batches)
         workers = node.runner._pool._workers
         while any(one.batches_due or not one._pending.empty() for one in workers):

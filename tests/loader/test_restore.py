@@ -436,7 +436,7 @@ def test_a_restore_that_is_refused_leaves_no_worker_behind():
                 assert again.worker_pids == []
 
 
-def test_what_a_restore_was_to_make_is_not_made_where_nobody_waits_for_it():
+def test_what_a_restore_was_to_make_is_not_made_after_another_reset():
     started = []
 
     def slow(item):
@@ -447,9 +447,8 @@ def test_what_a_restore_was_to_make_is_not_made_where_nobody_waits_for_it():
     workers = WorkerOptions(num_workers=1, chunk_size=2, in_flight_samples=200, method="thread")
     node = ParallelProcessor(ShardedSampler(200, shuffle=False), slow, seed=None, workers=workers)
     node.reset(None)
-    again = node.restore_items([ItemKey("", n, 1) for n in range(200)])
-    next(again)
-    again.close()
+    node.make_again([ItemKey("", n, 1) for n in range(200)]).take([0])
+    node.reset(None)
     assert next(node)["input_ids"] == [0]
     assert len(started) < 100
     node.close()

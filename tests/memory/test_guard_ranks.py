@@ -230,7 +230,7 @@ os._exit(3)
 def test_a_rank_whose_batch_fails_tells_the_others_that_wait_within_a_step(tmp_path, above):
     ends = ends_of(tmp_path, COLLATE, above=above)
     (name, text), own = (json.loads(text.splitlines()[-1]) for _, text in ends)
-    assert own[0] == "ValueError" and "as the test wants it" in own[1]
+    assert own[0] == "SampleError" and "as the test wants it" in own[1]
     assert name == "PeerError"
     assert "rank 1 failed in taking a batch: ValueError: as the test wants it" in text
 

@@ -23,7 +23,7 @@ from odb_nodes import (
     WindowBucketer,
     WorkerOptions,
 )
-from odb_nodes.contract import copy_state
+from odb_nodes.contract import copy_state, restore_items
 from odb_nodes.contract.again import make_again
 from odb_nodes.nodes.lazy_samples import LazySamples
 from odb_nodes.nodes.sample_records import from_records, to_records
@@ -100,21 +100,27 @@ def test_records_say_all_of_a_sample_but_its_data():
         Sample("b", 70_000, 9, 300, "web", "labels", 4, ItemKey("web", 9, 2, 5), 12, "chat"),
         Sample("c", 1, 0, 0, "web", "observed", None, ItemKey("web", 2**40, 1), 13, padding=4),
         Sample("d", 2, 1, 0, "ocr/x", "", 2**62, ItemKey("ocr/x", 0, 1), 14),
+        Sample("e", 9, 8, 0, "", "tokens", 5, ItemKey("", 5, 1), 15, ordinal=70_000),
+        Sample("f", 3, 2, 0, "", "tokens", None, None, 16, ordinal=2**40),  # without a key
     ]
-    for some in samples, samples[:1], samples[2:3], []:
+    for some in samples, samples[:1], samples[2:3], samples[5:], []:
         records = from_records(copy_state(to_records(SampleBlock.of(some))))
         assert (records.facts[:DATA] == SampleBlock.of(some).facts[:DATA]).all()
 
 
+@pytest.mark.parametrize("numbered", [False, True])
 @pytest.mark.parametrize("labels", [False, True])
-def test_a_record_of_text_has_at_most_24_bytes(labels):
+def test_a_record_of_text_has_at_most_24_bytes(labels, numbered):
     samples = [
-        Sample(None, 100 + n, 99 + n - labels * n % 7, 0, "", "labels", n, ItemKey("", n, 1), n)
+        Sample(
+            *(None, 100 + n, 99 + n - labels * n % 7, 0, "", "labels", n, ItemKey("", n, 1), n),
+            ordinal=70_000 + n if numbered else None,
+        )
         for n in range(500)
     ]
     costs, keys, _, numbers, columns = to_records(SampleBlock.of(samples))
     parts = [costs, keys, numbers or b"", *columns.values()]
-    assert sum(map(len, parts)) <= (16 + 4 * labels) * 500
+    assert sum(map(len, parts)) <= (16 + 4 * labels + 4 * numbered) * 500
 
 
 def test_records_that_contradict_the_samples_are_an_error():
@@ -260,6 +266,9 @@ def test_a_source_of_ones_own_makes_its_samples_when_they_are_taken():
     class Own(LengthObserver):
         make_again = None  # as a node that knows nothing of it
 
+        def restore_items(self, items):
+            return LengthObserver(self.source).make_again(items).take(range(len(items)))[0][0]
+
     def make(process):
         return WindowBucketer(Own(ParallelProcessor(ShardedSampler(SIZE), process)), BUDGET, WINDOW)
 
@@ -289,7 +298,7 @@ def test_a_sample_may_be_asked_for_alone():
     node = ParallelProcessor(ShardedSampler(SIZE), lambda number: Sample(number, 5, 4))
     node.reset(None)
     items = [ItemKey("", number, 1) for number in (7, 3, 5)]
-    known = SampleBlock.of([one for one, _ in zip(node.restore_items(items), items, strict=True)])
+    known = SampleBlock.of([*restore_items(node, items)])
     lazy = known.with_data(LazySamples(known, make_again(node, items), "a node"))
     assert [one.data for one in lazy] == [7, 3, 5]
     assert lazy.take([1]).data() == [3] and len(lazy.sources[lazy.facts[DATA, 0]]) == 3

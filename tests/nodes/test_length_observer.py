@@ -57,7 +57,8 @@ def test_observe_may_return_tokens_or_the_full_observation():
     whole = observe(item, lambda _: Observation(9, targets=0, patches=2))
     assert (*whole[1:4], whole.counted) == (9, 0, 2, "observed")
     assert observe(item, lambda _: (9, 4))[1:4] == (9, 4, 0)
-    assert observe("any", lambda _: 5) == Sample("any", 5, 4, 0, counted="tokens")
+    sample = observe("any", lambda _: 5)
+    assert sample._replace(digest=None) == Sample("any", 5, 4, 0, counted="tokens")
 
 
 @pytest.mark.parametrize(

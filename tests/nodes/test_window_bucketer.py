@@ -345,7 +345,7 @@ def test_a_long_fill_and_a_long_replay_say_how_far_they_are(monkeypatch, caplog)
     assert re.fullmatch(filling, caplog.messages[0]) and len(caplog.messages) <= 3
     caplog.clear()
     node.reset(node.state_dict())
-    replaying = r"samples made again to restore a state: \d+ of 40 after 0 s"
+    replaying = r"items read again to restore a state: \d+ of 40 after 0 s"
     assert re.fullmatch(replaying, caplog.messages[0]) and len(caplog.messages) <= 3
     caplog.clear()
     monkeypatch.setattr(progress, "FIRST_S", 0.0)

@@ -56,7 +56,7 @@ class Stream:
         """The planner as plain data."""
         planner = self.planner
         state = {
-            "waiting": planner.waiting.ordinal.tolist(),
+            "waiting": planner.pool.ordinals().tolist(),
             "pulled": planner.pool.pulled,
             "ended": planner.ended,
             "limits": planner.limits,
@@ -170,9 +170,9 @@ def test_samples_that_are_put_back_wait_again_as_old_as_they_are(samples, budget
     for _ in range(data.draw(st.integers(1, 4))):
         taken += stream.next()
     back = np.array(data.draw(st.permutations(taken)), np.int64)[: data.draw(st.integers(0, 20))]
-    waiting = stream.planner.waiting.ordinal.tolist()
+    waiting = stream.planner.pool.ordinals().tolist()
     stream.planner.put_back(stream.facts(back))
-    assert stream.planner.waiting.ordinal.tolist() == sorted([*waiting, *back.tolist()])
+    assert stream.planner.pool.ordinals().tolist() == sorted([*waiting, *back.tolist()])
     again = Stream(samples, budget, window)
     again.planner = stream.planner
     again.restart()  # as if they had never been taken
@@ -184,7 +184,7 @@ def test_no_group_holds_what_is_removed():
     stream = Stream([(10, 0, 0)] * 12, TokenBudget(40), 8)
     stream.fill()
     stream.planner.remove(np.array([1, 7]))
-    assert stream.planner.waiting.ordinal.tolist() == [0, 2, 3, 4, 5, 6]
+    assert stream.planner.pool.ordinals().tolist() == [0, 2, 3, 4, 5, 6]
     assert sorted(sum(epoch_of(stream), [])) == [0, *range(2, 7), *range(8, 12)]
 
 
@@ -200,7 +200,7 @@ def test_what_the_epoch_has_left_is_what_waits_and_what_will_come():
     assert unknown.samples_left() is None
     for ended in (planner, unknown):
         ended.end()
-        assert ended.samples_left() == len(ended.waiting)
+        assert ended.samples_left() == len(ended.pool)
 
 
 # --- limits --------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ class Rank:
     def planner_state(self):
         planner = self.planner
         return {
-            "waiting": planner.waiting.ordinal.tolist(),
+            "waiting": planner.pool.ordinals().tolist(),
             "pulled": planner.pool.pulled,
             "ended": planner.ended,
             "limits": planner.limits,
@@ -305,7 +305,7 @@ def test_ranks_stop_with_the_first_that_ends_and_say_what_no_step_has(shards, jo
     found = items_of(steps)
     for rank, dropped in zip(ranks.ranks, ranks.dropped, strict=True):
         unread = {*rank.items[rank.planner.pool.pulled :].tolist()} & {*samples_of(shards)}
-        found += [*dropped, *unread, *rank.items_of([rank.planner.waiting])]
+        found += [*dropped, *unread, *rank.items[rank.planner.pool.ordinals()].tolist()]
         assert not rank.plan.formed
     assert sorted(found) == samples_of(shards)
     first_to_end = [
@@ -382,7 +382,7 @@ class Change:
     def replan(self, rank, keep):
         plan, planner = rank.plan, rank.planner
         further = [*plan.settled.groups[keep:], *plan.formed]
-        waiting = planner.waiting.ordinal.tolist()
+        waiting = planner.pool.ordinals().tolist()
         if self.limit:
             planner.lower_limits(planner.limits._replace(tokens=self.limit))
         again = plan.replan(keep).ordinal.tolist()
@@ -394,7 +394,7 @@ class Change:
         out = {ordinal for ordinal in held if self.removes and ordinal % 5 == 2}
         planner.remove(np.array([*out], np.int64))
         planner.put_back(rank.facts([ordinal for ordinal in again if ordinal not in out]))
-        assert planner.waiting.ordinal.tolist() == sorted(held - out)
+        assert planner.pool.ordinals().tolist() == sorted(held - out)
         self.gone += rank.items[[*out]].tolist() if out else []
 
 

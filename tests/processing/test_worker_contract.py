@@ -324,6 +324,7 @@ def test_a_source_that_has_become_shorter_is_an_error(make):
         shorter = make("inline", source=IterableSource(range(size), 0, 1), chunk_size=8)
         with pytest.raises(StateError, match="ended"):
             shorter.reset(node.state_dict())
+            next(shorter)  # which reads the items before it first
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from odb_nodes.ledger import Audit, EpochAudit, Ledger, audit
 from odb_nodes.loader.batch_sampler import TokenBatchSampler
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
-from odb_nodes.nodes import GroupCollator, LengthObserver, WindowBucketer
+from odb_nodes.nodes import GroupCollator, LengthObserver, PlannedGroups, WindowBucketer
 from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.sample import ItemKey, LeftOut, Observation, Sample, Skipped, SourceItem
@@ -55,6 +55,7 @@ __all__ = [
     "ParquetDataset",
     "PeerError",
     "PerSource",
+    "PlannedGroups",
     "RankAligner",
     "Sample",
     "SampleBlock",

@@ -193,6 +193,18 @@ class Kind(NamedTuple):
         return ODBDataLoader(**given)
 
 
+def known(told=lambda index: len(tokens_of(index)), **options):
+    """A job whose lengths are told before samples are made."""
+    given = {"lengths": [told(index) for index in range(SAMPLES)], "window": "auto"}
+    return Kind({**given, **options})
+
+
+def lies(index):
+    """A length that is told: of one in three another one."""
+    tokens = len(tokens_of(index))
+    return tokens if index % 3 else max(1, tokens // 2 if index % 2 else 2 * tokens)
+
+
 THREADS = WorkerOptions(num_workers=2, method="thread", chunk_size=3)
 SCHEDULE = WeightSchedule([(0, {"a": 1, "b": 1}), (40, {"a": 3, "b": 1})])
 ASKS = {2: (0, 60), 3: (-1, 45), 9: (0, 40)}
@@ -287,8 +299,28 @@ KINDS = {
 }
 """The kinds of jobs, by name."""
 KINDS |= {
+    "known": known(),
+    "known windows": known(window=16),
+    "known packed": known(token_budget=TokenBudget(90, layout="packed")),
+    "known lies": known(lies),
+    "known lies packed": known(lies, token_budget=TokenBudget(90, layout="packed")),
+    "known random": known(lambda _: 12, process_fn=augmented, workers=THREADS),
+    "known collate": known(collate_fn=noisy, accumulate=3, dearest_first=2),
+    "known own keys": known(observe=with_own_key, shuffle=False),
+    "known asks": known(lies)._replace(calls=ASKS),
+    "known stop": known(lies, uneven="stop")._replace(moves=False),
+    "known virtual": known(lies, virtual_ranks=4)._replace(ranks=(1, 2, 4)),
+}
+KINDS |= {
     f"virtual {name}": Kind(KINDS[name].options | {"virtual_ranks": 4}, ranks=(1, 2, 4))
     for name in TO_VIRTUAL
+}
+KINDS |= {
+    "early": Kind({"window": 64, "window_start": "early"}),
+    "early iterable": Kind(
+        {"window": 40, "window_start": "early", "dataset": lambda *_: Shuffled()}, moves=False
+    ),
+    "early packed": Kind(KINDS["packed"].options | {"window": 64, "window_start": "early"}),
 }
 
 

@@ -32,9 +32,12 @@ streams = st.lists(st.tuples(st.integers(1, 120), st.integers(0, 50), st.integer
 """Tokens, patches and task of each sample."""
 
 
-def run(lengths, budget, window, patches=None, dearest_first=0, tasks=(), diversity=0.0):
+def run(
+    lengths, budget, window, patches=None, dearest_first=0, tasks=(), diversity=0.0, early=False
+):
     """Stream lengths through a pool; return groups of ordinals and the greatest age seen."""
     pool, groups, age = RollingPool(TokenBudget.of(budget), window, diversity), [], 0
+    pool.starts_early = early
     patches, tasks = patches or [0] * len(lengths), tasks or [0] * len(lengths)
     while True:
         while (room := min(pool.room(), len(lengths) - pool.pulled)) > 0:

@@ -12,9 +12,9 @@ again from the last snapshot on, as libraries do that count positions. Each run 
 same steps, in the same process, one way after the other; processing is a sleep.
 
 With `--ranks`: seconds to the first batch of an `ODBDataLoader`, and of waiting over the next 50
-steps, beside a run that goes on. Each rank has 2 worker processes, and a step takes a trainer
-`--slower` times as long as processing its samples. Resumed within a round and at its border, and
-with `verify="eager"`.
+steps, beside a run that goes on, and fresh starts that wait for the whole window and that do not.
+Each rank has 2 worker processes, and a step takes a trainer `--slower` times as long as processing
+its samples. Resumed within a round and at its border, and with `verify="eager"`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.contract.config import sealed_states
+from odb_nodes.planning.auto_window import WindowStart
 from odb_nodes.tools.simulate import lognormal_lengths
 
 BUDGET_TOKENS = 16_384
@@ -141,10 +142,16 @@ class Texts:
         return {"input_ids": ids, "labels": ids}
 
 
-def loader_of(texts: Texts, window: int) -> ODBDataLoader:
+def loader_of(texts: Texts, window: int, window_start: WindowStart = "auto") -> ODBDataLoader:
     """Return the loader of a rank."""
     workers = WorkerOptions(num_workers=WORKERS, start_method="fork")
-    return ODBDataLoader(texts, token_budget=BUDGET_TOKENS, window=window, workers=workers)
+    return ODBDataLoader(
+        texts,
+        token_budget=BUDGET_TOKENS,
+        window=window,
+        window_start=window_start,
+        workers=workers,
+    )
 
 
 def is_at_border(state: dict[str, Any]) -> bool:
@@ -170,7 +177,7 @@ def run_rank(rank: int, port: int, args: argparse.Namespace) -> None:
     """Resume a run within a round and at its border; rank 0 prints how it went."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
-    size = args.ranks * ((FIRST_STEP + 3 * STEPS) * 40 + 2 * args.window)
+    size = args.ranks * max((FIRST_STEP + 3 * STEPS) * 40, 32 * args.window)
     texts = Texts(lognormal_lengths(size, cv=1.0, mean_tokens=800).tolist())
     sample_s = args.process_ms / 1000
     states: dict[str, Any] = {}
@@ -185,6 +192,15 @@ def run_rank(rank: int, port: int, args: argparse.Namespace) -> None:
                 states.setdefault("at a border" if is_at_border(state) else "within a round", state)
         texts.seconds.value = sample_s
         report(rank, args, "goes on", waits_of(batches, sample_s, args.slower)[1:])
+    starts: tuple[WindowStart, ...] = ("full", "auto")
+    for start in starts:
+        dist.barrier()
+        start_s = time.perf_counter()
+        with loader_of(texts, args.window, start) as loader:
+            batches = iter(loader)
+            first_s = time.perf_counter() - start_s
+            waits = waits_of(batches, sample_s, args.slower)
+        report(rank, args, f'fresh start, "{start}"', waits[1:], first_s + waits[0])
     for where, state in states.items():
         for verify in ("lazy", "eager"):
             dist.barrier()

@@ -18,7 +18,8 @@ from statistics import fmean, median
 import numpy as np
 
 from odb_nodes.planning import RollingPool, SimulationOptions, TokenBudget
-from odb_nodes.planning.simulation import SampleCosts, plan_steps
+from odb_nodes.planning.sample_costs import SampleCosts
+from odb_nodes.planning.simulation import plan_steps
 from odb_nodes.planning.table import IntArray
 from odb_nodes.tools.simulate import SimulationReport, lognormal_lengths, markdown_table
 

@@ -1,6 +1,6 @@
-"""What we rely on inside of Hugging Face `datasets`: the stages that a stream is made of.
+"""What we rely on inside of Hugging Face `datasets`: how a table is held, the stages of a stream.
 
-`datasets` itself is imported only for somebody who has a stream of it, and so has imported it.
+`datasets` itself is imported only for somebody who has an object of it, and so has imported it.
 """
 
 from __future__ import annotations
@@ -44,6 +44,12 @@ table (1,000 rows) too far (datasets#7630, #8145, #8359); in 5.0.0 also any that
 stands at its beginning (#8308). Found by resuming in 3.6 to 5.2."""
 
 
+_ROW_FORMATS = (None, "numpy", "torch")
+_ROW_OPTIONS = {"device", "dtype"}
+"""Formats, and their options, in which a row of a column of lists is a list, array or tensor of as
+many values."""
+
+
 def restores_exactly() -> bool:
     """Tell whether the states of this version bring a stream back to where it stood."""
     import datasets
@@ -52,18 +58,74 @@ def restores_exactly() -> bool:
 
 
 def is_plain_table(dataset: Any) -> bool | None:
-    """Tell whether a table now reads rows as plain Python values; `None` for what is no table.
+    """Tell whether rows of a table are the same, whatever is read with them; `None` for no table.
 
-    Not where it applies a transform, decodes images or sound, or makes arrays, whose dtype depends
-    on the rows that are read together: a column with a null becomes one of floats.
+    They are plain Python values, or arrays and tensors of whole lists of integers. Not where a
+    table applies a transform, decodes images or sound, or makes arrays of other columns, whose
+    dtype depends on the rows that are read together: one with a null becomes one of floats.
     """
-    kind = type(dataset)  # by its name: a user's own module may be called `datasets`, too
-    if (kind.__module__, kind.__qualname__) != ("datasets.arrow_dataset", "Dataset"):
+    if not is_table(dataset):
         return None
     from datasets.features.features import require_decoding
 
-    decodes = map(require_decoding, dataset.info.features.values())
-    return dataset.format["type"] is None and not any(decodes)
+    if dataset.format["type"] is None:
+        return not any(map(require_decoding, dataset.info.features.values()))
+    columns = shown_columns(dataset)
+    return columns is not None and all(_has_whole_lists(dataset, name) for name in columns)
+
+
+def _has_whole_lists(dataset: Any, name: str) -> bool:
+    """Tell whether a column has lists of integers, and no null."""
+    column = dataset.data.column(name)
+    return has_integer_lists(dataset, name) and not (
+        column.null_count or any(chunk.values.null_count for chunk in column.chunks)
+    )
+
+
+def is_table(dataset: Any) -> bool:
+    """Tell whether a dataset is a table of `datasets`, and of no class that is derived from it."""
+    kind = type(dataset)  # by its name: a user's own module may be called `datasets`, too
+    return (kind.__module__, kind.__qualname__) == ("datasets.arrow_dataset", "Dataset")
+
+
+def shown_columns(dataset: Any) -> list[str] | None:
+    """Return the columns that rows of a table have, each as the list, array or tensor that it is.
+
+    `None` for what is no table, and where a transform makes the rows, or a format of another shape.
+    """
+    if not is_table(dataset):
+        return None
+    style = dataset.format
+    if style["type"] not in _ROW_FORMATS or not _ROW_OPTIONS.issuperset(style["format_kwargs"]):
+        return None
+    names: list[str] = style["columns"]
+    return dataset.column_names if style["output_all_columns"] else names
+
+
+def has_integer_lists(dataset: Any, name: str) -> bool:
+    """Tell whether the rows of a column are lists of integers, which reading them does not change.
+
+    Not lists of lists, nor an array of several dimensions, nor what a feature decodes.
+    """
+    from datasets.features.features import require_decoding
+    from pyarrow import types
+
+    kind = dataset.data.schema.field(name).type
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    decodes = require_decoding(dataset.info.features[name])
+    return is_list and types.is_integer(kind.value_type) and not decodes
+
+
+def stored_column(dataset: Any, name: str) -> tuple[Any, Any]:
+    """Return a column as Arrow holds it, and the places in it of the rows; `None` if in order."""
+    indices = dataset._indices
+    places = None if indices is None else indices.column(0).to_numpy()
+    return dataset.data.column(name), places
+
+
+def fingerprint_of_table(dataset: Any) -> str:
+    """Return what `datasets` tells tables apart by: a hash of their content, or of their making."""
+    return str(dataset._fingerprint)
 
 
 def stages_of(stream: Any) -> list[Any]:

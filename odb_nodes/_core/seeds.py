@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -29,6 +30,15 @@ GENERATORS = (torch.Generator, *_OF_NUMPY, np.random.RandomState, random.Random)
 _METHODS: tuple[Any, ...] = (random.random, np.random.random_sample)
 GLOBAL_GENERATORS = (*(method.__self__ for method in _METHODS), torch.default_generator)
 """The global generators of Python, numpy and torch (CPU)."""
+
+
+def _begin_turns() -> None:
+    global _turn, _turn_limit_s
+    _turn, _turn_limit_s = threading.RLock(), 0.0
+
+
+if hasattr(os, "register_at_fork"):  # A child has none of the threads that might hold it.
+    os.register_at_fork(after_in_child=_begin_turns)
 
 
 def declares_draws(function: Any) -> bool | None:
@@ -76,8 +86,8 @@ def own_rngs(limit_s: float, *, preserves: bool = True) -> Iterator[None]:
     Another thread waits at most `limit_s` for the end of this block, and raises a `WorkerError`.
     """
     global _turn_limit_s
-    start_s = time.monotonic()
-    while not _turn.acquire(timeout=_POLL_S):
+    start_s, turn = time.monotonic(), _turn  # A fork meanwhile makes another one for the child.
+    while not turn.acquire(timeout=_POLL_S):
         most_s = _turn_limit_s  # 0 where the thread that had them has just let go of them
         if 0 < most_s < time.monotonic() - start_s:
             raise WorkerError(
@@ -91,7 +101,7 @@ def own_rngs(limit_s: float, *, preserves: bool = True) -> Iterator[None]:
             yield
     finally:
         _turn_limit_s = before
-        _turn.release()
+        turn.release()
 
 
 def digest_of_rngs() -> int:

@@ -133,7 +133,7 @@ GroupsContent = tuple[list[int], bytes | None]
 """The samples of each group, 0 for a step that is filled; and their ordinals, 8 bytes each."""
 
 
-class PlannedGroups:
+class PlannedOrdinals:
     """The ordinals of planned groups: part of a state."""
 
     def __init__(self, groups: Sequence[Facts | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class GroupReader(LeftOutSamples):
     def __init__(self, node: BaseNode[Any]) -> None:
         super().__init__()
         self._node = node
-        self.planner = GivenGroups()
+        self.planner = GivenGroups(partial(call_member, node, "lower_tokens"))
         self.store = SampleStore()
         self.restored = Restored()
         """What the last restore has found."""
@@ -90,7 +91,19 @@ class GroupReader(LeftOutSamples):
     def end_early(self, samples: Facts) -> None:
         """End the epoch before its last sample; leave out these."""
         self.leave_unemitted(self.store, samples.ordinal)
+        call_member(self._node, "end_early")
         self.planner.end()
+
+    @property
+    def plans_anew(self) -> bool:
+        """Whether the node takes back samples of its groups, and forms others of them."""
+        return hasattr(self._node, "put_back")
+
+    def put_back(self, samples: Facts) -> None:
+        """Have the node form other groups of samples."""
+        call_member(self._node, "put_back", self.store.look(samples.ordinal))
+        self.store.drop(samples.ordinal)
+        self.planner.go_on()
 
     @property
     def remaining_samples(self) -> int:

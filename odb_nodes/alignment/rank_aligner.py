@@ -15,7 +15,7 @@ from odb_nodes.alignment.aligned_round import (
     GroupsContent,
     LossRule,
     LossScaling,
-    PlannedGroups,
+    PlannedOrdinals,
     digest_of_totals,
     info_of_step,
     ordinals_of,
@@ -40,6 +40,7 @@ from odb_nodes.contract.node import check_node, snapshot
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes import WindowBucketer
 from odb_nodes.nodes.lazy_samples import with_data_made
+from odb_nodes.nodes.planned_groups import PlannedGroups
 from odb_nodes.nodes.sample_records import decode_sample, encode_sample
 from odb_nodes.nodes.sample_store import StoreContent
 from odb_nodes.planning.budget import round_up
@@ -59,6 +60,8 @@ from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import LeftOut, Sample
 from odb_nodes.sample_block import NO_SAMPLES, SampleBlock
 from odb_nodes.step_info import AlignedGroup
+
+_FORMS_GROUPS = (WindowBucketer, PlannedGroups)
 
 
 @dataclass(kw_only=True)
@@ -145,7 +148,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             alike (also joined, `dp_shard`) share steps; ranks that differ only in others (`tp`,
             `cp`, `pp`, `ep`) get the same batches. Default: all ranks of the job, or one rank if
             torch.distributed is not initialised.
-        round_size: steps between two messages, after rounds of 4, 5, 6, 7, 8, 10, ...; rounded up
+        round_size: steps between two messages, after rounds of 1, 2, 3 and so on; rounded up
             to a multiple of `accumulate`. Larger rounds match costs better and hold more groups.
         uneven: what to do when ranks have different amounts of data. `"fill"`: as above.
             `"stop"`: all ranks end with the first; `unemitted_samples` counts the rest.
@@ -374,7 +377,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """Return the source's state, the totals of the round, and what is planned."""
         plan, reader = self._plan, self._groups
         given = reader if isinstance(reader, GroupReader) else None
-        groups: Any = PlannedGroups([*plan.settled.remaining, *plan.formed])
+        groups: Any = PlannedOrdinals([*plan.settled.remaining, *plan.formed])
         return AlignerState(
             source=snapshot(self.source),
             round=plan.round,
@@ -498,7 +501,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             while self._failure is None and plan.lacks() > 0:
                 self._groups.fill()
         except Exception as error:
-            if self._pool is None:  # A node of the user may have no state after an error.
+            if not getattr(self.source, "keeps_failed_items", False):  # It has no state now.
                 raise
             self._failure = error
         if self._failure is not None and plan.is_between_rounds:
@@ -509,7 +512,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         if self.peers.channel.agreed:
             return
         plan, name = self._plan, type(self).__name__
-        below = [node for node in walk(self.source) if isinstance(node, WindowBucketer)]
+        below = [node for node in walk(self.source) if isinstance(node, _FORMS_GROUPS)]
         config = {
             "step": plan.step,
             "epoch": self._epochs.epoch,
@@ -611,7 +614,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _use_present_options(self, *, at_end: bool) -> None:
         """Plan the further steps anew, where keys or limits are others than in the state."""
         plan, name = self._plan, type(self).__name__
-        below = [node for node in walk(self.source) if isinstance(node, WindowBucketer)]
+        below = [node for node in walk(self.source) if isinstance(node, _FORMS_GROUPS)]
         has_keys = any(node.restored.keys_changed for node in below)
         has_limits = any(node.restored.limits_changed for node in below)
         is_planned = len(plan.settled) or plan.formed
@@ -622,13 +625,15 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         if at_end or not is_planned or loading().leaves_epoch or not (has_keys or has_limits):
             return
         inside = plan.settled.emitted % self.accumulate
-        if has_keys and (self._pool is None or inside):
+        groups = self._groups
+        plans_anew = not isinstance(groups, GroupReader) or groups.plans_anew
+        if has_keys and (not plans_anew or inside):
             why = (
                 f"it is within an optimizer step of {self.accumulate} steps, of which {inside} "
                 "were weighed by a total that counts these samples. Resume from a state that was "
                 "saved after an optimizer step, or without the new keys in `exclude`"
             )
-            if self._pool is None:
+            if not plans_anew:
                 why = (
                     "its source must be the `WindowBucketer` itself, since a node in between may "
                     "hold some. Resume from a state that was saved after the last step of an epoch"
@@ -637,6 +642,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 f"{name} cannot exclude more samples at step {plan.step} of epoch "
                 f"{self._epochs.epoch}: {why}."
             )
-        if self._pool is not None:
+        if plans_anew:
             samples = plan.replan(plan.settled.emitted + -inside % self.accumulate)
-            self._pool.put_back(samples)
+            groups.put_back(samples)

@@ -178,6 +178,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--json": _option("file for the same as JSON", Path),
     "--layout": _option("padded or packed (padded)"),
     "--lengths": _option("a file of lengths, in place of data", _existing),
+    "--lengths-known": {
+        "action": "store_true",
+        "help": "also plan all samples of an epoch together, as loaders do whose lengths are known",
+    },
     "--limit": _option("most tokens of a batch (4 x the longest, or the loader's)", _COUNT),
     "--log": _option("folder of a monitor, whose times are fitted to", _existing),
     "--max-patches": _option("most image patches of a batch", _COUNT),
@@ -257,7 +261,8 @@ COMMANDS: dict[Callable[[Any], int | None], tuple[str, dict[str, dict[str, Any]]
     ),
     commands.simulate: (
         f"{_DATA} --cv --ranks --window --round-size {_BUDGET} --shapes --attention-tokens "
-        "--row-sizes --oversize --accumulate --uneven --weight --shuffle --timeline",
+        "--row-sizes --oversize --accumulate --uneven --weight --shuffle --lengths-known "
+        "--timeline",
         {},
     ),
     commands.tune: (

@@ -176,10 +176,15 @@ def simulate(args: Namespace) -> None:
     data = Data(args, [] if args.timeline == "-" else ["timeline"])
     budget = data.budget(args.budget)
     options = data.job() | {"budget": budget}
-    windows = args.window or [options["window"]]
+    plans = [(window, False) for window in args.window or [options["window"]]]
+    plans += [(options["window"], True)] * args.lengths_known
     jobs = [
-        SimulationOptions(**options | {"world_size": world_size, "window": window})
-        for world_size, window in product(args.ranks or [data.options.virtual_ranks or 1], windows)
+        SimulationOptions(
+            **options | {"world_size": world_size, "window": window, "lengths_known": is_known}
+        )
+        for world_size, (window, is_known) in product(
+            args.ranks or [data.options.virtual_ranks or 1], plans
+        )
     ]
     from odb_nodes._core.text import markdown_table
     from odb_nodes.tools.simulate import TableEpoch, timeline_page, timeline_text
@@ -192,12 +197,15 @@ def simulate(args: Namespace) -> None:
     rows: list[dict[str, str]] = []
     for job in jobs:
         run = {"ranks": str(job.world_size), "window": shown(job.window, epoch.window(job))}
+        if args.lengths_known:
+            run["lengths"] = "known" if job.lengths_known else "as they come"
         batches = epoch.batches(job)
         rows.append(run | epoch.report(job, batches).as_row())
     print(markdown_table(rows))
     _tell_of_oversize(table, budget)
     if args.timeline is not None:
         title = f"{counted(job.world_size, 'rank')}, window {epoch.window(job):,}"
+        title += ", lengths known" * job.lengths_known
         if args.timeline == "-":
             print(f"\n{timeline_text(batches.costs(budget), title)}")
         else:

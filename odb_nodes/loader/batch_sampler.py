@@ -5,31 +5,20 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from odb_nodes._core.checks import check_bool, check_count
-from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.processes import resolve_rank
 from odb_nodes.contract.state import NodeState, seal_whole, unseal_whole
 from odb_nodes.errors import StateError
 from odb_nodes.planning import TokenBudget
-from odb_nodes.planning.auto_window import WindowSize
-from odb_nodes.planning.options import JobOptions
-from odb_nodes.planning.simulation import (
-    PlanKeywords,
-    SampleCosts,
-    SimulationOptions,
-    check_lengths,
-    plan_steps,
-)
-from odb_nodes.sources.sharded_sampler import Permutation
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from odb_nodes.planning.auto_window import AUTO, WindowSize
+from odb_nodes.planning.known_epochs import KnownJob, known_window
+from odb_nodes.planning.known_lengths import EpochPlan
+from odb_nodes.planning.sample_costs import SampleCosts
+from odb_nodes.sources.sharded_sampler import epoch_order
 
 
 @dataclass(kw_only=True)
@@ -49,11 +38,12 @@ class TokenBatchSampler:
         loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
 
     It is for a `DataLoader`, a `StatefulDataLoader`, or a trainer that wants a `batch_sampler`.
-    With a `window` in samples, an `ODBDataLoader` whose samples have these lengths makes the same
-    batches; with `"auto"`, in its first epoch. All ranks have the same number of batches, which
-    differs from epoch to epoch; the batches of a step cost about the same. A rank that has no
-    sample left for a step takes the shortest sample once more; with `uneven="stop"` all ranks end
-    there. No `StepInfo` comes with a batch: weigh its loss by its number of targets yourself.
+    It makes the batches of an `ODBDataLoader(dataset, lengths=lengths)` with the same options, on
+    each rank and in each epoch; on several ranks that loader orders its steps anew. (Not with
+    `oversize="drop"`, where samples that are too long are no part of this plan.) All ranks have
+    the same number of batches, which may differ from epoch to epoch; the batches of a step cost
+    about the same. A rank that has no sample left for a step takes the shortest sample once more.
+    No `StepInfo` comes with a batch: weigh its loss by its number of targets yourself.
 
     After all batches of an epoch, the next iteration begins the next epoch; `set_epoch` chooses
     another one. A `StatefulDataLoader` saves the sampler's state. A plain `DataLoader` with workers
@@ -66,10 +56,12 @@ class TokenBatchSampler:
         budget: padded tokens of a batch, or a `TokenBudget` without a limit of patches.
         rank: this rank. Default: from torch.distributed, or `RANK`.
         world_size: number of ranks. Default: from torch.distributed, or `WORLD_SIZE`.
-        window: samples that wait on each rank to be grouped. See `ODBDataLoader`.
-        shuffle: whether each epoch has an order of its own; otherwise 0, 1, 2, ...
+        window: samples of each rank that are planned together. `"auto"`: all of the epoch; without
+            `shuffle` 2048.
+        shuffle: whether each epoch has an order of its own; otherwise 0, 1, 2, ... The batches of a
+            window come in an order drawn from `seed` either way.
+        dearest_first: steps of the longest samples that begin each epoch.
         seed: of the orders; the same on all ranks.
-        options: `round_size`, `uneven`, `dearest_first`, `accumulate`, as for `ODBDataLoader`.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -83,34 +75,35 @@ class TokenBatchSampler:
         *,
         rank: int | None = None,
         world_size: int | None = None,
-        window: WindowSize = JobOptions.window,
+        window: WindowSize = AUTO,
         shuffle: bool = True,
-        seed: int = JobOptions.seed,
-        **options: Unpack[PlanKeywords],
+        dearest_first: int = 0,
+        seed: int = 0,
     ) -> None:
-        tokens = check_lengths(lengths)
+        self._samples = SampleCosts.of_lengths(lengths)
+        tokens = self._samples.tokens
         self._rank, self._world_size = resolve_rank(rank, world_size)
         if self._world_size > len(tokens):
             raise ValueError(
                 f"`lengths` must have a sample for each of the {self._world_size} ranks, but has "
                 f"{len(tokens)}."
             )
-        none = np.zeros_like(tokens)
-        self._samples = SampleCosts(tokens, tokens - 1, patches=none, tasks=none)
         self._shuffle = check_bool("shuffle", shuffle)
         budget = TokenBudget.of(budget)
         if budget.max_patches is not None:
             raise ValueError("`budget` must have no `max_patches`: only lengths are known here.")
-        if unknown := options.keys() - PlanKeywords.__annotations__.keys():
-            raise TypeError(f"`{min(unknown)}` is no option of `{type(self).__name__}`.")
-        self._job = SimulationOptions(
-            world_size=self._world_size, budget=budget, window=window, seed=seed, **options
+        self._job = KnownJob(
+            budget=budget,
+            world_size=self._world_size,
+            window=known_window(window, in_order=not self._shuffle),
+            dearest_first=dearest_first,
+            seed=seed,
         )
         self.epoch = self.step = 0
         """The epoch, and how many of its batches are out."""
         self._is_resumed = self._is_at_end = self._has_ended = False
         self._next_epoch: int | None = None  # set while the batches of another one came
-        self._planned: tuple[int, list[list[int]]] | None = None  # an epoch, and its batches
+        self._planned: tuple[int, EpochPlan] | None = None  # of an epoch
         self._settings = {
             **{f"budget.{name}": one for name, one in budget.fingerprint().items()},
             **{name: one for name, one in asdict(self._job).items() if name != "budget"},
@@ -118,7 +111,6 @@ class TokenBatchSampler:
             "rank": self._rank,
             "shuffle": self._shuffle,
         }
-        del self._settings["cost_fn"]
 
     @property
     def sampler(self) -> TokenBatchSampler:
@@ -128,14 +120,9 @@ class TokenBatchSampler:
     def __len__(self) -> int:
         """Return how many batches the epoch has, the next one once all of them are out.
 
-        Once `set_epoch` was called, that is the next one, too. It is planned as a whole for that.
+        Once `set_epoch` was called, that is the next one, too.
         """
-        return self._count(self.epoch if self._is_resumed else self._following())
-
-    def _count(self, epoch: int) -> int:
-        if self._planned is None or self._planned[0] != epoch:
-            self._planned = epoch, [*self._plan(epoch)]
-        return len(self._planned[1])
+        return len(self._plan(self.epoch if self._is_resumed else self._following()))
 
     def _following(self) -> int:
         """Return the epoch that the next iteration is of, if it does not go on with a state."""
@@ -146,26 +133,21 @@ class TokenBatchSampler:
         if not self._is_resumed:  # A trainer that knows the length does not ask for the end.
             self._go_to(self._following())
         self._is_resumed = self._has_ended = False
-        epoch, planned = self.epoch, self._planned
-        known = planned[1] if planned is not None and planned[0] == epoch else None
-        batches = islice(self._plan(epoch) if known is None else known, self.step, None)
-        following = next(batches, None)
-        while following is not None:
-            batch, following = following, next(batches, None)
-            self.step += 1
-            self._is_at_end = following is None
-            yield [*batch]
+        plan, shortest = self._plan(self.epoch), int(self._samples.tokens.argmin())
+        for step in range(self.step, len(plan)):
+            self.step = step + 1
+            self._is_at_end = self.step == len(plan)
+            yield plan.group(step, self._rank).tolist() or [shortest]
         self._is_at_end = self._has_ended = True  # also where a state had left nothing
 
-    def _plan(self, epoch: int) -> Iterator[list[int]]:
-        order = np.arange(len(self._samples.tokens))
-        if self._shuffle:
-            order = Permutation(len(order), hash_ints(self._job.seed, epoch))(order)
-        shards = [order[rank :: self._world_size] for rank in range(self._world_size)]
-        shortest = int(self._samples.tokens.argmin())
-        for step in plan_steps(self._samples, shards, self._job, epoch=epoch):
-            group = step[self._rank]
-            yield [shortest] if group is None else group.data()
+    def _plan(self, epoch: int) -> EpochPlan:
+        """Return the plan of an epoch, which is made once."""
+        if self._planned is None or self._planned[0] != epoch:
+            order = epoch_order(
+                len(self._samples.tokens), self._job.seed, epoch, shuffle=self._shuffle
+            )
+            self._planned = epoch, self._job.plan(self._samples, order, epoch)
+        return self._planned[1]
 
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` the next one that begins.
@@ -181,7 +163,7 @@ class TokenBatchSampler:
             self._next_epoch = epoch
             return
         if epoch != self.epoch:
-            if 0 < self.step < self._count(self.epoch):
+            if 0 < self.step < len(self._plan(self.epoch)):
                 raise StateError(
                     f"`set_epoch` must be given {self.epoch}, the epoch that the state stands "
                     f"within, but got {epoch}, and batches of epoch {self.epoch} remain. Call "

@@ -28,14 +28,16 @@ from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.options import CollateIn, LoaderOptions, ProcessFn
 from odb_nodes.loader.pipeline import RankGraph, graphs_of_team
 from odb_nodes.nodes.exclusions import Exclude
+from odb_nodes.nodes.planned_groups import PlannedGroups
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.nodes.window_bucketer import PoolState
 from odb_nodes.planning import TokenBudget, Uneven
-from odb_nodes.planning.auto_window import WindowSize
+from odb_nodes.planning.auto_window import WindowSize, WindowStart
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
 from odb_nodes.sources.datasets import order_of
+from odb_nodes.sources.known_lengths import Lengths
 from odb_nodes.sources.mixing import Weights
 from odb_nodes.sources.source_mixer import SourceMixer
 
@@ -103,6 +105,10 @@ class ODBDataLoader(Loader[Any]):
             the items are processed samples already. If dataset, `process_fn` and `observe` all
             have an attribute `draws_random_numbers = False`, nothing is seeded.
         observe: processed sample -> its tokens, or `Observation`; see `LengthObserver`.
+        lengths: where the length in tokens of each sample is known before it is read: the name of a
+            column, integers, a sample each, or a file that `odb-nodes profile --save-lengths` has
+            written. The whole epoch is then planned at once, see docs/known-lengths.md. Default:
+            those of a table of `datasets` whose `input_ids` nothing processes; `False`: not used.
         prefetch: number of batches that a thread makes ahead, if there are workers.
         state: what a state holds of the pool, `"replay"` or `"payload"`; see `WindowBucketer`.
         workers: all options of the workers, in place of `num_workers`. By default at least
@@ -129,6 +135,8 @@ class ODBDataLoader(Loader[Any]):
         tasks: names of all tasks of the samples, for `StepInfo.task_targets`; see `TaskWeights`.
         dearest_first: batches of the longest samples that begin each epoch; see `WindowBucketer`.
         diversity: weight, in 0..1, of an even mix of tasks in a batch; see `WindowBucketer`.
+        window_start: whether the first batch waits for the whole window: `"full"`, `"early"` or
+            `"auto"`, by the length of the epoch; see `WindowBucketer`.
         weights: name of the dataset -> its share of the samples, if `dataset` is a dict;
             `"proportional"` to the samples of each; a `WeightSchedule`; or a `Mixing`, for shares
             of tokens, or another end of the epoch. Default: equal shares; each sample is emitted
@@ -158,6 +166,7 @@ class ODBDataLoader(Loader[Any]):
         window: WindowSize = LoaderOptions.window,
         process_fn: ProcessFn | Mapping[str, ProcessFn] = None,
         observe: Observe | None = None,
+        lengths: Lengths = LoaderOptions.lengths,
         prefetch: int = LoaderOptions.prefetch,
         state: PoolState = LoaderOptions.state,
         workers: WorkerOptions | None = None,
@@ -175,6 +184,7 @@ class ODBDataLoader(Loader[Any]):
         tasks: Sequence[str] = LoaderOptions.tasks,
         dearest_first: int = LoaderOptions.dearest_first,
         diversity: float = LoaderOptions.diversity,
+        window_start: WindowStart = LoaderOptions.window_start,
         weights: Weights | Mixing = None,
         virtual_ranks: int | None = LoaderOptions.virtual_ranks,
     ) -> None:
@@ -270,6 +280,8 @@ class ODBDataLoader(Loader[Any]):
         where = self._progress()
         if self.options.virtual_ranks is not None:
             where = f"{counted(self.options.virtual_ranks, 'virtual rank')}, {where}"
+        if origin := self._graphs[0].origin:
+            where = f"planned from {origin}, {where}"
         return f"{type(self).__name__}({data}, {self.options.budget}, {where})"
 
     def _progress(self) -> str:
@@ -374,8 +386,9 @@ class ODBDataLoader(Loader[Any]):
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of the running worker processes."""
-        processors = (one for one in self._nodes_of_samples() if isinstance(one, ParallelProcessor))
-        return [pid for one in processors for pid in one.worker_pids]
+        kinds = (ParallelProcessor, PlannedGroups)
+        nodes = (node for node in self._nodes_of_samples() if isinstance(node, kinds))
+        return [pid for node in nodes for pid in node.worker_pids]
 
     def _nodes_of_samples(self) -> Iterator[BaseNode[Any]]:
         for graph in self._graphs:

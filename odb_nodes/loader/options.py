@@ -27,6 +27,7 @@ from odb_nodes.planning.runs import check_diversity
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.sample import Observe
 from odb_nodes.sources import Mixing
+from odb_nodes.sources.known_lengths import Lengths
 from odb_nodes.sources.mixing import Weights
 
 CollateIn = Literal["auto", "workers", "main"]
@@ -43,6 +44,7 @@ class BatchOptions(PlanOptions):
     collate_fn: Collate | None = None
     process_fn: ProcessFn | Mapping[str, ProcessFn] = None
     observe: Observe | None = None
+    lengths: Lengths = None
     prefetch: int = 4
     state: PoolState = "replay"
     workers: WorkerOptions | None = None

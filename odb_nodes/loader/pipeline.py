@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Number
@@ -30,6 +31,10 @@ from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.nodes import GroupCollator, ReadAhead, WindowBucketer
 from odb_nodes.nodes.exclusions import ExcludedKeys
+from odb_nodes.nodes.planned_groups import PlannedGroups
+from odb_nodes.planning.auto_window import AUTO
+from odb_nodes.planning.known_epochs import known_window
+from odb_nodes.planning.table import IntArray
 from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.processing.chunk import Fetcher
 from odb_nodes.processing.first_samples import FirstSamples, process_kept
@@ -45,8 +50,11 @@ from odb_nodes.sources.datasets import (
 )
 from odb_nodes.sources.iterable_source import is_stream
 from odb_nodes.sources.jsonl_source import JsonlSource
+from odb_nodes.sources.known_lengths import KnownLengths, known_lengths
 from odb_nodes.sources.mixing import Mixing, Stop, WeightSchedule, check_names
 from odb_nodes.sources.source_mixer import SourceMixer
+
+logger = logging.getLogger("odb_nodes")
 
 _OF_GROUPS = (WindowBucketer, RankAligner, GroupCollator, ReadAhead)
 _FAR_APART = 10
@@ -65,16 +73,30 @@ class RankGraph:
         collate = collate_for(options.budget, options.collate_fn)
         # A subclass is left out: its `__call__` may expect the samples as processing returned them.
         is_ours = type(collate) in (PaddingCollate, PackedCollate)
-        self.samples = sample_node(dataset, options, collate if is_ours else None)
-        self.bucketer = WindowBucketer(
-            self.samples,
-            options.budget,
-            options.window,
-            options.state,
-            options.exclude,
-            options.dearest_first,
-            options.diversity,
-        )
+        prepared = collate if is_ours else None
+        self.samples: BaseNode[Any]
+        self.bucketer: WindowBucketer | PlannedGroups
+        self.origin = ""
+        """Where lengths come from that are known before samples are read."""
+        known = lengths_before(dataset, options)
+        if known is not None:
+            planned = planned_groups(known.tokens, dataset, options, collate, prepared)
+            if options.collate_in == "workers" and planned.why_not_collated:
+                _warn_of_collate_in(planned.why_not_collated)
+            self.samples = self.bucketer = planned
+            self.origin = known.origin
+        else:
+            self.samples = sample_node(dataset, options, prepared)
+            self.bucketer = WindowBucketer(
+                self.samples,
+                options.budget,
+                options.window,
+                options.state,
+                options.exclude,
+                options.dearest_first,
+                options.diversity,
+                options.window_start,
+            )
         self.aligner = RankAligner(
             self.bucketer,
             options.process_group,
@@ -90,7 +112,7 @@ class RankGraph:
         self.collator = GroupCollator(
             self.aligner, collate, options.seed, rank, pin_memory=options.pin_memory
         )
-        if options.collate_in != "main":
+        if options.collate_in != "main" and known is None:
             self._collate_in_workers(collate, options)
 
     def _collate_in_workers(self, collate: Collate, options: LoaderOptions) -> None:
@@ -103,10 +125,14 @@ class RankGraph:
         if not why_not:
             self.collator.collate_in_workers(processors, always=always)
         elif always:
-            warn_user(
-                f'`collate_in="workers"` has no effect, since {why_not}: the trainer\'s process '
-                "makes the batches."
-            )
+            _warn_of_collate_in(why_not)
+
+
+def _warn_of_collate_in(why_not: str) -> None:
+    warn_user(
+        f'`collate_in="workers"` has no effect, since {why_not}: the trainer\'s process makes the '
+        "batches."
+    )
 
 
 def graphs_of_team(dataset: Any, options: LoaderOptions, team: VirtualTeam) -> list[RankGraph]:
@@ -159,6 +185,11 @@ class SampleProcess(Fetcher):
         reads_quietly = self.dataset is None or draws_nothing(self.dataset)
         quiet = reads_quietly and all(declares_draws(one) is False for one in functions)
         return False if quiet else None
+
+    @property
+    def gives_keys(self) -> bool:
+        """Whether samples may have other keys than the numbers of their items."""
+        return self.observe is not None
 
     def fetch(self, items: Sequence[Any]) -> Sequence[Any]:
         """Return items with their data, where the dataset reads many at once as it reads each."""
@@ -213,14 +244,90 @@ def sample_node(dataset: Any, options: LoaderOptions, collate: Any = None) -> Ba
     return _mixture(dataset, options, collate)
 
 
+def lengths_before(dataset: Any, options: LoaderOptions) -> KnownLengths | None:
+    """Return the lengths of samples that are not read yet; `None` where they are of no use."""
+    if options.lengths is False:
+        return None
+    if why_not := _why_not_planned(dataset, options):
+        if options.lengths is not None:
+            raise ValueError(f"`lengths` must not be given {why_not}. Leave one of the two out.")
+        return None
+    # A pool of as many samples leaves less padding than a window that is planned by itself.
+    if options.lengths is None and (options.shuffle is False or options.window != AUTO):
+        return None
+    is_processed = options.process_fn is not None or options.observe is not None
+    known = known_lengths(dataset, options.lengths, is_processed=is_processed)
+    if known is not None:
+        logger.info("batches are planned from lengths that are known: %s", known.origin)
+    return known
+
+
+def planned_groups(
+    tokens: IntArray, dataset: Any, options: LoaderOptions, collate: Collate, prepared: Any
+) -> PlannedGroups:
+    """Return a node that plans whole epochs from the length of each sample, (n,).
+
+    prepared: the collate function whose first step processing does, if any.
+    """
+    _check_is_dataset(dataset)
+    _check_excluded(ExcludedKeys.of(options.exclude), [])
+    _check_of_one_dataset(options)
+    process_fn: Any = options.process_fn
+    shuffle = options.shuffle is not False
+    if options.observe is None:  # A packed sample is filled up before it is measured.
+        multiple = getattr(prepared, "sample_multiple", 1)
+        tokens = -(-tokens // multiple) * multiple
+    rank, world_size = group_rank(options.process_group)
+    # What is read in blocks stays together, too.
+    in_order = not shuffle or hasattr(dataset, "shuffle_blocks")
+    return PlannedGroups(
+        tokens,
+        SampleProcess(dataset, process_fn, options.observe, prepared),
+        options.budget,
+        data=dataset,
+        window=known_window(options.window, in_order=in_order),
+        shuffle=shuffle,
+        seed=options.seed,
+        exclude=options.exclude,
+        dearest_first=options.dearest_first,
+        collate=None if options.collate_in == "main" else collate,
+        workers=options.worker_options,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def _why_not_planned(dataset: Any, options: LoaderOptions) -> str:
+    """Return where lengths that are known are of no use; "" where they are of use."""
+    budget = options.budget
+    reasons = {
+        "for a dict of datasets": isinstance(dataset, Mapping),
+        "for a dataset without a length and `__getitem__`": isinstance(dataset, BaseNode)
+        or is_iterated(dataset)
+        or not isinstance(dataset, Sized),
+        "with a `sampler`": options.sampler is not None,
+        "with `sharded=True`": options.sharded,
+        "with `diversity`": bool(options.diversity),
+        'with `state="payload"`': options.state == "payload",
+        "with `max_patches`, since only tokens are known": budget.max_patches is not None,
+        "with a number as `row_sizes`": isinstance(budget.row_sizes, int),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
 def _one_dataset(dataset: Any, options: LoaderOptions, collate: Any) -> BaseNode[Any]:
-    check_callable("process_fn", options.process_fn)
-    if options.weights is not None:
-        raise ValueError("`weights` must be None, unless `dataset` is a dict of datasets.")
+    _check_of_one_dataset(options)
     source, process = _read(dataset, options.process_fn, options.seed, options, collate)
     return _processor_of(options)(
         source, process, seed=options.seed, workers=options.worker_options
     )
+
+
+def _check_of_one_dataset(options: LoaderOptions) -> None:
+    """Raise for options that only a dict of datasets has."""
+    check_callable("process_fn", options.process_fn)
+    if options.weights is not None:
+        raise ValueError("`weights` must be None, unless `dataset` is a dict of datasets.")
 
 
 def _mixture(datasets: dict[str, Any], options: LoaderOptions, collate: Any) -> BaseNode[Any]:

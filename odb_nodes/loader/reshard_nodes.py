@@ -25,13 +25,14 @@ from odb_nodes.errors import StateError
 from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.nodes.group_collator import CollatorState
 from odb_nodes.nodes.length_observer import ObserverState
+from odb_nodes.nodes.planned_groups import PlannedState, later_rows
 from odb_nodes.nodes.sample_records import NO_RECORDS, among, are_numbered, from_records, to_records
 from odb_nodes.nodes.sample_store import from_bits, to_bits
 from odb_nodes.nodes.window_bucketer import BucketerState
 from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.group_planner import RoundSettings
 from odb_nodes.processing.parallel_processor import ProcessorState
-from odb_nodes.sample_block import IntArray, SampleBlock
+from odb_nodes.sample_block import ITEM, IntArray, SampleBlock
 from odb_nodes.sources.sharded_sampler import SamplerState, Share, dealt
 from odb_nodes.sources.source_mixer import MixerState
 
@@ -164,6 +165,16 @@ _EPOCH_START: Mapping[str, Mapping[str, Any]] = {
     "JsonlSource": _SHARE,
     "LengthObserver": {"position": 0},
     "ParallelProcessor": {"taken": 0, "position": 0, "taken_of": {}},
+    "PlannedGroups": {
+        "taken": 0,
+        "is_at_end": False,
+        "is_alone": False,
+        "rows": None,
+        "earlier": [],
+        "later": None,
+        "seen": 0,
+        "moved": 0,
+    },
     "RankAligner": {
         "totals": None,
         "groups": ([], None),
@@ -247,8 +258,8 @@ def _reshard_aligner(node: Node[AlignerState], is_over: bool) -> list[SourceStat
         settings = RoundSettings(*states[0].settings)
         is_last = settings.is_last and ranks.after > 1
         alike["settings"] = settings._replace(caps=(), is_last=is_last).to_state()
-    elif node_of(node.sources[0]) == "WindowBucketer":
-        pools = Node.opened(node.sources, BucketerState, ranks)
+    elif (declared := _OF_GROUPS.get(node_of(node.sources[0]))) is not None:
+        pools = Node.opened(node.sources, declared, ranks)
         sources = pools.on_new_ranks(_left_out(pools))
     else:
         sources = _at_epoch_start(node.sources, ranks)
@@ -256,7 +267,14 @@ def _reshard_aligner(node: Node[AlignerState], is_over: bool) -> list[SourceStat
     return node.on_new_ranks(by_rank, alike)
 
 
-def _left_out(pools: Node[BucketerState]) -> dict[str, list[Any]]:
+_OF_GROUPS: Mapping[str, type[Any]] = {
+    "PlannedGroups": PlannedState,
+    "WindowBucketer": BucketerState,
+}
+"""What may be right below a `RankAligner` whose states are resharded within an epoch."""
+
+
+def _left_out(pools: Node[Any]) -> dict[str, list[Any]]:
     """Return what each of the new ranks counts as left out, by field."""
     old_pools = pools.ranks.redistribute(pools.states)
     skipped = [[Counter(pool.skipped_samples) for pool in old] for old in old_pools]
@@ -277,7 +295,9 @@ def _reshard_pool(aligner: Node[AlignerState]) -> list[SourceState]:
             'the last round of an epoch with `uneven="stop"` has begun, which leaves samples out '
             "that some ranks still have: go on with as many ranks as before up to its end."
         )
-    if (name := node_of(aligner.sources[0])) != "WindowBucketer":
+    if (name := node_of(aligner.sources[0])) == "PlannedGroups":
+        return _reshard_planned(aligner)
+    if name != "WindowBucketer":
         raise StateError(
             f"states can be resharded within an epoch where the `WindowBucketer` is right below "
             f"the `RankAligner`, but there is {f'a `{name}`' if name else 'another node'}, which "
@@ -319,6 +339,30 @@ def _reshard_pool(aligner: Node[AlignerState]) -> list[SourceState]:
         **_left_out(pools),
     }
     return pools.on_new_ranks(by_rank, alike)
+
+
+def _reshard_planned(aligner: Node[AlignerState]) -> list[SourceState]:
+    """Have the new ranks plan together what the old ones have left, and what waits above."""
+    planned = Node.opened(aligner.sources, PlannedState, aligner.ranks)
+    planned.check_same("epoch", "cycle", "limits", "excluded", "earlier")
+    waiting = []
+    for above, state in zip(aligner.states, planned.states, strict=True):
+        if above.given is not None:
+            *_, records, _ = above.given
+            held, _ = from_bits(above.given)
+            waits = np.isin(held, np.concatenate([*ordinals_of(above.groups), held[:0]]))
+            waiting.append(from_records(records).facts[ITEM, waits])
+        waiting.append(later_rows(state.later))
+    rows = np.concatenate(waiting).astype("<i8").tobytes() or None
+    ranks = [(state.is_alone, state.rows, state.taken) for state in planned.states]
+    first = planned.states[0]
+    alike = {
+        "started": any(state.started for state in planned.states),
+        "earlier": [*first.earlier, (ranks, first.limits, rows)],
+    }
+    by_rank = {**planned.counted(seen=0, moved=0), **_left_out(planned)}
+    aligner.check_same("totals_digest")  # last: other errors say what differs
+    return planned.on_new_ranks(by_rank, alike)
 
 
 def _waiting(aligners: Sequence[AlignerState], pools: Sequence[BucketerState]) -> SampleBlock:

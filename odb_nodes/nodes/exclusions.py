@@ -63,6 +63,10 @@ class ExcludedKeys:
         """Names of the sources that have keys."""
         return [*self._keys]
 
+    def of_source(self, source: str) -> list[int]:
+        """Return the keys of a source."""
+        return [*self._keys.get(source, ())]
+
     def to_state(self) -> ExcludedState:
         """Return the keys as plain data."""
         return {**self._state}
@@ -220,6 +224,11 @@ class ExclusionCounter(LeftOutSamples):
         is_out = self.are_excluded(samples)
         self._exclude(samples.take(np.flatnonzero(is_out)).without_data())
         return is_out
+
+    def exclude_keys(self, keys: Sequence[int]) -> None:
+        """Count samples that are left out by their keys before they are read."""
+        self.excluded += len(keys)
+        self.left_out += [LeftOut(key, "", "excluded") for key in keys]
 
     def _exclude(self, samples: Sequence[Sample | Skipped]) -> None:
         self.excluded += len(samples)

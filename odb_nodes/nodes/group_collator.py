@@ -15,15 +15,18 @@ from odb_nodes._compat.torch import PinnedMemory
 from odb_nodes._core.checks import check_bool, check_callable, check_count, check_integer
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes._core.processes import resolve_rank
+from odb_nodes._core.user_warning import warn_user
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate, block_collate, collate_group, new_tensor
 from odb_nodes.collate.token_rows import block_data
 from odb_nodes.contract import EpochNode, EpochState, SourceState
-from odb_nodes.contract.graph import budget_below
+from odb_nodes.contract.graph import budget_below, walk
 from odb_nodes.contract.node import call_member, check_node
 from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.batch_checks import BatchChecks
+from odb_nodes.nodes.planned_groups import PlannedGroups
 from odb_nodes.nodes.seeded_collate import DeferredBatch, SeededCollate
+from odb_nodes.nodes.whole_batch import whole_batch_of
 from odb_nodes.nodes.worker_batches import WorkerBatches
 from odb_nodes.processing import ParallelProcessor
 from odb_nodes.sample import Sample, data_of, name_of
@@ -49,7 +52,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
 
     A `collate_fn` of your own may draw random numbers. Before each batch, the global generators of
     Python, numpy and torch (CPU), and the generators that the function holds, are seeded from
-    (seed, rank, epoch, step); afterwards they are restored. On the
+    (seed, rank, epoch, step), or over `PlannedGroups` from (seed, epoch, first sample of the
+    group); afterwards they are restored. On the
     thread of a `ReadAhead`, the trainer may draw at the same time. So the first batch of each
     `iter`, for which the trainer waits, shows whether the function draws from the global
     generators; if it does, `ReadAhead` collates on the trainer's thread. A function that draws for
@@ -109,6 +113,9 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         self._workers: WorkerBatches | None = None
         self._held: tuple[SampleBlock, StepInfo] | None = None  # taken, and not out yet
         self._kept: dict[tuple[int, int], list[Sample]] | None = None  # by epoch and step
+        planned = (node for node in walk(source) if isinstance(node, PlannedGroups))
+        self._planned = next(planned, None)
+        self._has_warned = False  # of a worker that could not make a batch
 
     def trust_labels(self) -> None:
         """Do not warn of weights: the trainer counts the labels of each batch itself."""
@@ -181,12 +188,18 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
 
         `part` tells parts of a group from one another, which draw random numbers of their own.
         """
-        run = partial(self._collate_group, SampleBlock.of(group), info)
+        block = SampleBlock.of(group)
+        run = partial(self._collate_group, block, info)
         if self._seeded.draws_nothing:
             return run()
-        step = info.step // info.batches_per_step
-        place = (step, part) if part else (step,)
-        return self._seeded.call(run, hash_ints(self._seed, self._rank, info.epoch, *place))
+        if self._planned is not None:
+            key = self._planned.batch_key(block)
+            key = hash_ints(key, part) if part else key
+        else:
+            step = info.step // info.batches_per_step
+            place = (step, part) if part else (step,)
+            key = hash_ints(self._seed, self._rank, info.epoch, *place)
+        return self._seeded.call(run, key)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: the seed, if `collate_fn` may draw, and padding."""
@@ -227,9 +240,14 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         return group, info
 
     def _batch(self, group: SampleBlock, info: StepInfo) -> Batch | DeferredBatch:
+        if (batch := whole_batch_of(group)) is not None:
+            return self._complete(batch, group, info)
         if self._seeded.draws_nothing and self._workers is None:
             return self._collate_group(group, info)
-        key = hash_ints(self._seed, self._rank, self._epochs.shuffle_key, self.step)
+        if self._planned is not None:  # as a worker draws for the group
+            key = self._planned.batch_key(group)
+        else:
+            key = hash_ints(self._seed, self._rank, self._epochs.shuffle_key, self.step)
         run = partial(self._collate_group, group, info)
         if self._workers is not None and self._read_ahead:
             take = self._workers.order(group, key, _with_tasks(info, group))
@@ -257,7 +275,19 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         return self._complete(batch, group, info)
 
     def _collate_group(self, group: SampleBlock, info: StepInfo) -> Batch:
-        return self._complete(self._collated(group, info), group, info)
+        batch = self._collated(group, info)
+        if self._planned is not None and (failure := self._planned.take_failure(group)):
+            self._warn_of_worker(failure)
+        return self._complete(batch, group, info)
+
+    def _warn_of_worker(self, failure: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"a worker could not make a batch ({failure}), but the trainer's process could, "
+                "after the worker has tried. Let `collate_fn` use neither a device nor "
+                '`get_worker_info` of torch; or pass `collate_in="main"`.'
+            )
 
     def _collated(self, group: SampleBlock, info: StepInfo) -> Batch:
         place = f" at step {info.step} of epoch {info.epoch}"

@@ -30,7 +30,7 @@ from odb_nodes.nodes.lazy_samples import Restored, samples_again
 from odb_nodes.nodes.sample_records import decode_sample, from_records
 from odb_nodes.nodes.sample_store import HeldSamples, SampleStore, StoreContent, facts_of, from_bits
 from odb_nodes.planning import TokenBudget
-from odb_nodes.planning.auto_window import PoolCheck, WindowSize, check_window
+from odb_nodes.planning.auto_window import PoolCheck, WindowSize, WindowStart, check_window
 from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.group_planner import GroupPlanner
@@ -101,6 +101,11 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
             pooled samples, so that a run that does not fit into memory fails in its first steps.
         diversity: weight, in 0..1, of an even mix of tasks in the choice of a group; 0 ignores
             tasks. Needs padded groups, and samples with a task: see `Sample.task_name`.
+        window_start: `"full"`: the first group waits for the whole window. `"early"`: it waits for
+            samples that fill two budgets, and the pool then grows: three of four samples pulled
+            wait, until they are the window. `"auto"`: `"early"` where the epoch is known to have 32
+            windows or more, and `dearest_first` is 0, so that padding costs no more than 0.002 of
+            the efficiency.
     """
 
     STATE = BucketerState
@@ -115,6 +120,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         exclude: Exclude = None,
         dearest_first: int = PlanOptions.dearest_first,
         diversity: float = PlanOptions.diversity,
+        window_start: WindowStart = PlanOptions.window_start,
     ) -> None:
         super().__init__()
         check_choice("state", state, get_args(PoolState))
@@ -133,6 +139,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
             diversity,
             partial(known_length_of, source),
             PoolCheck(self.budget),
+            window_start,
         )
         """Decides which samples wait, and which form the next group."""
         self._mode = state
@@ -143,7 +150,9 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         self._task_numbers: dict[str, int] = {}  # which task has which decides nothing
         self.restored = Restored()
         """What the last restore has found."""
-        options = {"window": window, "dearest_first": dearest_first, "diversity": diversity}
+        check_choice("window_start", window_start, get_args(WindowStart))
+        options: dict[str, Any] = {"window": window, "window_start": window_start}
+        options |= {"dearest_first": dearest_first, "diversity": diversity}
         limits = {f"budget.{name}": one for name, one in self.budget.fingerprint().items()}
         self._config: dict[str, Any] = {**limits, **options, "state": state}
         self._clear()

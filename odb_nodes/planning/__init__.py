@@ -2,6 +2,7 @@
 
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.group_costs import CostFn
+from odb_nodes.planning.known_epochs import plan_epoch
 from odb_nodes.planning.pool import MAX_AGE_WINDOWS, RollingPool
 from odb_nodes.planning.rounds import (
     CostReport,
@@ -11,7 +12,7 @@ from odb_nodes.planning.rounds import (
     plan_round,
     round_steps,
 )
-from odb_nodes.planning.simulation import SimulationOptions, plan_epoch, simulate_steps
+from odb_nodes.planning.simulation import SimulationOptions, simulate_steps
 
 __all__ = [
     "MAX_AGE_WINDOWS",

@@ -9,10 +9,12 @@ import numpy as np
 
 from odb_nodes.planning.auto_window import (
     AUTO,
+    EARLY_EPOCH_WINDOWS,
     LEAST_WINDOW,
     PoolCheck,
     PulledLengths,
     WindowSize,
+    WindowStart,
     check_window,
     chosen_window,
     window_before_ranks_agree,
@@ -58,6 +60,11 @@ class GroupPlanner:
     epoch before. Each epoch chooses once: ranks together in their first round, or this rank alone
     after its first group. Where ranks choose together and the epoch is short, whose first round is
     a large part of it, each rank first has a window of its own.
+
+    `window_start`: with `"full"`, the first group of an epoch waits for the whole window; with
+    `"early"`, the pool grows to it, see `RollingPool`; with `"auto"`, it does so where the epoch is
+    known to be long, and no groups of the longest samples come first. The first group always waits
+    for the 128 samples that an `"auto"` window begins with.
     """
 
     def __init__(
@@ -68,6 +75,7 @@ class GroupPlanner:
         diversity: float = 0.0,
         epoch_samples: Callable[[], int | None] = lambda: None,
         check: PoolCheck | None = None,
+        window_start: WindowStart = "auto",
     ) -> None:
         self.budget = budget
         self.limits = Limits.of(budget)
@@ -78,7 +86,7 @@ class GroupPlanner:
         self._dearest_first, self._diversity = dearest_first, diversity
         self.epoch_samples = epoch_samples
         """Returns the samples of the epoch, or `None` where their number is not known."""
-        self._check = check
+        self._check, self._window_start = check, window_start
         self.begin_epoch(window)
 
     def follow_ranks(self) -> None:
@@ -181,8 +189,12 @@ class GroupPlanner:
 
     def room(self) -> int:
         """Return how many samples may be added now; 0 or less where the pool is full."""
-        room = 0 if self.ended else self.pool.room()
-        if room <= 0 and not self.ended and self._grows():
+        if self.ended:
+            return 0
+        if self.pool.pulled < 2 * self.window:  # Later, it has grown.
+            self.pool.starts_early = self._starts_early()
+        room = self.pool.room()
+        if room <= 0 and self._grows():
             room = self.pool.room()
         return room
 
@@ -219,7 +231,7 @@ class GroupPlanner:
         group = self._facts.take(self.pool.take(draining=self.ended, dearest=dearest))
         self.dearest_groups += dearest
         is_chosen_freely = self.window_is_chosen and not (self.ended or dearest)
-        if is_chosen_freely and self._check is not None:
+        if is_chosen_freely and not self.pool.is_growing and self._check is not None:
             self._check.note(group.lengths, self.window)
         return group
 
@@ -232,6 +244,15 @@ class GroupPlanner:
             self.window_is_chosen = True
             self.lengths = PulledLengths()
             self.pool.resize(samples)
+
+    def _starts_early(self) -> bool:
+        """Tell whether the pool may begin small."""
+        begins_small = self.given_window == AUTO and self.window <= LEAST_WINDOW
+        if self._window_start != "auto" or begins_small:
+            return self._window_start == "early" and not begins_small
+        samples = self.epoch_samples()
+        is_long = samples is not None and samples >= EARLY_EPOCH_WINDOWS * self.window
+        return is_long and not self._dearest_first
 
     def _grows(self) -> bool:
         """Let more samples wait until ranks choose, where the epoch is short."""
@@ -246,7 +267,8 @@ class GroupPlanner:
 class GivenGroups:
     """Takes the place of a `GroupPlanner` where a node of the user forms the groups."""
 
-    def __init__(self) -> None:
+    def __init__(self, lower_tokens: Callable[[int], None] = lambda _: None) -> None:
+        self._lower_tokens = lower_tokens  # tells the node what groups may have from now on
         self._group: Facts | None = None
         self.ended = False
 
@@ -270,14 +292,20 @@ class GivenGroups:
         """Note that there are no more groups."""
         self.ended = True
 
+    def go_on(self) -> None:
+        """Note that there are more groups after all."""
+        self.ended = False
+
     def next_group(self) -> Facts:
         """Return the group that was given."""
         assert self._group is not None
         group, self._group = self._group, None
         return group
 
-    def use(self, settings: RoundSettings, caps: Sequence[int] = ()) -> None:
-        """Do nothing: the groups are as they are."""
+    def use(self, settings: RoundSettings, caps: Sequence[int] = ()) -> None:  # noqa: ARG002
+        """Have smaller groups formed, where ranks have agreed on that."""
+        if settings.max_tokens:
+            self._lower_tokens(settings.max_tokens)
 
     def report(self, groups: int) -> PoolReport:  # noqa: ARG002
         """Return that there is nothing to tell."""

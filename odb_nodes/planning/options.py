@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from odb_nodes._core.checks import check_choice, check_integer, check_number, keep_count
-from odb_nodes.planning.auto_window import AUTO, WindowSize, check_window
+from odb_nodes.planning.auto_window import AUTO, WindowSize, WindowStart, check_window
 from odb_nodes.planning.rounds import Uneven
 
 
@@ -15,6 +15,7 @@ class PlanOptions:
     """How samples become groups, and groups the steps of all ranks. See `ODBDataLoader`."""
 
     window: WindowSize = AUTO
+    window_start: WindowStart = "auto"
     round_size: int = 32
     uneven: Uneven = "fill"
     dearest_first: int = 0
@@ -22,6 +23,7 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "window", check_window("window", self.window))
+        check_choice("window_start", self.window_start, get_args(WindowStart))
         keep_count(self, "round_size")
         check_choice("uneven", self.uneven, get_args(Uneven))
         keep_count(self, "dearest_first", 0)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes.planning.auto_window import budgets_filled
 from odb_nodes.planning.budget import Limits, TokenBudget
 from odb_nodes.planning.caps import NO_CAPS, without_cap_of
 from odb_nodes.planning.packing import Packing
 from odb_nodes.planning.runs import LengthRuns
-from odb_nodes.planning.table import ORDINALS, TASKS, TOKENS, IntArray
+from odb_nodes.planning.table import ORDINALS, PATCHES, TASKS, TOKENS, IntArray
 
 ANCHORS = 64  # every group holds at least one of this many oldest samples
 FORCED_AGE_WINDOWS = 4  # from this age on, in windows, the oldest sample alone is the anchor
 MAX_AGE_WINDOWS = 5  # no pooled sample gets older than this, in windows
 REFILLS = 32
 """Parts of a window: a pool is filled once, and then takes in samples by a part at a time."""
+GROWING_SHARE = 0.75
+"""Of the samples pulled, those that wait at most while a pool grows to its window."""
+GROWING_BUDGETS = 2
+"""Budgets that the samples of a growing pool fill at least."""
 LEAST_REFILLED = 512
 """A smaller window takes in what fits before each group: with fewer to choose from, groups are
 worse filled."""
@@ -32,12 +37,18 @@ class RollingPool:
     no sample in that would make it older than `MAX_AGE_WINDOWS` windows. That bounds the age of
     every sample, whatever the lengths, and with it the work of a replay.
 
+    Where it `starts_early`, the first group does not wait for `window` samples: the pool grows with
+    the number of samples pulled until it holds the window. Refills are in parts here, too, so that
+    they need no state of their own.
+
     The pool uses no random numbers: what it does depends on its content alone.
     """
 
     def __init__(self, budget: TokenBudget, window: int, diversity: float = 0.0) -> None:
         self._budget = budget
         self.window = window
+        self.starts_early = False
+        """Whether the pool begins an epoch small."""
         self._diversity = diversity
         self._tail: list[IntArray] | None = None  # what is left once the source has ended
         self.limit(Limits.of(budget))
@@ -63,8 +74,8 @@ class RollingPool:
 
     def limit(self, limits: Limits) -> None:
         """Form groups under other limits from now on."""
-        budget = limits.of_groups(self._budget)
-        self._grouping = grouping_of(budget, self._diversity)
+        self._group_budget = limits.of_groups(self._budget)
+        self._grouping = grouping_of(self._group_budget, self._diversity)
         self._tail = None
 
     def count(self, samples: int) -> None:
@@ -87,16 +98,37 @@ class RollingPool:
         """Return what is offered for the caps of the next round; see `offered_costs`."""
         return self._grouping.offer(self._table, count)
 
+    @property
+    def is_growing(self) -> bool:
+        """Whether fewer samples than the window may wait, since few were pulled so far."""
+        return self.starts_early and self.pulled * GROWING_SHARE < self.window
+
     def room(self) -> int:
         """Return the number of samples that may be added now."""
         # What was begun is finished first, so a run that was interrupted within goes on alike.
-        window, stride = self.window, 1
-        if window >= LEAST_REFILLED:
-            stride = window // REFILLS
+        window, is_growing, stride = self.window, self.is_growing, 1
+        if window >= LEAST_REFILLED or is_growing:
+            stride = max(1, window // REFILLS)
         lacking = window - len(self)
-        begun = window - self.pulled if self.pulled < window else (window - self.pulled) % stride
-        room = (begun or lacking // stride * stride) if lacking >= begun else 0
+        begun = (window - self.pulled) % stride
+        if self.pulled < window and not is_growing:
+            begun = window - self.pulled
+        if lacking < begun:
+            room = 0
+        elif begun:
+            room = begun
+        elif is_growing:
+            room = stride if lacking >= stride and self._is_small() else 0
+        else:
+            room = lacking // stride * stride
         return min(room, self.oldest + MAX_AGE_WINDOWS * window - self.pulled)
+
+    def _is_small(self) -> bool:
+        """Tell whether a growing pool lacks samples."""
+        if len(self) < self.pulled * GROWING_SHARE:
+            return True
+        tokens, patches = self._table[TOKENS], self._table[PATCHES]
+        return budgets_filled(self._group_budget, tokens, patches) < GROWING_BUDGETS
 
     def table(self) -> IntArray:
         """Return tokens, ordinals and patches of the pooled samples: (3, n) int64, by tokens.

@@ -287,19 +287,16 @@ def begins_last_round(reports: Sequence[CostReport], steps: int) -> bool:
     return min(left) < LEAST_ROUNDS * of_a_round and max(left) <= MOST_ROUNDS * of_a_round
 
 
-FIRST_ROUND_STEPS = 4
-"""Steps of an epoch's first round: few, so the first batch does not wait for a full round."""
-
 MOST_STEPS_ALONE = 4  # steps of a round of a single rank: it holds the samples of all of them
 
 
 def round_steps(number: int, world_size: int, round_size: int, accumulate: int) -> int:
-    """Return the number of steps of a round in which no data ends: 4, 5, 6, ... `round_size`.
+    """Return the number of steps of a round in which no data ends: 1, 2, 3, ... `round_size`.
 
-    Each round has a fourth more steps than the one before, so its groups are ready while that one
-    is emitted, unless training is hardly slower than processing. A single rank settles rounds with
-    nobody: 1, 2, 4 spread what a round costs over its steps. All are rounded up to a multiple of
-    `accumulate`.
+    The first batch waits for a round of one step. Each round has a fourth more steps than the one
+    before, and at least one more, so its groups are ready while that one is emitted, unless
+    training is hardly slower than processing. A single rank settles rounds with nobody: 1, 2, 4
+    spread what a round costs over its steps. All are rounded up to a multiple of `accumulate`.
 
     Args:
         number: number of the round in its epoch, from 0.
@@ -309,11 +306,11 @@ def round_steps(number: int, world_size: int, round_size: int, accumulate: int) 
     """
     if world_size == 1:
         return round_up(min(round_size, MOST_STEPS_ALONE, 1 << min(number, 16)), accumulate)
-    steps = FIRST_ROUND_STEPS
+    steps = 1
     for _ in range(number):
         if steps >= round_size:
             break
-        steps += steps // 4
+        steps += max(1, steps // 4)
     return round_up(min(round_size, steps), accumulate)
 
 

@@ -86,10 +86,10 @@ class LengthRuns:
             needs = np.stack((np.ones_like(patches), patches))
             rooms = np.stack((capacities, np.full_like(capacities, self._budget.max_patches)))
             return [table[ORDINALS, group] for group in first_fit(needs, rooms)]
-        starts = self._runs(table)[0].tolist()
+        starts = self._runs(table)[0]
         groups, stop = [], len(starts)
         while stop:
-            start = starts[stop - 1]
+            start = int(starts[stop - 1])
             groups.append(table[ORDINALS, start:stop])
             stop = start
         return groups

@@ -23,6 +23,7 @@ from odb_nodes._core.held_generators import HeldGenerators
 from odb_nodes._core.processes import Owner
 from odb_nodes._core.seeds import own_rngs, seed_rngs
 from odb_nodes.errors import SampleError
+from odb_nodes.planning import TokenBudget
 from odb_nodes.processing.columns import DataColumns, StoredChunk
 from odb_nodes.processing.first_samples import (
     OVERWRITTEN,
@@ -75,12 +76,15 @@ class ChunkTask:
     # in the epoch; 0, 1, ... where items are made again, by their keys
     positions: Sequence[int]
     is_again: bool = False  # whether the items were processed in this epoch before
+    # where the items are those of a group: what its random numbers are drawn from, and its budget
+    group: tuple[int, TokenBudget] | None = None
 
     def __str__(self) -> str:
-        if self.is_again:
+        if self.is_again or self.group is not None:
             names = "".join(name_of(key) for key in self.keys[:_SHOWN] if key is not None)
             more = " ..." * (len(self.keys) > _SHOWN)
-            return f"samples of epoch {self.epoch} that are made again{names}{more}"
+            what = "that are made again" if self.is_again else "in a group"
+            return f"samples of epoch {self.epoch} {what}{names}{more}"
         first, last = (self.positions[0], self.positions[-1]) if self.positions else (0, -1)
         return f"samples {first}..{last} of epoch {self.epoch}"
 
@@ -219,6 +223,8 @@ class ChunkProcessor:
     limit_s: float = WorkerOptions.timeout_s
     maker: BatchMaker | None = None
     before_item: Callable[[], None] | None = None
+    make_group: Callable[[Sequence[Any], int, TokenBudget], Any] | None = None
+    """Results of the items of a group, a key of random numbers, a budget -> what is sent of it."""
     least_bytes: float = math.inf
     """Of a sample, on the average of a chunk: where it has fewer, its data go to the trainer."""
     first: FirstSamples = field(default_factory=FirstSamples, compare=False)
@@ -256,7 +262,8 @@ class ChunkProcessor:
         alone = own_rngs(self.limit_s, preserves=self.seed is not None)
         with alone if self.takes_turns else nullcontext():
             results, failure = self._apply(task, caught)
-        return ChunkResult(runs_of(results), failure, time.perf_counter() - start)
+            runs = self._group_of(task, results, failure) or runs_of(results)
+        return ChunkResult(runs, failure, time.perf_counter() - start)
 
     def run_pickled(self, task: bytes) -> ChunkResult:
         """Process a chunk that was pickled, in a worker process, and pack the results."""
@@ -268,7 +275,10 @@ class ChunkProcessor:
         start = time.perf_counter()
         results, failure = self._apply(chunk, (BaseException,))
         try:
-            packed = self._packed(results, failure)
+            if (group := self._group_of(chunk, results, failure)) is not None:
+                packed = ChunkResult(pack(group), failure, is_packed=True)
+            else:
+                packed = self._packed(results, failure)
         except Exception:
             good = 0
             try:
@@ -283,6 +293,14 @@ class ChunkProcessor:
                 failure = _describe(chunk.items[good], cause)
             packed = self._packed(results[:good], failure)
         return replace(packed, seconds=time.perf_counter() - start)
+
+    def _group_of(
+        self, task: ChunkTask, results: Sequence[Any], failure: Failure | None
+    ) -> list[Sequence[Any]] | None:
+        """Return what becomes of a group; `None` where the chunk is none, or not all is good."""
+        if task.group is None or failure is not None or self.make_group is None:
+            return None
+        return [[self.make_group(results, *task.group)]]
 
     def _packed(self, results: list[Any], failure: Failure | None) -> ChunkResult:
         if failure is not None:  # Not every exception can be sent: its text says it all.

@@ -363,7 +363,7 @@ class ChunkRunner:
             return "there are no worker processes"
         if not CAN_SHARE:
             return "this system does not hand files of memory to other processes"
-        if not (options.forks or _is_picklable(collate)):
+        if not (options.forks or is_picklable(collate)):
             return "`collate_fn` cannot be pickled, as workers need that are not forked"
         return ""
 
@@ -377,7 +377,7 @@ class ChunkRunner:
         return WorkerError(message)
 
 
-def _is_picklable(function: Any) -> bool:
+def is_picklable(function: Any) -> bool:
     """Tell whether a function can be sent to a process that is not forked."""
     try:
         ForkingPickler.dumps(function)

@@ -119,14 +119,26 @@ class ParquetDataset:
         values = {name: column[row].as_py() for name, column in columns.items()}
         return values | self._partitions[self._groups[block][0]]
 
+    @property
+    def column_names(self) -> list[str]:
+        """The columns that all files hold, those that rows are read without included."""
+        schemas = [metadata.schema.to_arrow_schema().names for metadata in self._metadata]
+        return [name for name in schemas[0] if all(names.count(name) == 1 for names in schemas)]
+
+    def column_of(self, block: int, name: str) -> Any:
+        """Return one of `column_names` of a block of `shuffle_blocks`, as Arrow holds it."""
+        return self._columns_of(block, [name])[name]
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_read_last": {}}
 
-    def _columns_of(self, block: int) -> dict[str, Any]:
+    def _columns_of(self, block: int, columns: Sequence[str] = ()) -> dict[str, Any]:
+        """Return some columns of a block; by default, those that rows have."""
         number, group = self._groups[block]
         file, first, end = self._files[number], self._starts[block], self._starts[block + 1]
         what = f"row group {group} of {file} (rows {first}..{end - 1}) cannot be read"
-        names = [name for name in self._columns or () if name not in self._partitions[number]]
+        wanted, partitions = columns or self._columns or (), self._partitions[number]
+        names = [name for name in wanted if name not in partitions]
         read = partial(_row_group, self._metadata[number], group, names)
         remedy = "Put it back, or make the dataset anew."
         try:

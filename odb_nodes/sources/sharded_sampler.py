@@ -71,6 +71,12 @@ class Permutation:
         return (left << self._half) | right
 
 
+def epoch_order(size: int, seed: int, epoch: int, *, shuffle: bool) -> Numbers:
+    """Return the order of an epoch whose samples are in no blocks, (size,)."""
+    places = np.arange(size)
+    return Permutation(size, hash_ints(seed, epoch))(places) if shuffle else places
+
+
 class BlockPermutation:
     """A permutation of `range(size)` that keeps elements together which are read together.
 

@@ -13,10 +13,15 @@ from torch.utils.data import Subset
 from odb_nodes._core.checks import check_type
 from odb_nodes._core.text import counted
 from odb_nodes.alignment.exchange import group_rank
+from odb_nodes.contract.graph import walk
 from odb_nodes.loader import ODBDataLoader
 from odb_nodes.loader.options import LoaderOptions
+from odb_nodes.loader.pipeline import lengths_before
 from odb_nodes.nodes.exclusions import ExcludedKeys
+from odb_nodes.nodes.planned_groups import PlannedGroups
 from odb_nodes.planning import SimulationOptions
+from odb_nodes.planning.known_epochs import known_window
+from odb_nodes.planning.known_lengths import plan_known
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.simulation import SimulationKeywords
 from odb_nodes.processing import WorkerOptions
@@ -80,7 +85,8 @@ def estimate_epoch(loader: ODBDataLoader, samples: int | None = LOOKED_AT) -> Ep
     """
     table, options = table_of_loader(loader, samples), loader.options
     processes = group_rank(options.process_group)[1]
-    job = job_of(options, processes)
+    is_planned = any(isinstance(node, PlannedGroups) for node in walk(loader.root))
+    job = replace(job_of(options, processes), lengths_known=is_planned)
     shuffle = options.shuffle is not False and options.sampler is None
     shares_rest = options.state == "replay"
     epoch = TableEpoch(
@@ -116,7 +122,8 @@ def estimate_steps(
         observe: processed sample -> its tokens; see `LengthObserver`.
         looked_at: number of samples to process.
         options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
-            from the defaults `window`, `accumulate` and `seed`, which also seeds what is drawn.
+            from the defaults `window`, `lengths_known`, `accumulate` and `seed`, which also seeds
+            what is drawn.
 
     Raises:
         TypeError, ValueError: an option is not valid.
@@ -135,7 +142,19 @@ def estimate_steps(
 def estimate_loader_steps(
     dataset: Any, options: LoaderOptions, *, world_size: int, looked_at: int
 ) -> int:
-    """Return `estimate_steps` of an `ODBDataLoader` with these options, on `world_size` ranks."""
+    """Return `estimate_steps` of an `ODBDataLoader` with these options, on `world_size` ranks.
+
+    Where it knows lengths ahead, the steps are counted, and no sample is processed.
+    """
+    if (known := lengths_before(dataset, options)) is not None:
+        plan = plan_known(
+            np.arange(len(known.tokens)),
+            known.tokens,
+            options.budget,
+            world_size=options.virtual_ranks or world_size,
+            window=known_window(options.window, in_order=options.shuffle is False),
+        )
+        return max(1, math.ceil(len(plan) / options.accumulate))
     process_fn: Any = options.process_fn  # No dict: that goes with a dict of datasets.
     return estimate_steps(
         dataset,

@@ -26,23 +26,22 @@ from odb_nodes._core.text import counted, html_table, html_text
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.contract.graph import close_nodes, known_length_of, walk
 from odb_nodes.contract.node import call_member
-from odb_nodes.errors import StateError
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.loader.pipeline import check_no_columns, sample_node
 from odb_nodes.planning import TokenBudget
-from odb_nodes.planning.simulation import SampleCosts, check_lengths
+from odb_nodes.planning.sample_costs import SampleCosts, check_lengths
 from odb_nodes.planning.table import IntArray
 from odb_nodes.processing import WorkerOptions
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.sample import ItemKey, Observation, Observe, Sample, Skipped, nested_name
 from odb_nodes.sources.datasets import source_of
 from odb_nodes.sources.jsonl_source import JsonlSource
+from odb_nodes.sources.known_lengths import TABLE_VERSION, data_id_of, read_length_file
 from odb_nodes.sources.mixing import check_names
 from odb_nodes.sources.sharded_sampler import shuffle_blocks
 
 __all__ = ["LengthTable", "files_read", "observe_lengths"]
 
-VERSION = 1
 NO_KEY = -1
 _COLUMNS = ("tokens", "targets", "patches", "sources", "keys")
 _STOP_TIMEOUT_S = 60.0
@@ -63,6 +62,7 @@ class LengthTable:
         streams: names of the sources that a loader reads in their order, such as iterables.
         blocks: of a source that is read in blocks: the first index of each, and how many are mixed.
         made_by: what the lengths depend on, such as the name of `process_fn`.
+        data_id: what tells the data from other data, if the dataset says that; "" if not.
     """
 
     tokens: IntArray
@@ -75,6 +75,7 @@ class LengthTable:
     streams: tuple[str, ...] = ()
     blocks: Mapping[str, tuple[Sequence[int], int]] = field(default_factory=dict)
     made_by: Mapping[str, str] = field(default_factory=dict)
+    data_id: str = ""
 
     @classmethod
     def of(cls, lengths: npt.ArrayLike, **made_by: str) -> LengthTable:
@@ -222,24 +223,13 @@ class LengthTable:
             FileNotFoundError: there is no such file.
             StateError: it holds something else.
         """
-        with open(path, "rb") as opened:  # an error of the path is one of its own
-            try:
-                with np.load(opened, allow_pickle=False) as file:
-                    about = json.loads(str(file["about"]))
-                    columns: Any = {column: file[column] for column in _COLUMNS}
-                if about.pop("version") != VERSION:
-                    raise ValueError("another version")
-                about |= {name: tuple(about[name]) for name in ("names", "sizes", "streams")}
-                return cls(**columns, **about)
-            except Exception as error:  # numpy and zipfile raise any of damaged bytes
-                raise StateError(
-                    f"`{path}` is no table of lengths of version {VERSION}. Make it by "
-                    "`observe_lengths(...).save(path)`, or `odb-nodes profile --save-lengths`."
-                ) from error
+        return read_length_file(path, _COLUMNS, cls)
 
     def _about(self) -> str:
-        names = ("names", "sizes", "streams", "made_by", *(("blocks",) if self.blocks else ()))
-        return json.dumps({"version": VERSION} | {name: getattr(self, name) for name in names})
+        known = [name for name in ("blocks", "data_id") if getattr(self, name)]
+        names = ("names", "sizes", "streams", "made_by", *known)
+        about = {name: getattr(self, name) for name in names}
+        return json.dumps({"version": TABLE_VERSION} | about)
 
 
 def observe_lengths(
@@ -338,6 +328,7 @@ def observe_lengths(
         streams=tuple(streams),
         blocks=blocks,
         made_by=made_by,
+        data_id="" if isinstance(dataset, dict) else data_id_of(dataset),
     )
 
 

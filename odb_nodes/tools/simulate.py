@@ -22,6 +22,7 @@ from odb_nodes.monitor.figures import heat_map, page
 from odb_nodes.planning import SimulationOptions, TokenBudget, simulate_steps
 from odb_nodes.planning.auto_window import window_samples
 from odb_nodes.planning.budget import ATTENTION_TOKENS
+from odb_nodes.planning.known_epochs import WINDOW_IN_ORDER, known_window
 from odb_nodes.planning.simulation import SimulationKeywords, Step, plan_steps
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Observation, Sample, Skipped
@@ -68,22 +69,23 @@ def simulate(
             `ShardedSampler(shuffle=False)` deals them out. Or a `LengthTable`, whose samples are
             read as an `ODBDataLoader` reads them; where it has some of the dataset's samples, the
             counts are those of the whole dataset, estimated.
-        shuffle: of a table: whether the samples are shuffled that are not those of streams.
+        shuffle: of a table, or with `lengths_known`: whether the samples are shuffled that are not
+            those of streams.
         weights: of a table with several sources: how they are mixed, as for an `ODBDataLoader`.
         options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
             from the defaults `window`, `round_size`, `uneven`, `dearest_first`, `diversity`,
-            `accumulate`, `seed` and `cost_fn`.
+            `window_start`, `accumulate`, `seed`, `cost_fn` and `lengths_known`.
 
     Raises:
         TypeError, ValueError: an option is not valid, or there is no step.
         SampleError: a sample is too long under `oversize="error"`.
     """
+    job = SimulationOptions(**options)
     if isinstance(lengths, LengthTable):
         table = lengths
     else:
-        table, shuffle = LengthTable.of(lengths), False
-    epoch = TableEpoch(table=table, shuffle=shuffle, weights=weights)
-    return epoch.report(SimulationOptions(**options))
+        table, shuffle = LengthTable.of(lengths), shuffle and job.lengths_known
+    return TableEpoch(table=table, shuffle=shuffle, weights=weights).report(job)
 
 
 def lognormal_lengths(
@@ -304,8 +306,10 @@ class TableEpoch:
         if samples is None and table.is_whole:
             samples = of_data
         elif samples is None:
-            samples = max(MOST_DRAWN, _LEAST_WINDOWS * self.window(job) * job.world_size)
-        key = samples, job.seed, job.world_size  # jobs that differ in others read alike
+            window = WINDOW_IN_ORDER if job.lengths_known else self.window(job)
+            samples = max(MOST_DRAWN, _LEAST_WINDOWS * window * job.world_size)
+        # Jobs that differ in others read alike.
+        key = samples, job.seed, job.world_size, job.lengths_known
         if key not in self._orders:
             if not table.is_whole or samples < of_data:
                 table = table.drawn(min(samples, of_data), job.seed)
@@ -314,7 +318,13 @@ class TableEpoch:
         return self._orders[key]
 
     def window(self, job: SimulationOptions) -> int:
-        """Return the window in samples: of `"auto"`, what the lengths of all samples come to."""
+        """Return the window in samples: of `"auto"`, what the lengths of all samples come to.
+
+        Where lengths are known: how many samples of each rank are planned together.
+        """
+        if job.lengths_known:
+            window = known_window(job.window, in_order=not self.shuffle)
+            return window or -(-self.table.num_samples // job.world_size)
         budget = TokenBudget.of(job.budget)
         costs = self.table.kept(budget).costs
         read = costs.tokens > 0
@@ -330,6 +340,7 @@ class TableEpoch:
             # Of streams, some have keys, and some have none.
             shares_rest=self.shares_rest and not table.streams,
             knows_length=Mixing.of(self.weights).stop == "all_exhausted",
+            in_order=not self.shuffle,
         )
 
     def batches(self, job: SimulationOptions) -> Batches:
@@ -362,11 +373,17 @@ def _shards(
 ) -> list[IntArray]:
     """Return the rows of the table that each rank reads, in their order."""
     ranks = range(job.world_size)
+    if job.lengths_known and (table.names != ("",) or table.streams):
+        raise ValueError(
+            "`lengths_known` must be False for a mixture, a stream and the order of a `sampler`, "
+            "since a loader plans none of them ahead. Leave it out."
+        )
     if table.names == ("",):
         if mixing != Mixing():
             raise ValueError("`weights` must be None: the table has one source, without a name.")
         shuffled = shuffle and not table.streams
-        read_from = _Rows(range(len(table)), table.blocks.get(""))
+        read_in = None if job.lengths_known else table.blocks.get("")
+        read_from = _Rows(range(len(table)), read_in)
         order = np.array([*ShardedSampler(read_from, shuffled, job.seed, 0, 1)])
         return [order[rank :: job.world_size] for rank in ranks]
     blocks = table.blocks

@@ -1,4 +1,4 @@
-"""Canaries: what we rely on inside of Hugging Face `datasets`, the stages of a stream."""
+"""Canaries: what we rely on inside of Hugging Face `datasets`: a table, the stages of a stream."""
 
 import pytest
 from canary import relies_on
@@ -7,17 +7,22 @@ from odb_nodes._compat.datasets import (
     RESTORABLE,
     SPLIT_BY_SHARDS,
     consists_of,
+    fingerprint_of_table,
+    has_integer_lists,
     is_split,
+    is_table,
+    shown_columns,
     shuffle_states,
     split_over_ranks,
     stages_of,
+    stored_column,
 )
 
 pytestmark = pytest.mark.slow  # importing it takes seconds
 
 
-def canary(what):
-    return relies_on("datasets", what, "_compat/datasets.py (`sources/iterable_source.py`)")
+def canary(what, used_in="sources/iterable_source.py"):
+    return relies_on("datasets", what, f"_compat/datasets.py (`{used_in}`)")
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +86,31 @@ def test_a_split_is_seen_and_a_state_can_be_taken_back(stream):
     stream.load_state_dict(stream.state_dict())
     stream.load_state_dict(None)
     assert [row["n"] for row in stream] == list(range(12))
+
+
+@canary("Dataset._indices, Dataset.data or Dataset._fingerprint", "sources/known_lengths.py")
+def test_rows_of_a_table_are_places_in_a_column_of_arrow(datasets):
+    table = datasets.Dataset.from_dict({"ids": [[1], [2, 2], [3]]})
+    assert is_table(table) and not is_table(table.to_iterable_dataset())
+    column, places = stored_column(table, "ids")
+    assert column.to_pylist() == table["ids"][:] and places is None
+    column, places = stored_column(table.select([2, 0]).select([1, 0]), "ids")
+    assert [column[place].as_py() for place in places.tolist()] == [[1], [3]]
+    prints = [fingerprint_of_table(one) for one in (table, table.select([2, 0]), table.shuffle())]
+    assert all(prints) and len({*prints}) == 3
+
+
+@canary("Dataset.format, or require_decoding", "sources/known_lengths.py")
+def test_the_columns_of_rows_are_known_unless_something_else_is_made_of_them(datasets):
+    table = datasets.Dataset.from_dict({"ids": [[1]], "n": [1], "rows": [[[1]]]})
+    formatted = {"columns": ["ids"], "output_all_columns": True}
+    for name in (None, "python", "numpy", "np", "torch", "pt"):
+        assert shown_columns(table.with_format(name)) == ["ids", "n", "rows"]
+        assert shown_columns(table.with_format(name, columns=["n"])) == ["n"]
+        assert shown_columns(table.with_format(name, **formatted)) == ["ids", "n", "rows"]
+    assert shown_columns(table.with_format("torch", dtype=None)) is not None
+    for name in ("arrow", "pandas"):
+        assert shown_columns(table.with_format(name)) is None
+    assert shown_columns(table.with_transform(dict)) is None
+    assert shown_columns(table.with_format("numpy", ndmin=2)) is None
+    assert [has_integer_lists(table, name) for name in table.column_names] == [True, False, False]

@@ -4,7 +4,7 @@ import copy
 import random
 from collections import Counter
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -12,11 +12,14 @@ from aligned_ranks import TIMEOUT_S, on_ranks
 from elastic import (
     ENDED_EARLY,
     LEFT_OUT,
+    SAMPLES,
+    ids_of,
     job,
     make,
     resharded,
     sample,
     states_at,
+    trained_on,
     whole,
 )
 from refusals import refuses
@@ -61,6 +64,23 @@ def test_groups_are_under_a_budget_that_is_lowered_at_once():
         return [batch["input_ids"].numel() for batch in loader]
 
     assert max(max(sizes) for sizes in on_ranks(2, run)) <= 50
+
+
+@pytest.mark.parametrize("ranks", [(2, 3, 1), (3, 2, 2), (1, 2, 3)])
+@pytest.mark.parametrize("lie", [0, 6])
+def test_epochs_that_are_planned_ahead_have_each_sample_once_on_other_ranks(ranks, lie):
+    samples = [sample(index) for index in range(SAMPLES)]
+    told = [len(one["input_ids"]) if isinstance(one, dict) else 1 for one in samples]
+    told = [max(1, length - lie * (index % 5 == 0)) for index, length in enumerate(told)]
+    trained, states = [], None
+    for world_size, following in pairwise(ranks):
+        part = job(world_size, states, steps=4, lengths=told)
+        states = resharded(part, -1, following)
+        trained += ids_of(part)[0]
+    rest = job(ranks[-1], states, epochs=2, lengths=told)
+    trained += ids_of(rest)[0]
+    assert sorted(trained) == sorted(2 * trained_on())
+    assert len({len(found) for found, _ in rest}) == 1
 
 
 def test_where_ranks_end_with_the_first_it_goes_on_until_the_last_round():

@@ -72,6 +72,21 @@ def test_simulate_prints_what_simulate_returns_and_draws_the_last(capsys, table,
     assert '`window` must be "auto" or a number' in capsys.readouterr().err
 
 
+def test_simulate_shows_what_known_lengths_come_to_beside_the_windows(capsys, table):
+    lengths, job = LengthTable.load(table), {"budget": 1500, "world_size": 2}
+    options = ["--lengths", table, "--ranks", 2, "--window", 16, "--budget", 1500]
+    assert run("simulate", *options, "--lengths-known", "--timeline", "-") == 0
+    out, _, drawn = capsys.readouterr().out.rstrip().rpartition("\n\n")
+    together = -(-len(LENGTHS) // 2)
+    assert cells(out) == [
+        {"ranks": "2", "window": "16", "lengths": "as they come"}
+        | simulate(lengths, window=16, **job).as_row(),
+        {"ranks": "2", "window": f"auto ({together:,})", "lengths": "known"}
+        | simulate(lengths, lengths_known=True, **job).as_row(),
+    ]
+    assert drawn.startswith(f"2 ranks, window {together:,}, lengths known, ")
+
+
 def test_lengths_may_be_drawn(capsys):
     assert run("simulate", "--cv", 0.5, "--samples", 300, "--seed", 2) == 0
     drawn = LengthTable.of(lognormal_lengths(300, cv=0.5, seed=2))

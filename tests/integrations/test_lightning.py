@@ -535,7 +535,7 @@ def test_ranks_that_compute_together_train_and_end_together(tmp_path):
             return {"strategy": ModelParallelStrategy(), "devices": 2, "max_epochs": 1}
 
         print(len(j.fit_guarded("", trainer=ranks(), **given).infos[0].keys) > 0, flush=True)
-        j.fit_guarded("", fails_above=60 + 9 * rank, trainer=ranks(), **given)
+        j.fit_guarded("", fails_above=40 + 9 * rank, trainer=ranks(), **given)
     """
     with t.on_ranks(tmp_path, 2, body, init=False) as job:
         results = job.results(150)

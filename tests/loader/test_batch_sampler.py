@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+from collections import Counter
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from odb_nodes import (
     WeightedSampler,
     pop_step_info,
 )
+from odb_nodes.planning.known_epochs import KnownJob
 
 LENGTHS = np.random.default_rng(0).integers(1, 41, 300).tolist()
 
@@ -41,28 +44,76 @@ def loader_of(kind, batch_sampler, **options):
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(
-    "options", [{}, {"shuffle": False, "accumulate": 2, "round_size": 4}, {"window": "auto"}]
+    "options",
+    [
+        {"window": "auto", "dearest_first": 3},
+        {"window": 40},
+        {"window": "auto", "shuffle": False},
+        {"window": "auto", "layout": "packed"},
+    ],
 )
-def test_the_batches_are_those_of_our_loader(world_size, options):
-    def trained(exchange):
-        loader = ODBDataLoader(
-            LENGTHS,
-            token_budget=128,
-            process_fn=lambda tokens: {"input_ids": [1] * tokens},
-            process_group=exchange,
-            seed=5,
-            **{"window": 32, **options},
-        )
-        number = 2 if "window" not in options else 1
-        infos = [[pop_step_info(batch) for batch in loader] for _ in range(number)]
-        return [[None if one.is_filler else [*one.keys] for one in epoch] for epoch in infos]
+def test_the_batches_are_those_of_our_loader_on_every_rank(world_size, options):
+    """On several ranks that loader orders the steps of a round anew."""
+    options = {"seed": 5, **options}
+    budget = TokenBudget(128, layout=options.pop("layout", "padded"))
 
-    shortest = LENGTHS.index(min(LENGTHS))
+    def trained(exchange):
+        data = [{"input_ids": [1] * length} for length in LENGTHS]
+        loader = ODBDataLoader(
+            data, lengths=LENGTHS, token_budget=budget, process_group=exchange, **options
+        )
+        infos = [[pop_step_info(batch) for batch in loader] for _ in range(2)]
+        return [[[] if one.is_filler else [*one.keys] for one in epoch] for epoch in infos]
+
     for rank, expected in enumerate(on_ranks(world_size, trained)):
-        of_rank = sampler(rank=rank, world_size=world_size, seed=5, **options)
+        of_rank = TokenBatchSampler(LENGTHS, budget, rank=rank, world_size=world_size, **options)
         for batches in expected:
             assert len(of_rank) == len(batches)
-            assert [*of_rank] == [[shortest] if one is None else one for one in batches]
+            of_epoch = [*of_rank]
+            if world_size > 1:
+                assert Counter(map(tuple, of_epoch)) == Counter(map(tuple, batches))
+            else:
+                assert of_epoch == batches
+
+
+def test_a_rank_without_a_sample_takes_the_shortest_once_more():
+    batches = [
+        [*TokenBatchSampler([40, 40, 40, 9], 40, rank=rank, world_size=3)] for rank in range(3)
+    ]
+    assert [len(of_rank) for of_rank in batches] == [2, 2, 2]
+    steps = [*zip(*batches, strict=True)]
+    assert sorted(itertools.chain(*steps[0]), key=str) != [3, 3, 3] and steps[1].count([3]) >= 2
+    assert {index for batch in itertools.chain(*steps) for index in batch} == {0, 1, 2, 3}
+
+
+def test_an_epoch_is_planned_once():
+    planned, plan = [], KnownJob.plan
+
+    def counted(job, samples, order, epoch):
+        planned.append(epoch)
+        return plan(job, samples, order, epoch)
+
+    with patch.object(KnownJob, "plan", counted):
+        one = sampler()
+        len(one)
+        batches = iter(one)
+        next(batches)
+        state = one.state_dict()
+        assert [*batches] and planned == [0]
+        again = sampler()
+        again.load_state_dict(state)
+        again.set_epoch(0)
+        assert len(again) and [*again] and planned == [0, 0]
+        assert len(again) and [*again] and planned == [0, 0, 1]
+
+
+def test_without_an_order_of_its_own_an_epoch_is_planned_2048_samples_of_a_rank_together():
+    lengths = np.random.default_rng(0).integers(1, 41, 5000)
+    options = {"rank": 0, "world_size": 2, "shuffle": False}
+    batches = [*TokenBatchSampler(lengths, 128, **options)]
+    windows = [{index // 4096 for index in batch} for batch in batches]
+    assert [{0}, {1}] == [window for window, _ in itertools.groupby(windows)]
+    assert batches == [*TokenBatchSampler(lengths, 128, window=2048, **options)]
 
 
 def test_an_epoch_may_be_an_integer_of_numpy_or_torch():
@@ -217,8 +268,9 @@ test_what_cannot_be_is_named = refuses(
         ({"lengths": [3], "world_size": 2}, ValueError, "each of the 2 ranks, but has 1"),
         ({"budget": TokenBudget(8, max_patches=4)}, ValueError, "no `max_patches`"),
         ({"shuffle": 1}, TypeError, "`shuffle`"),
-        ({"uneven": "join"}, ValueError, "`uneven`.*'join'"),
-        ({"cost_fn": len}, TypeError, "`cost_fn` is no option"),
+        ({"window": "all"}, ValueError, "`window`.*'all'"),
+        ({"dearest_first": -1}, ValueError, "`dearest_first`.*-1"),
+        ({"seed": "a"}, TypeError, "`seed`.*'a'"),
         ({"rank": 2}, ValueError, "`rank`"),
     ],
     lambda changed: TokenBatchSampler(

@@ -34,10 +34,10 @@ def by_id(item):
     return 1 + item["id"]
 
 
-def bucketed(window=24, state="replay", observe=by_ids, dearest_first=0, diversity=0.0, **fields):
+def bucketed(window=24, state="replay", observe=by_ids, options=None, **fields):
     observed = LengthObserver(Mapper(sampler(), process), observe)
     budget = TokenBudget(**{"tokens": 256, "oversize": "alone", **fields})
-    return WindowBucketer(observed, budget, window, state, None, dearest_first, diversity)
+    return WindowBucketer(observed, budget, window, state, **options or {})
 
 
 def sampled(**fields):
@@ -65,9 +65,10 @@ CHANGES = [
     (bucketed, "budget.shapes", {"shapes": 60}),
     (bucketed, "budget.attention_tokens", {"attention_tokens": 64}),
     (bucketed, "budget.row_sizes", {"row_sizes": "even"}),
-    (bucketed, "dearest_first", {"dearest_first": 8}),
-    (bucketed, "diversity", {"diversity": 0.5}),
+    (bucketed, "dearest_first", {"options": {"dearest_first": 8}}),
+    (bucketed, "diversity", {"options": {"diversity": 0.5}}),
     (bucketed, "window", {"window": 25}),
+    (bucketed, "window_start", {"options": {"window_start": "early"}}),
     (bucketed, "state", {"state": "payload"}),
     (bucketed, "observe", {"observe": by_id}),
     (sampled, "size", {"size": 121}),

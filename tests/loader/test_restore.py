@@ -223,12 +223,12 @@ def on_two_ranks(exchange, data):
 
 
 def states_within_a_round(data):
-    """The state of each of two ranks after 16 steps, and the steps after it."""
+    """The state of each of two ranks after 22 steps, and the steps after it."""
 
     def run(exchange):
         loader = Loader(on_two_ranks(exchange, data))
         it = iter(loader)
-        for _ in range(16):  # 4 + 5 + 6 steps are three rounds
+        for _ in range(22):  # 1 + 2 + 3 + 4 + 5 + 6 steps are six rounds
             next(it)
         return loader.state_dict(), [next(it) for _ in range(6)]
 

@@ -79,12 +79,13 @@ def enough(message):
     ),
     oversize=st.sampled_from(["alone", "drop"]),
     dearest_first=st.sampled_from([0, 5]),
+    window_start=st.sampled_from(["full", "early"]),
     every=st.integers(1, 5),
 )
 @pytest.mark.filterwarnings("ignore:.*exceed.*")
 @fewer(5)
 def test_it_resumes_exactly_for_any_lengths(
-    lengths, tokens, window, state, fields, oversize, dearest_first, every, sampled
+    lengths, tokens, window, state, fields, oversize, dearest_first, window_start, every, sampled
 ):
     budget = TokenBudget(tokens, oversize=oversize, **fields)
     if oversize == "drop":
@@ -92,7 +93,8 @@ def test_it_resumes_exactly_for_any_lengths(
 
     def make():
         source = samples(lengths)
-        return WindowBucketer(source, budget, window, state, dearest_first=dearest_first)
+        start = {"dearest_first": dearest_first, "window_start": window_start}
+        return WindowBucketer(source, budget, window, state, **start)
 
     assert_resumes_exactly(make, every=every, **sampled(horizon=12, chain=1))
 
@@ -264,6 +266,7 @@ test_arguments_that_are_not_valid_are_named = refuses(
         ({"window": 0}, "`window`"),
         ({"window": 2.5}, "`window`"),
         ({"dearest_first": -1}, "`dearest_first`"),
+        ({"window_start": "slow"}, r'`window_start` must be one of \("auto", "early", "full"\)'),
         ({"diversity": -0.1}, r"`diversity` must be in \[0, 1\], but is -0.1"),
         ({"diversity": 1.1}, "`diversity`.* is 1.1"),
         ({"diversity": float("nan")}, "`diversity`.* is nan"),
@@ -338,7 +341,7 @@ def test_a_long_fill_and_a_long_replay_say_how_far_they_are(monkeypatch, caplog)
         return sample
 
     monkeypatch.setattr(progress, "FIRST_S", 0.1)
-    node = WindowBucketer(Mapper(samples(LENGTHS), slow), 100, 40)
+    node = WindowBucketer(Mapper(samples(LENGTHS), slow), 100, 40, window_start="full")
     node.reset(None)
     next(node)
     filling = r"samples in the pool before the first batch: \d+ of 40 after 0 s"

@@ -124,14 +124,18 @@ def lower_and_cap(planner, number):
     st.sampled_from([0, 3]),
     st.sampled_from([0.0, 0.5]),
     st.sampled_from([None, lower_and_cap]),
+    st.sampled_from(["full", "early", "auto"]),
 )
 @few
 def test_a_planner_that_restarts_before_every_group_forms_the_same_groups(
-    samples, budget, window, dearest_first, diversity, events
+    samples, budget, window, dearest_first, diversity, events, window_start
 ):
     diversity = 0.0 if budget.layout == "packed" else diversity
     options = samples, budget, window, dearest_first, diversity
-    whole, restarted = (epoch_of(Stream(*options), events, again) for again in (False, True))
+    more = {"window_start": window_start, "epoch_samples": lambda: len(samples)}
+    whole, restarted = (
+        epoch_of(Stream(*options, **more), events, again) for again in (False, True)
+    )
     assert whole == restarted
     assert once_each(whole, len(samples))
 
@@ -462,6 +466,69 @@ def test_groups_that_are_chosen_freely_are_looked_at_for_their_padding():
     stream = Stream([(10, 0, 0)] * 200, TokenBudget(40), "auto", check=notes)
     stream.next()
     assert len(notes.noted) == 2
+
+
+# --- a pool that begins small --------------------------------------------------------------------
+
+
+def pulled_at_first(window=400, samples=None, dearest_first=0, **options):
+    stream = Stream([(10, 0, 0)] * 1000, TokenBudget(100), window, dearest_first, **options)
+    stream.planner.epoch_samples = lambda: samples
+    stream.next()
+    return stream.planner.pool.pulled
+
+
+EARLY = 28  # the first multiple of 400 // 32 before 400 that is two budgets of 10 samples or more
+
+
+def test_the_first_group_waits_for_the_window_or_for_two_budgets():
+    assert pulled_at_first(window_start="full", samples=10**6) == 400
+    assert pulled_at_first(window_start="early") == EARLY
+    assert pulled_at_first(window_start="early", samples=100) == EARLY
+
+
+def test_by_default_it_does_not_wait_in_an_epoch_that_is_known_to_be_long():
+    assert pulled_at_first(samples=32 * 400) == EARLY
+    assert pulled_at_first(samples=32 * 400 - 1) == 400
+    assert pulled_at_first(samples=None) == 400
+
+
+def test_by_default_groups_of_the_longest_samples_are_chosen_from_the_whole_window():
+    assert pulled_at_first(samples=10**6, dearest_first=1) == 400
+    assert pulled_at_first(samples=10**6, dearest_first=1, window_start="early") == EARLY
+
+
+@pytest.mark.parametrize("window_start", ["full", "early", "auto"])
+def test_the_128_samples_that_an_auto_window_begins_with_are_waited_for(window_start):
+    assert pulled_at_first("auto", 10**6, window_start=window_start) == LEAST_WINDOW
+
+
+def test_an_auto_window_that_is_chosen_is_grown_to():
+    pulled = {}
+    for window_start in ("full", "early"):
+        stream = Stream([(10, 0, 0)] * 2000, TokenBudget(100), "auto", window_start=window_start)
+        stream.next()
+        stream.planner.choose_window_alone()
+        stream.next()
+        pulled[window_start] = stream.planner.pool.pulled
+        while stream.planner.pool.pulled < 1000:
+            stream.next()
+        assert len(stream.planner.pool) >= 320 - 10
+        stream.planner.begin_epoch()
+        stream.next()
+        assert (stream.planner.pool.pulled == 320) == (window_start == "full")
+    assert pulled["full"] == 330 and pulled["early"] < 200
+
+
+def test_groups_of_a_growing_pool_are_not_looked_at_for_their_padding():
+    notes = Notes()
+    samples_ = [(10, 0, 0)] * 200
+    stream = Stream(samples_, TokenBudget(40), 64, check=notes, window_start="early")
+    while stream.planner.pool.pulled < 80:
+        assert not notes.noted
+        stream.next()
+    stream.next()
+    assert notes.noted
 
 
 # --- the groups of a node of the user ------------------------------------------------------------

@@ -36,18 +36,19 @@ ROWS = {
     windows,
     st.sampled_from([0, 1, 3, 100]),
     st.sampled_from([0, 0.01, 0.5, 1]),
+    st.booleans(),
 )
 @few
 def test_each_sample_comes_out_once_within_the_budget_and_in_time(
-    samples, budget, window, dearest_first, diversity
+    samples, budget, window, dearest_first, diversity, early
 ):
     lengths, patches, tasks = samples
     packed, multiple = budget.layout == "packed", budget.pad_to_multiple_of
-    mixed = {"tasks": tasks, "diversity": 0 if packed else diversity}
+    mixed = {"tasks": tasks, "diversity": 0 if packed else diversity, "early": early}
     groups, age = run(lengths, budget, window, patches, dearest_first, **mixed)
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     assert age <= MAX_AGE_WINDOWS * window
-    if dearest_first and lengths:
+    if dearest_first and lengths and not early:
         assert max(lengths[i] for i in groups[0]) == max(lengths[:window])
     for group in groups:
         assert group == sorted(group)
@@ -101,12 +102,14 @@ def test_groups_are_full(budget, window, fill):
     assert work / len(groups) >= fill * budget.tokens
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("window", [511, 512, 600])
-def test_a_refill_that_is_interrupted_ends_as_a_whole_one(window):
+def test_a_refill_that_is_interrupted_ends_as_a_whole_one(window, early):
     lengths = lognormal(1100)
 
     def groups(most):
         pool, found = RollingPool(TokenBudget(16_384), window), []
+        pool.starts_early = early
         while pool.pulled < len(lengths):
             while (room := min(pool.room(), len(lengths) - pool.pulled, most)) > 0:
                 new = [at for at in range(pool.pulled, pool.pulled + room) if at % 7]  # some drop
@@ -117,7 +120,64 @@ def test_a_refill_that_is_interrupted_ends_as_a_whole_one(window):
 
     whole = groups(len(lengths))
     assert groups(1) == groups(50) == whole
-    assert min(left for _, left in whole) > window * 3 // 4
+    if not early:
+        assert min(left for _, left in whole) > window * 3 // 4
+
+
+@given(
+    st.integers(0, 2**16),
+    st.sampled_from([20, 100, 400]),
+    st.sampled_from(["padded", "packed"]),
+    st.integers(0, 3),
+)
+@few
+def test_a_pool_that_starts_early_grows_with_what_was_pulled_until_it_holds_the_window(
+    seed, window, layout, drop
+):
+    lengths = np.random.default_rng(seed).integers(1, 100, 2 * window + 200).tolist()
+    budget, part = TokenBudget(300, layout=layout), max(1, window // 32)
+    pool, most = RollingPool(budget, window), 0
+    pool.starts_early = True
+    while pool.pulled < len(lengths):
+        while (room := min(pool.room(), len(lengths) - pool.pulled)) > 0:
+            new = [at for at in range(pool.pulled, pool.pulled + room) if at % 9 >= drop]
+            pool.add(new, [lengths[at] for at in new], [0] * len(new))
+            pool.count(room)
+        waiting = len(pool)
+        if pool.is_growing:
+            filled = sum(lengths[at] for at in pool.ordinals()) / 300
+            assert waiting >= min(window - part + 1, 0.75 * pool.pulled) or drop
+            assert filled >= 2 or waiting > window - part
+            two_budgets = 2 * 300 / min(lengths)
+            assert waiting <= max(two_budgets, 0.75 * pool.pulled) + part
+        most = max(most, waiting)
+        if pool.pulled < len(lengths):
+            pool.take()
+    assert most > window - part
+
+
+def test_the_first_group_of_a_pool_that_starts_early_waits_for_two_budgets():
+    budgets = TokenBudget(100), TokenBudget(10**6, max_samples=5), TokenBudget(10**6, max_patches=5)
+    for budget in budgets:
+        pool = RollingPool(budget, 32)
+        pool.starts_early = True
+        for ordinal in range(10):
+            assert pool.room() == 1 and pool.is_growing
+            pool.add([ordinal], [20], [1])
+            pool.count(1)
+        assert pool.room() == 0
+        assert pool.take().tolist() == [0, 1, 2, 3, 4]
+        assert pool.room() == 1
+
+
+def test_a_lower_limit_makes_the_budgets_of_a_growing_pool_smaller():
+    pool = RollingPool(TokenBudget(1000), 32)
+    pool.starts_early = True
+    pool.add(range(8), [100] * 8, [0] * 8)
+    pool.count(8)
+    assert pool.room() == 1
+    pool.limit(Limits.of(TokenBudget(400)))
+    assert pool.room() == 0
 
 
 def test_a_stream_that_starves_one_length_still_serves_it_in_time():

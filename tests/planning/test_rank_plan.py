@@ -21,7 +21,7 @@ fewer = settings(max_examples=max(10, settings.default.max_examples // 5))
 
 BUDGET = TokenBudget(100)
 OF_JOB = JobOptions.__dataclass_fields__
-OF_PLANNER = ("window", "dearest_first", "diversity")
+OF_PLANNER = ("window", "window_start", "dearest_first", "diversity")
 LOWER = 40
 SHARD = 10_000  # the samples of rank r are numbered from r * SHARD on, over all ranks
 
@@ -270,6 +270,7 @@ jobs = st.fixed_dictionaries(
         "round_size": st.integers(1, 9),
         "dearest_first": st.sampled_from([0, 0, 3]),
         "window": st.sampled_from([1, 8, 30, "auto"]),
+        "window_start": st.sampled_from(["full", "early"]),
         "uneven": st.sampled_from(["fill", "fill", "stop"]),
         "shares_rest": st.booleans(),
         "knows_length": st.booleans(),
@@ -456,8 +457,8 @@ def test_how_many_groups_are_formed_ahead_follows_from_the_step_alone():
     assert common > 60 and first[:common] == second[:common]
     for number, steps, emitted, _, formed in first:
         following = round_steps(number, 2, 10, 1)
-        is_first = number == 1 and not emitted  # step of the epoch, which waits for no others
-        expected = max(1, (emitted + 1 - is_first) * (following + 1) // steps)
+        # Those of the first step of a round are formed after it, with those of the second.
+        expected = max(1, (emitted + 1) * (following + 1) // steps) if emitted else 1
         assert formed == [expected] * 2
         assert expected + steps - emitted <= max(steps, following) + 2
 
@@ -471,14 +472,14 @@ def test_all_groups_of_a_round_and_one_further_are_formed_before_it_is_settled()
             super().settle()
 
     steps = [*Noting([[50] * 200] * 2, round_size=8, shares_rest=False).steps()]
-    assert formed[:4] == [[5, 5], [6, 6], [7, 7], [8, 8]]
+    assert formed[:4] == [[2, 2], [3, 3], [4, 4], [5, 5]]
     assert max(max(of_ranks) for of_ranks in formed) == 9
     assert len(steps) == 89  # 178 samples of each rank, 2 in a group
 
 
 def test_groups_of_the_last_round_are_formed_two_with_each_step_and_the_others_at_its_end():
-    ranks = Ranks([[50] * 96] * 2, round_size=4)
-    assert len([*ranks.steps()]) == 43
+    ranks = Ranks([[50] * 100] * 2, round_size=4)
+    assert len([*ranks.steps()]) == 45
     assert [formed for *_, is_last, formed in ranks.ahead if is_last][:4] == [
         [1, 1],
         [4, 4],
@@ -512,7 +513,7 @@ def settings_used(settings_):
     """What the planner of a rank is told, after how many groups, in the round of the settings."""
     ranks = Ranks([[[5, 6]] * 11] * 2, NotingRank)
     for rank in ranks.ranks:
-        rank.plan.settings = settings_
+        rank.plan.settings, rank.plan.round = settings_, 3  # of 4 steps
         rank.feed()
     return ranks.plans[0].planner
 
@@ -533,8 +534,9 @@ def test_the_last_round_is_of_all_groups_and_has_no_caps():
 def test_settings_are_used_from_the_second_group_of_a_round_on():
     """The first is formed already when they are agreed on."""
     ranks = Ranks([[[5, 6]] * 11] * 2, NotingRank)
-    next(ranks.steps())
-    assert [formed for formed, *_ in ranks.plans[0].planner.used] == [1, 4, 5]
+    steps = ranks.steps()
+    next(steps), next(steps)
+    assert [formed for formed, *_ in ranks.plans[0].planner.used] == [1, 1, 2, 3, 4]
 
 
 # --- what is told, and what is agreed on ---------------------------------------------------------
@@ -544,6 +546,7 @@ def plan_of(lengths=(), *, options=None, planner=None, ended=True, **columns):
     """A plan that has all samples, and its groups."""
     planner = planner or GroupPlanner(BUDGET, 8, epoch_samples=lambda: 100)
     plan = RankPlan(planner, JobOptions(**options or {}), measure, tasks=2, world_size=2)
+    plan.round = 3  # of 4 steps
     planner.add(facts_of(lengths, **columns), len(lengths))
     if ended:
         planner.end()
@@ -605,6 +608,7 @@ def test_a_rank_tells_what_it_has_after_the_round_where_it_can_share_it(
     planner = GroupPlanner(BUDGET, 1, epoch_samples=lambda: length)
     options = {"world_size": 2, "tasks": 2} | options
     plan = RankPlan(planner, JobOptions(**job), measure, **options)
+    plan.round = 3  # of 4 steps
     planner.add(facts_of(lengths, **{"sharers": 2} | columns), len(lengths))
     if len(lengths) < 10:
         planner.end()

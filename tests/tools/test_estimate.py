@@ -7,7 +7,13 @@ from in_process import InProcessHub
 from refusals import refuses
 
 from odb_nodes import IterableSource, JsonlSource, ODBDataLoader, TokenBudget
-from odb_nodes.tools.estimate import estimate_epoch, estimate_steps, table_of_loader
+from odb_nodes.loader.options import LoaderOptions
+from odb_nodes.tools.estimate import (
+    estimate_epoch,
+    estimate_loader_steps,
+    estimate_steps,
+    table_of_loader,
+)
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import lognormal_lengths, simulate
 
@@ -27,6 +33,8 @@ def halved(sample):
         {"shuffle": False},
         {"exclude": range(0, 900, 2), "sampler": range(0, 900, 3)},
         {"token_budget": TokenBudget(1500, layout="packed"), "dearest_first": 3},
+        {"lengths": LENGTHS, "window": "auto", "exclude": range(9)},
+        {"lengths": LENGTHS, "window": "auto", "shuffle": False, "dearest_first": 3},
     ],
 )
 def test_it_is_the_epoch_where_all_samples_are_looked_at(change):
@@ -64,10 +72,11 @@ class Blocks(list):
         (DATASET[:200], {}),
         (DATASET[:200], {"sampler": [n * 7 % 200 for n in range(150)]}),
         (DATASET[:200], {"state": "payload"}),
+        (DATASET[:200], {"lengths": LENGTHS[:200]}),
         (Blocks(DATASET[:200]), {}),
         ({"a": Blocks(DATASET[:200]), "b": DATASET[200:230]}, {"weights": {"a": 2, "b": 1}}),
     ],
-    ids=["plain", "sampler", "payload", "blocks", "mixed blocks"],
+    ids=["plain", "sampler", "payload", "lengths", "blocks", "mixed blocks"],
 )
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_it_is_the_epoch_of_all_ranks_however_they_read(ranks, dataset, change, tmp_path):
@@ -153,3 +162,17 @@ REFUSALS = [
 test_errors_name_what_is_wrong = refuses(
     REFUSALS, lambda loader, options: estimate_epoch(loader, **options)
 )
+
+
+def test_where_lengths_are_known_the_steps_are_counted_and_nothing_is_processed():
+    lengths = [1 + 37 * index % 90 for index in range(400)]
+    options = LoaderOptions(token_budget=256, lengths=lengths, process_fn=never, accumulate=2)
+    loader = ODBDataLoader(
+        [{"input_ids": [1] * tokens} for tokens in lengths], token_budget=256, lengths=lengths
+    )
+    steps = estimate_loader_steps(range(400), options, world_size=1, looked_at=8)
+    assert steps == -(-sum(1 for _ in loader) // 2)
+
+
+def never(item):
+    raise AssertionError(f"{item} is processed")

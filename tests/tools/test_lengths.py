@@ -119,6 +119,7 @@ def test_a_file_holds_the_table(tmp_path):
     assert str(loaded) == str(table)
     assert loaded.digest == table.digest and loaded.digest in str(table)
     assert loaded.names == ("a", "b") and loaded.made_by == table.made_by
+    assert (loaded.data_id, replace(table, data_id="x").digest == table.digest) == ("", False)
     assert "skip_short" in str(table) and "29 of 309 samples" in str(table)
 
 
@@ -146,7 +147,7 @@ def test_what_is_no_table_is_refused(tmp_path, monkeypatch):
         except StateError:
             pass
     path.write_bytes(content)
-    monkeypatch.setattr("odb_nodes.tools.lengths.VERSION", 2)
+    monkeypatch.setattr("odb_nodes.sources.known_lengths.TABLE_VERSION", 2)
     with pytest.raises(StateError, match="of version 2"):
         LengthTable.load(path)
 

@@ -48,13 +48,16 @@ def indices(step):
     return [group and [sample.data for sample in group] for group in step]
 
 
-def real_steps(lengths, world_size, budget, window, dearest_first=0, **options):
+def real_steps(
+    lengths, world_size, budget, window, dearest_first=0, window_start="auto", **options
+):
     """The same as `indices` of all steps, taken by one `RankAligner` per rank."""
 
     def run(exchange):
         shard = ShardedSampler(lengths, shuffle=False, rank=exchange.rank, world_size=world_size)
         samples = LengthObserver(shard, observe=lengths.__getitem__)
-        bucketer = WindowBucketer(samples, budget, window, dearest_first=dearest_first)
+        start = {"dearest_first": dearest_first, "window_start": window_start}
+        bucketer = WindowBucketer(samples, budget, window, **start)
         aligner = RankAligner(bucketer, exchange, **options)
         return [None if item.info.is_filler else item.samples for item in Loader(aligner)]
 
@@ -85,6 +88,7 @@ jobs = {
         shapes=st.none() | st.integers(1, 9),
     ),
     "window": st.integers(1, 30) | st.just("auto"),
+    "window_start": st.sampled_from(["auto", "early", "full"]),
     "dearest_first": st.sampled_from([0, 0, 1, 5]),
     "round_size": st.integers(1, 40),
     "accumulate": st.integers(1, 5),
@@ -115,12 +119,12 @@ def test_the_steps_are_those_of_real_ranks(lengths, **options):
     assert [indices(step) for step in steps_of(lengths, **options)] == expected
 
 
-# A first round has 4 steps, of one rank 1, and a short epoch does not wait for it.
+# A first round has 1 step, and a short epoch does not wait for it.
 @pytest.mark.parametrize(
     ("world_size", "mean_tokens", "first", "more"),
     [
         (1, 600, 2, {"max_samples": 20}),
-        (3, 600, 4, {"layout": "packed"}),
+        (3, 600, 1, {"layout": "packed"}),
         (3, 300, 0, {"attention_tokens": 1000}),
     ],
 )
@@ -185,7 +189,8 @@ BY_HAND = [
 @pytest.mark.parametrize(("job", "expected"), BY_HAND)
 def test_a_report_by_hand(job, expected):
     lengths, world_size, budget = job
-    report = simulate(lengths, world_size=world_size, budget=budget, window=20_000)
+    job = {"budget": budget, "accumulate": 4}  # The first round has 4 steps.
+    report = simulate(lengths, world_size=world_size, window=20_000, **job)
     assert {name: getattr(report, name) for name in expected} == pytest.approx(expected)
 
 
@@ -201,12 +206,12 @@ def test_the_steps_have_not_changed():
     """Golden: other steps of the same data would break every saved state."""
     lengths = lognormal_lengths(8 * 500, cv=1.0, seed=7)
     report = simulate(lengths, world_size=8, budget=16_384, window=64, seed=1)
-    assert (report.steps, report.real_tokens, report.padded_tokens) == (29, 3_141_500, 3_561_964)
+    assert (report.steps, report.real_tokens, report.padded_tokens) == (30, 3_141_500, 3_580_790)
     steps = steps_of(range(3, 43), world_size=3, budget=100, window=8, seed=5)
     assert [indices(step) for step in steps[:3]] == [
-        [[12, 15, 18, 21], [13, 16, 19, 22], [35, 38]],
-        [[30, 33], [31, 34], [29, 32]],
-        [[36, 39], [7, 10, 25], [17, 20, 23]],
+        [[12, 15, 18, 21], [13, 16, 19, 22], [17, 20, 23]],
+        [[30, 27], [1, 4, 7, 3, 0, 2], [29, 26]],
+        [[39], [10, 25], [38]],
     ]
 
 
@@ -231,6 +236,7 @@ test_errors_name_what_is_wrong = refuses(
         ({"budget": TokenBudget(8, oversize="error")}, SampleError, "9 tokens"),
         ({"budget": TokenBudget(1, oversize="drop")}, ValueError, "no step"),
         ({"world_size": 3}, ValueError, "at most the 2 samples of the data, but is 3"),
+        ({"lengths_known": 1}, TypeError, "`lengths_known`"),
     ],
     lambda change: simulate(**{"lengths": [9, 4], "world_size": 2, "budget": 10, **change}),
 )
@@ -371,6 +377,27 @@ def test_the_samples_of_streams_and_mixtures_are_read_as_a_loader_does(dataset, 
     observe_lengths(dataset, process_fn=process, observe=observe).save(tmp_path / "lengths.npz")
     table = LengthTable.load(tmp_path / "lengths.npz")
     assert planned_steps(table, 2, 1500, **options) == expected
+
+
+def test_known_lengths_are_planned_as_by_a_loader_that_has_them():
+    lengths = lognormal_lengths(2_500, cv=1.0, mean_tokens=90, longest_tokens=700)
+    data = [{"input_ids": np.ones(length, np.int64)} for length in lengths]
+    for options in ({"window": 64}, {"window": "auto", "seed": 3}, {"shuffle": False}):
+        loader = ODBDataLoader(data, lengths=lengths, token_budget=1500, **options)
+        infos = [pop_step_info(batch) for batch in loader]
+        for told in (lengths, LengthTable.of(lengths)):
+            report = simulate(told, world_size=1, budget=1500, lengths_known=True, **options)
+            assert report.steps == len(infos)
+            assert report.padded_tokens == sum(info.local_padded_tokens for info in infos)
+
+
+@pytest.mark.parametrize(
+    "dataset", [{"a": make_dataset(30), "b": make_dataset(30)}, Stream(make_dataset(30))]
+)
+def test_what_no_loader_plans_ahead_is_no_plan_of_known_lengths(dataset):
+    table = observe_lengths(dataset, process_fn=process, observe=observe)
+    with pytest.raises(ValueError, match="`lengths_known` must be False for a mixture, a stream"):
+        simulate(table, world_size=1, budget=1500, lengths_known=True)
 
 
 def test_jobs_that_differ_in_seed_or_ranks_are_read_anew():

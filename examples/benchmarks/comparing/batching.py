@@ -13,7 +13,7 @@ import numpy as np
 
 from comparing.common import rival
 from odb_nodes import TokenBudget
-from odb_nodes.planning import SimulationOptions
+from odb_nodes.planning import SimulationOptions, plan_epoch
 from odb_nodes.tools.baselines import fixed_batches
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import TableEpoch
@@ -86,6 +86,15 @@ def ours(layout: Any, plan: Plan, attention_tokens: int | None = None) -> Iterat
     )
     for step in TableEpoch(table=LengthTable.of(plan.lengths)).steps(job):
         yield [[] if group is None else [sample.data for sample in group] for group in step]
+
+
+def ours_known(layout: Any, plan: Plan) -> Iterator[Step]:
+    """Yield the batches that `ODBDataLoader` makes where it knows all lengths ahead."""
+    budget = TokenBudget(plan.budget, layout=layout)
+    order = np.random.default_rng(plan.seed).permutation(len(plan.lengths))
+    lengths = np.array(plan.lengths)[order]
+    for step in plan_epoch(lengths, budget, world_size=plan.ranks, seed=plan.seed):
+        yield [order[batch].tolist() for batch in step]
 
 
 def sorted_all(plan: Plan) -> Iterator[Step]:
@@ -202,6 +211,7 @@ PADDED_PLANS: dict[str, Planner] = {
     "lhotse, its buffer of 20,000": partial(lhotse, buffer_size=20_000),
     "lhotse, buffer as our window": lhotse,
     PADDED: partial(ours, "padded"),
+    f"{PADDED}, lengths known": partial(ours_known, "padded"),
     "oracle: all samples sorted": sorted_all,
 }
 PACKED_PLANS: dict[str, Planner] = {
@@ -210,4 +220,5 @@ PACKED_PLANS: dict[str, Planner] = {
     "Energon's greedy knapsack, written anew": greedy_knapsack,
     "NeMo's `first_fit_shuffle`, written anew": nemo_first_fit_shuffle,
     PACKED: partial(ours, "packed"),
+    f"{PACKED}, lengths known": partial(ours_known, "packed"),
 }

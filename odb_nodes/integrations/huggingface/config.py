@@ -49,7 +49,7 @@ class ODBConfig(BatchOptions):
         collate_fn: the collate function for training, in place of the trainer's `data_collator`,
             which evaluation uses.
         window, process_fn, observe, state, workers, prefetch: as in `ODBDataLoader`.
-        round_size, timeout_s, exclude, dearest_first, diversity: likewise.
+        round_size, timeout_s, exclude, dearest_first, diversity, window_start: likewise.
         uneven: `"fill"` or `"stop"`; see `RankAligner`.
         shift_labels: whether the model predicts `labels[..., 1:]`, so that the first label is no
             target. Default: what the loss of the model does, or True where that is unknown.

@@ -69,7 +69,7 @@ class PlannedState(EpochState):
     # whether the plan is of samples of this rank alone, and their numbers, 8 bytes each
     is_alone: bool = False
     rows: bytes | None = None
-    # how far other numbers of ranks have come before, see `reshard_planned`
+    # how far other numbers of ranks have come before
     earlier: EarlierRanks = field(default_factory=list)
     # samples that were longer than was told, so that their groups did not hold them: (3, n) numbers
     # of samples, tokens and patches
@@ -87,7 +87,7 @@ class PlannedState(EpochState):
 class PlannedGroups(EpochNode[SampleBlock, PlannedState]):
     """Yields the groups of this rank, planned from lengths that are known before samples are read.
 
-    All steps of an epoch are planned at once, over all ranks: see `odb_nodes.planning.plan_known`.
+    All steps of an epoch are planned at once, over all ranks: see `plan_known`.
     A worker reads, processes and collates a group as a whole.
 
     A sample may turn out to be longer than was told. If a group then exceeds its budget, its
@@ -249,7 +249,7 @@ class PlannedGroups(EpochNode[SampleBlock, PlannedState]):
 
     def batch_key(self, group: SampleBlock) -> int:
         """Return what the random numbers of a group's batch are drawn from."""
-        return batch_key(self._key(2), group)
+        return batch_key(self._batches_key(), group)
 
     def take_failure(self, group: SampleBlock) -> str:
         """Return, once, what collating a group has raised in a worker; "" where it did not."""
@@ -263,7 +263,6 @@ class PlannedGroups(EpochNode[SampleBlock, PlannedState]):
         Raises:
             StateError: the state is damaged, or was saved with other lengths or another
                 configuration.
-            SampleError: a sample is too long under `oversize="error"`.
             WorkerError: a worker could not be started, or the workers belong to the process that
                 this one was forked from.
         """
@@ -390,8 +389,9 @@ class PlannedGroups(EpochNode[SampleBlock, PlannedState]):
 
     # --------------------------------------------------------------------------------------------
 
-    def _key(self, purpose: int) -> int:
-        return hash_ints(self._seed, self._epochs.shuffle_key, purpose)
+    def _batches_key(self) -> int:
+        """Return what the random numbers of the batches of this epoch are drawn from."""
+        return hash_ints(self._seed, self._epochs.shuffle_key, 2)
 
     def _order(self) -> IntArray:
         """Return the samples of the epoch in their order, (n,)."""
@@ -558,7 +558,7 @@ class PlannedGroups(EpochNode[SampleBlock, PlannedState]):
             keys,
             *place,
             numbers,
-            group=(self._key(2), self._group_budget),
+            group=(self._batches_key(), self._group_budget),
         )
 
     def _take_group(self) -> SampleBlock:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from odb_nodes._core.held_generators import HeldGenerators, Seed
 from odb_nodes._core.seeds import declares_draws, digest_of_rngs, own_rngs, seed_rngs
+from odb_nodes.collate.protocol import Collate, collate_group, owned
 from odb_nodes.errors import WorkerError
 from odb_nodes.step_info import StepInfo
 
@@ -75,3 +76,27 @@ class SeededCollate:
             yield
         finally:
             self._one_at_a_time.release()
+
+
+class WorkerCollate:
+    """Makes batches in a worker, under random numbers that a key decides."""
+
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
+        self._draws_nothing = declares_draws(collate) is False
+        self._seeded: SeededCollate | None = None  # has a lock, which no process sends
+
+    def __call__(
+        self, samples: Sequence[Any], key: int, info: StepInfo | None = None
+    ) -> MutableMapping[str, Any]:
+        """Return the batch of samples, which stay as they are."""
+
+        def run() -> MutableMapping[str, Any]:
+            own = [*map(owned, samples)]
+            return collate_group(self._collate, own, info)  # type: ignore[arg-type]
+
+        if self._draws_nothing:
+            return run()
+        if self._seeded is None:
+            self._seeded = SeededCollate(self._collate)
+        return self._seeded.call(run, key)

@@ -11,11 +11,10 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes._core.hashing import hash_ints
-from odb_nodes._core.seeds import declares_draws
-from odb_nodes.collate.protocol import Collate, owned
+from odb_nodes.collate.protocol import Collate
 from odb_nodes.contract.again import make_again
 from odb_nodes.nodes.lazy_samples import LazySamples
-from odb_nodes.nodes.seeded_collate import SeededCollate
+from odb_nodes.nodes.seeded_collate import WorkerCollate
 from odb_nodes.planning import TokenBudget
 from odb_nodes.planning.budget import allowed_rows
 from odb_nodes.processing.columns import DataColumns
@@ -110,8 +109,7 @@ class GroupMaker:
     """
 
     def __init__(self, collate: Collate | None) -> None:
-        self._collate = collate
-        self._seeded: SeededCollate | None = None  # has a lock, which no process sends
+        self._collate = None if collate is None else WorkerCollate(collate)
 
     def __call__(self, results: Sequence[Any], key: int, budget: TokenBudget) -> MadeGroup:
         """Return what the results of processing come to.
@@ -134,25 +132,12 @@ class GroupMaker:
         failure = ""
         if self._collate is not None:
             try:
-                held = WholeBatch(self._collated(data, batch_key(key, group)), len(kept))
+                held = WholeBatch(self._collate(data, batch_key(key, group)), len(kept))
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
         if held is None:
             held = DataColumns.of(data)
         return MadeGroup(SampleBlock(group.facts, {}).with_data(held), later, skipped, failure)
-
-    def _collated(self, data: Sequence[Any], key: int) -> Batch:
-        collate: Any = self._collate
-
-        def run() -> Batch:
-            batch: Batch = collate([*map(owned, data)])
-            return batch
-
-        if declares_draws(collate) is False:
-            return run()
-        if self._seeded is None:
-            self._seeded = SeededCollate(collate)
-        return self._seeded.call(run, key)
 
 
 def batch_key(key: int, group: SampleBlock) -> int:

@@ -7,11 +7,10 @@ from concurrent.futures import Future, wait
 from itertools import count
 from typing import Any
 
-from odb_nodes._core.seeds import declares_draws
 from odb_nodes._core.user_warning import warn_user
-from odb_nodes.collate.protocol import Collate, collate_group, owned, takes_step
+from odb_nodes.collate.protocol import Collate, takes_step
 from odb_nodes.errors import WorkerError
-from odb_nodes.nodes.seeded_collate import SeededCollate
+from odb_nodes.nodes.seeded_collate import WorkerCollate
 from odb_nodes.processing import ParallelProcessor
 from odb_nodes.processing.chunk_runner import ChunkRunner
 from odb_nodes.processing.columns import DataColumns
@@ -32,7 +31,7 @@ class WorkerBatches:
     def __init__(
         self, processors: Sequence[ParallelProcessor[Any]], collate: Collate, *, always: bool
     ) -> None:
-        maker = _Maker(collate)
+        maker = WorkerCollate(collate)
         self._always = always
         self._runners = [one.runner for one in processors]
         for runner in self._runners:
@@ -109,23 +108,3 @@ class WorkerBatches:
                 "makes all from now on. Let `collate_fn` return tensors and plain data, and use "
                 'neither a device nor `get_worker_info` of torch; or pass `collate_in="main"`.'
             )
-
-
-class _Maker:
-    """Makes the batches in a worker."""
-
-    def __init__(self, collate: Collate) -> None:
-        self._collate = collate
-        self._draws_nothing = declares_draws(collate) is False
-        self._seeded: SeededCollate | None = None  # has a lock, which no process sends
-
-    def __call__(self, samples: list[Any], key: int, info: StepInfo | None) -> Batch:
-        def run() -> Batch:
-            own = [*map(owned, samples)]
-            return collate_group(self._collate, own, info)  # type: ignore[arg-type]
-
-        if self._draws_nothing:
-            return run()
-        if self._seeded is None:
-            self._seeded = SeededCollate(self._collate)
-        return self._seeded.call(run, key)

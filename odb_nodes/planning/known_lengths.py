@@ -17,6 +17,7 @@ import numpy as np
 from odb_nodes.planning.budget import TokenBudget, round_up
 from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.levelling import Rest
+from odb_nodes.planning.packing import Packing
 from odb_nodes.planning.pool import grouping_of
 from odb_nodes.planning.rounds import cut_by_length, shuffled
 from odb_nodes.planning.table import ORDINALS, TOKENS, IntArray
@@ -130,7 +131,8 @@ def _packed(tokens: IntArray, budget: TokenBudget) -> list[IntArray]:
     A row begins with the oldest sample of the reserve, goes on with those that come next, and ends
     with the samples of the reserve that fill it best.
     """
-    costs, room, most = packed_costs(tokens, budget)
+    packing = Packing(budget)
+    costs, room, most = packing.costs(tokens), packing.room.cost, packing.room.samples
     of_each: list[int] = costs.tolist()
     sums = np.append(0, np.cumsum(costs))
     reserve = _Reserve(of_each)
@@ -159,7 +161,7 @@ def _packed(tokens: IntArray, budget: TokenBudget) -> list[IntArray]:
         groups.append(np.array(group, np.int64))
     rest = np.array(reserve.places(), np.int64)
     if len(rest):
-        groups += grouping_of(budget).partition(_table(tokens[rest], rest))
+        groups += packing.partition(_table(tokens[rest], rest))
     return groups
 
 
@@ -202,15 +204,6 @@ class _Reserve:
 
     def places(self) -> list[int]:
         return [key % _WIDEST_KEY for key in self._by_cost]
-
-
-def packed_costs(tokens: IntArray, budget: TokenBudget) -> tuple[IntArray, int, int]:
-    """Return what each sample takes of a packed row, what a row has, and its most samples."""
-    most = 1 << 60 if budget.max_samples is None else budget.max_samples
-    if budget.attention_tokens is None or budget.shapes is not None:
-        return tokens, budget.capacity, most
-    costs = budget.row_cost(tokens)
-    return costs, budget.tokens - (budget.pad_to_multiple_of - 1), most
 
 
 def _levelled(

@@ -46,11 +46,12 @@ class Packing:
         self._in_tokens = budget.attention_tokens is None or budget.shapes is not None
         # What attention adds is no multiple, so any row may be rounded up.
         rounding = budget.pad_to_multiple_of - 1
-        self._room = _Room(
+        self.room = _Room(
             budget.capacity if self._in_tokens else budget.tokens - rounding,
             _NO_LIMIT if budget.max_samples is None else budget.max_samples,
             _NO_LIMIT if budget.max_patches is None else budget.max_patches,
         )
+        """What a row holds."""
 
     def choose(self, table: IntArray, _youngest_anchor: int, _caps: IntArray = NO_CAPS) -> IntArray:
         """Return the columns of the next group. It holds the oldest sample, whatever the anchor."""
@@ -68,10 +69,10 @@ class Packing:
             free[oldest[count:]] = True
             room = self._room_beside(table, oldest[:count])
             filling = _fill(table, np.flatnonzero(free), room)
-            cost = self._room.cost - room.cost + filling.cost
+            cost = self.room.cost - room.cost + filling.cost
             if cost > best_cost:
                 best, best_cost, kept = filling, cost, count
-            if best_cost >= self._room.cost:
+            if best_cost >= self.room.cost:
                 break
         return np.concatenate((oldest[:kept], np.array(best.columns, dtype=np.int64)))
 
@@ -90,18 +91,24 @@ class Packing:
         """
         costs = self._in_costs(table)[TOKENS]
         needs = np.stack((costs, np.ones_like(costs), table[PATCHES]))
-        rooms = np.broadcast_to(np.array(self._room)[:, None], needs.shape)
+        rooms = np.broadcast_to(np.array(self.room)[:, None], needs.shape)
         return [table[ORDINALS, group] for group in first_fit(needs, rooms)]
 
     def _in_costs(self, table: IntArray) -> IntArray:
         """Return the table with costs in place of tokens, which leaves it in order."""
         if self._in_tokens:
             return table
-        tokens, budget = table[TOKENS], self._budget
+        return np.concatenate((self.costs(table[TOKENS])[None], table[TOKENS + 1 :]))
+
+    def costs(self, tokens: IntArray) -> IntArray:
+        """Return what samples of these lengths take of a row, (n,)."""
+        if self._in_tokens:
+            return tokens
+        budget = self._budget
         costs = budget.row_cost(tokens)
         # Where the width of a row is rounded up, a sample may be oversize by that alone.
         costs[tokens > budget.capacity] = budget.tokens + 1
-        return np.concatenate((costs[None], table[TOKENS + 1 :]))
+        return costs
 
     def _oldest(self, table: IntArray) -> IntArray:
         """Return the columns of the oldest samples that fit together, at least one, by age."""
@@ -110,18 +117,18 @@ class Packing:
             count = min(2 * count, pooled)
             columns: IntArray = np.argpartition(ordinals, count - 1)[:count]
             columns = columns[ordinals[columns].argsort()]
-            fits = (table[TOKENS, columns].cumsum() <= self._room.cost) & (
-                table[PATCHES, columns].cumsum() <= self._room.patches
+            fits = (table[TOKENS, columns].cumsum() <= self.room.cost) & (
+                table[PATCHES, columns].cumsum() <= self.room.patches
             )
             fitting = count if fits.all() else int(fits.argmin())
             if fitting < count or count == pooled:
-                return columns[: max(1, min(fitting, self._room.samples))]
+                return columns[: max(1, min(fitting, self.room.samples))]
 
     def _room_beside(self, table: IntArray, columns: IntArray) -> _Room:
         return _Room(
-            self._room.cost - int(table[TOKENS, columns].sum()),
-            self._room.samples - len(columns),
-            self._room.patches - int(table[PATCHES, columns].sum()),
+            self.room.cost - int(table[TOKENS, columns].sum()),
+            self.room.samples - len(columns),
+            self.room.patches - int(table[PATCHES, columns].sum()),
         )
 
 

@@ -46,12 +46,10 @@ class KnownLengths(NamedTuple):
     Attributes:
         tokens: length in tokens of each row of the dataset, by index, (n,) int64, at least 1.
         origin: where the lengths come from, such as "the column 'n_tokens'".
-        is_exact: whether no sample can differ, since its length is that of a row as it is stored.
     """
 
     tokens: IntArray
     origin: str
-    is_exact: bool
 
 
 def known_lengths(dataset: Any, lengths: Any = None, *, is_processed: bool) -> KnownLengths | None:
@@ -91,7 +89,7 @@ def known_lengths(dataset: Any, lengths: Any = None, *, is_processed: bool) -> K
         )
     else:
         tokens, origin = _of_rows(len(dataset), lengths), "`lengths`"
-    return KnownLengths(_checked(tokens, origin), origin, False)
+    return KnownLengths(_checked(tokens, origin), origin)
 
 
 # --- from the dataset -----------------------------------------------------------------------------
@@ -101,7 +99,7 @@ def _stored_lengths(dataset: Any) -> KnownLengths | None:
     tokens = _joined(dataset, _token_lists)
     if tokens is None or not len(tokens) or not _is_count(tokens).all():
         return None
-    return KnownLengths(tokens, f"list offsets of the column {_IDS!r}", True)
+    return KnownLengths(tokens, f"list offsets of the column {_IDS!r}")
 
 
 def _token_lists(table: Any) -> IntArray | None:

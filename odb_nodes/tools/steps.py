@@ -26,7 +26,7 @@ from odb_nodes.contract.state_file import load_state
 from odb_nodes.errors import StateError
 from odb_nodes.ledger.history import read_steps
 from odb_nodes.loader import Loader, ODBDataLoader
-from odb_nodes.nodes import GroupCollator, WindowBucketer
+from odb_nodes.nodes import GroupCollator, PlannedGroups, WindowBucketer
 from odb_nodes.planning.rank_plan import SettledRound
 from odb_nodes.planning.rounds import GroupCost, step_totals
 from odb_nodes.sample import ItemKey, Sample
@@ -228,20 +228,22 @@ def _graphs(make_loader: MakeLoader, ranks: int, processes: int) -> Iterator[lis
             loader = make_loader(group)
             check_type("make_loader(process_group)", loader, ODBDataLoader | Loader)
             stack.callback(close_nodes, loader.root, _TIMEOUT_S)
-            kinds = GroupCollator, WindowBucketer, RankAligner
             nodes = [*walk(loader.root)]
-            found: dict[type, list[Any]] = {
-                kind: [node for node in nodes if isinstance(node, kind)] for kind in kinds
-            }
-            for kind in kinds[:2]:
-                if (number := len(found[kind])) != 1:
-                    raise ValueError(
-                        f"the graph must have one `{kind.__name__}`, but has {number}."
-                    )
-            (collator,), (bucketer,) = found[GroupCollator], found[WindowBucketer]
-            aligner = next(iter(found[RankAligner]), None)
-            graphs.append(_Graph(collator, aligner, bucketer.source))
+            collator = _only(nodes, GroupCollator)
+            aligner = next((node for node in nodes if isinstance(node, RankAligner)), None)
+            samples: Any = next((node for node in nodes if isinstance(node, PlannedGroups)), None)
+            if samples is None:
+                samples = _only(nodes, WindowBucketer).source
+            graphs.append(_Graph(collator, aligner, samples))
         yield graphs
+
+
+def _only(nodes: Sequence[BaseNode[Any]], kind: type[Any]) -> Any:
+    """Return the only node of a kind."""
+    found = [node for node in nodes if isinstance(node, kind)]
+    if len(found) != 1:
+        raise ValueError(f"the graph must have one `{kind.__name__}`, but has {len(found)}.")
+    return found[0]
 
 
 def _restored(graph: _Graph, record: StepInfo, world_size: int) -> SampleBlock:

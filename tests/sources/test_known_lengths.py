@@ -33,7 +33,7 @@ def observed(dataset):
 def told(dataset, lengths):
     """Lengths that were given, of a dataset of which nothing else is known."""
     known = known_lengths(dataset, lengths, is_processed=True)
-    assert not known.is_exact and known.tokens.dtype == np.int64
+    assert known.tokens.dtype == np.int64
     return known.tokens.tolist()
 
 
@@ -146,7 +146,7 @@ def test_lengths_of_a_table_are_those_that_an_observer_says(datasets, data):
     dataset = data.draw(st.sampled_from(WRAPPERS))(table, data.draw)
     known = known_lengths(dataset, is_processed=False)
     assert known.tokens.tolist() == observed(dataset)
-    assert known.tokens.dtype == np.int64 and known.is_exact
+    assert known.tokens.dtype == np.int64
     assert known.origin == "list offsets of the column 'input_ids'"
     assert known_lengths(dataset, is_processed=True) is None
     assert told(dataset, "input_ids") == known.tokens.tolist()
@@ -298,7 +298,7 @@ def test_a_column_of_dicts_holds_integers_or_lists():
     assert told([{"n": value} for value in kinds], "n") == [4] * 5
     assert told([{"n": torch.tensor([9])}], "n") == [1]
     known = known_lengths(DICTS, "n_tokens", is_processed=False)
-    assert (known.origin, known.is_exact) == ("the column 'n_tokens'", False)
+    assert known.origin == "the column 'n_tokens'"
 
 
 @pytest.mark.slow
@@ -345,7 +345,7 @@ def test_a_column_that_only_some_parquet_files_have_is_none(tmp_path):
 def test_an_integer_for_each_row_is_taken_as_it_is(make):
     known = known_lengths(DICTS, make(LENGTHS), is_processed=False)
     assert known.tokens.tolist() == LENGTHS
-    assert (known.origin, known.is_exact) == ("`lengths`", False)
+    assert known.origin == "`lengths`"
     assert told(DICTS, range(2, 9)) == [*range(2, 9)]
 
 
@@ -416,7 +416,7 @@ def test_a_file_tells_the_lengths_of_a_profile(tmp_path, monkeypatch):
     observe_lengths(DICTS).save("lengths.npz")
     known = known_lengths(DICTS, "lengths.npz", is_processed=True)
     assert known.tokens.tolist() == told(DICTS, tmp_path / "lengths.npz") == LENGTHS
-    assert (known.origin, known.is_exact) == ("the file 'lengths.npz'", False)
+    assert known.origin == "the file 'lengths.npz'"
     named = [{"lengths.npz": 2 * n} for n in LENGTHS]  # a column comes first
     assert told(named, "lengths.npz") == [2 * n for n in LENGTHS]
     table = LengthTable.load("lengths.npz")

@@ -37,7 +37,7 @@ def run(
 ):
     """Stream lengths through a pool; return groups of ordinals and the greatest age seen."""
     pool, groups, age = RollingPool(TokenBudget.of(budget), window, diversity), [], 0
-    pool.starts_early = early
+    pool.start_early(early)
     patches, tasks = patches or [0] * len(lengths), tasks or [0] * len(lengths)
     while True:
         while (room := min(pool.room(), len(lengths) - pool.pulled)) > 0:

@@ -37,6 +37,7 @@ from odb_nodes.planning.known_epochs import known_window
 from odb_nodes.planning.table import IntArray
 from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.processing.chunk import Fetcher
+from odb_nodes.processing.chunk_runner import cannot_collate
 from odb_nodes.processing.first_samples import FirstSamples, process_kept
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.options import share_of
@@ -121,7 +122,7 @@ class RankGraph:
         processors = [one for one in last if isinstance(one, ParallelProcessor)]
         why_not = "" if options.prefetch else "`prefetch` is 0"
         for one in processors:
-            why_not = why_not or one.runner.cannot_make_batches(collate)
+            why_not = why_not or cannot_collate(collate, one.runner.options)
         if not why_not:
             self.collator.collate_in_workers(processors, always=always)
         elif always:
@@ -189,7 +190,7 @@ class SampleProcess(Fetcher):
     @property
     def gives_keys(self) -> bool:
         """Whether samples may have other keys than the numbers of their items."""
-        return self.observe is not None
+        return self.observe is not None or getattr(self.process_fn, "gives_keys", False)
 
     def fetch(self, items: Sequence[Any]) -> Sequence[Any]:
         """Return items with their data, where the dataset reads many at once as it reads each."""

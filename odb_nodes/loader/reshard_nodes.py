@@ -25,14 +25,16 @@ from odb_nodes.errors import StateError
 from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.nodes.group_collator import CollatorState
 from odb_nodes.nodes.length_observer import ObserverState
-from odb_nodes.nodes.planned_groups import PlannedState, later_rows
+from odb_nodes.nodes.planned_groups import PlannedState
 from odb_nodes.nodes.sample_records import NO_RECORDS, among, are_numbered, from_records, to_records
 from odb_nodes.nodes.sample_store import from_bits, to_bits
 from odb_nodes.nodes.window_bucketer import BucketerState
 from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.group_planner import RoundSettings
+from odb_nodes.planning.later_samples import LaterSamples
+from odb_nodes.planning.resumed_plan import EarlierRanks, RankProgress
 from odb_nodes.processing.parallel_processor import ProcessorState
-from odb_nodes.sample_block import ITEM, IntArray, SampleBlock
+from odb_nodes.sample_block import ITEM, TOKENS, IntArray, SampleBlock
 from odb_nodes.sources.sharded_sampler import SamplerState, Share, dealt
 from odb_nodes.sources.source_mixer import MixerState
 
@@ -342,25 +344,39 @@ def _reshard_pool(aligner: Node[AlignerState]) -> list[SourceState]:
 
 
 def _reshard_planned(aligner: Node[AlignerState]) -> list[SourceState]:
-    """Have the new ranks plan together what the old ones have left, and what waits above."""
+    """Have the new ranks plan together what the old ones have left, and what waits above.
+
+    Samples that come later are dealt out.
+    """
     planned = Node.opened(aligner.sources, PlannedState, aligner.ranks)
     planned.check_same("epoch", "cycle", "limits", "excluded", "earlier")
-    waiting = []
-    for above, state in zip(aligner.states, planned.states, strict=True):
-        if above.given is not None:
-            *_, records, _ = above.given
-            held, _ = from_bits(above.given)
-            waits = np.isin(held, np.concatenate([*ordinals_of(above.groups), held[:0]]))
-            waiting.append(from_records(records).facts[ITEM, waits])
-        waiting.append(later_rows(state.later))
-    rows = np.concatenate(waiting).astype("<i8").tobytes() or None
-    ranks = [(state.is_alone, state.rows, state.taken) for state in planned.states]
+    waiting = [np.empty((2, 0), np.int64)]
+    for state in aligner.states:
+        if state.given is not None:
+            *_, records, _ = state.given
+            held, _ = from_bits(state.given)
+            waits = np.isin(held, np.concatenate([*ordinals_of(state.groups), held[:0]]))
+            waiting.append(from_records(records).facts[[ITEM, TOKENS]][:, waits])
+    above = np.concatenate(waiting, axis=1).astype("<i8").tobytes() or None
+    ranks = [RankProgress(state.is_alone, state.rows, state.taken) for state in planned.states]
     first = planned.states[0]
+    earlier = EarlierRanks(ranks, Limits(*first.limits), above)
     alike = {
         "started": any(state.started for state in planned.states),
-        "earlier": [*first.earlier, (ranks, first.limits, rows)],
+        "earlier": [*first.earlier, earlier.to_state()],
     }
-    by_rank = {**planned.counted(seen=0, moved=0), **_left_out(planned)}
+    try:
+        later = LaterSamples.of_states(*(state.later for state in planned.states))
+    except ValueError as error:
+        raise StateError(
+            f"the state of {planned.name} is damaged: {error} Use an earlier checkpoint."
+        ) from error
+    owners = dealt_by_tokens(later.tokens, aligner.ranks.after)
+    by_rank: dict[str, list[Any]] = {
+        "later": [later.part(owners == rank).to_state() for rank in range(aligner.ranks.after)],
+        **planned.counted(seen=0, moved=0),
+        **_left_out(planned),
+    }
     aligner.check_same("totals_digest")  # last: other errors say what differs
     return planned.on_new_ranks(by_rank, alike)
 

@@ -6,6 +6,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -177,10 +178,16 @@ class LeftOutSamples:
 
 
 class ExclusionCounter(LeftOutSamples):
-    """The samples of an epoch that are excluded, skipped, or exceed the budget on their own."""
+    """The samples of an epoch that are excluded, skipped, or exceed the budget on their own.
 
-    def __init__(self, budget: TokenBudget, keys: ExcludedKeys) -> None:
+    named: what a sample is called by its number, in warnings and errors.
+    """
+
+    def __init__(
+        self, budget: TokenBudget, keys: ExcludedKeys, named: str = "sample {} of the epoch"
+    ) -> None:
         super().__init__()
+        self._named = named
         self.budget = budget  # tells which samples are oversize; it may become smaller
         # What was warned of, in earlier epochs too: reasons, `None` for oversize samples; summaries
         self._said: set[str | None] = set()
@@ -191,8 +198,14 @@ class ExclusionCounter(LeftOutSamples):
 
     def of_next_epoch(self, budget: TokenBudget, keys: ExcludedKeys) -> ExclusionCounter:
         """Return a counter of another epoch, which does not repeat what was warned of."""
-        counter = ExclusionCounter(budget, keys)
+        counter = ExclusionCounter(budget, keys, self._named)
         counter._said = self._said
+        return counter
+
+    def copy(self) -> ExclusionCounter:
+        """Return a counter that counts on, while this one stays as it is."""
+        counter = copy(self)
+        counter.left_out, counter.skipped = [*self.left_out], {**self.skipped}
         return counter
 
     def use_present(self, budget: TokenBudget, keys: ExcludedKeys) -> None:
@@ -251,8 +264,13 @@ class ExclusionCounter(LeftOutSamples):
         tokens, patches = int(samples.tokens.max()), int(samples.patches.max())
         return not self.budget.is_oversize(tokens, patches)
 
-    def admit(self, sample: Sample | Skipped, ordinal: int) -> TypeGuard[Sample]:
-        """Tell whether a sample goes into the pool; count it, and warn of the first of its kind."""
+    def admit(
+        self, sample: Sample | Skipped, ordinal: int, *, is_counted: bool = False
+    ) -> TypeGuard[Sample]:
+        """Tell whether a sample goes into the pool; count it, and warn of the first of its kind.
+
+        is_counted: whether it has gone into it before in this epoch.
+        """
         if sample in self.keys:
             self._exclude([sample])
             return False
@@ -262,7 +280,7 @@ class ExclusionCounter(LeftOutSamples):
         if not self.budget.is_oversize(sample.tokens, sample.patches):
             return True
         size = (
-            f"sample {ordinal} of the epoch{name_of(sample)}, with {sample.tokens} tokens and "
+            f"{self._named.format(ordinal)}{name_of(sample)}, with {sample.tokens} tokens and "
             f"{sample.patches} patches, exceeds the budget on its own: "
             f"{self.budget.limit_of(sample.tokens)}"
         )
@@ -272,6 +290,8 @@ class ExclusionCounter(LeftOutSamples):
                 '"drop".'
             )
         drops = self.budget.oversize == "drop"
+        if is_counted and not drops:
+            return True
         if not self.oversize and self._is_new(None):
             fate = "dropped" if drops else "given a group of its own"
             warn_user(
@@ -328,7 +348,7 @@ class ExclusionCounter(LeftOutSamples):
     def _skip(self, sample: Skipped, ordinal: int) -> None:
         if sample.reason not in self.skipped and self._is_new(sample.reason):
             warn_user(
-                f"sample {ordinal} of the epoch{name_of(sample)} is skipped {sample.why} Further "
+                f"{self._named.format(ordinal)}{name_of(sample)} is skipped {sample.why} Further "
                 "ones are only counted, see `skipped_samples`."
             )
         self.skipped[sample.reason] = self.skipped.get(sample.reason, 0) + 1

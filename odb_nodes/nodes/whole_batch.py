@@ -97,7 +97,7 @@ class MadeGroup:
     """What the samples of a planned group have come to."""
 
     group: SampleBlock  # those that the budget holds
-    later: SampleBlock  # the others, without data
+    later: SampleBlock  # the others, without data, which come later
     skipped: Sequence[Skipped] = ()
     failure: str = ""  # what collating raised here: the trainer's process tries again
 
@@ -110,6 +110,7 @@ class GroupMaker:
 
     def __init__(self, collate: Collate | None) -> None:
         self._collate = None if collate is None else WorkerCollate(collate)
+        self.collates = collate is not None
 
     def __call__(self, results: Sequence[Any], key: int, budget: TokenBudget) -> MadeGroup:
         """Return what the results of processing come to.

@@ -192,7 +192,7 @@ class GroupPlanner:
         if self.ended:
             return 0
         if self.pool.pulled < 2 * self.window:  # Later, it has grown.
-            self.pool.starts_early = self._starts_early()
+            self.pool.start_early(self._starts_early())
         room = self.pool.room()
         if room <= 0 and self._grows():
             room = self.pool.room()

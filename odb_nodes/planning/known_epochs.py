@@ -27,11 +27,6 @@ def known_window(window: WindowSize, *, in_order: bool = False) -> int | None:
     return WINDOW_IN_ORDER if in_order else None
 
 
-def plan_key(seed: int, epoch: int) -> int:
-    """Return what the order of the steps of an epoch is drawn from."""
-    return hash_ints(seed, epoch, 1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class KnownJob:
     """A job whose lengths are known. See `plan_known` for the fields."""
@@ -57,14 +52,23 @@ class KnownJob:
         """
         left_out = samples.are_left_out(self.budget)
         rows = order[~left_out[order]] if left_out.any() else order
+        return self.plan_all(rows, samples.tokens, epoch, costs)
+
+    def plan_all(
+        self, rows: IntArray, tokens: IntArray, epoch: int, costs: IntArray | None = None
+    ) -> EpochPlan:
+        """Plan some samples, in this order, whatever their lengths are; leave none out.
+
+        tokens, costs: of each sample of the dataset, (n,).
+        """
         return plan_known(
             rows,
-            samples.tokens[rows],
+            tokens[rows],
             self.budget,
             world_size=self.world_size,
             window=self.window,
             dearest_first=self.dearest_first,
-            key=plan_key(self.seed, epoch),
+            key=hash_ints(self.seed, epoch, 1),
             costs=None if costs is None else costs[rows],
         )
 

@@ -37,7 +37,7 @@ class RollingPool:
     no sample in that would make it older than `MAX_AGE_WINDOWS` windows. That bounds the age of
     every sample, whatever the lengths, and with it the work of a replay.
 
-    Where it `starts_early`, the first group does not wait for `window` samples: the pool grows with
+    After `start_early`, the first group does not wait for `window` samples: the pool grows with
     the number of samples pulled until it holds the window. Refills are in parts here, too, so that
     they need no state of their own.
 
@@ -47,8 +47,7 @@ class RollingPool:
     def __init__(self, budget: TokenBudget, window: int, diversity: float = 0.0) -> None:
         self._budget = budget
         self.window = window
-        self.starts_early = False
-        """Whether the pool begins an epoch small."""
+        self._starts_early = False
         self._diversity = diversity
         self._tail: list[IntArray] | None = None  # what is left once the source has ended
         self.limit(Limits.of(budget))
@@ -78,6 +77,10 @@ class RollingPool:
         self._grouping = grouping_of(self._group_budget, self._diversity)
         self._tail = None
 
+    def start_early(self, starts_early: bool = True) -> None:
+        """Grow to the window from the first group on, or wait for the whole window."""
+        self._starts_early = starts_early
+
     def count(self, samples: int) -> None:
         """Count samples of the stream, dropped ones included."""
         self.pulled += samples
@@ -101,7 +104,7 @@ class RollingPool:
     @property
     def is_growing(self) -> bool:
         """Whether fewer samples than the window may wait, since few were pulled so far."""
-        return self.starts_early and self.pulled * GROWING_SHARE < self.window
+        return self._starts_early and self.pulled * GROWING_SHARE < self.window
 
     def room(self) -> int:
         """Return the number of samples that may be added now."""

@@ -16,7 +16,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 from odb_nodes._core.hashing import hash_ints, hash_rows
 from odb_nodes._core.held_generators import HeldGenerators
@@ -139,6 +139,18 @@ class Fetcher:
         raise NotImplementedError
 
 
+class MakesGroups(Protocol):
+    """Makes what is sent of a group, of the results of its items.
+
+    collates: whether it calls `collate_fn`.
+    """
+
+    collates: bool
+
+    def __call__(self, results: Sequence[Any], key: int, budget: TokenBudget) -> Any:
+        """Return it; `key`: of random numbers; `budget`: of the group."""
+
+
 BatchMaker = Callable[[list[Any], int, StepInfo | None], Any]
 """Samples, the key of the random numbers, the step -> batch, in a worker process."""
 
@@ -169,9 +181,9 @@ class Pool:
         """Pickle a value as `submit` does."""
         return pickle.dumps(value)
 
-    def what_hangs(self, future: Future[ChunkResult]) -> str:  # noqa: ARG002
-        """Return what keeps a chunk from being done, and what to do."""
-        return "`process_fn` hangs, or needs a longer limit."
+    def what_hangs(self, future: Future[ChunkResult], functions: str) -> str:  # noqa: ARG002
+        """Return what keeps a chunk from being done, one of these functions, and what to do."""
+        return f"{functions} hangs, or needs a longer limit."
 
     def discard(self) -> None:
         """Skip queued chunks that no worker has begun: nobody waits for them any more."""
@@ -223,8 +235,8 @@ class ChunkProcessor:
     limit_s: float = WorkerOptions.timeout_s
     maker: BatchMaker | None = None
     before_item: Callable[[], None] | None = None
-    make_group: Callable[[Sequence[Any], int, TokenBudget], Any] | None = None
-    """Results of the items of a group, a key of random numbers, a budget -> what is sent of it."""
+    make_group: MakesGroups | None = None
+    before_collate: Callable[[], None] | None = None
     least_bytes: float = math.inf
     """Of a sample, on the average of a chunk: where it has fewer, its data go to the trainer."""
     first: FirstSamples = field(default_factory=FirstSamples, compare=False)
@@ -237,6 +249,12 @@ class ChunkProcessor:
     def _hearers(self) -> list[Any]:
         """The functions and datasets that are told the epoch."""
         return [part for part in _parts_of(self.process_fn) if hasattr(part, "set_epoch")]
+
+    def functions_of(self, task: ChunkTask) -> str:
+        """Return the functions of the user that a chunk calls."""
+        make_group = None if task.group is None else self.make_group
+        collates = make_group is not None and make_group.collates
+        return "`process_fn` or `collate_fn`" if collates else "`process_fn`"
 
     @property
     def takes_turns(self) -> bool:
@@ -300,6 +318,8 @@ class ChunkProcessor:
         """Return what becomes of a group; `None` where the chunk is none, or not all is good."""
         if task.group is None or failure is not None or self.make_group is None:
             return None
+        if self.before_collate is not None and self.make_group.collates:
+            self.before_collate()
         return [[self.make_group(results, *task.group)]]
 
     def _packed(self, results: list[Any], failure: Failure | None) -> ChunkResult:

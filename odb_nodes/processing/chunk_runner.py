@@ -16,6 +16,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from odb_nodes._core.processes import deferred_interrupt, start_thread
+from odb_nodes._core.seeds import declares_draws
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.backlog import Backlog, QueuedChunk
@@ -35,6 +36,7 @@ from odb_nodes.processing.transport import CAN_SHARE
 from odb_nodes.step_info import StepInfo
 
 _FIRST_ITEMS = 4
+_GROUPS_AHEAD = 2  # for each worker
 _CHUNK_S = 0.02
 _CHUNK_BYTES = 1 << 20
 _GROWTH = 2  # from one chunk to the next: the first items may be cheap by chance
@@ -50,6 +52,7 @@ class ChunkFit:
     """
 
     def __init__(self, options: WorkerOptions) -> None:
+        self._options = options
         self.items = options.nominal_chunk_samples  # items of the next chunk
         self._fits = options.chunk_size == AUTO and options.num_workers > 0
         # Two for each worker: one that it processes, and one that waits for it.
@@ -75,6 +78,23 @@ class ChunkFit:
         if self._item_bytes:
             most = min(most, self._most_bytes / self._item_bytes)
         return min(self._ahead, max(self._chunks * self.items, int(most)))
+
+    def has_room_for_group(self, groups: int, samples: int) -> bool:
+        """Tell whether workers get one more group: so many, of so many samples, are in flight.
+
+        One for each worker, and as many more as `in_flight_samples` and `in_flight_bytes` allow.
+        """
+        options, workers = self._options, max(1, self._options.num_workers)
+        if groups < workers or not options.num_workers:
+            return groups < workers
+        if options.in_flight_samples is not None and samples >= options.in_flight_samples:
+            return False
+        if options.in_flight_samples is None and groups >= _GROUPS_AHEAD * workers:
+            return False
+        if options.in_flight_bytes is None or options.method == "thread":
+            return True
+        bytes_with_next = self._item_bytes * samples * (groups + 1) / groups
+        return 0 < bytes_with_next <= options.in_flight_bytes
 
     def note(self, items: int, seconds: float, size_bytes: int) -> None:
         """Note what a chunk has taken."""
@@ -331,7 +351,10 @@ class ChunkRunner:
             sent = future.sent if isinstance(future, QueuedChunk) else future
             cause = "the pool was closed."
             if pool is not None:
-                cause = pool.what_hangs(sent) if sent is not None else "all workers are busy."
+                functions = self._processor.functions_of(task)
+                cause = "all workers are busy."
+                if sent is not None:
+                    cause = pool.what_hangs(sent, functions)
             raise self._fail(f"no result within {limit_s} s (`timeout_s`) for {task}: {cause}")
         try:
             result = future.result()
@@ -356,17 +379,6 @@ class ChunkRunner:
         """Have a worker make a batch; `None` where no worker process lives."""
         return None if self._pool is None else self._pool.make_batch(data, key, info)
 
-    def cannot_make_batches(self, collate: Any) -> str:
-        """Return why workers could not make batches by a function; "" where they could."""
-        options = self.options
-        if not options.num_workers or options.method != "process":
-            return "there are no worker processes"
-        if not CAN_SHARE:
-            return "this system does not hand files of memory to other processes"
-        if not (options.forks or is_picklable(collate)):
-            return "`collate_fn` cannot be pickled, as workers need that are not forked"
-        return ""
-
     def keep_data_for(self, maker: BatchMaker, least_bytes: int) -> None:
         """From the next start on, leave the data of samples where workers make batches of them."""
         self._processor = replace(self._processor, maker=maker, least_bytes=least_bytes)
@@ -377,7 +389,27 @@ class ChunkRunner:
         return WorkerError(message)
 
 
-def is_picklable(function: Any) -> bool:
+def cannot_collate(collate: Any, options: WorkerOptions, *, as_processed: bool = False) -> str:
+    """Return why workers could not make batches by a function; "" where they could.
+
+    as_processed: of the samples that a worker has just processed; otherwise of any that they keep.
+    """
+    is_process = options.method == "process"
+    if not as_processed and not (options.num_workers and is_process):
+        return "there are no worker processes"
+    if not (as_processed or CAN_SHARE):
+        return "this system does not hand files of memory to other processes"
+    if not options.num_workers:
+        return ""  # There is one thread, which would make the batch a little later.
+    if options.method == "thread" and declares_draws(collate) is not False:
+        # A batch seeds the global generators, from which the trainer draws meanwhile.
+        return "`collate_fn` may draw random numbers, for which threads disturb the trainer"
+    if is_process and not (options.forks or _is_picklable(collate)):
+        return "`collate_fn` cannot be pickled, as workers need that are not forked"
+    return ""
+
+
+def _is_picklable(function: Any) -> bool:
     """Tell whether a function can be sent to a process that is not forked."""
     try:
         ForkingPickler.dumps(function)

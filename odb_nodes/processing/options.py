@@ -23,6 +23,10 @@ MOST_SAMPLES = 256  # the most samples of an `"auto"` chunk
 class WorkerOptions:
     """How processing runs in parallel. No option changes a sample or a group.
 
+    Where lengths are known before samples are read, a worker is given a whole group at a time: then
+    `chunk_size` is that of samples which are made again, two groups per worker are in flight where
+    `in_flight_samples` is `None`, and one per worker at least.
+
     Args:
         num_workers: number of workers; 0 processes in the trainer's own thread.
         method: `"process"`; `"thread"`, for processing that releases the GIL; or `"ray"`, for

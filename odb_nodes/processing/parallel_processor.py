@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,11 +11,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_callable, check_integer
-from odb_nodes._core.hashing import stable_name, stable_names
-from odb_nodes._core.processes import resolve_rank
+from odb_nodes._core.checks import check_integer
+from odb_nodes._core.hashing import stable_names
 from odb_nodes._core.seeds import declares_draws
-from odb_nodes.contract import EpochNode, EpochState, SourceState, copy_state
+from odb_nodes.contract import EpochState, SourceState, copy_state
 from odb_nodes.contract.again import restore_items
 from odb_nodes.contract.graph import length_of
 from odb_nodes.contract.node import (
@@ -30,8 +28,8 @@ from odb_nodes.contract.node import (
 from odb_nodes.contract.numbered_items import NumberedItems
 from odb_nodes.errors import SampleError
 from odb_nodes.processing.again import ProcessedAgain
-from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Fetcher
-from odb_nodes.processing.chunk_runner import ChunkRunner
+from odb_nodes.processing.chunk import ChunkResult, ChunkTask, Fetcher
+from odb_nodes.processing.chunk_node import ChunkNode
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.sample import ItemKey, Sample, Skipped, SourceItem
 from odb_nodes.sample_block import ItemKeys
@@ -92,7 +90,7 @@ class _ChunkInHand(Generic[T]):
         return results, self._keys[first : self._out]
 
 
-class ParallelProcessor(EpochNode[T, ProcessorState]):
+class ParallelProcessor(ChunkNode[T, ProcessorState]):
     """Applies `process_fn` to every item, in order, in parallel.
 
     Before each item, the global generators of Python, numpy and torch, and those that the function
@@ -121,7 +119,6 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
     """
 
     STATE = ProcessorState
-    keeps_failed_items = True
 
     def __init__(
         self,
@@ -133,29 +130,17 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        super().__init__()
         check_node("source", source)
-        check_callable("process_fn", process_fn)
-        self.source = source
         self._seed = None if seed is None else check_integer("seed", seed)
-        self._name = stable_name(process_fn)
-        self._workers = workers or WorkerOptions()
-        self._rank, self._world_size = resolve_rank(rank, world_size)
-        seed = None if declares_draws(process_fn) is False else self._seed
-        processor = ChunkProcessor(
-            process_fn, seed, self._rank, self._world_size, self._workers.timeout_s
-        )
-        self.runner = ChunkRunner(processor, self._workers, type(self).__name__)
-        """Runs chunks, and has the workers make batches."""
+        super().__init__(process_fn, self._seed, workers, rank, world_size)
+        self.source = source
         self._clear()
 
     def _clear(self) -> None:
-        self.runner.resume()
         self._items: NumberedItems[Any] = NumberedItems(
-            self.source, type(self).__name__, self._workers.nominal_chunk_samples
+            self.source, type(self).__name__, self.runner.options.nominal_chunk_samples
         )
         self._has_read_all = False  # whether the source has no more items, or has failed
-        self._in_flight: deque[_ReadChunk] = deque()
         self._chunk: _ChunkInHand[T] = _ChunkInHand([], ItemKeys.of([]), None)
         self._position = 0  # items out in this epoch
         self._taken_of: dict[str, tuple[int, int]] = {}  # since the state of the source, by source
@@ -164,34 +149,9 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         """Return how many items an epoch has."""
         return length_of(self.source)
 
-    @property
-    def worker_pids(self) -> list[int]:
-        """Process ids of the worker processes that run now."""
-        return self.runner.pids
-
-    @property
-    def has_workers(self) -> bool:
-        """Tell whether workers run, in processes or threads."""
-        return self.runner.is_started
-
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin the next epoch, or go to where `initial_state` stands.
-
-        Raises:
-            StateError: the state is damaged, or was saved with another `process_fn`, seed, rank or
-                world size.
-            WorkerError: a worker could not be started, or the workers belong to the process that
-                this one was forked from.
-        """
-        self.runner.check_process()
-        super().reset(initial_state)
-        # Here and not in `next`, which may run on a thread: a fork should see few of those.
-        self.runner.start(self._epochs.epoch)
-
     def prepare_reset(self) -> None:
         """Leave what is in flight."""
-        if self._in_flight or self.runner.has_backlog:
-            self.runner.discard()
+        super().prepare_reset()
         self._clear()
 
     def begin_epoch(self) -> None:
@@ -295,17 +255,6 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         task = self._task(raw, ItemKeys.of(keys), numbers, is_again=True)
         return ProcessedAgain(self.runner, task, order)
 
-    def close(self) -> None:
-        """Stop the workers. A later reset starts them again.
-
-        A forked child forgets them: they go on for the process that started them.
-        """
-        self.runner.close()
-
-    def interrupt(self) -> None:
-        """Make a `next` that waits on another thread raise now. A reset takes it back."""
-        self.runner.interrupt()
-
     def _take_chunk(self) -> None:
         """Make the results of the next chunk ready, and read further ahead."""
         self.runner.check()
@@ -315,7 +264,7 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
             self._items.note_state()  # of the end of the epoch: nothing is out since
             self._taken_of = {}
             raise StopIteration
-        read = self._in_flight[0]
+        read: _ReadChunk = self._in_flight[0]
         runs, failure = self.runner.results(read.task, read.future)
         self._in_flight.popleft()
         error = read.error
@@ -330,7 +279,8 @@ class ParallelProcessor(EpochNode[T, ProcessorState]):
         """Tell whether to read a chunk: beyond the one to be taken next, so many may wait."""
         if not self._in_flight:
             return True
-        stop = self._in_flight[0].task.positions[-1] + 1
+        due: _ReadChunk = self._in_flight[0]
+        stop = due.task.positions[-1] + 1
         return self._items.position - stop < self.runner.fit.items_ahead
 
     def _read_chunk(self) -> None:

@@ -245,7 +245,7 @@ class WorkerProcess:
         self._files.drop(reply.gone)
         content = self._content_of(reply, parts)
         if isinstance(reply.result, ChunkResult):
-            self._has_answered = True
+            self._has_answered, self._stage = True, Stage.READY
             chunk = replace(reply.result, results=[*map(mapped, parts)], content=content)
             self._pending.get_nowait().set_result(chunk)
         else:
@@ -268,6 +268,8 @@ class WorkerProcess:
         if self._stage is Stage.READY:
             lock = _FORK_LOCK if self._forked and not self._has_answered else ""
             return f"`process_fn` hangs, or needs a longer limit.{lock}"
+        if self._stage is Stage.COLLATING:
+            return "`collate_fn` hangs, or needs a longer limit."
         if self._stage is Stage.INITIALIZING:
             return (
                 f"`worker_init_fn` of worker {self._index} (process {self.pid}) has not returned: "
@@ -582,7 +584,7 @@ class ProcessPool(Pool):
         alive = [worker for worker in self._workers_in_turn if not worker.is_marked_dead]
         return min(alive, key=lambda one: one.batches_due, default=None)
 
-    def what_hangs(self, future: Future[ChunkResult]) -> str:
+    def what_hangs(self, future: Future[ChunkResult], functions: str) -> str:  # noqa: ARG002
         """Return what keeps a chunk from being done."""
         assert isinstance(future, Answer)
         return future.worker.what_hangs()

@@ -152,11 +152,11 @@ class RayPool(Pool):
             job.fail(_ENDED)
         return job.future
 
-    def what_hangs(self, future: Future[ChunkResult]) -> str:  # noqa: ARG002
+    def what_hangs(self, future: Future[ChunkResult], functions: str) -> str:  # noqa: ARG002
         """Return what keeps a chunk from being done."""
         workers = [*self._workers]
         if any(worker.has_begun for worker in workers):
-            return "`process_fn` hangs, or needs a longer limit."
+            return f"{functions} hangs, or needs a longer limit."
         if not workers:
             return "Ray does not answer. A process that was forked after `ray.init` cannot use it."
         return (

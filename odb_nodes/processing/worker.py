@@ -17,6 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -50,11 +51,12 @@ _PARENT_POLL_S = 1.0  # between two looks of a worker at whether the trainer liv
 
 
 class Stage(enum.Enum):
-    """How far a worker has come; it tells so in messages before its first result."""
+    """How far a worker has come; it tells so in messages before its first result, and of groups."""
 
     STARTING = enum.auto()  # It imports modules and unpickles the dataset, and tells nothing yet.
     INITIALIZING = enum.auto()
     READY = enum.auto()
+    COLLATING = enum.auto()  # It makes the batch of a group, until its next result.
 
 
 @dataclass(frozen=True)
@@ -202,9 +204,10 @@ class WorkerLoop:
         self._next_look_s = 0.0
         self._batches_s = 0.0  # spent on batches within a chunk
         self._own_pid = os.getpid()
-        self._processor = processor
+        tell = partial(send, connection, [pickle.dumps(Stage.COLLATING)])
+        self._processor = replace(processor, before_collate=tell)
         if self._maker is not None:
-            self._processor = replace(processor, before_item=self._make_batches)
+            self._processor = replace(self._processor, before_item=self._make_batches)
             self._poll = select.poll()
             self._poll.register(connection, select.POLLIN)
 

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise, product
 
+import numpy as np
 import pytest
 import torch
 from aligned_ranks import TIMEOUT_S, on_ranks
@@ -81,6 +82,55 @@ def test_epochs_that_are_planned_ahead_have_each_sample_once_on_other_ranks(rank
     trained += ids_of(rest)[0]
     assert sorted(trained) == sorted(2 * trained_on())
     assert len({len(found) for found, _ in rest}) == 1
+
+
+def planned_state(state):
+    """That of the `PlannedGroups` within the state of a loader."""
+    while state.get("node") != "PlannedGroups":
+        state = next(
+            value for value in state.values() if isinstance(value, dict) and "node" in value
+        )
+    return state
+
+
+def later_of(states):
+    """(number, tokens, patches, whether it was in a group) of the samples that come later."""
+    tables = [np.frombuffer(planned_state(one)["later"] or b"", "<i8") for one in states]
+    return sorted(tuple(column) for table in tables for column in table.reshape(4, -1).T.tolist())
+
+
+@pytest.mark.parametrize("ranks", [(2, 3, 1), (3, 1, 2)])
+def test_samples_that_come_later_keep_their_lengths_on_other_ranks(ranks):
+    """So none of them moves a second time."""
+    samples = [sample(index) for index in range(SAMPLES)]
+    lengths = [len(one["input_ids"]) if isinstance(one, dict) else 1 for one in samples]
+    told = [max(1, length - 20 * (index % 5 == 0)) for index, length in enumerate(lengths)]
+    budget, states, moved = TokenBudget(80), None, set()
+    for world_size, following in pairwise(ranks):
+        part = job(world_size, states, steps=4, lengths=told, token_budget=budget)
+        later = later_of(states_at(part, -1))
+        assert later and all(tokens == lengths[number] for number, tokens, *_ in later)
+        states = resharded(part, -1, following)
+        assert later_of(states) == later
+        moved |= {number for number, *_ in later}
+    rest = job(ranks[-1], states, lengths=told, token_budget=budget)
+    trained = [number for found, _ in rest for _, ids in found for number in ids]
+    assert moved & {*trained}
+    ends = [planned_state(state) for state in states_at(rest, -1)]
+    unlike = sum(one != other for one, other in zip(told, lengths, strict=True))
+    assert sum(end["moved"] for end in ends) <= unlike
+
+
+def test_an_oversize_sample_that_waits_on_other_ranks_is_counted_once():
+    told = [
+        len(one["input_ids"]) if isinstance(one, dict) else 1 for one in map(sample, range(SAMPLES))
+    ]
+    options = {"lengths": told, "token_budget": TokenBudget(80)}
+    begun = job(3, **options)
+    for step in range(0, 16, 3):
+        rest = job(2, resharded(begun, step, 2), **options)
+        ends = [planned_state(state) for state in states_at(rest, -1)]
+        assert sum(end["oversize_samples"] for end in ends) == 3
 
 
 def test_where_ranks_end_with_the_first_it_goes_on_until_the_last_round():

@@ -26,6 +26,7 @@ from odb_nodes import (
     SampleError,
     ShardedSampler,
     Skipped,
+    SourceItem,
     StateError,
     TokenBudget,
     WorkerOptions,
@@ -366,6 +367,27 @@ def test_samples_with_keys_of_their_own_are_excluded_by_these():
         assert found == [row for row in range(SIZE) if row not in gone]
 
 
+def with_source(sample):
+    return SourceItem("web", sample)
+
+
+def test_samples_that_processing_names_are_excluded_by_these_names_or_refused():
+    """A row that is excluded is not read, so nobody would know its other name."""
+    assert numbers(ids(loader_of(process_fn=with_source))) == [*range(SIZE)]
+    with pytest.raises(SampleError, match=r"`process_fn` must not give .* \(source 'web', key"):
+        ids(loader_of(process_fn=with_source, exclude=[17]))
+
+    def declared(sample):
+        return with_source(sample)
+
+    declared.gives_keys = True
+    for exclude, gone in ([17], []), ({"web": [17]}, [17]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a source that the loader does not know
+            found = numbers(ids(loader_of(process_fn=declared, exclude=exclude)))
+        assert found == [row for row in range(SIZE) if row not in gone]
+
+
 def test_packed_samples_are_planned_with_what_fills_them_up():
     budget = TokenBudget(BUDGET, layout="packed")
     collate = PackedCollate(sample_multiple=16)
@@ -456,7 +478,7 @@ def test_virtual_ranks_of_one_process_take_the_steps_of_plain_ranks():
     loader = loader_of(virtual_ranks=2)
     assert is_planned(loader) and loader.num_samples == SIZE
     batches = [(*pop_step_info(batch).keys,) for batch in loader]
-    plans = {id(graph.bucketer._plan) for graph in loader._graphs}
+    plans = {id(graph.bucketer._plan._plan) for graph in loader._graphs}
     assert len(plans) == 1  # which is made once
     assert batches == [keys for step in zip(first, second, strict=True) for keys in step]
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import threading
 import warnings
 from functools import partial
@@ -168,7 +169,7 @@ def left_out_of(node):
 
 def test_a_skipped_sample_is_counted_and_its_group_goes_on_without_it():
     node = planned(Process(skips=[7]))
-    with pytest.warns(UserWarning, match=r"sample 7 of the epoch.* is skipped .*no file for 7"):
+    with pytest.warns(UserWarning, match=r"sample 7 \(key 7\) is skipped .*no file for 7"):
         groups = ids(node)
     assert numbers(groups) == [number for number in range(SIZE) if number != 7]
     plain = epoch_of(nodes_of())
@@ -219,7 +220,7 @@ def test_an_oversize_sample_is_alone(is_told):
         warnings.simplefilter("always")
         groups = ids(node)
     first, summary = [str(one.message) for one in caught]
-    assert "of the epoch" in first and "given a group of its own" in first
+    assert re.match(r"sample [79] \(key [79]\), with 1.* given a group of its own", first)
     assert summary.startswith("of the 60 samples of the epoch, 2 exceed the budget")
     assert numbers(groups) == [*range(SIZE)]
     assert [7] in groups and [9] in groups
@@ -247,7 +248,7 @@ def test_an_oversize_sample_may_be_an_error(is_told):
     lengths = [130 if at == 7 else length for at, length in enumerate(LENGTHS)]
     budget, told = TokenBudget(100, oversize="error"), lengths if is_told else LENGTHS
     node, groups = planned(Process(lengths), budget, told), []
-    with pytest.raises(SampleError, match=r"sample 7 of the epoch.* with 130 tokens"):
+    with pytest.raises(SampleError, match=r"^sample 7 \(key 7\), with 130 tokens"):
         groups += map(list, node)
     before = node.state_dict()
     with pytest.raises(SampleError, match="sample 7 "):
@@ -270,7 +271,7 @@ def test_an_error_in_processing_names_the_sample_and_nothing_is_lost():
         for group in node:
             groups.append([sample.data["id"] for sample in group])
 
-    with pytest.raises(SampleError, match=r"item 7, sample 7 of epoch 0, .*no file for 7"):
+    with pytest.raises(SampleError, match=r"item 7, sample 7 in epoch 0, .*no file for 7"):
         take_all()
     process.fails.clear()
     with pytest.raises(SampleError, match="item 7, "):  # until a reset
@@ -298,6 +299,25 @@ def test_a_state_after_an_error_counts_nothing_twice():
     rest = quiet(node)
     assert numbers(rest + plain[:2]) == [number for number in range(SIZE) if number != first]
     assert node.skipped_samples == {"missing": 1}
+
+
+def test_a_warning_that_is_an_error_leaves_no_sample_counted_twice():
+    first, second = max(epoch_of(nodes_of()), key=len)[:2]
+
+    def process(number):
+        reasons = {first: "blurred", second: "missing"}
+        return Skipped(reasons[number]) if number in reasons else Process()(number)
+
+    node, groups = planned(process), []
+    for _ in range(2):
+        with warnings.catch_warnings(), pytest.raises(UserWarning, match="is skipped"):
+            warnings.simplefilter("error")
+            groups += map(list, node)
+        assert node.skipped_samples == {}
+        node.reset(node.state_dict())
+    list(node)
+    assert node.skipped_samples == {"blurred": 1, "missing": 1}
+    assert left_out_of(node) == sorted([(first, "blurred"), (second, "missing")])
 
 
 def batches_of(node, collate=None, **options):
@@ -561,8 +581,19 @@ def test_a_state_says_how_many_groups_are_out_and_what_comes_later():
         state = node.state_dict()
         assert state["taken"] <= taken
         sizes.append(len(state["later"] or b""))
-    assert {*sizes} == {0, 24} and sizes[-1] == 0
+    assert {*sizes} == {0, 32} and sizes[-1] == 0
     assert (state["seen"], state["moved"]) == (SIZE, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_state_after_the_last_group_is_at_the_end_also_of_a_rank_without_a_last_step(rank):
+    """The last window has a sample for one of the ranks."""
+    told, options = [10] * 9, {"rank": rank, "world_size": 2, "window": 4}
+    process = lies(*((number, 60) for number in range(9)))
+    node, ends = planned(process, lengths=told, **options), []
+    for _ in node:
+        ends.append(node.state_dict()["is_at_end"])
+    assert len(ends) > 2 and ends == [False] * (len(ends) - 1) + [True]
 
 
 @pytest.mark.parametrize(
@@ -698,6 +729,19 @@ def test_samples_that_are_put_back_come_again_also_among_the_last(more, workers)
     node.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*exceed")
+def test_an_oversize_sample_that_is_put_back_is_counted_once():
+    node, groups = planned(Process(others={7: 130})), []
+    while not node.oversize_samples:
+        groups.append(next(node))
+    node.put_back(groups.pop())
+    for _ in range(2):  # also after a resume
+        state = node.state_dict()
+        assert numbers(ids(groups) + ids(node)) == [*range(SIZE)]
+        assert node.oversize_samples == 1
+        node.reset(state)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_more_samples_may_be_excluded_within_an_epoch(rank):
     options = {"rank": rank, "world_size": 2}
@@ -810,6 +854,53 @@ def test_workers_resume_after_an_error_and_a_death(tmp_path):
         groups += ids(node)
         node.close()
         assert groups == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [("process", "collate_fn"), ("process", "process_fn"), ("thread", "process_fn")],
+)
+def test_an_error_names_the_function_that_hangs(method, name):
+    ends = threading.Event()
+
+    def hangs(*_):
+        ends.wait(600)
+
+    process, collate = (None, hangs) if name == "collate_fn" else (hangs, keep_ids)
+    workers = WorkerOptions(num_workers=1, method=method, timeout_s=2.0)
+    node = planned(process, collate=collate, workers=workers)
+    with pytest.raises(WorkerError, match=f"in a group .*: `{name}` hangs, or needs"):
+        next(node)
+    ends.set()  # A thread that hangs has the random numbers.
+    node.close()
+
+
+def large(number):
+    return Sample({"input_ids": np.zeros(50_000, np.int64), "id": number}, LENGTHS[number], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [
+        ({}, 4),
+        ({"in_flight_bytes": None}, 4),
+        ({"in_flight_bytes": 1_000_000}, 2),  # one for each worker
+        ({"in_flight_samples": 1}, 2),
+        (
+            {"in_flight_samples": 1_000},
+            len(plan_known(np.arange(SIZE), np.array(LENGTHS), TokenBudget(100))) - 1,
+        ),
+    ],
+)
+def test_groups_ahead_are_as_many_as_options_allow(options, groups):
+    node = planned(large, workers=WorkerOptions(num_workers=2, start_method="fork", **options))
+    ahead = []
+    while next(node, None) is not None:
+        ahead.append(len(node._in_flight) + 1)  # with the group that was taken
+    node.close()
+    assert max(ahead) == groups
 
 
 @pytest.mark.slow

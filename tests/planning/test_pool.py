@@ -109,7 +109,7 @@ def test_a_refill_that_is_interrupted_ends_as_a_whole_one(window, early):
 
     def groups(most):
         pool, found = RollingPool(TokenBudget(16_384), window), []
-        pool.starts_early = early
+        pool.start_early(early)
         while pool.pulled < len(lengths):
             while (room := min(pool.room(), len(lengths) - pool.pulled, most)) > 0:
                 new = [at for at in range(pool.pulled, pool.pulled + room) if at % 7]  # some drop
@@ -137,7 +137,7 @@ def test_a_pool_that_starts_early_grows_with_what_was_pulled_until_it_holds_the_
     lengths = np.random.default_rng(seed).integers(1, 100, 2 * window + 200).tolist()
     budget, part = TokenBudget(300, layout=layout), max(1, window // 32)
     pool, most = RollingPool(budget, window), 0
-    pool.starts_early = True
+    pool.start_early()
     while pool.pulled < len(lengths):
         while (room := min(pool.room(), len(lengths) - pool.pulled)) > 0:
             new = [at for at in range(pool.pulled, pool.pulled + room) if at % 9 >= drop]
@@ -160,7 +160,7 @@ def test_the_first_group_of_a_pool_that_starts_early_waits_for_two_budgets():
     budgets = TokenBudget(100), TokenBudget(10**6, max_samples=5), TokenBudget(10**6, max_patches=5)
     for budget in budgets:
         pool = RollingPool(budget, 32)
-        pool.starts_early = True
+        pool.start_early()
         for ordinal in range(10):
             assert pool.room() == 1 and pool.is_growing
             pool.add([ordinal], [20], [1])
@@ -172,7 +172,7 @@ def test_the_first_group_of_a_pool_that_starts_early_waits_for_two_budgets():
 
 def test_a_lower_limit_makes_the_budgets_of_a_growing_pool_smaller():
     pool = RollingPool(TokenBudget(1000), 32)
-    pool.starts_early = True
+    pool.start_early()
     pool.add(range(8), [100] * 8, [0] * 8)
     pool.count(8)
     assert pool.room() == 1

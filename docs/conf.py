@@ -58,7 +58,7 @@ PUBLIC = {
 }
 """Modules whose `__all__` is public, and what their section of `api.md` begins with."""
 
-ONLY = {"odb_nodes.planning": ["plan_epoch"]}
+ONLY = {"odb_nodes.planning": ["StepTime", "plan_epoch"]}
 """Of a module that also serves the package, the names that are public."""
 
 ALIASES = {

@@ -106,8 +106,8 @@ class StepInfo:
         local_targets: supervised tokens of this rank; 0 in a filler step.
         all_samples_this_step: samples of all ranks.
         all_targets: supervised tokens of all ranks.
-        most_cost: the highest cost of a batch of the step on any rank, in the unit of `cost_fn` of
-            the `RankAligner`; by default in the unit of `TokenBudget.tokens`.
+        most_cost: the highest cost of a batch of the step on any rank, in the unit of
+            `TokenBudget.tokens`.
         loss_scale: factor for this rank's mean loss over its supervised tokens. With it, the mean
             of the gradients over ranks, summed over the micro-steps, is the gradient of the mean
             loss over all supervised tokens of the optimizer step. NaN times 0 is NaN: if a batch

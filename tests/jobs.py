@@ -39,6 +39,7 @@ from odb_nodes import (
     pop_step_info,
 )
 from odb_nodes.contract.graph import walk
+from odb_nodes.planning import StepTime
 
 SAMPLES = 110
 LONG, TIMEOUT_S = 90, 20.0
@@ -140,6 +141,11 @@ def of_nodes(exchange, budget=BUDGET, exclude=(), source=ShardedSampler, **optio
 
 def with_own_key(sample):
     return Observation(len(sample["input_ids"]), key=1000 + int(sample["input_ids"][0]))
+
+
+def tokens_squared(group):
+    """What a step with a group takes."""
+    return sum(sample.tokens**2 for sample in group)
 
 
 class Kind(NamedTuple):
@@ -321,6 +327,22 @@ KINDS |= {
         {"window": 40, "window_start": "early", "dataset": lambda *_: Shuffled()}, moves=False
     ),
     "early packed": Kind(KINDS["packed"].options | {"window": 64, "window_start": "early"}),
+}
+LEVEL = StepTime(squares=1 / 800)
+KINDS |= {
+    "packed level in tokens": Kind(KINDS["packed"].options | {"step_time": StepTime()}),
+    "packed level in attention": Kind(
+        {
+            "token_budget": TokenBudget(90, layout="packed", oversize="drop"),
+            "step_time": StepTime(squares=1 / 20),
+            "accumulate": 2,
+        }
+    ),
+    "padded level in time": Kind({"step_time": LEVEL}),
+    "padded level in attention": Kind({"step_time": StepTime(squares=1 / 20), "window": 32}),
+    "function of time": Kind({"step_time": tokens_squared}),
+    "asks level in time": Kind({"step_time": LEVEL}, calls=ASKS),
+    "virtual level in time": Kind({"step_time": LEVEL, "virtual_ranks": 4}, ranks=(1, 2, 4)),
 }
 
 

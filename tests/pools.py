@@ -4,7 +4,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from odb_nodes.planning import RollingPool, TokenBudget
+from odb_nodes.planning.caps import NO_CAPS
 from odb_nodes.planning.facts import Facts
+from odb_nodes.planning.table import TOKENS
 
 LIMITS = {
     "max_samples": st.none() | st.integers(1, 9),
@@ -33,11 +35,24 @@ streams = st.lists(st.tuples(st.integers(1, 120), st.integers(0, 50), st.integer
 
 
 def run(
-    lengths, budget, window, patches=None, dearest_first=0, tasks=(), diversity=0.0, early=False
+    lengths,
+    budget,
+    window,
+    patches=None,
+    dearest_first=0,
+    tasks=(),
+    diversity=0.0,
+    early=False,
+    step_time=None,
+    caps_of=lambda pool: NO_CAPS,
 ):
-    """Stream lengths through a pool; return groups of ordinals and the greatest age seen."""
+    """Stream lengths through a pool; return groups of ordinals and the greatest age seen.
+
+    Groups are formed for `step_time`, by the caps that `caps_of` returns where there are none left.
+    """
     pool, groups, age = RollingPool(TokenBudget.of(budget), window, diversity), [], 0
     pool.start_early(early)
+    pool.aim_by(step_time)
     patches, tasks = patches or [0] * len(lengths), tasks or [0] * len(lengths)
     while True:
         while (room := min(pool.room(), len(lengths) - pool.pulled)) > 0:
@@ -48,6 +63,8 @@ def run(
         if not len(pool):
             return groups, age
         age = max(age, pool.pulled - pool.oldest)
+        if not len(pool.caps):
+            pool.use_caps(caps_of(pool))
         dearest = len(groups) < dearest_first
         taken = pool.take(draining=pool.pulled == len(lengths), dearest=dearest)
         groups.append(taken.tolist())
@@ -59,6 +76,13 @@ def pool_of(lengths, budget, patches=None):
     pool.add(range(len(lengths)), lengths, patches or [0] * len(lengths))
     pool.count(len(lengths))
     return pool
+
+
+def table_of(samples):
+    """The table of a pool that holds these samples, by their numbers."""
+    tokens, patches, *_ = columns = np.array(samples, np.int64).T
+    table = np.stack((tokens, np.arange(len(samples)), patches, *columns[2:]))
+    return table[:, table[TOKENS].argsort(kind="stable")]
 
 
 def facts_of(lengths, first=0, patches=0, **columns):

@@ -6,9 +6,9 @@ import numpy as np
 
 from odb_nodes.monitor.records import line_of
 from odb_nodes.monitor.window import Counts
-from odb_nodes.tools.tune import StepTime
+from odb_nodes.planning import StepTime
 
-TRUE = StepTime(constant_s=0.03, token_s=4e-5, square_s=3e-9)
+TRUE = StepTime(tokens=4e-5, squares=3e-9, base=0.03)
 
 
 def write_log(path, steps, noise=0.0, seed=0):
@@ -18,7 +18,7 @@ def write_log(path, steps, noise=0.0, seed=0):
     for _ in range(steps):
         width = int(rng.integers(50, 4000))
         rows = int(rng.integers(1, 16_384 // width + 2))
-        (seconds,) = TRUE.seconds(np.array([rows * width]), np.array([rows * width * width]))
+        seconds = TRUE.seconds_of(rows * width, rows * width**2)
         seconds *= 1 + noise * rng.standard_normal()
         records.append(
             {"rows": rows, "width": width, "padded_tokens": rows * width, "step_s": seconds}

@@ -101,8 +101,7 @@ class GroupReader(LeftOutSamples):
 
     def put_back(self, samples: Facts) -> None:
         """Have the node form other groups of samples."""
-        call_member(self._node, "put_back", self.store.look(samples.ordinal))
-        self.store.drop(samples.ordinal)
+        call_member(self._node, "put_back", self.store.take(samples.ordinal))
         self.planner.go_on()
 
     @property

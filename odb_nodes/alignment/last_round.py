@@ -44,15 +44,15 @@ def share_rest(
     Samples that this rank gets are in the store of `pool` then; those are returned that it skips.
     """
     skipped = list[LeftOut]()
-    costs = yield Ask([rest.cost, zlib.crc32(repr(rest.budget).encode())], where)
-    if len({budget for _, budget in costs}) == 1:
-        totals = [cost for cost, _ in costs]
-        given = with_digests(pool.store.look(rest.give(totals).ordinal)).without_data()
-        own = json.dumps([*map(_TransferredSample.of, given)]).encode()
-        texts = yield Ask(own, where)
+    budget = np.array([zlib.crc32(repr(rest.budget).encode())])
+    texts = yield Ask(np.concatenate((budget, rest.told())).astype("<i8").tobytes(), where)
+    told = [np.frombuffer(text, "<i8").astype(np.int64) for text in texts]
+    if len({int(one[0]) for one in told}) == 1:
+        received = rest.give(rest.moves([one[1:] for one in told]))
+        given = with_digests(pool.store.look(rest.given.ordinal)).without_data()
+        texts = yield Ask(json.dumps([*map(_TransferredSample.of, given)]).encode(), where)
         gathered = [[_TransferredSample(*one) for one in json.loads(text)] for text in texts]
-        tokens = [np.array([one.tokens for one in of_rank], np.int64) for of_rank in gathered]
-        to_make = [gathered[giver][row] for giver, row in rest.receives(totals, tokens)]
+        to_make = [gathered[giver][row] for giver, row in received]
         made, skipped = _make(to_make, pool, rank, world_size)
         rest.add(pool.take_over(made))
     fewest = yield Ask([rest.fewest_steps()], where)

@@ -153,12 +153,12 @@ class Peers:
             yield
         except Exception as error:
             place = where if isinstance(where, str) else where()
-            # Of `cost_fn`, say. It would end the epoch here; generators make a RuntimeError of it.
+            # Of `step_time`, say. It would end the epoch here; generators raise a RuntimeError.
             if not isinstance(error, StopIteration) and str(error) != _STOPPED:
                 self.fail(error, place)
                 raise
             # Not `from` it: `contextmanager` would then let the StopIteration pass.
-            raised = RuntimeError(f"{place}: the source or `cost_fn` raised StopIteration.")
+            raised = RuntimeError(f"{place}: the source or `step_time` raised StopIteration.")
             self.fail(raised, place)
             raise raised  # noqa: B904
 

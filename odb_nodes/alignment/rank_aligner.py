@@ -45,17 +45,12 @@ from odb_nodes.nodes.sample_records import decode_sample, encode_sample
 from odb_nodes.nodes.sample_store import StoreContent
 from odb_nodes.planning.budget import round_up
 from odb_nodes.planning.facts import Facts
-from odb_nodes.planning.group_costs import (
-    BudgetCost,
-    CostFn,
-    GroupCostEstimator,
-    best_filler,
-    padded_tokens,
-)
+from odb_nodes.planning.group_costs import GroupCostEstimator, best_filler
 from odb_nodes.planning.group_planner import RoundSettings
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.rank_plan import RankPlan, SettledRound
 from odb_nodes.planning.rounds import CostReport, GroupCost, Uneven
+from odb_nodes.planning.step_time import StepTime, TimeFn, check_step_time, step_time_of
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import LeftOut, Sample
 from odb_nodes.sample_block import NO_SAMPLES, SampleBlock
@@ -125,9 +120,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     """Yields the groups of its source so that all ranks take the same steps.
 
     It works in rounds. Before each round, all ranks exchange the costs of up to `round_size` groups
-    in one message. Every rank then computes the same plan: groups of
-    like cost share a step, one permutation shuffles the steps of all ranks, and the groups of the
-    next round are cut to costs that are the same on all ranks.
+    in one message. Every rank then computes the same plan: groups of like time share a step, one
+    permutation shuffles the steps of all ranks, and the groups of the next round are formed for
+    costs, or times, that are the same on all ranks.
 
     At the end of the data, a rank with fewer groups than others splits some of its own. A rank
     with fewer samples than steps fills a step with a real sample whose loss has no weight.
@@ -158,8 +153,11 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         accumulate: steps of an optimizer step, which share one denominator.
         seed: seed of the permutations, the same on all ranks.
         timeout_s: seconds after which a missing rank is an error on the others.
-        cost_fn: group -> cost of a step with it, an integer in any unit. Default: its cost under
-            the budget of the `WindowBucketer` below. With a `cost_fn`, groups are not cut.
+        step_time: what a step takes, by which ranks are levelled: a `StepTime`, or a function,
+            group -> time of a step with it, an integer in any unit. Groups are formed for a
+            `StepTime`, too, and only matched by a function. Default: `StepTime.typical` for packed
+            groups. Padded ones are matched by their cost under the budget, since steps of those
+            that take equally long have samples of one length.
         modalities: name -> function that tells whether a sample has it. Default: `"image"`, for
             samples with patches.
         tasks: names of all tasks of the samples; `StepInfo.task_targets` counts the targets of
@@ -183,7 +181,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         seed: int = JobOptions.seed,
         timeout_s: float = PEER_TIMEOUT_S,
         *,
-        cost_fn: CostFn | None = None,
+        step_time: StepTime | TimeFn | None = None,
         modalities: Mapping[str, Callable[[Sample], bool]] | None = None,
         tasks: Sequence[str] = (),
     ) -> None:
@@ -191,10 +189,11 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         check_node("source", source)
         check_choice("uneven", uneven, get_args(Uneven))
         budget = budget_below(source)
-        default_cost: CostFn = padded_tokens if budget is None else BudgetCost(budget)
-        self.measure = GroupCostEstimator(cost_fn or default_cost, modalities, tasks)
-        self.source = source
         accumulate = check_count("accumulate", accumulate)
+        check_step_time(step_time)
+        step_time = step_time_of(step_time, budget)
+        self.measure = GroupCostEstimator(budget, step_time, modalities, tasks)
+        self.source = source
         self.round_size = round_up(check_count("round_size", round_size), accumulate)
         self.uneven = uneven
         self._seed = check_integer("seed", seed)
@@ -228,6 +227,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             uneven=self.uneven,
             accumulate=self.accumulate,
             seed=self._seed,
+            step_time=self.measure.step_time,
         )
         return RankPlan(
             self._groups.planner,
@@ -236,7 +236,6 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             rank=self.rank,
             world_size=self.peers.world_size,
             epoch=self._epochs.epoch,
-            has_caps=type(self.measure.cost_fn) is BudgetCost,
             shares_rest=self._pool is not None and self._pool.can_restore,
             tasks=len(self.measure.tasks),
         )
@@ -401,7 +400,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """Return what would let the ranks take different steps, were it another in mid-epoch."""
         if state.is_at_end:
             return ()
-        of_the_plan = ("cost_fn", "modalities", "tasks") if len(state.steps()) else ()
+        of_the_plan = ("step_time", "modalities", "tasks") if len(state.steps()) else ()
         return ("world_size", "round_size", "accumulate", "uneven", *of_the_plan)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -635,8 +634,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             )
             if not plans_anew:
                 why = (
-                    "its source must be the `WindowBucketer` itself, since a node in between may "
-                    "hold some. Resume from a state that was saved after the last step of an epoch"
+                    "its source must be a `WindowBucketer` or `PlannedGroups` itself, since a "
+                    "node in between may hold some. Resume from a state that was saved after the "
+                    "last step of an epoch"
                 )
             raise StateError(
                 f"{name} cannot exclude more samples at step {plan.step} of epoch "

@@ -15,13 +15,15 @@ from odb_nodes.errors import PeerError
 
 _FOLDER = re.compile(r"(\d{6,})-step-(\d+)-([0-9a-f]{8})")
 _REMOVED = ".removed-"
+_COMPLETE = "complete"  # a file that says that those of all ranks have been there
 
 
 class Contents(NamedTuple):
-    """The number of ranks that save a checkpoint, and those whose file is not there."""
+    """The number of ranks that save a checkpoint, those without a file, and if all had one once."""
 
     world_size: int
     missing: Sequence[int]
+    was_complete: bool = False
 
 
 class _Save(NamedTuple):
@@ -54,13 +56,14 @@ class CheckpointFolders:
         return {name: one for name, one in found.items() if one is not None}
 
     def contents_of(self, folder: Path) -> Contents | None:
-        """Return what a folder has; None where it has no file of a rank, or is gone."""
+        """Return what a folder has; None where it never had a file of a rank, or is gone."""
         files = [(int(one[2]), int(one[3])) for one in names_in(folder) if not one[1]]
-        if not files:
+        was_complete = (folder / _COMPLETE).exists()
+        if not files and not was_complete:
             return None
-        world_size = files[0][1]
+        world_size = files[0][1] if files else 1
         missing = {*range(world_size)} - {rank for rank, _ in files}
-        return Contents(world_size, tuple(sorted(missing)))
+        return Contents(world_size, tuple(sorted(missing)), was_complete or not missing)
 
     def complete(self) -> list[Path]:
         """Return the folders that have the files of all ranks, the newest one last."""
@@ -93,11 +96,14 @@ class CheckpointFolders:
                 )
 
     def clean(self, new: Path, keep: int, known: Collection[str]) -> None:
-        """Remove those of `known` that are older than its `keep` newest, once `new` is complete.
+        """Mark what is complete; once `new` is, remove those of `known` but its `keep` newest.
 
         What is older than `new` and incomplete never becomes complete: all ranks have gone on.
         """
         complete = [path for path in self.complete() if path.name in known]
+        for path in complete:
+            with suppress(OSError):  # Another rank removes it.
+                (path / _COMPLETE).touch()
         if new not in complete:
             return
         kept = complete[: complete.index(new) + 1][-keep:]
@@ -118,18 +124,30 @@ class CheckpointFolders:
 
 
 def choose(views: Sequence[Mapping[str, Contents]]) -> tuple[str | None, str | None]:
-    """Return the newest checkpoint that all ranks see complete, and the newest that there is.
+    """Return the newest checkpoint that all ranks see complete, and the newest that was complete.
 
-    These differ where the ranks do not see the same files. `views`: what each rank sees.
+    These differ where the ranks do not see the same files, or files are gone. `views`: what each
+    rank sees.
     """
     everywhere, somewhere = None, None
     for name in sorted({name for view in views for name in view}, key=_save_of):
         seen = [view[name] for view in views if name in view]
         if len(seen) == len(views) and not any(contents.missing for contents in seen):
             everywhere = name
-        if not set.intersection(*({*contents.missing} for contents in seen)):
+        if not gone_files(name, views) or any(contents.was_complete for contents in seen):
             somewhere = name
     return everywhere, somewhere
+
+
+def gone_files(name: str, views: Sequence[Mapping[str, Contents]]) -> list[int]:
+    """Return the ranks whose file of a checkpoint no rank sees."""
+    seen = [{*view[name].missing} for view in views if name in view]
+    return sorted(set.intersection(*seen))
+
+
+def number_of(name: str) -> int:
+    """Return the number of the save that a folder is named after."""
+    return _save_of(name).number
 
 
 def step_of(name: str) -> int:

@@ -22,7 +22,14 @@ from odb_nodes._core.seeds import load_rngs, save_rngs
 from odb_nodes._core.text import named_ranks
 from odb_nodes._core.user_warning import warn_user
 from odb_nodes.alignment.exchange import Meeting, group_rank
-from odb_nodes.checkpoints.checkpoint_folders import CheckpointFolders, Contents, choose, step_of
+from odb_nodes.checkpoints.checkpoint_folders import (
+    CheckpointFolders,
+    Contents,
+    choose,
+    gone_files,
+    number_of,
+    step_of,
+)
 from odb_nodes.checkpoints.rank_states import rank_file
 from odb_nodes.checkpoints.resharding import (
     check_saved_between_steps,
@@ -127,8 +134,9 @@ class Checkpoints:
             The step that it was saved at; 0 if there is no checkpoint, and nothing is changed.
 
         Raises:
-            StateError: the checkpoint is of other parts, is damaged, or cannot be resharded; a dict
-                among the parts has keys that it lacks; or not all ranks see it. No part is changed.
+            StateError: the checkpoint is of other parts, is damaged, has lost the file of a rank,
+                or cannot be resharded; a dict among the parts has keys that it lacks; or not all
+                ranks see it. No part is changed.
                 Or a part refused its state: then the error names those that have changed.
             PeerError: a rank failed, or did not come within `timeout_s`.
         """
@@ -145,11 +153,13 @@ class Checkpoints:
                 warn_user(
                     f"`{self._folders.root}` has no complete checkpoint, but unfinished ones: "
                     f"{unfinished}. Ranks were stopped while they saved, or saved different steps. "
-                    "The run begins anew."
+                    "The run begins anew, and leaves these folders: remove them when you like."
                 )
-            self._known = known
+            self._known = {}
             return 0
-        with self._together(f"loading the checkpoint `{name}`"):
+        with self._together(f"loading the checkpoint `{name or newest}`"):
+            if gone := gone_files(newest, views):
+                raise self._damaged(newest, gone)
             if name is None:
                 raise self._not_shared(newest, views)
             ranks = Ranks(views[0][name].world_size, self._channel.world_size)
@@ -158,7 +168,9 @@ class Checkpoints:
         with self._together(f"loading the checkpoint `{name}`"):
             self._parts.apply(states, folder)
             load_rngs(generators)  # last: a part may draw numbers as it loads
-        self._known = known
+        # Older folders were left by runs that began anew: they are not this run's to remove.
+        oldest = min(number_of(one) for view in views for one in view if not view[one].missing)
+        self._known = {one: number for one, number in known.items() if number >= oldest}
         return step_of(name)
 
     def save(self, step: int) -> Path:
@@ -261,6 +273,14 @@ class Checkpoints:
                 f"{self._timeout_s} s (`timeout_s`), though this rank has saved one since. All "
                 "ranks must call `save`, at the same steps, and share the disk of that folder."
             )
+
+    def _damaged(self, newest: str, gone: Sequence[int]) -> StateError:
+        files = "file" if len(gone) == 1 else "files"
+        return StateError(
+            f"`{self._folders.root / newest}` was complete, but the {files} of "
+            f"{named_ranks(gone)} cannot be found now. Put what is missing back; or remove the "
+            "folder to go on from the checkpoint before it, or, if there is none, to begin anew."
+        )
 
     def _not_shared(self, newest: str, views: Sequence[Mapping[str, Contents]]) -> StateError:
         seen = "; ".join(

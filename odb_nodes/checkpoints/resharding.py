@@ -93,8 +93,8 @@ def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") 
     """Return states in their order, of loaders or what holds them, as those of other ranks."""
     first, holder = states[0], node_of(states[0])
     if all(map(_is_whole, states)):
-        if holder in _RULES and all(node_of(state) == holder for state in states):
-            return _RULES[holder](states, world_size)
+        if holder in _OF_HOLDERS and all(node_of(state) == holder for state in states):
+            return _OF_HOLDERS[holder](states, world_size)
         bare = [_without_digest(state, place) for state in states]
         return [add_digest(state) for state in reshard_parts(bare, world_size, place)]
     if isinstance(first, Mapping) and all(
@@ -248,7 +248,7 @@ def _rehost(node: Node[VirtualState], is_over: bool) -> list[SourceState]:
     ]
 
 
-_RULES: Mapping[str, Callable[[Sequence[Any], int], list[dict[str, Any]]]] = {
+_OF_HOLDERS: Mapping[str, Callable[[Sequence[Any], int], list[dict[str, Any]]]] = {
     "Loader": _reshard_loaders,
     "Monitor": Monitor.reshard_states,
 }

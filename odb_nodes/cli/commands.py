@@ -22,6 +22,7 @@ from odb_nodes.cli.data import (
 from odb_nodes.errors import StateError
 from odb_nodes.planning import SimulationOptions
 from odb_nodes.planning.auto_window import shown
+from odb_nodes.planning.step_time import known_time
 
 if TYPE_CHECKING:
     from odb_nodes.planning import TokenBudget
@@ -206,10 +207,11 @@ def simulate(args: Namespace) -> None:
     if args.timeline is not None:
         title = f"{counted(job.world_size, 'rank')}, window {epoch.window(job):,}"
         title += ", lengths known" * job.lengths_known
+        times = batches.times(known_time(job.step_time, budget))
         if args.timeline == "-":
-            print(f"\n{timeline_text(batches.costs(budget), title)}")
+            print(f"\n{timeline_text(times, title)}")
         else:
-            Path(args.timeline).write_text(timeline_page(batches.costs(budget), title))
+            Path(args.timeline).write_text(timeline_page(times, title))
 
 
 def tune(args: Namespace) -> None:

@@ -24,7 +24,7 @@ from odb_nodes._core.content import explain_unreadable, is_readable, tensor_byte
 from odb_nodes.contract.config import check_config
 from odb_nodes.errors import StateError
 
-STATE_VERSION = 11
+STATE_VERSION = 12
 ENVELOPE = frozenset({"version", "node", "config"})
 DIGEST = "digest"
 _ADDED_BY = {"VirtualRanks": "`virtual_ranks`"}

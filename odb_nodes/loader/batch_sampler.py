@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy.typing as npt
 
-from odb_nodes._core.checks import check_bool, check_count
+from odb_nodes._core.checks import check_bool, check_count, check_type
 from odb_nodes._core.processes import resolve_rank
 from odb_nodes.contract.state import NodeState, seal_whole, unseal_whole
 from odb_nodes.errors import StateError
-from odb_nodes.planning import TokenBudget
+from odb_nodes.planning import StepTime, TokenBudget
 from odb_nodes.planning.auto_window import AUTO, WindowSize
 from odb_nodes.planning.known_epochs import KnownJob, known_window
 from odb_nodes.planning.known_lengths import EpochPlan
@@ -62,6 +62,8 @@ class TokenBatchSampler:
             window come in an order drawn from `seed` either way.
         dearest_first: steps of the longest samples that begin each epoch.
         seed: of the orders; the same on all ranks.
+        accumulate: batches of an optimizer step, which have unlike lengths.
+        step_time: what a step takes, as for `RankAligner`, by lengths alone.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -79,6 +81,8 @@ class TokenBatchSampler:
         shuffle: bool = True,
         dearest_first: int = 0,
         seed: int = 0,
+        accumulate: int = 1,
+        step_time: StepTime | None = None,
     ) -> None:
         self._samples = SampleCosts.of_lengths(lengths)
         tokens = self._samples.tokens
@@ -89,6 +93,7 @@ class TokenBatchSampler:
                 f"{len(tokens)}."
             )
         self._shuffle = check_bool("shuffle", shuffle)
+        check_type("step_time", step_time, StepTime | None)
         budget = TokenBudget.of(budget)
         if budget.max_patches is not None:
             raise ValueError("`budget` must have no `max_patches`: only lengths are known here.")
@@ -98,6 +103,8 @@ class TokenBatchSampler:
             window=known_window(window, in_order=not self._shuffle),
             dearest_first=dearest_first,
             seed=seed,
+            accumulate=accumulate,
+            step_time=step_time,
         )
         self.epoch = self.step = 0
         """The epoch, and how many of its batches are out."""

@@ -26,12 +26,12 @@ from odb_nodes.contract.graph import length_of, walk
 from odb_nodes.errors import StateError
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.options import CollateIn, LoaderOptions, ProcessFn
-from odb_nodes.loader.pipeline import RankGraph, graphs_of_team
+from odb_nodes.loader.pipeline import RankGraph, graphs_of_team, note_of_lengths
 from odb_nodes.nodes.exclusions import Exclude
 from odb_nodes.nodes.planned_groups import PlannedGroups
 from odb_nodes.nodes.read_ahead import ReadAhead
 from odb_nodes.nodes.window_bucketer import PoolState
-from odb_nodes.planning import TokenBudget, Uneven
+from odb_nodes.planning import StepTime, TimeFn, TokenBudget, Uneven
 from odb_nodes.planning.auto_window import WindowSize, WindowStart
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sample import Observe
@@ -144,6 +144,7 @@ class ODBDataLoader(Loader[Any]):
         virtual_ranks: plan the steps of this number of ranks, a multiple of the real number. All
             ranks host equally many, and take their batches in turn, as micro-steps: the optimizer
             steps are the same on any number of ranks. See docs/resuming.md.
+        step_time: what a step takes, by which ranks are levelled; see `RankAligner`.
 
     Raises:
         TypeError, ValueError: an argument is not valid, `collate_fn` is a `PaddingCollate` or
@@ -187,6 +188,7 @@ class ODBDataLoader(Loader[Any]):
         window_start: WindowStart = LoaderOptions.window_start,
         weights: Weights | Mixing = None,
         virtual_ranks: int | None = LoaderOptions.virtual_ranks,
+        step_time: StepTime | TimeFn | None = LoaderOptions.step_time,
     ) -> None:
         given = locals()  # has an argument for each field: a test compares them
         options = LoaderOptions(
@@ -206,6 +208,7 @@ class ODBDataLoader(Loader[Any]):
                 [graph.aligner for graph in self._graphs],
                 team,
             )
+        note_of_lengths(self._graphs, options)
         if options.prefetch and options.worker_options.num_workers:
             root = ReadAhead(root, options.prefetch)
         super().__init__(root)

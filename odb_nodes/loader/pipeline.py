@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Number
@@ -27,11 +28,13 @@ from odb_nodes.collate import PackedCollate, PaddingCollate
 from odb_nodes.collate.for_budget import collate_for
 from odb_nodes.collate.protocol import Collate
 from odb_nodes.collate.token_rows import TOKEN_KEYS, length_of
+from odb_nodes.contract.graph import length_of as samples_of_epoch
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.nodes import GroupCollator, ReadAhead, WindowBucketer
 from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.nodes.planned_groups import PlannedGroups
+from odb_nodes.planning import StepTime
 from odb_nodes.planning.auto_window import AUTO
 from odb_nodes.planning.known_epochs import known_window
 from odb_nodes.planning.table import IntArray
@@ -107,6 +110,7 @@ class RankGraph:
             options.accumulate,
             options.seed,
             options.timeout_s,
+            step_time=options.step_time,
             tasks=options.tasks,
         )
         rank, _ = group_rank(options.process_group)
@@ -127,6 +131,27 @@ class RankGraph:
             self.collator.collate_in_workers(processors, always=always)
         elif always:
             _warn_of_collate_in(why_not)
+
+
+def note_of_lengths(graphs: Sequence[RankGraph], options: LoaderOptions) -> None:
+    """Log, once in a process, that optimizer steps of a long epoch have samples of one length."""
+    budget, world_size = options.budget, group_rank(options.process_group)[1]
+    is_mixed = world_size * len(graphs) * options.accumulate > 1 or budget.layout == "packed"
+    if is_mixed or budget.max_samples == 1 or _noted:
+        return
+    with suppress(TypeError):  # of data without a length
+        if samples_of_epoch(graphs[0].samples) < _LONG_EPOCH:
+            return
+    _noted.append(True)
+    logger.warning(
+        "each optimizer step has samples of about one length, which trains worse than mixed ones: "
+        "accumulate some smaller batches (`accumulate=4` and a fourth of `token_budget`, or "
+        "`gradient_accumulation_steps` of a trainer), or pack them. See docs/distributed.md."
+    )
+
+
+_LONG_EPOCH = 10_000  # samples, of which it is worth a line
+_noted: list[bool] = []
 
 
 def _warn_of_collate_in(why_not: str) -> None:
@@ -291,6 +316,8 @@ def planned_groups(
         seed=options.seed,
         exclude=options.exclude,
         dearest_first=options.dearest_first,
+        accumulate=options.accumulate,
+        step_time=options.step_time if isinstance(options.step_time, StepTime) else None,
         collate=None if options.collate_in == "main" else collate,
         workers=options.worker_options,
         rank=rank,
@@ -312,6 +339,7 @@ def _why_not_planned(dataset: Any, options: LoaderOptions) -> str:
         'with `state="payload"`': options.state == "payload",
         "with `max_patches`, since only tokens are known": budget.max_patches is not None,
         "with a number as `row_sizes`": isinstance(budget.row_sizes, int),
+        "with a function as `step_time`": callable(options.step_time),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -2,7 +2,9 @@
 
 All nodes are put to the beginning of an epoch. Between two epochs nothing is left to do. Within
 one, a round that is planned ends: the samples that wait, in pools and in planned groups, are dealt
-to the pools of the new ranks, and each source is told which of its items no rank has read.
+to the pools of the new ranks, and each source is told which of its items no rank has read. Where
+an epoch is planned from known lengths, the new ranks are told how far each old rank had come, and
+plan together what all of them have left.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from odb_nodes.nodes.exclusions import ExcludedKeys
 from odb_nodes.nodes.group_collator import CollatorState
 from odb_nodes.nodes.length_observer import ObserverState
 from odb_nodes.nodes.planned_groups import PlannedState
-from odb_nodes.nodes.sample_records import NO_RECORDS, among, are_numbered, from_records, to_records
+from odb_nodes.nodes.sample_records import NO_RECORDS, among, from_records, to_records
 from odb_nodes.nodes.sample_store import from_bits, to_bits
 from odb_nodes.nodes.window_bucketer import BucketerState
 from odb_nodes.planning.budget import Limits
@@ -226,6 +228,17 @@ def _begun(state: Any, rank: int, ranks: Ranks) -> Any:
     return new
 
 
+def _started(state: Any) -> Any:
+    """Have all nodes begin the next epoch after this one.
+
+    A state of a source may be from before its first item, and say that its epoch is yet to begin.
+    """
+    if not isinstance(state, Mapping):
+        return state
+    new = {key: _started(value) for key, value in state.items()}
+    return {**new, "started": True} if node_of(state) and "started" in state else new
+
+
 # --- from the last node to the pool ---------------------------------------------------------------
 
 
@@ -265,6 +278,8 @@ def _reshard_aligner(node: Node[AlignerState], is_over: bool) -> list[SourceStat
         sources = pools.on_new_ranks(_left_out(pools))
     else:
         sources = _at_epoch_start(node.sources, ranks)
+    if is_over and alike["started"]:
+        sources = [*map(_started, sources)]
     by_rank = {"source": sources, **node.counted(left_out=[], unemitted_samples=0)}
     return node.on_new_ranks(by_rank, alike)
 
@@ -301,9 +316,10 @@ def _reshard_pool(aligner: Node[AlignerState]) -> list[SourceState]:
         return _reshard_planned(aligner)
     if name != "WindowBucketer":
         raise StateError(
-            f"states can be resharded within an epoch where the `WindowBucketer` is right below "
-            f"the `RankAligner`, but there is {f'a `{name}`' if name else 'another node'}, which "
-            "may hold samples. Reshard a state that was saved after the last step of an epoch."
+            "states can be resharded within an epoch where a `WindowBucketer` or `PlannedGroups` "
+            "is right below the `RankAligner`, but there is "
+            f"{f'a `{name}`' if name else 'another node'}, which may hold samples. Reshard a state "
+            "that was saved after the last step of an epoch."
         )
     pools = Node.opened(aligner.sources, BucketerState, ranks)
     pools.check_same("mode", "excluded")
@@ -386,8 +402,8 @@ def _waiting(aligners: Sequence[AlignerState], pools: Sequence[BucketerState]) -
     parts, ages = [], []
     for aligner, pool in zip(aligners, pools, strict=True):
         *_, records_state, payload = pool.held
-        records = from_records(records_state)
-        if payload is not None or are_numbered(records):
+        records = from_records(records_state, is_numbered=pool.numbered)
+        if payload is not None or (pool.numbered and len(records)):
             if pool.mode == "replay":
                 _check_has_rules(pool.source)
             raise StateError(
@@ -446,7 +462,7 @@ def _reshard_source(states: States, ranks: Ranks, reading: Reading) -> list[Sour
 
 def _rule_of(state: object) -> tuple[type[NodeState], Rule]:
     """Return the rule of a node; raise a `StateError` where there is none."""
-    if (rule := _RULES.get(name := node_of(state))) is not None:
+    if (rule := _OF_SOURCES.get(name := node_of(state))) is not None:
         return rule
     raise StateError(
         f"{f'`{name}`' if name else 'a node without a sealed state'} cannot be resharded within "
@@ -478,7 +494,8 @@ def _reshard_processor(node: Node[ProcessorState], reading: Reading) -> list[Sou
 
 
 def _reshard_sampler(node: Node[SamplerState], reading: Reading) -> list[SourceState]:
-    started = _has_started(node, "epoch", "start")
+    has_items_out = any(taken.items for taken in reading.taken)
+    started = _has_started(node, "epoch", "start") or has_items_out
     unread = [
         Share(rank, node.ranks.before, state).after(state.position + taken.items)
         for rank, (state, taken) in enumerate(zip(node.states, reading.taken, strict=True))
@@ -589,7 +606,7 @@ def _done_by_source(totals: Mapping[str, int], done: Sequence[int]) -> dict[str,
 
 
 Rule = Callable[[Node[Any], Reading], list[SourceState]]
-_RULES: Mapping[str, tuple[type[NodeState], Rule]] = {
+_OF_SOURCES: Mapping[str, tuple[type[NodeState], Rule]] = {
     "JsonlSource": (SamplerState, _reshard_sampler),
     "LengthObserver": (ObserverState, _reshard_observer),
     "ParallelProcessor": (ProcessorState, _reshard_processor),

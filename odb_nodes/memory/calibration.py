@@ -33,8 +33,8 @@ from odb_nodes.memory.meter import (
     measuring,
     warn_of_fragments,
 )
-from odb_nodes.memory.model import MemoryModel
-from odb_nodes.planning import TokenBudget
+from odb_nodes.memory.model import MemoryModel, design_of, fitted_time
+from odb_nodes.planning import StepTime, TokenBudget
 from odb_nodes.planning.budget import allowed_rows
 
 TrainStep = Callable[[Any], Any]
@@ -90,6 +90,9 @@ class Calibration:
             to have its state, and for small batches where these take no more than its step does.
         budget: the largest budget whose batches fit.
         tokens_per_s: tokens per second of the largest batches that fitted, one of each width.
+        step_time: what a step takes, in seconds, fitted to the steps that fitted into memory, each
+            made once; `None` where these are of one width, which does not tell attention from
+            tokens. The log of a run tells more: see `odb_nodes.monitor.fitted_step_time`.
         checkpointing: whether the steps were made with activation checkpointing by `find_budget`.
         slower: where both ways were compared, what the slower one gave; else `None`.
     """
@@ -98,6 +101,7 @@ class Calibration:
     model: MemoryModel = field(repr=False)
     budget: TokenBudget
     tokens_per_s: float
+    step_time: StepTime | None
     checkpointing: bool = False
     slower: Calibration | None = field(default=None, repr=False)
 
@@ -160,6 +164,7 @@ def find_budget(
             model=search.model(),
             budget=search.verified_budget(brackets),
             tokens_per_s=search.tokens_per_s(brackets),
+            step_time=search.step_time(),
         )
 
     if checkpointing is None:
@@ -450,6 +455,14 @@ class BudgetSearch(Trials):
         timed = {(one.width, one.rows): one.seconds for one in self.done}
         tried = largest & {*timed}  # more rows of a width than these may have fitted untried
         return sum(width * rows for width, rows in tried) / sum(timed[one] for one in tried)
+
+    def step_time(self) -> StepTime | None:
+        """Return the time of the steps that fitted, but for the first one, if it can be told."""
+        trials = [trial for trial in self._ended() if trial.fits]
+        if len({trial.width for trial in trials}) < 2:
+            return None
+        design = design_of((trial.rows, trial.width, trial.patches) for trial in trials)
+        return fitted_time(design, np.array([trial.seconds for trial in trials]))
 
     def _ended(self) -> list[Trial]:
         return [trial for trial in self.done[1:] if not trial.error]

@@ -11,24 +11,15 @@ from torch import nn
 
 from odb_nodes._core.checks import check_choice, check_count, check_type
 from odb_nodes.planning import TokenBudget
+from odb_nodes.planning.model_flops import field_of, missing_fields
 
 STATES: Mapping[str, int] = {
     "adamw": 2, "adam": 2, "lion": 1, "rmsprop": 1, "sgd_momentum": 1, "sgd": 0
 }  # fmt: skip
 """Tensors of a parameter's size and dtype that an optimizer keeps for it."""
 
-NAMES = {
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "layers": ("num_hidden_layers", "n_layer"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocabulary": ("vocab_size",),
-    "kv_heads": ("num_key_value_heads",),
-    "head_size": ("head_dim",),
-    "intermediate": ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"),
-    "activation": ("hidden_act", "hidden_activation", "activation_function"),
-    "experts": ("num_experts_per_tok",),
-    "longest": ("max_position_embeddings",),
-}
+NEEDED = ("hidden", "layers", "heads", "vocabulary")
+USED = ("kv_heads", "head_size", "intermediate", "activation", "experts", "longest")
 SAVED_BY = {"relu": 1, "gelu_new": 5}
 """Tensors that backward needs of an activation function and its output; 2 for any other."""
 
@@ -158,11 +149,8 @@ def _config_of(model: Any) -> dict[str, Any]:
     """Return the numbers of a model's configuration, under names of ours."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = {
-        name: next((value for one in names if (value := getattr(config, one, None))), None)
-        for name, names in NAMES.items()
-    }
-    missing = [" or ".join(NAMES[name]) for name in list(NAMES)[:4] if found[name] is None]
+    found = {name: field_of(config, name) for name in NEEDED + USED}
+    missing = missing_fields(config, *NEEDED)
     if missing or getattr(config, "is_encoder_decoder", False):
         what = f"has no {missing}" if missing else "is of an encoder with a decoder"
         raise ValueError(

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -44,7 +45,7 @@ from odb_nodes.memory.meter import (
 from odb_nodes.memory.parts import Part, StepParts
 from odb_nodes.nodes import GroupCollator
 from odb_nodes.planning import TokenBudget
-from odb_nodes.planning.group_costs import BudgetCost, padded_tokens
+from odb_nodes.planning.group_costs import cost_of_group
 from odb_nodes.sample import Sample, name_of
 from odb_nodes.step_info import StepInfo, pop_step_info
 
@@ -142,7 +143,7 @@ class OomGuard:
         self.guard_above = guard_above
         self.limit = known if limit is None else check_count("limit", limit)
         self.fits = self.limit  # the cost that is known to fit on this rank
-        self.cost = padded_tokens if budget is None else BudgetCost(budget)
+        self.cost = partial(cost_of_group, budget=budget)
         self.meter = None if meter is None else check_meter(meter)
         self.rule = LossRule(accumulate=1, world_size=1)
         self._peers: Peers | None = None  # the other ranks, where there are any
@@ -636,12 +637,6 @@ def _check_graph(
         raise ValueError(
             "a budget with `shapes` has no smaller batches: each part would be padded to a whole "
             "shape again. Leave `shapes` out, or the guard."
-        )
-    cost_fn = None if aligner is None else aligner.measure.cost_fn
-    if not (cost_fn is None or cost_fn is padded_tokens or type(cost_fn) is BudgetCost):
-        raise ValueError(
-            "`cost_fn` of the `RankAligner` must be the default with a guard, which compares "
-            "costs with the budget. Say what attention adds as `TokenBudget(attention_tokens=...)`."
         )
     can_shrink = budget is not None and aligner is not None and budget.shapes is None
     if shrink is not None and not can_shrink:

@@ -18,7 +18,7 @@ from odb_nodes._core.checks import MAX_COUNT, check_count, check_number
 from odb_nodes._core.text import markdown_table
 from odb_nodes.errors import StateError
 from odb_nodes.memory.meter import MOST_BYTES
-from odb_nodes.planning import TokenBudget
+from odb_nodes.planning import StepTime, TokenBudget
 
 Floats = NDArray[np.float64]
 
@@ -27,6 +27,7 @@ SAFETY = 2.0  # times the error of the points, beyond which an unseen shape may 
 LEAST_MARGIN = 0.002  # relative: what an allocator rounds
 UNKNOWN_MARGIN = 0.05  # relative, of a fit through all points
 CARDS_GIB = (16, 24, 40, 48, 80, 141)
+LEAST_TOKENS = 1e-3  # share of the seconds of a fit that its tokens take at least
 SMALL_SQUARE = 0.01  # share of the linear part at the widest shape, below which none is declared
 
 
@@ -107,7 +108,7 @@ class MemoryModel:
                 f"a fit needs 2 points or more, but there are {len(self._points)}: add what steps "
                 "of different shapes take. 8 are good: 2 to 4 widths, each with few and many rows."
             )
-        design, peaks = _design(self._points), np.array([*self._points.values()], np.float64)
+        design, peaks = design_of(self._points), np.array([*self._points.values()], np.float64)
         coefficients = non_negative_fit(design, peaks)
         errors = peaks / (design @ coefficients) - 1
         constant, token, square, patch = coefficients.tolist()
@@ -278,7 +279,7 @@ class MemoryModel:
 
     def _patch_share(self, fit: Fit) -> float:
         """Return the mean share of patches in what activations take, of the points with patches."""
-        design = _design(self._points)
+        design = design_of(self._points)
         taken = design[design[:, 3] > 0, 1:] * (fit.token_bytes, fit.square_bytes, fit.patch_bytes)
         return float((taken[:, 2] / taken.sum(1)).mean()) if fit.patch_bytes else 0.0
 
@@ -297,7 +298,7 @@ class MemoryModel:
         return attention_tokens, float(max(of_lengths, square * attention_tokens))
 
 
-def _design(shapes: Iterable[tuple[int, int, int]]) -> Floats:
+def design_of(shapes: Iterable[tuple[int, int, int]]) -> Floats:
     """Return one, tokens, squared tokens and patches of shapes, (N, 4)."""
     rows, widths, patches = np.array([*shapes], np.float64).reshape(-1, 3).T
     return np.stack((np.ones_like(rows), rows * widths, rows * widths**2, patches), axis=1)
@@ -322,6 +323,13 @@ def non_negative_fit(design: Floats, peaks: Floats) -> Floats:
             best, best_error = np.zeros_like(best), error
             best[list(subset)] = solution / scale[list(subset)]
     return best
+
+
+def fitted_time(design: Floats, seconds: Floats) -> StepTime:
+    """Return what steps take, in seconds, of designs with one, tokens, squares and patches."""
+    base, token, square, patch = non_negative_fit(design, seconds).tolist()
+    least_s = LEAST_TOKENS * float(seconds.sum() / design[:, 1].sum())
+    return StepTime(tokens=max(token, least_s), squares=square, patches=patch, base=base)
 
 
 def _margin(errors: Floats, terms: int) -> float:

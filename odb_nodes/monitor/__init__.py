@@ -10,6 +10,7 @@ from odb_nodes.monitor.losses import (
 from odb_nodes.monitor.monitor import Monitor
 from odb_nodes.monitor.records import Record, RunRecords, read_run, scalars
 from odb_nodes.monitor.reports import Report, RunSummary, report
+from odb_nodes.monitor.step_times import fitted_step_time
 from odb_nodes.monitor.window import StepMeter, summarize, timed
 from odb_nodes.monitor.writers import MlflowWriter, RecordWriter, WandbWriter
 
@@ -25,6 +26,7 @@ __all__ = [
     "SampleLoss",
     "StepMeter",
     "WandbWriter",
+    "fitted_step_time",
     "read_losses",
     "read_run",
     "report",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +43,11 @@ from odb_nodes.monitor.window import (
     told_values,
 )
 from odb_nodes.monitor.writers import RecordWriter, check_writers, make_writer
+from odb_nodes.planning import StepTime
+from odb_nodes.planning.step_time import TYPICAL
 from odb_nodes.step_info import STEP_INFO_KEY, StepInfo
+
+logger = logging.getLogger("odb_nodes")
 
 
 @dataclass(kw_only=True)
@@ -382,10 +387,14 @@ class Monitor:
         self._window.counts.count("record_wait_s", meeting.wait_s - waited_s)
         if meeting.rank == 0:
             ranks = [Counts(**json.loads(part)) for part in parts]
-            whole = Counts.over_ranks(ranks)
+            whole = Counts.over_ranks(ranks, self._step_time)
             self._progress.note(self._record(STEPS, first, whole, {"shapes": counts.shapes}))
             self._totals.add(whole)
             self._warnings.look(ranks, whole, self._stats)
+
+    @property
+    def _step_time(self) -> StepTime:
+        return TYPICAL if self._stats is None else self._stats.step_time
 
     def _meet(self) -> None:
         at = self._at
@@ -407,6 +416,7 @@ class Monitor:
                 "every": self._every,
                 "world_size": self._meeting.world_size,
                 "loader": {} if options is None else loader_settings(options),
+                "step_time": vars(self._step_time),
                 "config": self._config,
                 "versions": versions(),
             }
@@ -429,6 +439,10 @@ class Monitor:
         if self._meeting.rank == 0 and self._totals.sums:
             self._record(EPOCH, at.epoch_written + 1, self._totals, {})
             self._warnings.look_at_epoch(at.epoch, self._totals)
+            level = self._totals.groups()["mean"].get("time_balance")
+            if level is not None and self._meeting.world_size > 1:
+                text = "epoch %d: ranks are level in time to %.1f %%; `odb-nodes report` says more"
+                logger.info(text, at.epoch, 100 * level)
         self._totals, at.epoch_written = Counts(), at.written
 
 

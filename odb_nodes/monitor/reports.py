@@ -19,7 +19,9 @@ from odb_nodes.ledger import Audit, audit
 from odb_nodes.monitor.figures import Curve, Figure, curves, dots, page
 from odb_nodes.monitor.losses import ALL_RANKS, SampleLoss, read_losses, worst_samples
 from odb_nodes.monitor.records import FILE, GROUPS, Record, RunRecords, read_run
+from odb_nodes.monitor.step_times import compared_times
 from odb_nodes.monitor.window import LOSS_OF, Counts
+from odb_nodes.planning import StepTime
 
 AnyPath = str | os.PathLike[str]
 
@@ -42,6 +44,7 @@ _CURVES = (
     ("Waiting for data, % of the time", "mean", "data_wait_share", 0.01),
     ("Waiting for plans of other ranks, % of the time", "mean", "rank_wait_share", 0.01),
     ("Balance of the ranks, %", "mean", "rank_balance", 0.01),
+    ("Balance of the ranks in time, %", "mean", "time_balance", 0.01),
     ("Size of an optimizer step, samples", "mean", "samples_per_step", 1),
     ("Norm of the gradient", "mean", "grad_norm", 1),
     ("Learning rate", "last", "lr", 1),
@@ -137,6 +140,8 @@ class RunSummary:
             "tokens / s": mean["real_tokens_per_s"],
             "padding share": mean["padding_share"],
             "rank balance": mean["rank_balance"],
+            "rank balance in time": mean.get("time_balance"),
+            **self._times(),
             "filler share": mean["filler_share"],
             "share of time waiting for data": mean["data_wait_share"],
             "largest batch, padded tokens": peak.get("padded_tokens"),
@@ -144,6 +149,11 @@ class RunSummary:
             "out of memory, times": sums.get("ooms", 0),
             "samples left out": sums.get("left_out", 0),
         }
+
+    def _times(self) -> dict[str, float | None]:
+        """Return what ranks were levelled by, beside what steps took, where there are several."""
+        told = [one["step_time"] for one in self.records.attempts if one["world_size"] > 1]
+        return compared_times(StepTime(**told[-1]), self.records.folder) if told else {}
 
     def sources(self) -> dict[str, dict[str, float | None]]:
         """Return samples, tokens, their share, and the mean loss of each task, or source."""
@@ -230,7 +240,7 @@ class Report(Shown):
         found = [self._curves(title, "mean", {"loss": ""}, over="real tokens")]
         has_ranks = any(one["world_size"] > 1 for run in self.runs for _, one in run.stretches())
         for title, group, name, divisor in _CURVES:
-            if has_ranks or name not in ("rank_wait_share", "rank_balance"):
+            if has_ranks or name not in ("rank_wait_share", "rank_balance", "time_balance"):
                 found.append(self._curves(title, group, {name: ""}, divisor))
         told = {name for run in self.runs for name in run.whole["last"]} - _OWN_LAST
         losses = {name for run in self.runs for name in run.whole["mean"] if "/" in name}

@@ -19,6 +19,8 @@ from odb_nodes.contract.graph import walk
 from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.loader.loader import Loader
 from odb_nodes.monitor.window import COLUMNS, Counts
+from odb_nodes.planning import StepTime
+from odb_nodes.planning.step_time import TYPICAL
 from odb_nodes.sources import SourceMixer
 from odb_nodes.step_info import StepInfo
 
@@ -42,6 +44,12 @@ class LoaderStats:
         before_s = self._taken_s
         self._taken_s = self._aligners[0].exchange_wait_s if self._aligners else 0.0
         return self._taken_s - before_s
+
+    @property
+    def step_time(self) -> StepTime:
+        """What ranks are levelled by; that of a typical model where it is not known."""
+        given = self._aligners[0].measure.step_time if self._aligners else None
+        return given if isinstance(given, StepTime) else TYPICAL
 
     @property
     def dry_sources(self) -> list[str]:

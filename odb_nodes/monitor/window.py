@@ -14,7 +14,8 @@ import torch
 
 from odb_nodes._core.checks import check_named, check_number, check_type, describe
 from odb_nodes.monitor.losses import ALL_RANKS, RowLosses, SampleLoss
-from odb_nodes.planning.budget import ATTENTION_TOKENS
+from odb_nodes.planning import StepTime
+from odb_nodes.planning.step_time import TYPICAL
 from odb_nodes.step_info import StepInfo
 
 _MICROSECONDS = 1e6
@@ -142,6 +143,8 @@ def rates(sums: Mapping[str, float]) -> dict[str, float]:
     - `padding_share`: share of padding among the tokens computed, filler steps included.
     - `rank_balance`: tokens that the ranks computed, divided by what they would have computed
       had each been as busy in every step as the busiest.
+    - `time_balance`: likewise in time, as `step_time` of the `RankAligner` has it, or a typical
+      model where that is no `StepTime`; image patches are not counted.
     - `filler_share`: share of filler steps among the micro-steps.
     - `data_wait_share`: share of the time spent waiting for batches, mean over ranks.
     - `real_tokens_per_step`, `samples_per_step`: per optimizer step, all ranks together.
@@ -149,7 +152,9 @@ def rates(sums: Mapping[str, float]) -> dict[str, float]:
     """
     samples, real, padded = sums["samples"], sums["tokens"], sums["padded_tokens"]
     steps, seconds = max(sums["optimizer_steps"], 1), max(sums["seconds"], 1 / _MICROSECONDS)
-    return {
+    times = sums.get("longest_times")  # known where all ranks tell each other their batches
+    in_time = {"time_balance": sums["times"] / times} if times else {}
+    return in_time | {
         "padding_share": 1 - real / padded if padded else 0.0,
         "rank_balance": padded / sums["busiest_tokens"] if padded else 1.0,
         "filler_share": sums["filler_steps"] / max(sums["micro_steps"], 1),
@@ -181,8 +186,11 @@ class Counts:
     last: dict[str, float] = field(default_factory=dict)  # of all ranks, those of rank 0
 
     @classmethod
-    def over_ranks(cls, ranks: Sequence[Counts]) -> Counts:
-        """Return the counts of all ranks, in their order, together."""
+    def over_ranks(cls, ranks: Sequence[Counts], step_time: StepTime = TYPICAL) -> Counts:
+        """Return the counts of all ranks, in their order, together.
+
+        step_time: what a step is taken to last, to tell which rank is slowest.
+        """
         first = ranks[0]
         rows = torch.tensor([one.rows for one in ranks], dtype=torch.int64)
         rows = rows.reshape(len(ranks), -1, COLUMNS)
@@ -190,9 +198,12 @@ class Counts:
         if rows.numel():
             squares = torch.tensor([one.squares for one in ranks], dtype=torch.int64)
             # Of each micro-step, those of the rank that is likely slowest.
-            slowest = (padded + squares // ATTENTION_TOKENS).argmax(dim=0, keepdim=True)
+            times = step_time.seconds_of(padded.double(), squares.double())
+            longest, slowest = times.max(dim=0, keepdim=True)
             for name, values in (("tokens", padded), ("squares", squares)):
                 found.sums[f"dearest_{name}"] = int(values.gather(0, slowest).sum())
+            found.sums["times"] = float(times.sum())
+            found.sums["longest_times"] = float(longest.sum()) * len(ranks)
             found.peaks = {"padded_tokens": int(padded.max())}
         for one in ranks:
             found.add(one)

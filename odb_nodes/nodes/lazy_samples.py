@@ -11,17 +11,22 @@ from odb_nodes.contract.again import ItemsAgain, make_again
 from odb_nodes.contract.config import loading
 from odb_nodes.contract.node import can_restore
 from odb_nodes.errors import StateError
-from odb_nodes.nodes.sample_records import Remaking, are_numbered
+from odb_nodes.nodes.sample_records import Remaking
 from odb_nodes.sample import Sample, name_of
-from odb_nodes.sample_block import DATA, DIGEST, FACTS, KIND, ORDINAL, ROW, IntArray, SampleBlock
+from odb_nodes.sample_block import DATA, DIGEST, FACTS, KIND, ROW, IntArray, SampleBlock
 
 
 class LazySamples(Sequence[Any]):
-    """The data of samples, made when somebody asks for them, and compared with their records."""
+    """The data of samples, made when somebody asks for them, and compared with their records.
 
-    def __init__(self, records: SampleBlock, again: ItemsAgain, node: str) -> None:
+    numbers: see `Remaking`.
+    """
+
+    def __init__(
+        self, records: SampleBlock, again: ItemsAgain, node: str, numbers: IntArray | None = None
+    ) -> None:
         self._facts, self._again, self._node = records.facts, again, node
-        self._remaking = Remaking(records, node)
+        self._remaking = Remaking(records, node, numbers)
 
     def __len__(self) -> int:
         return len(self._facts[0])
@@ -72,14 +77,20 @@ class Restored(NamedTuple):
 
 
 def samples_again(
-    records: SampleBlock, source: Any, ordinals: IntArray, node: str
+    records: SampleBlock,
+    source: Any,
+    ordinals: IntArray,
+    node: str,
+    *,
+    is_numbered: bool = False,
 ) -> tuple[SampleBlock, Restored]:
     """Return the samples of records, which the source makes again: now, or when they are needed.
 
     source: a node, or `NumberedItems`.
     ordinals: those of the samples, (n,).
+    is_numbered: whether these are made again by their ordinals, in place of keys.
     """
-    is_numbered, now = are_numbered(records), loading()
+    now = loading()
     if len(records) and is_numbered == can_restore(source):
         lacks, reads = ("no keys", "reads items by their keys now")
         if not is_numbered:
@@ -88,12 +99,16 @@ def samples_again(
             f"{node} cannot go on from its state, which has {lacks} of its samples: the source "
             f"{reads}. Build the graph as it was."
         )
-    remaking = Remaking(records, node)
+    numbers = ordinals if is_numbered else None
+    remaking = Remaking(records, node, numbers)
     again = make_again(source, remaking.items())
-    if not (now.may_differ or now.makes_all or again.are_made):
-        return records.with_data(LazySamples(records, again, node)), Restored(len(records))
-    samples = SampleBlock.of(remaking.all(again)).with_facts(ordinal=records.facts[ORDINAL])
-    return samples, Restored(len(records), remaking.changed_samples(ordinals))
+    if now.may_differ or now.makes_all or again.are_made:
+        samples = SampleBlock.of(remaking.all(again))
+        restored = Restored(len(records), remaking.changed_samples(ordinals))
+    else:
+        samples = records.with_data(LazySamples(records, again, node, numbers))
+        restored = Restored(len(records))
+    return samples.with_facts(ordinal=ordinals) if is_numbered else samples, restored
 
 
 def want(blocks: Iterable[SampleBlock]) -> None:

@@ -111,7 +111,7 @@ class _ObservedAgain(ItemsAgain):
     def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
         """Return for each row a sequence of samples, and the place of the row's sample there."""
         samples = [
-            self._observed(run[at], self.key_of(row), f"the sample of {self.key_of(row)}")
+            self._observed(run[at], self.key_of(row), f"{self.name_of(row)}, made again")
             for row, (run, at) in zip(rows, self._again.take(rows), strict=True)
         ]
         return [(samples, place) for place in range(len(rows))]
@@ -119,3 +119,7 @@ class _ObservedAgain(ItemsAgain):
     def key_of(self, row: int) -> ItemKey | None:
         """Return the key of the item that a sample is made of."""
         return self._again.key_of(row)
+
+    def name_of(self, row: int) -> str:
+        """Return what an error calls the item that a sample is made of."""
+        return self._again.name_of(row)

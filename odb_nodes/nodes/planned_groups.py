@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes._core.checks import check_bool, check_count, check_integer
+from odb_nodes._core.checks import check_bool, check_count, check_integer, check_type
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.collate.protocol import Collate, takes_step
 from odb_nodes.contract import EpochState
@@ -19,7 +19,7 @@ from odb_nodes.errors import SampleError, StateError
 from odb_nodes.nodes.exclusions import Exclude, ExcludedKeys, ExcludedState, ExclusionCounter
 from odb_nodes.nodes.lazy_samples import Restored
 from odb_nodes.nodes.whole_batch import GroupMaker, MadeGroup, WholeBatch, batch_key
-from odb_nodes.planning import TokenBudget
+from odb_nodes.planning import StepTime, TokenBudget
 from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.known_epochs import KnownJob
 from odb_nodes.planning.later_samples import LaterSamples
@@ -44,6 +44,7 @@ from odb_nodes.sources.sharded_sampler import BlockPermutation, epoch_order, shu
 
 _OF_THE_PLAN = (
     *("lengths", "window", "shuffle", "seed", "dearest_first", "rank", "world_size"),
+    *("accumulate", "step_time"),
     *("budget.layout", "budget.pad_to_multiple_of", "budget.shapes", "budget.attention_tokens"),
     "budget.row_sizes",
 )
@@ -98,6 +99,8 @@ class PlannedGroups(ChunkNode[SampleBlock, PlannedState]):
         seed: of the orders, and of the random numbers of processing; the same on all ranks.
         exclude: keys of samples that no group holds; see `ODBDataLoader`.
         dearest_first: steps of the longest samples that begin each epoch.
+        accumulate: steps of an optimizer step, which have groups of unlike lengths.
+        step_time: what a step takes, as for `RankAligner`, by lengths alone.
         collate: makes the batch of a group, in the worker, where `why_not_collated` is "". Default:
             nobody does, and the samples come to this process.
         workers: how to run in parallel.
@@ -122,6 +125,8 @@ class PlannedGroups(ChunkNode[SampleBlock, PlannedState]):
         seed: int = 0,
         exclude: Exclude = None,
         dearest_first: int = 0,
+        accumulate: int = 1,
+        step_time: StepTime | None = None,
         collate: Collate | None = None,
         workers: WorkerOptions | None = None,
         rank: int | None = None,
@@ -132,6 +137,7 @@ class PlannedGroups(ChunkNode[SampleBlock, PlannedState]):
         seed = check_integer("seed", seed)
         window = None if window is None else check_count("window", window)
         self._shuffle = check_bool("shuffle", shuffle)
+        check_type("step_time", step_time, StepTime | None)
         self.exclude = ExcludedKeys.of(exclude)
         self._data_id: str | None = getattr(data, "data_id", None)
         self._blocks = None if data is None else shuffle_blocks(data)
@@ -145,7 +151,9 @@ class PlannedGroups(ChunkNode[SampleBlock, PlannedState]):
             world_size=self._world_size,
             window=window,
             dearest_first=dearest_first,
+            accumulate=accumulate,
             seed=seed,
+            step_time=step_time,
         )
         self._make_group = GroupMaker(None)  # where a worker could not send what it has made
         self._lengths_crc = zlib.crc32(self._tokens.astype("<i8").tobytes())
@@ -319,6 +327,8 @@ class PlannedGroups(ChunkNode[SampleBlock, PlannedState]):
             "shuffle": self._shuffle,
             "seed": self._job.seed,
             "dearest_first": self._job.dearest_first,
+            "accumulate": self._job.accumulate,
+            "step_time": repr(self._job.step_time),
             "rank": self._rank,
             "world_size": self._world_size,
         }

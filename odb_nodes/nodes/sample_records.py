@@ -26,7 +26,6 @@ from odb_nodes.sample_block import (
     KEY,
     KIND,
     NONE,
-    ORDINAL,
     PATCHES,
     REPEAT,
     TARGETS,
@@ -47,18 +46,21 @@ RecordsState = tuple[
 and the high half of 8 bytes; keys of items, `None` where no item has one; each `SampleKind`; the
 number of its kind for each sample, where there are several; and columns by name, in the fewest
 bytes, where samples have other values than most: repeats (0), targets (one less than tokens),
-patches (0), keys (those of the items), and ordinals (none), by which samples are made again whose
-source cannot read by key. 16 bytes a sample; 2 more in a mixture, and 1, 2, 4 or 8 for each such
-column."""
+patches (0), and keys (those of the items). 16 bytes a sample, 8 where items have no keys; 2 more in
+a mixture, and 1, 2, 4 or 8 for each such column."""
 
 NO_RECORDS: RecordsState = (None, None, [], None, {})
 
 
 class Remaking:
-    """Samples that a node makes again from their records, and compares with them."""
+    """Samples that a node makes again from their records, and compares with them.
 
-    def __init__(self, records: SampleBlock, node: str) -> None:
+    numbers: their numbers in the epoch, (n,), where they are made again by these.
+    """
+
+    def __init__(self, records: SampleBlock, node: str, numbers: IntArray | None = None) -> None:
         self._facts, self._kinds, self._node = records.facts, records.kinds, node
+        self._numbers = None if numbers is None else numbers.tolist()
         self._changed: dict[int, str] = {}  # by row, where that is allowed
 
     def changed_samples(self, ordinals: IntArray) -> dict[int, str]:
@@ -71,24 +73,25 @@ class Remaking:
         if order:
             logger.info("making %d samples again to restore a state", len(order))
         made = Bar(each_of(again, order), "samples made again to restore a state", len(order))
-        found = {row: self.checked(row, one) for row, one in zip(order, made, strict=True)}
-        return [found[row] for row in range(len(order))]
+        samples = {row: self.checked(row, one) for row, one in zip(order, made, strict=True)}
+        return [samples[row] for row in range(len(order))]
 
     def items(self) -> list[ItemKey]:
         """Return the key of each item; its number in the epoch, where it is made again by that."""
-        rows = zip(self._kinds, *self._facts[[ITEM, REPEAT, ORDINAL]].tolist(), strict=True)
+        if self._numbers is not None:
+            return [ItemKey("", number, 1) for number in self._numbers]
+        rows = zip(self._kinds, *self._facts[[ITEM, REPEAT]].tolist(), strict=True)
         return [
-            ItemKey(str(of.item_source), key, of.world_size, n)
-            if ordinal == NONE
-            else ItemKey("", ordinal, 1)
-            for of, key, n, ordinal in rows
+            ItemKey(str(kind.item_source), key, kind.world_size, repeat)
+            for kind, key, repeat in rows
         ]
 
     def checked(self, index: int, sample: Sample | Skipped) -> Sample:
         """Return a sample, once it is known to be what it was."""
-        tokens, digest, number = self._facts[[TOKENS, DIGEST, ORDINAL], index].tolist()
-        is_numbered = number != NONE
-        name = f"sample {number} of the epoch" if is_numbered else "a sample"
+        tokens, digest = self._facts[[TOKENS, DIGEST], index].tolist()
+        numbers, name = self._numbers, "a sample"
+        if numbers is not None:
+            name = f"sample {numbers[index]} of the epoch"
         if isinstance(sample, Skipped):
             raise StateError(
                 f"{self._node} cannot go on from its state: {name}{name_of(sample)} was good when "
@@ -103,7 +106,7 @@ class Remaking:
         found = f"{name}{name_of(sample)} {what} now"
         order = "The order of the source is not seeded (seed it: no state helps against that), "
         causes = (
-            f"{order if is_numbered else 'Either '}processing is not deterministic "
+            f"{'Either ' if numbers is None else order}processing is not deterministic "
             "(`ParallelProcessor(seed=...)` seeds the global generators and held ones, but none "
             "that a cache, a Python generator or a call makes; for those there is "
             '`state="payload"`), or the data changed.'
@@ -121,10 +124,14 @@ class Remaking:
         return sample
 
 
-def to_records(block: SampleBlock) -> RecordsState:
-    """Return the records of samples, whose digests are known, as plain data."""
+def to_records(block: SampleBlock, *, is_numbered: bool = False) -> RecordsState:
+    """Return the records of samples, whose digests are known, as plain data.
+
+    is_numbered: whether samples need no keys.
+    """
     facts = block.facts
-    return records_of(costs_of(facts), facts.__getitem__, {*facts[KIND].tolist()}, unusual(facts))
+    values = {*facts[KIND].tolist()}, unusual(facts), is_numbered
+    return records_of(costs_of(facts), facts.__getitem__, *values)
 
 
 def costs_of(facts: IntArray) -> IntArray:
@@ -147,11 +154,13 @@ def records_of(
     column: Callable[[int], IntArray],
     codes: Collection[int],
     unusual: Collection[int],
+    is_numbered: bool = False,
 ) -> RecordsState:
     """Return the records of samples, which reads only the columns that it needs.
 
     costs: what `costs_of` has returned; column: row of the facts -> its values, (n,); codes: those
-    of all kinds, and unusual: the rows with unusual values, of these samples and maybe others.
+    of all kinds, and unusual: the rows with unusual values, of these samples and maybe others;
+    is_numbered: whether samples need no keys.
     """
     if not len(costs):  # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
         return NO_RECORDS
@@ -159,7 +168,7 @@ def records_of(
     keys: bytes | None = items.tobytes()
     if ITEM in unusual:
         lacks_key = items == NONE
-        if (lacks_key & (column(ORDINAL) == NONE)).any():
+        if lacks_key.any() and not is_numbered:
             raise SampleError(
                 "the source can read items by their keys, but `item_key()` returned None for one "
                 "that it yielded. Return its `ItemKey`, or define no `read`."
@@ -185,8 +194,11 @@ def records_of(
     return costs.tobytes(), keys, distinct, numbers, columns
 
 
-def from_records(state: RecordsState | None) -> SampleBlock:
-    """Return what is known of the samples of records, without data."""
+def from_records(state: RecordsState | None, *, is_numbered: bool = False) -> SampleBlock:
+    """Return what is known of the samples of records, without data.
+
+    is_numbered: whether samples need no keys.
+    """
     try:
         costs_of, keys_of, kinds_state, numbers_of, columns = state or NO_RECORDS
         costs = np.frombuffer(costs_of or b"", "<u8")
@@ -201,8 +213,8 @@ def from_records(state: RecordsState | None) -> SampleBlock:
         usual = _usual(facts)
         for name, row in _COLUMNS.items():
             facts[row] = _widened(columns[name], n) if name in columns else usual[name]
-        is_found = (facts[ITEM] >= 0) | (facts[ORDINAL] >= 0)
-        if (facts[[TOKENS, TARGETS, PATCHES, REPEAT]] < 0).any() or not is_found.all():
+        lacks_key = facts[ITEM] < (NONE if is_numbered else 0)
+        if (facts[[TOKENS, TARGETS, PATCHES, REPEAT]] < 0).any() or lacks_key.any():
             raise ValueError("what is known of samples is not valid.")
         if {*columns} - {*_COLUMNS} or (n and not kinds):
             raise ValueError("it lacks what is known of samples.")
@@ -211,19 +223,12 @@ def from_records(state: RecordsState | None) -> SampleBlock:
     return SampleBlock(facts, {})
 
 
-_COLUMNS = {
-    "repeats": REPEAT,
-    "targets": TARGETS,
-    "patches": PATCHES,
-    "keys": KEY,
-    "ordinals": ORDINAL,
-}
+_COLUMNS = {"repeats": REPEAT, "targets": TARGETS, "patches": PATCHES, "keys": KEY}
 
 
 def _usual(facts: IntArray | Mapping[int, IntArray]) -> dict[str, Any]:
     """Return what most samples have in the columns of records."""
-    usual = {"repeats": 0, "targets": facts[TOKENS] - 1, "patches": 0, "keys": facts[ITEM]}
-    return {**usual, "ordinals": NONE}
+    return {"repeats": 0, "targets": facts[TOKENS] - 1, "patches": 0, "keys": facts[ITEM]}
 
 
 def _narrow(column: IntArray) -> bytes:
@@ -250,11 +255,6 @@ def _kind_of(state: Sequence[Any]) -> SampleKind:
     if [*map(type, kind)] != [str, str, str, item_source, int, int] or item_source not in _NAME:
         raise ValueError(f"{state!r:.80} is no kind of samples.")
     return kind
-
-
-def are_numbered(records: SampleBlock) -> bool:
-    """Tell whether samples are made again by their numbers in the epoch, in place of keys."""
-    return bool((records.facts[ORDINAL] != NONE).any())
 
 
 def among(records: SampleBlock, world_size: int) -> SampleBlock:

@@ -171,10 +171,11 @@ class SampleStore:
         """The ordinal of the sample that is kept."""
         return None if self._filler is None else self._filler[0]
 
-    def state(self, pooled: IntArray) -> HeldRecords:
+    def state(self, pooled: IntArray, *, is_numbered: bool = False) -> HeldRecords:
         """Return the records of all samples, which a state may keep.
 
-        pooled: ordinals of those that wait in the pool, (n,), which must not change.
+        pooled: ordinals of those that wait in the pool, (n,), which must not change; is_numbered:
+        whether samples are made again by their ordinals, so that they need no keys.
         """
         table, first, stop = self._facts.table, self._facts.first, self._facts.stop
         if self._lacks_digests:
@@ -185,9 +186,9 @@ class SampleStore:
             self._lacks_digests = False
         start = self.oldest(otherwise=stop)
         held = slice(start - first, stop - first)
-        return HeldRecords(
-            table[:, held], start, self._is_held[held].copy(), pooled, self._codes, self._unusual
-        )
+        is_held = self._is_held[held].copy()
+        values = self._codes, self._unusual, is_numbered
+        return HeldRecords(table[:, held], start, is_held, pooled, *values)
 
     def _drop(self, ordinals: IntArray) -> None:
         self._forget(ordinals, self._facts.take(ordinals)[DATA].tolist())
@@ -311,9 +312,10 @@ class HeldRecords:
         pooled: IntArray,
         codes: Collection[int],
         unusual: Collection[int],
+        is_numbered: bool,
     ) -> None:
         self._table, self._first, self._is_held, self._pooled = table, first, is_held, pooled
-        self._codes, self._unusual = codes, unusual
+        self._codes, self._unusual, self._is_numbered = codes, unusual, is_numbered
         self._state: StoreContent | None = None
 
     def to_state(self) -> StoreContent:
@@ -325,7 +327,8 @@ class HeldRecords:
                 values: IntArray = self._table[row].take(at)
                 return values
 
-            records = records_of(column(_COSTS), column, self._codes, self._unusual)
+            values = self._codes, self._unusual, self._is_numbered
+            records = records_of(column(_COSTS), column, *values)
             is_held = self._is_held[: int(at[-1]) + 1] if len(at) else self._is_held
             bits = bits_of(self._first, is_held, self._pooled, len(at))
             self._state = *bits, records, None

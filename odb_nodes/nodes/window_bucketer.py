@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -59,6 +59,7 @@ class BucketerState(NodeState):
     limits: tuple[int, int | None, int | None, int, int | None]  # `Limits`
     has_own_limits: bool  # whether these differ from the limits of the budget
     held: StoreContent  # the samples of the pool, and of groups that a `RankAligner` has planned
+    numbered: bool  # whether these are made again by their numbers, in place of keys
     excluded: ExcludedState
     excluded_samples: int  # samples of the epoch left out by their keys
     dropped_samples: int  # samples of the epoch left out by `oversize="drop"`
@@ -83,8 +84,9 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
     text. These samples are made again after a restore, each before the group that holds it, and
     their digests compared.
     If the source cannot read items by their keys (an iterable), there is an older state of it, and
-    at most 5.25 windows of raw items are read again, from the oldest sample on. A
-    `ParallelProcessor` right below processes only those that wait.
+    raw items are read again, from the oldest sample on: at most 5.25 windows, and the samples of
+    planned groups, which are those of two rounds at most. A `ParallelProcessor` right below
+    processes only those that wait.
     State, `"payload"`: the pooled samples themselves. Nothing is processed again, so processing
     need not be deterministic, but the order of the source must be. Samples must be dicts, lists
     and tuples of tensors, arrays, numbers and strings.
@@ -153,7 +155,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         check_choice("window_start", window_start, get_args(WindowStart))
         options: dict[str, Any] = {"window": window, "window_start": window_start}
         options |= {"dearest_first": dearest_first, "diversity": diversity}
-        limits = {f"budget.{name}": one for name, one in self.budget.fingerprint().items()}
+        limits = {f"budget.{name}": value for name, value in self.budget.fingerprint().items()}
         self._config: dict[str, Any] = {**limits, **options, "state": state}
         self._clear()
 
@@ -240,10 +242,6 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         self.store.add(ordinals, samples)
         return self._facts_of(samples, ordinals)
 
-    def leave_out(self, samples: Iterable[LeftOut]) -> None:
-        """Have `take_left_out` return these, too."""
-        self._exclusions.leave_out(samples)
-
     def put_back(self, samples: Facts) -> None:
         """Put samples of planned groups back into the pool, without those that are excluded."""
         is_out = self._exclusions.exclude_from(self.store.look(samples.ordinal))
@@ -285,7 +283,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         if self.planner.ended:
             self._exclusions.warn_of_summary(pool.pulled)
         self._keep_items(self._oldest_needed)
-        self._items.state_at(pool.pulled)  # forgets earlier ones
+        self._items.forget(pool.pulled)
 
     # --- the contract of a node -----------------------------------------------------------------
 
@@ -308,14 +306,23 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         self._clear()
         self._exclusions.restore(state)
         self.source.reset(copy_state(state.source))
+        self._items.restore(state.source, state.pulled - state.pulled_since_source, state.pulled)
         held, pooled = from_bits(state.held)
-        self.store.add(held, self._held_again(state, held))
-        own = state.has_own_limits or loading().smaller_budget
+        *_, records_state, payload = state.held
+        records = from_records(records_state, is_numbered=state.numbered)
+        if len(held) != len(records if payload is None else payload):
+            raise StateError(f"the pool of {self._name} is damaged. Use an earlier checkpoint.")
+        if payload is None:
+            samples = self._read_again(state, records, held)
+        else:
+            samples = self._unpacked(state, payload, held)
+        self.store.add(held, samples)
+        keeps_limits = state.has_own_limits or loading().smaller_budget
         self.planner.restore(
             self.facts_of(pooled),
             pulled=state.pulled,
             ended=state.ended,
-            limits=Limits(*state.limits) if own else None,
+            limits=Limits(*state.limits) if keeps_limits else None,
             window=state.window,
             caps=np.frombuffer(state.caps or b"", np.int64),
             dearest_groups=state.dearest_groups,
@@ -336,7 +343,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         first, source_state = self._items.state_at(pool.pulled)
         pooled = pool.table()[ORDINALS]
         if self._mode == "replay":
-            held: Any = self.store.state(pooled)
+            held: Any = self.store.state(pooled, is_numbered=self._numbers_samples)
         else:
             held = HeldSamples(self.store, pooled, self._encoded)
         return BucketerState(
@@ -349,6 +356,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
             limits=(*limits,),
             has_own_limits=limits != Limits.of(self.budget),
             held=held,
+            numbered=self._numbers_samples,
             caps=pool.caps.tobytes() or None,
             dearest_groups=planner.dearest_groups,
             window=planner.window_state(),
@@ -379,33 +387,43 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         """Have this sample, and all after it, be found again, where that is not by their keys."""
         first = None
         if not can_restore(self.source):
-            is_kept_below = call_member(self.source, "keep_items", oldest, self._interval)
-            first = None if is_kept_below else oldest
-        self._items.keep(first, self._interval)
+            source_keeps = call_member(self.source, "keep_items", oldest, self._interval)
+            first = None if source_keeps else oldest
+        self._items.keep_from(first, self._interval)
 
     @property
     def _oldest_needed(self) -> int:
         pulled = self.planner.pool.pulled
         return pulled if self._mode == "payload" else self.store.oldest(pulled)
 
-    def _held_again(self, state: BucketerState, ordinals: IntArray) -> SampleBlock:
-        """Bring the source to where it stood, and return the samples that were held."""
-        *_, records_state, payload = state.held
-        first, name = state.pulled - state.pulled_since_source, self._name
-        self._items.restore(state.source, first, state.pulled)
+    @property
+    def _numbers_samples(self) -> bool:
+        """Whether samples are made again by their numbers, in place of keys."""
+        return self._mode == "replay" and not can_restore(self.source)
+
+    def _read_again(
+        self, state: BucketerState, records: SampleBlock, ordinals: IntArray
+    ) -> SampleBlock:
+        """Return the samples that were held, which the source makes again; it stands after them."""
         self._keep_items(int(ordinals[0]) if len(ordinals) else state.pulled)
-        reads_again = self._items.keeps and payload is None
-        records = from_records(records_state)
-        if len(ordinals) != len(records if payload is None else payload):
-            raise StateError(f"the pool of {name} is damaged. Use an earlier checkpoint.")
-        if not reads_again:
-            self._items.catch_up()
-        if payload is None:
-            source = self._items if reads_again else self.source
-            samples, restored = samples_again(records, source, ordinals, name)
-            made = 0 if reads_again else restored.samples
-            self.restored = restored._replace(samples=made + state.pulled_since_source)
+        again = partial(samples_again, is_numbered=state.numbered)
+        if self._items.can_read_again:  # Then all that are held are among those read since.
+            samples, restored = again(records, self._items, ordinals, self._name)
+            self.restored = restored._replace(samples=state.pulled_since_source)
             return samples
+        self._items.catch_up()
+        samples, restored = again(records, self.source, ordinals, self._name)
+        self.restored = restored._replace(samples=restored.samples + state.pulled_since_source)
+        return samples
+
+    def _unpacked(
+        self, state: BucketerState, payload: list[bytes], ordinals: IntArray
+    ) -> SampleBlock:
+        """Return the samples that are in a state, and bring the source to where it stood."""
+        self._keep_items(state.pulled)
+        self._items.catch_up()
+        if not can_restore(self.source):
+            make_again(self.source, ())  # for which a `ParallelProcessor` reads on to its place
         self._encoded.update(zip(ordinals.tolist(), payload, strict=True))
         self.restored = Restored(state.pulled_since_source)
         return SampleBlock.of([*map(decode_sample, payload)])
@@ -433,32 +451,19 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         exclusions = self._exclusions
         block = pulled if isinstance(pulled, SampleBlock) else None
         if block is not None and not self._has_tasks and exclusions.admits_all(block):
-            pulling.ordinals += range(pulling.stop, pulling.stop + len(block))
-            pulling.admitted.append(block)
-            pulling.stop += len(block)
+            pulling.add_all(block)
             return
-        rows: list[int] = []
-        try:
-            for row, sample in enumerate(pulled):
-                self._check(sample)
-                if exclusions.admit(sample, pulling.stop):
-                    pulling.ordinals.append(pulling.stop)
-                    rows.append(row)
-                    if block is None:
-                        pulling.admitted.append(sample)
-                pulling.stop += 1
-        finally:
-            if block is not None:
-                pulling.admitted.append(block.take(rows))
+
+        def admits(sample: Any, number: int) -> bool:
+            self._check(sample)
+            return exclusions.admit(sample, number)
+
+        pulling.add(pulled, admits)
 
     def _add(self, pulling: _Pulling) -> None:
         """Put the samples that were admitted into the pool."""
-        ordinals, blocks = np.array(pulling.ordinals, np.int64), list[SampleBlock]()
-        for are_blocks, some in groupby(pulling.admitted, lambda one: isinstance(one, SampleBlock)):
-            run: Any = [*some]
-            blocks += run if are_blocks else [SampleBlock.of(run)]
-        block = SampleBlock.joined(blocks)
-        if self._mode == "replay" and len(block) and not can_restore(self.source):
+        ordinals, block = np.array(pulling.ordinals, np.int64), pulling.block()
+        if len(block) and self._numbers_samples:
             block = block.with_facts(ordinal=ordinals)
         self.store.add(ordinals, block)
         pulled = pulling.stop - self.planner.pool.pulled
@@ -489,4 +494,33 @@ class _Pulling:
     def __init__(self, pulled: int) -> None:
         self.stop = pulled  # samples of the epoch that were pulled so far
         self.ordinals: list[int] = []  # of those that were admitted
-        self.admitted: list[SampleBlock | Sample] = []
+        self._admitted: list[Any] = []  # blocks, and lists of samples
+
+    def add_all(self, block: SampleBlock) -> None:
+        """Add samples that are all admitted."""
+        self.ordinals += range(self.stop, self.stop + len(block))
+        self._admitted.append(block)
+        self.stop += len(block)
+
+    def add(self, pulled: Sequence[Any], admits: Callable[[Any, int], bool]) -> None:
+        """Add those that are admitted, and before an error those that come before it."""
+        first, rows = self.stop, list[int]()
+        try:
+            for row, sample in enumerate(pulled):
+                if admits(sample, first + row):
+                    rows.append(row)
+                self.stop += 1
+        finally:
+            self.ordinals += [first + row for row in rows]
+            if isinstance(pulled, SampleBlock):
+                self._admitted.append(pulled.take(rows))
+            else:
+                self._admitted.append([pulled[row] for row in rows])
+
+    def block(self) -> SampleBlock:
+        """Return the samples that were admitted."""
+        blocks = list[SampleBlock]()
+        for kind, run in groupby(self._admitted, type):
+            parts = [*run]
+            blocks += parts if kind is SampleBlock else [SampleBlock.of([*chain(*parts)])]
+        return SampleBlock.joined(blocks)

@@ -1,7 +1,6 @@
 """Decide which samples form a group, and which groups form a step. Needs numpy alone."""
 
 from odb_nodes.planning.budget import TokenBudget
-from odb_nodes.planning.group_costs import CostFn
 from odb_nodes.planning.known_epochs import plan_epoch
 from odb_nodes.planning.pool import MAX_AGE_WINDOWS, RollingPool
 from odb_nodes.planning.rounds import (
@@ -13,15 +12,17 @@ from odb_nodes.planning.rounds import (
     round_steps,
 )
 from odb_nodes.planning.simulation import SimulationOptions, simulate_steps
+from odb_nodes.planning.step_time import StepTime, TimeFn
 
 __all__ = [
     "MAX_AGE_WINDOWS",
-    "CostFn",
     "CostReport",
     "GroupCost",
     "RollingPool",
     "RoundPlan",
     "SimulationOptions",
+    "StepTime",
+    "TimeFn",
     "TokenBudget",
     "Uneven",
     "plan_epoch",

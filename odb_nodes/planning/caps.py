@@ -1,34 +1,68 @@
-"""Caps: what the groups of a round may cost at most, one cap each, the same on all ranks.
+"""Caps: what the groups of a round may cost and take, one cap each, the same on all ranks.
 
 The groups of a step take as long as the dearest of them. Where the longest samples leave room, as
-three rows of 5,000 tokens do under a budget of 16,384, groups of ranks differ in cost even when
-they are matched. So each rank tells the others which costs its own pool would give. The median over
-the ranks, quantile by quantile, is what all of them cut their next groups to.
+three rows of 5,000 tokens do under a budget of 16,384, groups of ranks differ even when they are
+matched. So each rank tells the others which costs, or times, its own pool would give. The median
+over the ranks, quantile by quantile, is what all of them form their next groups for.
+
+A cap is one integer, of a time and a cost: see `joined_costs`. Its time is 0 where groups are cut
+by cost alone. Of packed rows, which are always full, it is what they take beside their tokens.
 """
 
 from __future__ import annotations
+
+from typing import TypeVar
 
 import numpy as np
 
 from odb_nodes.planning.table import IntArray
 
 LEAST_BUDGETS = 8  # a pool of fewer budgets offers no costs: it fills groups better without caps
+LEAST_BUDGETS_AIMED = 16  # likewise, where padded groups are formed for a time
 MOST_FILL = 0.98
 """Caps that are fuller than this on average are none: they cost more padding than they save."""
 _FULL = 0.985  # a group that costs this share of the budget counts as full
+_BITS = 31  # of a cost: none is above `MAX_COUNT`
+_MASK = (1 << _BITS) - 1
 
 NO_CAPS: IntArray = np.empty(0, dtype=np.int64)
 
+Integers = TypeVar("Integers", int, IntArray)
 
-def quantiles(costs: IntArray, count: int) -> IntArray:
-    """Return `count` values that are spread as costs are, (n,) int64 in order; none of none.
 
-    They are interpolated at the middle of each `count`-th part.
+def joined_costs(times: Integers, costs: Integers) -> Integers:
+    """Return times and costs as one integer each, in order of time: both 31 bits."""
+    return times << _BITS | costs
+
+
+def times_of(joined: Integers) -> Integers:
+    """Return the times in what `joined_costs` has returned."""
+    return joined >> _BITS
+
+
+def costs_of(joined: Integers) -> Integers:
+    """Return the costs in what `joined_costs` has returned."""
+    return joined & _MASK
+
+
+def quantiles(caps: IntArray, count: int) -> IntArray:
+    """Return `count` values that are spread as caps are, (n,) int64 in order; none of none.
+
+    Times and costs are interpolated at the middle of each `count`-th part.
     """
-    if not len(costs):
+    if not len(caps):
         return NO_CAPS
-    at = (np.arange(count) + 0.5) / count * len(costs) - 0.5
-    return np.interp(at, np.arange(len(costs)), costs).astype(np.int64)
+    # In integers, so that ranks on different processors conclude the same.
+    parts = 2 * count
+    low, beyond = np.divmod((2 * np.arange(count) + 1) * len(caps) - count, parts)
+    beyond[(low < 0) | (low >= len(caps) - 1)] = 0
+    low = np.clip(low, 0, len(caps) - 1)
+    high = np.minimum(low + 1, len(caps) - 1)
+    times, costs = (
+        (values[low] * (parts - beyond) + values[high] * beyond) // parts
+        for values in (times_of(caps), costs_of(caps))
+    )
+    return joined_costs(times, costs)
 
 
 def offered_costs(costs: IntArray, pool_cost: int, budget_tokens: int, count: int) -> IntArray:
@@ -48,13 +82,18 @@ def agreed_caps(offers: list[IntArray]) -> IntArray:
     given = [offer for offer in offers if len(offer)]
     if 2 * len(given) <= len(offers) or len({int(offer[0]) for offer in given}) > 1:
         return NO_CAPS
-    caps = np.median(np.stack(given)[:, 1:], axis=0).astype(np.int64)
-    return NO_CAPS if caps.mean() > MOST_FILL * caps[0] else caps
+    offered = np.stack(given)[:, 1:]
+    times, costs = (
+        np.median(part, axis=0).astype(np.int64) for part in (times_of(offered), costs_of(offered))
+    )
+    if not times.any() and costs.mean() > MOST_FILL * int(given[0][0]):
+        return NO_CAPS
+    return joined_costs(times, costs)
 
 
 def caps_of_round(agreed: IntArray, steps: int) -> IntArray:
     """Return the caps of a round's groups, ascending, from what `agreed_caps` has returned."""
-    return quantiles(agreed, steps)[::-1]
+    return np.sort(quantiles(agreed, steps))
 
 
 def without_cap_of(caps: IntArray, cost: int) -> IntArray:

@@ -8,18 +8,30 @@ from typing import Any
 
 import numpy as np
 
-from odb_nodes._core.checks import MAX_COUNT, check_callable, check_count, check_names
+from odb_nodes._core.checks import MAX_COUNT, check_count, check_names
 from odb_nodes._core.hashing import stable_name
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.rounds import FLAG_BITS, GroupCost
+from odb_nodes.planning.step_time import StepTime, TimeFn
+from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import COUNTED, Sample, name_of
-from odb_nodes.sample_block import KIND, SampleBlock, kinds_of, naming_samples
+from odb_nodes.sample_block import (
+    FACTS,
+    KIND,
+    NONE,
+    PATCHES,
+    TARGETS,
+    TOKENS,
+    SampleBlock,
+    SampleKind,
+    code_of,
+    kinds_of,
+    naming_samples,
+)
 
 MOST_MODALITIES = FLAG_BITS - len(COUNTED)
 _COUNTED_BITS = {kind: 1 << MOST_MODALITIES + bit for bit, kind in enumerate(COUNTED)}
-
-CostFn = Callable[[Sequence[Sample]], int]
 
 has_image: Callable[[Sample], Any] = attrgetter("patches")
 """Sample -> its image patches, which are true where it has some."""
@@ -30,38 +42,71 @@ def counted_in(flags: int) -> str:
     return "+".join(kind for kind, bit in _COUNTED_BITS.items() if flags & bit)
 
 
-def padded_tokens(group: Sequence[Sample]) -> int:
-    """Return the longest sample's tokens times the number of samples."""
-    return int(SampleBlock.of(group).tokens.max()) * len(group)
+def cost_of_group(group: Sequence[Sample], budget: TokenBudget | None) -> int:
+    """Return what a group costs under a budget, at most 2**31 - 1; padded tokens without one."""
+    budget = budget or TokenBudget(MAX_COUNT)
+    return min(budget.cost(SampleBlock.of(group).lengths), MAX_COUNT)
 
 
-class BudgetCost:
-    """Maps a group to its cost under a budget: 2**31 - 1 at most, as large as costs may be."""
+def samples_of(
+    rows: IntArray, tokens: IntArray, targets: IntArray | int = 0, patches: IntArray | int = 0
+) -> SampleBlock:
+    """Return samples whose data are their rows in the dataset."""
+    facts = np.full((FACTS, len(rows)), NONE)
+    facts[TOKENS], facts[TARGETS], facts[PATCHES], facts[KIND] = tokens, targets, patches, _KIND
+    return SampleBlock(facts, {}).with_data(rows.tolist())
 
-    def __init__(self, budget: TokenBudget) -> None:
-        self._budget = budget
 
-    @property
-    def fingerprint_name(self) -> str:
-        """The budget's layout; its sizes are in the fingerprint of the `WindowBucketer`."""
-        return f"{self._budget.layout}_tokens"
+_KIND = code_of(SampleKind("", "", "", None, 0))
 
-    def __call__(self, group: Sequence[Sample]) -> int:
-        """Return the tokens of a group's batch, padding included, and what attention adds."""
-        return min(self._budget.cost(SampleBlock.of(group).lengths), MAX_COUNT)
+
+def time_of_group(
+    step_time: StepTime | TimeFn | None,
+    tokens: IntArray,
+    patches: IntArray,
+    budget: TokenBudget | None,
+    group: Callable[[], SampleBlock],
+) -> int | None:
+    """Return what a step with a group takes; `None` where that is what it costs.
+
+    Args:
+        step_time: what times follow from.
+        tokens: length of each sample, (n,).
+        patches: image patches of each, (n,).
+        budget: whose layout the batch has. Default: a padded one.
+        group: returns the samples, for a function of the user.
+    """
+    if step_time is None:
+        return None
+    if isinstance(step_time, StepTime):
+        return step_time.of_group(tokens, patches, budget or TokenBudget(MAX_COUNT))
+    samples = group()
+    with naming_samples("step_time", samples):
+        time = step_time(samples)
+    return check_count("step_time", time, 0)
 
 
 class GroupCostEstimator:
-    """Measures groups: samples, targets, cost and modalities."""
+    """Measures groups: samples, targets, cost, time and modalities.
+
+    Args:
+        budget: what batches cost under, and whose layout they have; `None` where nodes of the user
+            form groups: a batch then costs its padded tokens.
+        step_time: what groups are matched by; `None` for what they cost.
+        modalities: see `RankAligner`.
+        tasks: see `RankAligner`.
+    """
 
     def __init__(
         self,
-        cost_fn: CostFn,
+        budget: TokenBudget | None,
+        step_time: StepTime | TimeFn | None,
         modalities: Mapping[str, Callable[[Sample], bool]] | None,
         tasks: Sequence[str] = (),
     ) -> None:
-        check_callable("cost_fn", cost_fn)
-        self.cost_fn = cost_fn
+        self.step_time = step_time
+        """What the groups of a step are matched by; `None` for what they cost."""
+        self._budget = budget
         self.modalities = {"image": has_image} if modalities is None else dict(modalities)
         self.tasks = check_names("tasks", tasks)
         if len(self.modalities) > MOST_MODALITIES:
@@ -79,12 +124,13 @@ class GroupCostEstimator:
                     group.patches.tolist() if is_in is has_image else [is_in(one) for one in group]
                 )
                 flags |= any(told) << bit
-        with naming_samples("cost_fn", group):
-            cost = self.cost_fn(group)
         return GroupCost(
             samples=len(group),
             targets=int(group.targets.sum()),
-            cost=check_count("cost_fn", cost, 0),
+            cost=cost_of_group(group, self._budget),
+            time=time_of_group(
+                self.step_time, group.tokens, group.patches, self._budget, lambda: group
+            ),
             flags=flags,
             tasks=self._targets_of_tasks(group) if self.tasks else (),
         )
@@ -96,7 +142,9 @@ class GroupCostEstimator:
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the costs."""
         names = {"modalities": [*self.modalities], "tasks": [*self.tasks]}
-        return {"cost_fn": stable_name(self.cost_fn), **names}
+        given = self.step_time
+        of_function = given is not None and not isinstance(given, StepTime)
+        return {"step_time": stable_name(given) if of_function else repr(given), **names}
 
     def _targets_of_tasks(self, group: SampleBlock) -> tuple[int, ...]:
         targets = dict.fromkeys(self.tasks, 0)

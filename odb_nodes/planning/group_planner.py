@@ -23,6 +23,7 @@ from odb_nodes.planning.budget import Limits, TokenBudget
 from odb_nodes.planning.caps import NO_CAPS
 from odb_nodes.planning.facts import Facts, FactsByOrdinal
 from odb_nodes.planning.pool import RollingPool
+from odb_nodes.planning.step_time import StepTime
 from odb_nodes.planning.table import IntArray
 
 WindowState = tuple[int, bool, int, int, int]
@@ -83,15 +84,17 @@ class GroupPlanner:
         self.given_window = check_window("window", window)
         window = LEAST_WINDOW if self.given_window == AUTO else self.given_window
         self._follows_ranks = False
+        self._step_time: StepTime | None = None
         self._dearest_first, self._diversity = dearest_first, diversity
         self.epoch_samples = epoch_samples
         """Returns the samples of the epoch, or `None` where their number is not known."""
         self._check, self._window_start = check, window_start
         self.begin_epoch(window)
 
-    def follow_ranks(self) -> None:
-        """Have ranks choose an `"auto"` window together, by `use`."""
-        self._follows_ranks = True
+    def follow_ranks(self, step_time: StepTime | None = None) -> None:
+        """Have ranks choose an `"auto"` window together, by `use`, and form groups for times."""
+        self._follows_ranks, self._step_time = True, step_time
+        self.pool.aim_by(step_time)
 
     @property
     def window(self) -> int:
@@ -104,6 +107,7 @@ class GroupPlanner:
         self.window_is_chosen = self.given_window != AUTO
         self.pool = RollingPool(self.budget, window or self.window, self._diversity)
         self.pool.limit(self.limits)
+        self.pool.aim_by(self._step_time)
         self._facts = FactsByOrdinal()
         self.ended = False
         self.dearest_groups = 0
@@ -272,8 +276,8 @@ class GivenGroups:
         self._group: Facts | None = None
         self.ended = False
 
-    def follow_ranks(self) -> None:
-        """Do nothing: there is no window."""
+    def follow_ranks(self, step_time: StepTime | None = None) -> None:
+        """Do nothing: there is no window, and no group is formed here."""
 
     @property
     def is_done(self) -> bool:

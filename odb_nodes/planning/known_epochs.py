@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes._core.checks import check_count, check_integer, keep_count
+from odb_nodes._core.checks import check_integer, keep_count
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.planning.auto_window import AUTO, WindowSize, check_window
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.known_lengths import EpochPlan, plan_known
 from odb_nodes.planning.sample_costs import SampleCosts
+from odb_nodes.planning.step_time import StepTime, TimeFn, check_step_time, step_time_of
 from odb_nodes.planning.table import IntArray
 
 WINDOW_IN_ORDER = 2048
@@ -36,15 +37,19 @@ class KnownJob:
     window: int | None
     dearest_first: int
     seed: int
+    accumulate: int = 1
+    step_time: StepTime | TimeFn | None = None
 
     def __post_init__(self) -> None:
         keep_count(self, "world_size")
         keep_count(self, "dearest_first", 0)
+        keep_count(self, "accumulate")
+        check_step_time(self.step_time)
+        step_time = step_time_of(self.step_time, self.budget)
+        object.__setattr__(self, "step_time", step_time)
         object.__setattr__(self, "seed", check_integer("seed", self.seed))
 
-    def plan(
-        self, samples: SampleCosts, order: IntArray, epoch: int = 0, costs: IntArray | None = None
-    ) -> EpochPlan:
+    def plan(self, samples: SampleCosts, order: IntArray, epoch: int = 0) -> EpochPlan:
         """Plan an epoch of samples, (n,), that come in this order.
 
         Raises:
@@ -52,14 +57,12 @@ class KnownJob:
         """
         left_out = samples.are_left_out(self.budget)
         rows = order[~left_out[order]] if left_out.any() else order
-        return self.plan_all(rows, samples.tokens, epoch, costs)
+        return self.plan_all(rows, samples.tokens, epoch)
 
-    def plan_all(
-        self, rows: IntArray, tokens: IntArray, epoch: int, costs: IntArray | None = None
-    ) -> EpochPlan:
+    def plan_all(self, rows: IntArray, tokens: IntArray, epoch: int) -> EpochPlan:
         """Plan some samples, in this order, whatever their lengths are; leave none out.
 
-        tokens, costs: of each sample of the dataset, (n,).
+        tokens: length of each sample of the dataset, (n,).
         """
         return plan_known(
             rows,
@@ -68,8 +71,9 @@ class KnownJob:
             world_size=self.world_size,
             window=self.window,
             dearest_first=self.dearest_first,
+            accumulate=self.accumulate,
             key=hash_ints(self.seed, epoch, 1),
-            costs=None if costs is None else costs[rows],
+            step_time=self.step_time,
         )
 
 
@@ -80,8 +84,9 @@ def plan_epoch(
     world_size: int = 1,
     window: WindowSize = AUTO,
     dearest_first: int = 0,
+    accumulate: int = 1,
     seed: int = 0,
-    costs: npt.ArrayLike | None = None,
+    step_time: StepTime | TimeFn | None = None,
 ) -> list[list[list[int]]]:
     """Plan the batches of samples whose lengths are known, such as rollouts or a packed dataset.
 
@@ -99,10 +104,10 @@ def plan_epoch(
         window: samples of each rank that are planned together: the groups of the first
             `window * world_size` samples come first. `"auto"`: all samples.
         dearest_first: how many steps of the longest samples come first.
+        accumulate: steps of an optimizer step.
         seed: the seed of the order of steps.
-        costs: what a step with each sample takes, (n,) integers of at least 0 in any unit; the
-            groups of a step are matched by their sums, below 2**31. Default: what the groups cost
-            under the budget, padding included.
+        step_time: as for `RankAligner`. A function gets samples that have their tokens, and their
+            index into the lengths as `data`.
 
     Returns:
         For each step the indices into `lengths` of each rank's group; none for a rank that has no
@@ -113,32 +118,17 @@ def plan_epoch(
         SampleError: a sample is too long under `oversize="error"`.
     """
     samples = SampleCosts.of_lengths(lengths)
-    of_samples = None if costs is None else _checked_costs(costs, len(samples.tokens))
     job = KnownJob(
         budget=TokenBudget.of(budget),
         world_size=world_size,
         window=known_window(window),
         dearest_first=dearest_first,
+        accumulate=accumulate,
         seed=seed,
+        step_time=step_time,
     )
-    plan = job.plan(samples, np.arange(len(samples.tokens)), costs=of_samples)
-    steps = [
+    plan = job.plan(samples, np.arange(len(samples.tokens)))
+    return [
         [plan.group(step, rank).tolist() for rank in range(job.world_size)]
         for step in range(len(plan))
     ]
-    if of_samples is not None:
-        sums = [int(of_samples[group].sum()) for step in steps for group in step]
-        check_count("costs", max(sums, default=0), 0)
-    return steps
-
-
-def _checked_costs(costs: npt.ArrayLike, samples: int) -> IntArray:
-    """Return the cost of each sample, (n,) int64."""
-    given = np.asarray(costs)
-    if given.shape != (samples,) or given.dtype.kind not in "iu" or given.min() < 0:
-        raise ValueError(
-            f"`costs` must be {samples} integers of at least 0, one for each of `lengths`, but "
-            f"is {costs!r:.80} instead."
-        )
-    check_count("costs", int(given.max()), 0)
-    return given.astype(np.int64)

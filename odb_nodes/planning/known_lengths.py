@@ -11,15 +11,20 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from odb_nodes.planning.budget import TokenBudget, round_up
 from odb_nodes.planning.facts import Facts
+from odb_nodes.planning.group_costs import samples_of, time_of_group
+from odb_nodes.planning.level_rows import level_rows
 from odb_nodes.planning.levelling import Rest
 from odb_nodes.planning.packing import Packing
 from odb_nodes.planning.pool import grouping_of
-from odb_nodes.planning.rounds import cut_by_length, shuffled
+from odb_nodes.planning.rounds import cut_by_length, shuffled, spread_steps
+from odb_nodes.planning.step_time import StepTime, TimeFn, aim_of
 from odb_nodes.planning.table import ORDINALS, TOKENS, IntArray
 
 RESERVE = 1024
@@ -78,8 +83,9 @@ def plan_known(
     world_size: int = 1,
     window: int | None = None,
     dearest_first: int = 0,
+    accumulate: int = 1,
     key: int = 0,
-    costs: IntArray | None = None,
+    step_time: StepTime | TimeFn | None = None,
 ) -> EpochPlan:
     """Plan the samples of an epoch.
 
@@ -92,22 +98,45 @@ def plan_known(
         budget: of a group.
         world_size: number of ranks that share the steps.
         window: how many samples of each rank are looked at together: the groups of the first
-            `window * world_size` come first. Default: all.
+            `window * world_size` come first, but for some samples of packed rows that are levelled
+            in time, which wait for the next. Default: all.
         dearest_first: how many steps of the longest samples come first.
+        accumulate: steps of an optimizer step, which have groups of unlike lengths.
         key: what the order of the steps is drawn from.
-        costs: what a step with each sample takes, (n,), by whose sums the groups of a step are
-            matched. Default: what the groups cost under the budget.
+        step_time: what the groups of a step are matched by. Default: what they cost under the
+            budget, roughly, so that lengths are mixed.
     """
-    size = max(1, len(rows) if window is None else window * world_size)
+    aim = aim_of(step_time) if world_size > 1 else None
+    if budget.layout == "packed" and aim is not None and len(rows):
+        extra = aim.extra(tokens, np.zeros_like(tokens))
+        parts = level_rows(tokens, extra, Packing(budget), world_size, window)
+    else:
+        parts = _parts(tokens, budget, world_size, window)
     planned: list[IntArray] = []
-    for begin in range(0, len(rows), size):
-        part, lengths = rows[begin : begin + size], tokens[begin : begin + size]
-        cut = _levelled(_cut(lengths, budget), lengths, budget, world_size)
-        first = dearest_first if not begin else 0
-        of_part = None if costs is None else costs[begin : begin + size]
-        steps = _steps(cut, lengths, budget, world_size, key + begin, first, of_part)
-        planned += [part[np.sort(group)] for group in steps]
+    for groups in parts:
+        first = 0 if planned else dearest_first
+        order = _Order(
+            budget,
+            world_size,
+            accumulate,
+            key + len(planned),
+            first,
+            step_time,
+            steps_before=len(planned) // world_size,
+        )
+        planned += [rows[np.sort(group)] for group in order.of(groups, tokens)]
     return EpochPlan(planned, world_size)
+
+
+def _parts(
+    tokens: IntArray, budget: TokenBudget, world_size: int, window: int | None
+) -> Iterator[list[IntArray]]:
+    """Yield the groups of each window of samples, by their places."""
+    size = max(1, len(tokens) if window is None else window * world_size)
+    for begin in range(0, len(tokens), size):
+        lengths = tokens[begin : begin + size]
+        groups = _levelled(_cut(lengths, budget), lengths, budget, world_size)
+        yield [begin + group for group in groups]
 
 
 def _cut(tokens: IntArray, budget: TokenBudget) -> list[IntArray]:
@@ -229,35 +258,55 @@ def _levelled(
     return [*groups[:kept], *cut]
 
 
-def _steps(
-    groups: list[IntArray],
-    tokens: IntArray,
-    budget: TokenBudget,
-    world_size: int,
-    key: int,
-    dearest_first: int,
-    costs_of_samples: IntArray | None,
-) -> Iterator[IntArray]:
-    """Yield the groups in steps of about equal cost, the steps in an order drawn from `key`."""
-    by_cost = np.arange(len(groups))
-    if world_size > 1:
-        if costs_of_samples is None:
-            sums = (budget.cost(tokens[group].tolist()) for group in groups)
-            costs, most = np.fromiter(sums, np.int64), budget.tokens
-        else:
-            sums = (int(costs_of_samples[group].sum()) for group in groups)
-            costs = np.fromiter(sums, np.int64)
-            most = int(costs.max())
-        level = costs // max(1, most // _COST_LEVELS)
-        by_cost = np.lexsort((shuffled(len(groups), key + 1), -level))
-    steps = len(groups) // world_size  # whole ones
-    order = shuffled(steps, key)
-    if dearest_first:
-        longest = np.fromiter((tokens[group].max() for group in groups), np.int64)
-        of_step = longest[by_cost[: steps * world_size]].reshape(steps, world_size).max(axis=1)
-        first = np.argsort(-of_step, kind="stable")[:dearest_first]
-        order = np.concatenate((first, order[~np.isin(order, first)]))
-    for step in [*order.tolist(), steps]:
-        of_ranks = by_cost[step * world_size : (step + 1) * world_size]
-        for rank in range(len(of_ranks)):  # No rank always has the dearest.
-            yield groups[of_ranks[(rank + step) % len(of_ranks)]]
+class _Order(NamedTuple):
+    """How the groups of a part of the epoch become steps."""
+
+    budget: TokenBudget
+    world_size: int
+    accumulate: int
+    key: int  # what their order is drawn from
+    dearest_first: int
+    step_time: StepTime | TimeFn | None
+    steps_before: int  # of the parts before
+
+    def of(self, groups: list[IntArray], tokens: IntArray) -> Iterator[IntArray]:
+        """Yield the groups, those of a step after each other."""
+        world_size = self.world_size
+        matched = self._matched(groups, tokens)
+        steps = len(groups) // world_size  # whole ones
+        in_steps = matched[: steps * world_size].reshape(steps, world_size)
+        sums, sizes, longest = (
+            np.fromiter(values, np.int64, len(groups))[in_steps]
+            for values in (
+                (tokens[group].sum() for group in groups),
+                map(len, groups),
+                (tokens[group].max() for group in groups),
+            )
+        )
+        lengths = sums.sum(axis=1) / sizes.sum(axis=1)
+        first = np.argsort(-longest.max(axis=1), kind="stable")[: self.dearest_first]
+        others = shuffled(steps, self.key)
+        others = others[~np.isin(others, first)]
+        if self.accumulate > 1:
+            before = self.steps_before + len(first)
+            others = others[spread_steps(lengths[others], self.accumulate, self.key, before)]
+        order = np.concatenate((first, others))
+        for step in [*order.tolist(), steps]:
+            of_ranks = matched[step * world_size : (step + 1) * world_size]
+            for rank in range(len(of_ranks)):  # No rank always has the dearest.
+                yield groups[of_ranks[(rank + step) % len(of_ranks)]]
+
+    def _matched(self, groups: list[IntArray], tokens: IntArray) -> IntArray:
+        """Return the numbers of the groups in order of time, those that take longest first."""
+        if self.world_size == 1:
+            return np.arange(len(groups))
+        times = np.fromiter((self._time(group, tokens[group]) for group in groups), np.int64)
+        if self.step_time is None:
+            times //= max(1, self.budget.tokens // _COST_LEVELS)
+        return np.lexsort((shuffled(len(groups), self.key + 1), -times))
+
+    def _time(self, group: IntArray, tokens: IntArray) -> int:
+        patches = np.zeros_like(tokens)
+        samples = partial(samples_of, group, tokens)
+        time = time_of_group(self.step_time, tokens, patches, self.budget, samples)
+        return self.budget.cost(tokens.tolist()) if time is None else time

@@ -8,6 +8,7 @@ from typing import get_args
 from odb_nodes._core.checks import check_choice, check_integer, check_number, keep_count
 from odb_nodes.planning.auto_window import AUTO, WindowSize, WindowStart, check_window
 from odb_nodes.planning.rounds import Uneven
+from odb_nodes.planning.step_time import StepTime, TimeFn, check_step_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class PlanOptions:
     uneven: Uneven = "fill"
     dearest_first: int = 0
     diversity: float = 0.0
+    step_time: StepTime | TimeFn | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "window", check_window("window", self.window))
@@ -29,6 +31,7 @@ class PlanOptions:
         keep_count(self, "dearest_first", 0)
         diversity = check_number("diversity", self.diversity, "[0, 1]")
         object.__setattr__(self, "diversity", diversity)
+        check_step_time(self.step_time)
 
 
 @dataclass(frozen=True, kw_only=True)

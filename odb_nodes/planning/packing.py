@@ -6,20 +6,22 @@ from typing import NamedTuple
 
 import numpy as np
 
+from odb_nodes.planning.aimed_packing import (
+    NO_LIMIT,
+    Aim,
+    Room,
+    aimed_row,
+    cheap_samples,
+    flat_targets,
+    is_poor,
+    nearest_row,
+)
 from odb_nodes.planning.budget import TokenBudget
-from odb_nodes.planning.caps import NO_CAPS
+from odb_nodes.planning.caps import NO_CAPS, joined_costs, times_of
+from odb_nodes.planning.step_time import StepTime
 from odb_nodes.planning.table import ORDINALS, PATCHES, TOKENS, IntArray, first_fit
 
 MAX_EXCHANGED = 3  # most of the oldest samples that may give way to others that fill the row better
-_NO_LIMIT = 2**62
-
-
-class _Room(NamedTuple):
-    """How much more a group may hold."""
-
-    cost: int
-    samples: int
-    patches: int
 
 
 class _Filling(NamedTuple):
@@ -40,16 +42,17 @@ class Packing:
     alone count: however they fill it, attention adds no more than for one sample as long.
     """
 
-    def __init__(self, budget: TokenBudget) -> None:
+    def __init__(self, budget: TokenBudget, step_time: StepTime | None = None) -> None:
         self._budget = budget
+        self._step_time = step_time
         # Whether a sample costs its tokens alone: another cost of `TokenBudget` is named here, too.
         self._in_tokens = budget.attention_tokens is None or budget.shapes is not None
         # What attention adds is no multiple, so any row may be rounded up.
         rounding = budget.pad_to_multiple_of - 1
-        self.room = _Room(
+        self.room = Room(
             budget.capacity if self._in_tokens else budget.tokens - rounding,
-            _NO_LIMIT if budget.max_samples is None else budget.max_samples,
-            _NO_LIMIT if budget.max_patches is None else budget.max_patches,
+            NO_LIMIT if budget.max_samples is None else budget.max_samples,
+            NO_LIMIT if budget.max_patches is None else budget.max_patches,
         )
         """What a row holds."""
 
@@ -76,9 +79,48 @@ class Packing:
                 break
         return np.concatenate((oldest[:kept], np.array(best.columns, dtype=np.int64)))
 
-    def offer(self, _table: IntArray, _count: int) -> IntArray:
-        """Return no costs, (0,): all groups cost about the budget."""
-        return NO_CAPS
+    def offer(self, table: IntArray, count: int) -> IntArray:
+        """Return what is offered for the caps of the next round, (1 + count,) int64.
+
+        All groups cost about the budget, so nothing is, (0,), where time is of no concern.
+        """
+        if self._step_time is None or not table.shape[1]:
+            return NO_CAPS
+        costs, room = self.costs(table[TOKENS]), self.room
+        of_limits = max(len(costs) / room.samples, int(table[PATCHES].sum()) / room.patches)
+        if of_limits > int(costs.sum()) / room.cost:  # Rows are not filled by what they cost.
+            return NO_CAPS
+        targets = flat_targets(costs, self._extra(table), self.room.cost, count)
+        if not len(targets):
+            return NO_CAPS
+        tokens = self._budget.tokens
+        return np.concatenate(([tokens], joined_costs(targets, np.full_like(targets, tokens))))
+
+    def least_time(self, table: IntArray, column: int) -> int:
+        """Return what a row with a sample takes at least beside its tokens."""
+        extra = self._extra(table)
+        costs = self.costs(table[TOKENS])
+        density = cheap_samples(costs, extra)[1]
+        beside = max(self.room.cost - int(costs[column]), 0)
+        return int(extra[column]) + round(density * beside)
+
+    def aimed(self, table: IntArray, cap: int, due: int | None) -> IntArray:
+        """Return the columns of a row that takes as long as a cap allows.
+
+        due: the column of a sample that is in it, if it must be.
+        """
+        extra, in_costs = self._extra(table), self._in_costs(table)
+        aim = Aim(self.room, times_of(cap))
+        columns, missed = aimed_row(in_costs, extra, aim, due)
+        if is_poor(missed, aim):
+            others, missed_by_others = nearest_row(in_costs, extra, self._oldest(in_costs), aim)
+            if missed_by_others < missed or not len(columns):  # All may be oversize.
+                return others
+        return columns
+
+    def _extra(self, table: IntArray) -> IntArray:
+        assert self._step_time is not None
+        return self._step_time.extra(table[TOKENS], table[PATCHES])
 
     def dearest(self, table: IntArray) -> IntArray:
         """Return the columns of the longest sample, and of the longest others that fit, in turn."""
@@ -124,20 +166,20 @@ class Packing:
             if fitting < count or count == pooled:
                 return columns[: max(1, min(fitting, self.room.samples))]
 
-    def _room_beside(self, table: IntArray, columns: IntArray) -> _Room:
-        return _Room(
+    def _room_beside(self, table: IntArray, columns: IntArray) -> Room:
+        return Room(
             self.room.cost - int(table[TOKENS, columns].sum()),
             self.room.samples - len(columns),
             self.room.patches - int(table[PATCHES, columns].sum()),
         )
 
 
-def _fill(table: IntArray, columns: IntArray, room: _Room) -> _Filling:
+def _fill(table: IntArray, columns: IntArray, room: Room) -> _Filling:
     """Return the one or two samples that fill a room best."""
     if room.samples < 1:
         return _Filling(0, ())
     costs, patches = table[TOKENS, columns], table[PATCHES, columns]
-    limited = room.patches < _NO_LIMIT // 2
+    limited = room.patches < NO_LIMIT // 2
     if limited:
         fits = patches <= room.patches
         columns, costs, patches = columns[fits], costs[fits], patches[fits]

@@ -7,9 +7,10 @@ import numpy.typing as npt
 
 from odb_nodes.planning.auto_window import budgets_filled
 from odb_nodes.planning.budget import Limits, TokenBudget
-from odb_nodes.planning.caps import NO_CAPS, without_cap_of
+from odb_nodes.planning.caps import NO_CAPS, times_of, without_cap_of
 from odb_nodes.planning.packing import Packing
 from odb_nodes.planning.runs import LengthRuns
+from odb_nodes.planning.step_time import StepTime
 from odb_nodes.planning.table import ORDINALS, PATCHES, TASKS, TOKENS, IntArray
 
 ANCHORS = 64  # every group holds at least one of this many oldest samples
@@ -49,6 +50,7 @@ class RollingPool:
         self.window = window
         self._starts_early = False
         self._diversity = diversity
+        self._step_time: StepTime | None = None
         self._tail: list[IntArray] | None = None  # what is left once the source has ended
         self.limit(Limits.of(budget))
         self.pulled = 0
@@ -74,8 +76,13 @@ class RollingPool:
     def limit(self, limits: Limits) -> None:
         """Form groups under other limits from now on."""
         self._group_budget = limits.of_groups(self._budget)
-        self._grouping = grouping_of(self._group_budget, self._diversity)
+        self._grouping = grouping_of(self._group_budget, self._diversity, self._step_time)
         self._tail = None
+
+    def aim_by(self, step_time: StepTime | None) -> None:
+        """Form groups for the times of caps from now on, where there are caps; `None`: by cost."""
+        self._step_time = step_time
+        self._grouping = grouping_of(self._group_budget, self._diversity, step_time)
 
     def start_early(self, starts_early: bool = True) -> None:
         """Grow to the window from the first group on, or wait for the whole window."""
@@ -179,7 +186,9 @@ class RollingPool:
         """
         if not len(self):
             raise IndexError("the pool is empty: there is no group to take.")
-        columns = self._next_of_tail(dearest) if draining else self._choose(dearest)
+        aims = self._step_time is not None and len(self.caps)  # of ranks that share out the rest
+        is_tail = draining and not aims
+        columns = self._next_of_tail(dearest) if is_tail else self._choose(dearest)
         table, tail = self._table, self._tail
         ordinals: IntArray = np.sort(table[ORDINALS, columns])
         if isinstance(columns, slice):
@@ -198,6 +207,8 @@ class RollingPool:
         is_forced = self.pulled - self.oldest >= FORCED_AGE_WINDOWS * self.window
         if dearest and not is_forced:
             return self._grouping.dearest(self._table)
+        if self._step_time is not None and len(caps := self._caps_or_own()):
+            return self._aim(caps, int(self._table[ORDINALS].argmin()) if is_forced else None)
         youngest_anchor = self.oldest
         if not is_forced:
             anchors, ages = min(ANCHORS, len(self)), self._table[ORDINALS]
@@ -207,6 +218,20 @@ class RollingPool:
             cost = self._budget.cost(self._table[TOKENS, columns].tolist())
             self.caps = without_cap_of(self.caps, cost)
         return columns
+
+    def _caps_or_own(self) -> IntArray:
+        """Return the caps, or before ranks have agreed on any, a middle one of this pool."""
+        return self.caps if len(self.caps) else self._grouping.offer(self._table, 1)[1:]
+
+    def _aim(self, caps: IntArray, due: int | None) -> IntArray | slice:
+        """Return the group for the dearest cap, or, with the sample that is due, for its own."""
+        index = len(caps) - 1
+        if due is not None:
+            least = self._grouping.least_time(self._table, due)
+            index = min(int(np.searchsorted(times_of(caps), least)), index)
+        if len(self.caps):
+            self.caps = np.delete(caps, index)
+        return self._grouping.aimed(self._table, int(caps[index]), due)
 
     def _next_of_tail(self, dearest: bool) -> IntArray:
         """Return the next group, or that of the longest sample, in the partition of the tail.
@@ -224,6 +249,10 @@ class RollingPool:
         return np.flatnonzero(np.isin(self._table[ORDINALS], self._tail.pop(index)))
 
 
-def grouping_of(budget: TokenBudget, diversity: float = 0.0) -> Packing | LengthRuns:
-    """Return how groups of a budget are formed."""
-    return Packing(budget) if budget.layout == "packed" else LengthRuns(budget, diversity)
+def grouping_of(
+    budget: TokenBudget, diversity: float = 0.0, step_time: StepTime | None = None
+) -> Packing | LengthRuns:
+    """Return how groups of a budget are formed, for times of caps if `step_time` is given."""
+    if budget.layout == "packed":
+        return Packing(budget, step_time)
+    return LengthRuns(budget, diversity, step_time)

@@ -23,7 +23,7 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes.planning.budget import TokenBudget, round_up
 from odb_nodes.planning.facts import NO_FACTS, Facts
 from odb_nodes.planning.group_planner import GivenGroups, GroupPlanner, RoundSettings
-from odb_nodes.planning.levelling import UNKNOWN_LEFT, Rest, gifts, receivers, work_of
+from odb_nodes.planning.levelling import UNKNOWN_LEFT, Moves, Rest, moves_of, told_of
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.rounds import (
     COLUMNS,
@@ -37,6 +37,7 @@ from odb_nodes.planning.rounds import (
     report_of,
     round_steps,
 )
+from odb_nodes.planning.step_time import StepTime, aim_of
 from odb_nodes.planning.table import IntArray
 
 REST_GROUPS_A_STEP = 2
@@ -93,7 +94,6 @@ class RankPlan:
         measure: facts of a group -> what the other ranks need to know of it.
         rank: this rank, of `world_size` that share steps.
         epoch: the epoch, which the order of steps depends on.
-        has_caps: whether the groups of a round are cut to costs that are the same on all ranks.
         shares_rest: whether other ranks can make the samples of this one.
         tasks: number of the tasks whose targets reports have.
     """
@@ -107,16 +107,16 @@ class RankPlan:
         rank: int = 0,
         world_size: int = 1,
         epoch: int = 0,
-        has_caps: bool = True,
         shares_rest: bool = True,
         tasks: int = 0,
     ) -> None:
-        planner.follow_ranks()
+        self._step_time = aim_of(options.step_time) if world_size > 1 else None
+        planner.follow_ranks(self._step_time)
         self.planner, self._options, self._measure = planner, options, measure
         self._rank, self._world_size, self._epoch, self._tasks = rank, world_size, epoch, tasks
         self._shares_rest = shares_rest and options.uneven == "fill" and world_size > 1
         self._full_round = round_up(options.round_size, options.accumulate)
-        self._offered_caps = self._full_round if world_size > 1 and has_caps else 0
+        self._offered_caps = self._full_round if world_size > 1 else 0
         self._no_steps = np.empty((0, COLUMNS - 1 + tasks), dtype=np.int64)
         self.round = 0
         """The number of the coming round."""
@@ -212,7 +212,8 @@ class RankPlan:
         """Return all that is left, where the coming round is the last one."""
         assert isinstance(self.planner, GroupPlanner)
         samples = Facts.joined(self.formed)
-        return LastRound(samples, self.planner.group_budget, self._rank, self._world_size)
+        budget = self.planner.group_budget
+        return LastRound(samples, budget, self._rank, self._world_size, self._step_time)
 
     def report(
         self, rest: LastRound | None = None, *, has_filler: bool = True, max_tokens: int = 0
@@ -250,7 +251,10 @@ class RankPlan:
         following = round_steps(
             self.round + 1, self._world_size, options.round_size, options.accumulate
         )
-        plan = plan_round(reports, uneven=options.uneven, key=key)
+        # Groups of a node of the user keep the order of that node, where none are matched.
+        mixes = len(reports) > 1 or isinstance(self.planner, GroupPlanner)
+        accumulate = options.accumulate if mixes else 1
+        plan = plan_round(reports, uneven=options.uneven, key=key, accumulate=accumulate)
         settings = next_settings(
             reports,
             self.settings,
@@ -323,9 +327,16 @@ class RankPlan:
 class LastRound:
     """What a rank has left for the last round, which ranks share out before they cut it."""
 
-    def __init__(self, samples: Facts, budget: TokenBudget, rank: int, world_size: int) -> None:
-        self._samples, self.budget = samples, budget
-        self._rank, self._world_size = rank, world_size
+    def __init__(
+        self,
+        samples: Facts,
+        budget: TokenBudget,
+        rank: int,
+        world_size: int,
+        step_time: StepTime | None = None,
+    ) -> None:
+        self._samples, self.budget, self._step_time = samples, budget, step_time
+        self._rank, self._shared = rank, samples.sharers == world_size
         self.given = NO_FACTS
         """The samples that this rank has given away."""
         self.groups: list[Facts] = []
@@ -333,33 +344,27 @@ class LastRound:
         self.steps = 0
         """The steps of the round, once it is cut."""
 
-    @property
-    def cost(self) -> int:
-        """What all samples cost without padding."""
-        return int(self._work(self._samples.tokens).sum())
+    def told(self) -> IntArray:
+        """Return what the other ranks must know of all samples, (n,) int64."""
+        return told_of(self._samples, self._shared, self.budget, self._step_time)
 
-    def give(self, costs: Sequence[int]) -> Facts:
-        """Return the samples that this rank gives away, where all ranks have these `cost`."""
-        shared = np.flatnonzero(self._samples.sharers == self._world_size)
-        work = self._work(self._samples.tokens)[shared]
-        surplus = costs[self._rank] - sum(costs) / len(costs)
-        rows = shared[gifts(work, surplus)]
+    def moves(self, told: Sequence[IntArray]) -> Moves:
+        """Return which samples each rank gives away, where all ranks have told this."""
+        return moves_of(told, self.budget, self._step_time)
+
+    def give(self, moves: Moves) -> list[tuple[int, int]]:
+        """Give samples away.
+
+        Returns:
+            Which samples this rank gets: who gives each, and its row among those that are `given`.
+        """
+        rows = np.flatnonzero(self._shared)[[row for row, _ in moves[self._rank]]]
         self.given = self._samples.take(rows)
         self._samples = self._samples.without(rows)
-        return self.given
-
-    def receives(self, costs: Sequence[int], given: Sequence[IntArray]) -> list[tuple[int, int]]:
-        """Return which samples this rank gets: who gives each, and its row among those.
-
-        Args:
-            costs: `cost` of each rank.
-            given: tokens of the samples that each rank gives away, (n,).
-        """
-        to = receivers(costs, [self._work(tokens) for tokens in given])
         return [
-            (rank, row)
-            for rank, receivers_of_rank in enumerate(to)
-            for row, receiver in enumerate(receivers_of_rank)
+            (giver, row)
+            for giver, of_giver in enumerate(moves)
+            for row, (_, receiver) in enumerate(of_giver)
             if receiver == self._rank
         ]
 
@@ -369,13 +374,10 @@ class LastRound:
 
     def fewest_steps(self) -> int:
         """Return how many groups the samples of this rank need."""
-        self._rest = Rest(self._samples, self.budget)
+        self._rest = Rest(self._samples, self.budget, self._step_time)
         return self._rest.fewest
 
     def cut(self, steps: int) -> None:
         """Form the groups of the round, which has so many steps on every rank."""
         self.steps = steps
         self.groups = [self._samples.take(rows) for rows in self._rest.groups(steps)]
-
-    def _work(self, tokens: IntArray) -> IntArray:
-        return work_of(tokens, self.budget)

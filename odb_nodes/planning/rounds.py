@@ -13,18 +13,19 @@ from itertools import pairwise
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from odb_nodes._core.hashing import hash_ints
 from odb_nodes.planning.auto_window import chosen_window
 from odb_nodes.planning.budget import round_up
-from odb_nodes.planning.caps import agreed_caps, caps_of_round
+from odb_nodes.planning.caps import agreed_caps, caps_of_round, costs_of, joined_costs, times_of
 from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.group_planner import PoolReport, RoundSettings
 from odb_nodes.planning.table import IntArray
 
 Uneven = Literal["fill", "stop"]
 
-SAMPLES, TARGETS, COST, REST_COST, FLAGS = range(5)
+SAMPLES, TARGETS, COSTS, REST_COSTS, FLAGS = range(5)
 COLUMNS = 5  # integers per row of a report, before those of tasks
 HEADER = 9  # integers before the rows in a report's message
 FLAG_BITS = 30  # most modalities: the flags of two groups share one integer
@@ -38,18 +39,26 @@ class GroupCost:
 
     samples: int
     targets: int  # supervised tokens
-    cost: int  # the cost of a step with the group, in any unit that all ranks share
+    cost: int  # what its batch costs under the budget
     flags: int = 0  # bit mask of the modalities in the group
     tasks: tuple[int, ...] = ()  # supervised tokens of each task
+    # what a step with it takes, in any unit that all ranks share. `None`: as much as it costs
+    time: int | None = None
+
+    @property
+    def costs(self) -> int:
+        """Time and cost as one integer."""
+        return joined_costs(self.cost if self.time is None else self.time, self.cost)
 
 
 @dataclass(frozen=True)
 class CostReport:
     """What one rank tells the others about a round."""
 
-    # (groups + splits, 5 + tasks) int64. A row of a group holds samples, targets, cost, 0, flags,
-    # and the targets of each task. A row of a split holds the same of the part that is split off,
-    # in column 3 the cost of the rest, and in column 4 the flags of both
+    # (groups + splits, 5 + tasks) int64. A row of a group holds samples, targets, time and cost as
+    # one integer, 0, flags, and the targets of each task. A row of a split holds the same of the
+    # part that is split off, in column 3 time and cost of the rest, and in column 4 the flags of
+    # both
     table: IntArray
     groups: int  # number of rows that are groups; the rows after them are splits
     ended: bool  # whether the rank has no more groups after these
@@ -100,15 +109,15 @@ class RoundPlan:
 
 def row_of(group: GroupCost) -> list[int]:
     """Return the row of a group in the table of a report."""
-    return [group.samples, group.targets, group.cost, 0, group.flags, *group.tasks]
+    return [group.samples, group.targets, group.costs, 0, group.flags, *group.tasks]
 
 
 class SplitLadder:
     """Groups, and what they become when they are split one after the other.
 
-    Each split takes the group of the highest cost that has two samples or more, orders it by
+    Each split takes the group of the longest time that has two samples or more, orders it by
     length, and cuts it in the middle: the shorter half becomes a group of its own, at the end. So
-    what a rank splits next follows from costs and numbers of samples, which all ranks are told.
+    what a rank splits next follows from times and numbers of samples, which all ranks are told.
     """
 
     def __init__(self, groups: Sequence[Facts], measure: Callable[[Facts], GroupCost]) -> None:
@@ -121,7 +130,7 @@ class SplitLadder:
     def split(self) -> tuple[GroupCost, GroupCost] | None:
         """Split once more and return the costs of both parts; `None` if no group can be split."""
         parent = _next_to_split(
-            np.array([one.cost for one in self._after], np.int64),
+            np.array([one.costs for one in self._after], np.int64),
             np.array([one.samples for one in self._after], np.int64),
         )
         if parent is None:
@@ -173,7 +182,7 @@ def report_of(
     while has_ended and may_split and len(rows) < most and (split := ladder.split()) is not None:
         off, rest = split
         row = row_of(off)
-        row[REST_COST], row[FLAGS] = rest.cost, off.flags << FLAG_BITS | rest.flags
+        row[REST_COSTS], row[FLAGS] = rest.costs, off.flags << FLAG_BITS | rest.flags
         rows.append(row)
     table = np.array(rows, dtype=np.int64).reshape(-1, COLUMNS + tasks)
     return CostReport(table, groups, has_ended, has_filler, max_tokens, left, pool)
@@ -189,15 +198,17 @@ def cut_by_length(tokens: Sequence[int], pieces: int) -> list[list[int]]:
     return [sorted(by_length[start:stop]) for start, stop in pairwise(bounds) if start < stop]
 
 
-def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> RoundPlan:
+def plan_round(
+    reports: Sequence[CostReport], *, uneven: Uneven, key: int, accumulate: int = 1
+) -> RoundPlan:
     """Return the plan of a round, the same on every rank.
 
-    Groups are matched by cost: the dearest groups of all ranks share a step, so do the second
-    dearest, and so on. That minimizes the sum, over steps, of the dearest group of a step. One
-    permutation then shuffles the steps.
+    Groups are matched by time: those of all ranks that take longest share a step, so do the next,
+    and so on. That minimizes the sum, over steps, of the longest time of a step. One permutation
+    then shuffles the steps; those of an optimizer step have samples of unlike lengths.
     """
     if len(reports) == 1:
-        return _plan_alone(reports[0])
+        return _plan_alone(reports[0], accumulate, key)
     ended = [report.ended for report in reports]
     steps, last = max(report.groups for report in reports), all(ended)
     if uneven == "stop" and any(ended):
@@ -214,18 +225,30 @@ def plan_round(reports: Sequence[CostReport], *, uneven: Uneven, key: int) -> Ro
         rows = _apply(report, splits[rank])[:steps]
         pieces[rank, : len(rows)] = rows
         sizes[rank] = len(rows)
-    order = np.argsort(-pieces[:, :, COST], axis=1, kind="stable")[:, shuffled(steps, key)]
+    times = times_of(pieces[:, :, COSTS])
+    order = np.argsort(-times, axis=1, kind="stable")
+    of_steps = np.take_along_axis(pieces, order[:, :, None], axis=1).sum(axis=0)
+    costs = np.take_along_axis(costs_of(pieces[:, :, COSTS]), order, axis=1).sum(axis=0)
+    lengths = costs / np.maximum(of_steps[:, SAMPLES], 1)
+    order = order[:, spread_steps(lengths, accumulate, key)]
     chosen = np.take_along_axis(pieces, order[:, :, None], axis=1)
     groups = np.where(order < sizes, order, FILLER)
     return RoundPlan(_totals(chosen), groups, splits, last)
 
 
-def _plan_alone(report: CostReport) -> RoundPlan:
-    """Return the plan of a single rank: all of its groups as they came, with nothing to match."""
-    table = report.table[: report.groups]
-    totals = table[:, [SAMPLES, TARGETS, FLAGS, COST, *range(COLUMNS, table.shape[1])]]
-    groups = np.arange(report.groups)[None]
-    return RoundPlan(totals, groups, [0], report.ended)
+def _plan_alone(report: CostReport, accumulate: int, key: int) -> RoundPlan:
+    """Return the plan of a single rank: all of its groups, with nothing to match.
+
+    They are in the order in which they came, or as micro-steps of unlike lengths.
+    """
+    table, groups = report.table[: report.groups], np.arange(report.groups)
+    if accumulate > 1:
+        lengths = costs_of(table[:, COSTS]) / np.maximum(table[:, SAMPLES], 1)
+        groups = spread_steps(lengths, accumulate, key)
+        table = table[groups]
+    totals = table[:, [SAMPLES, TARGETS, FLAGS, COSTS, *range(COLUMNS, table.shape[1])]]
+    totals[:, 3] = costs_of(totals[:, 3])
+    return RoundPlan(totals, groups[None], [0], report.ended)
 
 
 def step_totals(groups: Sequence[Sequence[GroupCost]]) -> IntArray:
@@ -237,7 +260,7 @@ def step_totals(groups: Sequence[Sequence[GroupCost]]) -> IntArray:
 def _totals(pieces: IntArray) -> IntArray:
     samples, targets = pieces[:, :, SAMPLES].sum(axis=0), pieces[:, :, TARGETS].sum(axis=0)
     flags = np.bitwise_or.reduce(pieces[:, :, FLAGS], axis=0)
-    most_cost = pieces[:, :, COST].max(axis=0, initial=0)
+    most_cost = costs_of(pieces[:, :, COSTS]).max(axis=0, initial=0)
     of_tasks = pieces[:, :, COLUMNS:].sum(axis=0)
     return np.column_stack((samples, targets, flags, most_cost, of_tasks))
 
@@ -247,18 +270,46 @@ def shuffled(count: int, key: int) -> IntArray:
     return np.array(sorted(range(count), key=lambda index: hash_ints(key, index)), dtype=np.int64)
 
 
+def spread_steps(
+    lengths: npt.NDArray[np.float64], accumulate: int, key: int, steps_before: int = 0
+) -> IntArray:
+    """Return an order of steps, so that those of an optimizer step have unlike lengths.
+
+    The steps are put in order of length and cut into `accumulate` parts. Each optimizer step has
+    one of each part; the rest of one that has begun, and what is over at the end, are of any. It
+    depends on `key` alone.
+
+    Args:
+        lengths: how long the samples of each step are on average, (n,).
+        accumulate: steps of an optimizer step.
+        key: what the order is drawn from.
+        steps_before: of the epoch.
+    """
+    order = shuffled(len(lengths), key)
+    begun, order = np.split(order, [-steps_before % accumulate])
+    whole = len(order) // accumulate
+    if accumulate == 1 or not whole:
+        return np.concatenate((begun, order))
+    kept, over = order[: whole * accumulate], order[whole * accumulate :]
+    strata = kept[np.argsort(lengths[kept], kind="stable")].reshape(accumulate, whole)
+    of_each = [part[shuffled(whole, hash_ints(key, at))] for at, part in enumerate(strata)]
+    micro = np.stack([shuffled(accumulate, hash_ints(key, step, 1)) for step in range(whole)])
+    spread = np.take_along_axis(np.stack(of_each, axis=1), micro, axis=1)
+    return np.concatenate((begun, spread.ravel(), over))
+
+
 def _apply(report: CostReport, splits: int) -> IntArray:
     """Return the rows of a report's groups after `splits` splits."""
     rows = report.table[: report.groups].copy()
     for row in report.table[report.groups : report.groups + splits]:
-        parent = _next_to_split(rows[:, COST], rows[:, SAMPLES])
+        parent = _next_to_split(rows[:, COSTS], rows[:, SAMPLES])
         if parent is None:
             raise ValueError("a report must not hold more splits than its groups allow.")
         off, rest = row.copy(), rows[parent].copy()
-        off[REST_COST], off[FLAGS] = 0, row[FLAGS] >> FLAG_BITS
-        rest[:REST_COST] -= off[:REST_COST]
+        off[REST_COSTS], off[FLAGS] = 0, row[FLAGS] >> FLAG_BITS
+        rest[:COSTS] -= off[:COSTS]
         rest[COLUMNS:] -= off[COLUMNS:]
-        rest[COST], rest[FLAGS] = row[REST_COST], row[FLAGS] & _FLAG_MASK
+        rest[COSTS], rest[FLAGS] = row[REST_COSTS], row[FLAGS] & _FLAG_MASK
         rows[parent] = rest
         rows = np.concatenate((rows, off[None]))
     return rows
@@ -266,7 +317,7 @@ def _apply(report: CostReport, splits: int) -> IntArray:
 
 def _next_to_split(costs: IntArray, samples: IntArray) -> int | None:
     """Return the index of the group to split next; `None` if none has two samples."""
-    candidates = np.where(samples > 1, costs, -1)
+    candidates = np.where(samples > 1, times_of(costs), -1)
     parent = int(candidates.argmax()) if len(candidates) else -1
     return parent if parent >= 0 and candidates[parent] >= 0 else None
 
@@ -296,7 +347,8 @@ def round_steps(number: int, world_size: int, round_size: int, accumulate: int) 
     The first batch waits for a round of one step. Each round has a fourth more steps than the one
     before, and at least one more, so its groups are ready while that one is emitted, unless
     training is hardly slower than processing. A single rank settles rounds with nobody: 1, 2, 4
-    spread what a round costs over its steps. All are rounded up to a multiple of `accumulate`.
+    spread what a round costs over its steps, unless it has micro-steps to mix. All are rounded up
+    to a multiple of `accumulate`.
 
     Args:
         number: number of the round in its epoch, from 0.
@@ -304,8 +356,8 @@ def round_steps(number: int, world_size: int, round_size: int, accumulate: int) 
         round_size: most steps of a round.
         accumulate: steps of an optimizer step.
     """
-    if world_size == 1:
-        return round_up(min(round_size, MOST_STEPS_ALONE, 1 << min(number, 16)), accumulate)
+    if world_size == 1 and accumulate == 1:
+        return min(round_size, MOST_STEPS_ALONE, 1 << min(number, 16))
     steps = 1
     for _ in range(number):
         if steps >= round_size:

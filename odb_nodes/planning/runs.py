@@ -7,10 +7,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_nodes._core.checks import check_number
+from odb_nodes._core.checks import MAX_COUNT, check_number
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import TokenBudget, allowed_rows
-from odb_nodes.planning.caps import NO_CAPS, offered_costs
+from odb_nodes.planning.caps import (
+    LEAST_BUDGETS_AIMED,
+    NO_CAPS,
+    costs_of,
+    joined_costs,
+    offered_costs,
+    quantiles,
+    times_of,
+)
+from odb_nodes.planning.step_time import StepTime
 from odb_nodes.planning.table import ORDINALS, PATCHES, TASKS, TOKENS, IntArray, first_fit
 from odb_nodes.sample import Sample, Skipped, name_of
 
@@ -19,6 +28,10 @@ STEP_COST_SHARE = 0.1
 
 CAP_SHARE = 0.75
 """What a step with a capped run costs: so much of the cap, and the rest of its own cost."""
+
+
+TIME_SHARE = 0.5
+"""Weight of the time that a run leaves of a cap, against what it leaves of its cost."""
 
 
 class LengthRuns:
@@ -32,9 +45,12 @@ class LengthRuns:
     with it, and only these are compared, as many as there are samples.
     """
 
-    def __init__(self, budget: TokenBudget, diversity: float = 0.0) -> None:
+    def __init__(
+        self, budget: TokenBudget, diversity: float = 0.0, step_time: StepTime | None = None
+    ) -> None:
         self._budget = budget
         self._diversity = diversity
+        self._step_time = step_time
         ladder = np.array(budget.shape_ladder(), dtype=np.int64).reshape(-1, 2)
         self._ladder_rows, self._ladder_widths = ladder.T
 
@@ -61,11 +77,94 @@ class LengthRuns:
         first, costs, _ = self._runs(table)
         found, stop = [], len(first)
         while stop and (start := int(first[stop - 1])):  # The last one is not full.
-            found.append(int(costs[stop - 1]))
+            found.append(stop - 1)
             stop = start
-        descending = np.sort(np.array(found, dtype=np.int64))[::-1]
-        pool_cost = int(self._work(table).sum())
-        return offered_costs(descending, pool_cost, self._budget.tokens, count)
+        pool_cost, budget_tokens = int(self._work(table).sum()), self._budget.tokens
+        last = np.array(found, dtype=np.int64)
+        if self._step_time is None:
+            descending = np.sort(costs[last])[::-1]
+            return offered_costs(descending, pool_cost, budget_tokens, count)
+        if pool_cost < LEAST_BUDGETS_AIMED * budget_tokens or not found:
+            return NO_CAPS
+        times = self._times(table, first, np.arange(1, len(first) + 1))[1]
+        joined = np.sort(joined_costs(np.minimum(times[last], MAX_COUNT), costs[last]))[::-1]
+        offer = quantiles(joined, count)
+        return np.concatenate(([budget_tokens], offer))
+
+    def least_time(self, table: IntArray, column: int) -> int:
+        """Return the time of a sample alone."""
+        alone = np.array([column])
+        return int(self._times(table, alone, alone + 1, alone)[1][0])
+
+    def aimed(self, table: IntArray, cap: int, due: int | None) -> slice:
+        """Return the run that gets the most work done of what a cap allows, in time and in cost.
+
+        due: the column of a sample that is in it, if it must be.
+        """
+        row_costs, most_time = self._runs(table)[2], max(times_of(cap), 1)
+        rows = self._rows_within(table, most_time)
+        stop = np.arange(1, len(rows) + 1)
+        first = stop - rows
+        took = self._times(table, first, stop)[1]
+        work = _sums_before(self._work(table))
+        done = work.take(stop) - work.take(first)
+        real = _sums_before(table[TOKENS] + self._extra(table[TOKENS], table[PATCHES]))
+        done_in_time = real.take(stop) - real.take(first)
+        score = TIME_SHARE * done_in_time / np.maximum(took, most_time)
+        score += (1 - TIME_SHARE) * done / np.maximum(rows * row_costs, costs_of(cap))
+        if due is not None:
+            score[(first > due) | (stop <= due)] = -1.0
+        best = int(score.argmax())
+        if self._diversity:
+            best = self._best_mixed(table[TASKS], first, stop, score)
+        return slice(int(first[best]), int(stop[best]))
+
+    def cut(self, table: IntArray, most_time: int) -> list[IntArray]:
+        """Return the ordinals of the groups that all samples make, cut from the longest down.
+
+        None takes longer than `most_time`, but for those of one sample, where patches take no time.
+        """
+        rows = self._rows_within(table, most_time).tolist()
+        groups, stop = [], len(rows)
+        while stop:
+            groups.append(table[ORDINALS, stop - rows[stop - 1] : stop])
+            stop -= rows[stop - 1]
+        return groups
+
+    def full_times(self, table: IntArray) -> IntArray:
+        """Return the times of the longest runs that end with each sample, (n,)."""
+        first = self._runs(table)[0]
+        return self._times(table, first, np.arange(1, len(first) + 1))[1]
+
+    def _rows_within(self, table: IntArray, most_time: int) -> IntArray:
+        """Return the rows of the longest runs that end with each sample and keep to a time, (n,).
+
+        Where patches take time, they may have fewer rows than that allows.
+        """
+        first = self._runs(table)[0]
+        stop = np.arange(1, len(first) + 1)
+        rows = stop - first
+        row_times, times = self._times(table, first, stop)
+        fewer = np.minimum((rows * (most_time / times)).astype(np.int64), most_time // row_times)
+        return self._allowed(np.where(times > most_time, fewer, rows))
+
+    def _times(
+        self, table: IntArray, first: IntArray, stop: IntArray, columns: IntArray | None = None
+    ) -> tuple[IntArray, IntArray]:
+        """Return the time of a row, and of all rows, of runs, (n,) each.
+
+        columns: the last samples of the runs. Default: all.
+        """
+        tokens = table[TOKENS] if columns is None else table[TOKENS, columns]
+        widths = self._shapes(tokens)[0]
+        row_times = widths + self._extra(widths, np.zeros_like(widths))
+        encoded = _sums_before(self._extra(np.zeros_like(table[PATCHES]), table[PATCHES]))
+        times = (stop - first) * row_times + encoded.take(stop) - encoded.take(first)
+        return row_times, times
+
+    def _extra(self, tokens: IntArray, patches: IntArray) -> IntArray:
+        assert self._step_time is not None
+        return self._step_time.extra(tokens, patches)
 
     def dearest(self, table: IntArray) -> slice:
         """Return the run that ends with the longest sample."""

@@ -6,7 +6,7 @@ It drives a `RankPlan` for each rank; where lengths are known, a `KnownJob`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
-from odb_nodes._core.checks import MAX_COUNT, check_bool, check_count, keep_count
+from odb_nodes._core.checks import MAX_COUNT, check_bool, keep_count
 from odb_nodes.planning.auto_window import WindowSize, WindowStart
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.facts import Facts
-from odb_nodes.planning.group_costs import CostFn
+from odb_nodes.planning.group_costs import samples_of, time_of_group
 from odb_nodes.planning.group_planner import GroupPlanner
 from odb_nodes.planning.known_epochs import KnownJob, known_window
 from odb_nodes.planning.options import JobOptions
@@ -26,18 +26,9 @@ from odb_nodes.planning.rank_plan import LastRound, RankPlan
 from odb_nodes.planning.rounds import GroupCost, Uneven
 from odb_nodes.planning.runs import check_diversity
 from odb_nodes.planning.sample_costs import SampleCosts
+from odb_nodes.planning.step_time import StepTime, TimeFn, step_time_of
 from odb_nodes.planning.table import IntArray
-from odb_nodes.sample_block import (
-    FACTS,
-    KIND,
-    NONE,
-    PATCHES,
-    TARGETS,
-    TOKENS,
-    SampleBlock,
-    SampleKind,
-    code_of,
-)
+from odb_nodes.sample_block import SampleBlock
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,9 +43,8 @@ class SimulationOptions(JobOptions):
     Args:
         world_size: number of ranks.
         budget: padded tokens of a group, or a `TokenBudget`.
-        cost_fn: group -> cost, by which the groups of a step are matched. The samples have their
-            tokens, their index into the lengths as `data`, and no patches. Default: the cost under
-            the budget.
+        step_time: as for `RankAligner`. A function gets samples that have their tokens, their index
+            into the lengths as `data`, and no patches.
         lengths_known: whether all samples of an epoch are planned together, as a loader does that
             has `lengths`, or else as they come. `window` then is how many samples of each rank are
             planned together, all for `"auto"`.
@@ -65,7 +55,6 @@ class SimulationOptions(JobOptions):
 
     world_size: int
     budget: int | TokenBudget
-    cost_fn: CostFn | None = None
     lengths_known: bool = False
 
     def __post_init__(self) -> None:
@@ -75,7 +64,6 @@ class SimulationOptions(JobOptions):
         check_diversity(self.diversity, budget)
         if check_bool("lengths_known", self.lengths_known):
             reasons = {
-                "`cost_fn`": self.cost_fn is not None,
                 "`diversity`": bool(self.diversity),
                 "`max_patches`": budget.max_patches is not None,
                 "a number as `row_sizes`": isinstance(budget.row_sizes, int),
@@ -103,7 +91,7 @@ class SimulationKeywords(_JobKeywords, total=False):
     window_start: WindowStart
     accumulate: int
     seed: int
-    cost_fn: CostFn | None
+    step_time: StepTime | TimeFn | None
     lengths_known: bool
 
 
@@ -134,7 +122,9 @@ def plan_steps(
     if job.lengths_known:
         yield from _known_steps(samples, shards, job, epoch, in_order=in_order)
         return
-    left_out = samples.are_left_out(TokenBudget.of(job.budget))
+    budget = TokenBudget.of(job.budget)
+    job = replace(job, step_time=step_time_of(job.step_time, budget))
+    left_out = samples.are_left_out(budget)
     feeders = [
         _Feeder(
             samples,
@@ -180,7 +170,9 @@ def _known_steps(
         world_size=job.world_size,
         window=known_window(job.window, in_order=in_order),
         dearest_first=job.dearest_first,
+        accumulate=job.accumulate,
         seed=job.seed,
+        step_time=job.step_time,
     )
     plan = known.plan(samples, order, epoch)
     for step in range(len(plan)):
@@ -191,23 +183,18 @@ def _known_steps(
 
 
 def _block(samples: SampleCosts, rows: IntArray) -> SampleBlock:
-    """Return samples whose data are their rows in the dataset."""
-    facts = np.full((FACTS, len(rows)), NONE)
-    facts[TOKENS], facts[TARGETS] = samples.tokens[rows], samples.targets[rows]
-    facts[PATCHES], facts[KIND] = samples.patches[rows], _KIND
-    return SampleBlock(facts, {}).with_data(rows.tolist())
+    return samples_of(rows, samples.tokens[rows], samples.targets[rows], samples.patches[rows])
 
 
 def _share_rest(feeders: Sequence[_Feeder]) -> list[LastRound]:
     """Share out what the ranks have left, and cut it into the groups of the last round."""
     rests = [feeder.plan.rest() for feeder in feeders]
-    costs = [rest.cost for rest in rests]
-    given = [rest.give(costs) for rest in rests]
-    tokens = [facts.tokens for facts in given]
-    items = [feeder.items[facts.ordinal] for feeder, facts in zip(feeders, given, strict=True)]
-    for feeder, rest in zip(feeders, rests, strict=True):
-        received = [items[giver][row] for giver, row in rest.receives(costs, tokens)]
-        rest.add(feeder.take_over(np.array(received, np.int64)))
+    moves = rests[0].moves([rest.told() for rest in rests])
+    received = [rest.give(moves) for rest in rests]
+    given = [feeder.items[rest.given.ordinal] for feeder, rest in zip(feeders, rests, strict=True)]
+    for feeder, rest, rows in zip(feeders, rests, received, strict=True):
+        items = [given[giver][row] for giver, row in rows]
+        rest.add(feeder.take_over(np.array(items, np.int64)))
     steps = max([rest.fewest_steps() for rest in rests])
     for rest in rests:
         rest.cut(steps)
@@ -234,7 +221,7 @@ class _Feeder:
         self.items = shard
         """Row of the dataset of each sample, by ordinal."""
         self._sharers = job.world_size if shares_rest else 0
-        self._cost_fn = job.cost_fn
+        self._step_time = job.step_time
         self._planner = GroupPlanner(
             TokenBudget.of(job.budget),
             job.window,
@@ -250,7 +237,6 @@ class _Feeder:
             rank=rank,
             world_size=job.world_size,
             epoch=epoch,
-            has_caps=job.cost_fn is None,
             shares_rest=shares_rest,
         )
 
@@ -287,12 +273,13 @@ class _Feeder:
         )
 
     def _measure(self, group: Facts) -> GroupCost:
-        if self._cost_fn is None:
-            cost = min(self._planner.budget.cost(group.lengths), MAX_COUNT)
-        else:
-            samples = _block(self._samples, self.items[group.ordinal])
-            cost = check_count("cost_fn", self._cost_fn(samples), 0)
-        return GroupCost(len(group), int(group.targets.sum()), cost)
-
-
-_KIND = code_of(SampleKind("", "", "", None, 0))
+        budget, items = self._planner.budget, self.items[group.ordinal]
+        time = time_of_group(
+            self._step_time,
+            group.tokens,
+            group.patches,
+            budget,
+            partial(_block, self._samples, items),
+        )
+        cost = min(budget.cost(group.lengths), MAX_COUNT)
+        return GroupCost(len(group), int(group.targets.sum()), cost, time=time)

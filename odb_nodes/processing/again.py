@@ -40,6 +40,10 @@ class ProcessedAgain(ItemsAgain, LaterItems):
         """Return the key that the source has told of an item."""
         return self._whole.keys[row]
 
+    def name_of(self, row: int) -> str:
+        """Return what an error calls an item: its key, or else its number in the epoch."""
+        return self._whole.name_of(row)
+
     def want(self, rows: Sequence[int]) -> None:
         """Have these made after those that were wanted before, and before all others."""
         if self._backlog is not None:
@@ -119,8 +123,6 @@ class ProcessedAgain(ItemsAgain, LaterItems):
                         del self._sent[other]
                 self._made.update(zip(rows, places, strict=False))
             if failure is not None and rows[len(places)] == row:
-                item = (
-                    task.keys[len(places)] or f"sample {task.positions[len(places)]} of the epoch"
-                )
-                raise failure.explained(f"which is made again for a restore ({item})")
+                name = self.name_of(row)
+                raise failure.explained(f"which is made again for a restore ({name})")
         return self._made.pop(row)

@@ -73,20 +73,27 @@ class ChunkTask:
     keys: ItemKeys
     epoch: int
     cycle: int  # how often the epoch was begun again
-    # in the epoch; 0, 1, ... where items are made again, by their keys
-    positions: Sequence[int]
+    positions: Sequence[int]  # in the epoch; of items that are made again by their keys: rows
     is_again: bool = False  # whether the items were processed in this epoch before
     # where the items are those of a group: what its random numbers are drawn from, and its budget
     group: tuple[int, TokenBudget] | None = None
 
     def __str__(self) -> str:
         if self.is_again or self.group is not None:
-            names = "".join(name_of(key) for key in self.keys[:_SHOWN] if key is not None)
+            names = "".join(map(self._short_name, range(min(_SHOWN, len(self.keys)))))
             more = " ..." * (len(self.keys) > _SHOWN)
             what = "that are made again" if self.is_again else "in a group"
             return f"samples of epoch {self.epoch} {what}{names}{more}"
         first, last = (self.positions[0], self.positions[-1]) if self.positions else (0, -1)
         return f"samples {first}..{last} of epoch {self.epoch}"
+
+    def name_of(self, row: int) -> str:
+        """Return what an error calls an item: its key, or else its number in the epoch."""
+        return str(self.keys[row] or f"sample {self.positions[row]} of the epoch")
+
+    def _short_name(self, row: int) -> str:
+        key = self.keys[row]
+        return name_of(key) if key is not None else f" (sample {self.positions[row]})"
 
 
 @dataclass(frozen=True)

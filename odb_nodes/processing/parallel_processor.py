@@ -45,7 +45,7 @@ class ProcessorState(EpochState):
     taken: int  # items that are out since
     position: int  # items of the epoch that are out
     # source -> how many of `taken` are of it, and the `repeat` of the last, where sources have
-    # names
+    # names and read by key: only such items can be dealt to other ranks
     taken_of: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -143,7 +143,9 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         self._has_read_all = False  # whether the source has no more items, or has failed
         self._chunk: _ChunkInHand[T] = _ChunkInHand([], ItemKeys.of([]), None)
         self._position = 0  # items out in this epoch
-        self._taken_of: dict[str, tuple[int, int]] = {}  # since the state of the source, by source
+        # Since the state of the source, by source. Empty where the source cannot read by key: there
+        # `keep_items` decides which state is saved, and these counts would not follow.
+        self._taken_of: dict[str, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         """Return how many items an epoch has."""
@@ -169,13 +171,21 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
 
     def save(self) -> ProcessorState:
         """Return a state of the source, and how many items are out since."""
-        first, source = self._items.state_at(max(0, self._position - 1))
+        first, source = self._state_of_source()
         return ProcessorState(
             source=source,
             taken=self._position - first,
             position=self._position,
             taken_of=self._taken_of,
         )
+
+    def _state_of_source(self) -> tuple[int, Any]:
+        """Return the item that the state of the source stands before, and the state.
+
+        It is before the last item that is out: whether there is a state right after that item
+        depends on how far workers have the source read ahead.
+        """
+        return self._items.state_at(max(0, self._position - 1))
 
     def next(self) -> T:
         """Return the next processed sample.
@@ -205,7 +215,10 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
     def _note_taken(self, keys: ItemKeys) -> None:
         """Count the items that went out, whose keys these are."""
         first, self._position = self._position, self._position + len(keys)
-        since, _ = self._items.state_at(self._position - 1)
+        self._items.forget(self._position - 1)
+        if not can_restore(self.source):
+            return
+        since, _ = self._state_of_source()
         if since >= first:
             self._taken_of, keys = {}, keys[since - first :]
         for code, (source, _) in enumerate(keys.origins):
@@ -233,7 +246,7 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         """
         if can_restore(self.source):
             return False
-        self._items.keep(first, distance)
+        self._items.keep_from(first, distance)
         return True
 
     def make_again(self, items: Sequence[ItemKey]) -> ProcessedAgain:
@@ -249,9 +262,9 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
             raw = [item for _, item in sorted(zip(order, again, strict=True), key=itemgetter(0))]
         else:
             numbers = [item.key for item in items]
-            found = self._items.read_again(numbers)
-            raw = [found[number][0] for number in numbers]
-            keys = [checked_key(self.source, found[number][1]) for number in numbers]
+            by_number = self._items.read_again(numbers)
+            raw = [by_number[number][0] for number in numbers]
+            keys = [checked_key(self.source, by_number[number][1]) for number in numbers]
         task = self._task(raw, ItemKeys.of(keys), numbers, is_again=True)
         return ProcessedAgain(self.runner, task, order)
 
@@ -261,8 +274,8 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         while not self._has_read_all and self._has_room():
             self._read_chunk()
         if not self._in_flight:
-            self._items.note_state()  # of the end of the epoch: nothing is out since
-            self._taken_of = {}
+            if self._items.note_state():  # of the end of the epoch: nothing is out since
+                self._taken_of = {}
             raise StopIteration
         read: _ReadChunk = self._in_flight[0]
         runs, failure = self.runner.results(read.task, read.future)
@@ -291,14 +304,14 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         error: Exception | None = None
         try:
             while len(items) < count:
-                some, own = self._items.take(count - len(items))
-                if not isinstance(own, ItemKeys):
-                    own = [checked_key(self.source, key) for key in own]
-                keys.append(own)
-                is_alone = len(some) == 1
+                chunk, chunk_keys = self._items.take(count - len(items))
+                if not isinstance(chunk_keys, ItemKeys):
+                    chunk_keys = [checked_key(self.source, key) for key in chunk_keys]
+                keys.append(chunk_keys)
+                is_alone = len(chunk) == 1
                 where = call_member(self.source, "item_location") if is_alone else None
-                locations += [where] * len(some)
-                items += some
+                locations += [where] * len(chunk)
+                items += chunk
         except StopIteration:
             self._has_read_all = True
         except Exception as failed:

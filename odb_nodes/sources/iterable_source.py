@@ -101,6 +101,7 @@ class IterableSource(EpochNode[T, IterableState]):
         self._position = 0
         self._loaded: Any = None  # the iterable's state, until it has yielded again
         self._ended = False
+        self._restoring = ""  # said in errors, until it has yielded
         self._retry = False  # an iterable restored at its end may first iterate the rest: nothing
         self._digest = 0  # of the items of this rank
         self._it: Iterator[T] | None = None
@@ -120,6 +121,7 @@ class IterableSource(EpochNode[T, IterableState]):
         """Go to an item: by the iterable's own state, or by reading it again up to there."""
         self._forget(retry=False)
         self._position, self._ended, self._loaded = state.position, state.ended, state.iterable
+        self._restoring = ", which a state continues"
         self._tell_epoch()
         if self._stateful is not None and self._loaded is not None:
             self._load_own(self._stateful)
@@ -160,11 +162,12 @@ class IterableSource(EpochNode[T, IterableState]):
                 if self._position == 0 and resolve_rank(None, None)[1] == 1:
                     raise SampleError(
                         f"`iterable` (`{type(self._iterable).__name__}`) yielded no sample in "
-                        f"epoch {self._epochs.epoch}: it is empty, or can be iterated only once."
+                        f"epoch {self._epochs.epoch}{self._restoring}: it is empty, or can be "
+                        "iterated only once."
                     ) from None
                 self._ended = True
                 raise
-            self._loaded, self._retry = None, False
+            self._loaded, self._retry, self._restoring = None, False, ""
             if self._count(item):
                 self._last = item
                 return item
@@ -197,7 +200,7 @@ class IterableSource(EpochNode[T, IterableState]):
             # An iterable that restores itself when its iteration begins would do so too late.
             next(self._it, None)
         self._retry = retry
-        self._it, self._loaded, self._ended = None, None, False
+        self._it, self._loaded, self._ended, self._restoring = None, None, False, ""
         self._position = self._digest = 0
 
     def _tell_epoch(self) -> None:

@@ -378,6 +378,10 @@ class _MixedAgain(ItemsAgain):
                 found[row] = [_named(name, run[at])], 0
         return [found[row] for row in rows]
 
+    def key_of(self, row: int) -> ItemKey:
+        """Return the key of an item, which names its source."""
+        return self._items[row]
+
     def _by_source(self, rows: Sequence[int]) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
         for row in rows:

@@ -135,7 +135,7 @@ def estimate_steps(
     # One rank with its share of the samples: as many steps, at the same cost for any number.
     share = math.ceil(table.num_samples / job.world_size)
     epoch = TableEpoch(table=replace(table, sizes=(share,)), shuffle=False, samples=MOST_DRAWN)
-    report = epoch.report(replace(job, world_size=1, cost_fn=None))
+    report = epoch.report(replace(job, world_size=1, step_time=None))
     return max(1, math.ceil(report.steps / job.accumulate))
 
 

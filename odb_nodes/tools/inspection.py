@@ -212,7 +212,7 @@ def _lengths(content: Any, *, pooled: bool) -> IntArray:
         return np.empty(0, dtype=np.int64)
     *_, records, payload = content
     if records is not None:
-        lengths = from_records(records).tokens
+        lengths = from_records(records, is_numbered=True).tokens  # with keys, or without
     else:
         lengths = np.array([decode_sample(one).tokens for one in payload or ()], dtype=np.int64)
     held, waiting = from_bits(content)

@@ -19,11 +19,11 @@ from odb_nodes.alignment.peers import PEER_TIMEOUT_S, VirtualTeam
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.loader.pipeline import sample_node
 from odb_nodes.monitor.figures import heat_map, page
-from odb_nodes.planning import SimulationOptions, TokenBudget, simulate_steps
+from odb_nodes.planning import SimulationOptions, StepTime, TimeFn, TokenBudget, simulate_steps
 from odb_nodes.planning.auto_window import window_samples
-from odb_nodes.planning.budget import ATTENTION_TOKENS
 from odb_nodes.planning.known_epochs import WINDOW_IN_ORDER, known_window
 from odb_nodes.planning.simulation import SimulationKeywords, Step, plan_steps
+from odb_nodes.planning.step_time import known_time
 from odb_nodes.planning.table import IntArray
 from odb_nodes.sample import Observation, Sample, Skipped
 from odb_nodes.sample_block import SampleBlock
@@ -74,7 +74,7 @@ def simulate(
         weights: of a table with several sources: how they are mixed, as for an `ODBDataLoader`.
         options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
             from the defaults `window`, `round_size`, `uneven`, `dearest_first`, `diversity`,
-            `window_start`, `accumulate`, `seed`, `cost_fn` and `lengths_known`.
+            `window_start`, `accumulate`, `seed`, `step_time` and `lengths_known`.
 
     Raises:
         TypeError, ValueError: an option is not valid, or there is no step.
@@ -133,9 +133,10 @@ class Batches(NamedTuple):
     padded: Floats  # tokens, padding included
     squares: Floats  # what attention grows with: rows x width^2; packed, `sample_squares`
 
-    def costs(self, budget: TokenBudget) -> Floats:
-        """Return padded tokens and what attention adds to them, (steps, ranks)."""
-        return self.padded + self.squares / (budget.attention_tokens or ATTENTION_TOKENS)
+    def times(self, step_time: StepTime) -> Floats:
+        """Return the time of each batch, (steps, ranks); 0 where a rank has none."""
+        times = step_time.seconds_of(self.padded, self.squares)
+        return np.where(self.rows > 0, times, 0.0)
 
 
 def measured(steps: Iterable[Sequence[Sequence[int]]], budget: TokenBudget) -> Batches:
@@ -177,12 +178,11 @@ class SimulationReport:
         filler_loss: the part of 1 - efficiency that is filler. The rest is padding, and waiting for
             the rank that has most.
         balance: sum over the steps of the ranks' mean padded tokens / sum of their maximum.
-        attention_balance: balance by padded tokens x (1 + longest / 12288), a cost that grows with
-            length as attention does; for packed samples, by the sum of tokens x
-            (1 + tokens / 12288). `attention_tokens` of the budget stand for 12288, where given.
-        length_spread: how mixed the lengths of a step are: the share of the variance of all
-            samples' lengths that lies within steps (1 - the correlation ratio, eta squared). 1: no
-            step is longer than another on average. 0: each step has samples of one length.
+        time_balance: sum over the steps of the ranks' mean time / sum of their longest, by
+            `step_time` of the job where that is a `StepTime`, or else by `StepTime.typical`.
+        length_spread: how mixed the lengths of an optimizer step are: the share of the variance of
+            all samples' lengths that lies within them (1 - the correlation ratio, eta squared). 1:
+            no step is longer than another on average. 0: each step has samples of one length.
     """
 
     steps: int
@@ -199,7 +199,7 @@ class SimulationReport:
     efficiency: float
     filler_loss: float
     balance: float
-    attention_balance: float
+    time_balance: float
     length_spread: float
 
     @classmethod
@@ -222,16 +222,29 @@ class SimulationReport:
         return cls.of_batches(measured(lengths, budget), budget)
 
     @classmethod
-    def of_batches(cls, batches: Batches, budget: TokenBudget) -> SimulationReport:
-        """Return the report of batches under a budget, whoever has formed them."""
-        padded, is_batch, costs = batches.padded, batches.rows > 0, batches.costs(budget)
+    def of_batches(
+        cls,
+        batches: Batches,
+        budget: TokenBudget,
+        *,
+        step_time: StepTime | TimeFn | None = None,
+        accumulate: int = 1,
+    ) -> SimulationReport:
+        """Return the report of batches under a budget, whoever has formed them.
+
+        step_time, accumulate: as for `RankAligner`.
+        """
+        padded, is_batch = batches.padded, batches.rows > 0
+        times = batches.times(known_time(step_time, budget))
         ranks, most = padded.shape[1], padded.max(axis=1)
         samples, real = batches.samples.sum(axis=1), batches.real.sum(axis=1)
         fillers = (~is_batch).sum(axis=1)
         capacity = ranks * most.sum()
         mean_square = real.sum() ** 2 / samples.sum()
         variance = batches.sample_squares.sum() - mean_square
-        between = (real**2 / samples).sum() - mean_square
+        first = np.arange(0, len(padded), accumulate)  # of the micro-steps of an optimizer step
+        tokens_of_step, samples_of_step = np.add.reduceat(np.stack((real, samples)), first, axis=1)
+        between = (tokens_of_step**2 / samples_of_step).sum() - mean_square
         shapes = np.column_stack((batches.rows[is_batch], padded[is_batch]))
         return cls(
             steps=len(padded),
@@ -248,7 +261,7 @@ class SimulationReport:
             efficiency=float(real.sum() / capacity),
             filler_loss=float((fillers * most).sum() / capacity),
             balance=float(padded.sum() / capacity),
-            attention_balance=float(costs.sum() / (ranks * costs.max(axis=1).sum())),
+            time_balance=float(times.sum() / (ranks * times.max(axis=1).sum())),
             length_spread=float(1 - between / variance) if variance else 1.0,
         )
 
@@ -273,7 +286,7 @@ class SimulationReport:
             "real / padded": f"{self.density:.3f}",
             "efficiency": f"{self.efficiency:.4f}",
             "balance": f"{self.balance:.3f}",
-            "balance with attention": f"{self.attention_balance:.3f}",
+            "balance in time": f"{self.time_balance:.3f}",
             "filler slots": f"{self.filler_share:.2%}",
             "lost to filler": f"{self.filler_loss:.4f}",
             "length spread": f"{self.length_spread:.3f}",
@@ -355,7 +368,12 @@ class TableEpoch:
     def report(self, job: SimulationOptions, batches: Batches | None = None) -> SimulationReport:
         """Return the report of batches, those of the steps unless given; of the whole dataset."""
         budget = TokenBudget.of(job.budget)
-        report = SimulationReport.of_batches(batches or self.batches(job), budget)
+        report = SimulationReport.of_batches(
+            batches or self.batches(job),
+            budget,
+            step_time=job.step_time,
+            accumulate=job.accumulate,
+        )
         return report.scaled(self.scale(job))
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,18 +16,16 @@ from odb_nodes._core.progress import Bar
 from odb_nodes._core.text import Rows, Shown, counted
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.memory import MemoryModel
-from odb_nodes.memory.model import non_negative_fit
-from odb_nodes.monitor import read_run
-from odb_nodes.planning import SimulationOptions, TokenBudget, round_steps
+from odb_nodes.monitor.step_times import ASSUMED, ASSUMED_ORIGIN, fitted_step_time
+from odb_nodes.planning import SimulationOptions, StepTime, TokenBudget, round_steps
 from odb_nodes.planning.auto_window import AUTO, LEAST_WINDOW, MOST_WINDOW, WindowSize
-from odb_nodes.planning.budget import ATTENTION_TOKENS
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sources import IterableSource
 from odb_nodes.sources.mixing import Mixing, Weights
 from odb_nodes.tools.lengths import LengthTable
-from odb_nodes.tools.simulate import MOST_DRAWN, Floats, TableEpoch, budget_code
+from odb_nodes.tools.simulate import MOST_DRAWN, TableEpoch, budget_code
 
-__all__ = ["Choice", "Outcome", "StepTime", "Tuning", "tune"]
+__all__ = ["Choice", "Outcome", "Tuning", "tune"]
 
 AS_FAST = 0.01
 """Of choices whose times differ by no more than this share, the one that holds least is taken."""
@@ -39,119 +35,6 @@ _POOLS = (8, 16, 32, 64)  # budgets that a pool holds
 _ROUNDS = (16, 32, 64)
 _MOST_BUDGETS = 5  # of at most 60 choices with 4 windows and 3 rounds, and those that are given
 _AT_ONCE = 2
-
-_LEAST_LINES = 8
-_KEYS = ("rows", "width", "step_s")
-_SPREAD = 2.0  # times by which steps must differ in their tokens, to tell t0 from t1
-_MIDDLE = (0.05, 0.95)  # quantiles: not by a few steps at the end of an epoch
-_OUTLIER = 3.0  # times the median time of a token: a first step, or one that saved a checkpoint
-_TOKEN_S = 30e-6
-_STEP_S = 20e-3
-_CONSTANT_TOKENS = _STEP_S / _TOKEN_S
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
-    """The time of a micro-step of n rows of w tokens: t0 + t1 * n * w + t2 * n * w**2 seconds.
-
-    The defaults are those of no particular machine: 30 us per token are a model of a billion
-    parameters at 200 TFLOP/s. Where times of a run are known, use `fitted`.
-
-    Args:
-        constant_s: t0.
-        token_s: t1, of each token of the batch, padding included.
-        square_s: t2, of each pair of tokens of a row; in a packed row, of a sample.
-        origin: where these come from.
-    """
-
-    constant_s: float = _STEP_S
-    token_s: float = _TOKEN_S
-    square_s: float = _TOKEN_S / ATTENTION_TOKENS
-    origin: str = "assumed: 20 ms + 30 us a token, attention doubles a row of 12,288"
-
-    @classmethod
-    def fitted(cls, log: str | os.PathLike[str]) -> StepTime:
-        """Return what fits the log of a run: non-negative least squares of the relative errors.
-
-        Left out are steps that took more than 3 times as long for a token as the median. Where
-        the steps' tokens differ by less than a factor of 2, as under one budget that is always
-        full, t0 cannot be told from t1: they keep the ratio of the defaults, and `origin` says so.
-
-        Args:
-            log: the folder of a `Monitor`, whose records have the tokens of the dearest rank of
-                each step, and the time that the steps took; or JSON Lines with `rows`, `width`
-                (tokens) and `step_s` (seconds) of a micro-step on a rank in each, and with
-                `squares`, the sum of the samples' squared lengths, where a row is packed. Other
-                lines and keys do not count.
-
-        Raises:
-            OSError: it cannot be read.
-            ValueError: it has fewer than 8 such records or lines.
-        """
-        path = Path(log)
-        found = [*(_of_monitor(path) if path.is_dir() else _of_lines(path))]
-        if len(found) < _LEAST_LINES:
-            what = "records of steps" if path.is_dir() else f"lines with the keys {_KEYS}"
-            raise ValueError(
-                f"`{log}` must have at least {_LEAST_LINES} {what}, but has {len(found)}. Log more "
-                "steps, or leave out `log`."
-            )
-        counts, tokens, squares, seconds = columns = np.array(found, dtype=np.float64).T
-        is_usual = seconds / tokens <= _OUTLIER * np.median(seconds / tokens)
-        counts, tokens, squares, seconds = columns[:, is_usual]
-        origin = f"fitted to {int(counts.sum()):,} steps of {path.name}"
-        low, high = np.quantile(tokens / counts, _MIDDLE)
-        is_known = high >= _SPREAD * low
-        if not is_known:
-            tokens, counts = tokens + _CONSTANT_TOKENS * counts, np.zeros_like(counts)
-            origin += (
-                ", whose tokens are too much alike to tell what a step takes whatever its batch: "
-                f"taken as that of {_CONSTANT_TOKENS:,.0f} tokens"
-            )
-        design = np.column_stack((counts, tokens, squares, np.zeros_like(counts)))
-        constant, token, square, _ = non_negative_fit(design, seconds).tolist()
-        return cls(
-            constant_s=constant if is_known else _CONSTANT_TOKENS * token,
-            token_s=token,
-            square_s=square,
-            origin=origin,
-        )
-
-    def seconds(self, padded_tokens: Floats, squares: Floats) -> Floats:
-        """Return the time of batches, 0 where there is none.
-
-        Args:
-            padded_tokens: n * w of each.
-            squares: n * w**2 of each; of a packed one, the sum of its samples' squared lengths.
-        """
-        times = self.constant_s + self.token_s * padded_tokens + self.square_s * squares
-        return np.asarray(np.where(padded_tokens > 0, times, 0.0))
-
-
-def _of_lines(path: Path) -> Iterator[tuple[float, ...]]:
-    """Yield number, tokens, squares and seconds of the steps in each line of a log."""
-    with path.open(errors="replace") as lines:
-        for line in lines:
-            try:
-                record = json.loads(line)
-                rows, width, seconds = (float(record[key]) for key in _KEYS)
-                squares = float(record.get("squares", rows * width**2))
-            except (KeyError, TypeError, ValueError):  # of another kind, or cut off
-                continue
-            if min(rows, width, seconds) > 0:
-                yield 1.0, rows * width, squares, seconds
-
-
-def _of_monitor(folder: Path) -> Iterator[tuple[float, ...]]:
-    """Yield the same for each record of steps that a `Monitor` has written."""
-    for record in read_run(folder).steps:
-        sums = record["sum"]
-        if not sums.get("dearest_squares") or not sums["rank_seconds"]:  # shapes are not known
-            continue
-        seconds = sums["seconds"] * (1 - sums["data_wait_s"] / sums["rank_seconds"])
-        steps = sum(record["shapes"].values())
-        if steps and seconds > 0:
-            yield steps, sums["dearest_tokens"], sums["dearest_squares"], seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +114,7 @@ def outcome_of(
     job = replace(job, **vars(choice))
     batches, scale = epoch.batches(job), epoch.scale(job)
     steps, samples, padded = len(batches.rows), batches.samples, batches.padded
-    times = step_time.seconds(padded, batches.squares)
+    times = np.where(padded > 0, step_time.seconds_of(padded, batches.squares), 0.0)
     slowest_s = times.max(axis=1).sum()
     of_rank = -(-epoch.table.num_samples // job.world_size)
     rounds, start = [0], 0  # the most samples of a rank in each round
@@ -260,7 +143,7 @@ class Tuning(Shown):
     Attributes:
         about: which table the lengths are of, with its digest.
         world_size: number of ranks.
-        step_time: what a micro-step is taken to last.
+        step_time: what a micro-step is taken to last, in seconds.
         tried: all outcomes.
         front: those that no other one is as good as in time, balance, samples held and replay.
         best: the one that is proposed.
@@ -336,7 +219,7 @@ def tune(
             kept, and which may drop samples that exceed it; or a `MemoryModel` and the memory of a
             device in bytes. Default: 4 times the longest sample.
         log: what the times of micro-steps are fitted to: the folder of a `Monitor`, or a file, see
-            `StepTime.fitted`.
+            `fitted_step_time`.
         weights: how the sources of the table are mixed, as for an `ODBDataLoader`.
         seed: seed of the order of the samples.
         options: further fields of `SimulationOptions`: `uneven`, `dearest_first`, `diversity` and
@@ -346,7 +229,7 @@ def tune(
         OSError: `log` cannot be read.
         TypeError, ValueError: an argument is not valid, or no budget holds the longest sample.
     """
-    step_time = StepTime() if log is None else StepTime.fitted(log)
+    step_time, origin = (ASSUMED, ASSUMED_ORIGIN) if log is None else fitted_step_time(log)
     world_size = check_count("world_size", world_size)
     about = str(table)
     if isinstance(limit, tuple):
@@ -378,7 +261,7 @@ def tune(
         f"{counted(len(tried), 'choice')} tried. Listed: those that no other choice equals or "
         f"beats in all of time, balance, samples held and replay ({len(front)}). The arrow marks "
         f"the one that holds the fewest samples, of those within {AS_FAST:.0%} of the shortest "
-        f"time ({len(near)}). Times are estimates ({step_time.origin}), without waiting for data. "
+        f"time ({len(near)}). Times are estimates ({origin}), without waiting for data. "
         f'Under its budget `window="auto"` comes to {epoch.window(auto):,} samples.'
     )
     return Tuning(

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from odb_nodes import PerSource, TokenBudget
+from odb_nodes import PerSource
 from odb_nodes._core.content import (
     array_of_ints,
     content_digest,
@@ -25,7 +25,6 @@ from odb_nodes._core.content import (
     tensor_bytes,
 )
 from odb_nodes._core.hashing import hash_ints, hash_rows, stable_name
-from odb_nodes.planning.group_costs import BudgetCost
 
 
 def matrix(number, *changed):
@@ -204,7 +203,6 @@ class Plain:
         (Plain(), "Plain"),
         (Crop, "Crop"),
         (PerSource({"a": Crop(3), "b": Plain()}), "PerSource(a=Crop(3), b=Plain)"),
-        (BudgetCost(TokenBudget(64, layout="packed")), "packed_tokens"),
     ],
 )
 def test_an_object_is_known_by_the_name_that_it_declares_or_its_class(named, name):

@@ -25,6 +25,7 @@ from odb_nodes import (
     WindowBucketer,
 )
 from odb_nodes.nodes.read_ahead import ReadAhead
+from odb_nodes.planning import StepTime
 
 SAMPLES = 350  # of all ranks
 
@@ -191,6 +192,7 @@ JOBS = st.fixed_dictionaries(
         "round_size": st.sampled_from([1, 4, 8, 16]),
         "accumulate": st.sampled_from([1, 3]),
         "read_ahead": st.sampled_from([0, 3]),
+        "step_time": st.sampled_from([None, None, StepTime(), StepTime(squares=1 / 20)]),
     }
 )
 
@@ -219,7 +221,7 @@ def loader_of_job(job, rank, ranks, exchange=None):
     samples = ParallelProcessor(sampler, lambda at: any_sample(at, job), **place)
     budget = TokenBudget(100, oversize=job["oversize"], layout=job["layout"])
     groups = WindowBucketer(LengthObserver(samples), budget, job["window"])
-    rounds = {name: job[name] for name in ("round_size", "accumulate")}
+    rounds = {name: job[name] for name in ("round_size", "accumulate", "step_time")}
     aligner = RankAligner(groups, exchange, timeout_s=TIMEOUT_S, **rounds)
     return Loader(ReadAhead(aligner, job["read_ahead"]) if job["read_ahead"] else aligner)
 

@@ -309,7 +309,7 @@ def is_odd(sample):
 @pytest.mark.parametrize(
     ("options", "message", "within"),
     [
-        ({"cost_fn": sum_of_tokens}, "`cost_fn` was .* can change only between", "round"),
+        ({"step_time": sum_of_tokens}, "`step_time` was .* can change only between", "round"),
         ({"modalities": {"odd": is_odd}}, "`modalities` was .* can change only between", "round"),
         ({"round_size": 64}, "can change only between epochs", "epoch"),
         ({"accumulate": 2}, "can change only between epochs", "epoch"),
@@ -390,8 +390,8 @@ REFUSALS = [
     (with_options(loss_scaling="x"), ValueError, "`loss_scaling` must be one of"),
     (with_options(timeout_s=0), ValueError, "`timeout_s`"),
     (with_options(seed="x"), TypeError, "`seed`"),
-    (with_options(cost_fn=3), TypeError, "`cost_fn`"),
-    (with_options(cost_fn=lambda group: next(iter(()))), ValueError, "raised StopIteration"),
+    (with_options(step_time=3), TypeError, "`step_time`"),
+    (with_options(step_time=lambda group: next(iter(()))), ValueError, "raised StopIteration"),
     (over(1, 2), TypeError, "must yield groups"),
     (over(None), TypeError, "must yield groups"),
     (over([]), TypeError, "must yield groups"),
@@ -404,7 +404,7 @@ def look(_sample):
 
 @pytest.mark.parametrize(
     ("name", "option"),
-    [("cost_fn", {"cost_fn": look}), ("modalities", {"modalities": {"sound": look}})],
+    [("step_time", {"step_time": look}), ("modalities", {"modalities": {"sound": look}})],
 )
 def test_an_error_of_a_function_of_the_user_names_it_and_the_samples(name, option):
     rows = [{"input_ids": [1] * (n % 5 + 1)} for n in range(9)]

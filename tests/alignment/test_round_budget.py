@@ -33,6 +33,7 @@ from odb_nodes import (
 )
 from odb_nodes.contract.graph import walk
 from odb_nodes.nodes.read_ahead import ReadAhead
+from odb_nodes.planning import StepTime
 
 ASKED = 40
 """The smallest number of tokens that a rank asks for in jobs that ask."""
@@ -173,14 +174,14 @@ def test_where_a_node_reads_ahead_below_the_aligner_each_rank_chooses_by_itself(
 
 def test_ranks_that_have_chosen_different_windows_do_not_go_on():
     def saved(exchange, scale):
-        it = iter(loader := loader_of(exchange, scale=scale, cost_fn=len))
+        it = iter(loader := loader_of(exchange, scale=scale, step_time=len))
         next(it)  # the first round
         return loader.state_dict()
 
     states = [on_ranks(2, lambda exchange, scale=scale: saved(exchange, scale)) for scale in (1, 2)]
 
     def run(exchange):
-        loader = loader_of(exchange, scale=exchange.rank + 1, cost_fn=len)
+        loader = loader_of(exchange, scale=exchange.rank + 1, step_time=len)
         loader.load_state_dict(states[exchange.rank][exchange.rank])
         with pytest.raises(StateError, match="window of the next round"):
             next(iter(loader))
@@ -229,9 +230,15 @@ def has_caps(state):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"), [(1, {}), (2, {"cost_fn": len}), (2, {"reads_ahead": True})]
+    ("ranks", "options"),
+    [
+        (1, {}),
+        (1, {"step_time": StepTime(squares=1)}),
+        (2, {"reads_ahead": True}),
+        (2, {"reads_ahead": True, "step_time": StepTime(squares=1)}),
+    ],
 )
-def test_there_are_none_of_one_rank_nor_of_other_costs_nor_where_a_node_reads_ahead(ranks, options):
+def test_there_are_none_of_one_rank_nor_where_a_node_reads_ahead(ranks, options):
     def run(exchange):
         return epoch_of(loader_over(exchange, tokens_of_rank(exchange.rank)[:200], **options))
 

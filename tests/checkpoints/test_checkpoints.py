@@ -26,6 +26,7 @@ from odb_nodes import (
     save_rank_state,
     save_state,
 )
+from odb_nodes.checkpoints import checkpoints
 from odb_nodes.checkpoints.checkpoint_folders import Contents, choose
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*exceed", "ignore:.*skipped")
@@ -137,6 +138,7 @@ def test_what_a_killed_job_left_is_not_loaded_not_filled_up_and_removed(tmp_path
     # Rank 0 of two has saved step 3; a part of a file, and of a removal, are there as well.
     killed = shutil.copytree(second, tmp_path / "000003-step-3-00000000")
     (killed / "rank00000-of-00001.pt").rename(killed / "rank00000-of-00002.pt")
+    (killed / "complete").unlink()
     (tmp_path / "000004-step-4-00000000").mkdir()
     (tmp_path / "000004-step-4-00000000" / ".rank00000-of-00001.pt.x").touch()
     shutil.copytree(second, tmp_path / ".removed-000000-step-0-00000000")
@@ -185,17 +187,46 @@ def test_what_could_not_be_loaded_is_not_removed(tmp_path):
     assert {*tmp_path.iterdir()} == {first, second}
 
 
-def test_what_a_killed_save_left_is_not_removed_before_load_has_told_of_it(tmp_path):
-    (saved,) = Job(tmp_path).save(1)
-    (saved / "rank00000-of-00001.pt").rename(saved / "rank00000-of-00002.pt")
-    (tmp_path / "000002-step-2-00000000").mkdir()  # killed before it wrote: nothing to lose
-    job = Job(tmp_path)
+def test_what_a_killed_first_save_left_is_told_of_and_never_removed(tmp_path):
+    (source,) = Job(tmp_path / "source").save(1)
+    root = tmp_path / "run"
+    killed = shutil.copytree(source, root / "000001-step-1-00000000")
+    (killed / "rank00000-of-00001.pt").rename(killed / "rank00000-of-00002.pt")
+    (killed / "complete").unlink(missing_ok=True)
+    job = Job(root, keep=1)
     with pytest.raises(StateError, match="has 1, up to `000001-step-1-"):
         job.save(2)
-    with pytest.warns(UserWarning, match="unfinished ones"):
+    with pytest.warns(UserWarning, match="unfinished ones: .'000001-step-1-.* leaves these folder"):
         assert job.checkpoints.load() == 0
-    (saved,) = job.save(2)
-    assert {*tmp_path.iterdir()} == {saved}
+    job.save(2, 3)
+    job = Job(root, keep=1)
+    assert job.checkpoints.load() == 3
+    (saved,) = job.save(4)
+    assert {*root.iterdir()} == {killed, saved}
+
+
+@pytest.mark.parametrize(("world_size", "lost"), [(1, (0,)), (2, (1,)), (3, (0, 2))])
+@pytest.mark.parametrize("older", [True, False])
+def test_a_checkpoint_that_was_complete_and_has_lost_a_file_is_damaged(
+    world_size, lost, older, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(checkpoints, "_PAUSE_S", 0)
+    first, second = Job(tmp_path).save(1, 2)
+    if not older:
+        shutil.rmtree(first)
+    file = second / "rank00000-of-00001.pt"
+    for rank in {*range(world_size)} - {*lost}:
+        shutil.copy(file, second / f"rank{rank:05d}-of-{world_size:05d}.pt")
+    file.unlink()
+    ranks = " and ".join(map(str, lost))
+    job, folders = Job(tmp_path, keep=1), {*tmp_path.iterdir()}
+    with pytest.raises(StateError, match=f"`{second}` was complete, but .*s? {ranks} cannot be"):
+        job.checkpoints.load()
+    with pytest.raises(StateError, match="that were not loaded"):
+        job.save(3)
+    assert {*tmp_path.iterdir()} == folders
+    shutil.rmtree(second)
+    assert job.checkpoints.load() == older
 
 
 def test_a_run_removes_no_checkpoint_that_came_after_it_had_loaded(tmp_path):
@@ -271,7 +302,7 @@ class SharedCounter(Counter):
 def save_as_two(checkpoints, parts_of_rank):
     """Save step 3 as two ranks do, each with what `parts_of_rank(rank, parts)` makes of a part."""
     folder = checkpoints.save(3)
-    (file,) = folder.iterdir()
+    (file,) = folder.glob("rank*")
     for rank in range(2):
         state = load_state(file)
         state["checkpoint"] |= {"rank": rank, "world_size": 2}
@@ -442,6 +473,8 @@ def test_all_ranks_load_the_newest_that_each_of_them_sees():
     assert choose([behind, behind]) == (NAMES[0], NAMES[0])
     assert choose([ahead, {NAMES[0]: ALL}]) == choose([{NAMES[0]: ALL}, ahead]) == (*NAMES[:2],)
     assert choose([{}, {}]) == choose([{NAMES[0]: ONE_LACKS}] * 2) == (None, None)
+    was_complete = {NAMES[1]: ONE_LACKS._replace(was_complete=True)}
+    assert choose([{NAMES[0]: ALL, **was_complete}] * 2) == (*NAMES[:2],)
     # Disks that are not shared are noticed.
     assert choose([{NAMES[0]: ONE_LACKS}, {NAMES[0]: OTHER_LACKS}]) == (None, NAMES[0])
 

@@ -24,6 +24,7 @@ from elastic import (
     whole,
 )
 from refusals import refuses
+from torch.utils.data import IterableDataset
 
 from odb_nodes import (
     GroupCollator,
@@ -131,6 +132,37 @@ def test_an_oversize_sample_that_waits_on_other_ranks_is_counted_once():
         rest = job(2, resharded(begun, step, 2), **options)
         ends = [planned_state(state) for state in states_at(rest, -1)]
         assert sum(end["oversize_samples"] for end in ends) == 3
+
+
+class Stream(IterableDataset):
+    """Its samples have no keys that ranks share, and say of which epoch they are."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return ({"input_ids": [1 + index % 9], "id": (self.epoch, index)} for index in range(24))
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_stream_whose_states_are_from_before_its_first_item_begins_the_next_epoch(sources, after):
+    def make(exchange):
+        streams = {str(number): Stream() for number in range(sources)}
+        data = streams if sources > 1 else Stream()
+        given = {"token_budget": 9, "window": 200, "collate_fn": ids_as_tensor}
+        return ODBDataLoader(data, process_group=exchange, timeout_s=TIMEOUT_S, **given)
+
+    states = resharded(job(2, make=make), -1, after)
+    rest = job(after, states, make=make, epochs=2)
+    expected = [(1, index) for index in range(24)] * sources
+    assert sorted(tuple(one) for found, _ in rest for _, ids in found for one in ids) == sorted(
+        expected
+    )
+
+
+def ids_as_tensor(samples):
+    return {"id": torch.tensor([sample["id"] for sample in samples])}
 
 
 def test_where_ranks_end_with_the_first_it_goes_on_until_the_last_round():

@@ -6,7 +6,7 @@ import zlib
 from itertools import islice
 
 import pytest
-from damaged_states import damaged
+from damaged_states import damaged, resealed
 from in_process import InProcessHub
 from jobs import KINDS, TIMEOUT_S
 
@@ -56,6 +56,72 @@ def test_no_damage_of_a_node_s_own_state_passes(kind, tmp_path):
                 pytest.fail(what)
         root.reset(state)
         assert root.state_dict() == state
+
+
+def changed(state, node, change):
+    """A copy of a state, in which that of a node has other fields."""
+    if isinstance(state, dict):
+        state = {key: changed(value, node, change) for key, value in state.items()}
+        return {**state, **change(state)} if state.get("node") == node else state
+    return state
+
+
+def with_held(position, change):
+    """A change of a part of what a bucketer holds."""
+
+    def held(state):
+        parts = [*state["held"]]
+        parts[position] = change(parts[position])
+        return {"held": tuple(parts)}
+
+    return held
+
+
+REFUSED = {
+    "a pool that begins before the epoch": ("WindowBucketer", with_held(0, lambda _: -1)),
+    "a pool without its last samples": ("WindowBucketer", with_held(1, lambda bits: bits[:-1])),
+    "a pool with a bit more": ("WindowBucketer", with_held(1, lambda bits: bits + b"\x80")),
+    "a pool of which others wait": (
+        "WindowBucketer",
+        with_held(2, lambda bits: None if bits else b"\0"),
+    ),
+    "records of fewer samples": (
+        "WindowBucketer",
+        with_held(3, lambda records: (records[0][:-8], *records[1:])),
+    ),
+    "samples without keys": (
+        "WindowBucketer",
+        with_held(3, lambda records: (records[0], None, *records[2:])),
+    ),
+    "samples with numbers": ("WindowBucketer", lambda _: {"numbered": True}),
+    "more pulled since the source than ever": (
+        "WindowBucketer",
+        lambda state: {"pulled_since_source": state["pulled"] + 1},
+    ),
+    "more taken than were out": (
+        "ParallelProcessor",
+        lambda state: {"taken": state["position"] + 1},
+    ),
+    "a group without a sample": (
+        "RankAligner",
+        lambda state: {"groups": (state["groups"][0], state["groups"][1][:-8])},
+    ),
+    "more steps out than there are": ("RankAligner", lambda _: {"emitted": 99}),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_node_refuses_what_no_run_has_saved(what, tmp_path):
+    """Its digest is right: as of a fault of the writer, not of the disk."""
+    node, change = REFUSED[what]
+    with make("replay", tmp_path) as loader:
+        list(islice(loader, 4))
+        root = loader.root
+        state = root.state_dict()
+        root.reset(resealed(changed(state, node, lambda _: {})))
+        with pytest.raises(StateError, match=r"damaged|cannot go on|ended before|keys"):
+            root.reset(resealed(changed(state, node, change)))
+        root.reset(state)
 
 
 def test_states_of_two_steps_do_not_mix(tmp_path):

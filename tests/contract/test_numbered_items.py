@@ -2,6 +2,7 @@
 
 import gzip
 import random
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from odb_nodes import (
     LengthObserver,
     Loader,
     ParallelProcessor,
+    SampleError,
     ShardedSampler,
     Skipped,
     SourceMixer,
@@ -22,6 +24,7 @@ from odb_nodes import (
     WindowBucketer,
     WorkerOptions,
 )
+from odb_nodes.contract import NodeState, StatefulNode, copy_state
 from odb_nodes.contract.config import loading_with
 from odb_nodes.contract.numbered_items import NumberedItems
 from odb_nodes.sample import ItemKey
@@ -55,6 +58,42 @@ class Letters(BaseNode):
             raise OSError("disk")
         self.reads.append(self.position - 1)
         return f"item {self.position - 1}"
+
+
+class Chunks(StatefulNode):
+    """The same items, several at a time; it changes the state that it is reset with."""
+
+    @dataclass(kw_only=True)
+    class STATE(NodeState):
+        positions: list
+
+    def __init__(self, size=SIZE):
+        super().__init__()
+        self.size, self.positions, self.reads, self.saved = size, [0], [], 0
+
+    def begin_epoch(self):
+        self.positions = [0]
+
+    def save(self):
+        self.saved += 1
+        return self.STATE(positions=self.positions)
+
+    def next(self):
+        raise NotImplementedError
+
+    def next_chunk(self, count):
+        first = self.positions[0]
+        last = min(first + count, self.size)
+        if first == last:
+            raise StopIteration
+        self.positions[0] = last
+        self.reads += range(first, last)
+        return names(range(first, last)), [None] * (last - first)
+
+    def reset(self, initial_state=None):
+        super().reset(initial_state)
+        if initial_state is not None:
+            initial_state["positions"].clear()
 
 
 class Keyed(Letters):
@@ -111,17 +150,18 @@ def test_from_any_state_the_kept_items_and_the_rest_are_read_again(data):
     size, distance = data.draw(st.integers(0, 30)), data.draw(st.integers(1, 9))
     items, _ = numbered(distance, size=size)
     oldest = 0
-    items.keep(oldest, distance)
+    items.keep_from(oldest, distance)
     out = 0  # what is taken and not out is with workers
     while items.position < size and data.draw(st.integers(0, 9)):
         taken(items, min(data.draw(st.integers(1, 6)), size - items.position))
         out = data.draw(st.integers(out, items.position))
         oldest = data.draw(st.integers(oldest, out))
-        items.keep(oldest, distance := data.draw(st.integers(1, 9)))
+        items.keep_from(oldest, distance := data.draw(st.integers(1, 9)))
+        items.forget(out)
         first, _ = items.state_at(out)
         assert first <= oldest
     again, source = resumed(items, out, Letters(size), distance)
-    again.keep(oldest, distance)
+    again.keep_from(oldest, distance)
     wanted = data.draw(st.sets(st.integers(oldest, out - 1))) if oldest < out else set()
     for holder, most in (again, out), (items, items.position):
         found = holder.read_again(wanted)
@@ -137,14 +177,15 @@ def test_from_any_state_the_kept_items_and_the_rest_are_read_again(data):
 
 def test_states_are_as_far_apart_as_asked_for_and_those_that_nobody_needs_are_forgotten():
     items, source = numbered(distance=10)
-    items.keep(0, 10)
+    items.keep_from(0, 10)
     taken(items, 100)
     assert source.states == 10  # before 0, 10, ..., 90
     assert items.state_at(100)[0] == 0
-    items.keep(57, 20)
-    assert items.state_at(100)[0] == 50
+    items.keep_from(57, 20)
+    items.forget(100)
+    assert items.state_at(100)[0] == items.state_at(0)[0] == 50
     assert items.state_at(53)[0] == 50  # where 47 of them are not out yet
-    items.keep(None, 20)
+    items.keep_from(None, 20)
     assert items.state_at(95)[0] == 90
     taken(items, 20)
     assert source.states == 11  # before 110
@@ -155,18 +196,39 @@ def test_states_are_as_far_apart_as_asked_for_and_those_that_nobody_needs_are_fo
 
 def test_a_state_that_is_noted_does_not_replace_those_that_are_needed():
     items, _ = numbered()
-    items.keep(3, 4)
+    items.keep_from(3, 4)
     taken(items, 10)
-    items.note_state()
+    assert not items.note_state()
     assert items.state_at(10)[0] == 0
-    items.keep(10, 4)
-    items.note_state()
+    assert not items.note_state()
+    items.keep_from(10, 4)
+    assert items.note_state()
     assert items.state_at(10)[0] == 10
+
+
+def test_looking_for_a_state_forgets_none():
+    items, _ = numbered()
+    taken(items, 30)
+    assert [items.state_at(number)[0] for number in (30, 13, 0)] == [28, 12, 0]
+    items.forget(13)
+    assert [items.state_at(number)[0] for number in (30, 13)] == [28, 12]
+    assert items.state_at(3)[0] == 12  # the first that there is
+
+
+def test_of_a_source_of_chunks_states_are_as_far_apart_and_are_kept_as_they_were():
+    items, source = numbered(distance=10, source=Chunks())
+    items.keep_from(0, 10)
+    assert taken(items, 95) == names(range(95))
+    assert source.saved == 10
+    for _ in range(2):
+        assert items.read_again([31])[31][0] == "item 31"
+        assert source.reads[-65:] == [*range(30, 95)]
+    assert rest_of(items) == names(range(95, SIZE))
 
 
 def test_keys_that_the_source_tells_come_with_the_items():
     items, _ = numbered(source=Keyed())
-    items.keep(0, 4)
+    items.keep_from(0, 4)
     taken(items, 9)
     again = items.make_again([ItemKey("", number, 1) for number in (7, 2)])
     assert [run[at] for run, at in again.take([0, 1])] == ["item 7", "item 2"] and again.are_made
@@ -176,7 +238,7 @@ def test_keys_that_the_source_tells_come_with_the_items():
 
 def test_items_are_read_again_while_the_epoch_goes_on():
     items, source = numbered()
-    items.keep(5, 4)
+    items.keep_from(5, 4)
     taken(items, 30)
     assert items.read_again([6, 29]) == {6: ("item 6", None), 29: ("item 29", None)}
     assert source.resets == 2 and source.reads[30:] == [*range(4, 30)]
@@ -185,7 +247,7 @@ def test_items_are_read_again_while_the_epoch_goes_on():
 
 def test_after_a_restore_the_source_is_read_forward_once():
     items, _ = numbered()
-    items.keep(13, 4)
+    items.keep_from(13, 4)
     taken(items, 30)
     again, source = resumed(items, 30)
     assert source.reads == []  # somebody may ask for some of these
@@ -211,7 +273,7 @@ def test_the_state_after_an_error_stands_before_the_lost_item():
 
 def state_after(count, kept=0):
     items, _ = numbered()
-    items.keep(kept, 4)
+    items.keep_from(kept, 4)
     if count == SIZE:
         rest_of(items)
     else:
@@ -259,9 +321,12 @@ class Process:
 
     def __init__(self, changed=(), skipped=()):
         self.changed, self.skipped, self.made = changed, skipped, []
+        self.fault = lambda number: None  # may return what is made in place of a sample
 
     def __call__(self, item):
         number = int(str(getattr(item, "item", item)).split()[-1])
+        if (faulty := self.fault(number)) is not None:
+            return faulty
         self.made.append(number)
         if number in self.skipped:
             return Skipped("empty")
@@ -374,16 +439,71 @@ def test_an_order_that_is_not_seeded_is_an_error_that_says_so(kind, between):
 
     node = pool_of(kind(), between=between)
     node.reset(None)
-    out = numbers_of(node, 4)
+    numbers_of(node, 4)
+    state = node.state_dict()
     node = pool_of(Reordered(), between=between)
     with pytest.raises(
         StateError, match=r"cannot go on .*sample \d+ of the epoch.* order of the source is not"
     ):
-        node_state = pool_of(kind(), between=between)
-        node_state.reset(None)
-        numbers_of(node_state, len(out))
-        node.reset(node_state.state_dict())
+        node.reset(state)
         list(node)
+
+
+@pytest.mark.parametrize("state", ["replay", "payload"])
+@pytest.mark.parametrize("groups", [0, 6])
+def test_a_source_that_has_become_shorter_is_found_by_the_restore(state, groups):
+    node = pool_of(Letters(), state=state)
+    node.reset(None)
+    numbers_of(node, groups) if groups else next(node)
+    saved = node.state_dict()
+    shorter = pool_of(Letters(saved["pulled"] - 3), state=state)
+    with pytest.raises(StateError, match="ParallelProcessor cannot go on .* the source ended"):
+        shorter.reset(saved)
+
+
+def test_items_of_each_source_are_counted_where_all_can_be_read_by_key():
+    def counts(source):
+        node = pool_of(source)
+        node.reset(None)
+        processor, found = node.source, []
+        while hasattr(processor, "source") and not isinstance(processor, ParallelProcessor):
+            processor = processor.source
+        for _ in node:
+            found.append(copy_state(vars(processor.save())))
+        return [*found, vars(processor.save())]
+
+    by_key = {name: ShardedSampler(60, rank=0, world_size=1) for name in "ab"}
+    for state in counts(SourceMixer(by_key)):
+        assert sum(items for items, _ in state["taken_of"].values()) == state["taken"]
+    assert all(not state["taken_of"] for state in counts(mixed(None)))
+
+
+FAULTS = {
+    "observe": lambda number: {"x": number},
+    "process": lambda number: 1 // 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("observe", r"^sample \d+ of the epoch, made again: a sample has no length"),
+        (
+            "process",
+            r"made again for a restore \(sample \d+ of the epoch\), cannot be processed",
+        ),
+    ],
+)
+def test_an_error_of_a_sample_without_a_key_says_its_number(fault, message):
+    node = pool_of(Letters())
+    node.reset(None)
+    numbers_of(node, 6)
+    state = node.state_dict()
+    again = pool_of(Letters(), process := Process())
+    process.fault = lambda number: FAULTS[fault](number) if number < state["pulled"] else None
+    again.reset(state)
+    with pytest.raises(SampleError, match=message):
+        list(again)
 
 
 @pytest.mark.parametrize("eagerly", [{"makes_all": True}, {"may_differ": True}, {}])

@@ -46,7 +46,7 @@ REFUSALS = [
     ([1], "but is list"),
     ({"model": 1, "optimizer": 2}, r"keys \['model', 'optimizer'\]"),
     (seal("Other", {}, {"x": 1}), "saved by `Other`.* into `Node`"),
-    ({**seal("Node", {}, {"x": 1}), "version": 99}, "`version` 99, but .* reads 11"),
+    ({**seal("Node", {}, {"x": 1}), "version": 99}, "`version` 99, but .* reads 12"),
     (seal("Node", {}, {}), "lacks `x`"),
     (seal("Node", {}, {"x": 1, "other": 0}), "has `other`"),
     ({**seal("Node", {}, {"x": 1}), "config": 3}, "`config` must be a dict, but is 3"),

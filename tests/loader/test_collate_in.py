@@ -347,28 +347,47 @@ def fork(batch):
     return batch
 
 
-@pytest.mark.filterwarnings("ignore:worker process .* was killed:UserWarning")
-def test_a_worker_that_dies_within_a_batch_is_an_error_that_loses_nothing(tmp_path):
-    """Batches of which the samples are there still come; a reset starts new workers."""
+def test_a_child_of_a_worker_may_end_within_a_batch():
     expected = epoch(Rows(), "main", collate_fn=where)
     assert_equal(expected, epoch(Rows(), "workers", collate_fn=faulty(fork)))
-    once = tmp_path / "once"
+
+
+def killed_in_batch(step, size, once):
+    """The steps of an epoch, and a loader whose worker is killed once, while it makes a batch."""
+    workers = WorkerOptions(num_workers=2, chunk_size=7, in_flight_samples=7, **WORKERS)
+    given = {"workers": workers, "prefetch": 1}
+    expected = epoch(Rows(size), "main", collate_fn=where, **given)
 
     def fault(batch):
-        if batch["ids"] == expected[4][0]["ids"] and not once.exists():
+        if batch["ids"] == expected[step][0]["ids"] and not once.exists():
             once.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return batch
 
-    collate = faulty(fault)
+    loader = ODBDataLoader(Rows(size), **options(collate_fn=faulty(fault), **given))
+    return [info for _, info, _ in expected], loader
+
+
+@pytest.mark.filterwarnings("ignore:worker process .* was killed:UserWarning")
+def test_a_worker_that_dies_within_a_batch_is_an_error_that_loses_nothing(tmp_path):
+    """Batches of which the samples are there still come; a reset starts new workers."""
+    # Most samples of the epoch are still to be processed, so the worker is missed for sure.
+    expected, loader = killed_in_batch(4, 2 * SIZE, tmp_path / "once")
     found = []
-    with ODBDataLoader(Rows(), **options(collate_fn=collate)) as loader:
+    with loader:
         with pytest.raises(WorkerError, match="signal 9"):
             for batch in loader:
                 found.append(pop_step_info(batch))
+        assert 0 < len(found) < len(expected) - 1
         loader.load_state_dict(loader.state_dict())
         found += [pop_step_info(batch) for batch in loader]
-    assert found == [info for _, info, _ in expected]
+    assert found == expected
+
+
+def test_a_worker_that_dies_within_a_batch_after_the_last_sample_is_no_error(tmp_path):
+    expected, loader = killed_in_batch(-1, SIZE, tmp_path / "once")
+    with loader, pytest.warns(UserWarning, match=r"signal 9.* The trainer's process makes them"):
+        assert [pop_step_info(batch) for batch in loader] == expected
 
 
 @pytest.mark.slow

@@ -203,7 +203,7 @@ def test_a_state_that_is_refused_leaves_that_argument_of_the_one_before():
     loader = Loader(bucketed(tokens=200))
     loader.load_state_dict(saved(bucketed()))
     with pytest.raises(StateError, match="lacks"):
-        loader.load_state_dict({"version": 11, "node": "Loader"}, change_budget=True)
+        loader.load_state_dict({"version": 12, "node": "Loader"}, change_budget=True)
     with pytest.raises(StateError, match="`budget.tokens` was 256"):
         iter(loader)
 

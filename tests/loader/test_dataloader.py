@@ -44,6 +44,7 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
+from odb_nodes.loader import pipeline
 from odb_nodes.sample import data_of
 
 
@@ -528,3 +529,20 @@ def test_equal_shares_of_very_unequal_datasets_are_warned_of_where_nobody_chose_
             warnings.simplefilter("error")
         ODBDataLoader(**given)
     assert fate is None or caught[0].filename == __file__
+
+
+def test_a_long_epoch_of_one_length_a_step_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(pipeline, "_noted", [])
+    data = [{"input_ids": [1, 2]}] * 10_000
+    for options in (
+        {"accumulate": 2},
+        {"token_budget": TokenBudget(99, layout="packed")},
+        {"virtual_ranks": 2},
+        {"dataset": data[1:]},
+    ):
+        ODBDataLoader(**{"dataset": data, "token_budget": 99, **options})
+    assert not caplog.messages
+    for _ in range(2):
+        ODBDataLoader(data, token_budget=99)
+    (message,) = caplog.messages
+    assert "samples of about one length" in message and "`accumulate=4`" in message

@@ -316,7 +316,9 @@ def test_a_node_between_pool_and_aligner_may_hold_samples():
         next(it)
     resumed = graph([3])
     resumed.load_state_dict(loader.state_dict())
-    with pytest.raises(StateError, match="its source must be the `WindowBucketer` itself"):
+    with pytest.raises(
+        StateError, match="its source must be a `WindowBucketer` or `PlannedGroups` itself"
+    ):
         iter(resumed)
     list(it)
     resumed.load_state_dict(loader.state_dict())

@@ -95,6 +95,7 @@ INVALID = [
     ("window_start", "x", ValueError, r'must be one of \("auto", "early", "full"\)'),
     ("tasks", "chat", TypeError, "must be a list of names, but is 'chat'"),
     ("diversity", -0.5, ValueError, r"must be in \[0, 1\], but is -0.5"),
+    ("step_time", "x", TypeError, "must be a .StepTime., a function or None"),
     ("shuffle", "x", TypeError, "must be True or False"),
     ("num_workers", -1, ValueError, "must be in 0.."),
     ("sampler", 3, TypeError, "must be an iterable"),

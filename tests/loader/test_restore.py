@@ -188,7 +188,9 @@ def keys_of(batches):
     return [pop_step_info(batch).keys for batch in batches]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))]
+)
 def test_an_item_that_was_edited_or_swapped_is_found_before_the_batch_that_holds_it(seed):
     rng, data = random.Random(seed), data_of(seed)
     it = iter(loader := over(data, seed=seed))

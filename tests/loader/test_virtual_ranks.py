@@ -220,7 +220,9 @@ def hosted(data=unchanged, cost=unchanged, collate=unchanged):
         node = ParallelProcessor(ShardedSampler(72, **shard), Data(data).__getitem__, **shard)
         node = WindowBucketer(LengthObserver(node), 60, 8)
         ranks.append(
-            RankAligner(node, one, 8, cost_fn=lambda group: sum(one.tokens for one in cost(group)))
+            RankAligner(
+                node, one, 8, step_time=lambda group: sum(one.tokens for one in cost(group))
+            )
         )
     ends = [GroupCollator(one, lambda group: PaddingCollate()(collate(group))) for one in ranks]
     return Loader(VirtualRanks(ends, ranks, team))
@@ -258,7 +260,7 @@ def test_what_raises_within_a_step_is_raised_once_and_loses_nothing(place, at, e
     assert isinstance(error, Exception) or raised is error
     assert isinstance(raised, SampleError) or place != "data" or raised is error
     if place == "cost" and isinstance(error, StopIteration):
-        assert "`cost_fn` raised StopIteration" in str(raised)
+        assert "`step_time` raised StopIteration" in str(raised)
     state = loader.state_dict()
     again = hosted()
     again.load_state_dict(state)

@@ -24,6 +24,7 @@ from odb_nodes.memory import (
     free_memory,
     preflight,
 )
+from odb_nodes.planning import StepTime
 from odb_nodes.testing import SavedTensorMeter
 
 MIB, GB = 2**20, 10**9
@@ -227,6 +228,24 @@ def test_with_and_without_checkpointing_the_slower_way_is_told_too(monkeypatch):
     assert found.slower.checkpointing and not found.checkpointing
     assert found.slower.budget.tokens > 1.5 * found.budget.tokens
     assert found.slower.tokens_per_s < found.tokens_per_s
+
+
+def test_the_time_of_a_step_is_fitted_to_the_steps_that_fitted(monkeypatch):
+    expected, clock = StepTime(base=0.05, tokens=2e-6, squares=1e-9), [0.0]
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+
+    class Clocked(Device):
+        def train_step(self, shape):
+            rows, width = shape
+            clock[0] += expected.seconds_of(rows * width, rows * width**2)
+            clock[0] += 3.0 * (self.peak(*shape) > self.limit_bytes)  # until memory runs out
+            super().train_step(shape)
+
+    device = Clocked(20 * GB, fails_above=1.1)
+    found = device.find([64, 512, 4096])
+    assert any(not trial.fits and not trial.error for trial in found.points)
+    assert vars(found.step_time) == pytest.approx(vars(expected), rel=1e-3)
+    assert device.find([512]).step_time is None  # any squares would fit
 
 
 # --- what it leaves as it was ---------------------------------------------------------------------

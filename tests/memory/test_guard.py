@@ -25,7 +25,6 @@ from odb_nodes import (
     Loader,
     ODBDataLoader,
     PaddingCollate,
-    RankAligner,
     SampleError,
     StateError,
     TokenBudget,
@@ -366,11 +365,6 @@ class Holder:
     loader = loader_of()
 
 
-def aligned(**options):
-    source = WindowBucketer(LengthObserver(IterableWrapper(samples_of(0, 9))), 96, 16)
-    return Loader(GroupCollator(RankAligner(source, **options)))
-
-
 NO_GROUPS = Loader(WindowBucketer(LengthObserver(IterableWrapper([])), 96, 16))
 REFUSALS = [
     (loader_of, {"on_oom": "halve"}, ValueError, "`on_oom` must be one of .*halve"),
@@ -383,7 +377,6 @@ REFUSALS = [
     (lambda: loader_of(token_budget=TokenBudget(96, shapes=4)), {"shrink": 0.5}, ValueError,
      "budget with `shapes`"),
     (lambda: loader_of(virtual_ranks=2), {}, TypeError, "must not have `virtual_ranks`"),
-    (lambda: aligned(cost_fn=len), {}, ValueError, "`cost_fn` of the `RankAligner`"),
     (lambda: NO_GROUPS, {}, TypeError, "its graph has 0"),
     (Holder, {}, TypeError, "Pass the `.loader` of this `Holder`"),
     (lambda: [1], {}, TypeError, "`loader` must be an `ODBDataLoader`"),

@@ -14,6 +14,7 @@ from odb_nodes import Observation, ODBDataLoader, PeerError, StateError, pop_ste
 from odb_nodes.monitor import Monitor, read_run, report
 from odb_nodes.monitor.watching import RunWarnings
 from odb_nodes.monitor.window import Counts
+from odb_nodes.planning import StepTime
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")
 
@@ -57,6 +58,21 @@ def test_ranks_write_one_file_with_the_mean_over_the_targets_of_all(tmp_path):
     padded = [[info.local_padded_tokens for info in infos] for infos in both]
     busiest = sum(map(max, *padded))
     assert epoch["mean"]["rank_balance"] == pytest.approx(sum(map(sum, padded)) / (2 * busiest))
+
+
+def test_ranks_are_as_level_in_time_as_what_a_step_takes_says():
+    """Rank 0 has rows of 8 x 2 and 4 x 4 tokens, rank 1 of 1 x 16 twice."""
+    rows = [[1, 16, 16, 0, 0] * 2, [1, 16, 16, 0, 0] * 2]
+    ranks = [
+        Counts(rows=of_rank, squares=squares, sums={"rank_seconds": 1.0})
+        for of_rank, squares in zip(rows, ([32, 64], [256, 256]), strict=True)
+    ]
+    whole = Counts.over_ranks(ranks, StepTime(tokens=2, squares=0.5, base=8))
+    times = [[8 + 32 + 16, 8 + 32 + 32], [8 + 32 + 128] * 2]
+    assert whole.sums["times"] == sum(map(sum, times))
+    assert whole.sums["longest_times"] == 2 * (168 + 168)
+    assert whole.sums["dearest_squares"] == 512
+    assert whole.groups()["mean"]["time_balance"] == sum(map(sum, times)) / (4 * 168)
 
 
 @pytest.mark.parametrize(

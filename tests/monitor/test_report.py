@@ -146,6 +146,9 @@ def test_a_run_that_went_on_otherwise_says_so_by_stretch(tmp_path, runs):
     found = report(tmp_path)
     (summary,) = found.runs
     assert summary.facts()["ranks"] == "4, then 2 from step 4"
+    assert summary.facts()["rank balance in time"] == pytest.approx(1.0)
+    half_at = "attention takes half of the time of, tokens: planned"
+    assert summary.facts()[half_at] == 12_288
     assert summary.facts()["resumed after step"] == "3"
     assert summary.facts()["optimizer steps without a record"] is None
     gap = [one for one in lines if json.loads(one).get("first_step") != 2]

@@ -100,27 +100,35 @@ def test_records_say_all_of_a_sample_but_its_data():
         Sample("b", 70_000, 9, 300, "web", "labels", 4, ItemKey("web", 9, 2, 5), 12, "chat"),
         Sample("c", 1, 0, 0, "web", "observed", None, ItemKey("web", 2**40, 1), 13, padding=4),
         Sample("d", 2, 1, 0, "ocr/x", "", 2**62, ItemKey("ocr/x", 0, 1), 14),
-        Sample("e", 9, 8, 0, "", "tokens", 5, ItemKey("", 5, 1), 15, ordinal=70_000),
-        Sample("f", 3, 2, 0, "", "tokens", None, None, 16, ordinal=2**40),  # without a key
+        Sample("e", 9, 8, 0, "", "tokens", 5, ItemKey("", 5, 1), 15),
     ]
-    for some in samples, samples[:1], samples[2:3], samples[5:], []:
+    for some in samples, samples[:1], samples[2:3], []:
         records = from_records(copy_state(to_records(SampleBlock.of(some))))
         assert (records.facts[:DATA] == SampleBlock.of(some).facts[:DATA]).all()
 
 
-@pytest.mark.parametrize("numbered", [False, True])
+def test_records_of_samples_that_are_numbered_need_no_keys():
+    keyed = Sample("e", 9, 8, 0, "", "tokens", 5, ItemKey("", 5, 1), 15)
+    samples = [keyed, Sample("f", 3, 2, 0, "", "tokens", None, None, 16)]
+    for some in samples, samples[1:]:
+        block = SampleBlock.of(some)
+        with pytest.raises(SampleError, match=r"`item_key\(\)` returned None"):
+            to_records(block)
+        records = to_records(block, is_numbered=True)
+        assert (from_records(records, is_numbered=True).facts[:DATA] == block.facts[:DATA]).all()
+        with pytest.raises(StateError, match="not valid"):
+            from_records(records)
+
+
 @pytest.mark.parametrize("labels", [False, True])
-def test_a_record_of_text_has_at_most_24_bytes(labels, numbered):
+def test_a_record_of_text_has_at_most_20_bytes(labels):
     samples = [
-        Sample(
-            *(None, 100 + n, 99 + n - labels * n % 7, 0, "", "labels", n, ItemKey("", n, 1), n),
-            ordinal=70_000 + n if numbered else None,
-        )
+        Sample(None, 100 + n, 99 + n - labels * n % 7, 0, "", "labels", n, ItemKey("", n, 1), n)
         for n in range(500)
     ]
     costs, keys, _, numbers, columns = to_records(SampleBlock.of(samples))
     parts = [costs, keys, numbers or b"", *columns.values()]
-    assert sum(map(len, parts)) <= (16 + 4 * labels + 4 * numbered) * 500
+    assert sum(map(len, parts)) <= (16 + 4 * labels) * 500
 
 
 def test_records_that_contradict_the_samples_are_an_error():
@@ -198,7 +206,7 @@ def test_a_round_is_planned_without_the_data_of_samples_unless_a_function_asks_f
         return made
 
     asks = [
-        {"cost_fn": lambda group: sum(len(one.data["input_ids"]) for one in group)},
+        {"step_time": lambda group: sum(len(one.data["input_ids"]) for one in group)},
         {"modalities": {"even": lambda one: one.data["input_ids"][0] % 2 == 0}},
     ]
     fewest = max(on_ranks(world_size, run))

@@ -1,5 +1,7 @@
 """Caps: what ranks offer, what they agree on, and the groups that are cut to it."""
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from pools import pool_of
 
 from odb_nodes import TokenBudget
+from odb_nodes.planning import RollingPool
 from odb_nodes.planning.caps import (
     NO_CAPS,
     agreed_caps,
@@ -118,12 +121,8 @@ def test_ranks_are_level_where_the_longest_samples_leave_room():
 
     lengths = lognormal_lengths(16 * 6_000, cv=1.0, seed=3)
     level = simulate(lengths, world_size=16, budget=16_384, window=256)
-    # A cost of its own, though the same: no caps.
-    plain = simulate(lengths, world_size=16, budget=16_384, window=256, cost_fn=padded)
+    with patch.object(RollingPool, "offer", lambda *_: NO_CAPS):
+        plain = simulate(lengths, world_size=16, budget=16_384, window=256)
     assert level.balance > plain.balance + 0.008
     assert level.efficiency > plain.efficiency + 0.006
     assert level.length_spread > plain.length_spread
-
-
-def padded(group):
-    return max(sample.tokens for sample in group) * len(group)

@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 from odb_nodes import Sample, SampleError, TokenBudget
 from odb_nodes.planning.group_costs import (
     MOST_MODALITIES,
-    BudgetCost,
     GroupCostEstimator,
     best_filler,
+    cost_of_group,
     counted_in,
-    padded_tokens,
+    samples_of,
+    time_of_group,
 )
 from odb_nodes.planning.rounds import FLAG_BITS, GroupCost
+from odb_nodes.planning.step_time import StepTime
 from odb_nodes.sample import COUNTED
 from odb_nodes.sample_block import SampleBlock
 
@@ -27,8 +29,8 @@ def block(*samples):
     return SampleBlock.of([*samples])
 
 
-def estimator(cost_fn=padded_tokens, modalities=None, tasks=()):
-    return GroupCostEstimator(cost_fn, modalities, tasks)
+def estimator(budget=None, step_time=None, modalities=None, tasks=()):
+    return GroupCostEstimator(budget, step_time, modalities, tasks)
 
 
 def test_other_ranks_are_told_samples_targets_and_cost_of_a_group():
@@ -39,29 +41,75 @@ def test_other_ranks_are_told_samples_targets_and_cost_of_a_group():
 def test_the_cost_under_a_budget_is_what_its_batch_costs():
     group = block(Sample(None, 5, 4), Sample(None, 9, 0))
     for budget in (TokenBudget(64), TokenBudget(64, layout="packed", attention_tokens=4)):
-        assert BudgetCost(budget)(group) == budget.cost([5, 9])
-        assert estimator(BudgetCost(budget))(group).cost == budget.cost([5, 9])
+        assert cost_of_group(group, budget) == budget.cost([5, 9])
+        assert estimator(budget)(group).cost == budget.cost([5, 9])
+    assert cost_of_group(group, None) == 18
 
 
 def test_no_group_costs_more_than_a_cost_may_be():
     group = block(Sample(None, 2**20, 1))
-    assert BudgetCost(TokenBudget(64, attention_tokens=1))(group) == 2**31 - 1
+    assert cost_of_group(group, TokenBudget(64, attention_tokens=1)) == 2**31 - 1
 
 
-def test_the_cost_of_another_layout_has_another_name_and_that_of_other_sizes_has_not():
-    """The sizes are in the fingerprint of the node that forms the groups."""
+def test_times_are_those_of_a_step_time_in_the_layout_of_the_budget():
+    group = block(Sample(None, 5, 4), Sample(None, 9, 0, patches=7))
+    by_time = StepTime(squares=1, patches=2)
+    packed = TokenBudget(64, layout="packed")
+    assert estimator(TokenBudget(64), by_time)(group).time == 18 + 2 * 81 + 14
+    assert estimator(None, by_time)(group).time == 18 + 2 * 81 + 14  # as padded
+    assert estimator(packed, by_time)(group).time == 14 + 25 + 81 + 14
+    assert estimator(TokenBudget(64))(group).time is None
+    assert estimator()(group).time is None
+
+
+def test_a_function_of_the_user_gets_the_samples_of_the_group():
+    group = block(Sample("a", 5, 4), Sample("b", 9, 0))
+
+    def time(samples):
+        assert [sample.data for sample in samples] == ["a", "b"]
+        return 70
+
+    told = estimator(TokenBudget(64, layout="packed"), time)(group)
+    assert (told.cost, told.time) == (14, 70)
+
+
+def test_a_group_without_a_time_of_its_own_takes_what_it_costs():
+    assert GroupCost(1, 1, 30).costs == GroupCost(1, 1, 30, time=30).costs
+    assert GroupCost(1, 1, 30).costs < GroupCost(1, 1, 30, time=31).costs
+    assert GroupCost(1, 1, 99, time=0).costs == 99
+
+
+def test_a_planned_group_is_measured_by_its_samples_rows_and_lengths_alone():
+    seen = []
+
+    def time(samples):
+        seen.extend((one.data, one.tokens, one.targets, one.patches) for one in samples)
+        return 5
+
+    rows, tokens = np.array([7, 3]), np.array([10, 20])
+    given = (time, tokens, np.array([0, 0]), None, lambda: samples_of(rows, tokens, tokens - 1, 4))
+    assert time_of_group(*given) == 5
+    assert seen == [(7, 10, 9, 4), (3, 20, 19, 4)]
+    assert time_of_group(None, *given[1:]) is None
+    assert [sample.targets for sample in samples_of(rows, tokens)] == [0, 0]
+
+
+def test_all_that_decides_times_is_in_the_fingerprint_and_the_budget_is_in_that_of_its_node():
+    def name(*given):
+        return estimator(*given).fingerprint()["step_time"]
+
     padded, packed = TokenBudget(64), TokenBudget(64, layout="packed")
-    names = [
-        estimator(BudgetCost(budget)).fingerprint()["cost_fn"]
-        for budget in (padded, TokenBudget(99, max_samples=3), packed)
-    ]
-    assert names == ["padded_tokens", "padded_tokens", "packed_tokens"]
+    assert name(padded) == name(TokenBudget(99, max_samples=3)) == name(None) == "None"
+    assert name(packed) == "None" != name(padded, StepTime())
+    close = StepTime(squares=0.5), StepTime(squares=0.5 + 1e-9)  # Plans differ by less.
+    assert name(padded, close[0]) != name(padded, close[1])
+    assert name(padded, StepTime(squares=0.5)) != name(padded, StepTime(squares=0.5, base=3))
 
 
 def test_all_that_decides_costs_is_in_the_fingerprint():
-    measure = estimator(len, {"odd": bool, "even": bool}, ["a", "b"])
+    measure = estimator(None, len, {"odd": bool, "even": bool}, ["a", "b"])
     assert measure.fingerprint() == {
-        "cost_fn": "len",
+        "step_time": "len",
         "modalities": ["odd", "even"],
         "tasks": ["a", "b"],
     }
@@ -118,16 +166,11 @@ def test_more_modalities_than_flags_are_refused():
         estimator(modalities={**functions, "more": bool})
 
 
-@pytest.mark.parametrize("cost", [-1, 2.5, None, 2**31])
-def test_a_cost_that_is_no_integer_of_31_bits_is_refused(cost):
-    with pytest.raises((TypeError, ValueError), match="`cost_fn`"):
-        estimator(lambda group: cost)(block(Sample(None, 5, 4)))
-    assert estimator(lambda group: 0)(block(Sample(None, 5, 4))).cost == 0
-
-
-def test_a_cost_function_that_cannot_be_called_is_refused():
-    with pytest.raises(TypeError, match="`cost_fn`"):
-        estimator(3)
+@pytest.mark.parametrize("time", [-1, 2.5, None, 2**31])
+def test_a_time_that_is_no_integer_of_31_bits_is_refused(time):
+    with pytest.raises((TypeError, ValueError), match="^`step_time` must be"):
+        estimator(None, lambda group: time)(block(Sample(None, 5, 4)))
+    assert estimator(None, lambda group: 0)(block(Sample(None, 5, 4))).time == 0
 
 
 def test_the_best_filler_has_targets_then_few_patches_then_few_tokens():

@@ -11,7 +11,7 @@ from pools import ATTENTION, PACKED, ROW_SIZES
 from refusals import refuses
 
 from odb_nodes import SampleError, TokenBudget
-from odb_nodes.planning import plan_epoch
+from odb_nodes.planning import StepTime, plan_epoch
 from odb_nodes.planning.known_epochs import WINDOW_IN_ORDER, known_window
 
 few = settings(max_examples=max(20, settings.default.max_examples // 5))
@@ -43,13 +43,21 @@ budgets = st.one_of(
     st.integers(1, 4),
     st.sampled_from([1, 7, "auto"]),
     st.sampled_from([0, 3]),
+    st.sampled_from([1, 3]),
+    st.sampled_from([None, StepTime(), StepTime(squares=0.1, base=9), len]),
 )
 @few
 def test_each_sample_is_in_one_group_within_every_limit(
-    lengths, budget, world_size, window, dearest_first
+    lengths, budget, world_size, window, dearest_first, accumulate, step_time
 ):
     steps = plan_epoch(
-        lengths, budget, world_size=world_size, window=window, dearest_first=dearest_first
+        lengths,
+        budget,
+        world_size=world_size,
+        window=window,
+        dearest_first=dearest_first,
+        accumulate=accumulate,
+        step_time=step_time,
     )
     kept = [at for at, one in enumerate(lengths) if one <= budget.capacity]
     if budget.oversize == "alone":
@@ -101,31 +109,90 @@ def test_an_oversize_sample_is_alone_or_dropped_or_an_error_that_names_it():
     ):
         plan_epoch(lengths, TokenBudget(50, oversize="error"))
     assert plan_epoch([10, 20], TokenBudget(50, oversize="error")) == [[[0, 1]]]
-    assert plan_epoch([90], TokenBudget(50, oversize="drop"), costs=[1]) == []
+    for layout in ("padded", "packed"):
+        nothing = TokenBudget(50, oversize="drop", layout=layout)
+        assert plan_epoch([90], nothing) == plan_epoch([90], nothing, world_size=2) == []
 
 
 def test_fewer_samples_than_ranks_leave_ranks_without_any():
     assert plan_epoch([5], 64, world_size=3) == [[[0], [], []]]
 
 
-def spread(steps, costs):
-    """How much the largest of a step costs, relative to the mean: 1 where ranks are even."""
-    sums = np.array([[costs[group].sum() for group in step] for step in steps])
-    return (sums.max(axis=1) / sums.mean(axis=1)).mean()
+def unevenness(steps, times):
+    """How long the longest of a step takes, relative to the mean: 1 where ranks are level."""
+    of_each = np.array([[times(group) for group in step] for step in steps if all(step)])
+    return of_each.max(axis=1).sum() / of_each.mean(axis=1).sum()
 
 
 @pytest.mark.parametrize("window", ["auto", 64])
-def test_the_groups_of_a_step_are_matched_by_costs(window):
-    costs = np.random.default_rng(1).integers(0, 10**6, len(LENGTHS))
+def test_padded_groups_of_a_step_are_matched_by_the_time_that_is_asked_for(window):
+    values = np.random.default_rng(1).integers(0, 10**6, len(LENGTHS))
+
+    def time(samples):
+        assert [LENGTHS[sample.data] for sample in samples] == [one.tokens for one in samples]
+        return int(values[[sample.data for sample in samples]].sum())
+
+    def time_of_indices(group):
+        return int(values[group].sum())
+
     job = {"world_size": 4, "window": window}
-    by_costs = plan_epoch(LENGTHS, 128, costs=costs, **job)
+    by_time = plan_epoch(LENGTHS, 128, step_time=time, **job)
     by_budget = plan_epoch(LENGTHS, 128, **job)
-    assert spread(by_costs, costs) < spread(by_budget, costs) - 0.1
+    assert unevenness(by_time, time_of_indices) < unevenness(by_budget, time_of_indices) - 0.1
 
     def groups(steps):
         return sorted(chain(*steps))
 
-    assert groups(by_costs) == groups(by_budget)
+    assert groups(by_time) == groups(by_budget)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_ranks_that_are_told_what_a_step_takes_are_level_in_that(layout):
+    budget, step_time = TokenBudget(160, layout=layout), StepTime(squares=1 / 20)
+
+    def time(group):
+        lengths = [LENGTHS[index] for index in group]
+        return step_time.of_group(lengths, [0] * len(lengths), budget)
+
+    level, of_tokens = (
+        unevenness(plan_epoch(LENGTHS, budget, world_size=4, step_time=one), time)
+        for one in (step_time, StepTime())
+    )
+    assert level < 1.03 and level < of_tokens - (0.02 if layout == "padded" else 0.05)
+
+
+def test_packed_rows_are_level_in_the_time_of_a_typical_model_unless_told_otherwise():
+    budget = TokenBudget(160, layout="packed", attention_tokens=30)
+    job = {"world_size": 3, "seed": 1}
+    default = plan_epoch(LENGTHS, budget, **job)
+    assert default == plan_epoch(LENGTHS, budget, step_time=StepTime.typical(budget), **job)
+    assert default != plan_epoch(LENGTHS, budget, step_time=StepTime(), **job)
+    alone = plan_epoch(LENGTHS, budget)  # One rank waits for none.
+    assert alone == plan_epoch(LENGTHS, budget, step_time=StepTime(squares=9))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_micro_steps_of_an_optimizer_step_have_unlike_lengths(world_size):
+    def spread(accumulate):
+        """The variance of lengths within optimizer steps, as a share of all."""
+        job = {"world_size": world_size, "step_time": StepTime(squares=0.1)}
+        steps = plan_epoch(LENGTHS, 128, accumulate=accumulate, **job)
+        within = 0.0
+        for start in range(0, len(steps), 4):
+            lengths = np.array(LENGTHS)[[*chain(*chain(*steps[start : start + 4]))]]
+            within += ((lengths - lengths.mean()) ** 2).sum()
+        return within / (np.var(LENGTHS) * len(LENGTHS))
+
+    assert spread(4) > spread(1) + 0.05
+    assert spread(4) > 0.7
+
+    def groups(steps):
+        return sorted(map(sorted, steps))
+
+    job = {"world_size": world_size}
+    assert groups(plan_epoch(LENGTHS, 128, accumulate=4, **job)) == groups(
+        plan_epoch(LENGTHS, 128, **job)
+    )
 
 
 test_refusals = refuses(
@@ -133,11 +200,13 @@ test_refusals = refuses(
         ({"lengths": []}, ValueError, "lengths.*\\[\\]"),
         ({"lengths": [3, 0]}, ValueError, "lengths.*at least 1"),
         ({"lengths": [[3]]}, ValueError, "lengths.*one row"),
-        ({"costs": [1]}, ValueError, "costs.*2 integers.*\\[1\\]"),
-        ({"costs": [1, -1]}, ValueError, "costs.*at least 0"),
-        ({"costs": [1, 1.5]}, ValueError, "costs.*integers"),
-        ({"lengths": [4, 4], "costs": [2**31 - 1, 1]}, ValueError, "`costs` must be in 0.*648"),
-        ({"costs": [2**62, 2**62]}, ValueError, "`costs` must be in 0"),
+        ({"step_time": 3}, TypeError, "`step_time`.*3"),
+        (
+            {"step_time": lambda group: -1, "world_size": 2, "budget": 5},
+            ValueError,
+            "step_time.*-1",
+        ),
+        ({"accumulate": 0}, ValueError, "accumulate.*0"),
         ({"world_size": 0}, ValueError, "world_size.*0"),
         ({"window": 0}, ValueError, "window.*0"),
         ({"window": "all"}, ValueError, "`window` must be \"auto\" or a number.*'all'"),

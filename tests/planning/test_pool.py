@@ -1,5 +1,6 @@
 import zlib
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -7,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pools import budgets, lognormal, padded_budgets, pool_of, run
 
-from odb_nodes.planning import MAX_AGE_WINDOWS, RollingPool, TokenBudget
+from odb_nodes.planning import MAX_AGE_WINDOWS, RollingPool, StepTime, TokenBudget
 from odb_nodes.planning.budget import Limits
+from odb_nodes.planning.caps import joined_costs
 from odb_nodes.planning.table import ORDINALS
 from odb_nodes.tools.simulate import simulate_steps
 
@@ -409,3 +411,117 @@ def test_the_longest_samples_of_all_ranks_are_in_the_first_round(layout):
 def test_the_rule_has_not_changed(options, golden):
     groups, _ = run(lognormal(120, seed=7), TokenBudget(4096, **options), 32)
     assert zlib.crc32(str(groups).encode()) == golden
+
+
+# --- groups for the times of caps -----------------------------------------------------------------
+
+
+def one_long_sample_first(lengths, longest):
+    return [longest, *lengths]
+
+
+feeds = st.one_of(
+    st.lists(st.integers(1, 60), min_size=1, max_size=150),
+    st.builds(
+        one_long_sample_first, st.lists(st.integers(1, 9), max_size=150), st.integers(60, 300)
+    ),
+    st.builds(lambda length, count: [length] * count, st.integers(1, 90), st.integers(1, 150)),
+    st.builds(  # all dear, and a cheap one in between
+        lambda count, at: [*[40] * at, 1, *[40] * count], st.integers(1, 90), st.integers(0, 60)
+    ),
+)
+aimed_budgets = st.one_of(
+    st.builds(
+        TokenBudget,
+        st.integers(60, 200),
+        layout=st.sampled_from(["padded", "packed"]),
+        max_samples=st.none() | st.integers(1, 9),
+        max_patches=st.none() | st.integers(3, 40),
+    ),
+    st.builds(TokenBudget, st.integers(60, 200), row_sizes=st.sampled_from(["even", "friendly"])),
+)
+
+
+@given(
+    feeds,
+    aimed_budgets,
+    st.sampled_from([1, 2, 7, 30]),
+    st.sampled_from([StepTime(squares=0.05), StepTime(squares=1, patches=5)]),
+    st.lists(st.integers(1, 4_000), max_size=5) | st.none(),
+    st.booleans(),
+)
+@few
+def test_under_times_each_sample_comes_out_once_within_the_budget_and_in_time(
+    lengths, budget, window, step_time, times, early
+):
+    patches = [at % 4 for at in range(len(lengths))]
+
+    def caps_of(pool):
+        """Times that have nothing to do with the samples, or those that the pool offers."""
+        if times is not None:
+            return joined_costs(np.sort(np.array(times, np.int64)), budget.tokens)
+        return pool.offer(4)[1:][::-1]
+
+    groups, age = run(
+        lengths, budget, window, patches, early=early, step_time=step_time, caps_of=caps_of
+    )
+    assert sorted(chain(*groups)) == [*range(len(lengths))]
+    assert age <= MAX_AGE_WINDOWS * window
+    for group in groups:
+        assert group == sorted(group)
+        if len(group) > 1:
+            assert budget.cost([lengths[at] for at in group]) <= budget.tokens
+            assert sum(patches[at] for at in group) <= (budget.max_patches or 200)
+            assert len(group) <= (budget.max_samples or len(group))
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_each_group_uses_up_a_cap_from_the_dearest_down(layout):
+    pool = pool_of(lognormal(400), TokenBudget(16_384, layout=layout))
+    pool.aim_by(StepTime(squares=1 / 800))
+    caps = joined_costs(np.array([9_000, 20_000, 40_000]), 16_384)
+    pool.use_caps(caps)
+    for left in (2, 1, 0):
+        pool.take()
+        assert pool.caps.tolist() == caps[:left].tolist()
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_sample_that_is_due_gets_a_cap_that_it_can_meet_or_else_the_dearest(layout):
+    step_time = StepTime(squares=1 / 100)
+    for longest, index in ((60, 0), (700, 1), (1_400, 2), (3_000, 2)):
+        pool = RollingPool(TokenBudget(4_096, layout=layout), 40)
+        pool.aim_by(step_time)
+        lengths = [longest, *[20] * 199]
+        pool.add(range(200), lengths, [0] * 200)
+        pool.count(200)  # so it is five windows old
+        caps = joined_costs(np.array([4_800, 9_500, 25_000]), 4_096)
+        pool.use_caps(caps)
+        assert 0 in pool.take()
+        assert pool.caps.tolist() == np.delete(caps, index).tolist()
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_before_ranks_have_agreed_on_times_the_pool_takes_a_middle_one_of_its_own(layout):
+    lengths, budget = lognormal(600), TokenBudget(16_384, layout=layout)
+    step_time = StepTime(squares=1 / 800)
+    pool = pool_of(lengths, budget)
+    pool.aim_by(step_time)
+    (middle,) = pool.offer(1)[1:].tolist()
+    other = pool_of(lengths, budget)
+    other.aim_by(step_time)
+    other.use_caps(np.array([middle]))
+    assert pool.take().tolist() == other.take().tolist()
+    assert not len(pool.caps)
+    pool.aim_by(None)
+    by_cost = pool_of(lengths, budget)
+    by_cost.remove(np.setdiff1d(by_cost.ordinals(), pool.ordinals()))
+    assert pool.take().tolist() == by_cost.take().tolist()
+
+
+def test_the_end_of_an_epoch_has_groups_for_times_as_long_as_there_are_caps():
+    pool = pool_of([30] * 40, TokenBudget(100))
+    pool.aim_by(StepTime(squares=1))
+    pool.use_caps(joined_costs(np.array([950]), 100))
+    assert len(pool.take(draining=True)) == 1  # two take 1,860
+    assert len(pool.take(draining=True)) == 3

@@ -1,6 +1,7 @@
 """The plan of one rank, driven by hand: facts in, reports between ranks, steps out."""
 
 import json
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from pools import facts_of
 
 from odb_nodes.planning import GroupCost, TokenBudget, round_steps
 from odb_nodes.planning.budget import Limits
+from odb_nodes.planning.caps import joined_costs
 from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.group_planner import GivenGroups, GroupPlanner, RoundSettings
 from odb_nodes.planning.levelling import UNKNOWN_LEFT
@@ -213,16 +215,15 @@ def described(agreement):
 
 def share(ranks, rests):
     """Share out what ranks have left, and cut it."""
-    costs = [rest.cost for rest in rests]
-    given_away = [rest.give(costs) for rest in rests]
+    moves = rests[0].moves([rest.told() for rest in rests])
+    assert all(rest.moves([one.told() for one in rests]) == moves for rest in rests)
+    places_of = [rest.give(moves) for rest in rests]
+    given_away = [rest.given for rest in rests]
     items = [rank.items[facts.ordinal] for rank, facts in zip(ranks, given_away, strict=True)]
-    received = []
-    for rank, rest in zip(ranks, rests, strict=True):
-        places = rest.receives(costs, [facts.tokens for facts in given_away])
+    for rank, rest, places in zip(ranks, rests, places_of, strict=True):
         facts = [given_away[giver].take([row]) for giver, row in places]
         rest.add(rank.take_over(Facts.joined(facts), [items[giver][row] for giver, row in places]))
-        received += places
-    assert sorted(received) == [
+    assert sorted(chain(*places_of)) == [
         (giver, row) for giver, facts in enumerate(given_away) for row in range(len(facts))
     ]
     steps = max([rest.fewest_steps() for rest in rests])
@@ -567,8 +568,9 @@ def test_a_plan_tells_how_many_samples_it_waits_for():
 def test_a_report_has_what_is_measured_of_each_group_and_whether_the_data_has_ended():
     plan = plan_of([10, 30])
     report = plan.report()
-    split = [1, 5, 10, 30, 1 << 30 | 1, 5, 0]  # the shorter one; the other one costs 30
-    assert report.table.tolist() == [[2, 20, 60, 0, 1, 20, 0], split]
+    # Of the shorter one; the other one costs 30.
+    split = [1, 5, joined_costs(10, 10), joined_costs(30, 30), 1 << 30 | 1, 5, 0]
+    assert report.table.tolist() == [[2, 20, joined_costs(60, 60), 0, 1, 20, 0], split]
     assert (report.groups, report.ended, report.max_tokens) == (1, True, 0)
     assert plan.report(max_tokens=70).max_tokens == 70
     assert not plan_of([10] * 90, ended=False).report().ended
@@ -695,12 +697,15 @@ def test_ranks_that_are_even_keep_what_they_have():
 
 def test_a_rank_gives_only_what_all_others_can_make():
     samples = facts_of([10] * 20, sharers=[2, 1] * 10)
-    rest = LastRound(samples, BUDGET, 0, 2)
-    assert rest.cost == 200
-    given_away = rest.give([200, 20]).ordinal
+    rests = [LastRound(one, BUDGET, rank, 2) for rank, one in enumerate((samples, facts_of([20])))]
+    # What cannot move counts, too.
+    assert rests[0].told().tolist() == [100, 0, *[10] * 10, *[0] * 10]
+    moves = rests[0].moves([rest.told() for rest in rests])
+    assert rests[0].give(moves) == []
+    assert rests[1].give(moves) == [(0, row) for row in range(9)]
+    given_away = rests[0].given.ordinal
     assert len(given_away) == 9 and not (given_away % 2).any()
-    assert rest.cost == 200 - 90
-    assert rest.given.ordinal.tolist() == given_away.tolist()
+    assert not len(rests[1].given)
 
 
 # --- groups of a node of the user ----------------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from odb_nodes import TokenBudget
 from odb_nodes.planning import CostReport, GroupCost, plan_round, round_steps
-from odb_nodes.planning.caps import NO_CAPS
+from odb_nodes.planning.caps import NO_CAPS, joined_costs
 from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.group_planner import GroupPlanner, PoolReport, RoundSettings
 from odb_nodes.planning.levelling import UNKNOWN_LEFT
@@ -25,6 +25,7 @@ from odb_nodes.planning.rounds import (
     report_of,
     row_of,
     shuffled,
+    spread_steps,
     step_totals,
 )
 
@@ -201,6 +202,52 @@ def test_of_equally_dear_groups_the_first_comes_first():
     assert (plan.groups == dearest_first[shuffled(300, 5)]).all()
 
 
+def timed_report(costs, times, **options):
+    rows = [
+        row_of(GroupCost(2, 1, cost, time=time)) for cost, time in zip(costs, times, strict=True)
+    ]
+    return CostReport(np.array(rows), len(rows), ended=True, **options)
+
+
+def test_groups_are_matched_by_time_whatever_they_cost():
+    """And what a step costs at most is told still."""
+    reports = [timed_report([9, 5, 1], [10, 30, 20]), timed_report([2, 4, 8], [33, 11, 22])]
+    plan = plan_round(reports, uneven="fill", key=0)
+    steps = sorted(plan.groups.T.tolist())
+    assert steps == [[0, 1], [1, 0], [2, 2]]
+    costs = [(9, 5, 1)[first] for first, _ in plan.groups.T.tolist()]
+    others = [(2, 4, 8)[second] for _, second in plan.groups.T.tolist()]
+    assert plan.totals[:, 3].tolist() == [*map(max, costs, others)]
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1)), min_size=1, max_size=6
+        ),
+        min_size=2,
+        max_size=4,
+    ),
+    st.integers(0, 99),
+)
+@few
+def test_the_groups_of_all_ranks_are_in_the_same_order_of_time(ranks, key):
+    reports = [timed_report(*zip(*of_rank, strict=True)) for of_rank in ranks]
+    plan = plan_round(reports, uneven="fill", key=key)
+    most = max(map(len, ranks))
+    times = np.full((len(ranks), plan.groups.shape[1]), -1, np.int64)
+    for rank, of_rank in enumerate(ranks):
+        splits = plan.splits[rank]
+        assert splits == 0
+        for step, index in enumerate(plan.groups[rank].tolist()):
+            if index != FILLER:
+                times[rank, step] = of_rank[index][1]
+    assert times.shape[1] == most
+    order = np.lexsort((-times.min(axis=0), -times.max(axis=0)))
+    for of_rank in times[:, order]:
+        assert (np.diff(of_rank) <= 0).all() or len({*times.max(axis=0).tolist()}) < most
+
+
 def test_steps_are_shuffled_by_the_key_alone():
     assert all(sorted(shuffled(9, key)) == [*range(9)] for key in range(20))
     assert len({tuple(shuffled(9, key)) for key in range(20)}) == 20
@@ -211,6 +258,36 @@ def test_steps_are_shuffled_by_the_key_alone():
     together = {tuple(sorted(map(tuple, plan.groups.T.tolist()))) for plan in plans}
     assert len(together) == 1  # the same groups share a step
     assert len({str(plan.groups) for plan in plans}) > 1  # at another place
+
+
+@given(
+    st.lists(st.integers(1, 30).map(float), max_size=40),
+    st.integers(1, 9),
+    st.integers(0, 2**64 - 1),
+)
+@few
+def test_an_optimizer_step_has_a_step_of_each_part_of_the_lengths(lengths, accumulate, key):
+    order = spread_steps(np.array(lengths), accumulate, key).tolist()
+    assert sorted(order) == [*range(len(lengths))]
+    assert order == spread_steps(np.array(lengths), accumulate, key).tolist()
+    whole = len(lengths) // accumulate
+    optimizer_steps = [order[at * accumulate : (at + 1) * accumulate] for at in range(whole)]
+    ascending = sorted(lengths[step] for steps in optimizer_steps for step in steps)
+    for steps in optimizer_steps:
+        for part, length in enumerate(sorted(lengths[step] for step in steps)):
+            assert ascending[part * whole] <= length <= ascending[(part + 1) * whole - 1]
+
+
+def test_steps_of_like_lengths_come_in_any_order():
+    lengths = np.arange(40.0)
+    orders = {key: spread_steps(lengths, 4, key).tolist() for key in range(20)}
+    assert len({*map(tuple, orders.values())}) == 20
+    # Neither the longest of an optimizer step nor the longest of all comes at a certain place.
+    places = [max(range(4), key=lambda at: order[at]) for order in orders.values()]
+    assert {*places} == {0, 1, 2, 3}
+    assert len({order.index(39) // 4 for order in orders.values()}) > 5
+    assert spread_steps(lengths, 1, 5).tolist() == shuffled(40, 5).tolist()
+    assert spread_steps(lengths[:3], 4, 5).tolist() == shuffled(3, 5).tolist()
 
 
 def test_a_rank_alone_takes_its_groups_as_they_come():
@@ -317,6 +394,38 @@ def test_a_ladder_ends_when_each_sample_is_a_group(lengths):
     assert all(len(group) == 1 for group in ladder.groups(splits))
 
 
+def test_the_group_that_takes_longest_is_split_by_all_ranks_alike_whatever_it_costs():
+    def timed(group):
+        """Costs what is padded; takes the longer the more samples there are."""
+        cost = len(group) * max(group.lengths)
+        return GroupCost(len(group), 0, cost, 0, (0, 0), time=len(group) ** 3)
+
+    groups = [group_of(40, 40), group_of(3, 2, 1), group_of(9)]
+    ladder = SplitLadder(groups, timed)
+    report = report_of(
+        ladder, 5, has_ended=True, may_split=True, left=-1, pool=PoolReport(), tasks=TASKS
+    )
+    assert [len(group) for group in ladder.groups(1)] == [2, 2, 1, 1]
+    other = [group_of(5)] * 5
+    others = report_of(
+        SplitLadder(other, timed),
+        5,
+        has_ended=True,
+        may_split=True,
+        left=-1,
+        pool=PoolReport(),
+        tasks=TASKS,
+    )
+    plan = plan_round([report, others], uneven="fill", key=3)
+    assert plan.splits == [2, 0]
+    split = ladder.groups(2)
+    for step, (samples, *_, cost, _, _) in zip(
+        steps_of(plan, [split, other]), plan.totals.tolist(), strict=True
+    ):
+        assert samples == sum(map(len, step))
+        assert cost == max(timed(group).cost for group in step)
+
+
 def test_a_group_that_costs_nothing_can_be_split_too():
     ladder = SplitLadder([group_of(1, 2)], lambda group: GroupCost(len(group), 0, 0))
     assert ladder.split() is not None
@@ -347,8 +456,15 @@ def test_a_report_with_more_splits_than_its_groups_allow_is_an_error():
 # --- messages ------------------------------------------------------------------------------------
 
 counts = st.integers(0, 2**40)
+costs = st.integers(0, 2**31 - 1)
 costs_of_groups = st.builds(
-    GroupCost, counts, counts, counts, st.integers(0, 2**30 - 1), st.tuples(counts, counts)
+    GroupCost,
+    counts,
+    counts,
+    costs,
+    st.integers(0, 2**30 - 1),
+    st.tuples(counts, counts),
+    st.none() | costs,
 )
 reports = st.builds(
     lambda costs, splits, **fields: CostReport(
@@ -397,8 +513,8 @@ def test_no_message_about_a_round_is_larger_than_said(lengths, most, offered):
 
 
 def test_a_row_holds_all_that_is_known_of_a_group():
-    cost = GroupCost(2, 3, 5, 7, (11, 13))
-    assert row_of(cost) == [2, 3, 5, 0, 7, 11, 13]
+    cost = GroupCost(2, 3, 5, 7, (11, 13), 17)
+    assert row_of(cost) == [2, 3, joined_costs(17, 5), 0, 7, 11, 13]
     assert len(row_of(GroupCost(*astuple(cost)[:4]))) == COLUMNS
 
 
@@ -414,7 +530,7 @@ def test_a_row_holds_all_that_is_known_of_a_group():
         (2, 32, 3, [3, 3, 3, 6, 6, 6, 9, 9, 12, 12, 15, 18, 24, 27, 33]),
         (2, 4, 8, [8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8, 8]),
         (1, 32, 1, [1, 2, 4, 4, 4, 4, 4, 4, 4, 4, 4, 4]),
-        (1, 32, 3, [3, 3, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6]),
+        (1, 32, 3, [3, 3, 3, 6, 6, 6, 9, 9, 12, 12, 15, 18, 24, 27, 33]),  # to be mixed
         (1, 2, 1, [1, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2]),
     ],
 )

@@ -3,16 +3,18 @@
 import math
 import zlib
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import lognormal, padded_budgets, pool_of, run
+from pools import lognormal, padded_budgets, pool_of, run, table_of
 from refusals import refuses
 
 from odb_nodes import Sample, SampleError, Skipped
-from odb_nodes.planning import SimulationOptions, TokenBudget
+from odb_nodes.planning import SimulationOptions, StepTime, TokenBudget
+from odb_nodes.planning.caps import costs_of, joined_costs, times_of
 from odb_nodes.planning.runs import (
     STEP_COST_SHARE,
     LengthRuns,
@@ -20,7 +22,7 @@ from odb_nodes.planning.runs import (
     check_has_task,
     diversities,
 )
-from odb_nodes.planning.table import ORDINALS, TOKENS
+from odb_nodes.planning.table import ORDINALS, PATCHES, TOKENS
 
 few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
@@ -48,13 +50,6 @@ def random_samples(count, longest, seed):
 samples = st.builds(
     random_samples, st.integers(1, 25), st.sampled_from([20, 60, 120]), st.integers(0, 2**16)
 )
-
-
-def table_of(samples):
-    """The table of a pool that holds these samples, by their numbers."""
-    tokens, patches, tasks = np.array(samples, np.int64).T
-    table = np.stack((tokens, np.arange(len(samples)), patches, tasks))
-    return table[:, table[TOKENS].argsort(kind="stable")]
 
 
 def is_full_run(tokens, patches, budget):
@@ -225,6 +220,122 @@ def test_under_a_limit_of_patches_groups_have_these_rows_until_the_data_ends(see
     out = np.cumsum([len(group) for group in groups])
     before_the_end = int(np.searchsorted(out, len(lengths) - 30, side="right"))
     assert {len(group) for group in groups[:before_the_end]} <= ROWS[sizes]
+
+
+# --- for a time ----------------------------------------------------------------------------------
+
+step_times = st.builds(
+    StepTime,
+    squares=st.sampled_from([0.0, 0.001, 1 / 40, 1.0]),
+    patches=st.sampled_from([0.0, 0.5, 20.0]),
+    base=st.sampled_from([0.0, 5.0]),
+).filter(lambda times: not times.is_of_tokens)
+
+
+def time_of(table, columns, step_time, budget):
+    return replace(step_time, base=0.0).of_group(
+        table[TOKENS, columns], table[PATCHES, columns], budget
+    )
+
+
+@given(
+    samples,
+    padded_budgets,
+    step_times,
+    st.integers(0, 4_000),
+    st.none() | st.integers(0, 24),
+    st.sampled_from([0.0, 0.5]),
+)
+@few
+def test_a_run_for_a_time_is_within_every_limit_and_holds_the_sample_that_is_due(
+    samples, budget, step_time, target, due, diversity
+):
+    table = table_of(samples)
+    due = None if due is None else due % len(samples)
+    runs = LengthRuns(budget, diversity, step_time)
+    run = runs.aimed(table, joined_costs(target, budget.tokens), due)
+    assert 0 <= run.start < run.stop <= len(samples)
+    assert due is None or run.start <= due < run.stop
+    tokens, patches = table[TOKENS, run].tolist(), int(table[PATCHES, run].sum())
+    if len(tokens) > 1:  # an oversize sample is alone
+        assert budget.cost(tokens) <= budget.tokens
+        assert len(tokens) <= (budget.max_samples or len(tokens))
+        assert patches <= (budget.max_patches or patches)
+        if budget.shapes is None:
+            assert len(tokens) in ROWS[budget.row_sizes]
+        if budget.shapes is None and not step_time.patches:
+            assert time_of(table, run, step_time, budget) <= target
+    assert runs.aimed(table, joined_costs(target, budget.tokens), due) == run
+
+
+@given(samples, padded_budgets, step_times, st.integers(1, 4_000))
+@few
+def test_all_samples_are_cut_into_runs_that_keep_to_a_time(samples, budget, step_time, most_time):
+    table = table_of(samples)
+    groups = LengthRuns(budget, step_time=step_time).cut(table, most_time)
+    ordinals = np.concatenate(groups)
+    assert ordinals[::-1].tolist() != [] and sorted(ordinals) == [*range(len(samples))]
+    for group in groups:
+        columns = np.flatnonzero(np.isin(table[ORDINALS], group))
+        assert len(group) == 1 or budget.cost(table[TOKENS, columns].tolist()) <= budget.tokens
+        if budget.shapes is None and not step_time.patches and len(group) > 1:
+            assert time_of(table, columns, step_time, budget) <= most_time
+
+
+@given(samples, step_times, st.sampled_from([TokenBudget(60), TokenBudget(90, max_samples=3)]))
+@few
+def test_times_of_runs_are_those_of_their_batches(samples, step_time, budget):
+    table = table_of(samples)
+    runs = LengthRuns(budget, step_time=step_time)
+    times = runs.full_times(table).tolist()
+    for (first, stop), time in zip(full_runs(table, budget), times, strict=True):
+        told = time_of(table, slice(first, stop), step_time, budget)
+        assert abs(told - time) <= 0.5 * (stop - first + 1)  # Patches are rounded.
+    for column in range(len(samples)):
+        alone = time_of(table, [column], step_time, budget)
+        assert abs(runs.least_time(table, column) - alone) <= 1
+
+
+def test_a_pool_offers_the_times_and_costs_of_its_full_groups():
+    budget, step_time = TokenBudget(100), StepTime(squares=0.1)
+    table = table_of([(50, 0)] * 20 + [(10, 0)] * 60)
+    offer = LengthRuns(budget, step_time=step_time).offer(
+        table, 15
+    )  # The last one may not be full.
+    assert offer[0] == 100
+    assert times_of(offer[1:]).tolist() == [100 + 2 * 250] * 10 + [100 + 10 * 10] * 5
+    assert costs_of(offer[1:]).tolist() == [100] * 15
+    # Fewer budgets, for which groups are filled better without a target; one shape for all.
+    for other, samples_of_other in (
+        (budget, table[:, :-1]),
+        (TokenBudget(100, shapes=3), table),
+        (budget, table[:, :0]),
+        (TokenBudget(100), table_of([(1_700, 0)])),
+    ):
+        assert not len(LengthRuns(other, step_time=step_time).offer(samples_of_other, 16))
+
+
+def test_groups_take_about_as_long_as_they_should():
+    lengths, budget, step_time = (
+        lognormal(2_000, cv=1.0),
+        TokenBudget(16_384),
+        StepTime(squares=1 / 800),
+    )
+    targets = []
+
+    def caps_of(pool):
+        caps = pool.offer(8)[1:][::-1]
+        targets.extend(times_of(caps)[::-1].tolist())
+        return caps
+
+    groups, _ = run(lengths, budget, 512, step_time=step_time, caps_of=caps_of)
+    times = [
+        step_time.of_group([lengths[at] for at in group], [0] * len(group), budget)
+        for group in groups
+    ]
+    reached = np.array(times[: len(targets)][:-8]) / np.array(targets[: len(times)][:-8])
+    assert len(reached) > 60
+    assert reached.max() <= 1 and reached.mean() > 0.93
 
 
 # --- groups that mix tasks more evenly, where a weight asks for them ------------------------------

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from pools import LIMITS, ROW_SIZES
+from pools import LIMITS, ROW_SIZES, lognormal
 from refusals import refuses
 
 from odb_nodes import SampleError, TokenBudget
 from odb_nodes.planning import (
     SimulationOptions,
+    StepTime,
     plan_epoch,
     plan_round,
     rank_plan,
@@ -22,10 +23,11 @@ from odb_nodes.planning import (
     simulate_steps,
     simulation,
 )
+from odb_nodes.planning.caps import costs_of
 from odb_nodes.planning.group_planner import RoundSettings
 from odb_nodes.planning.levelling import UNKNOWN_LEFT
 from odb_nodes.planning.rank_plan import RankPlan
-from odb_nodes.planning.rounds import COST, FILLER, SAMPLES, next_settings
+from odb_nodes.planning.rounds import COSTS, FILLER, SAMPLES, next_settings
 from odb_nodes.planning.sample_costs import SampleCosts
 from odb_nodes.planning.simulation import plan_steps
 
@@ -38,6 +40,13 @@ budgets = st.one_of(
     st.builds(TokenBudget, st.integers(30, 200), layout=st.just("packed"), **LIMITS),
     st.builds(TokenBudget, st.integers(20, 60), oversize=st.sampled_from(["alone", "drop"])),
 )
+
+
+def shortest_first(group):
+    """A time that has nothing to do with what a group costs."""
+    return max(0, 90 - min(sample.tokens for sample in group))
+
+
 jobs = st.builds(
     SimulationOptions,
     world_size=st.integers(1, 4),
@@ -48,6 +57,9 @@ jobs = st.builds(
     accumulate=st.integers(1, 3),
     dearest_first=st.sampled_from([0, 0, 3]),
     seed=st.integers(0, 9),
+    step_time=st.sampled_from(
+        [None, StepTime(), StepTime(squares=1 / 20), StepTime(squares=1, patches=3), shortest_first]
+    ),
 )
 
 
@@ -62,7 +74,7 @@ datasets = st.builds(
 )
 
 
-def costs_of(samples):
+def sample_costs_of(samples):
     tokens, patches = np.array(samples, np.int64).T
     return SampleCosts(tokens, np.maximum(tokens - 1, 0), patches, np.zeros_like(tokens))
 
@@ -75,7 +87,7 @@ def shards_of(samples, world_size):
 def planned(samples, job, **options):
     """The indices of each rank's group of each step; `None` for one that fills."""
     shards = shards_of(samples, job.world_size)
-    steps = plan_steps(costs_of(samples), shards, job, **options)
+    steps = plan_steps(sample_costs_of(samples), shards, job, **options)
     return [[group and group.data() for group in step] for step in steps]
 
 
@@ -89,6 +101,8 @@ def emitted_of(samples, job):
     ]
 
 
+PACKED = TokenBudget(100, layout="packed")
+PATCHED = TokenBudget(100, max_patches=4)
 LEVELLED = [(1 + at * 7919 % 60, at % 3) for at in range(200)]
 LEVEL_JOB = SimulationOptions(world_size=2, budget=100, window=60, round_size=8)
 """Of which ranks agree on caps, and share out the rest."""
@@ -96,6 +110,10 @@ LEVEL_JOB = SimulationOptions(world_size=2, budget=100, window=60, round_size=8)
 
 @given(datasets, jobs, st.booleans(), st.booleans())
 @example(LEVELLED, LEVEL_JOB, True, True)
+@example(LEVELLED, replace(LEVEL_JOB, step_time=StepTime(squares=1 / 20)), True, True)
+@example(LEVELLED, replace(LEVEL_JOB, budget=PACKED, window="auto"), True, True)
+@example(LEVELLED, replace(LEVEL_JOB, budget=PACKED, step_time=StepTime(patches=9)), False, False)
+@example(LEVELLED, replace(LEVEL_JOB, budget=PATCHED, step_time=StepTime(squares=1)), True, True)
 @few
 def test_each_sample_is_in_one_group_within_every_limit(samples, job, shares_rest, knows_length):
     steps = planned(samples, job, shares_rest=shares_rest, knows_length=knows_length)
@@ -141,6 +159,11 @@ def rounds_of(samples, job, **options):
     ):
         planned(samples, job, **options)
     return rounds
+
+
+def cost_column(report):
+    """What each group of a report costs."""
+    return costs_of(report.table[: report.groups, COSTS])
 
 
 def samples_in(report):
@@ -226,8 +249,15 @@ def test_ranks_offer_caps_where_groups_are_matched_by_what_they_cost_under_the_b
     offers, agreed = caps(job)
     assert offers <= {0, 1 + 8} and 9 in offers
     assert any(agreed) and {len(of_round) for of_round in agreed} <= {0, *range(2, 9)}
-    for other in (replace(job, cost_fn=len), replace(job, world_size=1)):
-        offers, agreed = caps(other)
+    by_function = caps(replace(job, step_time=len))  # Groups are formed by cost, and matched by it.
+    assert 9 in by_function[0] and any(by_function[1])
+    packed = TokenBudget(100, layout="packed")
+    for none in (
+        replace(job, world_size=1),
+        replace(job, world_size=1, step_time=StepTime(squares=1)),
+        replace(job, budget=packed, step_time=StepTime()),
+    ):
+        offers, agreed = caps(none)
         assert offers == {0} and not any(agreed)
     wider = replace(job, accumulate=3)
     assert caps(wider)[0] <= {0, 1 + 9}  # a round of whole optimizer steps
@@ -243,7 +273,7 @@ def test_groups_are_within_the_caps_of_their_round():
             continue
         for report in reports:
             if not report.ended:
-                costs = np.sort(report.table[1 : report.groups, COST])  # the first was read before
+                costs = np.sort(cost_column(report)[1:])  # the first was read before
                 alone = report.table[1 : report.groups, SAMPLES] == 1
                 assert alone.any() or (costs <= before.settings.caps[-len(costs) :]).all()
                 checked += 1
@@ -268,7 +298,7 @@ def test_what_a_rank_asks_for_bounds_the_groups_of_all_ranks_from_the_next_round
     limits = [0, *(one.settings.max_tokens for one in rounds[:-1])]
     assert limits == sorted(limits) and {*limits} == {0, asked}
     for limit, (reports, *_) in zip(limits, rounds, strict=True):
-        costs = [cost for one in reports for cost in one.table[1 : one.groups, COST].tolist()]
+        costs = [cost for one in reports for cost in cost_column(one)[1:].tolist()]
         assert max(costs, default=0) <= (limit or 100)
         assert limit or not costs or max(costs) > asked
 
@@ -286,6 +316,121 @@ def test_sharing_saves_fillers_and_steps():
     shared, alone = (planned(samples, job, shares_rest=shares) for shares in (True, False))
     assert len(shared) <= len(alone)
     assert sum(step.count(None) for step in shared) <= sum(step.count(None) for step in alone)
+
+
+# --- level in time --------------------------------------------------------------------------------
+
+TIMES = StepTime(squares=1 / 30)
+
+
+def level_steps(**options):
+    given = {"world_size": 3, "budget": 100, "window": 60, "round_size": 8, "step_time": TIMES}
+    return planned(LEVELLED * 3, SimulationOptions(**{**given, **options}))
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dearest_first": 4},
+        {"accumulate": 3},
+        {"window": 8},
+        {"window": "auto"},
+        {"window_start": "early"},
+        {"step_time": shortest_first},
+        {"max_patches": 4},
+        {"max_samples": 3},
+    ],
+    ids=lambda options: options if isinstance(options, str) else ", ".join(options),
+)
+def test_ranks_that_are_level_in_time_take_each_sample_once_in_the_same_number_of_steps(
+    layout, options
+):
+    limits = {name: options[name] for name in options if name.startswith("max_")}
+    budget = TokenBudget(100, layout=layout, **limits)
+    options = {name: value for name, value in options.items() if name not in limits}
+    steps = level_steps(budget=budget, **options)
+    groups = [group for step in steps for group in step if group is not None]
+    assert sorted(chain(*groups)) == [*range(len(LEVELLED) * 3)]
+    for group in groups:
+        tokens, patches = zip(*((LEVELLED * 3)[at] for at in group), strict=True)
+        assert budget.cost(tokens) <= 100
+        assert sum(patches) <= (budget.max_patches or sum(patches))
+        assert len(group) <= (budget.max_samples or len(group))
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_with_stop_ranks_that_are_level_in_time_end_together(layout):
+    steps = level_steps(budget=TokenBudget(100, layout=layout), uneven="stop")
+    groups = [*chain(*steps)]
+    assert all(groups)
+    items = [*chain(*groups)]
+    assert len({*items}) == len(items) >= 0.9 * len(LEVELLED) * 3
+
+
+def test_groups_that_mix_tasks_are_level_in_time_too():
+    costs = sample_costs_of(LEVELLED * 3)._replace(tasks=np.arange(600) % 3)
+    job = SimulationOptions(
+        world_size=2, budget=100, window=60, round_size=8, step_time=TIMES, diversity=0.5
+    )
+    steps = [*plan_steps(costs, shards_of(LEVELLED * 3, 2), job)]
+    items = [item for step in steps for group in step if group for item in group.data()]
+    assert sorted(items) == [*range(600)]
+
+
+def time_efficiency(lengths, model, **options):
+    """All times, divided by those of the ranks' longest group of each step."""
+    budget = options["budget"]
+    times = np.array(
+        [
+            [
+                0 if group is None else model.of_group(group.tokens, group.patches, budget)
+                for group in step
+            ]
+            for step in simulate_steps(lengths, **options)
+        ]
+    )
+    return times.sum() / (times.max(axis=1).sum() * times.shape[1])
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "least", "gain"),
+    [("packed", 2, 0.97, 0.1), ("packed", 4, 0.97, 0.2), ("padded", 4, 0.85, 0.18)],
+)
+def test_ranks_that_are_told_what_a_step_takes_wait_less(layout, world_size, least, gain):
+    lengths = lognormal(world_size * 800, cv=1.5, seed=11)
+    step_time = StepTime(squares=1 / 1_600)
+    job = {"budget": TokenBudget(16_384, layout=layout), "world_size": world_size, "window": 256}
+    level = time_efficiency(lengths, step_time, step_time=step_time, **job)
+    by_tokens = time_efficiency(lengths, step_time, step_time=StepTime(), **job)
+    assert level > max(least, by_tokens + gain)
+
+
+def test_packed_rows_are_level_in_the_time_of_a_typical_model_by_default():
+    job = {"world_size": 2, "window": 60, "budget": PACKED}
+    default, typical, by_tokens = (
+        [[group and group.data() for group in step] for step in simulate_steps(LENGTHS, **options)]
+        for options in (
+            job,
+            {**job, "step_time": StepTime.typical(PACKED)},
+            {**job, "step_time": StepTime()},
+        )
+    )
+    assert default == typical
+    big = TokenBudget(16_384, layout="packed")
+    lengths = lognormal(1_600, cv=1.5, seed=11)
+    assert time_efficiency(
+        lengths, StepTime.typical(big), world_size=2, window=256, budget=big
+    ) > 0.01 + time_efficiency(
+        lengths,
+        StepTime.typical(big),
+        world_size=2,
+        window=256,
+        budget=big,
+        step_time=StepTime(),
+    )
+    assert len(default) <= len(by_tokens) + 2
 
 
 # --- oversize samples, seeds ----------------------------------------------------------------------
@@ -337,7 +482,8 @@ def test_without_samples_there_is_no_step():
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_where_lengths_are_known_the_steps_are_those_of_plan_epoch(world_size):
-    job = {"world_size": world_size, "seed": 3, "dearest_first": 2}
+    job = {"world_size": world_size, "seed": 3, "dearest_first": 2, "accumulate": 2}
+    job["step_time"] = StepTime(squares=0.1)
     for window in ("auto", 16):
         steps = simulate_steps(LENGTHS, budget=64, window=window, lengths_known=True, **job)
         groups = [[[] if group is None else group.data() for group in step] for step in steps]
@@ -359,7 +505,6 @@ def test_the_end_of_the_data_is_known_when_a_pull_finds_nothing():
 
 test_what_lengths_alone_do_not_decide_is_refused = refuses(
     [
-        ({"cost_fn": len}, "`lengths_known` must be False with `cost_fn`"),
         ({"diversity": 0.5}, "`lengths_known` must be False with `diversity`"),
         ({"budget": TokenBudget(9, max_patches=1)}, "`lengths_known` .* `max_patches`"),
         (

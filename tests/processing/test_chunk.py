@@ -346,6 +346,13 @@ def test_targets_are_the_labels_after_the_first_that_count(labels, kind):
     assert {type(cost) for cost in sample[1:4]} == {int}  # which a checkpoint can hold
 
 
+def test_a_chunk_that_is_made_again_is_called_by_its_keys_or_else_by_its_numbers():
+    keys = ItemKeys.of([ItemKey("a", 5, 1), None])
+    task = ChunkTask([0, 0], keys, 2, 0, [0, 33], is_again=True)
+    assert str(task).endswith("made again (source 'a', key 5) (sample 33)")
+    assert [task.name_of(row) for row in (0, 1)] == [str(keys[0]), "sample 33 of the epoch"]
+
+
 def test_a_result_keeps_its_own_key_and_digest_and_learns_its_item():
     item = ItemKey("a", 2**63 - 1, 2, 3)
     data = {"input_ids": np.arange(3)}

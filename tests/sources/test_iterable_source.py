@@ -227,6 +227,17 @@ def test_data_without_an_item_are_an_error_but_a_share_without_one_is_none():
         epoch_of(node)
 
 
+def test_data_without_an_item_for_a_state_to_continue_are_an_error_that_names_the_state():
+    node = source([])
+    node.reset(taken(source([1, 2]), 0).get_state())
+    with pytest.raises(
+        SampleError, match=r"`list`\) .* epoch 0, which a state continues: it is em"
+    ):
+        next(node)
+    with pytest.raises(SampleError, match="no sample in epoch 1: it is empty"):
+        epoch_of(node)
+
+
 def test_data_that_has_shrunk_is_found_out_when_the_state_is_loaded():
     state = taken(source([1, 2, 3, 4]), 3).get_state()
     with pytest.raises(StateError, match=r"stands at item 3, .* ended after 2\."):

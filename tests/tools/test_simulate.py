@@ -27,8 +27,7 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
-from odb_nodes.planning import SimulationOptions
-from odb_nodes.planning.group_costs import padded_tokens
+from odb_nodes.planning import SimulationOptions, StepTime
 from odb_nodes.tools.lengths import LengthTable, observe_lengths
 from odb_nodes.tools.simulate import (
     TableEpoch,
@@ -93,7 +92,9 @@ jobs = {
     "round_size": st.integers(1, 40),
     "accumulate": st.integers(1, 5),
     "seed": st.integers(-9, 9),
-    "cost_fn": st.sampled_from([None, padded_tokens, with_attention]),
+    "step_time": st.sampled_from(
+        [None, StepTime(), StepTime(squares=1 / 20), StepTime(squares=1, base=30), with_attention]
+    ),
 }
 
 
@@ -160,11 +161,11 @@ BY_HAND = [
     ),
     (([20] * 5, 3, 20), {"filler_loss": 1 / 6}),
     # Attention makes long groups dearer: 12,288 tokens cost twice what short samples cost.
-    (([12_288, *[1] * 12_288], 1, LONG), {"attention_balance": 1.0}),
+    (([12_288, *[1] * 12_288], 1, LONG), {"time_balance": 1.0}),
     (([12_288, 1], 2, LONG), {"balance": 12_289 / 2 / 12_288}),
-    (([12_288, 1], 2, LONG), {"attention_balance": (24_577 + 1 / 12_288) / 4 / 12_288}),
-    # From one length per step to the same mix in all.
-    (([5, 5, 20], 1, 20), {"length_spread": 0.0}),
+    (([12_288, 1], 2, LONG), {"time_balance": (24_577 + 1 / 12_288) / 4 / 12_288}),
+    # All micro-steps of an optimizer step are mixed together.
+    (([5, 5, 20], 1, 20), {"length_spread": 1.0}),
     (([5, 20, 5, 20], 2, 20), {"length_spread": 1.0}),
     (([5] * 8, 2, 5), {"length_spread": 1.0}),
     # Rows of 10, 20 and 40 tokens cost 15, 40 and 120. So 3 x 20 goes with 40, 4 x 10 with 5 x 10;
@@ -172,7 +173,7 @@ BY_HAND = [
     (
         ([20, 40, 20, 10, 20, *[10] * 8], 2, TokenBudget(120, attention_tokens=20)),
         {"steps": 2, "padded_tokens": 190, "real_tokens": 190}
-        | {"efficiency": 190 / (2 * (60 + 50)), "attention_balance": 375 / (2 * (120 + 75))},
+        | {"efficiency": 190 / (2 * (60 + 50)), "time_balance": 375 / (2 * (120 + 75))},
     ),
     (([3, 3], 1, TokenBudget(16, pad_to_multiple_of=8)), {"steps": 1, "padded_tokens": 16}),
     (([5, 5, 20, 20, 9, 9], 1, 20), {"shapes": 3}),
@@ -181,7 +182,7 @@ BY_HAND = [
     (([12, 8, 5, 15], 1, PACKED), {"steps": 2, "padded_tokens": 40, "density": 1.0}),
     (
         ([8_192, 6_144, 4_096, 6_144], 2, LONG_PACKED),
-        {"balance": 1.0, "attention_balance": (PACKED_COST + 18_432) / 2 / PACKED_COST},
+        {"balance": 1.0, "time_balance": (PACKED_COST + 18_432) / 2 / PACKED_COST},
     ),
 ]
 
@@ -192,6 +193,11 @@ def test_a_report_by_hand(job, expected):
     job = {"budget": budget, "accumulate": 4}  # The first round has 4 steps.
     report = simulate(lengths, world_size=world_size, window=20_000, **job)
     assert {name: getattr(report, name) for name in expected} == pytest.approx(expected)
+
+
+def test_steps_of_one_length_have_no_spread():
+    report = simulate([5, 5, 5, 5, 20, 20], world_size=1, budget=20, window=8)
+    assert report.length_spread == 0.0
 
 
 def test_a_report_of_some_samples_has_the_counts_of_all():
@@ -210,7 +216,7 @@ def test_the_steps_have_not_changed():
     steps = steps_of(range(3, 43), world_size=3, budget=100, window=8, seed=5)
     assert [indices(step) for step in steps[:3]] == [
         [[12, 15, 18, 21], [13, 16, 19, 22], [17, 20, 23]],
-        [[30, 27], [1, 4, 7, 3, 0, 2], [29, 26]],
+        [[30, 27], [1, 4, 7, 0, 3, 2], [29, 26]],
         [[39], [10, 25], [38]],
     ]
 
@@ -232,7 +238,7 @@ test_errors_name_what_is_wrong = refuses(
         ({"lengths": [1.5]}, ValueError, "`lengths`"),
         ({"weights": {"a": 1}}, ValueError, "`weights` must be None"),
         ({"window": "Auto"}, ValueError, "`window`"),
-        ({"cost_fn": lambda group: 0.5}, TypeError, "`cost_fn`"),
+        ({"step_time": lambda group: 0.5}, TypeError, "`step_time`"),
         ({"budget": TokenBudget(8, oversize="error")}, SampleError, "9 tokens"),
         ({"budget": TokenBudget(1, oversize="drop")}, ValueError, "no step"),
         ({"world_size": 3}, ValueError, "at most the 2 samples of the data, but is 3"),
@@ -311,11 +317,21 @@ BUDGETS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "window"),
-    [("padded", 4, 40), ("packed", 1, "auto"), ("shapes", 2, 40), ("dropping", 4, "auto")],
+    ("name", "world_size", "window", "step_time"),
+    [
+        ("padded", 4, 40, None),
+        ("padded", 4, 40, StepTime(squares=1 / 100, patches=2)),
+        ("packed", 1, "auto", None),
+        ("packed", 4, 40, None),
+        ("packed", 2, "auto", StepTime(squares=1 / 50, patches=3)),
+        ("packed", 2, 40, with_attention),
+        ("shapes", 2, 40, StepTime(squares=1 / 100)),
+        ("dropping", 4, "auto", None),
+    ],
 )
-def test_steps_and_shapes_are_those_of_a_real_loader(name, world_size, window):
+def test_steps_and_shapes_are_those_of_a_real_loader(name, world_size, window, step_time):
     dataset, options = make_dataset(500), {"window": window, "seed": 3, "round_size": 8}
+    options["step_time"] = step_time
     expected = loader_steps(dataset, world_size, token_budget=BUDGETS[name], **options)
     table = observe_lengths(dataset, process_fn=process, observe=observe)
     steps = planned_steps(table, world_size, BUDGETS[name], **options)

@@ -13,7 +13,7 @@ import numpy as np
 
 from comparing.common import rival
 from odb_nodes import TokenBudget
-from odb_nodes.planning import SimulationOptions, plan_epoch
+from odb_nodes.planning import SimulationOptions, StepTime, plan_epoch
 from odb_nodes.tools.baselines import fixed_batches
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import TableEpoch
@@ -78,11 +78,15 @@ def fixed(strategy: Any, plan: Plan) -> Iterator[Step]:
     yield from fixed_batches(strategy, list(plan.lengths), plan.batch_size, job)
 
 
-def ours(layout: Any, plan: Plan, attention_tokens: int | None = None) -> Iterator[Step]:
+def ours(layout: Any, plan: Plan, step_time: StepTime | None = None) -> Iterator[Step]:
     """Yield the batches that `ODBDataLoader` makes."""
-    budget = TokenBudget(plan.budget, layout=layout, attention_tokens=attention_tokens)
+    budget = TokenBudget(plan.budget, layout=layout)
     job = SimulationOptions(
-        world_size=plan.ranks, budget=budget, window=plan.window, seed=plan.seed
+        world_size=plan.ranks,
+        budget=budget,
+        window=plan.window,
+        seed=plan.seed,
+        step_time=step_time,
     )
     for step in TableEpoch(table=LengthTable.of(plan.lengths)).steps(job):
         yield [[] if group is None else [sample.data for sample in group] for group in step]

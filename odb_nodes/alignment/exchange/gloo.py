@@ -123,7 +123,8 @@ class GlooExchange(Exchange):
             self._call("set", f"gone/{self.rank}", "1", limit_s=self._grace_s)
             self._broken = (
                 f"{named_ranks(missing)} did not come to the first exchange within "
-                f"{self.timeout_s} s (`timeout_s`). {self._advice}"
+                f"{self.timeout_s} s (`timeout_s`). A rank that has died says why in its output; "
+                f"else it is late. {self._advice}"
                 if missing
                 else f"{named_ranks(gave_up)} had given up waiting for the first exchange when "
                 f"this rank came. {self._advice}"
@@ -236,7 +237,7 @@ class GlooExchange(Exchange):
 
     def _fail(self, what: str) -> NoReturn:
         """Report to the other ranks, find out which of them do not report, and raise."""
-        own = self.ranks[self.rank]
+        own, where = self.ranks[self.rank], ""
         try:
             for key, value in ((f"report/{self.rank}", what), ("failed", "1")):
                 self._call("set", key, value, limit_s=self._grace_s)
@@ -253,6 +254,7 @@ class GlooExchange(Exchange):
             has_ended = error.__cause__ is not None  # perhaps since it gave up
             if has_ended and lost != "a rank":
                 lost = f"{host}, or a rank that it gave up waiting for,"
+                where = f" If {host} has raised an error, that names the rank: see its output."
             seen, all_late, missing = f"rank {own} {what}; {error}", False, []
         were = "were lost: they" if len(missing) > 1 else "was lost: it"
         within = f"within {self.timeout_s} s (`timeout_s`)"
@@ -261,7 +263,9 @@ class GlooExchange(Exchange):
             if all_late
             else f"{lost} {were} crashed, left the epoch, or did not answer {within}"
         )
-        self._broken = f"{cause}. What was seen: {seen}. Restart all ranks from a checkpoint."
+        self._broken = (
+            f"{cause}. What was seen: {seen}.{where} Restart all ranks from a checkpoint."
+        )
         raise PeerError(self._broken)
 
     def _wait_for(self, what: str, deadline: float) -> list[int]:

@@ -50,6 +50,8 @@ class ODBConfig(BatchOptions):
             which evaluation uses.
         window, process_fn, observe, state, workers, prefetch: as in `ODBDataLoader`.
         round_size, timeout_s, exclude, dearest_first, diversity, window_start: likewise.
+        step_time: what a step takes, by which ranks are levelled; see `RankAligner`. Default, where
+            groups are packed: `StepTime.of_config` of the model.
         uneven: `"fill"` or `"stop"`; see `RankAligner`.
         shift_labels: whether the model predicts `labels[..., 1:]`, so that the first label is no
             target. Default: what the loss of the model does, or True where that is unknown.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,9 +19,12 @@ from odb_nodes.collate.protocol import collate_group
 from odb_nodes.errors import SampleError
 from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.loader.options import LoaderOptions
-from odb_nodes.planning import TokenBudget
+from odb_nodes.planning import StepTime, TokenBudget
+from odb_nodes.planning.step_time import step_time_of
 from odb_nodes.sample import CLASS_KEYS, Observation, Skipped
 from odb_nodes.step_info import StepInfo
+
+logger = logging.getLogger("odb_nodes")
 
 OURS = (PaddingCollate, PackedCollate)  # They pass on all keys of the samples.
 
@@ -47,8 +51,27 @@ def loader_options(trainer: Any) -> LoaderOptions:
         num_workers=args.dataloader_num_workers if config.workers is None else 0,
         pin_memory=args.dataloader_pin_memory,
         accumulate=args.gradient_accumulation_steps,
+        step_time=config.step_time or _step_time_of_model(trainer),
     )
     return options
+
+
+def _step_time_of_model(trainer: Any) -> StepTime | None:
+    """Return what steps of the model take, where ranks are levelled by it without being asked to.
+
+    A model whose layers are not known is taken to be a typical one.
+    """
+    typical = step_time_of(None, loader_budget(trainer))
+    if not isinstance(typical, StepTime):
+        return None
+    model_config = getattr(trainer.model, "config", None)
+    try:
+        found = typical if model_config is None else StepTime.of_config(model_config)
+    except (TypeError, ValueError) as error:
+        logger.info("ranks are levelled by %s: %s", typical, error)
+        return typical
+    logger.info("ranks are levelled by %s", found)
+    return found
 
 
 def given_dataset(trainer: Any) -> Any:

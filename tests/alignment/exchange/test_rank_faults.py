@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 
@@ -71,6 +72,31 @@ def test_all_ranks_that_are_lost_are_named(job):
         assert "ranks 2 and 3 were lost: they crashed, left the epoch, or did not answer" in error
 
 
+def test_a_rank_that_comes_when_the_host_of_the_store_has_given_up_is_told_where_to_look(
+    job, tmp_path
+):
+    go_on = tmp_path / "go on"
+    run = job(
+        """
+        loader = r.make_loader(400, timeout_s=20)
+        for step, batch in enumerate(loader):
+            print("step", flush=True)
+            while rank == 2 and step == 5 and not os.path.exists(sys.argv[1]):
+                time.sleep(0.05)
+        """,
+        3,
+        go_on,
+        lines=6,
+    )
+    os.kill(run.ranks[1].process.pid, signal.SIGKILL)
+    (first,) = errors_of(run.results_of({0}, EXIT_LIMIT_S)).values()
+    assert re.search("ranks? 1 .*lost", first)
+    go_on.touch()
+    (late,) = errors_of(run.results_of({2}, EXIT_LIMIT_S)).values()
+    assert "rank 0, or a rank that it gave up waiting for, was lost" in late
+    assert "If rank 0 has raised an error, that names the rank: see its output." in late
+
+
 def test_a_rank_that_stops_early(job):
     run = job(
         """
@@ -138,6 +164,9 @@ def test_a_rank_that_arrives_when_the_others_have_given_up(job):
     run = job(FIRST_EXCHANGE, 2, json.dumps(["", "6"]), "late")
     (first, _), (second, seconds) = [out.splitlines() for _, out, _ in run.results(EXIT_LIMIT_S)]
     assert "PeerError rank 1 did not come to the first exchange within 3" in first
+    assert (
+        "A rank that has died says why in its output; else it is late. Build and iterate" in first
+    )
     assert "PeerError rank 0 had given up waiting" in second
     assert float(seconds) < 3
 

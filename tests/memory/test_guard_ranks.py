@@ -232,9 +232,8 @@ def test_a_rank_whose_batch_fails_tells_the_others_that_wait_within_a_step(tmp_p
     (name, text), own = (json.loads(text.splitlines()[-1]) for _, text in ends)
     assert own[0] == "SampleError" and "as the test wants it" in own[1]
     assert name == "PeerError"
-    assert (
-        "rank 1 failed in taking a batch: " in text and "ValueError: as the test wants it" in text
-    )
+    cause = "SampleError: `collate_fn` raised ValueError: as the test wants it"
+    assert f"rank 1 failed in taking a batch: {cause}" in text
 
 
 IGNORED = """

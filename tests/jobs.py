@@ -229,7 +229,7 @@ KINDS = {
     "attention": Kind({"token_budget": TokenBudget(80, attention_tokens=50, oversize="drop")}),
     "shapes": Kind({"token_budget": TokenBudget(80, shapes=4, oversize="drop")}),
     "auto window": Kind({"window": "auto", "token_budget": TokenBudget(40, oversize="drop")}),
-    "dearest first": Kind({"dearest_first": 3}),
+    "largest first": Kind({"largest_first": 3}),
     "not prefetched": Kind({"prefetch": 0}),
     "stop": Kind({"uneven": "stop"}, moves=False),
     "stop iterable": Kind(
@@ -311,7 +311,7 @@ KINDS |= {
     "known lies": known(lies),
     "known lies packed": known(lies, token_budget=TokenBudget(90, layout="packed")),
     "known random": known(lambda _: 12, process_fn=augmented, workers=THREADS),
-    "known collate": known(collate_fn=noisy, accumulate=3, dearest_first=2),
+    "known collate": known(collate_fn=noisy, accumulate=3, largest_first=2),
     "known own keys": known(observe=with_own_key, shuffle=False),
     "known asks": known(lies)._replace(calls=ASKS),
     "known stop": known(lies, uneven="stop")._replace(moves=False),

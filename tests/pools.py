@@ -39,7 +39,7 @@ def run(
     budget,
     window,
     patches=None,
-    dearest_first=0,
+    largest_first=0,
     tasks=(),
     diversity=0.0,
     early=False,
@@ -65,8 +65,8 @@ def run(
         age = max(age, pool.pulled - pool.oldest)
         if not len(pool.caps):
             pool.use_caps(caps_of(pool))
-        dearest = len(groups) < dearest_first
-        taken = pool.take(draining=pool.pulled == len(lengths), dearest=dearest)
+        largest = len(groups) < largest_first
+        taken = pool.take(draining=pool.pulled == len(lengths), largest=largest)
         groups.append(taken.tolist())
 
 

@@ -60,7 +60,7 @@ class TokenBatchSampler:
             `shuffle` 2048.
         shuffle: whether each epoch has an order of its own; otherwise 0, 1, 2, ... The batches of a
             window come in an order drawn from `seed` either way.
-        dearest_first: steps of the longest samples that begin each epoch.
+        largest_first: steps of the longest samples that begin each epoch.
         seed: of the orders; the same on all ranks.
         accumulate: batches of an optimizer step, which have unlike lengths.
         step_time: what a step takes, as for `RankAligner`, by lengths alone.
@@ -79,7 +79,7 @@ class TokenBatchSampler:
         world_size: int | None = None,
         window: WindowSize = AUTO,
         shuffle: bool = True,
-        dearest_first: int = 0,
+        largest_first: int = 0,
         seed: int = 0,
         accumulate: int = 1,
         step_time: StepTime | None = None,
@@ -101,7 +101,7 @@ class TokenBatchSampler:
             budget=budget,
             world_size=self._world_size,
             window=known_window(window, in_order=not self._shuffle),
-            dearest_first=dearest_first,
+            largest_first=largest_first,
             seed=seed,
             accumulate=accumulate,
             step_time=step_time,

@@ -133,7 +133,7 @@ class ODBDataLoader(Loader[Any]):
             path of a file in JSON Lines, each line a key or `{"source": "ocr", "key": 17}`. A state
             keeps them. Excluded samples are still processed.
         tasks: names of all tasks of the samples, for `StepInfo.task_targets`; see `TaskWeights`.
-        dearest_first: batches of the longest samples that begin each epoch; see `WindowBucketer`.
+        largest_first: batches of the longest samples that begin each epoch; see `WindowBucketer`.
         diversity: weight, in 0..1, of an even mix of tasks in a batch; see `WindowBucketer`.
         window_start: whether the first batch waits for the whole window: `"full"`, `"early"` or
             `"auto"`, by the length of the epoch; see `WindowBucketer`.
@@ -183,7 +183,7 @@ class ODBDataLoader(Loader[Any]):
         timeout_s: float = LoaderOptions.timeout_s,
         exclude: Exclude = LoaderOptions.exclude,
         tasks: Sequence[str] = LoaderOptions.tasks,
-        dearest_first: int = LoaderOptions.dearest_first,
+        largest_first: int = LoaderOptions.largest_first,
         diversity: float = LoaderOptions.diversity,
         window_start: WindowStart = LoaderOptions.window_start,
         weights: Weights | Mixing = None,

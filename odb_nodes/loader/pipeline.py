@@ -97,7 +97,7 @@ class RankGraph:
                 options.window,
                 options.state,
                 options.exclude,
-                options.dearest_first,
+                options.largest_first,
                 options.diversity,
                 options.window_start,
             )
@@ -315,7 +315,7 @@ def planned_groups(
         shuffle=shuffle,
         seed=options.seed,
         exclude=options.exclude,
-        dearest_first=options.dearest_first,
+        largest_first=options.largest_first,
         accumulate=options.accumulate,
         step_time=options.step_time if isinstance(options.step_time, StepTime) else None,
         collate=None if options.collate_in == "main" else collate,

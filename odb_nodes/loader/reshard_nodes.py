@@ -195,7 +195,7 @@ _EPOCH_START: Mapping[str, Mapping[str, Any]] = {
         "pulled_since_source": 0,
         "ended": False,
         "is_cut": False,
-        "dearest_groups": 0,
+        "largest_groups": 0,
         "caps": None,
     },
 }
@@ -347,7 +347,7 @@ def _reshard_pool(aligner: Node[AlignerState]) -> list[SourceState]:
     alike = {
         "limits": (*limits,),
         "has_own_limits": agreed > 0 or any(pool.has_own_limits for pool in pools.states),
-        "dearest_groups": max(pool.dearest_groups for pool in pools.states),
+        "largest_groups": max(pool.largest_groups for pool in pools.states),
         "window": pools.states[0].window,
     }
     by_rank: dict[str, list[Any]] = {

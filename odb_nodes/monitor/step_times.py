@@ -37,7 +37,7 @@ def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
     `tokens`: they keep the ratio that `tune` assumes without a log, and the text says so.
 
     Args:
-        log: the folder of a `Monitor`, whose records have the tokens of the dearest rank of each
+        log: the folder of a `Monitor`, whose records have the tokens of the largest rank of each
             step, and the time that the steps took; or JSON Lines with `rows`, `width` (tokens) and
             `step_s` (seconds) of a micro-step on a rank in each, and with `squares`, the sum of the
             samples' squared lengths, where a row is packed. Other lines and keys do not count.
@@ -117,9 +117,9 @@ def _of_monitor(folder: Path) -> Iterator[tuple[float, ...]]:
     """Yield the same for each record of steps that a `Monitor` has written."""
     for record in read_run(folder).steps:
         sums = record["sum"]
-        if not sums.get("dearest_squares") or not sums["rank_seconds"]:  # shapes are not known
+        if not sums.get("slowest_squares") or not sums["rank_seconds"]:  # shapes are not known
             continue
         seconds = sums["seconds"] * (1 - sums["data_wait_s"] / sums["rank_seconds"])
         steps = sum(record["shapes"].values())
         if steps and seconds > 0:
-            yield steps, sums["dearest_tokens"], sums["dearest_squares"], seconds
+            yield steps, sums["slowest_tokens"], sums["slowest_squares"], seconds

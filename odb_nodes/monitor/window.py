@@ -201,7 +201,7 @@ class Counts:
             times = step_time.seconds_of(padded.double(), squares.double())
             longest, slowest = times.max(dim=0, keepdim=True)
             for name, values in (("tokens", padded), ("squares", squares)):
-                found.sums[f"dearest_{name}"] = int(values.gather(0, slowest).sum())
+                found.sums[f"slowest_{name}"] = int(values.gather(0, slowest).sum())
             found.sums["times"] = float(times.sum())
             found.sums["longest_times"] = float(longest.sum()) * len(ranks)
             found.peaks = {"padded_tokens": int(padded.max())}

@@ -43,7 +43,7 @@ from odb_nodes.sample_block import ITEM, KEY, ItemKeys, SampleBlock
 from odb_nodes.sources.sharded_sampler import BlockPermutation, epoch_order, shuffle_blocks
 
 _OF_THE_PLAN = (
-    *("lengths", "window", "shuffle", "seed", "dearest_first", "rank", "world_size"),
+    *("lengths", "window", "shuffle", "seed", "largest_first", "rank", "world_size"),
     *("accumulate", "step_time"),
     *("budget.layout", "budget.pad_to_multiple_of", "budget.shapes", "budget.attention_tokens"),
     "budget.row_sizes",
@@ -98,7 +98,7 @@ class PlannedGroups(ChunkNode[SampleBlock, PlannedState]):
             come in an order drawn from `seed` either way.
         seed: of the orders, and of the random numbers of processing; the same on all ranks.
         exclude: keys of samples that no group holds; see `ODBDataLoader`.
-        dearest_first: steps of the longest samples that begin each epoch.
+        largest_first: steps of the longest samples that begin each epoch.
         accumulate: steps of an optimizer step, which have groups of unlike lengths.
         step_time: what a step takes, as for `RankAligner`, by lengths alone.
         collate: makes the batch of a group, in the worker, where `why_not_collated` is "". Default:
@@ -124,7 +124,7 @@ class PlannedGroups(ChunkNode[SampleBlock, PlannedState]):
         shuffle: bool = True,
         seed: int = 0,
         exclude: Exclude = None,
-        dearest_first: int = 0,
+        largest_first: int = 0,
         accumulate: int = 1,
         step_time: StepTime | None = None,
         collate: Collate | None = None,
@@ -150,7 +150,7 @@ class PlannedGroups(ChunkNode[SampleBlock, PlannedState]):
             budget=self.budget,
             world_size=self._world_size,
             window=window,
-            dearest_first=dearest_first,
+            largest_first=largest_first,
             accumulate=accumulate,
             seed=seed,
             step_time=step_time,
@@ -326,7 +326,7 @@ class PlannedGroups(ChunkNode[SampleBlock, PlannedState]):
             "window": self._job.window,
             "shuffle": self._shuffle,
             "seed": self._job.seed,
-            "dearest_first": self._job.dearest_first,
+            "largest_first": self._job.largest_first,
             "accumulate": self._job.accumulate,
             "step_time": repr(self._job.step_time),
             "rank": self._rank,

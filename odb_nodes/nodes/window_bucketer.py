@@ -68,7 +68,7 @@ class BucketerState(NodeState):
     # key, source and reason of each sample left out since the last group
     left_out: list[tuple[int | None, str, str]]
     caps: bytes | None  # cost limits of the next groups, ascending
-    dearest_groups: int  # how many groups of `dearest_first` the epoch has had
+    largest_groups: int  # how many groups of `largest_first` the epoch has had
     # samples of an `"auto"` window, whether it is chosen for the epoch, and the `PulledLengths` it
     # is chosen by; `None` if the window is a number of samples
     window: tuple[int, bool, int, int, int] | None
@@ -99,14 +99,14 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
             longer. `"auto"`: as many samples as fill 32 groups, see `GroupPlanner`.
         state: `"replay"` or `"payload"`.
         exclude: keys of samples that no group holds from now on; see `ODBDataLoader`.
-        dearest_first: number of groups at the beginning of each epoch that are made of the longest
+        largest_first: number of groups at the beginning of each epoch that are made of the longest
             pooled samples, so that a run that does not fit into memory fails in its first steps.
         diversity: weight, in 0..1, of an even mix of tasks in the choice of a group; 0 ignores
             tasks. Needs padded groups, and samples with a task: see `Sample.task_name`.
         window_start: `"full"`: the first group waits for the whole window. `"early"`: it waits for
             samples that fill two budgets, and the pool then grows: three of four samples pulled
             wait, until they are the window. `"auto"`: `"early"` where the epoch is known to have 32
-            windows or more, and `dearest_first` is 0, so that padding costs no more than 0.002 of
+            windows or more, and `largest_first` is 0, so that padding costs no more than 0.002 of
             the efficiency.
     """
 
@@ -120,7 +120,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         window: WindowSize = PlanOptions.window,
         state: PoolState = "replay",
         exclude: Exclude = None,
-        dearest_first: int = PlanOptions.dearest_first,
+        largest_first: int = PlanOptions.largest_first,
         diversity: float = PlanOptions.diversity,
         window_start: WindowStart = PlanOptions.window_start,
     ) -> None:
@@ -131,13 +131,13 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         self.budget = TokenBudget.of(budget)
         """What a group may cost."""
         window = check_window("window", window)
-        dearest_first = check_count("dearest_first", dearest_first, 0)
+        largest_first = check_count("largest_first", largest_first, 0)
         diversity = check_diversity(diversity, self.budget)
         self._has_tasks = diversity > 0
         self.planner = GroupPlanner(
             self.budget,
             window,
-            dearest_first,
+            largest_first,
             diversity,
             partial(known_length_of, source),
             PoolCheck(self.budget),
@@ -154,7 +154,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
         """What the last restore has found."""
         check_choice("window_start", window_start, get_args(WindowStart))
         options: dict[str, Any] = {"window": window, "window_start": window_start}
-        options |= {"dearest_first": dearest_first, "diversity": diversity}
+        options |= {"largest_first": largest_first, "diversity": diversity}
         limits = {f"budget.{name}": value for name, value in self.budget.fingerprint().items()}
         self._config: dict[str, Any] = {**limits, **options, "state": state}
         self._clear()
@@ -325,7 +325,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
             limits=Limits(*state.limits) if keeps_limits else None,
             window=state.window,
             caps=np.frombuffer(state.caps or b"", np.int64),
-            dearest_groups=state.dearest_groups,
+            largest_groups=state.largest_groups,
         )
         self._is_cut = state.is_cut
         if state.ended and not state.is_cut:
@@ -358,7 +358,7 @@ class WindowBucketer(StatefulNode[SampleBlock, BucketerState]):
             held=held,
             numbered=self._numbers_samples,
             caps=pool.caps.tobytes() or None,
-            dearest_groups=planner.dearest_groups,
+            largest_groups=planner.largest_groups,
             window=planner.window_state(),
             **self._exclusions.to_state(),
         )

@@ -3,7 +3,7 @@
 What samples take beside their tokens, attention above all, is here called their extra. Few samples
 have most of it, and they decide that of a row. So the oldest of these dear ones come first, as long
 as the rest of the row can still have what is then left of the target: no less than cheap samples
-have, and well below what the dearest have. One or two dear ones of the whole pool follow, cheap
+have, and well below what the largest have. One or two dear ones of the whole pool follow, cheap
 ones by age, and then the two samples that fill the row and meet the target best.
 """
 
@@ -82,10 +82,10 @@ def cheap_samples(costs: IntArray, extra: IntArray) -> tuple[int, float, int]:
 
 
 def flat_targets(costs: IntArray, extra: IntArray, room: int, count: int) -> IntArray:
-    """Return the extra of `count` rows, from the highest down, as equal as the dearest allow; or
+    """Return the extra of `count` rows, from the highest down, as equal as the largest allow; or
     none, (0,), of fewer than `LEAST_ROWS`.
 
-    Each of the dearest samples has a row of its own, whose rest is filled with cheap ones. All
+    Each of the largest samples has a row of its own, whose rest is filled with cheap ones. All
     other extra is poured over the rows, into those with the least first.
     """
     rows = int(np.minimum(costs, room).sum()) // room

@@ -1,6 +1,6 @@
 """Caps: what the groups of a round may cost and take, one cap each, the same on all ranks.
 
-The groups of a step take as long as the dearest of them. Where the longest samples leave room, as
+The groups of a step take as long as the largest of them. Where the longest samples leave room, as
 three rows of 5,000 tokens do under a budget of 16,384, groups of ranks differ even when they are
 matched. So each rank tells the others which costs, or times, its own pool would give. The median
 over the ranks, quantile by quantile, is what all of them form their next groups for.

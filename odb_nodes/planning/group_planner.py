@@ -72,7 +72,7 @@ class GroupPlanner:
         self,
         budget: TokenBudget,
         window: WindowSize,
-        dearest_first: int = 0,
+        largest_first: int = 0,
         diversity: float = 0.0,
         epoch_samples: Callable[[], int | None] = lambda: None,
         check: PoolCheck | None = None,
@@ -85,7 +85,7 @@ class GroupPlanner:
         window = LEAST_WINDOW if self.given_window == AUTO else self.given_window
         self._follows_ranks = False
         self._step_time: StepTime | None = None
-        self._dearest_first, self._diversity = dearest_first, diversity
+        self._largest_first, self._diversity = largest_first, diversity
         self.epoch_samples = epoch_samples
         """Returns the samples of the epoch, or `None` where their number is not known."""
         self._check, self._window_start = check, window_start
@@ -110,7 +110,7 @@ class GroupPlanner:
         self.pool.aim_by(self._step_time)
         self._facts = FactsByOrdinal()
         self.ended = False
-        self.dearest_groups = 0
+        self.largest_groups = 0
 
     def restore(
         self,
@@ -121,7 +121,7 @@ class GroupPlanner:
         limits: Limits | None,
         window: WindowState | None,
         caps: IntArray,
-        dearest_groups: int,
+        largest_groups: int,
     ) -> None:
         """Go to where a state stands.
 
@@ -132,7 +132,7 @@ class GroupPlanner:
             limits: those that groups were formed under. Default: those of the budget.
             window: what `window_state` has returned.
             caps: the caps of the next groups, ascending.
-            dearest_groups: how many groups of the longest samples the epoch has had.
+            largest_groups: how many groups of the longest samples the epoch has had.
         """
         self.limits = limits or Limits.of(self.budget)
         is_auto = window is not None and self.given_window == AUTO
@@ -145,7 +145,7 @@ class GroupPlanner:
             if is_auto:
                 self.window_is_chosen, self.lengths = window[1], PulledLengths(*window[2:])
         self.pool.use_caps(caps)
-        self.ended, self.dearest_groups = ended, dearest_groups
+        self.ended, self.largest_groups = ended, largest_groups
 
     def window_state(self) -> WindowState | None:
         """Return the window and what it is chosen by; `None` where it is a number."""
@@ -154,9 +154,9 @@ class GroupPlanner:
         return self.window, self.window_is_chosen, *self.lengths
 
     @property
-    def is_dearest(self) -> bool:
+    def is_largest(self) -> bool:
         """Whether the next group is one of the longest samples."""
-        return self.dearest_groups < self._dearest_first
+        return self.largest_groups < self._largest_first
 
     @property
     def is_done(self) -> bool:
@@ -231,10 +231,10 @@ class GroupPlanner:
 
     def next_group(self) -> Facts:
         """Return the next group of a pool that is not empty, oldest sample first."""
-        dearest = self.is_dearest
-        group = self._facts.take(self.pool.take(draining=self.ended, dearest=dearest))
-        self.dearest_groups += dearest
-        is_chosen_freely = self.window_is_chosen and not (self.ended or dearest)
+        largest = self.is_largest
+        group = self._facts.take(self.pool.take(draining=self.ended, largest=largest))
+        self.largest_groups += largest
+        is_chosen_freely = self.window_is_chosen and not (self.ended or largest)
         if is_chosen_freely and not self.pool.is_growing and self._check is not None:
             self._check.note(group.lengths, self.window)
         return group
@@ -256,7 +256,7 @@ class GroupPlanner:
             return self._window_start == "early" and not begins_small
         samples = self.epoch_samples()
         is_long = samples is not None and samples >= EARLY_EPOCH_WINDOWS * self.window
-        return is_long and not self._dearest_first
+        return is_long and not self._largest_first
 
     def _grows(self) -> bool:
         """Let more samples wait until ranks choose, where the epoch is short."""

@@ -35,14 +35,14 @@ class KnownJob:
     budget: TokenBudget
     world_size: int
     window: int | None
-    dearest_first: int
+    largest_first: int
     seed: int
     accumulate: int = 1
     step_time: StepTime | TimeFn | None = None
 
     def __post_init__(self) -> None:
         keep_count(self, "world_size")
-        keep_count(self, "dearest_first", 0)
+        keep_count(self, "largest_first", 0)
         keep_count(self, "accumulate")
         check_step_time(self.step_time)
         step_time = step_time_of(self.step_time, self.budget)
@@ -70,7 +70,7 @@ class KnownJob:
             self.budget,
             world_size=self.world_size,
             window=self.window,
-            dearest_first=self.dearest_first,
+            largest_first=self.largest_first,
             accumulate=self.accumulate,
             key=hash_ints(self.seed, epoch, 1),
             step_time=self.step_time,
@@ -83,7 +83,7 @@ def plan_epoch(
     *,
     world_size: int = 1,
     window: WindowSize = AUTO,
-    dearest_first: int = 0,
+    largest_first: int = 0,
     accumulate: int = 1,
     seed: int = 0,
     step_time: StepTime | TimeFn | None = None,
@@ -103,7 +103,7 @@ def plan_epoch(
         world_size: number of ranks.
         window: samples of each rank that are planned together: the groups of the first
             `window * world_size` samples come first. `"auto"`: all samples.
-        dearest_first: how many steps of the longest samples come first.
+        largest_first: how many steps of the longest samples come first.
         accumulate: steps of an optimizer step.
         seed: the seed of the order of steps.
         step_time: as for `RankAligner`. A function gets samples that have their tokens, and their
@@ -122,7 +122,7 @@ def plan_epoch(
         budget=TokenBudget.of(budget),
         world_size=world_size,
         window=known_window(window),
-        dearest_first=dearest_first,
+        largest_first=largest_first,
         accumulate=accumulate,
         seed=seed,
         step_time=step_time,

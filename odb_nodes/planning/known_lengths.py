@@ -82,7 +82,7 @@ def plan_known(
     *,
     world_size: int = 1,
     window: int | None = None,
-    dearest_first: int = 0,
+    largest_first: int = 0,
     accumulate: int = 1,
     key: int = 0,
     step_time: StepTime | TimeFn | None = None,
@@ -100,7 +100,7 @@ def plan_known(
         window: how many samples of each rank are looked at together: the groups of the first
             `window * world_size` come first, but for some samples of packed rows that are levelled
             in time, which wait for the next. Default: all.
-        dearest_first: how many steps of the longest samples come first.
+        largest_first: how many steps of the longest samples come first.
         accumulate: steps of an optimizer step, which have groups of unlike lengths.
         key: what the order of the steps is drawn from.
         step_time: what the groups of a step are matched by. Default: what they cost under the
@@ -114,7 +114,7 @@ def plan_known(
         parts = _parts(tokens, budget, world_size, window)
     planned: list[IntArray] = []
     for groups in parts:
-        first = 0 if planned else dearest_first
+        first = 0 if planned else largest_first
         order = _Order(
             budget,
             world_size,
@@ -265,7 +265,7 @@ class _Order(NamedTuple):
     world_size: int
     accumulate: int
     key: int  # what their order is drawn from
-    dearest_first: int
+    largest_first: int
     step_time: StepTime | TimeFn | None
     steps_before: int  # of the parts before
 
@@ -284,7 +284,7 @@ class _Order(NamedTuple):
             )
         )
         lengths = sums.sum(axis=1) / sizes.sum(axis=1)
-        first = np.argsort(-longest.max(axis=1), kind="stable")[: self.dearest_first]
+        first = np.argsort(-longest.max(axis=1), kind="stable")[: self.largest_first]
         others = shuffled(steps, self.key)
         others = others[~np.isin(others, first)]
         if self.accumulate > 1:
@@ -293,7 +293,7 @@ class _Order(NamedTuple):
         order = np.concatenate((first, others))
         for step in [*order.tolist(), steps]:
             of_ranks = matched[step * world_size : (step + 1) * world_size]
-            for rank in range(len(of_ranks)):  # No rank always has the dearest.
+            for rank in range(len(of_ranks)):  # No rank always has the largest.
                 yield groups[of_ranks[(rank + step) % len(of_ranks)]]
 
     def _matched(self, groups: list[IntArray], tokens: IntArray) -> IntArray:

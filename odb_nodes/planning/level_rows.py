@@ -16,7 +16,7 @@ from odb_nodes.planning.packing import Packing
 from odb_nodes.planning.table import IntArray
 
 STEPS = 32
-"""Steps whose rows are dealt out together: with fewer, the dearest samples leave them unlike."""
+"""Steps whose rows are dealt out together: with fewer, the largest samples leave them unlike."""
 LEAST_ROWS = 512
 """Rows that are dealt out together where ranks are few."""
 FILLED = 0.999

@@ -27,7 +27,7 @@ from odb_nodes.planning.table import ORDINALS, PATCHES, TOKENS, IntArray
 UNKNOWN_LEFT = 2**62  # stands for the samples that are left where a source does not know its length
 
 _STRIDE = 8  # between samples that are given away, in order of length
-_TRIES = 14  # to find the cost of the dearest group; each cuts all samples anew
+_TRIES = 14  # to find the cost of the largest group; each cuts all samples anew
 _TURNS = 2  # in which ranks are levelled in time and in cost
 _CHEAP = 0.9  # share of a rank's samples that take little beside their tokens
 _TRIES_OF_FIRST_FIT = 2  # which takes 0.1 s for 20,000 of them
@@ -260,7 +260,7 @@ class Rest:
         return [self._table[ORDINALS, row] for row in rows]
 
     def _least(self, groups: int) -> int:
-        """Return the least that the dearest of so many groups costs, oversize ones left aside."""
+        """Return the least that the largest of so many groups costs, oversize ones left aside."""
         budget, lengths = self._budget, self._table[TOKENS]
         fitting = lengths[lengths <= budget.capacity]
         if budget.shapes is not None or not len(fitting):  # Groups of one shape cost the same.

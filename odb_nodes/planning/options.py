@@ -19,7 +19,7 @@ class PlanOptions:
     window_start: WindowStart = "auto"
     round_size: int = 32
     uneven: Uneven = "fill"
-    dearest_first: int = 0
+    largest_first: int = 0
     diversity: float = 0.0
     step_time: StepTime | TimeFn | None = None
 
@@ -28,7 +28,7 @@ class PlanOptions:
         check_choice("window_start", self.window_start, get_args(WindowStart))
         keep_count(self, "round_size")
         check_choice("uneven", self.uneven, get_args(Uneven))
-        keep_count(self, "dearest_first", 0)
+        keep_count(self, "largest_first", 0)
         diversity = check_number("diversity", self.diversity, "[0, 1]")
         object.__setattr__(self, "diversity", diversity)
         check_step_time(self.step_time)

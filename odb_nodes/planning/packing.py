@@ -122,7 +122,7 @@ class Packing:
         assert self._step_time is not None
         return self._step_time.extra(table[TOKENS], table[PATCHES])
 
-    def dearest(self, table: IntArray) -> IntArray:
+    def largest(self, table: IntArray) -> IntArray:
         """Return the columns of the longest sample, and of the longest others that fit, in turn."""
         return np.flatnonzero(np.isin(table[ORDINALS], self.partition(table)[0]))
 

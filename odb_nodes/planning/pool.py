@@ -176,19 +176,19 @@ class RollingPool:
         """Remove samples: no group will hold them."""
         self._keep(self._table[:, np.isin(self._table[ORDINALS], ordinals, invert=True)])
 
-    def take(self, *, draining: bool = False, dearest: bool = False) -> IntArray:
+    def take(self, *, draining: bool = False, largest: bool = False) -> IntArray:
         """Remove the next group, and return the ordinals of its samples, ascending, (n,).
 
         `draining`: the source has ended. The rest is then partitioned as a whole, longest first,
         and its groups are taken in the order in which one sample of each came, so that their
-        lengths are mixed. `dearest`: take the group of the longest sample, unless that of the
+        lengths are mixed. `largest`: take the group of the longest sample, unless that of the
         oldest one is due.
         """
         if not len(self):
             raise IndexError("the pool is empty: there is no group to take.")
         aims = self._step_time is not None and len(self.caps)  # of ranks that share out the rest
         is_tail = draining and not aims
-        columns = self._next_of_tail(dearest) if is_tail else self._choose(dearest)
+        columns = self._next_of_tail(largest) if is_tail else self._choose(largest)
         table, tail = self._table, self._tail
         ordinals: IntArray = np.sort(table[ORDINALS, columns])
         if isinstance(columns, slice):
@@ -202,11 +202,11 @@ class RollingPool:
     def _keep(self, table: IntArray) -> None:
         self._table, self._tail, self._oldest = table, None, None
 
-    def _choose(self, dearest: bool) -> IntArray | slice:
+    def _choose(self, largest: bool) -> IntArray | slice:
         self._tail = None
         is_forced = self.pulled - self.oldest >= FORCED_AGE_WINDOWS * self.window
-        if dearest and not is_forced:
-            return self._grouping.dearest(self._table)
+        if largest and not is_forced:
+            return self._grouping.largest(self._table)
         if self._step_time is not None and len(caps := self._caps_or_own()):
             return self._aim(caps, int(self._table[ORDINALS].argmin()) if is_forced else None)
         youngest_anchor = self.oldest
@@ -224,7 +224,7 @@ class RollingPool:
         return self.caps if len(self.caps) else self._grouping.offer(self._table, 1)[1:]
 
     def _aim(self, caps: IntArray, due: int | None) -> IntArray | slice:
-        """Return the group for the dearest cap, or, with the sample that is due, for its own."""
+        """Return the group for the largest cap, or, with the sample that is due, for its own."""
         index = len(caps) - 1
         if due is not None:
             least = self._grouping.least_time(self._table, due)
@@ -233,7 +233,7 @@ class RollingPool:
             self.caps = np.delete(caps, index)
         return self._grouping.aimed(self._table, int(caps[index]), due)
 
-    def _next_of_tail(self, dearest: bool) -> IntArray:
+    def _next_of_tail(self, largest: bool) -> IntArray:
         """Return the next group, or that of the longest sample, in the partition of the tail.
 
         The partition is made once. A pool that is restored partitions what is left, with the same
@@ -244,7 +244,7 @@ class RollingPool:
             # In order of their oldest samples, groups of many short ones would come first.
             self._tail = sorted(groups, key=lambda group: -int(group[0]))
         longest, index = self._table[ORDINALS, -1], -1
-        if dearest:
+        if largest:
             index = next(at for at, group in enumerate(self._tail) if longest in group)
         return np.flatnonzero(np.isin(self._table[ORDINALS], self._tail.pop(index)))
 

@@ -74,7 +74,7 @@ class KnownEpoch:
             self.job,
             budget=limits.of_groups(self.job.budget),
             world_size=ranks,
-            dearest_first=self.job.dearest_first if is_whole else 0,
+            largest_first=self.job.largest_first if is_whole else 0,
         )
         content = np.concatenate((rows, self.tokens[rows])).tobytes()
         known_by = hashlib.sha256(content).digest(), job, self.number

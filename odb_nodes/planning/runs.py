@@ -166,7 +166,7 @@ class LengthRuns:
         assert self._step_time is not None
         return self._step_time.extra(tokens, patches)
 
-    def dearest(self, table: IntArray) -> slice:
+    def largest(self, table: IntArray) -> slice:
         """Return the run that ends with the longest sample."""
         return slice(int(self._runs(table)[0][-1]), table.shape[1])
 

@@ -86,7 +86,7 @@ class SimulationKeywords(_JobKeywords, total=False):
     window: WindowSize
     round_size: int
     uneven: Uneven
-    dearest_first: int
+    largest_first: int
     diversity: float
     window_start: WindowStart
     accumulate: int
@@ -169,7 +169,7 @@ def _known_steps(
         budget=TokenBudget.of(job.budget),
         world_size=job.world_size,
         window=known_window(job.window, in_order=in_order),
-        dearest_first=job.dearest_first,
+        largest_first=job.largest_first,
         accumulate=job.accumulate,
         seed=job.seed,
         step_time=job.step_time,
@@ -225,7 +225,7 @@ class _Feeder:
         self._planner = GroupPlanner(
             TokenBudget.of(job.budget),
             job.window,
-            job.dearest_first,
+            job.largest_first,
             job.diversity,
             partial(int, len(shard)) if knows_length else lambda: None,
             window_start=job.window_start,

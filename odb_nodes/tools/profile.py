@@ -251,7 +251,7 @@ def profile(
         batch_size: samples of a fixed batch; default: as many of the longest as the budget holds.
         weights: how the sources of the table are mixed, as for an `ODBDataLoader`.
         seed: seed of the order of the samples.
-        options: further fields of `SimulationOptions`: `round_size`, `uneven`, `dearest_first`,
+        options: further fields of `SimulationOptions`: `round_size`, `uneven`, `largest_first`,
             `diversity` and `window_start`.
 
     Raises:

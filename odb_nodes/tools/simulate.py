@@ -73,7 +73,7 @@ def simulate(
             those of streams.
         weights: of a table with several sources: how they are mixed, as for an `ODBDataLoader`.
         options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
-            from the defaults `window`, `round_size`, `uneven`, `dearest_first`, `diversity`,
+            from the defaults `window`, `round_size`, `uneven`, `largest_first`, `diversity`,
             `window_start`, `accumulate`, `seed`, `step_time` and `lengths_known`.
 
     Raises:

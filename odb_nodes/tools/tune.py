@@ -176,7 +176,7 @@ class Tuning(Shown):
         choice, samples = self.best.choice, round(self.best.samples_per_step)
         budget = budget_code(choice.budget)
         options = f"token_budget={budget}, window={choice.window}, round_size={choice.round_size}"
-        for name in ("uneven", "dearest_first", "diversity", "window_start"):
+        for name in ("uneven", "largest_first", "diversity", "window_start"):
             if (value := getattr(self.job, name)) != getattr(SimulationOptions, name):
                 options += f", {name}={value!r}"
         order = "" if self.weights is None else f", weights={self.weights!r}"
@@ -222,7 +222,7 @@ def tune(
             `fitted_step_time`.
         weights: how the sources of the table are mixed, as for an `ODBDataLoader`.
         seed: seed of the order of the samples.
-        options: further fields of `SimulationOptions`: `uneven`, `dearest_first`, `diversity` and
+        options: further fields of `SimulationOptions`: `uneven`, `largest_first`, `diversity` and
             `window_start` of all choices; `window` and `round_size`, which are tried, too.
 
     Raises:

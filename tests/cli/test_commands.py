@@ -190,7 +190,7 @@ MIXED = {
     "window": 48,
     "accumulate": 2,
     "seed": 7,
-    "dearest_first": 1,
+    "largest_first": 1,
     "weights": {"a": 1, "b": 2},
 }
 
@@ -228,7 +228,7 @@ def test_the_options_of_a_loader_are_the_defaults(capsys, monkeypatch):
 def test_tune_takes_the_options_of_a_loader(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jobs", sys.modules[__name__])
     assert run("tune", "jobs:make_mixed", "--ranks", 2) == 0
-    job = {name: MIXED[name] for name in ("window", "seed", "dearest_first", "weights")}
+    job = {name: MIXED[name] for name in ("window", "seed", "largest_first", "weights")}
     expected = tune(
         table_of_loader(make_mixed()),
         world_size=2,

@@ -46,7 +46,7 @@ def loader_of(kind, batch_sampler, **options):
 @pytest.mark.parametrize(
     "options",
     [
-        {"window": "auto", "dearest_first": 3},
+        {"window": "auto", "largest_first": 3},
         {"window": 40},
         {"window": "auto", "shuffle": False},
         {"window": "auto", "layout": "packed"},
@@ -269,7 +269,7 @@ test_what_cannot_be_is_named = refuses(
         ({"budget": TokenBudget(8, max_patches=4)}, ValueError, "no `max_patches`"),
         ({"shuffle": 1}, TypeError, "`shuffle`"),
         ({"window": "all"}, ValueError, "`window`.*'all'"),
-        ({"dearest_first": -1}, ValueError, "`dearest_first`.*-1"),
+        ({"largest_first": -1}, ValueError, "`largest_first`.*-1"),
         ({"seed": "a"}, TypeError, "`seed`.*'a'"),
         ({"rank": 2}, ValueError, "`rank`"),
     ],

@@ -65,7 +65,7 @@ CHANGES = [
     (bucketed, "budget.shapes", {"shapes": 60}),
     (bucketed, "budget.attention_tokens", {"attention_tokens": 64}),
     (bucketed, "budget.row_sizes", {"row_sizes": "even"}),
-    (bucketed, "dearest_first", {"options": {"dearest_first": 8}}),
+    (bucketed, "largest_first", {"options": {"largest_first": 8}}),
     (bucketed, "diversity", {"options": {"diversity": 0.5}}),
     (bucketed, "window", {"window": 25}),
     (bucketed, "window_start", {"options": {"window_start": "early"}}),

@@ -244,8 +244,8 @@ def test_batches_keep_to_any_budget(budget):
     assert sorted(seen) == [*range(SIZE)]
 
 
-def test_accumulation_and_dearest_first_are_kept():
-    infos = [*map(pop_step_info, loader_of(accumulate=4, dearest_first=4))]
+def test_accumulation_and_largest_first_are_kept():
+    infos = [*map(pop_step_info, loader_of(accumulate=4, largest_first=4))]
     assert [info.micro_step for info in infos[:5]] == [0, 1, 2, 3, 0]
     longest = [max(LENGTHS[key] for key in info.keys) for info in infos]
     assert max(longest[:4]) == max(LENGTHS)
@@ -403,7 +403,7 @@ CHANGES = {
     "window": {"window": 9},
     "shuffle": {"shuffle": False},
     "seed": {"seed": 3},
-    "dearest_first": {"dearest_first": 2},
+    "largest_first": {"largest_first": 2},
     "budget.layout": {"token_budget": TokenBudget(BUDGET, layout="packed")},
     "budget.shapes": {"token_budget": TokenBudget(BUDGET, shapes=4)},
     "budget.row_sizes": {"token_budget": TokenBudget(BUDGET, row_sizes="even")},

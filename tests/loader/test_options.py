@@ -91,7 +91,7 @@ INVALID = [
     ("timeout_s", 0, ValueError, "must be in .0, "),
     ("timeout_s", float("inf"), ValueError, "must be in .0, .* but is inf"),
     ("exclude", 3, TypeError, "must be integers, a mapping"),
-    ("dearest_first", -1, ValueError, "must be in 0.."),
+    ("largest_first", -1, ValueError, "must be in 0.."),
     ("window_start", "x", ValueError, r'must be one of \("auto", "early", "full"\)'),
     ("tasks", "chat", TypeError, "must be a list of names, but is 'chat'"),
     ("diversity", -0.5, ValueError, r"must be in \[0, 1\], but is -0.5"),
@@ -120,7 +120,7 @@ def test_each_option_is_checked():
 
 def test_options_may_be_small_integers_of_numpy():
     data = [{"input_ids": [0] * (n % 50 + 4)} for n in range(300)]
-    names = ("window", "round_size", "accumulate", "seed", "dearest_first", "virtual_ranks")
+    names = ("window", "round_size", "accumulate", "seed", "largest_first", "virtual_ranks")
     states = []
     for kind in (int, np.int8, np.uint64):
         workers = WorkerOptions(chunk_size=kind(100), in_flight_samples=kind(100))

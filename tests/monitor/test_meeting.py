@@ -71,7 +71,7 @@ def test_ranks_are_as_level_in_time_as_what_a_step_takes_says():
     times = [[8 + 32 + 16, 8 + 32 + 32], [8 + 32 + 128] * 2]
     assert whole.sums["times"] == sum(map(sum, times))
     assert whole.sums["longest_times"] == 2 * (168 + 168)
-    assert whole.sums["dearest_squares"] == 512
+    assert whole.sums["slowest_squares"] == 512
     assert whole.groups()["mean"]["time_balance"] == sum(map(sum, times)) / (4 * 168)
 
 
@@ -94,7 +94,7 @@ def test_ranks_at_different_steps_are_an_error(tmp_path, every, timeout_s, error
         on_ranks(2, run, timeout_s=timeout_s)
 
 
-def test_the_tokens_and_squares_are_those_of_the_dearest_rank_of_each_step(tmp_path):
+def test_the_tokens_and_squares_are_those_of_the_largest_rank_of_each_step(tmp_path):
     hub, rows = InProcessHub(2, 20.0), {0: [4, 4, 1], 1: [1, 8, 1]}  # of 1000, 1000, 20000 tokens
     widths = [1000, 500, 20_000]
     ((_, info), *_) = steps_of(loader_of(accumulate=1))
@@ -110,8 +110,8 @@ def test_the_tokens_and_squares_are_those_of_the_dearest_rank_of_each_step(tmp_p
 
     on_ranks(2, run)
     (one,) = read_run(tmp_path).steps
-    assert one["sum"]["dearest_tokens"] == 4 * 1000 + 8 * 500 + 20_000
-    assert one["sum"]["dearest_squares"] == 4 * 1000**2 + 8 * 500**2 + 20_000**2
+    assert one["sum"]["slowest_tokens"] == 4 * 1000 + 8 * 500 + 20_000
+    assert one["sum"]["slowest_squares"] == 4 * 1000**2 + 8 * 500**2 + 20_000**2
 
 
 # --- what a monitor warns of: once, and only where it is so ---------------------------------------

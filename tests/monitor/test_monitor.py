@@ -309,8 +309,8 @@ def test_a_record_has_the_squares_of_the_lengths_that_attend(tmp_path, layout):
             expected += sum(one * one for one in rows)
             monitor.step(batch, info)
     (one,) = read_run(tmp_path).steps
-    assert one["sum"]["dearest_squares"] == expected
-    assert one["sum"]["dearest_tokens"] == one["sum"]["padded_tokens"]
+    assert one["sum"]["slowest_squares"] == expected
+    assert one["sum"]["slowest_tokens"] == one["sum"]["padded_tokens"]
 
 
 # --- metrics --------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_without_a_shuffle_windows_come_in_the_order_of_the_dataset():
 
 
 def test_the_longest_samples_may_come_first():
-    first = epoch_of(nodes_of(dearest_first=2))
+    first = epoch_of(nodes_of(largest_first=2))
     longest = [max(LENGTHS[number] for number in group) for group in first]
     assert longest[:2] == sorted(longest, reverse=True)[:2]
 
@@ -474,7 +474,7 @@ fields = st.sampled_from(
     options=st.fixed_dictionaries(
         {
             "window": st.sampled_from([None, 7]),
-            "dearest_first": st.sampled_from([0, 2]),
+            "largest_first": st.sampled_from([0, 2]),
             "shuffle": st.booleans(),
         }
     ),
@@ -604,7 +604,7 @@ def test_a_state_after_the_last_group_is_at_the_end_also_of_a_rank_without_a_las
         ({"window": 9}, "window"),
         ({"seed": 4}, "seed"),
         ({"shuffle": False}, "shuffle"),
-        ({"dearest_first": 1}, "dearest_first"),
+        ({"largest_first": 1}, "largest_first"),
         ({"rank": 1, "world_size": 2}, "rank"),
     ],
 )
@@ -774,7 +774,7 @@ test_bad_arguments = refuses(
         ({"window": 0}, ValueError, "`window`"),
         ({"shuffle": 1}, TypeError, "`shuffle`"),
         ({"seed": "x"}, TypeError, "`seed`"),
-        ({"dearest_first": -1}, ValueError, "`dearest_first`"),
+        ({"largest_first": -1}, ValueError, "`largest_first`"),
         ({"process": 5}, TypeError, "`process_fn`"),
         ({"rank": 3, "world_size": 2}, ValueError, "rank"),
     ],

@@ -78,14 +78,14 @@ def enough(message):
         [{}, {"shapes": 6}, {"row_sizes": "friendly"}, {"max_samples": 3}, {"layout": "packed"}]
     ),
     oversize=st.sampled_from(["alone", "drop"]),
-    dearest_first=st.sampled_from([0, 5]),
+    largest_first=st.sampled_from([0, 5]),
     window_start=st.sampled_from(["full", "early"]),
     every=st.integers(1, 5),
 )
 @pytest.mark.filterwarnings("ignore:.*exceed.*")
 @fewer(5)
 def test_it_resumes_exactly_for_any_lengths(
-    lengths, tokens, window, state, fields, oversize, dearest_first, window_start, every, sampled
+    lengths, tokens, window, state, fields, oversize, largest_first, window_start, every, sampled
 ):
     budget = TokenBudget(tokens, oversize=oversize, **fields)
     if oversize == "drop":
@@ -93,7 +93,7 @@ def test_it_resumes_exactly_for_any_lengths(
 
     def make():
         source = samples(lengths)
-        start = {"dearest_first": dearest_first, "window_start": window_start}
+        start = {"largest_first": largest_first, "window_start": window_start}
         return WindowBucketer(source, budget, window, state, **start)
 
     assert_resumes_exactly(make, every=every, **sampled(horizon=12, chain=1))
@@ -265,7 +265,7 @@ test_arguments_that_are_not_valid_are_named = refuses(
         ({"budget": 0}, "`budget`"),
         ({"window": 0}, "`window`"),
         ({"window": 2.5}, "`window`"),
-        ({"dearest_first": -1}, "`dearest_first`"),
+        ({"largest_first": -1}, "`largest_first`"),
         ({"window_start": "slow"}, r'`window_start` must be one of \("auto", "early", "full"\)'),
         ({"diversity": -0.1}, r"`diversity` must be in \[0, 1\], but is -0.1"),
         ({"diversity": 1.1}, "`diversity`.* is 1.1"),

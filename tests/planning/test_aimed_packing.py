@@ -133,7 +133,7 @@ def test_targets_share_out_the_extra_of_a_pool_evenly():
     assert flat_targets(costs, extra, 100, 3).tolist() == [60] * 3
 
 
-def test_the_dearest_samples_have_targets_of_their_own():
+def test_the_largest_samples_have_targets_of_their_own():
     costs = np.array([90, *[10] * 91])  # 10 rows of 100
     extra = np.array([1_000, *[1] * 91])
     first, *others = flat_targets(costs, extra, 100, 10).tolist()

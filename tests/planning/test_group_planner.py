@@ -62,7 +62,7 @@ class Stream:
             "limits": planner.limits,
             "window": planner.window_state(),
             "caps": planner.pool.caps.tolist(),
-            "dearest_groups": planner.dearest_groups,
+            "largest_groups": planner.largest_groups,
         }
         return json.loads(json.dumps(state))
 
@@ -78,7 +78,7 @@ class Stream:
 
 def restore(planner, waiting=NO_FACTS, **state):
     limits, caps = state.pop("limits", None), state.pop("caps", ())
-    start = {"pulled": 0, "ended": False, "window": None, "dearest_groups": 0}
+    start = {"pulled": 0, "ended": False, "window": None, "largest_groups": 0}
     limits, caps = limits and Limits(*limits), np.array(caps, np.int64)
     planner.restore(waiting, **start | state, limits=limits, caps=caps)
 
@@ -128,10 +128,10 @@ def lower_and_cap(planner, number):
 )
 @few
 def test_a_planner_that_restarts_before_every_group_forms_the_same_groups(
-    samples, budget, window, dearest_first, diversity, events, window_start
+    samples, budget, window, largest_first, diversity, events, window_start
 ):
     diversity = 0.0 if budget.layout == "packed" else diversity
-    options = samples, budget, window, dearest_first, diversity
+    options = samples, budget, window, largest_first, diversity
     more = {"window_start": window_start, "epoch_samples": lambda: len(samples)}
     whole, restarted = (
         epoch_of(Stream(*options, **more), events, again) for again in (False, True)
@@ -414,23 +414,23 @@ def test_a_state_of_an_auto_window_is_restored_with_what_it_is_chosen_by():
     assert again.window == again.pool.window
 
 
-# --- epochs, the dearest groups, and room ---------------------------------------------------------
+# --- epochs, the largest groups, and room ---------------------------------------------------------
 
 
-def test_each_epoch_begins_with_its_dearest_groups_as_many_as_are_asked_for():
+def test_each_epoch_begins_with_its_largest_groups_as_many_as_are_asked_for():
     stream = Stream([(n, 0, 0) for n in (10, 50, 20, 40, 30)], TokenBudget(50), 5, 2)
     planner = stream.planner
     for _ in range(2):
-        assert planner.is_dearest
+        assert planner.is_largest
         groups = [stream.next()]
-        assert planner.is_dearest
+        assert planner.is_largest
         groups.append(stream.next())
-        assert not planner.is_dearest
+        assert not planner.is_largest
         assert groups == [[1], [3]]
         assert once_each(groups + epoch_of(stream), 5)
         planner.begin_epoch()
         assert (planner.pool.pulled, planner.ended) == (0, False)
-    assert not GroupPlanner(TokenBudget(50), 5).is_dearest
+    assert not GroupPlanner(TokenBudget(50), 5).is_largest
 
 
 def test_there_is_room_until_the_data_ends_or_the_pool_is_full():
@@ -456,7 +456,7 @@ class Notes:
 
 
 def test_groups_that_are_chosen_freely_are_looked_at_for_their_padding():
-    """Neither the dearest groups, nor those of a window to come, nor those of the tail."""
+    """Neither the largest groups, nor those of a window to come, nor those of the tail."""
     notes = Notes()
     lengths = [40, 40, *[10] * 10]
     stream = Stream([(n, 0, 0) for n in lengths], TokenBudget(40), 5, 1, check=notes)
@@ -471,8 +471,8 @@ def test_groups_that_are_chosen_freely_are_looked_at_for_their_padding():
 # --- a pool that begins small --------------------------------------------------------------------
 
 
-def pulled_at_first(window=400, samples=None, dearest_first=0, **options):
-    stream = Stream([(10, 0, 0)] * 1000, TokenBudget(100), window, dearest_first, **options)
+def pulled_at_first(window=400, samples=None, largest_first=0, **options):
+    stream = Stream([(10, 0, 0)] * 1000, TokenBudget(100), window, largest_first, **options)
     stream.planner.epoch_samples = lambda: samples
     stream.next()
     return stream.planner.pool.pulled
@@ -494,8 +494,8 @@ def test_by_default_it_does_not_wait_in_an_epoch_that_is_known_to_be_long():
 
 
 def test_by_default_groups_of_the_longest_samples_are_chosen_from_the_whole_window():
-    assert pulled_at_first(samples=10**6, dearest_first=1) == 400
-    assert pulled_at_first(samples=10**6, dearest_first=1, window_start="early") == EARLY
+    assert pulled_at_first(samples=10**6, largest_first=1) == 400
+    assert pulled_at_first(samples=10**6, largest_first=1, window_start="early") == EARLY
 
 
 @pytest.mark.parametrize("window_start", ["full", "early", "auto"])

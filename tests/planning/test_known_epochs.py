@@ -48,14 +48,14 @@ budgets = st.one_of(
 )
 @few
 def test_each_sample_is_in_one_group_within_every_limit(
-    lengths, budget, world_size, window, dearest_first, accumulate, step_time
+    lengths, budget, world_size, window, largest_first, accumulate, step_time
 ):
     steps = plan_epoch(
         lengths,
         budget,
         world_size=world_size,
         window=window,
-        dearest_first=dearest_first,
+        largest_first=largest_first,
         accumulate=accumulate,
         step_time=step_time,
     )
@@ -94,7 +94,7 @@ def test_the_seed_decides_the_order_of_steps_alone_and_the_longest_may_come_firs
     assert plans[0] == plan_epoch(np.array(LENGTHS, np.uint16), TokenBudget(128))
     assert plans[0] != plans[1] != plans[2]
     assert Counter(map(str, plans[0])) == Counter(map(str, plans[1]))
-    first = plan_epoch(LENGTHS, 128, seed=1, dearest_first=2)
+    first = plan_epoch(LENGTHS, 128, seed=1, largest_first=2)
     longest = [max(LENGTHS[index] for index in step[0]) for step in first]
     assert longest[:2] == sorted(longest, reverse=True)[:2] != longest[2:4]
     assert [step for step in plans[1] if step not in first[:2]] == first[2:]
@@ -210,7 +210,7 @@ test_refusals = refuses(
         ({"world_size": 0}, ValueError, "world_size.*0"),
         ({"window": 0}, ValueError, "window.*0"),
         ({"window": "all"}, ValueError, "`window` must be \"auto\" or a number.*'all'"),
-        ({"dearest_first": -1}, ValueError, "dearest_first.*-1"),
+        ({"largest_first": -1}, ValueError, "largest_first.*-1"),
         ({"seed": 0.5}, TypeError, "`seed`.*0.5"),
         ({"budget": 0}, ValueError, "`budget`.*0"),
         ({"budget": TokenBudget(4, oversize="error")}, SampleError, "5 tokens"),

@@ -34,7 +34,7 @@ ROWS = {
 world_sizes = st.integers(1, 9)
 options = {
     "window": st.none() | st.integers(1, 40),
-    "dearest_first": st.sampled_from([0, 0, 1, 3, 100]),
+    "largest_first": st.sampled_from([0, 0, 1, 3, 100]),
     "key": st.integers(0, 2**63),
 }
 
@@ -138,7 +138,7 @@ def test_a_window_holds_the_samples_that_come_first(tokens, budget, ranks, optio
 @given(samples.filter(len), budgets, world_sizes, st.fixed_dictionaries(options))
 @few
 def test_the_longest_samples_come_first_where_that_is_asked_for(tokens, budget, ranks, options):
-    window, first = options["window"], options["dearest_first"]
+    window, first = options["window"], options["largest_first"]
     if not first:
         return
     steps = planned(tokens, budget, ranks, **options)
@@ -240,7 +240,7 @@ def test_groups_of_a_step_cost_the_same_but_those_that_are_levelled(layout, worl
     assert np.mean(apart < budget.tokens / 8) >= 1 - 1.5 / len(costs)
 
 
-def test_no_rank_always_has_the_dearest_group():
+def test_no_rank_always_has_the_largest_group():
     tokens, budget = some_lengths(3_000), TokenBudget(16_384)
     costs = costs_of(planned(tokens, budget, 4), tokens, budget)
     assert {*costs.argmax(axis=1).tolist()} == {0, 1, 2, 3}
@@ -277,7 +277,7 @@ MANY = some_lengths(20_000)
 
 
 def quality(tokens, budget, world_size, **options):
-    """The share of padding, and that of the work of all ranks of the time of the dearest."""
+    """The share of padding, and that of the work of all ranks of the time of the largest."""
     steps = planned(tokens, budget, world_size, **options)
     costs = costs_of(steps, tokens, budget)
     return 1 - tokens.sum() / costs.sum(), tokens.sum() / world_size / costs.max(axis=1).sum()

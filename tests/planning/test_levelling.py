@@ -75,10 +75,10 @@ def test_the_rest_is_cut_into_as_few_groups_as_asked_for_at_the_least_cost(token
     assert sorted(index for group in groups for index in group) == [*range(len(samples))]
     assert len(groups) <= rest.fewest + more
 
-    def dearest(cut):
+    def largest(cut):
         return max((budget.cost([tokens[index] for index in group]) for group in cut), default=0)
 
-    assert dearest(groups) <= dearest(rest.groups(rest.fewest))  # also if a sample is oversize
+    assert largest(groups) <= largest(rest.groups(rest.fewest))  # also if a sample is oversize
     for group in groups:
         patches = sum(samples.patches[index] for index in group)
         alone = len(group) == 1
@@ -87,7 +87,7 @@ def test_the_rest_is_cut_into_as_few_groups_as_asked_for_at_the_least_cost(token
         assert len(group) <= (budget.max_samples or len(group))
 
 
-def test_more_groups_make_the_dearest_one_cheaper_also_beside_an_oversize_sample():
+def test_more_groups_make_the_largest_one_cheaper_also_beside_an_oversize_sample():
     lengths, costs = [*range(10, 60)], []
     for beside, more in (([], 0), ([], 4), ([], 8), ([500], 8)):
         samples = facts_of([*lengths, *beside])
@@ -135,16 +135,16 @@ def test_work_is_what_samples_cost_without_padding():
 
 
 @pytest.mark.parametrize("more", [1, 2, 5])
-def test_a_cheaper_dearest_group_would_make_more_groups(more):
+def test_a_cheaper_largest_group_would_make_more_groups(more):
     """The search is exact for padded rows under no further limit, of fewer than 2**14 tokens."""
     for seed in range(4):
         tokens = np.random.default_rng(seed).integers(1, 60, 30).tolist()
         rest = Rest(facts_of(tokens), budget := TokenBudget(400))
         most = rest.fewest + more
         cut = [[tokens[at] for at in group] for group in rest.groups(most)]
-        dearest = max(map(budget.cost, cut))
-        assert len(cut) <= most and dearest > max(tokens)
-        assert Rest(facts_of(tokens), TokenBudget(dearest - 1)).fewest > most
+        largest = max(map(budget.cost, cut))
+        assert len(cut) <= most and largest > max(tokens)
+        assert Rest(facts_of(tokens), TokenBudget(largest - 1)).fewest > most
 
 
 def test_groups_of_one_shape_are_cut_as_the_budget_cuts_them():
@@ -261,8 +261,8 @@ def test_ranks_are_level_in_cost_and_in_time_after_the_moves(layout, kept):
     def extra(facts):
         return step_time.extra(facts.tokens, facts.patches)
 
-    def dearest(holders):
-        """The sum over ranks of the difference between their dearest samples, one by one."""
+    def largest(holders):
+        """The sum over ranks of the difference between their largest samples, one by one."""
         of_ranks = [
             sorted((int(extra(lefts[rank].facts)[at]) for rank, at in held), reverse=True)[:8]
             for held in holders
@@ -275,12 +275,12 @@ def test_ranks_are_level_in_cost_and_in_time_after_the_moves(layout, kept):
     assert spread(totals(lefts, moved, extra)) < 0.1
     assert spread(totals(lefts, moved, cost)) < 0.02
     if not kept:
-        assert dearest(moved) < 0.6 * dearest(before)
+        assert largest(moved) < 0.6 * largest(before)
     by_cost = after(lefts, moves_between(lefts, budget, None))
     assert spread(totals(lefts, by_cost, cost)) < 0.02
 
 
-def test_the_dearest_samples_are_dealt_to_all_ranks_one_each():
+def test_the_largest_samples_are_dealt_to_all_ranks_one_each():
     """Four that decide the times of steps, all of one rank; the others of another."""
     lefts = [Left.of([100] * 4 + [10] * 10), Left.of([11] * 40), Left.of([]), Left.of([12] * 9)]
     moved = after(lefts, moves_between(lefts, TokenBudget(120), StepTime(squares=1)))

@@ -138,15 +138,15 @@ def test_a_row_is_as_long_as_its_shape_where_all_have_one():
         ([200, 10], [200]),
     ],
 )
-def test_the_dearest_group_is_the_longest_sample_and_the_longest_that_fit_beside_it(lengths, group):
-    taken = pool_of(lengths, packed(100)).take(dearest=True)
+def test_the_largest_group_is_the_longest_sample_and_the_longest_that_fit_beside_it(lengths, group):
+    taken = pool_of(lengths, packed(100)).take(largest=True)
     assert sorted((lengths[at] for at in taken), reverse=True) == group
 
 
-def test_patches_bound_the_tail_and_the_dearest_group_as_well():
+def test_patches_bound_the_tail_and_the_largest_group_as_well():
     pool = pool_of([10, 11, 12], packed(100, max_patches=5), [4, 2, 3])
     assert pool.take(draining=True).tolist() == [0]
-    assert pool.take(draining=True, dearest=True).tolist() == [1, 2]
+    assert pool.take(draining=True, largest=True).tolist() == [1, 2]
 
 
 def test_of_equally_full_groups_that_with_the_most_of_the_oldest_is_chosen():

@@ -42,15 +42,15 @@ ROWS = {
 )
 @few
 def test_each_sample_comes_out_once_within_the_budget_and_in_time(
-    samples, budget, window, dearest_first, diversity, early
+    samples, budget, window, largest_first, diversity, early
 ):
     lengths, patches, tasks = samples
     packed, multiple = budget.layout == "packed", budget.pad_to_multiple_of
     mixed = {"tasks": tasks, "diversity": 0 if packed else diversity, "early": early}
-    groups, age = run(lengths, budget, window, patches, dearest_first, **mixed)
+    groups, age = run(lengths, budget, window, patches, largest_first, **mixed)
     assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
     assert age <= MAX_AGE_WINDOWS * window
-    if dearest_first and lengths and not early:
+    if largest_first and lengths and not early:
         assert max(lengths[i] for i in groups[0]) == max(lengths[:window])
     for group in groups:
         assert group == sorted(group)
@@ -291,7 +291,7 @@ def test_once_the_oldest_is_four_windows_old_it_is_in_the_next_group():
     pool = RollingPool(TokenBudget(100), 8)
     pool.add([0, *range(20, 27)], [10, *[90] * 7], [0] * 8)
     pool.count(4 * 8)
-    assert 0 in pool.take(dearest=True).tolist()  # before the longest
+    assert 0 in pool.take(largest=True).tolist()  # before the longest
 
 
 def test_every_group_holds_one_of_the_64_oldest():
@@ -364,7 +364,7 @@ def test_of_equal_lengths_the_oldest_comes_first_however_the_pool_was_filled():
     assert rows(whole) == rows(parts)
 
 
-# dearest
+# largest
 
 
 @pytest.mark.parametrize("draining", [False, True])
@@ -382,12 +382,12 @@ def test_the_longest_samples_go_first_as_many_as_the_budget_holds(budget, expect
     lengths, groups = [40, 30, 50, 20, 10], []
     pool = pool_of(lengths, budget)
     while len(pool):
-        groups.append([lengths[i] for i in pool.take(draining=draining, dearest=True)])
+        groups.append([lengths[i] for i in pool.take(draining=draining, largest=True)])
     assert groups == expected
 
 
-def test_the_oldest_sample_does_not_wait_for_all_of_the_dearest():
-    groups, _ = run([10, *[50] * 100], 100, 16, dearest_first=1000)
+def test_the_oldest_sample_does_not_wait_for_all_of_the_largest():
+    groups, _ = run([10, *[50] * 100], 100, 16, largest_first=1000)
     assert next(at for at, group in enumerate(groups) if 0 in group) < 30
 
 
@@ -395,7 +395,7 @@ def test_the_oldest_sample_does_not_wait_for_all_of_the_dearest():
 def test_the_longest_samples_of_all_ranks_are_in_the_first_round(layout):
     lengths, budget = lognormal(1600), TokenBudget(32_768, layout=layout, attention_tokens=8192)
     longest_pooled = [max(lengths[rank : 4 * 256 : 4]) for rank in range(4)]
-    job = {"world_size": 4, "budget": budget, "window": 256, "dearest_first": 4}
+    job = {"world_size": 4, "budget": budget, "window": 256, "largest_first": 4}
     steps = list(simulate_steps(lengths, **job))[:4]
     found = [max(s.tokens for step in steps for s in step[rank]) for rank in range(4)]
     pairs = zip(found, longest_pooled, strict=True)
@@ -476,7 +476,7 @@ def test_under_times_each_sample_comes_out_once_within_the_budget_and_in_time(
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_each_group_uses_up_a_cap_from_the_dearest_down(layout):
+def test_each_group_uses_up_a_cap_from_the_largest_down(layout):
     pool = pool_of(lognormal(400), TokenBudget(16_384, layout=layout))
     pool.aim_by(StepTime(squares=1 / 800))
     caps = joined_costs(np.array([9_000, 20_000, 40_000]), 16_384)
@@ -487,7 +487,7 @@ def test_each_group_uses_up_a_cap_from_the_dearest_down(layout):
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_a_sample_that_is_due_gets_a_cap_that_it_can_meet_or_else_the_dearest(layout):
+def test_a_sample_that_is_due_gets_a_cap_that_it_can_meet_or_else_the_largest(layout):
     step_time = StepTime(squares=1 / 100)
     for longest, index in ((60, 0), (700, 1), (1_400, 2), (3_000, 2)):
         pool = RollingPool(TokenBudget(4_096, layout=layout), 40)

@@ -23,7 +23,7 @@ fewer = settings(max_examples=max(10, settings.default.max_examples // 5))
 
 BUDGET = TokenBudget(100)
 OF_JOB = JobOptions.__dataclass_fields__
-OF_PLANNER = ("window", "window_start", "dearest_first", "diversity")
+OF_PLANNER = ("window", "window_start", "largest_first", "diversity")
 LOWER = 40
 SHARD = 10_000  # the samples of rank r are numbered from r * SHARD on, over all ranks
 
@@ -111,7 +111,7 @@ class Rank:
             "limits": planner.limits,
             "window": planner.window_state(),
             "caps": planner.pool.caps.tolist(),
-            "dearest_groups": planner.dearest_groups,
+            "largest_groups": planner.largest_groups,
         }
 
     def restore_planner(self, *, waiting, limits, caps, **state):
@@ -269,7 +269,7 @@ jobs = st.fixed_dictionaries(
     {
         "accumulate": st.sampled_from([1, 1, 3]),
         "round_size": st.integers(1, 9),
-        "dearest_first": st.sampled_from([0, 0, 3]),
+        "largest_first": st.sampled_from([0, 0, 3]),
         "window": st.sampled_from([1, 8, 30, "auto"]),
         "window_start": st.sampled_from(["full", "early"]),
         "uneven": st.sampled_from(["fill", "fill", "stop"]),

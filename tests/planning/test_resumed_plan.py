@@ -19,9 +19,9 @@ BUDGET = TokenBudget(100)
 LIMITS = Limits.of(BUDGET)
 
 
-def epoch_of(world_size, dearest_first=0):
+def epoch_of(world_size, largest_first=0):
     job = KnownJob(
-        budget=BUDGET, world_size=world_size, window=None, dearest_first=dearest_first, seed=0
+        budget=BUDGET, world_size=world_size, window=None, largest_first=largest_first, seed=0
     )
     return KnownEpoch(job, 0, TOKENS)
 
@@ -101,7 +101,7 @@ def test_ranks_of_a_process_share_a_plan_as_long_as_one_has_it():
 
 
 def test_only_an_epoch_that_begins_has_the_longest_first():
-    plan = ResumedPlan(epoch_of(1, dearest_first=1), 0, LIMITS, np.arange(SIZE))
+    plan = ResumedPlan(epoch_of(1, largest_first=1), 0, LIMITS, np.arange(SIZE))
     assert TOKENS[plan.group(0)].max() == TOKENS.max()
     plan.taken = 1
     left = plan.alone(plan.remaining(), LIMITS)

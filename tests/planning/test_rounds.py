@@ -170,7 +170,7 @@ def test_what_all_ranks_count_of_a_step_is_what_its_groups_hold(lengths, key):
     )
 )
 @few
-def test_no_other_matching_has_a_smaller_sum_of_the_dearest_groups_of_steps(costs):
+def test_no_other_matching_has_a_smaller_sum_of_the_largest_groups_of_steps(costs):
     plan = round_of([[[cost] for cost in of_rank] for of_rank in costs])[2]
     steps = max(map(len, costs))
     first, *others = [of_rank + [0] * (steps - len(of_rank)) for of_rank in costs]
@@ -198,8 +198,8 @@ def test_of_equally_dear_groups_the_first_comes_first():
     costs = [at * 7 % 3 for at in range(300)]
     table = np.array([row_of(GroupCost(1, 1, cost)) for cost in costs])
     plan = plan_round([CostReport(table, 300, ended=True)] * 2, uneven="fill", key=5)
-    dearest_first = np.array(sorted(range(300), key=lambda at: (-costs[at], at)))
-    assert (plan.groups == dearest_first[shuffled(300, 5)]).all()
+    largest_first = np.array(sorted(range(300), key=lambda at: (-costs[at], at)))
+    assert (plan.groups == largest_first[shuffled(300, 5)]).all()
 
 
 def timed_report(costs, times, **options):
@@ -358,7 +358,7 @@ def test_of_samples_as_long_the_first_are_in_the_first_part():
     assert cut_by_length([5, 5, 5, 5, 1], 2) == [[0, 4], [1, 2, 3]]
 
 
-def test_the_dearest_group_of_two_samples_is_split_and_its_longer_half_keeps_its_place():
+def test_the_largest_group_of_two_samples_is_split_and_its_longer_half_keeps_its_place():
     groups = [group_of(9, 8), group_of(40), group_of(6, 12, 3), group_of(7, 7)]
     ladder = SplitLadder(groups, measure)
     assert [cost.cost for cost in ladder.costs] == [18, 40, 36, 14]

@@ -122,9 +122,9 @@ def test_a_run_that_does_not_fill_its_shape_costs_as_much_as_one_that_does():
 
 @given(samples, padded_budgets)
 @few
-def test_the_dearest_group_is_the_full_run_of_the_longest_sample(samples, budget):
+def test_the_largest_group_is_the_full_run_of_the_longest_sample(samples, budget):
     table = table_of(samples)
-    run = LengthRuns(budget).dearest(table)
+    run = LengthRuns(budget).largest(table)
     assert (run.start, run.stop) == full_runs(table, budget)[-1]
 
 

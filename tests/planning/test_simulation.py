@@ -55,7 +55,7 @@ jobs = st.builds(
     window_start=st.sampled_from(["full", "early"]),
     round_size=st.integers(1, 12),
     accumulate=st.integers(1, 3),
-    dearest_first=st.sampled_from([0, 0, 3]),
+    largest_first=st.sampled_from([0, 0, 3]),
     seed=st.integers(0, 9),
     step_time=st.sampled_from(
         [None, StepTime(), StepTime(squares=1 / 20), StepTime(squares=1, patches=3), shortest_first]
@@ -333,7 +333,7 @@ def level_steps(**options):
     "options",
     [
         {},
-        {"dearest_first": 4},
+        {"largest_first": 4},
         {"accumulate": 3},
         {"window": 8},
         {"window": "auto"},
@@ -482,7 +482,7 @@ def test_without_samples_there_is_no_step():
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_where_lengths_are_known_the_steps_are_those_of_plan_epoch(world_size):
-    job = {"world_size": world_size, "seed": 3, "dearest_first": 2, "accumulate": 2}
+    job = {"world_size": world_size, "seed": 3, "largest_first": 2, "accumulate": 2}
     job["step_time"] = StepTime(squares=0.1)
     for window in ("auto", 16):
         steps = simulate_steps(LENGTHS, budget=64, window=window, lengths_known=True, **job)

@@ -32,9 +32,9 @@ def halved(sample):
         {"accumulate": 3, "process_fn": halved},
         {"shuffle": False},
         {"exclude": range(0, 900, 2), "sampler": range(0, 900, 3)},
-        {"token_budget": TokenBudget(1500, layout="packed"), "dearest_first": 3},
+        {"token_budget": TokenBudget(1500, layout="packed"), "largest_first": 3},
         {"lengths": LENGTHS, "window": "auto", "exclude": range(9)},
-        {"lengths": LENGTHS, "window": "auto", "shuffle": False, "dearest_first": 3},
+        {"lengths": LENGTHS, "window": "auto", "shuffle": False, "largest_first": 3},
     ],
 )
 def test_it_is_the_epoch_where_all_samples_are_looked_at(change):

@@ -48,14 +48,14 @@ def indices(step):
 
 
 def real_steps(
-    lengths, world_size, budget, window, dearest_first=0, window_start="auto", **options
+    lengths, world_size, budget, window, largest_first=0, window_start="auto", **options
 ):
     """The same as `indices` of all steps, taken by one `RankAligner` per rank."""
 
     def run(exchange):
         shard = ShardedSampler(lengths, shuffle=False, rank=exchange.rank, world_size=world_size)
         samples = LengthObserver(shard, observe=lengths.__getitem__)
-        start = {"dearest_first": dearest_first, "window_start": window_start}
+        start = {"largest_first": largest_first, "window_start": window_start}
         bucketer = WindowBucketer(samples, budget, window, **start)
         aligner = RankAligner(bucketer, exchange, **options)
         return [None if item.info.is_filler else item.samples for item in Loader(aligner)]
@@ -88,7 +88,7 @@ jobs = {
     ),
     "window": st.integers(1, 30) | st.just("auto"),
     "window_start": st.sampled_from(["auto", "early", "full"]),
-    "dearest_first": st.sampled_from([0, 0, 1, 5]),
+    "largest_first": st.sampled_from([0, 0, 1, 5]),
     "round_size": st.integers(1, 40),
     "accumulate": st.integers(1, 5),
     "seed": st.integers(-9, 9),

@@ -49,7 +49,7 @@ class ODBConfig(BatchOptions):
         collate_fn: the collate function for training, in place of the trainer's `data_collator`,
             which evaluation uses.
         window, process_fn, observe, state, workers, prefetch: as in `ODBDataLoader`.
-        round_size, timeout_s, exclude, dearest_first, diversity, window_start: likewise.
+        round_size, timeout_s, exclude, largest_first, diversity, window_start: likewise.
         step_time: what a step takes, by which ranks are levelled; see `RankAligner`. Default, where
             groups are packed: `StepTime.of_config` of the model.
         uneven: `"fill"` or `"stop"`; see `RankAligner`.
@@ -80,7 +80,7 @@ class ODBConfig(BatchOptions):
             step is computed again, in parts; a sample that does not fit alone is an error.
             `"skip"`: such a sample is left out, the mean is over the others. `None`: the error is
             raised. See `odb_nodes.memory.OomGuard`.
-        guard_above: under DDP, share of the budget that the dearest batch of a step must cost for
+        guard_above: under DDP, share of the budget that the largest batch of a step must cost for
             the step to be computed so that `on_oom` can take it back.
         shrink: share of the cost that ran out of memory, above 0 and below 1, that all ranks form
             their groups under from then on. `None`: the budget stays. For `on_oom` alone.

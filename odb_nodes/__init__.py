@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of the package
+if not TYPE_CHECKING:  # A type checker would accept any attribute.
 
     def __getattr__(name: str) -> Any:
-        """Import the public names, and torch with them, when one is first asked for."""
+        """Import the public names, and torch with them, on first access."""
         public = importlib.import_module("odb_nodes._public")
-        globals().update({one: getattr(public, one) for one in ("__all__", *public.__all__)})
+        globals().update({key: getattr(public, key) for key in ("__all__", *public.__all__)})
         if name in globals():
             return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The public names of `odb_nodes`, which are imported when one is first asked for."""
+"""The public names of `odb_nodes`, which are imported on first access."""
 
 from odb_nodes.alignment import RankAligner
 from odb_nodes.checkpoints.checkpoints import Checkpoints

@@ -4,13 +4,13 @@ __all__ = ["PeerError", "SampleError", "StateError", "StepMemoryError", "WorkerE
 
 
 class PeerError(RuntimeError):
-    """Another rank failed, left the epoch, was lost, or did not come in time."""
+    """Another rank failed, left the epoch, was lost, or did not answer in time."""
 
 
 class SampleError(ValueError):
     """A sample cannot be used: its processing raised, or its length or size is not valid.
 
-    Nothing is lost by it: the position of the graph is still before the sample.
+    The graph stays before the sample, so no sample is lost.
 
     Attributes:
         index: the sample's index in its group if a collate function raised the error, else `None`.
@@ -26,15 +26,15 @@ class StateError(ValueError):
 
 
 class PositionError(StateError):
-    """A `Loader` cannot go on from where it stands, whatever its configuration is."""
+    """A `Loader` cannot continue from its position, with any configuration."""
 
 
 class TornStateError(StateError):
-    """A state or checkpoint that was not written whole, or is not whole any more."""
+    """A state or checkpoint was not written completely, or has lost data since."""
 
 
 class StepMemoryError(RuntimeError):
-    """A training step ran out of memory, and cannot be computed again."""
+    """A training step ran out of memory and cannot be computed again."""
 
 
 class WorkerError(RuntimeError):

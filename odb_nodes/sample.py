@@ -1,4 +1,4 @@
-"""A processed sample, and what grouping needs to know about it."""
+"""A processed sample, and its costs, which decide its group."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ IGNORE_INDEX = -100
 
 
 CLASS_KEYS = ("label", "label_ids")
-"""Keys of a sample that may hold a label of the whole, which transformers' collators take too."""
+"""Keys of a sample that may hold a label of the whole sample, as in transformers' collators."""
 
 COUNTED = ("labels", "tokens", "samples", "observed")
-"""What the targets of a sample may be: labels that are not -100; tokens, where it has no labels; 1,
-where it has one label as a whole; or what `observe` has returned."""
+"""Kinds of targets: labels that are not -100; tokens of a sample without labels; 1 for a sample
+with one label; or the count that `observe` has returned."""
 
 
 class StoredData(ABC):
-    """Data of a sample that is in memory which no process has opened yet."""
+    """Data of a sample in memory that no process has opened yet."""
 
     __slots__ = ()
 
@@ -44,7 +44,7 @@ class StoredData(ABC):
 
 
 def data_of(sample: Sample) -> Any:
-    """Return the data of a sample, wherever it is."""
+    """Return the data of a sample, loaded if it is a `StoredData`."""
     data = sample.data
     return data.load() if isinstance(data, StoredData) else data
 
@@ -62,11 +62,13 @@ class Sample(NamedTuple):
         counted: what `targets` counts, one of `COUNTED`, or "".
         key: number of the sample in its source, 63 bits, the same in every epoch; `None` if the
             source has no keys: see `ItemKey`.
-        item: key of the item that it was made of; filled in by the nodes, like what follows.
+        item: key of the item that the sample was made of. The nodes fill in this and all fields
+            below.
         digest: CRC-32 of data, tokens, targets and patches, which a restore compares, or `None`.
-        task: name of its task, if `observe` returned one; see `task_name`.
+        task: name of its task, if `observe` returned a name; see `task_name`.
         ordinal: its number in the epoch of this rank, if the source cannot read items by key.
-        padding: tokens of it that the loader added at its end, for `PackedCollate.sample_multiple`.
+        padding: number of padding tokens that the loader appended, for
+            `PackedCollate.sample_multiple`.
     """
 
     data: Any
@@ -88,13 +90,13 @@ class Sample(NamedTuple):
         return self.task or self.source
 
     def of_source(self, name: str) -> Sample:
-        """Return this sample with a name of its source, before the name that it has already."""
+        """Return a copy whose source name has `name` in front."""
         item = None if self.item is None else self.item.of_source(name)
         return self._replace(source=nested_name(name, self.source), item=item)
 
     @property
     def repeat(self) -> int:
-        """Which occurrence of the sample in the epoch this is: see `ItemKey`."""
+        """Number of this occurrence of the sample in the epoch: see `ItemKey`."""
         return 0 if self.item is None else self.item.repeat
 
 
@@ -106,7 +108,7 @@ class ItemKey(NamedTuple):
         key: its number in the source: the index in a map-style dataset; `(file << 40) + offset` in
             JSON Lines; the number of the item in the epoch for any other iterable.
         world_size: number of ranks that share the numbers; 1 if each rank has its own data.
-        repeat: tells occurrences apart if the item comes more than once in an epoch.
+        repeat: number of the occurrence if the item comes more than once in an epoch, from 0.
     """
 
     source: str
@@ -115,12 +117,12 @@ class ItemKey(NamedTuple):
     repeat: int = 0
 
     def of_source(self, name: str) -> ItemKey:
-        """Return this key with a name of its source, before the name that it has already."""
+        """Return a copy whose source name has `name` in front."""
         return self._replace(source=nested_name(name, self.source))
 
 
 class LeftOut(NamedTuple):
-    """A sample that is in no step.
+    """A sample that no step holds.
 
     Attributes:
         key: number of the sample in its source, or `None`.
@@ -135,15 +137,15 @@ class LeftOut(NamedTuple):
 
 
 def name_of(sample: Sample | Skipped | ItemKey) -> str:
-    """Return source and key of a sample in brackets, after a space; "" where none is known."""
-    known = [f"source {sample.source!r}"] if sample.source else []
+    """Return source and key of a sample in brackets, after a space; "" if it has neither."""
+    parts = [f"source {sample.source!r}"] if sample.source else []
     if sample.key is not None:
-        known.append(f"key {sample.key}")
-    return f" ({', '.join(known)})" if known else ""
+        parts.append(f"key {sample.key}")
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def nested_name(name: str, within: str) -> str:
-    """Return the name of a source that is a part of another one."""
+    """Return the name of source `within`, which is a part of source `name`."""
     return f"{name}/{within}" if within else name
 
 
@@ -159,10 +161,10 @@ class Skipped:
     """A processing result that leaves its sample out of the epoch and counts it.
 
     Attributes:
-        reason: a word or two that samples are counted by, see `WindowBucketer.skipped_samples`.
-        message: the sample and what is wrong with it; shown for the first sample of each reason.
-        key: which sample of its source it is; filled in by the nodes.
-        source: name of its source; likewise.
+        reason: a word or two; samples are counted by it, see `WindowBucketer.skipped_samples`.
+        message: the sample and the fault; shown for the first sample of each reason.
+        key: number of the sample in its source; filled in by the nodes.
+        source: name of its source; filled in by the nodes.
 
     Raises:
         TypeError: reason or message is not a string.
@@ -175,7 +177,8 @@ class Skipped:
 
     def __post_init__(self) -> None:
         for name in ("reason", "message"):
-            if not isinstance(value := getattr(self, name), str):
+            value = getattr(self, name)
+            if not isinstance(value, str):
                 raise TypeError(
                     f"`{name}` of `Skipped` must be a string, but is {value!r:.100} instead. Pass "
                     '`Skipped("empty", "which sample, and what is wrong with it.")`.'
@@ -187,19 +190,19 @@ class Skipped:
         return f"({self.reason}){': ' if self.message else ''}{self.message or '.'}"
 
     def of_source(self, name: str) -> Skipped:
-        """Return this with a name of its source, before the name that it has already."""
+        """Return a copy whose source name has `name` in front."""
         return replace(self, source=nested_name(name, self.source))
 
 
 class Observation(NamedTuple):
-    """The result of an `observe` function; `None` leaves a field to the default.
+    """The result of an `observe` function. A field that is `None` has its default.
 
     Attributes:
         tokens: length in tokens.
         targets: supervised tokens.
         patches: image patches.
-        key: a number of your own for the sample, 63 bits, not negative: an id of the data, or what
-            one-to-many processing makes of it.
+        key: your number for the sample, 63 bits, not negative: an id of the data, or a number that
+            one-to-many processing computes.
         task: name of the sample's task. Default: the name of its source.
     """
 

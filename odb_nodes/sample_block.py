@@ -1,4 +1,4 @@
-"""Samples as a table: what is known of them in columns, and their data wherever they are."""
+"""Samples as a table: a column of facts for each sample, and a reference to its data."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from odb_nodes.sample import ItemKey, Sample, name_of
 IntArray = npt.NDArray[np.int64]
 
 TOKENS, TARGETS, PATCHES, KIND, KEY, ITEM, REPEAT, DIGEST, ORDINAL, DATA, ROW = range(11)
-"""The rows of `SampleBlock.facts`: those of a `Sample`; `KIND`, the code of a `SampleKind`; `ITEM`
-and `REPEAT` of its `ItemKey`; and where its data are. From `KEY` to `ORDINAL`, -1 is `None`."""
+"""The rows of `SampleBlock.facts`: integers of a `Sample`; `KIND`, the code of its `SampleKind`;
+`ITEM` and `REPEAT` of its `ItemKey`; `DATA`, the number of the holder of its data, and `ROW`, its
+row there. From `KEY` to `ORDINAL`, -1 is `None`."""
 FACTS = 11
 NONE = -1
-_MOST_NAMES = 16  # of samples, in an error
+_MOST_NAMES = 16  # samples named in an error
 
 _SAMPLE_OF = partial(tuple.__new__, Sample)  # `Sample()` is a function in Python
 _KEY_OF = partial(tuple.__new__, ItemKey)
 
 
 class SampleKind(NamedTuple):
-    """What many samples have in common; `item_source` is `None` where they have no `ItemKey`."""
+    """Fields that many samples share; `item_source` is `None` where they have no `ItemKey`."""
 
     source: str
     counted: str
@@ -47,18 +48,19 @@ class SampleKind(NamedTuple):
 
 
 class _Kinds:
-    """Numbers the kinds of this process, for good, without a lock, which a fork might inherit."""
+    """Numbers the kinds of this process. It has no lock, which a fork might inherit."""
 
     def __init__(self) -> None:
         self._codes: dict[tuple[Any, ...], int] = {}
         self._next = count()
-        self.of: dict[int, SampleKind] = {}
+        self.by_code: dict[int, SampleKind] = {}
 
-    def __getitem__(self, value: tuple[Any, ...]) -> int:
-        if (code := self._codes.get(value)) is None:
+    def __getitem__(self, kind: tuple[Any, ...]) -> int:
+        code = self._codes.get(kind)
+        if code is None:
             code = next(self._next)
-            self.of[code] = SampleKind(*value)
-            code = self._codes.setdefault(value, code)
+            self.by_code[code] = SampleKind(*kind)
+            code = self._codes.setdefault(kind, code)
         return code
 
 
@@ -66,23 +68,23 @@ _KINDS = _Kinds()
 
 
 def kinds_of(codes: Iterable[int]) -> list[SampleKind]:
-    """Return what the codes of kinds stand for."""
-    return [*map(_KINDS.of.__getitem__, codes)]
+    """Return the kinds that have these codes."""
+    return [*map(_KINDS.by_code.__getitem__, codes)]
 
 
 def code_of(kind: SampleKind) -> int:
-    """Return the code of a kind, which is one of this process alone."""
+    """Return the code of a kind, which is valid in this process only."""
     return _KINDS[kind]
 
 
 class SampleBlock(Sequence[Sample]):
-    """Samples of a chunk, a pool or a group. It never changes.
+    """Samples of a chunk, a pool or a group. It is immutable.
 
-    A `Sample` is made of a row only where somebody asks for it.
+    `Sample` objects are created on first access.
 
     Args:
-        facts: what is known of the samples, (11, n) int64: see `TOKENS` and the others.
-        sources: what holds the data of samples, a sequence each, by the number in `DATA`.
+        facts: the facts of each sample, (11, n) int64; `TOKENS` to `ROW` name the rows.
+        sources: the holders of the data of samples, each a sequence, by the number in row `DATA`.
     """
 
     __slots__ = ("_lengths", "_samples", "facts", "sources")
@@ -94,7 +96,11 @@ class SampleBlock(Sequence[Sample]):
 
     @classmethod
     def of(cls, samples: Sequence[Sample], data: Sequence[Any] | None = None) -> SampleBlock:
-        """Return samples as a block, with their data held by `data`, or as they are.
+        """Return samples as a block.
+
+        Args:
+            samples: the samples.
+            data: holder of their data, in their order. Default: the samples themselves.
 
         Raises:
             SampleError: a count or key of a sample is no integer of 63 bits.
@@ -107,10 +113,10 @@ class SampleBlock(Sequence[Sample]):
             for sample in samples:
                 check_fits(sample)
         facts[:DATA] = table.T
-        own = [sample.data for sample in samples] if data is None else data
-        block = cls(facts, {}).with_data(own)
-        if data is None:
-            block._samples = [*samples]
+        if data is not None:
+            return cls(facts, {}).with_data(data)
+        block = cls(facts, {}).with_data([sample.data for sample in samples])
+        block._samples = [*samples]
         return block
 
     @classmethod
@@ -121,22 +127,26 @@ class SampleBlock(Sequence[Sample]):
         if not blocks:
             return NO_SAMPLES
         facts = np.concatenate([block.facts for block in blocks], axis=1)
-        joined = cls(facts, {at: data for block in blocks for at, data in block.sources.items()})
+        sources: dict[int, Any] = {}
+        for block in blocks:
+            sources.update(block.sources)
+        joined = cls(facts, sources)
         if any(block.is_made for block in blocks):
             joined._samples = [sample for block in blocks for sample in block]
         return joined
 
     def __reduce__(self) -> Any:
-        facts, numbers = self.facts.copy(), [*self.sources]
+        facts = self.facts.copy()
         codes = np.unique(facts[KIND])
         facts[KIND] = np.searchsorted(codes, facts[KIND])
-        kinds = kinds_of(codes.tolist())
+        numbers = [*self.sources]
         if len(numbers) > 1:
             numbers = np.unique(facts[DATA]).tolist()
             facts[DATA] = np.searchsorted(numbers, facts[DATA])
         else:
             facts[DATA] = 0
-        return _block_of, (facts, kinds, [self.sources[number] for number in numbers])
+        holders = [self.sources[number] for number in numbers]
+        return _block_of, (facts, kinds_of(codes.tolist()), holders)
 
     def __len__(self) -> int:
         return len(self.facts[0])
@@ -147,8 +157,8 @@ class SampleBlock(Sequence[Sample]):
     def __getitem__(self, index: slice) -> SampleBlock: ...
     def __getitem__(self, index: int | slice) -> Sample | SampleBlock:
         if isinstance(index, slice):
-            made = None if self._samples is None else self._samples[index]
-            return self._of_facts(self.facts[:, index], made)
+            samples = None if self._samples is None else self._samples[index]
+            return self._part(self.facts[:, index], samples)
         return self.samples()[index]
 
     def __iter__(self) -> Iterator[Sample]:
@@ -175,7 +185,7 @@ class SampleBlock(Sequence[Sample]):
 
     @property
     def lengths(self) -> list[int]:
-        """The tokens as a list, which is made once."""
+        """The tokens as a list, which is created once."""
         if self._lengths is None:
             self._lengths = self.facts[TOKENS].tolist()
         return self._lengths
@@ -192,7 +202,7 @@ class SampleBlock(Sequence[Sample]):
 
     @property
     def kinds(self) -> list[SampleKind]:
-        """What each has in common with others."""
+        """The kind of each sample."""
         return kinds_of(self.facts[KIND].tolist())
 
     @property
@@ -202,63 +212,71 @@ class SampleBlock(Sequence[Sample]):
         return [*map(sub, self.lengths, padding)] if any(padding) else self.lengths
 
     def _row(self, row: int) -> IntArray:
-        found: IntArray = self.facts[row]
-        return found
+        values: IntArray = self.facts[row]
+        return values
 
     def take(self, indices: npt.NDArray[Any] | Sequence[int]) -> SampleBlock:
-        """Return the samples at some indices, in their order."""
-        at, made = np.asarray(indices, np.int64), None
+        """Return the samples at these indices, in their order."""
+        columns = np.asarray(indices, np.int64)
+        samples = None
         if self._samples is not None:
-            made = [self._samples[index] for index in at.tolist()]
-        return self._of_facts(self.facts.take(at, axis=1), made)
+            samples = [self._samples[index] for index in columns.tolist()]
+        return self._part(self.facts.take(columns, axis=1), samples)
 
-    def _of_facts(self, facts: IntArray, made: list[Sample] | None) -> SampleBlock:
-        """Return some of the samples, with what holds data of theirs alone."""
+    def _part(self, facts: IntArray, samples: list[Sample] | None) -> SampleBlock:
+        """Return a part of the samples, with only the holders of their data."""
         sources = self.sources
         if len(sources) > 1:
             sources = {number: sources[number] for number in {*facts[DATA].tolist()}}
         block = SampleBlock(facts, sources)
-        block._samples = made
+        block._samples = samples
         return block
 
     @property
     def is_made(self) -> bool:
-        """Whether somebody has asked for the samples, and may have changed what they hold."""
+        """Whether `Sample` objects were created, whose data the caller may have changed."""
         return bool(self._samples)  # `NO_SAMPLES` is shared
 
     def alone(self) -> SampleBlock:
-        """Return these samples without the data of others, where what holds both can be cut."""
-        facts, sources = self.facts.copy(), dict[int, Any]()
+        """Return these samples, with holders of their data alone where a holder can be cut."""
+        facts = self.facts.copy()
+        sources: dict[int, Any] = {}
         for number in {*facts[DATA].tolist()}:
-            own, data = np.flatnonzero(facts[DATA] == number), self.sources[number]
-            if (kept := kept_rows(data, facts[ROW, own])) is None:
-                sources[number] = data
+            columns = np.flatnonzero(facts[DATA] == number)
+            holder = self.sources[number]
+            part = kept_rows(holder, facts[ROW, columns])
+            if part is None:
+                sources[number] = holder
             else:
-                facts[DATA, own], facts[ROW, own] = (new := new_number()), np.arange(len(own))
-                sources[new] = kept
+                new = new_number()
+                facts[DATA, columns] = new
+                facts[ROW, columns] = np.arange(len(columns))
+                sources[new] = part
         block = SampleBlock(facts, sources)
         block._samples = self._samples
         return block
 
     def with_facts(self, **rows: npt.ArrayLike) -> SampleBlock:
-        """Return these samples with other values in rows of the facts, by their names."""
+        """Return these samples with other facts: `digest=` or `ordinal=`, (n,) each."""
         facts = self.facts.copy()
         for name, values in rows.items():
             facts[_ROWS[name]] = values
         return SampleBlock(facts, self.sources)
 
     def with_data(self, data: Any, first: int = 0) -> SampleBlock:
-        """Return these samples with their data held by something else, from row `first` on."""
-        facts, number = self.facts.copy(), new_number()
-        facts[DATA], facts[ROW] = number, np.arange(first, first + len(self))
+        """Return these samples with `data` as the holder of their data, from row `first` on."""
+        facts = self.facts.copy()
+        number = new_number()
+        facts[DATA] = number
+        facts[ROW] = np.arange(first, first + len(self))
         return SampleBlock(facts, {number: data})
 
     def without_data(self) -> SampleBlock:
-        """Return what is known of these samples, with `None` as their data."""
+        """Return these samples with `None` as their data."""
         return self.with_data([None] * len(self))
 
     def places(self) -> Iterator[tuple[int, int]]:
-        """Yield where the data of each are: the number of a source, and the row there."""
+        """Yield for each sample the number of the holder of its data, and its row there."""
         return zip(self.facts[DATA].tolist(), self.facts[ROW].tolist(), strict=True)
 
     def data(self) -> list[Any]:
@@ -276,7 +294,7 @@ class SampleBlock(Sequence[Sample]):
 
 
 def kept_rows(data: Any, rows: IntArray) -> Any:
-    """Return some rows of what holds data, without the others; `None` where it cannot be cut."""
+    """Return a holder of these rows of `data` alone; `None` if `data` cannot be cut."""
     if isinstance(data, list):
         return [data[row] for row in rows.tolist()]
     return data.kept(rows) if hasattr(data, "kept") else None
@@ -286,7 +304,7 @@ _numbers = count()
 
 
 def new_number() -> int:
-    """Return a number for what holds data, one of this process alone."""
+    """Return a new number for a holder of data, which is valid in this process only."""
     return next(_numbers)
 
 
@@ -295,25 +313,27 @@ NO_SAMPLES = SampleBlock(np.empty((FACTS, 0), np.int64), {})
 _ROWS = {"digest": DIGEST, "ordinal": ORDINAL}
 
 
-def _block_of(facts: IntArray, kinds: Sequence[SampleKind], data: Sequence[Any]) -> SampleBlock:
-    codes, numbers = [_KINDS[kind] for kind in kinds], [new_number() for _ in data]
+def _block_of(facts: IntArray, kinds: Sequence[SampleKind], holders: Sequence[Any]) -> SampleBlock:
+    """Return a block that was pickled, with the codes and numbers of this process."""
+    codes = [_KINDS[kind] for kind in kinds]
+    numbers = [new_number() for _ in holders]
     for row, values in (KIND, codes), (DATA, numbers):
-        if values:  # Facts may be without what holds data.
+        if values:  # A block may have no holders.
             facts[row] = np.array(values, np.int64)[facts[row]] if len(values) > 1 else values[0]
-    return SampleBlock(facts, dict(zip(numbers, data, strict=True)))
+    return SampleBlock(facts, dict(zip(numbers, holders, strict=True)))
 
 
 def names_of(samples: Sequence[Sample]) -> str:
-    """Return how many samples a group has, and source and key of the first, for errors."""
+    """Return the size of a group, and source and key of its first samples, for errors."""
     shown = "".join(map(name_of, samples[:_MOST_NAMES]))
     return counted(len(samples), "sample") + shown + " ..." * (len(samples) > _MOST_NAMES)
 
 
 @contextmanager
 def naming_samples(function: str, samples: Sequence[Sample], where: str = "") -> Iterator[None]:
-    """Have an error of a user's function name the function, and the samples that it was given.
+    """Raise an error of a user's function as a `SampleError` that names function and samples.
 
-    One that says that memory ran out passes as it is, since guards tell it by its type.
+    Out-of-memory errors pass unchanged: guards recognise them by type.
     """
     try:
         yield
@@ -321,13 +341,14 @@ def naming_samples(function: str, samples: Sequence[Sample], where: str = "") ->
         is_memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
         if isinstance(error, SampleError) or is_memory or "out of memory" in str(error):
             raise
-        what = f"{type(error).__name__}: {error}".rstrip(": .")
-        given = f"It was given {names_of(samples)}{where}."
-        raise SampleError(f"`{function}` raised {what}. {given}") from error
+        raised = f"{type(error).__name__}: {error}".rstrip(": .")
+        raise SampleError(
+            f"`{function}` raised {raised}. It was given {names_of(samples)}{where}."
+        ) from error
 
 
 def check_fits(sample: Sample) -> None:
-    """Raise a `SampleError` where a number of a sample is none that a table can hold."""
+    """Raise a `SampleError` unless all numbers of a sample are integers of 63 bits."""
     _, tokens, targets, patches, _, _, key, *_ = sample
     if type(tokens) is type(targets) is type(patches) is int and key is None:
         if 0 <= min(tokens, targets, patches) and max(tokens, targets, patches) <= MAX_KEY:
@@ -369,7 +390,7 @@ def _sample_of(
     digest: int,
     ordinal: int,
 ) -> Sample:
-    source, counted, task, item_source, world_size, padding = _KINDS.of[code]
+    source, counted, task, item_source, world_size, padding = _KINDS.by_code[code]
     return _SAMPLE_OF(
         (
             data,
@@ -389,12 +410,12 @@ def _sample_of(
 
 
 class ItemKeys(Sequence["ItemKey | None"]):
-    """Keys of items, in columns. It never changes.
+    """Keys of items, in columns. It is immutable.
 
     Args:
         numbers: `ItemKey.key` of each, -1 where an item has no key, (n,) int64.
         repeats: `ItemKey.repeat` of each, (n,) int64.
-        codes: the number of the origin of each, (n,) int64.
+        codes: the index of each in `origins`, (n,) int64.
         origins: source and world size of the items.
     """
 
@@ -429,17 +450,14 @@ class ItemKeys(Sequence["ItemKey | None"]):
         """Return the keys of all parts, in their order."""
         if len(parts) == 1:
             return cls.of(parts[0])
-        known = [part for part in parts if isinstance(part, ItemKeys)]
-        if (
-            known
-            and len(known) == len(parts)
-            and all(part.origins == known[0].origins for part in known)
-        ):
+        columns = [part for part in parts if isinstance(part, ItemKeys)]
+        has_all = len(columns) == len(parts)
+        if columns and has_all and all(part.origins == columns[0].origins for part in columns):
             return cls(
-                np.concatenate([part.numbers for part in known]),
-                np.concatenate([part.repeats for part in known]),
-                np.concatenate([part.codes for part in known]),
-                known[0].origins,
+                np.concatenate([part.numbers for part in columns]),
+                np.concatenate([part.repeats for part in columns]),
+                np.concatenate([part.codes for part in columns]),
+                columns[0].origins,
             )
         return cls.of([key for part in parts for key in part])
 

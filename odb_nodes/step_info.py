@@ -1,4 +1,4 @@
-"""What a training loop needs to know about a step besides its batch."""
+"""`StepInfo`: the counts of a step and the weight of its loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ __all__ = [
     "AlignedGroup",
     "SourceCount",
     "StepInfo",
-    "count_sources",
     "pop_step_info",
 ]
 
@@ -28,12 +27,6 @@ class SourceCount(NamedTuple):
     tokens: int
 
 
-def count_sources(samples: Sequence[Sample]) -> dict[str, SourceCount]:
-    """Return samples and tokens by source; an empty dict if no sample has a source."""
-    block = SampleBlock.of(samples)
-    return _counts_by([kind.source for kind in block.kinds], block.real_lengths)
-
-
 def count_tasks(samples: Sequence[Sample]) -> dict[str, int]:
     """Return supervised tokens by task; an empty dict if no sample has one."""
     block = SampleBlock.of(samples)
@@ -41,46 +34,48 @@ def count_tasks(samples: Sequence[Sample]) -> dict[str, int]:
 
 
 def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Return the fields of a `StepInfo` that say which samples are in its batch."""
+    """Return the fields of a `StepInfo` that describe the samples in its batch."""
     block = SampleBlock.of(samples)
-    facts, codes, sizes = block.facts, block.facts[KIND].tolist(), block.real_lengths
-    known = [*{*codes}]
-    kinds = dict(zip(known, kinds_of(known), strict=True))
+    codes = block.facts[KIND].tolist()
+    lengths = block.real_lengths
+    distinct = [*{*codes}]
+    kinds = dict(zip(distinct, kinds_of(distinct), strict=True))
     sources = [kinds[code].source for code in codes]
     tasks = sources
     if any(kind.task for kind in kinds.values()):
         tasks = [kinds[code].task_name for code in codes]
-    keys = facts[KEY].tolist()
+    keys = block.facts[KEY].tolist()
     return {
-        "local_sources": _counts_by(sources, sizes),
+        "local_sources": _counts_by(sources, lengths),
         "keys": tuple([None if key == NONE else key for key in keys] if NONE in keys else keys),
-        "row_sources": (*sources,),
-        "row_tasks": (*tasks,),
+        "row_sources": tuple(sources),
+        "row_tasks": tuple(tasks),
         "local_task_targets": _targets_by(tasks, block.targets.tolist()),
-        "local_tasks": _counts_by(tasks, sizes, named_only=True),
-        "row_repeats": (*facts[REPEAT].tolist(),),
+        "local_tasks": _counts_by(tasks, lengths, named_only=True),
+        "row_repeats": tuple(block.facts[REPEAT].tolist()),
         "own_sources": frozenset(kind.source for kind in kinds.values() if kind.world_size == 1),
     }
 
 
 def _counts_by(
-    names: Sequence[str], sizes: Sequence[int], *, named_only: bool = False
+    names: Sequence[str], lengths: Sequence[int], *, named_only: bool = False
 ) -> dict[str, SourceCount]:
-    """Return samples and tokens by name; an empty dict if none has one."""
+    """Return samples and tokens by name; an empty dict if no sample has a name."""
     if not any(names):
         return {}
-    tokens: dict[str, list[int]] = {}
-    for name, size in zip(names, sizes, strict=True):
+    by_name: dict[str, list[int]] = {}
+    for name, length in zip(names, lengths, strict=True):
         if name or not named_only:
-            tokens.setdefault(name, []).append(size)
-    return {name: SourceCount(len(some), sum(some)) for name, some in tokens.items()}
+            by_name.setdefault(name, []).append(length)
+    return {name: SourceCount(len(tokens), sum(tokens)) for name, tokens in by_name.items()}
 
 
 def _targets_by(names: Sequence[str], counts: Sequence[int]) -> dict[str, int]:
-    """Return supervised tokens by name, that of "" last; an empty dict if none has one."""
+    """Return supervised tokens by name, with "" last; an empty dict if no sample has a name."""
     targets = {name: 0 for name in names if name}
-    for name, count in zip(names, counts, strict=True) if targets else ():
-        targets[name] = targets.get(name, 0) + count
+    if targets:
+        for name, count in zip(names, counts, strict=True):
+            targets[name] = targets.get(name, 0) + count
     return targets
 
 
@@ -88,8 +83,8 @@ def add_counts(counts: Iterable[tuple[str, SourceCount]]) -> dict[str, SourceCou
     """Return the sums by name."""
     sums: dict[str, SourceCount] = {}
     for source, (samples, tokens) in counts:
-        before = sums.get(source, SourceCount(0, 0))
-        sums[source] = SourceCount(before.samples + samples, before.tokens + tokens)
+        sum_before = sums.get(source, SourceCount(0, 0))
+        sums[source] = SourceCount(sum_before.samples + samples, sum_before.tokens + tokens)
     return sums
 
 
@@ -97,8 +92,8 @@ def add_counts(counts: Iterable[tuple[str, SourceCount]]) -> dict[str, SourceCou
 class StepInfo:
     """Counts of one step, and the weight of its loss.
 
-    An optimizer step has `micro_steps` steps: one, unless gradients are accumulated. "All ranks"
-    are the ranks of the `RankAligner`, or this rank alone if there is none.
+    An optimizer step has `micro_steps` steps, 1 unless gradients are accumulated. "All ranks" are
+    the ranks of the `RankAligner`, or this rank alone if there is none.
 
     Attributes:
         step: number of the step in its epoch, from 0, the same on all ranks.
@@ -112,8 +107,8 @@ class StepInfo:
             of the gradients over ranks, summed over the micro-steps, is the gradient of the mean
             loss over all supervised tokens of the optimizer step. NaN times 0 is NaN: if a batch
             may lack supervised tokens, use the sum of losses over `max(local_targets, 1)`.
-        is_filler: whether this rank has no samples left for the step. Its batch is a real one, so
-            that all ranks run the same computation, but its loss has no weight.
+        is_filler: whether this rank has no samples left for the step. Its batch is then a sample
+            of another step, so that all ranks run the same computation, and its loss has weight 0.
         micro_step: number of the step in its optimizer step, from 0.
         micro_steps: steps of this optimizer step; fewer than `accumulate` at the end of an epoch.
         optimizer_samples: samples of all ranks and micro-steps of this optimizer step.
@@ -121,20 +116,20 @@ class StepInfo:
         modalities: names of the `modalities` of the `RankAligner` that occur on any rank.
         local_sources: samples and unpadded tokens of this rank by source. The samples add up to
             `local_samples`; empty in a filler step, and if sources have no names.
-        counted: what the targets of this optimizer step are, on all ranks: `"labels"` that are not
-            -100, `"tokens"` of samples without labels, `"samples"` with one label each, or what
-            `observe` counted, `"observed"`; several, as in `"labels+tokens"`, if samples differ.
+        counted: kind of the targets of this optimizer step, on all ranks: `"labels"` that are not
+            -100; `"tokens"` of samples without labels; `"samples"` with one label each;
+            `"observed"`, counted by `observe`; or several kinds, such as `"labels+tokens"`.
         local_tokens: unpadded tokens of this rank; 0 in a filler step.
         keys: key of the sample in each row of the batch; `None` if its source has no keys. Empty in
             a filler step, as are the next three fields.
         row_sources: name of the source of each row.
         row_tasks: `Sample.task_name` of each row.
         row_repeats: `ItemKey.repeat` of each row, for samples that occur more than once an epoch.
-        own_sources: names of the sources whose keys belong to this rank alone: each rank has data
-            of its own, or the job has one rank.
-        left_out: samples of this rank that were left out since the step before.
+        own_sources: names of the sources whose keys are unique to this rank: the ranks do not
+            share the source's data, or the job has one rank.
+        left_out: samples of this rank that were left out since the previous step.
         epoch: number of the epoch.
-        ends_epoch: whether this rank takes no further step in the epoch; known only behind a
+        ends_epoch: whether this is the last step of this rank in the epoch; known only behind a
             `RankAligner`.
         local_task_targets: supervised tokens of this rank, by name of the task.
         local_tasks: samples and unpadded tokens of this rank by `Sample.task_name`. The samples add
@@ -143,9 +138,9 @@ class StepInfo:
             of the task; behind a `RankAligner`, of its `tasks`.
         world_size: ranks whose gradients are averaged.
         local_padded_tokens: size of the batch's `input_ids`, or the padded tokens planned under
-            the budget if these are more; 0 if neither is known.
+            the budget if they are more; 0 if neither is known.
         batches_per_step: number of `virtual_ranks` that each rank hosts, else 1. Each of their
-            batches is a `step` and a micro-step of its own; "all ranks" are all virtual ranks, so
+            batches is a separate `step` and micro-step; "all ranks" are all virtual ranks, so
             these batches have equal counts.
     """
 
@@ -185,14 +180,14 @@ class StepInfo:
         raise AttributeError(f"`StepInfo` has no attribute {name!r}{hint}.", name=name, obj=self)
 
     def with_counts(self, **counts: int) -> StepInfo:
-        """Return this with other counts, as `replace` does, without setting each field."""
+        """Return a copy with other counts: a faster `dataclasses.replace`."""
         info = object.__new__(StepInfo)
         vars(info).update(vars(self), **counts)
         return info
 
     @property
     def ends_optimizer_step(self) -> bool:
-        """Whether the optimizer steps after this step's backward."""
+        """Whether the optimizer steps after the backward pass of this step."""
         return self.micro_step == self.micro_steps - 1
 
     @classmethod
@@ -217,17 +212,18 @@ class StepInfo:
 
 
 class AlignedGroup(NamedTuple):
-    """A group with the `StepInfo` of its step: what a `RankAligner` yields."""
+    """A group with the `StepInfo` of its step, as a `RankAligner` yields it."""
 
     samples: Sequence[Sample]
     info: StepInfo
 
 
 def pop_step_info(batch: MutableMapping[str, Any]) -> StepInfo:
-    """Remove the `StepInfo` from a batch and return it; what is left is the model's input.
+    """Remove the `StepInfo` from a batch and return it. The rest of the batch is the model's input.
 
     Raises:
-        KeyError: the batch has none: it was taken out before, or does not come from this library.
+        KeyError: the batch has no `StepInfo`: it was popped before, or does not come from this
+            library.
     """
     try:
         info: StepInfo = batch.pop(STEP_INFO_KEY)

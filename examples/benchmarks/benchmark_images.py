@@ -3,12 +3,12 @@
     python examples/benchmarks/benchmark_images.py               # 1,000 images
     python examples/benchmarks/benchmark_images.py --images 30   # a quick look
 
-A few photographs of 4000 x 3000 pixels are rendered and written as JPEG files, and read again and
-again. Measured is the resident memory of this process and its workers, ten times a second, with
-what they share counted once: its peak in each epoch, above what there was before the first batch.
-Beside it stands what the samples that the loader holds may take themselves: in the pool, in flight,
-in the round of the aligner and in the batches made ahead. A worker's memory of Python itself is
-shared with this process at first and becomes its own little by little.
+A few photographs of 4000 x 3000 pixels are rendered and written as JPEG files, which are read again
+and again. The resident memory of this process and its workers is measured ten times a second, with
+shared memory counted once. The output is the peak in each epoch, above the memory before the first
+batch, and the memory that the samples in the loader may take: in the pool, in flight, in the round
+of the aligner and in the batches made ahead. A worker shares Python's own memory with this process
+at first, and gets a copy of it little by little.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Photographs:
     """A map-style dataset of conversations about a few large JPEG files.
 
     Args:
-        paths: of the files.
+        paths: the image files.
         size: number of conversations.
     """
 
@@ -65,7 +65,7 @@ class Photographs:
 
 
 def render(folder: Path) -> list[Path]:
-    """Write a few photographs, whose values change slowly, and return their paths."""
+    """Write a few photographs with smooth gradients, and return their paths."""
     rows, columns = np.ogrid[:HEIGHT, :WIDTH]
     paths = []
     for number in range(FILES):
@@ -81,14 +81,14 @@ def render(folder: Path) -> list[Path]:
 
 @dataclass
 class Peak:
-    """The most resident memory of this process and its children since it was last set to 0."""
+    """Peak resident memory of this process and its children since it was set to 0."""
 
     resident_bytes: int = 0
 
 
 @contextmanager
 def measured() -> Iterator[Peak]:
-    """Measure memory on a thread, as long as the context lasts."""
+    """Measure memory on a thread while the context lasts."""
     peak, ended = Peak(), threading.Event()
 
     def measure() -> None:
@@ -103,12 +103,12 @@ def measured() -> Iterator[Peak]:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process, and what its children have on top of that."""
+    """Return the memory of this process, and the unshared memory of its children."""
     process = psutil.Process()
     total = process.memory_info().rss
     for child in process.children(recursive=True):
         try:
-            # Not what they share: a part of that is of other jobs on the machine, and would vary.
+            # Without shared memory: a part of it belongs to other jobs on the machine, and varies.
             total += child.memory_full_info().uss
         except psutil.NoSuchProcess:
             pass
@@ -121,8 +121,8 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--images", type=int, default=1000, help="of an epoch (%(default)s)")
-    add("--epochs", type=int, default=3, help="(%(default)s)")
+    add("--images", type=int, default=1000, help="images of an epoch (%(default)s)")
+    add("--epochs", type=int, default=3, help="number of epochs (%(default)s)")
     add("--workers", type=int, default=2, help="processes that decode (%(default)s)")
     add("--window", type=int, default=64, help="samples waiting to be grouped (%(default)s)")
     add("--tokens", type=int, default=256, help="most tokens of an image (%(default)s)")
@@ -131,7 +131,7 @@ def parse() -> argparse.Namespace:
 
 
 def make_loader(options: argparse.Namespace, paths: list[Path]) -> ODBDataLoader:
-    """Return the loader, which holds no more than is said here."""
+    """Return a loader that holds few samples ahead."""
     processor = replace(
         build_processor(max_pixels=28 * 28 * options.tokens), late_patches=options.late_patches
     )
@@ -151,11 +151,11 @@ def make_loader(options: argparse.Namespace, paths: list[Path]) -> ODBDataLoader
 
 
 def held(options: argparse.Namespace, batch_samples: int) -> dict[str, tuple[int, float]]:
-    """Return how many samples the loader holds in each place, and the MiB that they take.
+    """Return how many samples the loader holds in each place, and their MiB.
 
     Args:
-        options: of the command line.
-        batch_samples: of the largest batch.
+        options: options of the command line.
+        batch_samples: samples of the largest batch.
     """
     patches_mib = 4 * options.tokens * 3 * 14 * 14 * 2 * 4 / MEBIBYTE  # float32, two frames
     sample_mib = patches_mib / (8 if options.late_patches else 1)
@@ -172,10 +172,11 @@ def held(options: argparse.Namespace, batch_samples: int) -> dict[str, tuple[int
 
 
 def main(options: argparse.Namespace) -> None:
-    """Run the epochs, and print what they took."""
+    """Run the epochs, and print their memory and speed."""
     with tempfile.TemporaryDirectory() as folder, measured() as peak:
         paths = render(Path(folder))
-        print(f"{FILES} files of {WIDTH} x {HEIGHT} pixels, {paths[0].stat().st_size:,} bytes.")
+        size_bytes = paths[0].stat().st_size
+        print(f"{FILES} files of {WIDTH} x {HEIGHT} pixels, {size_bytes:,} bytes each.")
         batch_samples = 0
         with make_loader(options, paths) as loader:
             before_mib = resident_bytes() / MEBIBYTE

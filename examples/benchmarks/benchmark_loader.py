@@ -1,6 +1,7 @@
 """Throughput of three loaders, side by side: odb_nodes, online-dynamic-batching, torch.
 
     python examples/benchmarks/benchmark_loader.py
+    python examples/benchmarks/benchmark_loader.py --kind table
     python examples/benchmarks/benchmark_loader.py --kind ready
     python examples/benchmarks/benchmark_loader.py --kind image --samples 2000
     python examples/benchmarks/benchmark_loader.py --samples 2000 --rounds 1
@@ -13,6 +14,11 @@ pixels beside a short text: what is left is moving bytes. `--quiet` has the data
 draw no random numbers, so that this library does not seed them; the others never do. In every
 round each loader runs one epoch, from the start of its workers to their end, one loader after the
 other; of each loader the median run counts. Throughput is the machine's; the ratios are the result.
+
+`--kind table`, which a run without `--kind` adds, reads a tokenized table of `datasets`, of which
+this library knows all lengths before it reads a row. It compares epochs with the default collate
+function and with one that pads row by row, the time to the first batch, and the time to the first
+batch of a resume in mid-epoch.
 """
 
 from __future__ import annotations
@@ -27,10 +33,13 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import datasets
 import numpy as np
 import odb
+import pyarrow as pa
 import torch
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from odb_nodes import ODBDataLoader, PaddingCollate, TokenBudget
 
@@ -43,11 +52,18 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "torch": torch.tensor,
     "list": np.ndarray.tolist,
 }
-READY, IMAGE = "ready", "image"
+READY, IMAGE, TABLE = "ready", "image", "table"
 IMAGE_SHAPE = (3, 1024, 1628)  # 5 MB of uint8
 IMAGE_TOKENS, IMAGE_SAMPLES = 100, 8
 
 Batch = dict[str, Any]
+
+
+def draw_lengths(rng: np.random.Generator, samples: int) -> Any:
+    """Return lognormal lengths in tokens, (samples,) int64."""
+    sigma = math.sqrt(math.log(1 + CV**2))
+    tokens = rng.lognormal(math.log(MEAN_TOKENS) - sigma**2 / 2, sigma, samples)
+    return np.clip(tokens, SHORTEST_TOKENS, LONGEST_TOKENS).astype(np.int64)
 
 
 class ByteTexts(Dataset[Batch]):
@@ -63,10 +79,8 @@ class ByteTexts(Dataset[Batch]):
     def __init__(self, samples: int, kind: str, quiet: bool = False) -> None:
         self.draws_random_numbers = not quiet
         rng = np.random.default_rng(0)
-        sigma = math.sqrt(math.log(1 + CV**2))
-        tokens = rng.lognormal(math.log(MEAN_TOKENS) - sigma**2 / 2, sigma, samples)
+        lengths = draw_lengths(rng, samples)
         letters = bytes(rng.integers(97, 123, LONGEST_TOKENS, dtype=np.uint8)).decode()
-        lengths = np.clip(tokens, SHORTEST_TOKENS, LONGEST_TOKENS).astype(int)
         self.texts = [letters[:length] for length in lengths]
         self.kind = kind
         self.ready = [torch.arange(n) for n in lengths.tolist()] if kind == READY else []
@@ -136,7 +150,7 @@ def pad_row_by_row(samples: list[Batch]) -> Batch:
     }
     for row, sample in enumerate(samples):
         length = len(sample["input_ids"])
-        batch["input_ids"][row, :length] = sample["input_ids"]
+        batch["input_ids"][row, :length] = torch.as_tensor(sample["input_ids"])
         batch["attention_mask"][row, :length] = 1
     return batch
 
@@ -306,19 +320,108 @@ def report(contenders: list[Contender], runs: list[Run]) -> None:
         )
 
 
+# --- a tokenized table ----------------------------------------------------------------------------
+
+MakeLoader = Callable[[], Any]
+
+
+def make_table(samples: int) -> datasets.Dataset:
+    """Return a table with `input_ids` alone."""
+    rng = np.random.default_rng(0)
+    offsets = np.append(0, np.cumsum(draw_lengths(rng, samples))).astype(np.int32)
+    ids = rng.integers(0, 50_000, offsets[-1])
+    return datasets.Dataset(pa.table({"input_ids": pa.ListArray.from_arrays(offsets, ids)}))
+
+
+def batches_of(make: MakeLoader) -> Iterator[Batch]:
+    """Yield the batches of an epoch of a new loader."""
+    loader = make()
+    yield from loader
+    if isinstance(loader, ODBDataLoader):  # Workers of torch end with their iterator.
+        loader.close()
+
+
+def seconds_to_first_batch(make: MakeLoader, state: Any = None) -> float:
+    """Return the seconds from before a loader is made to its first batch."""
+    start = time.perf_counter()
+    loader = make()
+    if state is not None:
+        loader.load_state_dict(state)
+    batches = iter(loader)
+    next(batches)
+    seconds = time.perf_counter() - start  # Before the workers end: torch's do with the iterator.
+    if isinstance(loader, ODBDataLoader):
+        loader.close()
+    return seconds
+
+
+def state_in_mid_epoch(make: MakeLoader, samples: int) -> Any:
+    """Return the state of a loader after half of the samples of an epoch."""
+    loader, taken = make(), 0
+    for batch in loader:
+        taken += len(batch["input_ids"])
+        if taken >= samples // 2:
+            break
+    state = loader.state_dict()
+    if isinstance(loader, ODBDataLoader):
+        loader.close()
+    return state
+
+
+def compare_tables(samples: int, workers: int, rounds: int) -> None:
+    """Print what loaders of one table take, in turns: the medians of the rounds, and ratios."""
+    table, pads = make_table(samples), PaddingCollate()
+    options: Any = {"batch_size": BATCH_SAMPLES, "shuffle": True, "num_workers": workers}
+    ours = partial(ODBDataLoader, table, token_budget=BUDGET_TOKENS, num_workers=workers)
+    theirs = partial(DataLoader, table, **options)
+    stateful = partial(StatefulDataLoader, table, **options, collate_fn=pads)
+    print(f"\n{samples:,} rows of a tokenized table, {workers} workers, medians of {rounds}")
+    print(f"{'':<36}{'odb_nodes':>11}{f'DataLoader({BATCH_SAMPLES})':>16}{'odb_nodes is':>14}")
+
+    def show(name: str, values: Any, digits: int) -> None:
+        own, other = np.median(values, axis=0)
+        print(f"{name:<36}{own:>11,.{digits}f}{other:>16,.{digits}f}{own / other:>13.2f}x")
+
+    makes: list[MakeLoader]
+    for name, collate, given in (
+        ("default collate", pads, {}),
+        ("row by row", pad_row_by_row, {"collate_fn": pad_row_by_row}),
+    ):
+        makes = [partial(ours, **given), partial(theirs, collate_fn=collate)]
+        runs = [[measure_batches(batches_of(make)) for make in makes] for _ in range(rounds)]
+        show(f"{name}: samples/s", [[run.samples_per_s for run in turn] for turn in runs], 0)
+        show(
+            f"{name}: real share of tokens", [[1 - run.padding for run in turn] for turn in runs], 3
+        )
+    makes = [ours, partial(theirs, collate_fn=pads)]
+    times = [[seconds_to_first_batch(make) for make in makes] for _ in range(rounds)]
+    show("seconds to the first batch", times, 3)
+    makes = [ours, stateful]
+    states = [state_in_mid_epoch(make, samples) for make in makes]
+    resumes = [*zip(makes, states, strict=True)]
+    times = [[seconds_to_first_batch(*resume) for resume in resumes] for _ in range(rounds)]
+    show("after a resume (StatefulDataLoader)", times, 3)
+
+
 def main() -> None:
     """Compare and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=20_000, help="texts per epoch")
     parser.add_argument("--workers", type=int, default=2, help="worker processes of each loader")
     parser.add_argument("--rounds", type=int, default=3, help="epochs of each loader")
-    parser.add_argument("--kind", choices=[*KINDS, READY, IMAGE], default="numpy", help="samples")
+    kinds = [*KINDS, READY, IMAGE, TABLE]
+    parser.add_argument("--kind", choices=kinds, help="samples; default: numpy, and then a table")
     parser.add_argument("--quiet", action="store_true", help="declare that nothing is drawn")
     parser.add_argument("--collate-in", choices=["auto", "workers", "main"], default="auto")
     parser.add_argument("--without-reference", action="store_true", help="leave the slowest out")
     args = parser.parse_args()
-    contenders = make_contenders(args)
-    report(contenders, compare(contenders, args.workers, args.rounds))
+    has_table = args.kind in (None, TABLE)
+    if args.kind != TABLE:
+        args.kind = args.kind or "numpy"
+        contenders = make_contenders(args)
+        report(contenders, compare(contenders, args.workers, args.rounds))
+    if has_table:
+        compare_tables(args.samples, args.workers, args.rounds)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ SPLIT_BY_SHARDS = {
     "ShuffledDataSourcesArrowExamplesIterable",
     "ShuffledDataSourcesExamplesIterable",
 }
-"""Stages that yield, over ranks with shards of their own, exactly what they yield on one rank. Not
+"""Stages that yield the same items over ranks that each read some shards as on one rank. Not
 `take`, which would take its number on each rank."""
 
 RESTORABLE = SPLIT_BY_SHARDS - {"BufferShuffledExamplesIterable"} | {
@@ -58,7 +58,7 @@ def restores_exactly() -> bool:
 
 
 def is_plain_table(dataset: Any) -> bool | None:
-    """Tell whether rows of a table are the same, whatever is read with them; `None` for no table.
+    """Tell whether rows of a table do not depend on the rows read with them; `None` for no table.
 
     They are plain Python values, or arrays and tensors of whole lists of integers. Not where a
     table applies a transform, decodes images or sound, or makes arrays of other columns, whose
@@ -139,7 +139,7 @@ def consists_of(stages: list[Any], names: set[str]) -> bool:
 
 
 def splits_by_shards(stages: list[Any]) -> bool:
-    """Tell whether ranks with shards of their own get, together, what one rank would."""
+    """Tell whether ranks that each read some shards get, together, what one rank would."""
     of_all = any(
         getattr(stage, name, False)
         for stage in stages
@@ -150,11 +150,11 @@ def splits_by_shards(stages: list[Any]) -> bool:
 
 def own_copy(stream: Any) -> Any:
     """Return a stream that shares neither epoch nor position, which `datasets` keeps in stages."""
-    found = object.__new__(type(stream))  # Its `__setstate__` would let both share attributes.
-    found.__dict__.update(vars(stream))
-    found._epoch = copy.deepcopy(stream._epoch)
-    found._ex_iterable = _own_stage(stream._ex_iterable)
-    return found
+    copied = object.__new__(type(stream))  # Its `__setstate__` would let both share attributes.
+    copied.__dict__.update(vars(stream))
+    copied._epoch = copy.deepcopy(stream._epoch)
+    copied._ex_iterable = _own_stage(stream._ex_iterable)
+    return copied
 
 
 def is_split(stream: Any) -> bool:
@@ -184,9 +184,9 @@ def _walk(stage: Any) -> Iterator[Any]:
 
 
 def _own_stage(stage: Any) -> Any:
-    found = copy.copy(stage)
+    copied = copy.copy(stage)
     if hasattr(stage, "ex_iterable"):
-        found.ex_iterable = _own_stage(stage.ex_iterable)
+        copied.ex_iterable = _own_stage(stage.ex_iterable)
     if hasattr(stage, "ex_iterables"):
-        found.ex_iterables = [*map(_own_stage, stage.ex_iterables)]
-    return found
+        copied.ex_iterables = [*map(_own_stage, stage.ex_iterables)]
+    return copied

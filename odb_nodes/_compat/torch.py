@@ -55,30 +55,30 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 def is_sharded(model: nn.Module) -> bool:
     """Tell whether ranks compute a model together: FSDP, or parameters that are `DTensor`s."""
-    loaded = sys.modules.get("torch.distributed.fsdp")  # else nobody has made one
+    loaded = sys.modules.get("torch.distributed.fsdp")  # otherwise none was made
     names = ("FullyShardedDataParallel", "FSDPModule")
     kinds = tuple(getattr(loaded, name) for name in names if hasattr(loaded, name))
-    is_fsdp = any(isinstance(one, kinds) for one in model.modules())
+    is_fsdp = any(isinstance(module, kinds) for module in model.modules())
     return is_fsdp or any(map(is_dtensor, model.parameters()))
 
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that `loss.backward()` gives gradients to, as far as its graph shows."""
-    found, seen, waiting = [], set(), [loss.grad_fn]
+    leaves, seen, waiting = [], set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:
-            found.append(leaf)
+            leaves.append(leaf)
         waiting += [parent for parent, _ in node.next_functions]
-    return found
+    return leaves
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is a part of one that ranks share."""
-    loaded = sys.modules.get("torch.distributed.tensor")  # else nobody has made one
+    loaded = sys.modules.get("torch.distributed.tensor")  # otherwise none was made
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 

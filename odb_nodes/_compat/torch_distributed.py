@@ -21,7 +21,7 @@ _FOREVER = timedelta(days=365)
 
 
 def job_store() -> Any:
-    """Return a connection to the store of the job that nobody else uses.
+    """Return a connection to the store of the job that is not shared.
 
     A store serves one call at a time, and gloo waits for other ranks within a call. Two threads
     that shared a store, in another order on another rank, would wait for each other.
@@ -60,7 +60,7 @@ def store_host() -> str:
 
 
 def abort_groups() -> None:
-    """Break all connections of this process: collectives over NCCL fail then, those of gloo not."""
+    """Break all connections of this process: collectives over NCCL fail then, gloo's do not."""
     for group in [*dist.distributed_c10d._world.pg_names]:
         with suppress(RuntimeError):
             group.abort()
@@ -71,7 +71,7 @@ def gloo_group(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
     return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
 
 
-def begin_all_gather(group: Any, parts: Sequence[torch.Tensor], own: torch.Tensor) -> Any:
+def begin_all_gather(group: Any, parts: Sequence[torch.Tensor], tensor: torch.Tensor) -> Any:
     """Start an all-gather without waiting for it, and return its work.
 
     It never times out within gloo, which would count on for a call that the caller has given up,
@@ -79,7 +79,7 @@ def begin_all_gather(group: Any, parts: Sequence[torch.Tensor], own: torch.Tenso
     """
     options = dist.distributed_c10d.AllgatherOptions()
     options.timeout = _FOREVER
-    return group.allgather([list(parts)], [own], options)
+    return group.allgather([list(parts)], [tensor], options)
 
 
 def is_wait_timeout(error: RuntimeError) -> bool:

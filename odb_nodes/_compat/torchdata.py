@@ -2,7 +2,7 @@
 
 Relied on beside the public names: the iterators of its mappers and prefetchers, which are `_it` of
 the node; their events, threads, workers and queues; `epoch` and `_started` of `SamplerWrapper`; the
-state of a `Prefetcher`, whose key "snapshot" holds that of its source.
+state of a `Prefetcher`, whose key "snapshot" holds its source's state.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _join_parallel_mapper(
         worker.terminate()  # type: ignore[union-attr]
     _join(it._workers, timeout_s, node)
     for queue in (it._in_q, it._intermed_q) if it.method == "process" else ():
-        # Its thread may be stuck in a pipe that nobody reads any more, and is joined at exit.
+        # Its thread may be stuck in a pipe that has no reader any more, and is joined at exit.
         feeder = getattr(queue, "_thread", None)
         queue.cancel_join_thread()  # type: ignore[union-attr]
         queue._reader.close()  # type: ignore[union-attr]

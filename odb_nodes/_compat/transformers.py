@@ -33,8 +33,8 @@ def constructed_without_length(trainer: Any, args: Any) -> Iterator[None]:
         yield
     finally:
         # A subclass may have given its base class a copy of `args`.
-        for each in (args, getattr(trainer, "args", args)):
-            each.max_steps = before
+        for arguments in (args, getattr(trainer, "args", args)):
+            arguments.max_steps = before
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def plan_steps(trainer: Any, steps: int) -> None:
     """Make a run that begins expect `steps` optimizer steps.
 
     Relies on `TrainerState.max_steps`, and on `compute_steps` to turn `logging_steps` and the like
-    from shares into steps. A resumed run keeps those of its checkpoint.
+    from shares into steps. A resumed run keeps the steps of its checkpoint.
     """
     trainer.state.max_steps = steps
     if not trainer.state.global_step:
@@ -125,9 +125,9 @@ def load_rest(model: Any, checkpoint: str, loaded: Any) -> None:
 
     A `Trainer` loads by `load_state_dict`, not strictly, and only logs the keys that differ. They
     do where `save_pretrained` writes weights by other names, or in other parts, than the model has
-    them: those of mixtures of experts, of ViT, of Qwen2-VL. Relies on the result being given to
-    `Trainer._issue_warnings_after_load`; with FSDP, DeepSpeed and adapters of peft it is not: their
-    keys are those of the model.
+    them, as for mixtures of experts, ViT and Qwen2-VL. Relies on the `Trainer` passing the result
+    to `Trainer._issue_warnings_after_load`. With FSDP, DeepSpeed and adapters of peft it does not:
+    they save the model's own keys.
     """
     from transformers import PreTrainedModel
 
@@ -139,12 +139,14 @@ def load_rest(model: Any, checkpoint: str, loaded: Any) -> None:
     is_stock = isinstance(model, PreTrainedModel) and getattr(model, "hf_quantizer", None) is None
     # These may be missing without a word of `from_pretrained`: new, they would be random.
     optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    optional = [key for key in missing if any(re.search(one, key) for one in optional)]
+    optional = [key for key in missing if any(re.search(pattern, key) for pattern in optional)]
     if not is_stock or optional:
         raise refused(optional or missing, loaded.unexpected_keys)
     try:
         # In the widest type of all, so that each weight is copied into its own without rounding.
-        types = (one.dtype for one in model.parameters() if one.is_floating_point())
+        types = (
+            parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
+        )
         dtype = reduce(torch.promote_types, types)
         whole, info = type(model).from_pretrained(
             checkpoint,
@@ -157,14 +159,14 @@ def load_rest(model: Any, checkpoint: str, loaded: Any) -> None:
         left_over = info["unexpected_keys"]
         if not new and not left_over:
             model.load_state_dict(whole.state_dict())
-    except Exception as error:  # whatever a class of models raises for a config or for weights
+    except Exception as error:  # a class of models may raise any error for a config or for weights
         raise refused(missing, loaded.unexpected_keys) from error
     if new or left_over:
         raise refused(new, left_over)
 
 
 def _not_loaded(model: Any, missing: Iterable[str]) -> list[str]:
-    """Return those of the missing keys whose weights were not loaded by another name either.
+    """Return the missing keys whose weights were not loaded by another name either.
 
     Relies on `_keys_to_ignore_on_save`: weights that do not change, such as of positions.
     """
@@ -178,10 +180,12 @@ def _other_weights(
     checkpoint: str, model: str, missing: Iterable[str], left_over: Iterable[str]
 ) -> StateError:
     keys = {"missing from it": sorted(missing), "in it alone": sorted(left_over)}
-    found = [f"{len(of)} are {where}, such as `{of[0]}`" for where, of in keys.items() if of]
+    parts = [
+        f"{len(names)} are {where}, such as `{names[0]}`" for where, names in keys.items() if names
+    ]
     return StateError(
-        f"the weights of `{checkpoint}` must be those of the model, a `{model}`, but "
-        f"{', and '.join(found)}: these would not be resumed. Resume with the model that was "
+        f"the weights of `{checkpoint}` must fit the model, a `{model}`, but "
+        f"{', and '.join(parts)}: these would not be resumed. Resume with the model that was "
         f"saved. Or begin a new run with its weights: `{model}.from_pretrained(checkpoint)`, "
         "without `resume_from_checkpoint`."
     )
@@ -237,7 +241,7 @@ def pads_by_default(trainer: Any) -> bool:
 
 
 def collator_columns(trainer: Any) -> set[str]:
-    """Return the keys of samples that the trainer's collator is for.
+    """Return the keys of samples that the trainer's collator takes.
 
     Relies on `Trainer._set_signature_columns_if_needed`, which other libraries override, and which
     sets `_signature_columns` once: also where a search has taken the model away since. Where it is
@@ -268,8 +272,8 @@ def needs_labels(trainer: Any) -> bool:
     """Tell whether the model cannot be called without `labels`."""
     if trainer.model is None:
         return False
-    taken = inspect.signature(base_model(trainer.model).forward).parameters
-    return "labels" in taken and taken["labels"].default is inspect.Parameter.empty
+    parameters = inspect.signature(base_model(trainer.model).forward).parameters
+    return "labels" in parameters and parameters["labels"].default is inspect.Parameter.empty
 
 
 # --- models and losses ----------------------------------------------------------------------------
@@ -283,7 +287,7 @@ def base_model(model: Any) -> Any:
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    """Return whether a model has labels of their own length; relies on `is_encoder_decoder`."""
+    """Return whether labels differ in length from the inputs; relies on `is_encoder_decoder`."""
     return bool(getattr(getattr(base_model(model), "config", None), "is_encoder_decoder", False))
 
 
@@ -292,9 +296,9 @@ def shifts_labels(model: Any) -> bool:
 
     Relies on `PreTrainedModel.loss_type` and the table `LOSS_MAPPING`, as `Trainer` itself does. A
     name that is not in the table, as of GPT-2, has the causal loss if it calls `loss_function`: the
-    `Trainer` takes such models for others. Those with a cross entropy of their own, as the decoders
-    of BART and TrOCR, name `shift_labels` where they shift. A model of another library is taken for
-    a causal one.
+    `Trainer` takes such models for others. Models that compute their own cross entropy, as the
+    decoders of BART and TrOCR, name `shift_labels` where they shift. A model of another library
+    is taken for a causal one.
     """
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -338,14 +342,14 @@ def ctc_reduction(trainer: Any) -> str | None:
 
 
 def takes_num_items(trainer: Any) -> bool:
-    """Return whether the loss is told `num_items_in_batch`, by the model or `compute_loss_func`."""
+    """Return whether the loss takes `num_items_in_batch`, by the model or `compute_loss_func`."""
     return bool(trainer.model_accepts_loss_kwargs) or trainer.compute_loss_func is not None
 
 
 def loss_scale(trainer: Any, *, is_told: bool) -> float:
     """Return what a `Trainer` multiplies a loss by, before its backward.
 
-    Relies on `compute_loss` to multiply a loss that is told its items by the ranks, with
+    Relies on `compute_loss` to multiply a loss that takes `num_items_in_batch` by the ranks, with
     `average_tokens_across_devices`; and on `training_step` to divide others by the micro-steps,
     unless there is a `compute_loss_func`, or `loss_is_scaled_for_ga` (of later versions) differs.
     """
@@ -379,10 +383,11 @@ def length_grouped_order(lengths: list[int], batch_size: int, seed: int) -> list
 def rebalanced_batches(
     lengths: list[int], batch_size: int, *, world_size: int, accumulate: int, seed: int
 ) -> list[tuple[list[int], ...]]:
-    """Return the batches of a `BatchRebalanceSampler` in its first epoch: those of all ranks.
+    """Return the batches of a `BatchRebalanceSampler` in its first epoch, for all ranks.
 
     Relies on `_assign` computing the batches of an optimizer step for all ranks, and on
-    `_yield_global_batch` choosing those of one rank: in turn for each would take as long for each.
+    `_yield_global_batch` choosing the part of one rank; calling it for each rank would compute
+    all batches again for each.
     """
     sampler = sampler_class("BatchRebalanceSampler")(
         lengths, batch_size * world_size * accumulate, world_size, accumulate, seed=seed,

@@ -92,7 +92,7 @@ def check_names(name: str, value: object) -> tuple[str, ...]:
     remedy = 'Pass a list such as ["chat", "code"].'
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(_message(name, "a list of names", describe(value), remedy))
-    if not all(isinstance(one, str) and one for one in value) or len({*value}) < len(value):
+    if not all(isinstance(entry, str) and entry for entry in value) or len({*value}) < len(value):
         raise ValueError(_message(name, "names that differ", describe(value), remedy))
     return (*value,)
 

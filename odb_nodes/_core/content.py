@@ -77,11 +77,11 @@ def _unreadable(value: Any, place: str) -> str:
     pairs: Any = value.items() if isinstance(value, Mapping) else ()
     if isinstance(value, (list, tuple)):
         pairs = enumerate(value)
-    for key, one in pairs:
+    for key, element in pairs:
         if not is_readable(key):
             return f"`{place}` has a key {key!r:.80} of type `{_type_of(key)}`"
-        if not is_readable(one):
-            return _unreadable(one, f"{place}[{key!r}]")
+        if not is_readable(element):
+            return _unreadable(element, f"{place}[{key!r}]")
     return f"`{place}` is a `{_type_of(value)}`"
 
 
@@ -92,7 +92,7 @@ def _type_of(value: Any) -> str:
 def copied(value: Any) -> Any:
     """Return a value whose dicts, lists, tuples, arrays and tensors are copies."""
     if type(value) is dict:
-        return {key: copied(held) for key, held in value.items()}
+        return {key: copied(element) for key, element in value.items()}
     if type(value) is list:
         return [*map(copied, value)]
     if isinstance(value, tuple):
@@ -198,9 +198,9 @@ def content_digest(item: Any, start: int = 0) -> int:
 
 
 def _add_fields(value: Mapping[Any, Any], crc: int) -> int:
-    for key, held in value.items():
+    for key, field in value.items():
         crc = crc32(key.encode(), crc) if type(key) is str else content_digest(key, crc)
-        crc = _add_array(held, crc) if type(held) is np.ndarray else content_digest(held, crc)
+        crc = _add_array(field, crc) if type(field) is np.ndarray else content_digest(field, crc)
     return crc
 
 
@@ -237,7 +237,7 @@ def _add_array(value: np.ndarray[Any, Any], crc: int) -> int:
 def _add_tensor(value: torch.Tensor, crc: int) -> int:
     try:
         return _add_array(value.numpy(force=True), crc)
-    except (RuntimeError, TypeError):  # of a kind that numpy does not have
+    except (RuntimeError, TypeError):  # a dtype that numpy lacks
         pass
     crc = crc32(str(value.dtype).encode(), crc)
     is_dense = value.layout == torch.strided and not (value.is_nested or value.is_quantized)
@@ -253,44 +253,44 @@ def _add_tensor(value: torch.Tensor, crc: int) -> int:
 _ARRAYS = (torch.Tensor, np.ndarray)
 
 
-def difference(expected: Any, got: Any) -> str | None:
-    """Return where and how `got` differs from `expected`, or None; NaN equals NaN."""
-    if expected is got:
+def difference(expected: Any, actual: Any) -> str | None:
+    """Return where and how `actual` differs from `expected`, or None; NaN equals NaN."""
+    if expected is actual:
         return None
-    if any(isinstance(expected, kind) and isinstance(got, kind) for kind in _ARRAYS):
-        if expected.dtype != got.dtype or expected.shape != got.shape:
+    if any(isinstance(expected, kind) and isinstance(actual, kind) for kind in _ARRAYS):
+        if expected.dtype != actual.dtype or expected.shape != actual.shape:
             return (
-                f" is {tuple(got.shape)} {got.dtype} instead of "
+                f" is {tuple(actual.shape)} {actual.dtype} instead of "
                 f"{tuple(expected.shape)} {expected.dtype}"
             )
-        if isinstance(expected, torch.Tensor) and torch.equal(expected, got):
+        if isinstance(expected, torch.Tensor) and torch.equal(expected, actual):
             return None
-        both_nan = (expected != expected) & (got != got)
-        places = torch.as_tensor((expected != got) & ~both_nan)
+        both_nan = (expected != expected) & (actual != actual)
+        places = torch.as_tensor((expected != actual) & ~both_nan)
         if not places.any():
             return None
         first = int(places.view(torch.uint8).argmax())  # All in numbers would take more than both.
         place = tuple(map(int, np.unravel_index(first, places.shape)))
-        return f"[{place}] is {got[place]} instead of {expected[place]}"
+        return f"[{place}] is {actual[place]} instead of {expected[place]}"
     pairs: Iterable[tuple[Any, Any, Any]]
-    if isinstance(expected, Mapping) and isinstance(got, Mapping):
-        if expected.keys() != got.keys():
-            return f" has keys {sorted(map(str, got))} instead of {sorted(map(str, expected))}"
-        pairs = ((key, expected[key], got[key]) for key in expected)
+    if isinstance(expected, Mapping) and isinstance(actual, Mapping):
+        if expected.keys() != actual.keys():
+            return f" has keys {sorted(map(str, actual))} instead of {sorted(map(str, expected))}"
+        pairs = ((key, expected[key], actual[key]) for key in expected)
     elif (
         isinstance(expected, Sequence)
         and not isinstance(expected, (str, bytes))
-        and type(got) is type(expected)
+        and type(actual) is type(expected)
     ):
-        if len(expected) != len(got):
-            return f" has {len(got)} elements instead of {len(expected)}"
-        pairs = zip(range(len(expected)), expected, got, strict=True)
+        if len(expected) != len(actual):
+            return f" has {len(actual)} elements instead of {len(expected)}"
+        pairs = zip(range(len(expected)), expected, actual, strict=True)
     else:
-        same = type(expected) is type(got) and bool(
-            expected == got or (expected != expected and got != got)  # NaN
+        same = type(expected) is type(actual) and bool(
+            expected == actual or (expected != expected and actual != actual)  # NaN
         )
-        return None if same else f" is {got!r:.500} instead of {expected!r:.500}"
-    for key, left, right in pairs:
-        if differs := difference(left, right):
+        return None if same else f" is {actual!r:.500} instead of {expected!r:.500}"
+    for key, expected_value, actual_value in pairs:
+        if differs := difference(expected_value, actual_value):
             return f"[{key!r}]{differs}"
     return None

@@ -55,15 +55,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def folder_with(pattern: str, folder: str | os.PathLike[str]) -> Path:
-    """Return a folder that has such files: the given one, or else the only one of its folders."""
-    given = Path(folder)
-    inner = sorted({path.parent for path in given.glob(f"*/{pattern}")})
-    if not inner or any(given.glob(pattern)):
-        return given
+    """Return the folder that has such files: `folder`, or its only inner folder with them."""
+    outer = Path(folder)
+    inner = sorted({path.parent for path in outer.glob(f"*/{pattern}")})
+    if not inner or any(outer.glob(pattern)):
+        return outer
     if len(inner) > 1:
         raise ValueError(
             f"`{folder}` must be the folder of one run, but {len(inner)} of its folders have a "
-            f"`{pattern}`: {', '.join(f'`{one.name}`' for one in inner)}. Give one of them."
+            f"`{pattern}`: {', '.join(f'`{path.name}`' for path in inner)}. Give one of these."
         )
     return inner[0]
 
@@ -93,7 +93,7 @@ def _open_temporary(path: Path) -> BinaryIO:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the temporary files of `path` that nobody writes any more."""
+    """Remove the temporary files of `path` that no process writes any more."""
     pattern = f".{glob.escape(path.name)}.*{_SUFFIX}"
     for name in glob.glob(str(Path(glob.escape(str(path.parent))) / pattern)):
         with contextlib.suppress(OSError), open(name, "r+b") as file:
@@ -164,11 +164,11 @@ class LockedFile:
 
     def check_exists(self) -> None:
         """Raise an `OSError` if the file was deleted, and close it."""
-        found = os.fstat(self._handle)
-        if found.st_nlink:
+        status = os.fstat(self._handle)
+        if status.st_nlink:
             return
         with contextlib.suppress(OSError):  # some file systems count no links
-            if os.path.samestat(found, os.stat(self.path)):
+            if os.path.samestat(status, os.stat(self.path)):
                 return
         self.forget()
         raise FileNotFoundError(
@@ -189,10 +189,10 @@ class LockedFile:
         """Cut off what is behind the first `size` bytes."""
         os.ftruncate(self._handle, size)
 
-    def replace(self, at: int, data: bytes) -> None:
+    def replace(self, offset: int, data: bytes) -> None:
         """Write bytes over others, in place."""
         with self.path.open("r+b", buffering=0) as file:
-            file.seek(at)
+            file.seek(offset)
             file.write(data)
 
     def tail(self, size: int) -> bytes:
@@ -212,7 +212,7 @@ class LockedFile:
         """Let go of the file, and of its lock. Idempotent."""
         if self._file is not None and fcntl is not None:
             with contextlib.suppress(OSError):  # a disk without locks
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # also that of a child just forked
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # also the lock of a child just forked
         self.forget()
 
     def forget(self) -> None:

@@ -79,7 +79,7 @@ def generators_in(holders: Sequence[Any]) -> Iterator[Any]:
             continue
         seen.add(id(value))
         if isinstance(value, GENERATORS):
-            is_global = any(value is one for one in GLOBAL_GENERATORS)
+            is_global = any(value is generator for generator in GLOBAL_GENERATORS)
             if not (is_global or isinstance(value, random.SystemRandom)):  # which has no state
                 yield value
         elif level < _DEPTH:
@@ -88,13 +88,13 @@ def generators_in(holders: Sequence[Any]) -> Iterator[Any]:
 
 def _held_by(value: Any) -> list[Any]:
     """Return what a value holds that may be, or hold, a generator."""
-    held: list[Any] = []
+    values: list[Any] = []
     if isinstance(value, _CONTAINERS):
         items = value.values() if isinstance(value, dict) else value
         if len(value) <= _MOST_ITEMS or isinstance(next(iter(items)), GENERATORS):
-            held = [*items]
+            values = [*items]
     if type(value) in _CONTAINERS:
-        return held
+        return values
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, (types.MethodType, types.BuiltinMethodType)):
@@ -107,15 +107,17 @@ def _held_by(value: Any) -> list[Any]:
         return []
     if type(value) is ConcatDataset:  # of any number
         return [*value.datasets]
-    held += getattr(value, "__dict__", {}).values()
+    values += getattr(value, "__dict__", {}).values()
     for base in type(value).__mro__:
         if base.__module__.partition(".")[0] not in _LIBRARIES:
             slots = vars(base).get("__slots__", ())
             names = [slots] if isinstance(slots, str) else slots
-            held += [getattr(value, name, None) for name in names]
-            in_class = [getattr(one, "__func__", one) for one in vars(base).values()]
-            held += filter(_is_followed, in_class)
-    return held
+            values += [getattr(value, name, None) for name in names]
+            in_class = [
+                getattr(attribute, "__func__", attribute) for attribute in vars(base).values()
+            ]
+            values += filter(_is_followed, in_class)
+    return values
 
 
 def _named_by(code: types.CodeType, function: types.FunctionType) -> list[Any]:
@@ -124,12 +126,12 @@ def _named_by(code: types.CodeType, function: types.FunctionType) -> list[Any]:
         return []
     names, variables = code.co_names, function.__globals__
     named = [variables[name] for name in names if name in variables]
-    for module in [one for one in named if isinstance(one, types.ModuleType)]:
+    for module in [variable for variable in named if isinstance(variable, types.ModuleType)]:
         named += [vars(module)[name] for name in names if name in vars(module)]
-    held = [*filter(_is_followed, named)]
+    followed = [*filter(_is_followed, named)]
     for inner in code.co_consts:
-        held += _named_by(inner, function) if isinstance(inner, types.CodeType) else []
-    return held
+        followed += _named_by(inner, function) if isinstance(inner, types.CodeType) else []
+    return followed
 
 
 def _is_followed(value: Any) -> bool:

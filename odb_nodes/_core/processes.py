@@ -36,12 +36,12 @@ class Owner:
         """Whether this is that process."""
         return self._pid == os.getpid()
 
-    def check(self, what: str) -> None:
+    def check(self, subject: str) -> None:
         """Raise a `WorkerError` in a forked child."""
         if not self.is_here:
             raise WorkerError(
-                f"{what} was started in process {self._pid}; process {os.getpid()}, which was "
-                "forked from it, has none of its threads and workers. Make a loader of its own in "
+                f"{subject} was started in process {self._pid}; process {os.getpid()}, which was "
+                "forked from it, has none of its threads and workers. Make another loader in "
                 "the child process."
             )
 
@@ -55,7 +55,7 @@ def deferred_interrupt() -> Iterator[None]:
         return
     missed: list[Any] = []
     signal.signal(signal.SIGINT, lambda number, frame: missed.append((number, frame)))
-    # The mask is for children, which inherit it. It blocks the signal in this thread only, so the
+    # Children inherit the mask. It blocks the signal in this thread only, so the
     # trainer needs the handler as well.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if _CAN_MASK else set()
     try:

@@ -24,8 +24,8 @@ _COLUMNS = 80  # of a terminal that says it has none
 class SlowProgress:
     """Logs how many of `total` items (`None`: unknown) are done, after 10, 20, 40 s and so on."""
 
-    def __init__(self, what: str, total: int | None) -> None:
-        self._what = what
+    def __init__(self, task: str, total: int | None) -> None:
+        self._what = task
         self._of = "" if total is None else f" of {total}"
         self._began_s = time.monotonic()
         self._due_s = self._began_s + FIRST_S
@@ -66,7 +66,7 @@ class Bar(tqdm):  # type: ignore[misc]
     def __init__(
         self,
         iterable: Iterable[Any] | None,
-        what: str,
+        task: str,
         total: int | None,
         *,
         is_shown: bool | None = None,
@@ -76,9 +76,9 @@ class Bar(tqdm):  # type: ignore[misc]
             is_shown = resolve_rank(None, None)[0] == 0
         is_drawn = is_shown and is_terminal()
         super().__init__(
-            iterable, what, total, **{"leave": False, "disable": not is_drawn, **options}
+            iterable, task, total, **{"leave": False, "disable": not is_drawn, **options}
         )
-        self.lines = SlowProgress(what, total) if is_shown and not is_drawn else None
+        self.lines = SlowProgress(task, total) if is_shown and not is_drawn else None
         if is_drawn:  # tqdm draws nothing in a terminal without a size: `docker exec`
             self.ncols = _COLUMNS if self.ncols is not None and self.ncols < 1 else self.ncols
             self.nrows = None if self.nrows is not None and self.nrows < 1 else self.nrows

@@ -42,7 +42,7 @@ if hasattr(os, "register_at_fork"):  # A child has none of the threads that migh
 
 
 def declares_draws(function: Any) -> bool | None:
-    """Tell whether a function, or a dataset, draws random numbers; `None` where nobody has said.
+    """Tell whether a function, or a dataset, draws random numbers; `None` if undeclared.
 
     It says so by an attribute `draws_random_numbers`. `False` holds for the object or the class
     that has it: a subclass may draw, and so may a wrapper, to which `functools.wraps` copies it.
@@ -51,8 +51,8 @@ def declares_draws(function: Any) -> bool | None:
     if not isinstance(declared, bool):
         return None
     wrapped = getattr(function, "__wrapped__", None)
-    own = {*vars(type(function)), *getattr(function, "__dict__", ())}
-    is_own = _DRAWS in own and _DRAWS not in getattr(wrapped, "__dict__", ())
+    attributes = {*vars(type(function)), *getattr(function, "__dict__", ())}
+    is_own = _DRAWS in attributes and _DRAWS not in getattr(wrapped, "__dict__", ())
     return declared if declared or is_own else None
 
 
@@ -155,12 +155,12 @@ def _bits_of(generator: Any) -> Any:
 def save_rngs() -> dict[str, Any]:
     """Return the states of the global generators, as plain data and tensors.
 
-    They are those of Python, numpy and torch: on the CPU, and on the current GPU where it is used.
+    Of Python, numpy and torch: on the CPU, and on the current GPU where it is used.
     """
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    kind, keys, *position = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *position),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
@@ -168,9 +168,9 @@ def save_rngs() -> dict[str, Any]:
 
 def load_rngs(states: dict[str, Any]) -> None:
     """Put the global generators back to where `save_rngs` was called."""
-    kind, keys, *rest = states["numpy"]
+    kind, keys, *position = states["numpy"]
     random.setstate(states["python"])
-    np.random.set_state((kind, keys.numpy(), *rest))
+    np.random.set_state((kind, keys.numpy(), *position))
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

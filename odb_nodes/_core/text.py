@@ -13,8 +13,8 @@ def counted(number: int, noun: str) -> str:
 
 def named_ranks(ranks: Iterable[int]) -> str:
     """Return the name of one or several ranks: "rank 1", "ranks 1, 2 and 3"."""
-    *others, last = map(str, ranks)
-    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+    *head, last = map(str, ranks)
+    return f"ranks {', '.join(head)} and {last}" if head else f"rank {last}"
 
 
 Rows = Sequence[Mapping[str, str]]  # a table: its rows, each title -> cell
@@ -29,7 +29,9 @@ class Shown:
 
     def __str__(self) -> str:
         parts = self.parts()
-        return "\n\n".join(one if isinstance(one, str) else markdown_table(one) for one in parts)
+        return "\n\n".join(
+            part if isinstance(part, str) else markdown_table(part) for part in parts
+        )
 
     def _repr_html_(self) -> str:
         return "".join(map(_in_html, self.parts()))

@@ -19,12 +19,12 @@ _filters: object = None
 def warn_user(message: str, *, once: Hashable = None) -> None:
     """Warn at the first line outside of `_BETWEEN`; on a thread of ours, at our line.
 
-    `once` names the cause of a text with numbers: a process warns of it once, whatever the numbers.
+    `once` names the cause of a text with numbers: a process warns of each cause once.
     """
     global _filters
     if once is not None:
-        # `catch_warnings` has filters of its own, and Python then forgets what was said, too: a
-        # test that expects a warning gets it whatever ran before.
+        # `catch_warnings` replaces the filters, and Python then forgets earlier warnings: a test
+        # that expects a warning gets it in every order of tests.
         if _filters is not warnings.filters:
             _said.clear()
             _filters = warnings.filters
@@ -35,7 +35,7 @@ def warn_user(message: str, *, once: Hashable = None) -> None:
 
 
 def _user_level() -> int:
-    frame, level = sys._getframe(1), 1  # that of `warn_user`
+    frame, level = sys._getframe(1), 1  # the frame of `warn_user`
     while (caller := frame.f_back) is not None:
         frame, level = caller, level + 1
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _BETWEEN:

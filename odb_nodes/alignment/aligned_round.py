@@ -1,4 +1,4 @@
-"""The steps of one round as one rank sees them: their weights, and their groups in states."""
+"""The steps of a round on one rank: their `StepInfo`, and their groups in states."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import accumulate, pairwise
 from operator import or_
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from odb_nodes._core.checks import check_choice
+from odb_nodes.contract.state import integers_of
 from odb_nodes.errors import StateError
 from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.group_costs import GroupCostEstimator, counted_in
@@ -27,20 +27,19 @@ LossScaling = Literal["exact", "approx", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class LossRule:
-    """How the losses of all ranks and micro-steps become one."""
+    """How the losses of all ranks and micro-steps are combined."""
 
     accumulate: int  # steps of an optimizer step
-    world_size: int = 0  # ranks whose gradients are averaged; 0 until that is known
+    world_size: int = 0  # ranks whose gradients are averaged; 0 until it is known
     scaling: LossScaling = "exact"  # see `RankAligner`
-    # which of the batches of a step that a rank takes one after the other is this one
-    batch: int = 0
-    batches: int = 1  # number of those: the virtual ranks that it hosts
+    batch: int = 0  # number of this batch in the step of the process
+    batches: int = 1  # batches of a step in a process, one for each virtual rank
 
     def __post_init__(self) -> None:
         check_choice("loss_scaling", self.scaling, get_args(LossScaling))
 
     def scale(self, info: StepInfo) -> float:
-        """Return what this rank's mean loss is multiplied by."""
+        """Return the factor for this rank's mean loss."""
         samples = info.local_samples, info.optimizer_samples
         targets = info.local_targets, info.optimizer_targets
         return self.scale_of(samples, targets, is_filler=info.is_filler)
@@ -48,7 +47,10 @@ class LossRule:
     def scale_of(
         self, samples: tuple[int, int], targets: tuple[int, int], *, is_filler: bool
     ) -> float:
-        """Return what this rank's mean loss is multiplied by."""
+        """Return the factor for this rank's mean loss.
+
+        samples, targets: of this rank and step, and of the optimizer step over all ranks.
+        """
         if self.scaling == "none" or is_filler:
             return float(not is_filler) / self.batches
         local, total = targets if self.scaling == "exact" else samples
@@ -68,39 +70,43 @@ def info_of_step(
     Args:
         settled: the round.
         index: number of the step in it.
-        group: the samples of this rank, none for a step that it fills.
-        rule: how losses become one.
-        measure: has measured the groups.
+        group: the samples of this rank; empty for a filler step.
+        rule: how losses are combined.
+        measure: the estimator that has measured the groups.
         facts: fields of the `StepInfo` that do not follow from the round.
     """
     micro_step = index % rule.accumulate
-    # Few rows: Python's integers are faster than arrays.
     first = index - micro_step
-    together = settled.totals[first : first + rule.accumulate].tolist()
-    samples, targets, _, most_cost, *_ = together[micro_step]
-    all_samples, all_targets, all_flags, _, *of_tasks = zip(*together, strict=True)
-    flags, is_filler = together[micro_step][2], not len(group)
-    of_own = len(group), int(group.targets.sum())
-    of_step = sum(all_samples), sum(all_targets)
+    # Few rows: Python's integers are faster than arrays.
+    micro_totals = settled.totals[first : first + rule.accumulate].tolist()
+    step_samples, step_targets, step_flags, most_cost, *_ = micro_totals[micro_step]
+    samples, targets, flags, _, *task_targets = zip(*micro_totals, strict=True)
+    local_samples = len(group)
+    local_targets = int(group.targets.sum())
+    is_filler = not local_samples
+    optimizer_samples = sum(samples)
+    optimizer_targets = sum(targets)
     return StepInfo(
-        local_samples=of_own[0],
-        local_targets=of_own[1],
-        all_samples_this_step=samples,
-        all_targets=targets,
+        local_samples=local_samples,
+        local_targets=local_targets,
+        all_samples_this_step=step_samples,
+        all_targets=step_targets,
         most_cost=most_cost,
         is_filler=is_filler,
         micro_step=micro_step * rule.batches + rule.batch,
-        micro_steps=len(together) * rule.batches,
+        micro_steps=len(micro_totals) * rule.batches,
         loss_scale=rule.scale_of(
-            (of_own[0], of_step[0]), (of_own[1], of_step[1]), is_filler=is_filler
+            (local_samples, optimizer_samples),
+            (local_targets, optimizer_targets),
+            is_filler=is_filler,
         ),
-        optimizer_samples=of_step[0],
-        optimizer_targets=of_step[1],
-        modalities=measure.modalities_in(flags),
-        counted=counted_in(reduce(or_, all_flags)),
+        optimizer_samples=optimizer_samples,
+        optimizer_targets=optimizer_targets,
+        modalities=measure.modalities_in(step_flags),
+        counted=counted_in(reduce(or_, flags)),
         world_size=rule.world_size,
         batches_per_step=rule.batches,
-        task_targets=dict(zip(measure.tasks, map(sum, of_tasks), strict=True)),
+        task_targets=dict(zip(measure.tasks, map(sum, task_targets), strict=True)),
         **facts_of_rows(group),
         **facts,
     )
@@ -116,21 +122,21 @@ def totals_to_bytes(totals: IntArray) -> bytes | None:
 
 
 def totals_from_bytes(data: bytes | None, tasks: int = 0) -> IntArray:
-    """Return the totals that `totals_to_bytes` was given."""
+    """Return the totals that `totals_to_bytes` has written."""
     columns = COLUMNS - 1 + tasks
-    integers = np.frombuffer(data or b"", "<i8").astype(np.int64)
+    integers = integers_of(data, "totals")
     if len(integers) % columns or (integers < 0).any():
         raise StateError("the steps of a round are damaged. Use an earlier checkpoint.")
     return integers.reshape(-1, columns)
 
 
 def digest_of_totals(totals: IntArray) -> int:
-    """Return a number that is the same on all ranks of the same round."""
+    """Return a hash of the totals of a round, which is equal on all ranks."""
     return zlib.crc32(totals.astype("<i8").tobytes())
 
 
 GroupsContent = tuple[list[int], bytes | None]
-"""The samples of each group, 0 for a step that is filled; and their ordinals, 8 bytes each."""
+"""The size of each group, 0 for a filler step; and the ordinals of all samples, 8 bytes each."""
 
 
 class PlannedOrdinals:
@@ -149,7 +155,7 @@ class PlannedOrdinals:
 def ordinals_of(content: GroupsContent) -> list[IntArray]:
     """Return the ordinals of each group, (n,)."""
     sizes, data = content
-    ordinals = np.frombuffer(data or b"", "<i8").astype(np.int64)
+    ordinals = integers_of(data, "groups")
     if min(sizes, default=0) < 0 or sum(sizes) != len(ordinals):
         raise StateError("the groups of a round are damaged. Use an earlier checkpoint.")
-    return [ordinals[start:stop] for start, stop in pairwise([0, *accumulate(sizes)])]
+    return np.split(ordinals, np.cumsum(sizes)[:-1]) if sizes else []

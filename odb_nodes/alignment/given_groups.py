@@ -1,4 +1,4 @@
-"""Groups that a node of the user has formed, taken as they are."""
+"""Groups formed by a node of the user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from odb_nodes.contract.graph import remaining_samples
+from odb_nodes.contract.graph import walk
 from odb_nodes.contract.node import call_member, can_restore
 from odb_nodes.errors import StateError
 from odb_nodes.nodes.exclusions import LeftOutSamples
@@ -31,7 +31,7 @@ _NONE_POOLED = np.empty(0, dtype=np.int64)
 
 
 class GroupReader(LeftOutSamples):
-    """Reads groups from any node: to a `RankAligner`, what a `WindowBucketer` is otherwise."""
+    """Reads groups from any node; used by a `RankAligner` like a `WindowBucketer`."""
 
     def __init__(self, node: BaseNode[Any]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class GroupReader(LeftOutSamples):
         self.planner = GivenGroups(partial(call_member, node, "lower_tokens"))
         self.store = SampleStore()
         self.restored = Restored()
-        """What the last restore has found."""
+        """Result of the last restore."""
 
     def fill(self) -> None:
         """Read the next group."""
@@ -48,10 +48,12 @@ class GroupReader(LeftOutSamples):
         except StopIteration:
             self.planner.end()
             return
-        if isinstance(group, list) and group and all(isinstance(one, Sample) for one in group):
+        if isinstance(group, list) and all(isinstance(sample, Sample) for sample in group):
             group = SampleBlock.of(group)
-        if not isinstance(group, SampleBlock) or not group:
-            kind = "an empty list" if group == [] else f"`{type(group).__name__}`"
+        if not isinstance(group, SampleBlock) or not len(group):
+            kind = f"`{type(group).__name__}`"
+            if isinstance(group, SampleBlock):
+                kind = "an empty group"
             raise TypeError(
                 "`source` of RankAligner must yield groups, `list[Sample]`, but yielded "
                 f"{kind} instead. Put a `WindowBucketer` before it."
@@ -62,17 +64,17 @@ class GroupReader(LeftOutSamples):
         self.planner.give(facts_of(group, ordinals))
 
     def facts_of(self, ordinals: IntArray) -> Facts:
-        """Return what planning knows of samples that are held."""
+        """Return the facts of samples in the store, for planning."""
         return facts_of(self.store.look(ordinals), ordinals)
 
     def content(self) -> Any:
-        """Return the samples of the groups that are held, for a state."""
+        """Return the samples of the store, for a state."""
         if can_restore(self._node):
             return self.store.state(_NONE_POOLED)
         return HeldSamples(self.store, _NONE_POOLED, {})
 
     def restore(self, content: StoreContent) -> None:
-        """Make the samples of a state again; the node stands after them."""
+        """Make the samples of a state again. The node was reset to its position after them."""
         *_, records_state, payload = content
         ordinals, _ = from_bits(content)
         records = from_records(records_state)
@@ -89,22 +91,22 @@ class GroupReader(LeftOutSamples):
         return [*(call_member(self._node, "take_left_out") or ()), *super().take_left_out()]
 
     def end_early(self, samples: Facts) -> None:
-        """End the epoch before its last sample; leave out these."""
+        """End the epoch before its last sample; leave out `samples`."""
         self.leave_unemitted(self.store, samples.ordinal)
         call_member(self._node, "end_early")
         self.planner.end()
 
     @property
     def plans_anew(self) -> bool:
-        """Whether the node takes back samples of its groups, and forms others of them."""
+        """Whether the node can take samples back and form new groups of them."""
         return hasattr(self._node, "put_back")
 
     def put_back(self, samples: Facts) -> None:
-        """Have the node form other groups of samples."""
+        """Have the node form new groups of samples."""
         call_member(self._node, "put_back", self.store.take(samples.ordinal))
         self.planner.go_on()
 
     @property
     def remaining_samples(self) -> int:
-        """Samples that are known to be left below."""
-        return remaining_samples(self._node)
+        """Remaining samples of the nodes below, as far as they know."""
+        return sum(getattr(node, "remaining_samples", 0) for node in walk(self._node))

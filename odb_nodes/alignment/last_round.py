@@ -1,4 +1,4 @@
-"""The last round of an epoch, for which ranks share out evenly what is left."""
+"""The last round of an epoch: the ranks distribute the remaining samples evenly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from odb_nodes._core.user_warning import warn_user
-from odb_nodes.alignment.peers import Ask, Exchanges
+from odb_nodes.alignment.peers import Exchanges, Message
 from odb_nodes.contract.again import restore_items
 from odb_nodes.nodes import WindowBucketer
 from odb_nodes.nodes.sample_records import with_digests
@@ -21,7 +21,7 @@ from odb_nodes.sample_block import SampleBlock
 
 
 class _TransferredSample(NamedTuple):
-    """What other ranks are told of a sample that is given away."""
+    """The description of a sample that is given to another rank."""
 
     source: str
     key: int
@@ -35,27 +35,35 @@ class _TransferredSample(NamedTuple):
         source, key, _, repeat = sample.item
         return cls(source, key, repeat, sample.tokens, digest_of(sample))
 
+    def item(self, world_size: int) -> ItemKey:
+        return ItemKey(self.source, self.key, world_size, self.repeat)
+
 
 def share_rest(
     rest: LastRound, pool: WindowBucketer, rank: int, world_size: int, where: str
 ) -> Exchanges[list[LeftOut]]:
-    """Cut what all ranks have left into the same number of groups; see `planning.levelling`.
+    """Cut the remaining samples of all ranks into the same number of groups on each rank.
 
-    Samples that this rank gets are in the store of `pool` then; those are returned that it skips.
+    See `planning.levelling`. Samples that this rank receives are then in the store of `pool`.
+
+    Returns:
+        The received samples that processing skips on this rank.
     """
-    skipped = list[LeftOut]()
-    budget = np.array([zlib.crc32(repr(rest.budget).encode())])
-    texts = yield Ask(np.concatenate((budget, rest.told())).astype("<i8").tobytes(), where)
-    told = [np.frombuffer(text, "<i8").astype(np.int64) for text in texts]
-    if len({int(one[0]) for one in told}) == 1:
-        received = rest.give(rest.moves([one[1:] for one in told]))
+    skipped: list[LeftOut] = []
+    budget_crc = np.array([zlib.crc32(repr(rest.budget).encode())])
+    report = np.concatenate((budget_crc, rest.told()))
+    messages = yield Message(report.astype("<i8").tobytes(), where)
+    reports = [np.frombuffer(message, "<i8").astype(np.int64) for message in messages]
+    if len({int(report[0]) for report in reports}) == 1:  # All ranks have the same budget.
+        received = rest.give(rest.moves([report[1:] for report in reports]))
         given = with_digests(pool.store.look(rest.given.ordinal)).without_data()
-        texts = yield Ask(json.dumps([*map(_TransferredSample.of, given)]).encode(), where)
-        gathered = [[_TransferredSample(*one) for one in json.loads(text)] for text in texts]
-        to_make = [gathered[giver][row] for giver, row in received]
-        made, skipped = _make(to_make, pool, rank, world_size)
-        rest.add(pool.take_over(made))
-    fewest = yield Ask([rest.fewest_steps()], where)
+        description = json.dumps([_TransferredSample.of(sample) for sample in given])
+        messages = yield Message(description.encode(), where)
+        described = [json.loads(message) for message in messages]
+        to_make = [_TransferredSample(*described[giver][row]) for giver, row in received]
+        samples, skipped = _make(to_make, pool, rank, world_size)
+        rest.add(pool.take_over(samples))
+    fewest = yield Message([rest.fewest_steps()], where)
     rest.cut(max(steps[0] for steps in fewest))
     return skipped
 
@@ -63,27 +71,28 @@ def share_rest(
 def _make(
     received: Sequence[_TransferredSample], pool: WindowBucketer, rank: int, world_size: int
 ) -> tuple[SampleBlock, list[LeftOut]]:
-    """Make samples that other ranks have given; return also those that are skipped here."""
-    items = [ItemKey(one.source, one.key, world_size, one.repeat) for one in received]
-    made, skipped = list[Sample](), list[LeftOut]()
-    others: list[str] = []  # what has become of samples that are not what they were
-    for sample, one in zip(restore_items(pool, items), received, strict=True):
+    """Make the samples that other ranks have given; return the samples skipped here separately."""
+    samples: list[Sample] = []
+    skipped: list[LeftOut] = []
+    changes: list[str] = []
+    items = [transferred.item(world_size) for transferred in received]
+    for sample, transferred in zip(restore_items(pool, items), received, strict=True):
         if isinstance(sample, Skipped):
             skipped.append(LeftOut(sample.key, sample.source, sample.reason))
-            others.append(f"a sample{name_of(sample)} is skipped here {sample.why}")
+            changes.append(f"a sample{name_of(sample)} is skipped here {sample.why}")
             continue
-        made.append(sample)
-        if sample.tokens != one.tokens:
-            change = f"had {one.tokens} tokens there, and has {sample.tokens} here"
-            others.append(f"a sample{name_of(sample)} {change}.")
-        elif digest_of(sample) != one.digest:
-            others.append(f"a sample{name_of(sample)} has other content here.")
-    if others:
+        samples.append(sample)
+        if sample.tokens != transferred.tokens:
+            tokens = f"had {transferred.tokens} tokens there, and has {sample.tokens} here"
+            changes.append(f"a sample{name_of(sample)} {tokens}.")
+        elif digest_of(sample) != transferred.digest:
+            changes.append(f"a sample{name_of(sample)} has other content here.")
+    if changes:
         warn_user(
             f"of {len(received)} samples that other ranks have given to rank {rank}, "
-            f"{len(others)} are not what they were: {others[0]} Either processing is not "
+            f"{len(changes)} are not what they were: {changes[0]} Either processing is not "
             "deterministic (`ParallelProcessor(seed=...)` seeds the global generators), or the "
-            "ranks do not have the same data in the same order, and then some samples are lost "
-            "and others come twice."
+            "ranks do not have the same data in the same order. Then some samples are lost, and "
+            "other samples come twice."
         )
-    return SampleBlock.of(made), skipped
+    return SampleBlock.of(samples), skipped

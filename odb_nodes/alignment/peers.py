@@ -1,9 +1,10 @@
-"""The other ranks, as a `RankAligner` deals with them: all that ranks tell each other goes here."""
+"""Messages of a `RankAligner` to the other ranks, for one rank or several virtual ranks."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -17,6 +18,8 @@ from odb_nodes.alignment.aligned_round import LossRule
 from odb_nodes.alignment.exchange import (
     Channel,
     Exchange,
+    KnownRank,
+    ProcessGroupLike,
     group_rank,
     resolve_exchange,
 )
@@ -24,11 +27,12 @@ from odb_nodes.contract.graph import walk
 from odb_nodes.contract.node import call_member
 from odb_nodes.errors import StateError
 from odb_nodes.planning.rounds import CostReport
+from odb_nodes.planning.table import IntArray
 
 PEER_TIMEOUT_S = 1800.0
-"""Default of `timeout_s`: seconds until a rank that does not come is an error on the others."""
+"""Default of `timeout_s`: seconds until a missing rank is an error on the other ranks."""
 
-_GRACE_S = 5.0  # for the others to hear of a failure at once
+_GRACE_S = 5.0  # for the other ranks to receive a failure at once
 
 _STOPPED = "generator raised StopIteration"  # the message of Python's RuntimeError
 
@@ -36,69 +40,76 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What a rank tells the others, at a place where all ranks tell the like."""
+class Message:
+    """A message of a rank; all ranks send the same kind of message at the same place."""
 
-    # a report, a few integers, or bytes, of which each rank gets those of all ranks; or what the
-    # ranks must have in common, as JSON data by name
-    told: CostReport | list[int] | bytes | Mapping[str, Any]
-    where: str  # the place that errors name
+    # A report, integers or bytes, in reply to which a rank gets the contents of all ranks; or a
+    # mapping of names to JSON data, which must be equal on all ranks.
+    content: CostReport | list[int] | bytes | Mapping[str, Any]
+    where: str  # the place, for errors
     steps: int = 0  # the most groups in a report, the same on all ranks
 
 
-Exchanges = Generator[Ask, Any, T]
-"""What a rank does between exchanges with others, in which it gets what all of them told."""
+Exchanges = Generator[Message, Any, T]
+"""A coroutine of a rank: it yields a message and receives the contents of all ranks."""
 
 
 class Peers:
-    """Exchanges what the ranks of a process tell with the other ranks of a group."""
+    """Exchanges the messages of the ranks of a process with the other ranks of a group.
+
+    hosted: number of virtual ranks in the process.
+    """
 
     def __init__(
         self,
-        process_group: Any,
+        process_group: ProcessGroupLike,
         timeout_s: float,
         message_size: int,
         tasks: int = 0,
         hosted: int = 1,
     ) -> None:
         check_seconds("timeout_s", timeout_s)
-        self._process_group, self._timeout_s = process_group, timeout_s
-        self._size, self._tasks, self.hosted = message_size, tasks, hosted
+        self._process_group = process_group
+        self._timeout_s = timeout_s
+        self._size = message_size
+        self._tasks = tasks
+        self.hosted = hosted
         self._use(Exchange())
-        self._failing: threading.Thread | None = None  # tells others of a failure
+        self._failing: threading.Thread | None = None  # sends a failure
 
     @property
     def rank(self) -> int:
-        """The first rank of this process in the group, as `begin` found."""
+        """The first rank of this process in the group; known after `begin`."""
         return self.channel.rank * self.hosted
 
     @property
     def world_size(self) -> int:
-        """Ranks of the group, as `begin` found."""
+        """Number of ranks of the group; known after `begin`."""
         return self.channel.world_size * self.hosted
 
     @property
     def are_connected(self) -> bool:
-        """Whether this process speaks to others, by connections and threads that are its own."""
+        """Whether this process has connections to other processes."""
         return type(self._exchange) is not Exchange
 
     def another(self, message_size: int) -> Peers:
-        """Return further connections of the same ranks, which all make in the same order."""
+        """Return new connections of the same ranks. All ranks must call this in the same order."""
         return Peers(self._process_group, self._timeout_s, message_size)
 
     def check_process(self) -> None:
-        """Check that the connections are of this process."""
+        """Raise a `WorkerError` if the connections belong to a parent process."""
         if self.are_connected:
             self._owner.check("`RankAligner`")
 
     def begin(self) -> None:
-        """Find out who the other ranks are; they need not be there yet. Ends an interruption."""
+        """Find out the ranks of the group, and end an interruption. Waits for no rank."""
         self.check_process()
-        failing, self._failing = self._failing, None
+        failing = self._failing
+        self._failing = None
         if failing is not None:
             self._exchange.interrupt()
-            failing.join()  # Ends: it is interrupted, and has a limit.
-        if not self.are_connected:  # The job may have been set up since.
+            failing.join()  # It ends, because it is interrupted and has a limit.
+        if not self.are_connected:  # torch.distributed may have been initialised since.
             self._use(resolve_exchange(self._process_group, self._timeout_s))
         self._exchange.resume()
         self.channel.begin()
@@ -109,36 +120,36 @@ class Peers:
         where: Callable[[], str],
         place: Mapping[str, Any] | None = None,
     ) -> list[T]:
-        """Let the ranks of this process run from exchange to exchange; return what they return.
+        """Run the ranks of this process from exchange to exchange; return their results.
 
-        place: what all processes must have in common, beside what their ranks must.
+        place: further names and values that must be equal in all processes.
         """
         results: dict[int, T] = {}
         answer: Any = None
         try:
             while True:
-                asked: list[Ask] = []
+                messages: list[Message] = []
                 with self.reporting_failure(where):
                     for number, rank in enumerate(ranks):
                         if number in results:
                             continue
                         try:
-                            asked.append(rank.send(answer))
+                            messages.append(rank.send(answer))
                         except StopIteration as end:
                             results[number] = end.value
-                if not asked:
+                if not messages:
                     return [results[number] for number in range(len(ranks))]
-                if len(asked) < self.hosted:
+                if len(messages) < self.hosted:
                     raise RuntimeError("the virtual ranks of a process do not exchange alike.")
-                answer = self._exchanged(asked, place or {})
+                answer = self._exchanged(messages, place or {})
         finally:
             for rank in ranks:
                 rank.close()
 
     def fail(self, error: BaseException, where: str) -> None:
-        """Tell the others, in place of this rank's part of an exchange, why it fails.
+        """Send the error of this rank to the other ranks, in place of its next message.
 
-        After a while on a thread: they may need a long time until they listen.
+        If that takes long, a thread continues: the other ranks may be late.
         """
         self._failing = threading.Thread(
             target=self.channel.fail, args=(error, where), name="odb_nodes-peers", daemon=True
@@ -148,12 +159,13 @@ class Peers:
 
     @contextmanager
     def reporting_failure(self, where: str | Callable[[], str]) -> Iterator[None]:
-        """Tell the others why this rank fails, where what is done within this context raises."""
+        """Send an error that is raised within this context to the other ranks."""
         try:
             yield
         except Exception as error:
             place = where if isinstance(where, str) else where()
-            # Of `step_time`, say. It would end the epoch here; generators raise a RuntimeError.
+            # A StopIteration, of `step_time` for example, would end the epoch on this rank. Within
+            # a generator, Python has turned it into a RuntimeError.
             if not isinstance(error, StopIteration) and str(error) != _STOPPED:
                 self.fail(error, place)
                 raise
@@ -167,81 +179,85 @@ class Peers:
         self._exchange.interrupt()
 
     def _use(self, exchange: Exchange) -> None:
-        self._exchange, self._owner = exchange, Owner()
+        self._exchange = exchange
+        self._owner = Owner()
         self.channel = Channel(exchange, self._size * self.hosted)
 
-    def _exchanged(self, asked: Sequence[Ask], place: Mapping[str, Any]) -> Any:
-        """Return what all ranks tell, in their order; `None` where they only had to agree."""
-        first, where = asked[0].told, asked[0].where
+    def _exchanged(self, messages: Sequence[Message], place: Mapping[str, Any]) -> Any:
+        """Return the contents of all ranks, in their order; `None` for mappings that agree."""
+        first, where = messages[0].content, messages[0].where
+        contents: list[Any] = [message.content for message in messages]
         if isinstance(first, Mapping):
-            return self._agree([one.told for one in asked], place)
-        told: list[Any] = [one.told for one in asked]
+            return self._agree(contents, place)
         if not self.are_connected:
-            return told
+            return contents
         if isinstance(first, bytes):
-            return self._gather_bytes(told, where)
+            return self._gather_bytes(contents, where)
         if isinstance(first, list):
-            return self._gather([np.array(one, np.int64) for one in told], where, len(first))
-        messages = [one.to_message() for one in told]
-        if CostReport.message_size(asked[0].steps, self._tasks) <= self._size:
-            rows = self._gather(messages, where, self._size)
+            rows = [np.array(content, np.int64) for content in contents]
+            return self._gather(rows, where, len(first)).tolist()
+        reports = [report.to_message() for report in contents]
+        if CostReport.message_size(messages[0].steps, self._tasks) <= self._size:
+            gathered = [*self._gather(reports, where, self._size)]
         else:
-            parts = self._gather_bytes([one.astype("<i8").tobytes() for one in messages], where)
-            rows = [np.frombuffer(one, "<i8").astype(np.int64) for one in parts]
-        return [CostReport.from_message(np.asarray(row), self._tasks) for row in rows]
+            parts = self._gather_bytes([row.astype("<i8").tobytes() for row in reports], where)
+            gathered = [np.frombuffer(part, "<i8").astype(np.int64) for part in parts]
+        return [CostReport.from_message(row, self._tasks) for row in gathered]
 
-    def _agree(self, configs: Sequence[Any], place: Mapping[str, Any]) -> None:
-        if any(one != configs[0] for one in configs):
-            names = [
-                name for name in configs[0] if any(one[name] != configs[0][name] for one in configs)
-            ]
+    def _agree(self, configs: Sequence[Mapping[str, Any]], place: Mapping[str, Any]) -> None:
+        first = configs[0]
+        if any(config != first for config in configs):
+            names = [name for name in first if any(c[name] != first[name] for c in configs)]
             raise StateError(
-                f"the virtual ranks of a process do not go on from the same place: they differ in "
-                f"{names}. Load states that were saved at the same step."
+                f"the virtual ranks of a process do not continue from the same place: they differ "
+                f"in {names}. Load states that were saved at the same step."
             )
-        self.channel.agree({**configs[0], **place})
+        self.channel.agree({**first, **place})
 
-    def _gather(self, own: Sequence[Any], where: str, width: int) -> Sequence[Any]:
+    def _gather(self, rows: Sequence[IntArray], where: str, width: int) -> IntArray:
         """Return rows of integers of all ranks, (ranks, width)."""
-        row = np.zeros((self.hosted, width), dtype=np.int64)
-        for number, one in enumerate(own):
-            row[number, : len(one)] = one
-        found = self.channel.gather(row.ravel(), where).reshape(self.world_size, width)
-        listed: Sequence[Any] = found.tolist() if width < self._size else [*found]
-        return listed
+        table = np.zeros((self.hosted, width), dtype=np.int64)
+        for number, row in enumerate(rows):
+            table[number, : len(row)] = row
+        return self.channel.gather(table.ravel(), where).reshape(self.world_size, width)
 
-    def _gather_bytes(self, own: Sequence[bytes], where: str) -> list[bytes]:
+    def _gather_bytes(self, contents: Sequence[bytes], where: str) -> list[bytes]:
         """Return the bytes of all ranks."""
         if self.hosted == 1:
-            return self.channel.gather_bytes(own[0], where)
-        sizes = self._gather([np.array([len(one)]) for one in own], where, 1)
-        whole = b"".join(self.channel.gather_bytes(b"".join(own), where))
-        ends = np.cumsum([size for (size,) in sizes]).tolist()
-        return [whole[end - size : end] for end, (size,) in zip(ends, sizes, strict=True)]
+            return self.channel.gather_bytes(contents[0], where)
+        lengths = [np.array([len(content)]) for content in contents]
+        sizes = self._gather(lengths, where, 1)[:, 0].tolist()
+        joined = b"".join(self.channel.gather_bytes(b"".join(contents), where))
+        ends = np.cumsum(sizes).tolist()
+        return [joined[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 class VirtualTeam:
-    """The virtual ranks of a job that this process hosts: `hosted` of them, next to each other."""
+    """The virtual ranks of a job in this process: `hosted` consecutive ranks.
+
+    weighed_processes: number of processes that average their gradients, if it is not the number of
+        processes of `process_group`: this process may make a step of another job again.
+    """
 
     def __init__(
         self,
         virtual_ranks: int,
-        process_group: Any,
+        process_group: ProcessGroupLike,
         timeout_s: float,
         weighed_processes: int | None = None,
     ) -> None:
         self.rank, self.processes = group_rank(process_group)
         self.weighed_processes = weighed_processes or self.processes
-        """How many processes average their gradients: those of a job that is made again, say."""
         if virtual_ranks % self.processes:
             raise ValueError(
                 f"`virtual_ranks` must be a multiple of the number of ranks ({self.processes}), "
-                f"so that each hosts as many, but is {virtual_ranks}."
+                f"so that each rank hosts the same number, but is {virtual_ranks}."
             )
-        self.virtual_ranks, self.hosted = virtual_ranks, virtual_ranks // self.processes
-        self._process_group, self._timeout_s = process_group, timeout_s
-        self.peers: Peers | None = None
-        """The other processes, as soon as a `RankAligner` has asked for them."""
+        self.virtual_ranks = virtual_ranks
+        self.hosted = virtual_ranks // self.processes
+        self._process_group = process_group
+        self._timeout_s = timeout_s
+        self._peers: Peers | None = None
 
     def ranks(self) -> list[VirtualRank]:
         """Return the virtual ranks of this process."""
@@ -250,15 +266,16 @@ class VirtualTeam:
         return [VirtualRank(self, number) for number in range(self.hosted)]
 
     def peers_of(self, message_size: int, tasks: int) -> Peers:
-        """Return what all virtual ranks of this process speak to the others by."""
-        if self.peers is None:
-            where = self._process_group, self._timeout_s
-            self.peers = Peers(*where, message_size, tasks, self.hosted)
-        return self.peers
+        """Return the `Peers` that all virtual ranks of this process share."""
+        if self._peers is None:
+            self._peers = Peers(
+                self._process_group, self._timeout_s, message_size, tasks, self.hosted
+            )
+        return self._peers
 
 
 @dataclass(frozen=True)
-class VirtualRank:
+class VirtualRank(KnownRank):
     """A virtual rank of this process: the `process_group` of its graph."""
 
     team: VirtualTeam
@@ -275,14 +292,14 @@ class VirtualRank:
         return self.team.virtual_ranks
 
     def weighed(self, rule: LossRule) -> LossRule:
-        """Return how the losses of all virtual ranks become one."""
+        """Return the loss rule for all virtual ranks."""
         processes = self.team.weighed_processes
         batches = self.world_size // processes
         return replace(rule, world_size=processes, batch=self.rank % batches, batches=batches)
 
 
 def check_sharing(source: BaseNode[Any], rank: int, world_size: int) -> None:
-    """Make sure that the nodes below share their data as the ranks share their steps."""
+    """Raise a `RuntimeError` unless the nodes below have this rank and number of ranks."""
     for name, config in _sharing_nodes(source).items():
         if (config["rank"], config["world_size"]) != (rank, world_size):
             raise RuntimeError(
@@ -293,21 +310,21 @@ def check_sharing(source: BaseNode[Any], rank: int, world_size: int) -> None:
 
 
 def sharing_configs(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
-    """Return the configurations that ranks that share data must have in common, by node."""
+    """Return the configurations that must be equal on ranks that share data, by node."""
     sharing = _sharing_nodes(source)
-    shared = {name: {**one, "rank": None} for name, one in sharing.items()}
-    if not sharing:  # Each rank has data of its own, mixed as it likes.
+    if not sharing:  # Each rank has separate data, and may mix it differently.
         return {}
-    alike = [
+    shared = {name: {**config, "rank": None} for name, config in sharing.items()}
+    same_on_all_ranks = [
         (type(node).__name__, config | (call_member(node, "agreed") or {}))
         for node, config in _configured_nodes(source)
         if getattr(node, "same_on_all_ranks", False)
     ]
-    return {**shared, **_by_name(alike)}
+    return {**shared, **_by_name(same_on_all_ranks)}
 
 
 def _sharing_nodes(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
-    """Return, by name, the configurations of the nodes that yield a share of something."""
+    """Return, by name, the configurations of the nodes that yield a rank's share of data."""
     return _by_name(
         (type(node).__name__, config)
         for node, config in _configured_nodes(source)
@@ -317,13 +334,17 @@ def _sharing_nodes(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
 
 def _configured_nodes(source: BaseNode[Any]) -> Iterator[tuple[BaseNode[Any], dict[str, Any]]]:
     for node in walk(source):
-        if isinstance(config := call_member(node, "fingerprint"), dict):
+        config = call_member(node, "fingerprint")
+        if isinstance(config, dict):
             yield node, config
 
 
-def _by_name(configs: Any) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+def _by_name(configs: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return configurations by name; further nodes of a name get "[1]", "[2]" and so on."""
+    by_name: dict[str, dict[str, Any]] = {}
+    counts: Counter[str] = Counter()
     for name, config in configs:
-        same = sum(one.partition("[")[0] == name for one in found)
-        found[f"{name}[{same}]" if same else name] = config
-    return found
+        count = counts[name]
+        by_name[f"{name}[{count}]" if count else name] = config
+        counts[name] += 1
+    return by_name

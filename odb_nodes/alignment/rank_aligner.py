@@ -22,12 +22,13 @@ from odb_nodes.alignment.aligned_round import (
     totals_from_bytes,
     totals_to_bytes,
 )
+from odb_nodes.alignment.exchange import ProcessGroupLike
 from odb_nodes.alignment.given_groups import GroupReader
 from odb_nodes.alignment.last_round import share_rest
 from odb_nodes.alignment.peers import (
     PEER_TIMEOUT_S,
-    Ask,
     Exchanges,
+    Message,
     Peers,
     VirtualRank,
     check_sharing,
@@ -61,30 +62,33 @@ _FORMS_GROUPS = (WindowBucketer, PlannedGroups)
 
 @dataclass(kw_only=True)
 class AlignerState(EpochState):
-    """The state of a `RankAligner`. The samples of its groups are in that of a `WindowBucketer`."""
+    """The state of a `RankAligner`.
+
+    The samples of its groups are in the state of the `WindowBucketer`.
+    """
 
     source: SourceState = field(default_factory=dict)
-    round: int = 0  # the number of the coming one in the epoch
-    step: int = 0  # the number of the next one in the epoch
-    emitted: int = 0  # the steps of the settled round that are out
+    round: int = 0  # number of the next round in the epoch
+    step: int = 0  # number of the next step in the epoch
+    emitted: int = 0  # steps of the settled round that were yielded
     totals: bytes | None = None  # of the steps of the round; `None` between rounds
-    tasks: int = 0  # number of the tasks whose targets these have
-    last: bool = False  # there is no round after this one
+    tasks: int = 0  # number of tasks in `totals`
+    last: bool = False  # whether this is the last round
     # the `RoundSettings` of the next round
     settings: tuple[int, list[int], int, bool] = field(
         default_factory=lambda: RoundSettings().to_state()
     )
-    # the groups of the round's further steps, and those that are formed of the next round
+    # the groups of the round's remaining steps, and the groups formed for the next round
     groups: GroupsContent = field(default_factory=lambda: ([], None))
-    requested_max_tokens: int = 0  # the `tokens` that this rank asks all ranks for; 0 for none
-    filler: int | None = None  # the ordinal of the sample that this rank fills with
-    filler_of_another: bytes | None = None  # that sample, encoded, where it came from another rank
+    requested_max_tokens: int = 0  # lower `tokens` that this rank requests of all ranks; 0: none
+    filler: int | None = None  # ordinal of the sample that this rank fills steps with
+    filler_of_another: bytes | None = None  # the filler, encoded, if it is of another rank
     # the samples of the groups of a source that is no `WindowBucketer`, and whether it has ended
     given: StoreContent | None = None
     given_ended: bool = False
-    # key, source and reason of what the next step says that it is left out
+    # key, source and reason of each sample for `StepInfo.left_out` of the next step
     left_out: list[tuple[int | None, str, str]] = field(default_factory=list)
-    unemitted_samples: int = 0  # the samples that `uneven="stop"` left over
+    unemitted_samples: int = 0  # samples left out by `uneven="stop"`
 
     def steps(self) -> IntArray:
         """Return the totals of the steps of the round."""
@@ -96,7 +100,7 @@ class AlignerState(EpochState):
 
     @property
     def totals_digest(self) -> int:
-        """A number that is the same on all ranks of the same round."""
+        """A hash of the round, which is equal on all ranks."""
         return digest_of_totals(self.steps())
 
     @property
@@ -108,8 +112,8 @@ class AlignerState(EpochState):
 class _Filler(NamedTuple):
     """The sample that a rank fills steps with."""
 
-    samples: SampleBlock  # one
-    encoded: bytes | None = None  # as another rank has sent it
+    samples: SampleBlock  # the sample alone
+    encoded: bytes | None = None  # if another rank has sent it
 
     @classmethod
     def of_another_rank(cls, encoded: bytes) -> _Filler:
@@ -120,46 +124,48 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     """Yields the groups of its source so that all ranks take the same steps.
 
     It works in rounds. Before each round, all ranks exchange the costs of up to `round_size` groups
-    in one message. Every rank then computes the same plan: groups of like time share a step, one
+    in one message. Every rank then computes the same plan: groups of similar time share a step, one
     permutation shuffles the steps of all ranks, and the groups of the next round are formed for
-    costs, or times, that are the same on all ranks.
+    costs, or times, that are equal on all ranks.
 
-    At the end of the data, a rank with fewer groups than others splits some of its own. A rank
-    with fewer samples than steps fills a step with a real sample whose loss has no weight.
+    At the end of the data, a rank with fewer groups than other ranks splits some of its groups. A
+    rank with fewer samples than steps fills a step with one of its samples; the loss of that step
+    has weight 0.
 
-    The groups of a round are formed while the one before is emitted, some with each step.
+    The groups of a round are formed during the steps of the previous round.
 
-    State: the source's, which has the samples of planned groups, too; the totals of the round, 32
-    bytes a step; and the ordinals of the samples in planned groups, 8 bytes each. A restore needs
-    no message to other ranks. Of a source that is no `WindowBucketer`, the state has key, length
-    and digest of each sample, or the sample itself where the source cannot make it again. If a
-    state is restored with more keys in `exclude`, or with a lower budget, the samples of the
+    State: the state of the source, which has the samples of planned groups; the totals of the
+    round, 32 bytes a step; and the ordinals of the samples in planned groups, 8 bytes each. A
+    restore needs no message to other ranks. For a source that is no `WindowBucketer`, the state has
+    key, length and digest of each sample, or the sample itself if the source cannot make it again.
+    If a state is restored with more keys in `exclude`, or with a lower budget, the samples of the
     remaining optimizer steps return to the pool, and a new round begins.
 
     Args:
         source: node that yields groups, each a sequence of `Sample`: a `WindowBucketer`.
         process_group: the ranks that share steps: a process group of any backend, or a
-            `DeviceMesh`. Of several dimensions, those named `dp`, `fsdp`, `replicate`, `shard` or
-            alike (also joined, `dp_shard`) share steps; ranks that differ only in others (`tp`,
-            `cp`, `pp`, `ep`) get the same batches. Default: all ranks of the job, or one rank if
-            torch.distributed is not initialised.
+            `DeviceMesh`. In a mesh of several dimensions, the ranks along dimensions named `dp`,
+            `fsdp`, `replicate`, `shard` and similar (also joined, `dp_shard`) share steps; ranks
+            along `tp`, `cp`, `pp` and `ep` get the same batches. Default: all ranks of the job, or
+            a single rank if torch.distributed is not initialised.
         round_size: steps between two messages, after rounds of 1, 2, 3 and so on; rounded up
             to a multiple of `accumulate`. Larger rounds match costs better and hold more groups.
-        uneven: what to do when ranks have different amounts of data. `"fill"`: as above.
-            `"stop"`: all ranks end with the first; `unemitted_samples` counts the rest.
+        uneven: what to do when ranks have different amounts of data. `"fill"`: split groups and
+            fill steps, as above. `"stop"`: all ranks end with the first rank that has no group
+            left; `unemitted_samples` counts the remaining samples.
         loss_scaling: the weight in `StepInfo.loss_scale`. `"exact"`: the mean of the ranks'
             gradients is the gradient of the mean over all supervised tokens. `"approx"`: each
             rank's mean is weighted by its samples. `"none"`: 1.0 (0.0 in filler steps).
         accumulate: steps of an optimizer step, which share one denominator.
         seed: seed of the permutations, the same on all ranks.
-        timeout_s: seconds after which a missing rank is an error on the others.
-        step_time: what a step takes, by which ranks are levelled: a `StepTime`, or a function,
-            group -> time of a step with it, an integer in any unit. Groups are formed for a
-            `StepTime`, too, and only matched by a function. Default: `StepTime.typical` for packed
-            groups. Padded ones are matched by their cost under the budget, since steps of those
-            that take equally long have samples of one length.
-        modalities: name -> function that tells whether a sample has it. Default: `"image"`, for
-            samples with patches.
+        timeout_s: seconds after which a missing rank is an error on the other ranks.
+        step_time: the time of a step, to which ranks are levelled: a `StepTime`, or a function,
+            group -> time of its step, an integer in any unit. A `StepTime` also decides how groups
+            are formed; a function only decides which groups share a step. Default:
+            `StepTime.typical` for packed groups; for padded groups the cost under the budget,
+            because padded groups of equal time would have samples of one length.
+        modalities: name -> function that returns whether a sample has the modality. Default:
+            `"image"`, for samples with patches.
         tasks: names of all tasks of the samples; `StepInfo.task_targets` counts the targets of
             each.
 
@@ -173,7 +179,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def __init__(
         self,
         source: BaseNode[SampleBlock] | BaseNode[list[Sample]],
-        process_group: Any = None,
+        process_group: ProcessGroupLike = None,
         round_size: int = JobOptions.round_size,
         uneven: Uneven = JobOptions.uneven,
         loss_scaling: LossScaling = LossRule.scaling,
@@ -197,27 +203,30 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self.round_size = round_up(check_count("round_size", round_size), accumulate)
         self.uneven = uneven
         self._seed = check_integer("seed", seed)
-        most = CostReport.message_size(self.round_size, len(self.measure.tasks))
-        self._number, self._rule = 0, LossRule(accumulate=accumulate, scaling=loss_scaling)
+        tasks_count = len(self.measure.tasks)
+        message_size = CostReport.message_size(self.round_size, tasks_count)
+        self._number = 0  # of the virtual rank in this process
+        self._rule = LossRule(accumulate=accumulate, scaling=loss_scaling)
         if isinstance(process_group, VirtualRank):
-            self.peers = process_group.team.peers_of(most, len(self.measure.tasks))
+            self.peers = process_group.team.peers_of(message_size, tasks_count)
             self._number = process_group.number
             self._rule = process_group.weighed(self._rule)
         else:
-            self.peers = Peers(process_group, timeout_s, most, len(self.measure.tasks))
-        # A node in between might read ahead, and groups would depend on how far it has come.
+            self.peers = Peers(process_group, timeout_s, message_size, tasks_count)
+        # Only a direct source: a node in between might read ahead, and groups would depend on it.
         self._pool = source if isinstance(source, WindowBucketer) else None
         self.requested_max_tokens = 0
         self.unemitted_samples = 0
-        """Samples of this rank and epoch that `uneven="stop"` left over."""
+        """Samples of this rank and epoch that `uneven="stop"` left out."""
         self._clear()
 
     def _clear(self) -> None:
         self._groups = GroupReader(self.source) if self._pool is None else self._pool
         self._filler: _Filler | None = None
-        self._left_out: list[LeftOut] = []  # what the next step says
-        self._failure: Exception | None = None  # of reading ahead, until the round is out
-        # Whether this rank may not have heard that another could not make a sample again.
+        self._left_out: list[LeftOut] = []  # `StepInfo.left_out` of the next step
+        self._failure: Exception | None = None  # of reading ahead; raised after the round
+        # Whether to exchange a message at the end of the epoch: after a restore, another rank may
+        # have failed to make a sample again in the last step.
         self._confirms_end = False
         self._plan = self._new_plan()
 
@@ -242,7 +251,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     @property
     def rank(self) -> int:
-        """This rank, of those that share steps."""
+        """Number of this rank among the ranks that share steps."""
         return self.peers.rank + self._number
 
     @property
@@ -252,14 +261,15 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     @property
     def rule(self) -> LossRule:
-        """How the losses of all ranks and micro-steps become one."""
-        known = self._rule.world_size
-        return replace(self._rule, world_size=known or self.peers.world_size)
+        """How the losses of all ranks and micro-steps are combined."""
+        world_size = self._rule.world_size or self.peers.world_size
+        return replace(self._rule, world_size=world_size)
 
     @property
     def where(self) -> str:
-        """The place that an error of this rank names."""
-        plan, epoch = self._plan, self._epochs.epoch
+        """Present round or step, for errors."""
+        plan = self._plan
+        epoch = self._epochs.epoch
         if plan.is_between_rounds:
             return f"round {plan.round} of epoch {epoch} (from step {plan.step})"
         place = "the end" if plan.is_at_end else f"step {plan.step}"
@@ -277,23 +287,23 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     @property
     def has_workers(self) -> bool:
-        """Tell whether threads run for the connections to other ranks."""
+        """Whether threads run for the connections to other ranks."""
         return self.peers.are_connected
 
     def ask_for_tokens(self, tokens: int) -> None:
-        """Ask all ranks for groups of at most `tokens`, from the next round on.
+        """Request groups of at most `tokens` tokens on all ranks, from the next round on.
 
-        The smallest number that a rank asks for is taken. May be called from any thread.
+        The smallest request of all ranks applies. May be called from any thread.
         """
         self.requested_max_tokens = min(self.requested_max_tokens or tokens, tokens)
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin the next epoch, or go to where `initial_state` stands.
+        """Begin the next epoch, or go to the position of `initial_state`.
 
         Raises:
             StateError: the state is damaged or does not fit, or the source does not yield the
-                groups again. The other ranks raise a `PeerError` when they next meet this one,
-                which waits for them for up to 5 s.
+                groups again. The other ranks raise a `PeerError` at their next exchange, for which
+                this rank waits up to 5 s.
             RuntimeError: the job has several ranks, but torch.distributed is not initialised.
         """
         self.peers.begin()
@@ -301,23 +311,24 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             super().reset(initial_state)
 
     def prepare_reset(self) -> None:
-        """Make sure that the sources share this rank's place among the others."""
+        """Check that the sources have this rank and number of ranks."""
         check_sharing(self.source, self.rank, self.peers.world_size)
 
     def begin_epoch(self) -> None:
-        """Begin the epoch of the source, with the limits and the window of the one before."""
+        """Begin the epoch of the source, with the limits and the window of the previous epoch."""
         self._groups.planner.use(self._plan.settings._replace(caps=()))
         self._clear()
         self.unemitted_samples = 0
         self.source.reset(None)
 
     def restore(self, state: AlignerState) -> None:
-        """Go to a step of a round, and to the groups that are planned."""
+        """Go to a step of a round, and restore the planned groups."""
         self._clear()
-        totals, ordinals = state.steps(), ordinals_of(state.groups)
+        totals = state.steps()
+        ordinals = ordinals_of(state.groups)
         self.requested_max_tokens = state.requested_max_tokens
         self.unemitted_samples = state.unemitted_samples
-        self._left_out = [LeftOut(*one) for one in state.left_out]
+        self._left_out = [LeftOut(*fields) for fields in state.left_out]
         self.source.reset(copy_state(state.source))
         reader = self._groups
         if isinstance(reader, GroupReader):
@@ -325,19 +336,19 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 reader.restore(state.given)
             if state.given_ended:
                 reader.planner.end()
-        to_come = len(totals) - state.emitted
-        groups = self._checked_groups(state, ordinals, in_round=to_come)
-        of_steps: list[Facts | None] = [None] * state.emitted
-        of_steps += [group if len(group) else None for group in groups[:to_come]]
+        remaining = len(totals) - state.emitted
+        groups = self._checked_groups(state, ordinals, in_round=remaining)
+        step_groups: list[Facts | None] = [None] * state.emitted
+        step_groups += [group if len(group) else None for group in groups[:remaining]]
         self._plan.restore(
             round=state.round,
             step=state.step,
             settings=RoundSettings(*state.settings),
-            settled=SettledRound(totals, of_steps, state.emitted),
+            settled=SettledRound(totals, step_groups, state.emitted),
             is_last=state.last,
-            formed=groups[to_come:],
+            formed=groups[remaining:],
         )
-        self._restore_filler(state, groups, needs_one=None in of_steps[state.emitted :])
+        self._restore_filler(state, groups, is_needed=None in step_groups[state.emitted :])
         self._confirms_end = not state.is_at_end
         self._use_present_options(at_end=state.is_at_end)
         self._want_groups()
@@ -345,14 +356,16 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _checked_groups(
         self, state: AlignerState, groups: list[IntArray], in_round: int
     ) -> list[Facts]:
-        """Return what is known of the groups of a state, once it is sure that they are whole."""
+        """Return the facts of the groups of a state, after checks that no sample is missing."""
         reader, pool = self._groups, self._pool
         pooled = [] if pool is None else pool.planner.pool.ordinals().tolist()
         held = reader.store.ordinals().tolist()
-        planned = np.concatenate([*groups, np.empty(0, np.int64)]).tolist()
-        emitted = {state.filler} - {None, *planned, *pooled}  # the filler, once a step has had it
-        is_whole = sorted([*planned, *pooled, *(emitted & {*held})]) == held
-        if not is_whole or any(not len(group) for group in groups[in_round:]):
+        planned = [ordinal for group in groups for ordinal in group.tolist()]
+        expected = planned + pooled
+        filler = state.filler
+        if filler is not None and filler in reader.store and filler not in expected:
+            expected.append(filler)  # A step has used the filler, and the store keeps it.
+        if sorted(expected) != held or any(not len(group) for group in groups[in_round:]):
             raise StateError("the groups of RankAligner are damaged. Use an earlier checkpoint.")
         settled = {ordinal for group in groups[:in_round] for ordinal in group.tolist()}
         for ordinal, change in reader.restored.changed.items():
@@ -361,19 +374,20 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         return [reader.facts_of(group) for group in groups]
 
     def _restore_filler(
-        self, state: AlignerState, groups: Sequence[Facts], *, needs_one: bool
+        self, state: AlignerState, groups: Sequence[Facts], *, is_needed: bool
     ) -> None:
         if state.filler_of_another is not None:
             self._filler = _Filler.of_another_rank(state.filler_of_another)
         elif state.filler is not None and state.filler in self._groups.store:
-            waits = self._pool is not None and state.filler in self._pool.planner.pool.ordinals()
+            pool = None if self._pool is None else self._pool.planner.pool
+            is_pooled = pool is not None and state.filler in pool.ordinals()
             is_planned = any(state.filler in group.ordinal for group in groups)
-            self._keep_filler(state.filler, is_out=not (waits or is_planned))
-        elif needs_one and not self._groups.restored.keys_changed:
+            self._keep_filler(state.filler, is_out=not (is_pooled or is_planned))
+        elif is_needed and not self._groups.restored.keys_changed:
             raise StateError("the groups of RankAligner are damaged. Use an earlier checkpoint.")
 
     def save(self) -> AlignerState:
-        """Return the source's state, the totals of the round, and what is planned."""
+        """Return the state of the source, the totals of the round, and the planned groups."""
         plan, reader = self._plan, self._groups
         given = reader if isinstance(reader, GroupReader) else None
         groups: Any = PlannedOrdinals([*plan.settled.remaining, *plan.formed])
@@ -392,19 +406,21 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             filler_of_another=None if self._filler is None else self._filler.encoded,
             given=None if given is None else given.content(),
             given_ended=given is not None and given.planner.ended,
-            left_out=[(*one,) for one in self._left_out],
+            left_out=[(sample.key, sample.source, sample.reason) for sample in self._left_out],
             unemitted_samples=self.unemitted_samples,
         )
 
     def fixed_fields(self, state: AlignerState) -> Collection[str]:
-        """Return what would let the ranks take different steps, were it another in mid-epoch."""
+        """Return the fields that would let ranks take different steps if changed in mid-epoch."""
         if state.is_at_end:
             return ()
-        of_the_plan = ("step_time", "modalities", "tasks") if len(state.steps()) else ()
-        return ("world_size", "round_size", "accumulate", "uneven", *of_the_plan)
+        names = ["world_size", "round_size", "accumulate", "uneven"]
+        if len(state.steps()):  # within a round
+            names += ["step_time", "modalities", "tasks"]
+        return names
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only if it is equal."""
+        """Return the configuration that decides the output."""
         return {
             "rank": self.rank,
             "world_size": self.peers.world_size,
@@ -420,18 +436,21 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """Return the next group and its `StepInfo`.
 
         Raises:
-            PeerError: another rank failed, left, or did not come within `timeout_s`.
-            StateError: the ranks do not go on from the same place, or a sample is not what it was
-                when the state was saved. The other ranks are told.
-            WorkerError: the connections belong to the process that this one was forked from.
+            PeerError: another rank failed, left, or did not answer within `timeout_s`.
+            StateError: the ranks do not continue from the same place, or a sample differs from its
+                record in the state. The other ranks raise a `PeerError`.
+            WorkerError: the connections belong to the parent of this process.
         """
         self.peers.check_process()
         if not self.peers.drive([self.prepare_step()], lambda: self.where)[0]:
             raise StopIteration
         plan, rule, store = self._plan, self.rule, self._groups.store
-        settled, index, step = plan.settled, plan.settled.emitted, plan.step
+        settled = plan.settled
+        index = settled.emitted
+        step = plan.step
+        facts = settled.groups[index]
         with self.peers.reporting_failure(self.where):
-            if (facts := settled.groups[index]) is not None:
+            if facts is not None:
                 store.make(facts.ordinal)
             elif self._filler is not None:
                 self._filler = self._filler._replace(samples=with_data_made(self._filler.samples))
@@ -456,7 +475,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         return AlignedGroup(group, info)
 
     def prepare_step(self) -> Exchanges[bool]:
-        """Settle rounds with the other ranks until there is a step; tell whether there is one."""
+        """Settle rounds with the other ranks until there is a step; return whether there is one."""
         plan = self._plan
         self._form_groups()
         while plan.is_between_rounds:
@@ -466,17 +485,18 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             yield from self._agree()
             return True
         if self._confirms_end:
-            yield Ask([plan.step], self.where)
+            yield Message([plan.step], self.where)
             self._confirms_end = False
         return False
 
     def take_left_out(self) -> list[LeftOut]:
         """Return the samples that were left out since the last step."""
-        taken, self._left_out = [*self._left_out, *self._groups.take_left_out()], []
-        return taken
+        left_out = self._left_out + self._groups.take_left_out()
+        self._left_out = []
+        return left_out
 
     def interrupt(self) -> None:
-        """Make a `next` that waits for other ranks on another thread raise. A reset takes it back.
+        """Make a `next` that waits for other ranks on another thread raise, until the next reset.
 
         The connections stay.
         """
@@ -492,27 +512,29 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _form_groups(self) -> None:
         """Form the groups that are due before the next step.
 
-        What the source raises meanwhile is raised once the steps of the round are out, so that all
-        ranks stand at the same step then.
+        An error of the source is raised after the steps of the round, so that all ranks are at the
+        same step then.
         """
         plan = self._plan
         try:
             while self._failure is None and plan.lacks() > 0:
                 self._groups.fill()
         except Exception as error:
-            if not getattr(self.source, "keeps_failed_items", False):  # It has no state now.
+            if not getattr(self.source, "keeps_failed_items", False):  # It has lost its state.
                 raise
             self._failure = error
         if self._failure is not None and plan.is_between_rounds:
             raise self._failure
 
     def _agree(self) -> Exchanges[None]:
-        """Make sure, once after a reset, that all ranks go on from the same place."""
+        """Raise an error, once after a reset, unless all ranks continue from the same place."""
         if self.peers.channel.agreed:
             return
-        plan, name = self._plan, type(self).__name__
-        below = [node for node in walk(self.source) if isinstance(node, _FORMS_GROUPS)]
+        plan = self._plan
+        nodes = [node for node in walk(self.source) if isinstance(node, _FORMS_GROUPS)]
+        are_known = any(isinstance(node, PlannedGroups) for node in nodes)
         config = {
+            "lengths": "known before samples are read" if are_known else "observed",
             "step": plan.step,
             "epoch": self._epochs.epoch,
             "tokens of the next round": plan.settings.max_tokens,
@@ -520,60 +542,64 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             "window of the next round": plan.settings.window,
             "whether the next round is the last": plan.settings.is_last,
             "totals of the round": digest_of_totals(plan.settled.totals),
-            "exclude": ", ".join(repr(node.excluded) for node in below),
-            name: {**self.fingerprint(), "rank": None},
+            "exclude": ", ".join(repr(node.excluded) for node in nodes),
+            type(self).__name__: {**self.fingerprint(), "rank": None},
             **sharing_configs(self.source),
         }
-        yield Ask(config, self.where)
+        yield Message(config, self.where)
 
     def _begin_round(self) -> Exchanges[None]:
         """Settle the next round with the other ranks."""
-        plan, epoch, store, where = self._plan, self._epochs.epoch, self._groups.store, self.where
-        rest, skipped, first_received = None, list[LeftOut](), store.next_ordinal
+        plan, store, where = self._plan, self._groups.store, self.where
+        rest = None
+        skipped: list[LeftOut] = []
+        first_received = store.next_ordinal
         try:
             if plan.settings.is_last and self._pool is not None:
                 yield from self._agree()
                 rest = plan.rest()
-                place = self.rank, self.peers.world_size, where
-                skipped = yield from share_rest(rest, self._pool, *place)
+                skipped = yield from share_rest(
+                    rest, self._pool, self.rank, self.peers.world_size, where
+                )
             report = plan.report(
                 rest,
                 has_filler=self._filler is not None,
                 max_tokens=self.requested_max_tokens,
             )
             yield from self._agree()
-            most = plan.most_steps if rest is None else rest.steps
-            reports: Sequence[CostReport] = yield Ask(report, where, steps=most)
-            if not plan.step and not any(one.groups for one in reports):
+            most_steps = plan.most_steps if rest is None else rest.steps
+            reports: Sequence[CostReport] = yield Message(report, where, steps=most_steps)
+            if not plan.step and not any(report.groups for report in reports):
                 raise SampleError(
-                    f"no rank has a sample in epoch {epoch}. {describe_empty_epoch(self.source)}"
+                    f"no rank has a sample in epoch {self._epochs.epoch}. "
+                    f"{describe_empty_epoch(self.source)}"
                 )
             groups = plan.groups_of_round(rest)
-            if groups and self.peers.world_size > 1:  # One rank fills no step.
+            if groups and self.peers.world_size > 1:  # A single rank has no filler steps.
                 ordinals = np.concatenate([group.ordinal for group in groups])
                 self._keep_filler(int(ordinals[best_filler(store.look(ordinals))]))
             if self.uneven == "fill":
                 yield from self._share_filler(reports, where)
-        except BaseException:  # The state stays that of before.
+        except BaseException:  # Restore the state before the round.
             ordinals = store.ordinals()
             store.drop(ordinals[ordinals >= first_received])
             raise
         self._drop(plan.settle(plan.agree(reports)))
-        # Of all that was read for the round: the same whenever its groups were formed.
-        self._left_out += [*self._groups.take_left_out(), *skipped]
+        # Samples left out of the whole round, so it does not matter when groups were formed.
+        self._left_out += self._groups.take_left_out() + skipped
         self._want_groups()
         if rest is not None:
             store.take(rest.given.ordinal)
 
     def _want_groups(self) -> None:
-        """Have the data of the next steps made first, where a restore has left that for later."""
+        """Queue the lazy data of planned groups after a restore, in the order of steps."""
         groups = [*self._plan.settled.remaining, *self._plan.formed]
         self._groups.store.want(group.ordinal for group in groups if group is not None)
 
     def _keep_filler(self, ordinal: int | None, *, is_out: bool = False) -> None:
-        """Fill steps with a sample of this rank from now on, or with none.
+        """Set the sample of this rank that fills steps from now on; `None`: no sample.
 
-        is_out: whether a step has had the sample.
+        is_out: whether a step has used the sample.
         """
         store = self._groups.store
         store.keep_filler(ordinal, is_out=is_out)
@@ -582,23 +608,24 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             self._filler = _Filler(store.look(np.array([ordinal])).alone())
 
     def _share_filler(self, reports: Sequence[CostReport], where: str) -> Exchanges[None]:
-        """Give ranks that never had a sample one of another rank's to fill with."""
-        if all(one.has_filler for one in reports) or not any(one.groups for one in reports):
+        """Send ranks that never had a sample the filler of another rank."""
+        donors = [rank for rank, report in enumerate(reports) if report.groups]
+        if not donors or all(report.has_filler for report in reports):
             return
-        donor = next(rank for rank, one in enumerate(reports) if one.groups)
+        donor = donors[0]
         data = b""
         if self.rank == donor and self._filler is not None:
-            sample = self._filler.samples[0]._replace(ordinal=None)  # which is of this rank
+            sample = self._filler.samples[0]._replace(ordinal=None)  # valid on this rank only
             try:
                 data = encode_sample(sample)
             except SampleError as error:
-                raise SampleError(f"a rank without samples is sent one: {error}") from error
-        texts: Sequence[bytes] = yield Ask(data, where)
+                raise SampleError(f"a sample is sent to a rank without samples: {error}") from error
+        encoded: Sequence[bytes] = yield Message(data, where)
         if not reports[self.rank].has_filler:
-            self._filler = _Filler.of_another_rank(texts[donor])
+            self._filler = _Filler.of_another_rank(encoded[donor])
 
     def _drop(self, groups: list[Facts]) -> None:
-        """Leave out the samples that this rank has left, as another one has ended; warn of them."""
+        """Leave out the remaining samples of this rank, if another rank has ended; warn of them."""
         if self.uneven != "stop" or not self._plan.is_last:
             return
         count = sum(map(len, groups)) + self._groups.remaining_samples
@@ -611,37 +638,40 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             )
 
     def _use_present_options(self, *, at_end: bool) -> None:
-        """Plan the further steps anew, where keys or limits are others than in the state."""
-        plan, name = self._plan, type(self).__name__
-        below = [node for node in walk(self.source) if isinstance(node, _FORMS_GROUPS)]
-        has_keys = any(node.restored.keys_changed for node in below)
-        has_limits = any(node.restored.limits_changed for node in below)
+        """Plan the remaining steps anew, if `exclude` or limits have changed since the state."""
+        plan = self._plan
+        nodes = [node for node in walk(self.source) if isinstance(node, _FORMS_GROUPS)]
+        keys_changed = any(node.restored.keys_changed for node in nodes)
+        limits_changed = any(node.restored.limits_changed for node in nodes)
         is_planned = len(plan.settled) or plan.formed
-        if has_keys and not at_end and self._filler is not None:
+        if keys_changed and not at_end and self._filler is not None:
             filler = self._filler.samples.without_data()[0]
-            if any(filler in node.excluded for node in below):
+            if any(filler in node.excluded for node in nodes):
                 self._keep_filler(None)
-        if at_end or not is_planned or loading().leaves_epoch or not (has_keys or has_limits):
+        if at_end or not is_planned or loading().leaves_epoch:
             return
-        inside = plan.settled.emitted % self.accumulate
+        if not (keys_changed or limits_changed):
+            return
+        emitted = plan.settled.emitted
+        micro_step = emitted % self.accumulate
         groups = self._groups
         plans_anew = not isinstance(groups, GroupReader) or groups.plans_anew
-        if has_keys and (not plans_anew or inside):
-            why = (
-                f"it is within an optimizer step of {self.accumulate} steps, of which {inside} "
+        if keys_changed and (not plans_anew or micro_step):
+            cause = (
+                f"it is within an optimizer step of {self.accumulate} steps, of which {micro_step} "
                 "were weighed by a total that counts these samples. Resume from a state that was "
                 "saved after an optimizer step, or without the new keys in `exclude`"
             )
             if not plans_anew:
-                why = (
+                cause = (
                     "its source must be a `WindowBucketer` or `PlannedGroups` itself, since a "
                     "node in between may hold some. Resume from a state that was saved after the "
                     "last step of an epoch"
                 )
             raise StateError(
-                f"{name} cannot exclude more samples at step {plan.step} of epoch "
-                f"{self._epochs.epoch}: {why}."
+                f"{type(self).__name__} cannot exclude more samples at step {plan.step} of epoch "
+                f"{self._epochs.epoch}: {cause}."
             )
         if plans_anew:
-            samples = plan.replan(plan.settled.emitted + -inside % self.accumulate)
-            groups.put_back(samples)
+            rest_of_optimizer_step = -micro_step % self.accumulate
+            groups.put_back(plan.replan(emitted + rest_of_optimizer_step))

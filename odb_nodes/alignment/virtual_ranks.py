@@ -1,4 +1,4 @@
-"""Node: takes the steps of several virtual ranks as the batches of one process."""
+"""Node: yields the batches of several virtual ranks in one process."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Batch = MutableMapping[str, Any]
 
 @dataclass(kw_only=True)
 class VirtualState(NodeState):
-    """Where `VirtualRanks` stand."""
+    """The state of a `VirtualRanks`."""
 
     sources: SourceStates  # the states of the graphs before the step, by number of the virtual rank
-    turn: int  # batches of the step that are out
+    turn: int  # batches of the step that were yielded
     samples: int  # samples in them
-    step_digest: int  # a digest of the keys of the step, 0 where none of its batches is out
+    step_digest: int  # a digest of the samples of the step, 0 before its first batch
 
 
 class VirtualRanks(StatefulNode[Batch, VirtualState]):
     """Yields the batches of each step of several virtual ranks, one after the other.
 
-    The graphs settle rounds together, in one exchange with the other processes. The batches of a
-    step are micro-steps: of a job that accumulates the gradients of `hosted` times as many.
+    The graphs settle rounds together, in one exchange with the other processes. Each batch of a
+    step is a micro-step, so a process accumulates the gradients of its virtual ranks.
 
-    State: those of the graphs before the step, and how many of its batches are out. Restoring
-    within a step takes it again.
+    State: the states of the graphs before the step, and the number of its batches yielded. A
+    restore within a step takes the step again and skips these batches.
     """
 
     STATE = VirtualState
@@ -51,18 +51,18 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         super().__init__()
         first = team.rank * team.hosted
         self.sources = {str(first + number): source for number, source in enumerate(sources)}
-        self._aligners = (aligners,)  # `walk` finds them below the sources
+        self._aligners = aligners  # They are below the sources.
         self._team = team
         self._collates = True
         self._step: list[Any] = []
         self._before: dict[str, Any] | None = None
         self._forget()
-        if team.hosted > 1:  # What draws random numbers must be collated on the trainer's thread.
+        if team.hosted > 1:  # A function that draws random numbers runs on the training thread.
             for source in sources:
                 call_member(source, "expect_read_ahead")
 
     def expect_read_ahead(self) -> None:
-        """Yield a `DeferredBatch` for what must be collated on the trainer's thread."""
+        """Yield a `DeferredBatch` for batches that the training thread must collate."""
         self._collates = False
         for source in self.sources.values():
             call_member(source, "expect_read_ahead")
@@ -74,20 +74,22 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
             source.reset(None)
 
     def restore(self, state: VirtualState) -> None:
-        """Go to where each graph stands, and in their step to the batch that is next."""
+        """Go to the position of each graph, and to the next batch of their step."""
         self._forget()
         if state.sources.keys() != self.sources.keys():
             raise StateError(
-                f"the state is of virtual ranks {[*state.sources]}, but this process hosts those "
-                f"of numbers {[*self.sources]}. Load the state that this rank has saved."
+                f"the state is of virtual ranks {[*state.sources]}, but this process hosts virtual "
+                f"ranks {[*self.sources]}. Load the state that this rank has saved."
             )
         for name, source in self.sources.items():
             source.reset(copy_state(state.sources[name]))
-        self._turn, self._samples, self._digest = state.turn, state.samples, state.step_digest
+        self._turn = state.turn
+        self._samples = state.samples
+        self._digest = state.step_digest
         self._before = state.sources if state.turn else None
 
     def save(self) -> VirtualState:
-        """Return where the graphs stood before the step, and how far the step is out."""
+        """Return the states of the graphs before the step, and the position in the step."""
         return VirtualState(
             sources={**self._states()},
             turn=self._turn,
@@ -103,24 +105,25 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         info = _info_of(item)
         if self._collates and isinstance(item, DeferredBatch):
             item = item.collate()
-        self._turn, self._samples = self._turn + 1, self._samples + info.local_samples
+        self._turn += 1
+        self._samples += info.local_samples
         if self._turn == len(self._step):
             self._forget()
         batch: Batch = item
         return batch
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return which ranks the states in a state are of."""
+        """Return the numbers of virtual ranks and of processes."""
         team = self._team
         return {"virtual_ranks": team.virtual_ranks, "world_size": team.processes}
 
     def fixed_fields(self, _state: VirtualState) -> tuple[str, ...]:
-        """Return all: another number of virtual ranks has other graphs, and so other states."""
+        """Return all fields: another number of virtual ranks has other graphs, and other states."""
         return ("virtual_ranks", "world_size")
 
     def _take_step(self) -> None:
-        self._states()  # which a state within the step holds
-        (aligners,) = self._aligners
+        self._states()  # taken before the step, for states within the step
+        aligners = self._aligners
         peers = aligners[0].peers
         peers.check_process()
         has_step = peers.drive(
@@ -131,25 +134,30 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         if not has_step[0]:
             raise StopIteration
         step = [next(source) for source in self.sources.values()]
-        infos = map(_info_of, step)
-        told = [(one.keys, one.row_sources, one.row_repeats, one.local_targets) for one in infos]
-        digest = zlib.crc32(repr(told).encode())
+        infos = [_info_of(item) for item in step]
+        samples = [
+            (info.keys, info.row_sources, info.row_repeats, info.local_targets) for info in infos
+        ]
+        digest = zlib.crc32(repr(samples).encode())
         if self._turn and digest != self._digest:
             raise StateError(
                 f"the state was saved within a step, after batch {self._turn} of {len(step)}, and "
-                "the step would have other samples now. Change the data, the budget or `exclude` "
-                "only where you resume from a state that was saved after an optimizer step."
+                "the step would have other samples now. Change the data, the budget, `step_time` "
+                "or `exclude` only if you resume from a state that was saved after an optimizer "
+                "step."
             )
-        self._step, self._digest = step, digest
+        self._step = step
+        self._digest = digest
 
     def _states(self) -> dict[str, Any]:
         """Return the states of the graphs before the step."""
         if self._before is None:
-            self._before = {name: snapshot(one) for name, one in self.sources.items()}
+            self._before = {name: snapshot(source) for name, source in self.sources.items()}
         return self._before
 
     def _forget(self) -> None:
-        self._step, self._before = [], None
+        self._step = []
+        self._before = None
         self._turn = self._samples = self._digest = 0
 
 
@@ -160,6 +168,6 @@ def _info_of(item: Batch | DeferredBatch) -> StepInfo:
 
 def place_of(state: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return epoch, step and samples done, of a state of `VirtualRanks` over `GroupCollator`."""
-    sources = [*state["sources"].values()]
-    done = state["samples"] + sum(one["samples"] for one in sources)
-    return sources[0]["epoch"], sources[0]["step"] * len(sources) + state["turn"], done
+    collators = [*state["sources"].values()]
+    done = state["samples"] + sum(collator["samples"] for collator in collators)
+    return collators[0]["epoch"], collators[0]["step"] * len(collators) + state["turn"], done

@@ -1,9 +1,8 @@
-"""Checkpoints of a training loop: saved by all ranks, and found again after a kill at any time."""
+"""Checkpoints of a training loop: saved by all ranks, and safe against a kill at any time."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import secrets
 import time
@@ -25,12 +24,11 @@ from odb_nodes.alignment.exchange import Meeting, group_rank
 from odb_nodes.checkpoints.checkpoint_folders import (
     CheckpointFolders,
     Contents,
+    Save,
     choose,
-    gone_files,
-    number_of,
-    step_of,
+    missing_files,
 )
-from odb_nodes.checkpoints.rank_states import rank_file
+from odb_nodes.checkpoints.rank_states import log_resharding, rank_file
 from odb_nodes.checkpoints.resharding import (
     check_saved_between_steps,
     data_place,
@@ -42,9 +40,7 @@ from odb_nodes.errors import PeerError, StateError
 from odb_nodes.loader.loader import Loader
 from odb_nodes.loader.reshard_nodes import Ranks
 
-logger = logging.getLogger("odb_nodes")
-
-_LOOKS, _PAUSE_S = 10, 0.5  # for all ranks to see what one sees of a shared file system
+_LOOKS, _PAUSE_S = 10, 0.5  # until all ranks see the files of a shared file system
 _VERSION = 2
 
 
@@ -57,10 +53,10 @@ class Checkpoints:
         ...
         checkpoints.save(step)  # where an optimizer step ends
 
-    A run goes on in its folder by `load`; a new run needs a folder of its own. Every rank calls
-    `load` and `save`, at the same steps, and writes its own file. A checkpoint counts when the
-    files of all ranks are there, so a job may be killed at any time. The global random generators
-    (Python's, numpy's, torch's) are saved with the parts.
+    `load` continues the run in the folder; a new run needs a new folder. Every rank calls `load`
+    and `save`, at the same steps, and writes one file. A checkpoint counts when it has the files of
+    all ranks, so a job may be killed at any time. The global random generators (Python's, numpy's,
+    torch's) are saved with the parts.
 
     Args:
         folder: folder of the checkpoints, on a disk that all ranks share; created if needed. Each
@@ -68,12 +64,12 @@ class Checkpoints:
         parts: name -> object with `state_dict` and `load_state_dict`, or dict of plain data and
             tensors, which `load` updates in place. A key that the checkpoint lacks is an error: set
             it after `load`. A part that differs between ranks may have a method
-            `reshard_states(states, world_size)`: the states of all ranks that saved -> one state
-            for each of `world_size` ranks.
-        keep: number of complete checkpoints to keep. `save` removes older ones, of those that were
-            saved here or were in the folder when `load` was called.
-        replicated: names of parts that are equal on all ranks, and that rank 0 alone writes: under
-            DDP the model and the optimizer; never sharded ones (FSDP, ZeRO), nor the loader. The
+            `reshard_states(states, world_size)`, which turns the states of all ranks that saved
+            into one state for each of `world_size` ranks.
+        keep: number of complete checkpoints to keep. `save` removes older ones, if they were
+            saved by this object or were in the folder when `load` was called.
+        replicated: names of parts that are equal on all ranks, which only rank 0 writes: under DDP
+            the model and the optimizer; never sharded parts (FSDP, ZeRO), nor the loader. The
             checkpoint records them, so `load` needs no names.
         timeout_s: seconds to wait for another rank before it is an error.
         process_group: the loaders' `process_group`, if some ranks read the same data: a
@@ -83,12 +79,12 @@ class Checkpoints:
         TypeError, ValueError: an argument is not valid.
     """
 
-    # Why nothing is mixed up: the ranks agree on the number of the next save and on an identifier
-    # of the run, once, and count on alike. So each save has a folder that no other run writes into,
-    # and the same save never writes twice.
+    # Why saves never mix: the ranks agree once on the number of the next save and on an identifier
+    # of the run, and count on from there. So each save has a folder that no other run writes into,
+    # and no file is written twice.
     #
-    # Why nothing is lost: only a rank that sees its own save complete removes older ones. A save
-    # that is complete has been reached by all ranks, so none still loads or writes an older one.
+    # Why no checkpoint is lost: a rank removes older checkpoints only after it sees its own save
+    # complete. Then all ranks have reached that save, and none loads or writes an older one.
     # Folders that appeared in neither `load` nor a save of this object are never removed.
 
     def __init__(
@@ -112,39 +108,44 @@ class Checkpoints:
         check_seconds("timeout_s", timeout_s)
         self._timeout_s = timeout_s
         self._channel = Meeting("Checkpoints", None, timeout_s)
-        self._run = ""  # the identifier, once the ranks have agreed
-        self._known: dict[str, int] | None = None  # that this run may remove, once agreed
-        self._number = self._before = 0  # of the last save, and of that before it
-        self._own: list[Path] = []  # the last two of this run
-        self._begun: Path | None = None  # where a save has failed
+        self._run = ""  # identifier of the run, once the ranks have agreed
+        self._removable: dict[str, int] | None = None  # saves by folder, once the ranks have agreed
+        self._number = self._before = 0  # numbers of the last save, and of the save before it
+        self._saved: list[Path] = []  # the last two saves of this run
+        self._failed: Path | None = None  # folder of a save that has begun and failed
 
     def folders(self) -> list[Path]:
-        """Return the folders of the complete checkpoints, the newest one last. Asks no rank."""
+        """Return the folders of the complete checkpoints, the newest one last.
+
+        One rank may call it alone.
+        """
         return self._folders.complete()
 
     def load(self) -> int:
-        """Load the newest checkpoint that is complete. Every rank calls it.
+        """Load the newest complete checkpoint. Every rank calls it.
 
-        No part is changed before all ranks have read their files whole. If another number of
-        ranks has saved it, loaders among the parts are resharded, see `reshard`, and parts that
-        have `reshard_states`, such as a `Monitor`; all other parts must be `replicated`, or equal
-        on all ranks. A rank then takes the random generators of one of the old ranks.
+        No part changes before all ranks have read their files. If another number of ranks saved the
+        checkpoint, these parts are resharded: loaders (see `reshard`), and parts that have
+        `reshard_states`, such as a `Monitor`; all other parts must be `replicated`, or equal on all
+        ranks. Each rank then gets the random generators of one of the old ranks.
 
         Returns:
-            The step that it was saved at; 0 if there is no checkpoint, and nothing is changed.
+            The step of the checkpoint; 0 if there is none, and no part changes.
 
         Raises:
-            StateError: the checkpoint is of other parts, is damaged, has lost the file of a rank,
-                or cannot be resharded; a dict among the parts has keys that it lacks; or not all
-                ranks see it. No part is changed.
-                Or a part refused its state: then the error names those that have changed.
-            PeerError: a rank failed, or did not come within `timeout_s`.
+            StateError: the checkpoint has other parts, is damaged, lacks the file of a rank, or
+                cannot be resharded; a dict among the parts has keys that the checkpoint lacks; or
+                not all ranks see the checkpoint. No part has changed.
+                Or a part refused its state: then the error names the parts that have changed.
+            PeerError: a rank failed, or did not answer within `timeout_s`.
         """
-        known = self._meet()
-        for look in range(_LOOKS):  # All ranks see the same views, and so look equally often.
+        saves = self._meet()
+        for look in range(_LOOKS):  # All ranks have the same views, and so look equally often.
             time.sleep(_PAUSE_S if look else 0)
-            told = self._gather(self._folders.contents())
-            views = [{name: Contents(*one) for name, one in view.items()} for view in told]
+            views = [
+                {name: Contents(*fields) for name, fields in view.items()}
+                for view in self._gather(self._folders.contents())
+            ]
             name, newest = choose(views)
             if name == newest:
                 break
@@ -155,11 +156,11 @@ class Checkpoints:
                     f"{unfinished}. Ranks were stopped while they saved, or saved different steps. "
                     "The run begins anew, and leaves these folders: remove them when you like."
                 )
-            self._known = {}
+            self._removable = {}
             return 0
         with self._together(f"loading the checkpoint `{name or newest}`"):
-            if gone := gone_files(newest, views):
-                raise self._damaged(newest, gone)
+            if missing := missing_files(newest, views):
+                raise self._damaged(newest, missing)
             if name is None:
                 raise self._not_shared(newest, views)
             ranks = Ranks(views[0][name].world_size, self._channel.world_size)
@@ -167,17 +168,18 @@ class Checkpoints:
             states, generators = self._parts.read(folder, self._channel.rank, ranks)
         with self._together(f"loading the checkpoint `{name}`"):
             self._parts.apply(states, folder)
-            load_rngs(generators)  # last: a part may draw numbers as it loads
-        # Older folders were left by runs that began anew: they are not this run's to remove.
-        oldest = min(number_of(one) for view in views for one in view if not view[one].missing)
-        self._known = {one: number for one, number in known.items() if number >= oldest}
-        return step_of(name)
+            load_rngs(generators)  # last: a part may draw random numbers while it loads
+        # Older folders belong to runs that began anew: this run must not remove them.
+        complete = [name for view in views for name in view if not view[name].missing]
+        oldest = min(Save.of(name).number for name in complete)
+        self._removable = {name: number for name, number in saves.items() if number >= oldest}
+        return Save.of(name).step
 
     def save(self, step: int) -> Path:
         """Save a checkpoint. Every rank calls it, at the same step.
 
-        No rank waits for another one, except in the first call of a job that has not called `load`,
-        and if another rank is two saves behind.
+        Ranks wait for each other only in the first call of a job that has not called `load`, and if
+        a rank is two saves behind.
 
         Args:
             step: the number of the step, which `load` returns.
@@ -187,71 +189,73 @@ class Checkpoints:
 
         Raises:
             TypeError, ValueError: `step` is not a number of steps.
-            StateError: a loader stands within an optimizer step; a part holds something else than
-                plain data and tensors; or the folder holds checkpoints, and `load` was not called,
-                or raised.
-            PeerError: a rank did not come, or has not saved, within `timeout_s`; or it saves
-                another step, which is seen in this call or the next.
+            StateError: a loader stands within an optimizer step; a part holds objects other than
+                plain data and tensors; or the folder has checkpoints, and `load` was not called or
+                raised.
+            PeerError: a rank did not answer, or has not saved, within `timeout_s`; or a rank saved
+                another step, which this call or the next notices.
         """
         step = check_count("step", step, minimum=0)
-        if self._known is None:
-            self._known = self._begin_new_run()
-        if len(self._own) == 2:
-            self._await(self._own[0])
-            del self._own[0]
-        if self._begun is None:
+        if self._removable is None:
+            self._removable = self._begin_new_run()
+        if len(self._saved) == 2:
+            self._await(self._saved[0])
+            del self._saved[0]
+        if self._failed is None:
             self._before = self._number
-        else:  # A save has failed: its cause may last.
-            self._check_saves(self._begun)
-        if self._begun is None or step_of(self._begun.name) != step:  # else it is tried again
+        else:  # The cause of the failed save may last.
+            self._check_saves(self._failed)
+        folder = self._failed
+        if folder is None or Save.of(folder.name).step != step:  # else the save is tried again
             self._number += 1
-            self._begun = self._folders.folder(self._number, step, self._run)
-            self._known[self._begun.name] = self._number
-        folder = self._begun
-        folder.mkdir(parents=True, exist_ok=True)  # also shows the others which step it is
+            folder = self._folders.folder(self._number, step, self._run)
+            self._removable[folder.name] = self._number
+        self._failed = folder
+        folder.mkdir(parents=True, exist_ok=True)  # also shows the other ranks this rank's step
         self._check_saves(folder)
         self._parts.save(folder, step, self._channel.rank, self._channel.world_size)
         sync_folder(self._folders.root)
-        self._begun = None
-        self._own.append(folder)
-        self._folders.clean(folder, self._keep, self._known)
+        self._failed = None
+        self._saved.append(folder)
+        self._folders.clean(folder, self._keep, self._removable)
         return folder
 
     def _check_saves(self, *begun: Path) -> None:
-        self._folders.check_saves([*self._own, *begun], self._channel.rank, self._before)
+        self._folders.check_saves([*self._saved, *begun], self._channel.rank, self._before)
 
     def _meet(self) -> dict[str, int]:
-        """Agree on the identifier of the run and the number of a save; return those of all."""
-        self._known = None
+        """Agree on the run's identifier and the next number; return the saves that ranks see."""
+        self._removable = None
         self._channel.begin()
         self._channel.agree({**self._parts.names(), "keep": self._keep})
-        told = self._gather([secrets.token_hex(4), self._folders.numbers()])
-        known = {name: number for _, numbers in told for name, number in numbers.items()}
-        self._run, self._number = told[0][0], max(known.values(), default=0)
-        self._own, self._begun = [], None
-        return known
+        gathered = self._gather([secrets.token_hex(4), self._folders.numbers()])
+        self._run = gathered[0][0]
+        saves = {name: number for _, numbers in gathered for name, number in numbers.items()}
+        self._number = max(saves.values(), default=0)
+        self._saved, self._failed = [], None
+        return saves
 
     def _begin_new_run(self) -> dict[str, int]:
-        """Meet for the first save, in a folder that holds no checkpoint of another run."""
-        known = self._meet()
+        """Meet for the first save; raise if the folder has a checkpoint of another run."""
+        saves = self._meet()
         views = self._gather([*self._folders.contents()])
         if saved := sorted({name for view in views for name in view}):
             raise StateError(
                 "`folder` must have no checkpoints that were not loaded, but "
                 f"`{self._folders.root}` has {len(saved)}, up to `{saved[-1]}`. Call `load()` "
-                "before the first `save` to go on from the newest complete checkpoint, or give a "
-                "new run another `folder`."
+                "before the first `save` to continue from the newest complete checkpoint, or give "
+                "a new run another `folder`."
             )
-        return known
+        return saves
 
-    def _gather(self, own: Any) -> list[Any]:
-        """Return what each rank gives, as JSON data."""
-        told = self._channel.gather_bytes(json.dumps(own).encode(), "loading a checkpoint")
-        return list(map(json.loads, told))
+    def _gather(self, value: Any) -> list[Any]:
+        """Return the value of each rank, as JSON data."""
+        values = self._channel.gather_bytes(json.dumps(value).encode(), "loading a checkpoint")
+        return list(map(json.loads, values))
 
     @contextmanager
     def _together(self, where: str) -> Iterator[None]:
-        """Go on once all ranks have come to the end of this context; raise if one raises in it."""
+        """End when all ranks have reached the end of this context; raise if a rank raises in it."""
         try:
             yield
         except Exception as error:
@@ -262,24 +266,24 @@ class Checkpoints:
     def _await(self, folder: Path) -> None:
         """Wait until a checkpoint is complete, or so old that it has been removed."""
         deadline = time.monotonic() + self._timeout_s
-        while (found := self._folders.contents_of(folder)) and found.missing:
+        while (contents := self._folders.contents_of(folder)) and contents.missing:
             self._check_saves()
             if time.monotonic() < deadline:
                 time.sleep(_PAUSE_S / 10)
                 continue
-            has = "has" if len(found.missing) == 1 else "have"
+            has = "has" if len(contents.missing) == 1 else "have"
             raise PeerError(
-                f"{named_ranks(found.missing)} {has} not saved the checkpoint `{folder}` within "
-                f"{self._timeout_s} s (`timeout_s`), though this rank has saved one since. All "
+                f"{named_ranks(contents.missing)} {has} not saved the checkpoint `{folder}` within "
+                f"{self._timeout_s} s (`timeout_s`), but this rank has saved a later one. All "
                 "ranks must call `save`, at the same steps, and share the disk of that folder."
             )
 
-    def _damaged(self, newest: str, gone: Sequence[int]) -> StateError:
-        files = "file" if len(gone) == 1 else "files"
+    def _damaged(self, newest: str, missing: Sequence[int]) -> StateError:
+        files = "file" if len(missing) == 1 else "files"
         return StateError(
             f"`{self._folders.root / newest}` was complete, but the {files} of "
-            f"{named_ranks(gone)} cannot be found now. Put what is missing back; or remove the "
-            "folder to go on from the checkpoint before it, or, if there is none, to begin anew."
+            f"{named_ranks(missing)} cannot be found now. Put the {files} back; or remove the "
+            "folder to continue from the checkpoint before it, or to begin anew if there is none."
         )
 
     def _not_shared(self, newest: str, views: Sequence[Mapping[str, Contents]]) -> StateError:
@@ -294,7 +298,7 @@ class Checkpoints:
         )
 
 
-# --- what a checkpoint holds of a rank: the states of its parts, in a file of its own -------------
+# --- the file of a rank: the states of its parts --------------------------------------------------
 
 
 class _Parts:
@@ -311,13 +315,13 @@ class _Parts:
         for name in replicated:
             if isinstance(self._parts[name], Loader):
                 raise ValueError(
-                    f"`replicated` must not have {name!r}: each rank's loader stands elsewhere, in "
-                    "its own share of the data. Leave it out."
+                    f"`replicated` must not have {name!r}: the loader of each rank has another "
+                    "state. Leave it out."
                 )
         self._replicated = tuple(replicated)
 
     def names(self) -> dict[str, list[str]]:
-        """Return what must be the same on all ranks."""
+        """Return the names, which must be equal on all ranks."""
         return {"parts": sorted(self._parts), "replicated": sorted(self._replicated)}
 
     def save(self, folder: Path, step: int, rank: int, world_size: int) -> None:
@@ -327,8 +331,8 @@ class _Parts:
             for name, part in self._parts.items()
             if rank == 0 or name not in self._replicated
         }
-        for one in states.values():
-            check_saved_between_steps(one)
+        for part_state in states.values():
+            check_saved_between_steps(part_state)
         state = {
             "checkpoint": _about(step, rank, world_size),
             "parts": states,
@@ -338,47 +342,50 @@ class _Parts:
         try:
             save_state(state, folder / rank_file(rank, world_size, ""))
         except StateError as error:
-            if is_readable(states):  # and the file is what is wrong
+            if is_readable(states):  # The error is about the file, not about the states.
                 raise
-            # Dicts first: to look into a large model for what it cannot have takes time and memory.
+            # Dicts first: to search a large model takes time and memory.
             order = sorted(states, key=lambda name: not isinstance(self._parts[name], dict))
             place = explain_unreadable({name: states[name] for name in order}, "parts")
             raise StateError(f"the checkpoint of step {step} cannot be saved: {place}") from error
 
     def read(self, folder: Path, rank: int, ranks: Ranks) -> tuple[dict[str, Any], Any]:
-        """Return the states that this rank goes on with, and that of its random generators."""
-        own = _read(folder, rank, ranks.after) if ranks.before == ranks.after else None
-        if own is not None and self._is_of_these_ranks(own["parts"]):
-            shared = {*own["replicated"], *self._replicated}
-            first = _read(folder, 0, ranks.after) if rank and shared else own
+        """Return the states of this rank's parts, and the state of its random generators."""
+        file = _read(folder, rank, ranks.after) if ranks.before == ranks.after else None
+        if file is not None and self._is_of_this_rank(file["parts"]):
+            shared = {*file["replicated"], *self._replicated}
+            first = _read(folder, 0, ranks.after) if rank and shared else file
         else:
-            logger.info("`%s` is resharded: %d ranks have saved it, %d load it", folder, *ranks)
+            log_resharding(folder, *ranks)
             files = [_read(folder, 0, ranks.before)]
-            for saved in range(1, ranks.before):
-                file = _read(folder, saved, ranks.before)
-                files.append({**file, "parts": _kept_once(file["parts"], files[0]["parts"])})
+            for old_rank in range(1, ranks.before):
+                file = _read(folder, old_rank, ranks.before)
+                files.append({**file, "parts": _without_copies(file["parts"], files[0]["parts"])})
             shared = {*files[0]["replicated"], *self._replicated}
             files[0]["replicated"] = sorted(shared)
             files = reshard_files(files, ranks.after, partial(self._resharded, ranks.after))
-            own, first = files[rank], files[0]
-        states = own["parts"] | {name: first["parts"][name] for name in shared & {*first["parts"]}}
+            file, first = files[rank], files[0]
+        states = file["parts"] | {name: first["parts"][name] for name in shared & {*first["parts"]}}
         self._check(states, folder)
-        return states, own["generators"]
+        return states, file["generators"]
 
-    def _is_of_these_ranks(self, states: Mapping[str, Any]) -> bool:
-        """Tell whether the loaders are those of this rank of `process_group`."""
+    def _is_of_this_rank(self, states: Mapping[str, Any]) -> bool:
+        """Tell whether the loaders' states are of this rank of `process_group`."""
         if self._process_group is None:
             return True
-        here = group_rank(self._process_group)
-        loaders = [one for name, one in states.items() if isinstance(self._parts.get(name), Loader)]
-        return all(data_place(one) in (None, here) for one in loaders)
+        place = group_rank(self._process_group)
+        return all(
+            data_place(state) in (None, place)
+            for name, state in states.items()
+            if isinstance(self._parts.get(name), Loader)
+        )
 
     def _resharded(self, world_size: int, name: str, states: list[Any]) -> list[Any]:
-        """Return the states of a part on all ranks as those of another number of ranks."""
+        """Return the states of a part, given for all old ranks, for `world_size` ranks."""
         part: Any = self._parts.get(name)
         if isinstance(part, Loader) and self._process_group is not None:
             rank, size = group_rank(self._process_group)
-            return [reshard(states, size)[rank]] * world_size  # of which this rank takes its own
+            return [reshard(states, size)[rank]] * world_size  # only this rank's state is used
         if not hasattr(part, "reshard_states"):
             try:
                 return reshard_parts(states, world_size, f"parts[{name!r}]")
@@ -387,22 +394,23 @@ class _Parts:
                     raise
                 raise StateError(
                     f"{error} Or give the part a method `reshard_states`: see `Checkpoints`. If "
-                    f"the part of rank 0 is right for all, load with `replicated=[{name!r}]`."
+                    "the part of rank 0 is right for all ranks, load with "
+                    f"`replicated=[{name!r}]`."
                 ) from error
-        found: list[Any] = part.reshard_states(states, world_size)
-        if len(found) != world_size:
+        resharded: list[Any] = part.reshard_states(states, world_size)
+        if len(resharded) != world_size:
             raise ValueError(
                 f"`reshard_states` of `parts[{name!r}]` must return the state of each of the "
-                f"{world_size} ranks, but returned {len(found)}."
+                f"{world_size} ranks, but returned {len(resharded)}."
             )
-        return found
+        return resharded
 
     def _check(self, states: Mapping[str, Any], folder: Path) -> None:
-        """Check that what was read is of these parts."""
+        """Check that the states fit the parts."""
         if states.keys() != self._parts.keys():
             raise StateError(
                 f"`{folder}` has the parts {sorted(states)}, but this job has "
-                f"{sorted(self._parts)}. Give the `parts` that it was saved with."
+                f"{sorted(self._parts)}. Give the `parts` that were saved."
             )
         for name, part in self._parts.items():
             if isinstance(part, dict):
@@ -417,12 +425,12 @@ class _Parts:
                     part.update(states[name])
                 else:
                     part.load_state_dict(states[name])
-            except Exception as error:  # of any kind: a part may be anybody's
+            except Exception as error:  # of any kind: a part may be any object
                 raise StateError(
                     f"`parts[{name!r}]` refuses its state in `{folder}` "
                     f"({type(error).__name__}: {error}). It may have changed in part, and these "
-                    f"have changed already: {[*self._parts][:changed]}. Make all of them anew "
-                    "before you go on."
+                    f"parts have changed already: {[*self._parts][:changed]}. Create all of them "
+                    "again before you continue."
                 ) from error
 
 
@@ -431,39 +439,42 @@ def reshard_files(
     world_size: int,
     reshard_part: Callable[[str, list[Any]], list[Any]],
 ) -> list[dict[str, Any]]:
-    """Return the files of a checkpoint of so many ranks, given those of all that have saved one.
+    """Return the files of a checkpoint for `world_size` ranks, given the files of all old ranks.
 
-    `reshard_part`: name and states of a part on all ranks -> its states on the new ranks.
+    reshard_part: name and states of a part on the old ranks -> its states on the new ranks.
     """
-    replicated = files[0]["replicated"]
-    own = [name for name in files[0]["parts"] if name not in replicated]
-    parts = {name: reshard_part(name, [file["parts"].get(name) for file in files]) for name in own}
+    first = files[0]
+    parts = {
+        name: reshard_part(name, [file["parts"].get(name) for file in files])
+        for name in first["parts"]
+        if name not in first["replicated"]
+    }
     new = [
         {
-            "checkpoint": files[0]["checkpoint"] | {"rank": rank, "world_size": world_size},
+            "checkpoint": first["checkpoint"] | {"rank": rank, "world_size": world_size},
             "parts": {name: states[rank] for name, states in parts.items()},
-            "replicated": replicated,
+            "replicated": first["replicated"],
             "generators": files[rank % len(files)]["generators"],
         }
         for rank in range(world_size)
     ]
-    new[0]["parts"] |= {name: files[0]["parts"][name] for name in {*files[0]["parts"]} - {*own}}
+    new[0]["parts"] = {**first["parts"], **new[0]["parts"]}
     return new
 
 
 def _read(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
-    """Read the file of a rank, and check that it is one."""
+    """Read the file of a rank, and check that it is of this rank and step."""
+    remedy = f"Remove `{folder}` to continue from the checkpoint before it."
     path = folder / rank_file(rank, world_size, "")
     try:
         state: Any = load_state(path)
     except (StateError, FileNotFoundError) as error:
-        raise StateError(f"{error} Remove `{folder}` to go on from the one before.") from error
-    expected = _about(step_of(folder.name), rank, world_size)
-    found = state.get("checkpoint") if isinstance(state, dict) else None
-    if found != expected:
+        raise StateError(f"{error} {remedy}") from error
+    expected = _about(Save.of(folder.name).step, rank, world_size)
+    about = state.get("checkpoint") if isinstance(state, dict) else None
+    if about != expected:
         raise StateError(
-            f"`{path}` must be the file of {expected}, but is that of {found!r:.200}. Remove "
-            f"`{folder}` to go on from the one before."
+            f"`{path}` must be the file of {expected}, but is the file of {about!r:.200}. {remedy}"
         )
     return dict(state)
 
@@ -472,25 +483,25 @@ def _about(step: int, rank: int, world_size: int) -> dict[str, int]:
     return {"version": _VERSION, "step": step, "rank": rank, "world_size": world_size}
 
 
-def _kept_once(parts: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of a rank; those that are equal to the first one's take no memory more."""
+def _without_copies(parts: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of a rank, with the objects of rank 0 for equal parts: saves memory."""
     return {
-        name: first[name] if name in first and not difference(one, first[name]) else one
-        for name, one in parts.items()
+        name: first[name] if name in first and not difference(state, first[name]) else state
+        for name, state in parts.items()
     }
 
 
 def _check_keys(place: str, part: dict[Any, Any], state: object, folder: Path) -> None:
-    """Check that loading a dict would remove nothing from it, nor from the dicts in it."""
+    """Check that a dict, and the dicts in it, would lose no key when they are loaded."""
     if not isinstance(state, dict):
         raise StateError(
-            f"`{place}` is a dict, but in `{folder}` it is {describe(state)}. Give the "
-            "`parts` that it was saved with."
+            f"`{place}` is a dict, but in `{folder}` it is {describe(state)}. Give the `parts` "
+            "that were saved."
         )
     if newer := [key for key in part if key not in state]:
         raise StateError(
             f"`{place}` has the keys {newer}, but `{folder}` was saved without them. Add them "
-            "after `load`, with the values that they should have by then."
+            "after `load`."
         )
     for key, value in part.items():
         if isinstance(value, dict):
@@ -501,14 +512,14 @@ def _check_parts(parts: Any) -> dict[str, Any]:
     check_type("parts", parts, Mapping, 'Name them: `{"model": model, "loader": loader}`.')
     if not parts:
         raise ValueError(
-            "`parts` must have what is to be saved, but is empty instead. Name it: "
+            "`parts` must name objects to save, but is empty instead. Name them: "
             '`{"model": model, "loader": loader}`.'
         )
     for name, part in parts.items():
         check_type("a name in `parts`", name, str)
         if isinstance(part, type) or not isinstance(part, dict | Stateful):
             remedy = (
-                "Give an object of it." if isinstance(part, type) else "Put numbers into a dict."
+                "Pass an object of it." if isinstance(part, type) else "Put numbers into a dict."
             )
             raise TypeError(
                 f"`parts[{name!r}]` must be a dict, or have `state_dict` and `load_state_dict`, "

@@ -1,4 +1,4 @@
-"""States of all ranks in one checkpoint: as files of a folder, or through torch.distributed."""
+"""The states of all ranks in one checkpoint: as files, or in torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchdata.nodes import Stateful
 
@@ -22,7 +22,7 @@ from odb_nodes.errors import StateError, TornStateError
 
 logger = logging.getLogger("odb_nodes")
 
-PREFIX = "odb_nodes-"  # what the names of files begin with that `save_rank_state` writes
+PREFIX = "odb_nodes-"  # of the files that `save_rank_state` writes
 
 _FILE = re.compile(r"(.*)rank(\d+)-of-(\d+)\.pt")
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -34,28 +34,28 @@ def save_rank_state(
     """Write this rank's state into a checkpoint folder, atomically. Every rank calls it.
 
     Args:
-        state: what `state_dict()` of a loader returned, alone or in a dict with other plain data.
+        state: the `state_dict()` of a loader, alone or in a dict with other plain data.
         folder: the folder of the checkpoint, the same on all ranks; created if needed.
-        process_group: the ranks that share the data. Default: all of the job.
+        process_group: the ranks that share the data. Default: all ranks of the job.
 
     Returns:
         The file.
 
     Raises:
-        StateError: `state` holds something else than plain data and tensors, or is within an
-            optimizer step (`save_state` writes it, if you save the gradients, too); or the folder
-            holds states of another number of ranks.
+        StateError: `state` holds objects other than plain data and tensors; it was taken within an
+            optimizer step (`save_state` writes it anyway, if you save the gradients too); or the
+            folder holds states of another number of ranks.
     """
     check_saved_between_steps(state)
     rank, world_size = group_rank(process_group)
     path = Path(folder) / rank_file(rank, world_size)
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = {int(one[3]) for one in names_in(path.parent) if one[1] == PREFIX}
-    if others := sorted(found - {world_size}):
-        # Not replaced: until all ranks have written, they are the only whole checkpoint.
+    sizes = {file.world_size for file in names_in(path.parent) if file.prefix == PREFIX}
+    if sizes - {world_size}:
+        # The old files stay: until all ranks have written, they are the only whole checkpoint.
         raise StateError(
-            f"`{path.parent}` holds states of {' and '.join(map(str, others))} ranks, but this job "
-            f"has {world_size}. Save into a folder of its own."
+            f"`{path.parent}` holds states of {_listed(sizes - {world_size})} ranks, but this job "
+            f"has {world_size}. Save into another folder."
         )
     save_state(state, path)
     return path
@@ -73,7 +73,8 @@ def load_rank_state(folder: str | os.PathLike[str], process_group: Any = None) -
 
     Raises:
         FileNotFoundError: the folder has no state of any rank.
-        StateError: it is incomplete or damaged, or cannot be resharded to this number of ranks.
+        StateError: the checkpoint is incomplete or damaged, or cannot be resharded to this number
+            of ranks.
     """
     rank, world_size = group_rank(process_group)
     states, is_own = saved_states(folder, rank, world_size)
@@ -83,17 +84,29 @@ def load_rank_state(folder: str | os.PathLike[str], process_group: Any = None) -
 def saved_states(
     folder: str | os.PathLike[str], rank: int, world_size: int
 ) -> tuple[list[Any], bool]:
-    """Return this rank's state alone, and True; or those of another number of ranks, and False."""
+    """Return ([state of this rank], True), or (states of another number of ranks, False)."""
     files = rank_files(folder, PREFIX)
     if len(files) == world_size:
         return [load_state(files[rank])], True
-    logger.info(
-        "`%s` is resharded: %d ranks have saved it, %d load it", folder, len(files), world_size
-    )
+    log_resharding(folder, len(files), world_size)
     return [*map(load_state, files)], False
 
 
+def log_resharding(folder: str | os.PathLike[str], before: int, after: int) -> None:
+    """Log that the states in a folder are resharded from `before` to `after` ranks."""
+    logger.info("`%s` is resharded: %d ranks have saved it, %d load it", folder, before, after)
+
+
 # --- the files ------------------------------------------------------------------------------------
+
+
+class RankFileName(NamedTuple):
+    """The name of a rank's file, and its parts."""
+
+    name: str
+    prefix: str
+    rank: int
+    world_size: int
 
 
 def rank_file(rank: int, world_size: int, prefix: str = PREFIX) -> str:
@@ -102,48 +115,56 @@ def rank_file(rank: int, world_size: int, prefix: str = PREFIX) -> str:
 
 
 def rank_files(folder: str | os.PathLike[str], prefix: str | None = None) -> list[Path]:
-    """Return the file of each rank, once a folder is known to have all of one checkpoint.
+    """Return the file of each rank; raise unless the folder has all files of one checkpoint.
 
-    `prefix`: what their names begin with; `None` for any.
+    prefix: of the files; `None` for any.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"`{folder}` is no folder: there is no checkpoint to load.")
-    names = [one for one in names_in(folder) if prefix in (one[1], None)]
-    if not names:
-        inner = sorted(one.name for one in folder.iterdir() if one.is_dir())
-        remedy = "pass the folder of a checkpoint, with a file per rank"
-        remedy = f"but folders {inner}: pass one of them" if inner else remedy
-        raise FileNotFoundError(f"`{folder}` has no states{', ' if inner else ': '}{remedy}.")
-    if len(kinds := sorted({one[1] for one in names})) > 1:
+    files = [file for file in names_in(folder) if prefix in (file.prefix, None)]
+    if not files:
+        inner = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        remedy = ": pass the folder of a checkpoint, with a file per rank"
+        if inner:
+            remedy = f", but folders {inner}: pass one of them"
+        raise FileNotFoundError(f"`{folder}` has no states{remedy}.")
+    prefixes = sorted({file.prefix for file in files})
+    if len(prefixes) > 1:
         raise StateError(
             f"`{folder}` must hold the states of one checkpoint, but has files of several kinds, "
-            f"which begin with {kinds}. Give those of the loader a folder of their own."
+            f"which begin with {prefixes}. Put the files of the loader into another folder."
         )
-    sizes = sorted({int(one[3]) for one in names})
+    sizes = {file.world_size for file in files}
     if len(sizes) > 1:
         raise StateError(
-            f"`{folder}` was saved by {' and '.join(map(str, sizes))} ranks: it is two checkpoints "
-            "in one. Give each a folder of its own."
+            f"`{folder}` was saved by {_listed(sizes)} ranks: it is two checkpoints in one. Give "
+            "each checkpoint its own folder."
         )
-    files = {int(one[2]): folder / one[0] for one in names}
-    if missing := sorted({*range(sizes[0])} - files.keys()):
+    (world_size,) = sizes
+    paths = {file.rank: folder / file.name for file in files}
+    if missing := sorted({*range(world_size)} - paths.keys()):
         raise TornStateError(
             f"`{folder}` lacks the states of ranks {missing}: a rank was stopped before it had "
             "saved. Use an earlier checkpoint."
         )
-    return [files[rank] for rank in range(sizes[0])]
+    return [paths[rank] for rank in range(world_size)]
 
 
-def names_in(folder: Path) -> list[re.Match[str]]:
-    """Return what the name of each state in a folder begins with, its rank and number of ranks."""
+def names_in(folder: Path) -> list[RankFileName]:
+    """Return the names of the ranks' files in a folder; none if there is no such folder."""
     try:
         names = os.listdir(folder)
     except PermissionError:
         raise
-    except OSError:  # There is none, or none any more.
+    except OSError:  # There is no such folder, or it was just removed.
         return []
-    return [match for name in names if (match := _FILE.fullmatch(name))]
+    matches = [match for name in names if (match := _FILE.fullmatch(name))]
+    return [RankFileName(match[0], match[1], int(match[2]), int(match[3])) for match in matches]
+
+
+def _listed(sizes: set[int]) -> str:
+    return " and ".join(map(str, sorted(sizes)))
 
 
 # --- torch.distributed.checkpoint -----------------------------------------------------------------
@@ -152,18 +173,18 @@ def names_in(folder: Path) -> list[re.Match[str]]:
 class DistributedState:
     """A loader as a `Stateful` of torch.distributed.checkpoint.
 
-    Each rank's state is one `BytesIO` under its own key: shared keys would give every rank the
-    state of rank 0, and a nested dict would lose what a fresh loader does not have yet. `dcp.load`
-    reads only keys that a rank has itself: if another number of ranks saved, pass it as `saved_by`,
-    and each rank reads the states of all of them.
+    Each rank's state is one `BytesIO` under a separate key: a shared key would give every rank the
+    state of rank 0, and a nested dict would lose keys that a fresh loader lacks. `dcp.load` reads
+    only keys that `state_dict` returns: to load a checkpoint of another number of ranks, pass that
+    number as `saved_by`, and each rank reads the states of all of them.
 
         dcp.save({"model": ..., "loader": DistributedState(loader)}, checkpoint_id=folder)
         dcp.load({"model": ..., "loader": DistributedState(loader)}, checkpoint_id=folder)
 
     Args:
         loader: a loader, with `state_dict` and `load_state_dict`.
-        process_group: the ranks that share the data. Default: all of the job.
-        saved_by: number of ranks that saved the checkpoint to load. Default: as many as now.
+        process_group: the ranks that share the data. Default: all ranks of the job.
+        saved_by: number of ranks that saved the checkpoint to load. Default: the present number.
     """
 
     def __init__(
@@ -178,12 +199,12 @@ class DistributedState:
             self._wanted = [rank_file(rank, before) for rank in range(before)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the bytes of this rank's state under its key. No other rank is asked.
+        """Return the bytes of this rank's state under its key, without waiting for other ranks.
 
-        With `saved_by`, empty bytes under the keys of the ranks that have saved, for `dcp.load`.
+        With `saved_by`: empty bytes under the keys of all ranks that saved, for `dcp.load`.
 
         Raises:
-            StateError: the state holds something else than plain data and tensors.
+            StateError: the state holds objects other than plain data and tensors.
         """
         if self._wanted != [self._key]:
             return {key: io.BytesIO() for key in self._wanted}
@@ -195,9 +216,9 @@ class DistributedState:
         """Load this rank's state, resharded if another number of ranks saved it.
 
         Raises:
-            StateError: it is damaged, is not what `state_dict` returned, was not saved by
-                `saved_by` ranks, or cannot be resharded. (For a missing key, and for damage that
-                torch's unpickling notices, `dcp.load` raises its own error first.)
+            StateError: the state is damaged, is not from `state_dict`, was not saved by `saved_by`
+                ranks, or cannot be resharded. (For a missing key, and for damage that torch's
+                unpickling notices, `dcp.load` raises its own error first.)
         """
         states = [_from_buffer(state_dict, key) for key in self._wanted]
         if self._wanted != [self._key]:
@@ -207,24 +228,24 @@ class DistributedState:
 
 
 def _from_buffer(state_dict: object, key: str) -> Any:
-    """Return the state of one rank out of what `DistributedState.state_dict` returned."""
-    found = state_dict if isinstance(state_dict, Mapping) else {}
-    buffer = found.get(key)
-    if buffer is None and any(_FILE.fullmatch(str(key)) for key in found):
+    """Return the state of one rank from the result of `DistributedState.state_dict`."""
+    buffers = state_dict if isinstance(state_dict, Mapping) else {}
+    buffer = buffers.get(key)
+    if buffer is None and any(_FILE.fullmatch(str(name)) for name in buffers):
         raise StateError(
-            f"the checkpoint has no `{key}`, but {sorted(found)}: it was saved by another number "
-            "of ranks. Say how many by `saved_by`."
+            f"the checkpoint has no `{key}`, but {sorted(buffers)}: it was saved by another "
+            "number of ranks. Pass that number as `saved_by`."
         )
     if not isinstance(buffer, io.BytesIO):
         raise StateError(
-            f"the state must be what `DistributedState.state_dict` returned, bytes under "
+            "the state must be the result of `DistributedState.state_dict`, bytes under "
             f"`{key}`, but is {state_dict!r:.80}."
         )
     saved = buffer.getvalue()
     digest, data = saved[:_DIGEST_BYTES], saved[_DIGEST_BYTES:]
     if hashlib.sha256(data).digest() != digest:
         raise StateError(
-            f"`{key}` of the checkpoint is damaged: its digest is not that of "
-            f"what was saved, but that of {len(saved)} other bytes. Use an earlier checkpoint."
+            f"`{key}` of the checkpoint is damaged: the digest of its {len(saved)} bytes is wrong. "
+            "Use an earlier checkpoint."
         )
     return from_bytes(data)

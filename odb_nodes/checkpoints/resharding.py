@@ -1,4 +1,4 @@
-"""The states of N ranks, made into those of M ranks; below the loader see `reshard_nodes`."""
+"""Turns the states of N ranks into states of M ranks; `reshard_nodes` does so below the loader."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from odb_nodes.nodes.group_collator import CollatorState
 
 _VIRTUAL = "VirtualRanks"
 _RESHARD_BETWEEN_STEPS = (
-    "and their gradients are those of other ranks. Reshard a checkpoint that was saved where "
-    "`StepInfo.ends_optimizer_step` is True."
+    "and their gradients belong to the old ranks. Reshard a checkpoint that was saved when "
+    "`StepInfo.ends_optimizer_step` was True."
 )
 _SAVE_BETWEEN_STEPS = (
-    "and their gradients would be lost. Save where `StepInfo.ends_optimizer_step` is True, after "
+    "and their gradients would be lost. Save when `StepInfo.ends_optimizer_step` is True, after "
     "the optimizer step."
 )
 
@@ -51,27 +51,27 @@ _SAVE_BETWEEN_STEPS = (
 def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
     """Return the states with which a job resumes on another number of ranks.
 
-    The remaining samples of the epoch are dealt to the new ranks: those that wait in pools and
-    rounds by their tokens, unread ones in turn. So each sample of the epoch comes once. The result
-    depends on the states alone. If the number of ranks stays the same, states are only copied.
+    The remaining samples of the epoch are divided among the new ranks, waiting samples by their
+    tokens and unread samples in turn: each sample of the epoch comes once. The result depends on
+    the states alone. If the number of ranks stays the same, the states are copied.
 
     Args:
         states: `state_dict()` of the loader of each rank, saved between the same two optimizer
-            steps, in any order; alone, or in dicts whose other values are equal on all ranks, or
-            states of monitors. Of ranks that read the same data, as in a `DeviceMesh`, one is
-            enough.
+            steps, in any order. The states may be in dicts, whose other values must be equal on all
+            ranks or be states of monitors. If several ranks read the same data, as in a
+            `DeviceMesh`, the state of one of them is enough.
         world_size: the new number of ranks.
 
     Returns:
-        The state of each new rank, in order. For another number of ranks, values beside the loader
-        are those of the first rank, not copied.
+        The state of each new rank, in order. If the number of ranks changes, values beside the
+        loader are the objects of the first rank, not copies.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
         StateError: the state of a rank is missing or damaged; the states are of different steps, or
-            within an optimizer step; or a node cannot be resharded within an epoch, which is named:
-            `IterableSource`, compressed files, data of a rank of its own, pools of
-            `state="payload"`, and nodes that this library does not know.
+            within an optimizer step; or a node cannot be resharded within an epoch. The error names
+            the node: `IterableSource`, compressed files, separate data of each rank, pools with
+            `state="payload"`, and nodes that are not from this library.
     """
     check_type("states", states, Sequence, "Give the states of all ranks.")
     world_size = check_count("world_size", world_size)
@@ -79,8 +79,8 @@ def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
         raise ValueError("`states` must have the state of each rank, but is empty.")
     if _first_loader(states[0]) is None:
         raise StateError(
-            "the states hold none of a loader: give what its `state_dict()` returned, alone or in "
-            "a dict."
+            "`states` must hold the states of loaders: give the `state_dict()` of each loader, "
+            "alone or in a dict."
         )
     order = _order([_opened(_first_loader(state)) for state in states])
     states = [states[index] for index in order]
@@ -90,7 +90,7 @@ def reshard(states: Sequence[Any], world_size: int) -> list[Any]:
 
 
 def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") -> list[Any]:
-    """Return states in their order, of loaders or what holds them, as those of other ranks."""
+    """Return the states for `world_size` ranks. `states`: of the old ranks, in their order."""
     first, holder = states[0], node_of(states[0])
     if all(map(_is_whole, states)):
         if holder in _OF_HOLDERS and all(node_of(state) == holder for state in states):
@@ -104,13 +104,13 @@ def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") 
             key: reshard_parts([state[key] for state in states], world_size, f"{place}[{key!r}]")
             for key in first
         }
-        return [{key: of[rank] for key, of in parts.items()} for rank in range(world_size)]
+        return Ranks(len(states), world_size).of_each(parts)
     for rank, state in enumerate(states):
         if difference(first, state):
             raise StateError(
-                f"`{place}` must be equal on all ranks to be that of another number of ranks, but "
-                f"is {first!r:.80} on rank 0, and {state!r:.80} on rank {rank}. Reshard the states "
-                "of the loader alone; what is sharded (FSDP) torch.distributed.checkpoint can load."
+                f"`{place}` must be equal on all ranks to be resharded, but is {first!r:.80} on "
+                f"rank 0, and {state!r:.80} on rank {rank}. Reshard only the states of the loader; "
+                "load sharded models (FSDP) with torch.distributed.checkpoint."
             )
     return [first] * world_size  # not copied: it may be a model
 
@@ -122,7 +122,7 @@ def _is_whole(state: object) -> bool:
 
 
 def _first_loader(state: object) -> SourceState | None:
-    """Return the first state of a loader that is or is in a state; `None` where there is none."""
+    """Return the first state of a loader in a state, or the state itself; `None` without one."""
     if isinstance(state, dict) and node_of(state) == "Loader" and _is_whole(state):
         return state
     inner = state.values() if isinstance(state, Mapping) else ()
@@ -138,7 +138,7 @@ def _without_digest(state: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _place_of(loader: LoaderState) -> tuple[int, int]:
-    """Return which rank has saved the state of a loader, of how many with data of their own."""
+    """Return (rank, world size) of a loader's state, among the ranks that read different data."""
     node = _below_collators(loader.root)
     name, config = node_of(node), config_of(node)
     rank, world_size = config.get("rank"), config.get("world_size")
@@ -151,35 +151,37 @@ def _place_of(loader: LoaderState) -> tuple[int, int]:
         raise StateError(
             "the states cannot be resharded: below the `Loader` must be a `RankAligner`, alone or "
             f"under a `GroupCollator`, but is {f'a `{name}`' if name else 'none'}. Use "
-            "`ODBDataLoader`, or build the graph so."
+            "`ODBDataLoader`, or such a graph."
         )
     if type(rank) is not int or type(world_size) is not int:
         raise StateError(
-            f"the states must name their ranks, but one is of rank {rank} of {world_size}: it is "
-            "damaged. Use an earlier checkpoint."
+            f"the states must name their ranks, but a state is of rank {rank} of {world_size}: it "
+            "is damaged. Use an earlier checkpoint."
         )
     return rank, world_size
 
 
 def _order(loaders: Sequence[LoaderState]) -> list[int]:
-    """Return the indices of the states of all ranks of a job, by rank."""
+    """Return for each rank of a job the index of its state."""
     places = [*map(_place_of, loaders)]
-    ranks, sizes = [rank for rank, _ in places], sorted({size for _, size in places})
+    ranks = [rank for rank, _ in places]
+    sizes = sorted({size for _, size in places})
     if len(sizes) > 1:
         raise StateError(f"the states must be of one job, but are of jobs of {sizes} ranks.")
     (size,) = sizes
     if missing := [*islice((rank for rank in range(size) if rank not in ranks), 9)]:
         raise StateError(
-            f"the states must be those of all {size} ranks, but those of ranks {missing} are "
+            f"the states must be of all {size} ranks, but the states of ranks {missing} are "
             "missing. Use a checkpoint that all ranks have saved."
         )
     for loader, rank in zip(loaders, ranks, strict=True):  # Several may read the same data.
         first = loaders[ranks.index(rank)]
         if not 0 <= rank < size or difference(vars(loader), vars(first)):
             raise StateError(
-                f"the states must be one of each rank, but are of ranks {sorted(ranks)} of {size}, "
-                f"and not all of rank {rank} are equal: ranks that read the same data must save at "
-                "the same step, and a loader of one process alone cannot be resharded."
+                "the states must be one for each rank, but are of ranks "
+                f"{sorted(ranks)} of {size}, and the states of rank {rank} differ: ranks that read "
+                "the same data must save at the same step, and a loader of a single process cannot "
+                "be resharded."
             )
     return [ranks.index(rank) for rank in range(size)]
 
@@ -193,42 +195,43 @@ def _reshard_loaders(states: Sequence[object], world_size: int) -> list[dict[str
     order = _order(loaders)
     if len(order) < len(loaders):
         raise StateError(
-            f"{len(loaders)} ranks have saved loaders of {len(order)} ranks with data of their "
-            "own: give `Checkpoints` the `process_group` of the loaders, their `DeviceMesh`, and "
-            "each loader as a part of its own."
+            f"{len(loaders)} ranks have saved loaders, but only {len(order)} ranks read different "
+            "data: give `Checkpoints` the `process_group` of the loaders, their `DeviceMesh`, and "
+            "each loader as a separate part."
         )
     for rank, place in enumerate(order):
         if rank != place:
             raise StateError(
-                f"the state of rank {rank} of a loader is where that of rank {place} should be: "
-                "files or parts of the checkpoint were mixed up. Use an earlier checkpoint."
+                f"rank {rank} has the state of a loader of rank {place}: files or parts of the "
+                "checkpoint were mixed up. Use an earlier checkpoint."
             )
     check_same("Loader", loaders, "ended", "left", "next_epoch", "next_weights")
-    roots, first = [loader.root for loader in loaders], loaders[0]
-    ranks, yielded = Ranks(len(loaders), world_size), first.num_yielded
+    roots = [loader.root for loader in loaders]
+    first = loaders[0]
+    ranks = Ranks(len(loaders), world_size)
     is_over = first.ended or first.left
-    if is_virtual := node_of(roots[0]) == _VIRTUAL:
+    is_virtual = node_of(roots[0]) == _VIRTUAL
+    if is_virtual:
         new = _rehost(Node.opened(roots, VirtualState, ranks), is_over)
     else:
         new = reshard_graph(roots, ranks, is_over=is_over)
-    if is_over:  # by steps that need not be the same
-        yielded = max(loader.num_yielded for loader in loaders)
-    else:
+    if not is_over:  # Ranks that have ended an epoch may have had different numbers of steps.
         check_same("Loader", loaders, "num_yielded")
         _check_between_steps(roots[0], _RESHARD_BETWEEN_STEPS)
+    yielded = max(loader.num_yielded for loader in loaders)
     if is_virtual:
-        yielded = yielded * ranks.before // ranks.after  # batches, of all ranks that are hosted
+        yielded = yielded * ranks.before // ranks.after  # batches of all virtual ranks of a process
     return [seal_whole("Loader", replace(first, root=root, num_yielded=yielded)) for root in new]
 
 
 def _rehost(node: Node[VirtualState], is_over: bool) -> list[SourceState]:
-    """Return states of `VirtualRanks` for another number of processes, which host the same ones."""
+    """Return states of `VirtualRanks` of the same virtual ranks on more or fewer processes."""
     graphs = [graph for state in node.states for graph in state.sources.items()]
     hosted, odd = divmod(len(graphs), node.ranks.after)
     if odd:
         raise StateError(
-            f"the states are of {len(graphs)} virtual ranks, which {node.ranks.after} ranks cannot "
-            "host alike: their number must divide it."
+            f"the states have {len(graphs)} virtual ranks: the number of ranks must divide it, but "
+            f"{node.ranks.after} does not."
         )
     if not is_over:
         collators = Node.opened([graph for _, graph in graphs], CollatorState, node.ranks)
@@ -252,52 +255,54 @@ _OF_HOLDERS: Mapping[str, Callable[[Sequence[Any], int], list[dict[str, Any]]]] 
     "Loader": _reshard_loaders,
     "Monitor": Monitor.reshard_states,
 }
-"""What has sealed a state -> what makes those of all ranks the states of other ranks."""
+"""Name in the seal of a state -> function that reshards such states."""
 
 
-# --- where the state of a loader stands -----------------------------------------------------------
+# --- the position in the state of a loader --------------------------------------------------------
 
 
 def data_place(state: object) -> tuple[int, int] | None:
-    """Return which rank has saved the state of a loader, of how many with data of their own."""
+    """Return (rank, world size) of a loader's state; `None` if loading it will raise."""
     try:
         return _place_of(_opened(state))
-    except StateError:  # which loading it will raise
+    except StateError:
         return None
 
 
 def batches_per_step(state: Mapping[str, Any]) -> int:
-    """Return how many batches of a step a process takes, by a state of an `ODBDataLoader`."""
+    """Return the number of virtual ranks in a state of an `ODBDataLoader`; 1 without them."""
     return len(_graphs_in(state["root"]))
 
 
 def check_saved_between_steps(state: object) -> None:
-    """Raise a `StateError` where a state, or a value of it, is of a loader within a step."""
+    """Raise a `StateError` if a loader's state, or one in a dict, is within an optimizer step."""
     for loader in (state, *state.values()) if isinstance(state, Mapping) else ():
         if node_of(loader) == "Loader" and _is_whole(loader) and not loader["left"]:
             _check_between_steps(loader["root"], _SAVE_BETWEEN_STEPS)
 
 
 def _check_between_steps(root: SourceState, advice: str) -> None:
-    """Raise a `StateError` where the root of a loader stands within an optimizer step."""
+    """Raise a `StateError` if the root of a loader is within an optimizer step."""
     graphs = _graphs_in(root)
-    node, out = _below_collators(graphs[0]), root["turn"] if node_of(root) == _VIRTUAL else 0
+    node = _below_collators(graphs[0])
     if node_of(node) != "RankAligner":
         return
     aligner = unseal(node, "RankAligner", AlignerState, config_of(node))
     accumulate = node["config"]["accumulate"]
-    done = aligner.emitted % accumulate * len(graphs) + out
+    done = aligner.emitted % accumulate * len(graphs)
+    if node_of(root) == _VIRTUAL:
+        done += root["turn"]
     if done and not aligner.is_at_end:
-        what = "batches" if len(graphs) > 1 else "steps"
+        unit = "batches" if len(graphs) > 1 else "steps"
         raise StateError(
             f"the loader stands at step {aligner.step} of epoch {aligner.epoch}, within an "
-            f"optimizer step of {accumulate * len(graphs)} {what}, of which {done} are done, "
+            f"optimizer step of {accumulate * len(graphs)} {unit}, of which {done} are done, "
             f"{advice}"
         )
 
 
 def _graphs_in(root: SourceState) -> list[SourceState]:
-    """Return the graphs of the ranks that a process hosts."""
+    """Return the graph of each virtual rank of a process; without virtual ranks, its graph."""
     return [*root["sources"].values()] if node_of(root) == _VIRTUAL else [root]
 
 

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command, and exit: with 0; 1 where what was looked at is wrong; 2 after an error.
 
     Args:
-        arguments: of the command line; default: those of this process.
+        arguments: the arguments of the command line; default: `sys.argv`.
 
     Raises:
         SystemExit: always.
@@ -90,15 +90,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _place_of(error: Exception) -> str:
     """Return the last line of the user's own code that an error came through, or ""."""
-    frames = [(one.filename, one.lineno) for one in traceback.extract_tb(error.__traceback__)]
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SampleError):  # whose text has the traceback of a worker
         frames += [(file, int(line)) for file, line in _FRAME.findall(str(error))]
-    own = [
+    places = [
         f" ({file}, line {line})"
         for file, line in frames
         if not file.startswith(("<", *_NOT_OF_USER)) and "site-packages" not in file
     ]
-    return (own or [""])[-1]
+    return (places or [""])[-1]
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -238,7 +238,10 @@ COMMANDS: dict[Callable[[Any], int | None], tuple[str, dict[str, dict[str, Any]]
         {
             "state": _option("a state file, the folder of a checkpoint, or a ledger", _existing),
             "--step": _option("number of a step in its epoch, to make again", _COUNT_OR_NONE),
-            "--epoch": _option("its epoch: 0 of a ledger, or that of a state", _COUNT_OR_NONE),
+            "--epoch": _option(
+                "the epoch of the step; default: 0 of a ledger, the epoch of a state",
+                _COUNT_OR_NONE,
+            ),
             "--loader": _option("module:function: makes the loader for a `process_group`"),
             "--out": _option("file to write the steps of all ranks to, by `torch.save`"),
         },
@@ -279,11 +282,13 @@ def _parser() -> _Parser:
         description="Dynamic batches: look at them before a run, and at what is left of one.",
     )
     several = parser.add_subparsers(metavar="COMMAND")
-    for run, (shared, own) in COMMANDS.items():
+    for run, (shared, further) in COMMANDS.items():
         about = " ".join((run.__doc__ or "").split())
         name = run.__name__
         command = several.add_parser(name, description=about, help=about.partition(". ")[0])
-        for option, how in ({one: _OPTIONS[one] for one in shared.split()} | own).items():
-            command.add_argument(option, **how)
+        for option, settings in (
+            {option: _OPTIONS[option] for option in shared.split()} | further
+        ).items():
+            command.add_argument(option, **settings)
         command.set_defaults(run=run, parser=command)
     return parser

@@ -51,15 +51,15 @@ def audit(args: Namespace) -> int:
         sizes[name] = int(number)
     from odb_nodes.ledger import audit as audit_ledger
 
-    found = audit_ledger(args.folder, sizes[""] if [*sizes] == [""] else sizes or None)
-    print(found)
-    for epoch in found.epochs if args.steps is not None else ():
+    result = audit_ledger(args.folder, sizes[""] if [*sizes] == [""] else sizes or None)
+    print(result)
+    for epoch in result.epochs if args.steps is not None else ():
         which = f"first {counted(args.steps, 'step')}"
         if args.steps > epoch.steps:
             which = f"all {counted(epoch.steps, 'step')}, of {args.steps:,} asked for"
         digest = epoch.digest_of_first(args.steps)
         print(f"epoch {epoch.epoch}, {which}: digest {digest}")
-    return 0 if found.ok else _AUDIT_CODES[found.state]
+    return 0 if result.ok else _AUDIT_CODES[result.state]
 
 
 def inspect(args: Namespace) -> int:
@@ -76,16 +76,18 @@ def inspect(args: Namespace) -> int:
 
     name, ranks = read_inspections(args.state)
     if args.diff is not None:
-        other, others = read_inspections(args.diff)
-        if len(others) != len(ranks):
-            raise ValueError(f"`{name}` has {len(ranks)} ranks, but `{other}` has {len(others)}.")
-        found = [
+        other_name, other_ranks = read_inspections(args.diff)
+        if len(other_ranks) != len(ranks):
+            raise ValueError(
+                f"`{name}` has {len(ranks)} ranks, but `{other_name}` has {len(other_ranks)}."
+            )
+        lines = [
             f"rank {number}: {line}" if len(ranks) > 1 else line
-            for number, (one, two) in enumerate(zip(ranks, others, strict=True))
-            for line in differences(one, two)
+            for number, (state, other_state) in enumerate(zip(ranks, other_ranks, strict=True))
+            for line in differences(state, other_state)
         ]
-        print(*(found or [f"`{name}` and `{other}` are the same."]), sep="\n")
-        return int(bool(found))
+        print(*(lines or [f"`{name}` and `{other_name}` are the same."]), sep="\n")
+        return int(bool(lines))
     if args.rank >= len(ranks):
         raise ValueError(f"--rank must be below {len(ranks)}, the ranks of `{name}`.")
     problems = misfits(ranks)
@@ -112,7 +114,7 @@ def _inspect_step(args: Namespace) -> int:
     if args.out:  # before what may end at a closed pipe
         import torch
 
-        torch.save([one.as_dict() for one in remade], args.out)
+        torch.save([step.as_dict() for step in remade], args.out)
     print(*remade, sep="\n")
     return 0
 
@@ -121,12 +123,12 @@ def _tell_of_oversize(table: LengthTable, budget: TokenBudget) -> None:
     """Say how many samples exceed a budget, which a comparison of figures may not show."""
     if count := int(table.costs.are_oversize(budget).sum()):
         becomes = {
-            "alone": "have a batch of their own",
+            "alone": "have a batch each",
             "drop": "are dropped",
             "error": "are errors",
         }
-        what = f"{count:,} of {len(table):,} samples exceed the budget on their own"
-        print(f"\n{what}: they {becomes[budget.oversize]}.")
+        subject = f"{count:,} of {len(table):,} samples exceed the budget alone"
+        print(f"\n{subject}: they {becomes[budget.oversize]}.")
 
 
 def profile(args: Namespace) -> None:
@@ -137,7 +139,7 @@ def profile(args: Namespace) -> None:
     from odb_nodes.tools.profile import profile as make_profile
 
     table = data.table()
-    made = make_profile(
+    result = make_profile(
         table,
         budget=budget,
         world_sizes=args.ranks or [data.options.virtual_ranks or 1],
@@ -146,16 +148,18 @@ def profile(args: Namespace) -> None:
         weights=data.weights(),
         **job,
     )
-    print(made)
+    print(result)
     _tell_of_oversize(table, budget)
-    for path, text in ((args.json, made.to_json), (args.html, made.to_html)):
+    for path, text in ((args.json, result.to_json), (args.html, result.to_html)):
         if path is not None:
             path.write_text(text())
 
 
 def report(args: Namespace) -> None:
-    """Report on training runs, also while they go on: a table, a page, CSV, JSON."""
-    read = [file for one in args.folders for end in _REPORT_READS for file in Path(one).glob(end)]
+    """Report on training runs, finished or running: a table, a page, CSV, JSON."""
+    read = [
+        file for folder in args.folders for end in _REPORT_READS for file in Path(folder).glob(end)
+    ]
     from odb_nodes.monitor import report as make_report
     from odb_nodes.monitor.reports import MARKS
 
@@ -165,7 +169,7 @@ def report(args: Namespace) -> None:
 
 
 def reshard(args: Namespace) -> None:
-    """Make the states of a checkpoint those of another number of ranks."""
+    """Convert the states of a checkpoint to another number of ranks."""
     from odb_nodes.tools.reshard import reshard_folder
 
     files = reshard_folder(args.folder, args.ranks, args.out)

@@ -45,19 +45,19 @@ def check_outputs(
     """
     from odb_nodes.sources.data_files import listed, matches
 
-    given = [str(one) for one in inputs if one is not None]
-    named = [*given, *(match for path in given for name in listed(path) for match in matches(name))]
-    read = {inner.resolve() for one in map(Path, named) for inner in (one, *one.glob("*"))}
+    names = [str(path) for path in inputs if path is not None]
+    named = [*names, *(match for path in names for name in listed(path) for match in matches(name))]
+    read = {inner.resolve() for path in map(Path, named) for inner in (path, *path.glob("*"))}
     for option in options:
         if vars(args)[option] is None:
             continue
         path, name = Path(vars(args)[option]), f"'--{option.replace('_', '-')}'"
-        own = path.parent.resolve() / path.name
+        resolved = path.parent.resolve() / path.name
         if not path.parent.is_dir():
             raise UsageError(f"{name}: there is no folder `{path.parent}`: make that folder first.")
         if path.is_dir():
             raise UsageError(f"{name}: `{path}` is a folder: name a file in it.")
-        is_inside = path.exists() and any(own.is_relative_to(one) for one in read)
+        is_inside = path.exists() and any(resolved.is_relative_to(folder) for folder in read)
         if path.resolve() in read or is_inside:
             raise UsageError(
                 f"{name}: `{path}` is also read, or written twice: name another file, outside the "
@@ -84,27 +84,29 @@ class Data:
     ) -> None:
         self._args = args
         in_place = [name for name in ("lengths", "cv") if name in args]
-        given = [f"--{name}" for name in in_place if vars(args)[name] is not None]
-        if len(given) + (args.data is not None) != 1:
+        in_place_given = [f"--{name}" for name in in_place if vars(args)[name] is not None]
+        if len(in_place_given) + (args.data is not None) != 1:
             raise ValueError(
                 "pass either the data (a file, a folder or module:function), or one option in "
                 f"place of them: --{', --'.join(in_place)}."
             )
-        if given and any((args.tokenizer, args.field, args.workers, args.lengths and args.samples)):
+        if in_place_given and any(
+            (args.tokenizer, args.field, args.workers, args.lengths and args.samples)
+        ):
             raise ValueError(
-                f"{given[0]} is in place of data: leave out --tokenizer, --field and --workers, "
-                "and --samples of a file."
+                f"{in_place_given[0]} is in place of data: leave out --tokenizer, --field and "
+                "--workers, and --samples of a file."
             )
-        found: Any = None if args.data is None else _dataset_of(args.data)
+        dataset: Any = None if args.data is None else _dataset_of(args.data)
         from odb_nodes.loader import ODBDataLoader
         from odb_nodes.tools.lengths import files_read
         from odb_nodes.tools.simulate import budget_code
 
-        loader = found if isinstance(found, ODBDataLoader) else None
+        loader = dataset if isinstance(dataset, ODBDataLoader) else None
         read = [args.data, args.lengths, args.tokenizer, *inputs]
-        read += files_read(found if loader is None else loader.dataset)
+        read += files_read(dataset if loader is None else loader.dataset)
         check_outputs(args, ["save_lengths", *outputs], [*read, file_of(args.data or "")])
-        self._found, self._options = found, loader and loader.options
+        self._found, self._options = dataset, loader and loader.options
         self.loader_budget = None if loader is None else loader.options.budget
         if loader is not None:
             if args.tokenizer is not None or args.field is not None:
@@ -112,9 +114,11 @@ class Data:
                     f"`{args.data}` returns a loader, which processes its samples itself: leave "
                     "out --tokenizer and --field."
                 )
-            taken = {"weights": loader.options.weights} | self.job()
+            from_loader = {"weights": loader.options.weights} | self.job()
             default = {"weights": None} | vars(JobOptions())
-            shown = [f"{key}={one}" for key, one in taken.items() if one != default[key]]
+            shown = [
+                f"{key}={value}" for key, value in from_loader.items() if value != default[key]
+            ]
             shown = [f"token_budget={budget_code(loader.options.budget)}", *shown]
             print(f"from the loader, where not given here: {', '.join(shown)}", file=sys.stderr)
 
@@ -131,23 +135,26 @@ class Data:
         return self.options.shuffle is not False and self.options.sampler is None
 
     def budget(self, tokens: int | None) -> TokenBudget:
-        """Return the budget, of so many tokens where they are given."""
-        given = {"tokens": tokens} | {name: vars(self._args).get(name) for name in _OF_BUDGET}
-        known = {name: value for name, value in given.items() if value is not None}
-        return replace(self.loader_budget or TokenBudget(BUDGET_TOKENS), **known)
+        """Return the budget; the tokens and options of the command line replace the loader's."""
+        options = {"tokens": tokens} | {name: vars(self._args).get(name) for name in _OF_BUDGET}
+        fields = {name: value for name, value in options.items() if value is not None}
+        return replace(self.loader_budget or TokenBudget(BUDGET_TOKENS), **fields)
 
     def job(self) -> dict[str, Any]:
-        """Return the fields of `JobOptions`; of several windows, that of the loader."""
-        given = vars(self._args) | {"window": None}
+        """Return the fields of `JobOptions`; the window is the loader's."""
+        arguments = vars(self._args) | {"window": None}
         options = vars(self._options or JobOptions())
-        return {name: options[name] if given.get(name) is None else given[name] for name in _OF_JOB}
+        return {
+            name: options[name] if arguments.get(name) is None else arguments[name]
+            for name in _OF_JOB
+        }
 
     def weights(self) -> Any:
-        """Return the weights of the sources that are given, or else those of the loader."""
+        """Return the weights of the sources: from the command line, or else from the loader."""
         return dict(self._args.weight or ()) or self.options.weights
 
     def table(self) -> LengthTable:
-        """Return the lengths of the data, and save them where that is asked for."""
+        """Return the lengths of the data; `--save-lengths` saves them, too."""
         from odb_nodes.processing import WorkerOptions
         from odb_nodes.tools.estimate import table_of_loader
         from odb_nodes.tools.lengths import LengthTable, observe_lengths
@@ -204,13 +211,13 @@ class _Tokenization:
         if not (isinstance(content, str) or is_list):
             raise ValueError(
                 f"its {name!r} must be text, or a list of messages, but is {content!r:.80} "
-                "instead. Mend the record, or leave it out."
+                "instead. Correct the record, or leave it out."
             )
         if isinstance(content, str):
             tokens = self._tokenizer(content)["input_ids"]
         elif self._tokenizer.chat_template:
-            told = self._tokenizer.apply_chat_template(content, tokenize=True, return_dict=True)
-            tokens = told["input_ids"]
+            encoding = self._tokenizer.apply_chat_template(content, tokenize=True, return_dict=True)
+            tokens = encoding["input_ids"]
         else:
             raise ValueError(
                 f"it has messages, and the tokenizer `{self._name}` has no chat template: pass a "
@@ -235,9 +242,9 @@ def _tokenizer(name: str) -> Any:
 def _dataset_of(data: str) -> Any:
     path = Path(data)
     if not path.exists() and _is_function_name(data):
-        if (made := load_function(data)()) is None:
+        if (returned := load_function(data)()) is None:
             raise ValueError(f"`{data}` must return a dataset or a loader, but returned None.")
-        return made
+        return returned
     if any((path / name).exists() for name in _DATASETS_FILES):
         try:
             saved = importlib.import_module("datasets").load_from_disk(path)
@@ -283,10 +290,10 @@ def load_function(name: str) -> Any:
     module, _, function = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    found = getattr(importlib.import_module(module), function, None)
-    if not callable(found):
+    value = getattr(importlib.import_module(module), function, None)
+    if not callable(value):
         raise ValueError(f"module `{module}` has no function `{function}`.")
-    return found
+    return value
 
 
 def file_of(name: str) -> str | None:

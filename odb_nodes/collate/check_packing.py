@@ -1,4 +1,4 @@
-"""Whether a model keeps the samples of a packed row apart: tried out, not looked up."""
+"""Test by computation whether a model keeps the samples of a packed row apart."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ import torch
 from odb_nodes._core.content import is_mapping
 
 MOST_LEAK = 0.02
-"""Change of a sample that another one causes, relative to that one's own; without any, it is 0.
+"""Largest change of other samples, relative to the change of the first sample; ideally 0.
 
-Room for experts, whose kernels round by how many tokens each gets. Attention has 0.15 and more."""
+Allows for experts, whose kernels round depending on the number of tokens. With attention between
+samples, it is 0.15 and more."""
 
 
 def check_packing(model: Any, batch: Mapping[str, Any]) -> None:
-    """Raise an error where a model lets the samples of a packed row see each other.
+    """Raise an error if a model lets the samples of a packed row see each other.
 
     The model computes the batch twice, in evaluation mode and without gradients, the second time
-    with other embeddings for the text of the first sample. Nothing else of the row may change. In a
-    distributed run, call it on all ranks. It does not compare position ids with a padded batch.
+    with other embeddings for the text of the first sample. The outputs of all other samples must
+    stay the same. In a distributed run, call it on all ranks. Position ids are not checked.
 
     Args:
         model: a model of transformers, in any wrapper.
-        batch: the arguments of the model, on its device, from a packed group of two samples or
-            more.
+        batch: the arguments of the model, on its device, for a packed group of at least two
+            samples.
 
     Raises:
-        TypeError: `model` has no model of transformers in it.
-        ValueError: samples see each other, or `batch` is not a row of several.
+        TypeError: `model` contains no model of transformers.
+        ValueError: samples see each other, or `batch` is not a packed row of several samples.
     """
     if pretrained(model) is None:
         raise TypeError(
             f"`model` must be a model of transformers, but is a `{type(model).__name__}` instead."
         )
-    found = leak(model, batch, lambda: model(**batch))
-    if found is None:
+    change = leak(model, batch, lambda: model(**batch))
+    if change is None:
         raise ValueError(
             "`batch` must be a packed row of two samples or more, with `cu_seq_lens_q` or "
             "`position_ids`, and go through the embeddings of the model. Try the next batch."
         )
-    if not found <= MOST_LEAK:  # also where it is NaN
+    if not change <= MOST_LEAK:  # NaN is an error, too
         raise mixing_error(model)
 
 
@@ -58,22 +59,27 @@ def mixing_error(model: Any) -> ValueError:
 
 
 def leak(model: Any, batch: Mapping[str, Any], compute: Callable[[], Any]) -> float | None:
-    """Return how much others change by a change of the first sample; `None` if it is not known.
+    """Return how much a change of the first sample changes the others; `None` if not measurable.
 
-    Calls `compute`, which has the model compute the batch, twice whatever it finds.
+    Always calls `compute`, which runs the model on the batch, twice.
     """
-    inner, end = pretrained(model), _end_of_first(batch)
-    changes, hidden = False, []
+    inner = pretrained(model)
+    end = _end_of_first(batch)
+    changes = False
+    hidden: list[torch.Tensor] = []
 
-    def change(_module: Any, _given: Any, made: torch.Tensor) -> torch.Tensor:
+    def change(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
         if not changes or end is None:
-            return made
-        return torch.cat((made[:, :end].flip(-1), made[:, end:]), dim=1)
+            return output
+        return torch.cat((output[:, :end].flip(-1), output[:, end:]), dim=1)
 
-    def keep(_module: Any, _given: Any, made: Any) -> None:
-        found = made.get("last_hidden_state", made.get("logits")) if is_mapping(made) else made[0]
-        if isinstance(found, torch.Tensor) and found.ndim == 3:
-            hidden.append(found.detach().float())
+    def keep(_module: Any, _args: Any, output: Any) -> None:
+        if is_mapping(output):
+            states = output.get("last_hidden_state", output.get("logits"))
+        else:
+            states = output[0]
+        if isinstance(states, torch.Tensor) and states.ndim == 3:
+            hidden.append(states.detach().float())
 
     modes = [(module, module.training) for module in inner.modules()]
     hooks = [inner.base_model.register_forward_hook(keep)]
@@ -93,18 +99,18 @@ def leak(model: Any, batch: Mapping[str, Any], compute: Callable[[], Any]) -> fl
     if end is None or len(hidden) != 2:
         return None
     changed = (hidden[0] - hidden[1]).abs()[0]
-    own = changed[:end].max()
-    return float(changed[end:].max() / own) if own else None
+    change_of_first = changed[:end].max()
+    return float(changed[end:].max() / change_of_first) if change_of_first else None
 
 
 def pretrained(model: Any) -> Any:
-    """Return the model of transformers in a model and its wrappers; `None` if there is none."""
+    """Return the model of transformers inside a model; `None` if there is none."""
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    return next((one for one in modules if hasattr(type(one), "base_model_prefix")), None)
+    return next((each for each in modules if hasattr(type(each), "base_model_prefix")), None)
 
 
 def _end_of_first(batch: Mapping[str, Any]) -> int | None:
-    """Return where the first sample of a row ends, if another one follows."""
+    """Return the end of the first sample of a row, if another sample follows."""
     if not isinstance(ids := batch.get("input_ids"), torch.Tensor):
         return None
     width = ids.shape[-1]

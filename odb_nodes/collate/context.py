@@ -23,30 +23,30 @@ def shard_context(
 ) -> dict[str, Any]:
     """Return the tokens of a batch that a rank of a context-parallel group computes.
 
-    All ranks of the group have the same batch. Of each row, or of each sample of a packed row,
-    `"zigzag"` cuts 2 * `world_size` equal parts and gives a rank one from each end, so that causal
-    attention costs all ranks the same: the order of torch's context parallelism. `"contiguous"`
-    cuts `world_size` parts in turn.
+    All ranks of the group have the same batch. Each row, or each sample of a packed row, is cut
+    into equal parts. `"zigzag"`, the order of torch's context parallelism, cuts 2 * `world_size`
+    parts and gives a rank one from each end, so that causal attention costs all ranks the same.
+    `"contiguous"` cuts `world_size` parts, one for each rank.
 
-    `labels`, where there are any, become `shift_labels`, the label of the next token, before they
-    are cut, for a loss that does not shift. `position_ids` are added, so that a token keeps its
-    position; those of several dimensions, (k, n, T), are cut, too. Values with an entry for each
-    token are cut, and all others are kept: each rank has all images, and a model must put them in
-    place before tokens are cut. `cu_seq_lens` and the longest lengths of a packed row are those of
-    the parts.
+    `labels` become `shift_labels`, the label of the next token, before they are cut, for a loss
+    that does not shift. `position_ids` are added, so that a token keeps its position; if they have
+    several dimensions, (k, n, T), they are cut, too. Values with an entry for each token are cut.
+    All other values are kept: each rank has all images, and a model must insert them before tokens
+    are cut. `cu_seq_lens` and the longest lengths of a packed row describe the parts.
 
     Args:
-        batch: of a `PaddingCollate`, (n, T), or a `PackedCollate`, (1, T); no longer with its
+        batch: batch of a `PaddingCollate`, (n, T), or a `PackedCollate`, (1, T), without its
             `StepInfo`.
-        rank: of this process in the group.
+        rank: rank of this process in the group.
         world_size: number of ranks of the group.
         order: which tokens a rank computes.
 
     Raises:
-        ValueError: a row, or a sample of a packed row, has no multiple of the parts; a packed row
-            has no `cu_seq_lens_q`; or the batch has a mask of (T, T).
+        ValueError: the length of a row, or of a sample of a packed row, is no multiple of the
+            number of parts; a packed row has no `cu_seq_lens_q`; or the batch has a (T, T) mask.
     """
-    world_size, rank = check_count("world_size", world_size), check_count("rank", rank, 0)
+    world_size = check_count("world_size", world_size)
+    rank = check_count("rank", rank, 0)
     if rank >= world_size:
         raise ValueError(f"`rank` must be in range({world_size}), but is {rank} instead.")
     check_choice("order", order, get_args(ContextOrder))
@@ -60,9 +60,9 @@ def shard_context(
         )
     parts = world_size if order == "contiguous" else 2 * world_size
     if any(bound % parts for bound in bounds):
-        what = "each sample of a packed row" if len(bounds) > 2 else "each row"
+        unit = "each sample of a packed row" if len(bounds) > 2 else "each row"
         raise ValueError(
-            f"{what} must have a multiple of {parts} tokens to be cut for {world_size} ranks, but "
+            f"{unit} must have a multiple of {parts} tokens to be cut for {world_size} ranks, but "
             f"they end at {bounds[1:9]}. Pass `PackedCollate(sample_multiple={parts})`, or a "
             f"`TokenBudget(pad_to_multiple_of={parts})` for padded rows."
         )
@@ -96,9 +96,9 @@ def shard_context(
 
 
 def _is_packed(batch: Mapping[str, Any]) -> bool:
-    """Tell whether a row has several tokens at position 0, in all dimensions, that are no padding.
+    """Tell whether a row has several tokens at position 0, in all dimensions, besides padding.
 
-    Padded rows have one each, wherever they begin.
+    A row with a single sample has one such token.
     """
     if (positions := batch.get("position_ids")) is None:
         return False

@@ -23,17 +23,20 @@ def collate_for(budget: TokenBudget | None, collate_fn: Collate | None) -> Colla
     name = type(collate_fn).__name__
     if collate_fn.layout != budget.layout:
         raise ValueError(
-            f'`collate_fn` must be for groups of layout "{budget.layout}", which the budget has, '
-            f'but is a `{name}` of layout "{collate_fn.layout}" instead. Take '
+            f'`collate_fn` must be for groups of layout "{budget.layout}", as the budget is, '
+            f'but is a `{name}` of layout "{collate_fn.layout}" instead. Use '
             f'`layout="{collate_fn.layout}"` for the budget; or, for text, '
             f"`{kind.__name__}.of(budget)`, and for images "
             "`VisionLanguageCollate.of(budget, ...)`."
         )
     for field, expected in vars(kind.of(budget)).items():
-        if field in _OF_THE_BUDGET and (given := getattr(collate_fn, field)) != expected:
+        if field not in _OF_THE_BUDGET:
+            continue
+        value = getattr(collate_fn, field)
+        if value != expected:
             raise ValueError(
-                f"`{field}` of `collate_fn` must be that of the budget, {_shown(expected)}, but is "
-                f"{_shown(given)} instead. Use `{name}.of(budget, ...)`."
+                f"`{field}` of `collate_fn` must equal the budget's, {_shown(expected)}, but is "
+                f"{_shown(value)} instead. Use `{name}.of(budget, ...)`."
             )
     return collate_fn
 

@@ -42,7 +42,7 @@ class PackedCollate(TokenRows):
     of transformers keep attention within samples by them. Padding has position 0 throughout.
     Numbers become (n,) tensors, and other values lists of n.
 
-    Models of transformers take a batch as it is: `model(**batch)`. Others find the samples by
+    Models of transformers take a batch unchanged: `model(**batch)`. Others find the samples by
     `cu_seq_lens_q` or `position_ids`.
 
     Args:
@@ -59,14 +59,14 @@ class PackedCollate(TokenRows):
             tokens; and `use_cache=False`, since with a cache samples attend to each other. With
             `shapes`, `cu_seq_lens` is filled up to `max_samples + 2` with empty samples; without
             `max_samples`, it and the lengths are left out.
-        mask_dtype: dtype of an `attention_mask`, (1, 1, T, T), in which each token attends to its
-            own sample up to itself, for models that ignore `position_ids`: `torch.bool` for "sdpa"
-            (True: may attend), or the model's dtype for "eager" and "sdpa" (added to the scores).
-            `None`: no mask.
-        sample_multiple: tokens; `prepare` pads each sample to a multiple of it, at its end, as
-            context parallelism wants: 2 * its ranks. The padding counts against the budget, and has
-            no labels. An `observe` function of yours must round up, too. An `ODBDataLoader` knows
-            it as padding: `StepInfo.local_tokens` is without.
+        mask_dtype: dtype of an `attention_mask`, (1, 1, T, T), in which each token attends to the
+            tokens of its sample up to itself, for models that ignore `position_ids`: `torch.bool`
+            for "sdpa" (True: may attend), or the model's dtype for "eager" and "sdpa" (added to the
+            scores). `None`: no mask.
+        sample_multiple: tokens; `prepare` pads the end of each sample to a multiple of it, for
+            context parallelism: 2 * its ranks. The padding counts against the budget, and has no
+            labels. Your `observe` function must round up, too. `ODBDataLoader` counts it as
+            padding: `StepInfo.local_tokens` excludes it.
     """
 
     draws_random_numbers: ClassVar[bool] = False
@@ -89,7 +89,7 @@ class PackedCollate(TokenRows):
 
     @property
     def layout(self) -> Layout:
-        """The layout of the budgets that this is for."""
+        """Layout of the budgets that it collates for."""
         return "packed"
 
     @classmethod
@@ -102,7 +102,7 @@ class PackedCollate(TokenRows):
         """Return a sample with its values per token as (L,) arrays; see `TokenRows.prepare`.
 
         Raises:
-            SampleError: those are not valid, or the sample cannot be packed.
+            SampleError: a value per token is not valid, or the sample cannot be packed.
         """
         prepared = super().prepare(sample)
         if isinstance(prepared, Mapping):
@@ -118,11 +118,12 @@ class PackedCollate(TokenRows):
         missing = -length_of(sample) % self.sample_multiple
         filled = {"labels": row_of("input_ids", sample["input_ids"]), **sample}
         for key in {*_KEPT} & {*filled}:
-            del filled[key]  # They say nothing of a packed row, and do not hold for padding.
+            del filled[key]  # A packed row does not need them, and they lack the padding.
         for key in {*self.token_keys} & {*filled}:
             if not is_number(filled[key]):
-                row, value = row_of(key, filled[key]), self._fill_of(key)
-                filled[key] = np.concatenate((row, np.full(missing, value, row.dtype)))
+                row = row_of(key, filled[key])
+                padding = np.full(missing, self._fill_of(key), row.dtype)
+                filled[key] = np.concatenate((row, padding))
         return filled
 
     def batch_of(self, group: GroupRows) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class PackedCollate(TokenRows):
         if self.sample_multiple > 1 and any(np.array(lengths) % self.sample_multiple):
             raise ValueError(
                 f"each sample must have a multiple of `sample_multiple`, {self.sample_multiple} "
-                f"tokens, but they have {lengths[:8]}: call `prepare` in processing, before "
+                f"tokens, but the samples have {lengths[:8]}: call `prepare` in processing, before "
                 "samples are observed. `ODBDataLoader` does."
             )
         _, width = fit_shape(1, total, self.shapes, self.pad_to_multiple_of)
@@ -154,7 +155,7 @@ class PackedCollate(TokenRows):
         if "labels" not in batch:
             batch["labels"] = batch["input_ids"].clone()
             batch["labels"][:, total:] = IGNORE_INDEX
-        if batch["labels"].ndim > 1:  # else a number of each sample
+        if batch["labels"].ndim > 1:  # otherwise one number for each sample
             batch["labels"][:, starts[:-1][np.diff(starts) > 0]] = IGNORE_INDEX
         batch["position_ids"] = torch.from_numpy(positions[None])
         if self.model_arguments:
@@ -170,10 +171,10 @@ class PackedCollate(TokenRows):
         np.concatenate(rows, out=joined[0, : sum(lengths)], casting="same_kind")
 
     def _check_packable(self, key: str, value: Any) -> None:
-        """Refuse images, and a mask or positions that a packed row cannot keep."""
+        """Reject images, and a mask or positions that a packed row cannot keep."""
         if key in _IMAGE_KEYS:
             raise SampleError(
-                f"`PackedCollate` packs text alone, but there is `{key}`. Use "
+                f"`PackedCollate` packs text alone, but a sample has `{key}`. Use "
                 "`VisionLanguageCollate.of(budget, model=...)`."
             )
         if key not in self.token_keys or value is None:
@@ -194,7 +195,7 @@ class PackedCollate(TokenRows):
         if self.shapes:
             if self.max_samples is None:
                 return {"use_cache": False}
-            bounds += [width] * (self.max_samples + 2 - len(bounds))  # samples without tokens
+            bounds += [width] * (self.max_samples + 2 - len(bounds))  # empty samples
             longest = width
         cu_seq_lens = torch.tensor(bounds, dtype=torch.int32)
         return {
@@ -208,7 +209,7 @@ class PackedCollate(TokenRows):
 
 def _block_mask(starts: IntArray, width: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the (1, 1, T, T) mask of causal attention within each sample."""
-    owner = torch.arange(len(starts), width + len(starts))  # each token of padding is alone
+    owner = torch.arange(len(starts), width + len(starts))  # Padding attends to itself alone.
     owner[: starts[-1]] = torch.from_numpy(np.repeat(np.arange(len(starts) - 1), np.diff(starts)))
     allowed = (owner[:, None] == owner[None]).tril()[None, None]
     if dtype is torch.bool:

@@ -29,10 +29,10 @@ class PaddingCollate(TokenRows):
             with 0.
         token_keys: the keys with a value per token: a list, an array or a tensor, (L,) or (1, L).
         pad_to_multiple_of: tokens; T is a multiple of it. As in the `TokenBudget`.
-        side: the side of a row that is padded, `"right"` or `"left"`. On the left, the first label
-            of each sample becomes -100: the causal shift would have it predicted from padding.
-        shapes: the only (B, T) that batches have, from `TokenBudget.shape_ladder()`; `()` for any.
-            Rows without a sample are all padding. A sample wider than all shapes has its own.
+        side: the side of a row that is padded, `"right"` or `"left"`. With `"left"`, the first
+            label of each sample becomes -100, since padding would predict it.
+        shapes: the only shapes (B, T) of batches, from `TokenBudget.shape_ladder()`; `()` for any.
+            Rows without a sample are all padding. An oversize sample has a shape of its length.
     """
 
     draws_random_numbers: ClassVar[bool] = False
@@ -44,7 +44,7 @@ class PaddingCollate(TokenRows):
 
     @property
     def layout(self) -> Layout:
-        """The layout of the budgets that this is for."""
+        """Layout of the budgets that it collates for."""
         return "padded"
 
     def batch_of(self, group: GroupRows) -> dict[str, Any]:
@@ -68,10 +68,10 @@ class PaddingCollate(TokenRows):
     def place(
         self, key: str, joined: npt.NDArray[Any], rows: list[Any], lengths: list[int]
     ) -> None:
-        """Write each row at its end of a row of `joined`. See `TokenRows.place`."""
-        is_right, width = self.side == "right", joined.shape[1]
+        """Write each row to the side of `joined` without padding. See `TokenRows.place`."""
+        width = joined.shape[1]
         for target, row, length in zip(joined, rows, lengths, strict=False):
-            if is_right:
+            if self.side == "right":
                 target[:length] = row
             elif length:
                 target[width - length :] = row
@@ -79,13 +79,13 @@ class PaddingCollate(TokenRows):
                     target[width - length] = IGNORE_INDEX  # padding would predict it
 
     def _attention_mask(self, group: GroupRows, shape: Shape) -> torch.Tensor:
-        lengths, (rows, width) = group.lengths, shape
-        dtype = np.int16 if width < 2**15 else np.int64  # narrow numbers are compared faster
+        rows, width = shape
+        dtype = np.int16 if width < 2**15 else np.int64  # Numpy compares narrow numbers faster.
         stops = np.zeros((rows, 1), dtype)
-        stops[: len(lengths), 0] = lengths
+        stops[: len(group.lengths), 0] = group.lengths
         mask = np.arange(width, dtype=dtype) < stops
         if self.side == "left":
             mask = mask[:, ::-1]
-        found = group.new(shape, 0, INT64)
-        found.numpy()[:] = mask
-        return found
+        tensor = group.new(shape, 0, INT64)
+        tensor.numpy()[:] = mask
+        return tensor

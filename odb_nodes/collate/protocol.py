@@ -1,4 +1,4 @@
-"""Collate functions: of samples alone, or of samples and the step."""
+"""Collate functions, which take samples, or samples and the step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from odb_nodes.step_info import StepInfo
 
 Collate = Callable[[list[Any]], MutableMapping[str, Any]]
 NewTensor = Callable[[tuple[int, ...], int, "np.dtype[Any]"], torch.Tensor]
-"""Shape, value, dtype -> tensor that is filled with the value, in the memory of the CPU."""
+"""Shape, value, dtype -> CPU tensor that is filled with the value."""
 
 
 def takes_step(collate: Any) -> bool:
-    """Tell whether a collate function also takes the step: a batch may depend on other ranks."""
+    """Tell whether a collate function takes the step, so that a batch may depend on other ranks."""
     return getattr(collate, "collate_step", None) is not None
 
 
 def collate_group(collate: Any, samples: list[Any], info: StepInfo) -> MutableMapping[str, Any]:
-    """Return the batch of a step, by `collate_step(samples, info)` where a function has it."""
+    """Return the batch of a step, by `collate_step(samples, info)` if the function has it."""
     batch: MutableMapping[str, Any] = (
         collate.collate_step(samples, info) if takes_step(collate) else collate(samples)
     )
@@ -29,13 +29,16 @@ def collate_group(collate: Any, samples: list[Any], info: StepInfo) -> MutableMa
 
 
 def block_collate(collate: Any) -> Callable[..., MutableMapping[str, Any]] | None:
-    """Return the function that collates a block, where a class has one for its `__call__`.
+    """Return the method `collate_block` of a collate function, if its `__call__` agrees with it.
 
-    It takes the block, and a `NewTensor` that makes the tensors of the batch.
+    In a subclass that overrides `__call__` or `collate_step` alone, it does not agree. The method
+    takes the block, and a `NewTensor` that makes the tensors of the batch.
     """
     names = {"__call__", "collate_step", "collate_block"}
-    first = next(names & vars(one).keys() for one in type(collate).__mro__ if names & {*vars(one)})
-    return collate.collate_block if "collate_block" in first else None
+    for cls in type(collate).__mro__:
+        if defined := names & vars(cls).keys():
+            return collate.collate_block if "collate_block" in defined else None
+    return None
 
 
 def new_tensor(shape: tuple[int, ...], fill: int, dtype: np.dtype[Any]) -> torch.Tensor:
@@ -44,8 +47,9 @@ def new_tensor(shape: tuple[int, ...], fill: int, dtype: np.dtype[Any]) -> torch
 
 
 def owned(data: Any) -> Any:
-    """Return the dict of a sample as one that a collate function may change.
+    """Return a sample that a collate function may change: a copy, if it is a dict.
 
-    Some take keys out. The sample may come again: in a filler step, or where collation raised.
+    Some functions remove keys, and the sample may be collated again: in a filler step, or after an
+    error.
     """
     return data.copy() if isinstance(data, dict) else data

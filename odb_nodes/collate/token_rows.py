@@ -50,13 +50,13 @@ class TokenRows:
         widths = [width for _, width in self.shapes]
         if widths != sorted(widths):
             raise ValueError(
-                f"`shapes` must go from the narrowest up, but have the widths {widths} instead. "
+                f"`shapes` must go from narrow to wide, but have the widths {widths} instead. "
                 "Make them with `TokenBudget.shape_ladder()`."
             )
 
     @property
     def layout(self) -> Layout:
-        """The layout of the budgets that this is for."""
+        """Layout of the budgets that it collates for."""
         raise NotImplementedError
 
     @classmethod
@@ -69,8 +69,8 @@ class TokenRows:
     def prepare(self, sample: Any) -> Any:
         """Return a sample with its values per token as (L,) arrays, which collating only copies.
 
-        `ODBDataLoader` calls this in its workers, since lists take long to convert. Anything but a
-        mapping is returned as it is, and so is a sample that has nothing to convert.
+        `ODBDataLoader` calls this in its workers, since lists take long to convert. A sample that
+        is no mapping, or has nothing to convert, is returned unchanged.
         """
         if not is_mapping(sample):
             return sample
@@ -83,12 +83,12 @@ class TokenRows:
             elif not is_number(value):
                 rows[key] = row_of(key, value)
         ids = rows.get("input_ids")
-        tokens, converted = None if ids is None else len(ids), False
+        is_converted = False
         for key, row in rows.items():
-            if tokens is not None and len(row) != tokens:
-                _check_length(key, row, tokens)
-            converted = converted or row is not sample[key]
-        return {**sample, **rows} if converted else sample
+            if ids is not None:
+                _check_length(key, row, len(ids))
+            is_converted = is_converted or row is not sample[key]
+        return {**sample, **rows} if is_converted else sample
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch of `samples`."""
@@ -98,7 +98,7 @@ class TokenRows:
         return self.batch_of(GroupRows(samples))
 
     def collate_block(self, block: SampleBlock, new: NewTensor = new_tensor) -> dict[str, Any]:
-        """Return the batch of the samples of a block: from their columns, where they have such."""
+        """Return the batch of a block's samples, from their columns if they have columns."""
         columns = None if block.is_made else GroupColumns.of(block, new)
         return self(block_data(block)) if columns is None else self.batch_of(columns)
 
@@ -117,7 +117,7 @@ class TokenRows:
                 )
 
     def join(self, key: str, group: GroupRows, shape: Shape) -> Any:
-        """Return what a batch has under `key`: a tensor of `shape`, one of (n,), or a list."""
+        """Return the value of a batch under `key`: a tensor of `shape` or (n,), or a list."""
         rows = group.int64_rows(key) if key in self.token_keys else None
         dtype: np.dtype[Any] = INT64
         if rows is None:
@@ -129,7 +129,7 @@ class TokenRows:
             rows = _rows_of(key, values, group.lengths)
             dtype = np.result_type(*{row.dtype for row in rows})
             if dtype.kind in "iu":
-                dtype = INT64  # what embeddings and losses take
+                dtype = INT64  # as embeddings and losses need
         joined = group.new(shape, self._fill_of(key), dtype)
         self.place(key, joined.numpy(), rows, group.lengths)
         return joined
@@ -141,12 +141,12 @@ class TokenRows:
     def place(
         self, key: str, joined: npt.NDArray[Any], rows: list[Any], lengths: list[int]
     ) -> None:
-        """Write the rows of all samples into `joined`, (rows, width), which is all padding."""
+        """Write the rows of all samples into `joined`, (rows, width), which holds padding."""
         raise NotImplementedError
 
 
 class GroupRows:
-    """The samples of a group, all with the same keys; lengths in tokens."""
+    """The samples of a group, which all have the same keys; lengths in tokens."""
 
     new: NewTensor = staticmethod(new_tensor)  # makes the tensors of the batch
 
@@ -160,7 +160,7 @@ class GroupRows:
         return [sample[key] for sample in self._samples]
 
     def int64_rows(self, key: str) -> list[Any] | None:
-        """Return the values of a key where they are int64 arrays with one for each token."""
+        """Return the values of a key if all are int64 arrays with a value per token."""
         values = self.values(key)
         if all(map(is_int64_row, values)) and [*map(len, values)] == self.lengths:
             return values
@@ -168,28 +168,29 @@ class GroupRows:
 
 
 class GroupColumns(GroupRows):
-    """The samples of a group whose data are in columns, of which rows are read as they are."""
+    """The samples of a group whose data are in columns, from which rows are copied directly."""
 
     def __init__(self, block: SampleBlock, ids: Mapping[int, RowsLike], new: NewTensor) -> None:
         self._sources, self._ids, self.new = block.sources, ids, new
         self._places = [*block.places()]
-        offsets = {number: one for number, (one, _) in ids.items()}
-        self._spans = [
-            (number, (of := offsets[number])[row], of[row + 1]) for number, row in self._places
-        ]
+        self._spans: list[tuple[int, int, int]] = []  # source, and where a row starts and stops
+        for number, row in self._places:
+            offsets, _ = ids[number]
+            self._spans.append((number, offsets[row], offsets[row + 1]))
         self.keys = next(iter(block.sources.values())).keys
         self.lengths = [stop - start for _, start, stop in self._spans]
 
     @classmethod
     def of(cls, block: SampleBlock, new: NewTensor = new_tensor) -> GroupColumns | None:
-        """Return a group; `None` where not all of its `input_ids` are in columns."""
+        """Return a group; `None` if some of its `input_ids` are not in columns."""
         ids: dict[int, RowsLike] = {}
         keys = None
         for number, data in block.sources.items():
             rows = data.rows_like("input_ids") if isinstance(data, DataColumns) else None
             if rows is None or (ids and data.keys != keys):
                 return None
-            ids[number], keys = rows, data.keys
+            ids[number] = rows
+            keys = data.keys
         return cls(block, ids, new) if ids else None
 
     def values(self, key: str) -> list[Any]:
@@ -198,37 +199,40 @@ class GroupColumns(GroupRows):
         return [columns[number][row] for number, row in self._places]
 
     def int64_rows(self, key: str) -> list[Any] | None:
-        """Return the values of a key where they are int64 arrays with one for each token."""
-        found: dict[int, Any] = {}
-        for number, (_, alike) in self._ids.items():
-            values = alike.get(key)
+        """Return the values of a key if all are int64 arrays with a value per token."""
+        joined: dict[int, Any] = {}
+        for number, (_, values_of_keys) in self._ids.items():
+            values = values_of_keys.get(key)
             if values is None or values.dtype != INT64:
                 return None
-            found[number] = values
-        return [found[number][start:stop] for number, start, stop in self._spans]
+            joined[number] = values
+        return [joined[number][start:stop] for number, start, stop in self._spans]
 
 
 def block_data(block: SampleBlock) -> list[Any]:
-    """Return the data of samples, in dicts that a collate function may change; see `owned`."""
+    """Return the data of samples, as dicts that a collate function may change; see `owned`."""
     sources = block.sources.values()
-    if not block.is_made and all(isinstance(one, DataColumns) and one.keys for one in sources):
-        return block.data()  # whose dicts are made anew each time
-    return [owned(one.load() if isinstance(one, StoredData) else one) for one in block.data()]
+    are_columns = all(isinstance(source, DataColumns) and source.keys for source in sources)
+    if are_columns and not block.is_made:
+        return block.data()  # new dicts each time
+    return [owned(data.load() if isinstance(data, StoredData) else data) for data in block.data()]
 
 
 def _differing_keys(samples: Sequence[Mapping[str, Any]]) -> SampleError:
-    """Return the error that blames the first sample whose keys are not those of most."""
+    """Return the error that names the first sample whose keys differ from the most common."""
     counts = Counter(frozenset(sample) for sample in samples)
     usual = max(counts, key=lambda keys: (counts[keys], len(keys)))
-    index = next(at for at, sample in enumerate(samples) if sample.keys() != usual)
-    more, less = samples[index].keys() - usual, usual - samples[index].keys()
-    differs = [f"also has {sorted(map(str, more))}"] * bool(more)
-    differs += [f"lacks {sorted(map(str, less))}"] * bool(less)
+    index = next(row for row, sample in enumerate(samples) if sample.keys() != usual)
+    differs = []
+    if additional := samples[index].keys() - usual:
+        differs.append(f"also has {sorted(map(str, additional))}")
+    if missing := usual - samples[index].keys():
+        differs.append(f"lacks {sorted(map(str, missing))}")
     return SampleError(
         f"the samples of a group must have the same keys, but sample {index} "
         f"{' and '.join(differs)}: {counts[usual]} of {len(samples)} have "
-        f"{sorted(map(str, usual))}. Give every sample `labels`, or none; and any other key "
-        "likewise. Where only some have images, use a collate function of `odb_nodes.vision`.",
+        f"{sorted(map(str, usual))}. Give `labels`, and any other key, to all samples or to none. "
+        "If only some have images, use a collate function of `odb_nodes.vision`.",
         index,
     )
 
@@ -263,7 +267,7 @@ def _tensor_of(key: str, numbers: list[Any]) -> torch.Tensor:
 
 
 def of_group(error: SampleError, index: int) -> SampleError:
-    """Return the error of a sample as that of sample `index` of a group."""
+    """Return the error of a sample with the sample's index in its group."""
     return SampleError(f"sample {index} of the group: {error}", index)
 
 
@@ -283,14 +287,14 @@ def _check_length(key: str, row: Any, tokens: int) -> None:
 def is_number(value: Any) -> bool:
     """Tell whether a value is a single number, not a value per token."""
     if (dimensions := getattr(value, "ndim", None)) is not None:
-        # Numpy's strings and times have no dimensions either; torch has none of these.
+        # Strings and times of numpy are no numbers. Torch has no such dtypes.
         kind = getattr(getattr(value, "dtype", None), "kind", "f")
         return bool(dimensions == 0) and kind in "biufc"
     return type(value) is not list and isinstance(value, Number)
 
 
 def is_int64_row(value: Any) -> bool:
-    """Tell whether a value is an (L,) array of int64 already, as nearly all prepared ones are."""
+    """Tell whether a value is an (L,) array of int64, as most prepared values are."""
     return type(value) is np.ndarray and value.dtype is INT64 and value.ndim == 1
 
 
@@ -303,11 +307,11 @@ def row_of(key: str, value: Any) -> Any:
         rule = "integers" if key == "input_ids" else "numbers"
         raise SampleError(
             f"`{key}` must hold {rule}, one per token, but is {value!r:.200} instead. Convert it "
-            "in processing, or pass a `collate_fn` of your own."
+            "in processing, or pass your own `collate_fn`."
         )
-    if row.dtype == np.uint64 and (too_large := row[row >= _INT64]).size:
+    if row.dtype == np.uint64 and (row >= _INT64).any():
         raise SampleError(
-            f"`{key}` must hold integers of 64 bits with their sign, but has {too_large[0]}. Map "
+            f"`{key}` must hold integers of 64 bits with their sign, but has {row.max()}. Map "
             "such numbers to smaller ones in processing."
         )
     return row
@@ -315,12 +319,14 @@ def row_of(key: str, value: Any) -> Any:
 
 def _array_of(key: str, value: Any) -> Any:
     row = flatten_row(key, value)
-    if type(row) is list and (ints := array_of_ints(row)) is not None:
-        return ints
+    if type(row) is list:
+        ints = array_of_ints(row)
+        if ints is not None:
+            return ints
     try:
         row = row.numpy(force=True) if isinstance(row, torch.Tensor) else np.asarray(row)
     except (TypeError, ValueError):  # numpy lacks the dtype, or the list is ragged
         row = np.empty(0, object)
     if row.shape == (0,) and row.dtype == np.float64:
-        row = row.astype(np.int64)  # an empty list says nothing of its kind
+        row = row.astype(np.int64)  # An empty list has no dtype.
     return row

@@ -1,4 +1,4 @@
-"""What every node is: its state, its epochs, and what a graph of them can be asked."""
+"""The contract of nodes: states, epochs, and functions over graphs of nodes."""
 
 from odb_nodes.contract.again import restore_items
 from odb_nodes.contract.node import (

@@ -1,4 +1,4 @@
-"""Items of an epoch that are made again, in any order: those first that are needed first."""
+"""Items of an epoch that a node makes again after a restore, in the order they are needed."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from torchdata.nodes import BaseNode
 
 from odb_nodes.sample import ItemKey
 
-_TAKEN = 64
+_ITEMS_AT_ONCE = 64
 
 
 class ItemsAgain(ABC):
-    """Items of an epoch by rows, which a node makes again when somebody takes them.
+    """Items of an epoch, numbered by row, which a node makes again when `take` is called.
 
-    A node that can make items ahead has a method `make_again(items)`, which returns an object of
-    a class that derives from this one.
+    A node that can make items ahead has a method `make_again(items)`, which returns an instance of
+    a subclass.
     """
 
     are_made = False
-    """Whether all of them are made already, so that nothing is won by taking them later."""
+    """Whether all items are made already."""
 
     def want(self, rows: Sequence[int]) -> None:  # noqa: B027
-        """Have these made after those that were wanted before, and before all others."""
+        """Queue the items of these rows: after all queued rows, before the remaining ones."""
 
     @abstractmethod
     def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
-        """Return for each row a sequence of items, and the place of the row's item there.
+        """Return for each row a sequence of items, and the index of the row's item in it.
 
         Waits for the items. A row may be taken several times, and its item is made each time.
         """
 
     @abstractmethod
     def key_of(self, row: int) -> ItemKey | None:
-        """Return the key that the node tells of an item; `None` where it has none."""
+        """Return the key of an item; `None` if the node has no keys."""
 
     def name_of(self, row: int) -> str:
-        """Return what an error calls an item: its key, or else its number in the epoch."""
+        """Return the name of an item in errors: its key, or else its number in the epoch."""
         return str(self.key_of(row))
 
 
@@ -49,28 +49,28 @@ class _ReadByKey(ItemsAgain):
         self._node, self._items = node, items
 
     def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
-        """Return for each row all items, and the place of the row's item there."""
-        node, items = self._node, [self._items[row] for row in rows]
-        restore = getattr(node, "restore_items", None)
-        made = [*restore(items)] if callable(restore) else [node.read(item.key) for item in items]  # type: ignore[attr-defined]
-        return [(made, place) for place in range(len(rows))]
+        keys = [self._items[row] for row in rows]
+        restore: Any = getattr(self._node, "restore_items", None)
+        read: Any = getattr(self._node, "read", None)
+        items = [*restore(keys)] if callable(restore) else [read(key.key) for key in keys]
+        return [(items, index) for index in range(len(rows))]
 
     def key_of(self, row: int) -> ItemKey:
-        """Return the key that an item is read by."""
         return self._items[row]
 
 
 def make_again(node: Any, items: Sequence[ItemKey]) -> ItemsAgain:
-    """Return items of this epoch that a node makes again when somebody takes them."""
+    """Return items of this epoch that a node makes again when `take` is called."""
     make = getattr(node, "make_again", None)
-    again: ItemsAgain = make(items) if callable(make) else _ReadByKey(node, items)
-    return again
+    items_again: ItemsAgain = make(items) if callable(make) else _ReadByKey(node, items)
+    return items_again
 
 
-def each_of(again: ItemsAgain, rows: Sequence[int]) -> Iterator[Any]:
-    """Yield some of the items, a few of which are made at a time."""
-    for start in range(0, len(rows), _TAKEN):
-        yield from (run[place] for run, place in again.take(rows[start : start + _TAKEN]))
+def each_of(items_again: ItemsAgain, rows: Sequence[int]) -> Iterator[Any]:
+    """Yield the items of rows, making 64 of them at a time."""
+    for start in range(0, len(rows), _ITEMS_AT_ONCE):
+        for items, index in items_again.take(rows[start : start + _ITEMS_AT_ONCE]):
+            yield items[index]
 
 
 def restore_items(node: BaseNode[Any], items: Sequence[ItemKey]) -> Iterator[Any]:

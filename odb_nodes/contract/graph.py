@@ -1,4 +1,4 @@
-"""Walk a graph of nodes: stop its threads, release its workers, begin its epochs."""
+"""Functions over a graph of nodes: stop threads, release workers, begin epochs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from odb_nodes.planning import TokenBudget
 
 
 def has_threads(root: BaseNode[Any]) -> bool:
-    """Tell whether a node of a graph has started threads or workers."""
+    """Return whether a node of a graph has started threads or workers."""
     return any(
         torchdata.has_threads(node) or getattr(node, "has_workers", False) for node in walk(root)
     )
@@ -30,7 +30,7 @@ def stop_threads(root: BaseNode[Any], timeout_s: float) -> None:
 
 
 def close_nodes(root: BaseNode[Any], timeout_s: float) -> None:
-    """Stop every thread and worker of a graph, also those that are waiting for each other."""
+    """Stop every thread and worker of a graph, even if they wait for each other."""
     nodes = list(walk(root))
     for node in nodes:
         torchdata.signal_stop(node)
@@ -49,46 +49,42 @@ def begin_epoch(root: BaseNode[Any], epoch: int | None) -> None:
 
 
 def epochs_of(root: BaseNode[Any]) -> set[int]:
-    """Return the epochs that the nodes of a graph are in: a source may lag that gave no item."""
+    """Return the epochs of the nodes of a graph. A source that gave no item may lag behind."""
     epochs = {getattr(node, "epoch", None) for node in walk(root)}
     return {epoch for epoch in epochs if isinstance(epoch, int)}
 
 
 def begin_cycle(root: BaseNode[Any]) -> None:
-    """Reset a graph to the beginning of its epoch, in another order where it draws one."""
+    """Reset a graph to the beginning of its epoch, with another shuffled order."""
     for node in walk(root):
         call_member(node, "begin_cycle")
     root.reset(None)
 
 
 def describe_empty_epoch(root: BaseNode[Any]) -> str:
-    """Return what an error says of an epoch without an item: which nodes read the data, and how."""
+    """Return the cause of an epoch without an item, for errors: exclusions, or the sources."""
     if excluded := sum(getattr(node, "excluded_samples", 0) for node in walk(root)):
-        return f"Of what was read, `exclude` leaves out {excluded} samples: name fewer keys."
+        return f"`exclude` leaves out {excluded} samples, all that were read: name fewer keys."
     names = [type(node).__name__ for node in walk(root) if len(list(walk(node))) == 1]
     return (
-        f"What reads the data (`{'`, `'.join(names)}`) is empty, or can be read only once, such as "
-        "an iterator that is made in `__init__`: make it in `reset` of the node, or `__iter__` of "
-        "the dataset."
+        f"The source of the data (`{'`, `'.join(names)}`) is empty, or can be read only once, such "
+        "as an iterator that is made in `__init__`: make it in `reset` of the node, or `__iter__` "
+        "of the dataset."
     )
 
 
 def budget_below(source: BaseNode[Any]) -> TokenBudget | None:
-    """Return the budget of the groups that a graph forms; `None` where it forms none."""
+    """Return the budget of the node in a graph that forms groups; `None` without such a node."""
     for node in walk(source):
-        if isinstance(budget := getattr(node, "budget", None), TokenBudget):
+        budget = getattr(node, "budget", None)
+        if isinstance(budget, TokenBudget):
             return budget
     return None
 
 
 def known_length_of(source: BaseNode[Any]) -> int | None:
-    """Return how many items a node yields per epoch; `None` where it does not know that at once."""
+    """Return how many items a node yields per epoch; `None` if its length is unknown."""
     try:
         return length_of(source)
-    except (TypeError, NotImplementedError):  # the latter of a dataset that cannot tell
+    except (TypeError, NotImplementedError):  # `NotImplementedError`: of a dataset without length
         return None
-
-
-def remaining_samples(source: BaseNode[Any]) -> int:
-    """Return how many samples of the epoch a graph holds, or knows to be left."""
-    return sum(getattr(node, "remaining_samples", 0) for node in walk(source))

@@ -1,4 +1,4 @@
-"""The items of a source by their numbers in the epoch: how to go back to one, without its key."""
+"""Items of a source without keys, by their numbers in the epoch: how to read them again."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class NumberedItems(Generic[T]):
-    """Numbers the items that are taken from a source in an epoch, and keeps states of the source.
+    """Numbers the items that a node takes from its source, and keeps states of the source.
 
-    There is a state every `distance` items. `forget` lets go of those that are needed neither for
-    the items that are not out nor for those that `keep_from` names. A node that numbers the items
-    of its source saves the last state that does for both, and how many items it has taken since.
+    It keeps a state every `distance` items. `forget` drops states before the oldest item that may
+    be read again. A node that numbers the items of its source saves the last state before that
+    item, and how many items it has taken since.
 
     Args:
         source: the source, which its node resets.
@@ -32,39 +32,42 @@ class NumberedItems(Generic[T]):
     """
 
     def __init__(self, source: BaseNode[T], node: str, distance: int) -> None:
-        self._source, self._node, self._distance = source, node, distance
-        self._states: deque[tuple[int, Any]] = deque()  # before an item: its number, and the state
+        self._source = source
+        self._node = node
+        self._distance = distance
+        self._states: deque[tuple[int, Any]] = deque()  # number of the next item, and the state
         self._oldest: int | None = None  # the oldest item that may be read again
         self.position = 0
         """The number of the next item."""
-        # The number of the item that the source stands before: after a restore, an earlier one.
-        self._source_position = 0
-        self._is_lost = False  # whether the source has raised, and may stand after a lost item
+        self._source_position = 0  # number of the source's next item; earlier after a restore
+        self._has_raised = False  # whether the source has raised, and may have lost an item
 
     def begin(self) -> None:
         """Number the items of an epoch that the source has just begun."""
         self.restore(snapshot(self._source), 0, 0)
 
     def restore(self, state: Any, first: int, position: int) -> None:
-        """Go to item `position`, of a source that was reset to its state before item `first`.
+        """Go to item `position`, of a source that was reset to `state`, before item `first`.
 
-        The items between are read when the next one is taken, or before, by `read_again`.
+        `take` or `read_again` reads the items between.
         """
         if not 0 <= first <= position:
             raise self._damaged()
         self._states = deque([(first, state)])
-        self._source_position, self.position = first, position
+        self._source_position = first
+        self.position = position
 
     def take(self, count: int) -> Chunk[T]:
-        """Return some of the next items, 1 to `count`, and their keys."""
+        """Return the next 1 to `count` items, and their keys."""
         self.catch_up()
         items, keys = self._next(count)
         self.position = self._source_position
         return items, keys
 
     def keep_from(self, first: int | None, distance: int) -> None:
-        """Be able to read item `first` again, and all after it; `None`: those to come alone."""
-        self._oldest, self._distance = first, distance
+        """Keep states from which item `first` and all later items can be read; `None`: no item."""
+        self._oldest = first
+        self._distance = distance
 
     @property
     def can_read_again(self) -> bool:
@@ -72,41 +75,42 @@ class NumberedItems(Generic[T]):
         return self._oldest is not None
 
     def state_at(self, number: int) -> tuple[int, Any]:
-        """Return the last state from which item `number` can be read, and those that are kept.
+        """Return the number of an item and the state of the source before it.
 
-        The item that the state stands before comes first.
+        From that state, item `number` and all items to keep can be read.
         """
         return self._state_before(self._oldest_needed(number))
 
     def forget(self, number: int) -> None:
-        """Let go of states that neither item `number`, those after it nor kept ones need."""
+        """Drop the states before the last from which `number` and all items to keep can be read."""
         oldest = self._oldest_needed(number)
         while len(self._states) > 1 and self._states[1][0] <= oldest:
             self._states.popleft()
 
     def note_state(self) -> bool:
-        """Keep the state that the source has now, and no other, if that does for what is kept.
+        """Replace all states by the present state of the source, if no earlier item is needed.
 
-        Returns whether it does.
+        Returns whether it did.
         """
-        is_needed = self._oldest is not None and self._oldest < self.position
-        if is_needed or self._is_lost:
+        needs_earlier = self._oldest is not None and self._oldest < self.position
+        if needs_earlier or self._has_raised:
             return False
         self._states = deque([(self.position, snapshot(self._source))])
         return True
 
     def catch_up(self) -> None:
-        """Bring the source to the position."""
+        """Read the source up to the position."""
         if self._source_position < self.position:
             self.read_again(())
 
     def read_again(self, numbers: Iterable[int]) -> dict[int, tuple[T, ItemKey | None]]:
-        """Return items that were taken before, and their keys, by their numbers.
+        """Return earlier items and their keys, by their numbers.
 
         Raises:
-            StateError: the source ends before one of them, or there is no state to read it from.
+            StateError: the source ends before an item, or there is no state to read it from.
         """
-        wanted, items_again = {*numbers}, dict[int, tuple[T, ItemKey | None]]()
+        wanted = {*numbers}
+        items_again: dict[int, tuple[T, ItemKey | None]] = {}
         oldest = min(wanted, default=self._source_position)
         if oldest < self._states[0][0] or max(wanted, default=-1) >= self.position:
             raise self._damaged()
@@ -120,9 +124,9 @@ class NumberedItems(Generic[T]):
                     items, keys = self._next(self.position - first)
                 except StopIteration:
                     raise StateError(
-                        f"{self._node} cannot go on from its state: the source ended before sample "
-                        f"{first} of the epoch, which it had yielded when the state was saved. "
-                        "Resume over the data that the state was saved on."
+                        f"{self._node} cannot resume from its state: the source ended before "
+                        f"sample {first} of the epoch, which it had yielded when the state was "
+                        "saved. Resume over the same data."
                     ) from None
                 bar.update(len(items))
                 for number in wanted.intersection(range(first, self._source_position)):
@@ -130,35 +134,35 @@ class NumberedItems(Generic[T]):
         return items_again
 
     def make_again(self, items: Sequence[ItemKey]) -> ItemsAgain:
-        """Return items whose keys are their numbers, which are read again at once."""
+        """Read items again at once. Their keys are their numbers."""
         by_number = self.read_again(item.key for item in items)
         return _ReadAgain([by_number[item.key] for item in items])
 
     def expect_end(self) -> None:
-        """Bring the source to where it had ended: one call after its last item."""
+        """Read the source to its end: one call after its last item."""
         try:
             self.catch_up()
             self._next(1)
         except StopIteration:
             return
         raise StateError(
-            f"{self._node} cannot go on from its state: the source had ended after "
+            f"{self._node} cannot resume from its state: the source had ended after "
             f"{self.position} samples when the state was saved, but has more now. Resume over the "
-            "data that the state was saved on."
+            "same data."
         )
 
     def _next(self, count: int) -> Chunk[T]:
-        """Take items from where the source stands; keep a state before them if one is due."""
+        """Take the next items of the source; keep a state before them if it is due."""
         if self._source_position >= self._states[-1][0] + self._distance:
             self._states.append((self._source_position, snapshot(self._source)))
         until_due = self._states[-1][0] + self._distance - self._source_position
-        self._is_lost = True
+        self._has_raised = True
         try:
             items, keys = take(self._source, min(count, until_due))
         except StopIteration:
-            self._is_lost = False
+            self._has_raised = False
             raise
-        self._is_lost = False
+        self._has_raised = False
         self._source_position += len(items)
         return items, keys
 
@@ -166,14 +170,14 @@ class NumberedItems(Generic[T]):
         return number if self._oldest is None else min(number, self._oldest)
 
     def _state_before(self, number: int) -> tuple[int, Any]:
-        """Return the last state at or before an item; the first of all where there is none."""
+        """Return the last state at or before an item; the first state if there is none."""
         before = [(first, state) for first, state in self._states if first <= number]
         return before[-1] if before else self._states[0]
 
     def _damaged(self) -> StateError:
         return StateError(
-            f"the state of {self._node} is damaged: it says of items that it has taken what cannot "
-            "be. Use an earlier checkpoint."
+            f"the state of {self._node} is damaged: its counts of items contradict each other. Use "
+            "an earlier checkpoint."
         )
 
 
@@ -183,12 +187,11 @@ class _ReadAgain(ItemsAgain):
     are_made = True
 
     def __init__(self, items: Sequence[tuple[Any, ItemKey | None]]) -> None:
-        self._items, self._keys = [item for item, _ in items], [key for _, key in items]
+        self._items = [item for item, _ in items]
+        self._keys = [key for _, key in items]
 
     def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
-        """Return for each row all items, and the place of the row's item there."""
         return [(self._items, row) for row in rows]
 
     def key_of(self, row: int) -> ItemKey | None:
-        """Return the key that the source has told of an item."""
         return self._keys[row]

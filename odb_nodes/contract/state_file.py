@@ -1,4 +1,4 @@
-"""States as files: written whole or not at all, read as plain data."""
+"""States as files: written atomically, read as plain data."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from odb_nodes.errors import StateError, TornStateError
 
 
 def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a state to a file, atomically: a reader finds the whole old file or the whole new one.
+    """Write a state to a file, atomically: a reader sees the whole old file or the whole new file.
 
     Args:
-        state: what `Loader.state_dict()` returned, alone or in a dict with other plain data and
+        state: the result of `Loader.state_dict()`, alone or in a dict with other plain data and
             tensors (a model's `state_dict()`, a step count).
         path: the file; its folder must exist.
 
@@ -31,8 +31,8 @@ def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         TypeError: `path` is no path.
         FileNotFoundError: the folder does not exist.
         OSError: the file cannot be written, for example because the disk is full.
-        StateError: `state` holds something else than plain data and tensors, or is nested too
-            deeply.
+        StateError: `state` holds an object that is neither plain data nor a tensor, or is nested
+            too deeply.
 
     After any error, Ctrl-C included, an earlier file at `path` is kept and no temporary file stays.
     """
@@ -52,7 +52,7 @@ def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 
 def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
-    """Write a state, and raise what interrupted it: torch raises an error of its own instead."""
+    """Write a state. Where torch hides the error that interrupted it, raise that error."""
     try:
         torch.save(state, file)
         file.flush()
@@ -63,9 +63,9 @@ def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
         while isinstance(cause, RuntimeError) and "enforce fail" in str(cause):
             cause = cause.__cause__ or cause.__context__
         raise cause or error from None
-    except (pickle.PicklingError, AttributeError, TypeError) as error:  # what pickle raises
+    except (pickle.PicklingError, AttributeError, TypeError) as error:  # all raised by pickle
         raise StateError(
-            f"`state` must hold plain data and tensors only, but holds what is neither: {error}."
+            f"`state` must hold plain data and tensors only, but pickle refused a value: {error}."
         ) from error
 
 
@@ -78,7 +78,7 @@ def _check_regular(path: Path) -> None:
 
 
 def check_readable(file: str | io.BytesIO) -> None:
-    """Raise a `StateError` if what was saved cannot be read: it must not replace what can."""
+    """Raise a `StateError` if a new file cannot be read: it must not replace a readable file."""
     try:
         torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, str))
     except pickle.UnpicklingError as error:
@@ -89,9 +89,9 @@ def check_readable(file: str | io.BytesIO) -> None:
 
 
 def _refused(error: pickle.UnpicklingError) -> str:
-    """Return what torch refused to load, out of its long message."""
-    found = re.search(r"Unsupported \w+: (?:GLOBAL )?(\S+)", str(error))
-    return f"`{found[1]}`" if found else type(error).__name__
+    """Return the name of the type that torch refused to load, out of its long message."""
+    match = re.search(r"Unsupported \w+: (?:GLOBAL )?(\S+)", str(error))
+    return f"`{match[1]}`" if match else type(error).__name__
 
 
 def load_state(path: str | os.PathLike[str]) -> Any:
@@ -100,23 +100,24 @@ def load_state(path: str | os.PathLike[str]) -> Any:
     Raises:
         FileNotFoundError: there is no such file.
         IsADirectoryError: it is a folder.
-        StateError: the file is truncated, holds something else than plain data and tensors, or is
-            no regular file.
+        StateError: the file is truncated, holds an object that is neither plain data nor a tensor,
+            or is no regular file.
     """
     path = Path(path)
     _check_regular(path)
     try:
-        with zipfile.ZipFile(path) as archive:  # torch itself does not look at the checksums
-            if (damaged := archive.testzip()) is not None:
-                raise ValueError(f"checksum of {damaged}")
+        with zipfile.ZipFile(path) as archive:  # torch itself does not compare the checksums
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise ValueError(f"checksum of {damaged}")
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise StateError(
-            f"`{path}` is not a state file: it holds something else than plain data and tensors "
-            f"(numpy's are not): {_refused(error)}."
+            f"`{path}` is not a state file: it must hold plain data and tensors only (numpy's are "
+            f"not), but holds {_refused(error)}."
         ) from error
     except Exception as error:
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # of a seek led astray
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: a wrong offset
             raise
         raise TornStateError(
             f"`{path}` ({path.stat().st_size} bytes) is truncated or not a state file "

@@ -1,1 +1,1 @@
-"""Trainers of other libraries, each in a module of its own that is imported only by its users."""
+"""Integrations with trainers of other libraries, one module for each; import the one you use."""

@@ -9,7 +9,7 @@
             optimizer.step()
             optimizer.zero_grad()
 
-The optimizer also steps at the end of an epoch, where fewer micro-steps may be left.
+The optimizer also steps at the end of an epoch, which may have fewer micro-steps.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ __all__ = ["AcceleratedLoader", "configure_accelerator"]
 MONITOR = "odb_nodes-monitor"  # folder in a checkpoint
 NOT_SAVED = (
     "it was saved before `configure_accelerator` was called, or without it. To begin a run with "
-    "its weights, call `load_state` before `configure_accelerator`."
+    "the weights of that checkpoint, call `load_state` before `configure_accelerator`."
 )
 CHANGED = (
-    "The arguments are those of the `ODBDataLoader`. If the change is meant, then after "
+    "The arguments belong to the `ODBDataLoader`. If the change is intended, call after "
     "`accelerator.load_state(folder)`: `loader.loader.load_state_dict(load_rank_state(folder), "
     "strict=False)`; for a smaller budget alone, with `change_budget=True`."
 )
@@ -58,7 +58,7 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
     """Yields the batches of a loader on the accelerator's device; made by `configure_accelerator`.
 
     `accelerator.accumulate` steps the optimizer where the loader ends an optimizer step, also at
-    the end of an epoch. `StepInfo.loss_scale` makes up for the division in `accelerator.backward`.
+    the end of an epoch. `StepInfo.loss_scale` undoes the division in `accelerator.backward`.
     `accelerator.prepare` returns this loader unchanged.
     """
 
@@ -72,11 +72,12 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         self.loader = loader
         self.gradient_state = GradientState()
         self._accelerator = accelerator
-        self._last: StepInfo | None = None  # of the batch that was yielded last
-        self._recorder, self._monitor = recorder, monitor  # which the loop itself tells of steps
+        self._last: StepInfo | None = None  # of the last batch
+        self._recorder = recorder
+        self._monitor = monitor  # not the recorder's: the training loop calls its `step`
         if monitor is not None:
             monitor.attach(loader)
-        self._unrecorded: StepInfo | None = None  # the same, until its step is recorded
+        self._unrecorded: StepInfo | None = None  # of the last batch, until it is recorded
         self._handles = (
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._load),
@@ -93,9 +94,10 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch, or continue from a loaded state."""
-        self._record()  # where the last epoch was left
-        it, self._last = begin_or_resume(self.loader, CHANGED), None
-        compat.drop_partial_step(self._accelerator)  # where the last epoch was left within one
+        self._record()  # The loop may have left the last epoch early.
+        it = begin_or_resume(self.loader, CHANGED)
+        self._last = None
+        compat.drop_partial_step(self._accelerator)
         self.begin()
         if self._monitor is not None:
             self._monitor.start_clock()
@@ -126,15 +128,15 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
     def take_metrics(self) -> dict[str, float]:
         """Return `odb/*` of the steps since the last call; see `summarize`.
 
-        All ranks call it at the same step. Log the result with `accelerator.log`. It is empty where
-        this loader has yielded no batch since then, as where an `OomGuard` takes them.
+        All ranks call it at the same step. Log the result with `accelerator.log`. It is empty if
+        this loader has yielded no batch since then, as when an `OomGuard` takes the batches.
         """
         return self._recorder.take_metrics(self._accelerator.gather, self._accelerator.device)
 
     def close(self) -> None:
-        """Stop workers and threads, and leave the accelerator's checkpoints alone. Idempotent.
+        """Stop workers and threads, and unregister from the accelerator's checkpoints. Idempotent.
 
-        The monitor writes what it has counted, for which all ranks are waited for.
+        The monitor writes its last record, for which all ranks must call this.
         """
         if self._monitor is not None:
             self._monitor.close()
@@ -187,10 +189,10 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         if self._monitor is not None and saved.is_dir() and is_own:
             self._monitor.load_state_dict(load_rank_state(saved))
         elif self._monitor is not None:
-            self._monitor.reset(-(-self.loader.step // self.loader.accumulate))  # of its epoch
+            self._monitor.reset(-(-self.loader.step // self.loader.accumulate))
 
     def _record(self) -> None:
-        """Write the step of the last batch into the ledger: whoever goes on has done it."""
+        """Write the step of the last batch into the ledger: the loop has finished it."""
         info, self._unrecorded = self._unrecorded, None
         if info is not None:
             self._recorder.record([({}, info, 0.0)], meter=False)
@@ -211,12 +213,11 @@ def configure_accelerator(
         accelerator: the accelerator of the training loop.
         loader: an `ODBDataLoader` that every rank has made after the accelerator, with
             `accumulate` equal to the accelerator's `gradient_accumulation_steps`.
-        ledger: the folder of a `Ledger` of the samples that were trained on; default: none is kept.
-            A step is recorded when the next batch is asked for, a checkpoint is saved, or the
-            loader is closed.
-        monitor: a `Monitor` of the run, which the checkpoints resume, and which is told how long
-            batches were waited for; default: none. Call its `step` for each batch, before
-            `save_state`. It is closed with the loader.
+        ledger: the folder of a `Ledger` of the trained samples. A step is recorded when the loop
+            takes the next batch, saves a checkpoint, or closes the loader. Default: no ledger.
+        monitor: a `Monitor` of the run, which the checkpoints resume and the loader closes, and
+            which also gets the waiting times. Call its `step` for each batch, before `save_state`.
+            Default: no monitor.
 
     Raises:
         TypeError, ValueError: an argument is not valid.

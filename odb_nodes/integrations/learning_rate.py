@@ -1,4 +1,4 @@
-"""Learning rates that go by samples instead of steps, for recipes tuned on fixed batches."""
+"""Learning rates that follow samples instead of steps, for recipes tuned on fixed batches."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class LrScaling:
 
 
 def follow(scheduler: LRScheduler, position: Callable[[], float]) -> LambdaLR:
-    """Return a schedule of the same shape whose position is `position()`, not a count of steps.
+    """Return a schedule of the same shape whose position is `position()` instead of the step count.
 
     A schedule made for 1000 steps follows the samples with
     `position=lambda: 1000 * samples_done / total_samples`.
 
     Args:
-        scheduler: a `LambdaLR`; do not use it any more.
-        position: a function that returns the present position, in steps of `scheduler`.
+        scheduler: a `LambdaLR`, which the result replaces.
+        position: a function that returns the current position, in steps of `scheduler`.
 
     Raises:
         TypeError: `scheduler` is not a `LambdaLR`.
@@ -84,7 +84,7 @@ def follow(scheduler: LRScheduler, position: Callable[[], float]) -> LambdaLR:
 
 
 def at_positions(scheduler: LambdaLR, position: Callable[[int], float]) -> LambdaLR:
-    """Return a schedule of the same shape that stands at `position(n)` after n steps."""
+    """Return a schedule of the same shape whose position after n steps is `position(n)`."""
 
     def moved(shape: Callable[[Any], float]) -> Callable[[int], float]:
         return lambda step: shape(position(step))

@@ -1,4 +1,4 @@
-"""What records the optimizer steps of a trainer: a ledger, a monitor, and its log's metrics."""
+"""Records the optimizer steps of a trainer: in a ledger, a monitor, and metrics of its log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from odb_nodes.tasks.task_gradients import AnyWeights
 
 
 class StepRecorder:
-    """Tells ledger, monitor and meter of each optimizer step that is done."""
+    """Passes each finished optimizer step to the ledger, the monitor and the meter."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class StepRecorder:
         self.meter = StepMeter()
         self.guard: OomGuard | None = None
         self._ooms = 0
-        self._untold: list[tuple[Any, StepInfo, float, dict[str, Any]]] = []
+        self._unreported: list[tuple[Any, StepInfo, float, dict[str, Any]]] = []
         self.begin_step()
 
     def resume(self, loader: ODBDataLoader, state: Mapping[str, Any] | None, step: int) -> None:
-        """Let the monitor go on from its state, or without one from so many optimizer steps."""
+        """Resume the monitor from its state, or without a state from optimizer step `step`."""
         if self.monitor is not None:
             if state is None:
                 self.monitor.reset(step)
@@ -46,31 +46,31 @@ class StepRecorder:
             self.monitor.attach(loader)
 
     def start_clock(self) -> None:
-        """Begin the time of the first steps here, after all set-up."""
+        """Begin to time steps, after all set-up."""
         self.meter.take()
-        if self.guard is not None:  # which may have been in a run before
+        if self.guard is not None:  # It may have been in an earlier run.
             self._ooms = self.guard.ooms
             self.guard.begin_metrics()
         if self.monitor is not None:
             self.monitor.start_clock()
 
     def begin_step(self) -> None:
-        """Forget what was measured of an optimizer step, which another one follows."""
-        self.losses: list[torch.Tensor] = []  # this rank's shares of the loss of the step
-        self.at_step: dict[str, Any] = {}  # learning rate and norm of the gradient
+        """Reset the measurements of the optimizer step."""
+        self.losses: list[torch.Tensor] = []  # this rank's shares of the step's loss
+        self.at_step: dict[str, Any] = {}  # learning rate and gradient norm
 
     def record(self, batches: Iterable[tuple[Any, StepInfo, float]], *, meter: bool = True) -> None:
-        """Record the batches of an optimizer step, with the seconds that each was waited for."""
+        """Record (batch, info, seconds waited) of each batch of an optimizer step."""
         for batch, info, wait_s in batches:
             if meter:
                 self.meter.add(batch, info, wait_s)
             if self._ledger is not None:
                 self._ledger.record(info)
             if self.monitor is not None:
-                self._untold.append((batch, info, wait_s, {}))
-        if self._untold:
-            last, ooms = self._untold[-1][1], 0 if self.guard is None else self.guard.ooms
-            self._untold[-1][-1].update(
+                self._unreported.append((batch, info, wait_s, {}))
+        if self._unreported:
+            last, ooms = self._unreported[-1][1], 0 if self.guard is None else self.guard.ooms
+            self._unreported[-1][-1].update(
                 loss=sum(self.losses) if self.losses else None,
                 loss_weight=last.optimizer_targets / last.world_size,
                 ooms=ooms - self._ooms,
@@ -80,11 +80,11 @@ class StepRecorder:
         self.begin_step()
 
     def tell_monitor(self, grad_norm: float | None = None) -> None:
-        """Tell the monitor of the step that was recorded, if any. All ranks call it together."""
-        untold, self._untold = self._untold, []
-        if grad_norm is not None and untold:
-            untold[-1][-1]["grad_norm"] = grad_norm
-        for batch, info, wait_s, measured in untold:
+        """Pass the recorded step to the monitor, if any. All ranks call it together."""
+        unreported, self._unreported = self._unreported, []
+        if grad_norm is not None and unreported:
+            unreported[-1][-1]["grad_norm"] = grad_norm
+        for batch, info, wait_s, measured in unreported:
             self.monitor.step(batch, info, wait_s=wait_s, **measured)  # type: ignore[union-attr]
 
     def take_metrics(
@@ -95,23 +95,24 @@ class StepRecorder:
             return {}
         metrics = self.meter.take_metrics(gather, device)
         if self._tasks is not None:
-            metrics |= {f"odb/weight/{task}": one for task, one in self._tasks.weights.items()}
+            weights = self._tasks.weights.items()
+            metrics |= {f"odb/weight/{task}": weight for task, weight in weights}
         return metrics if self.guard is None else metrics | self.guard.take_metrics(gather, device)
 
     def save(self) -> dict[str, Any] | None:
-        """Return the state of the monitor, once the disk has all records."""
+        """Write all records to disk, and return the state of the monitor."""
         self.tell_monitor()
         if self._ledger is not None:
             self._ledger.sync()
         return None if self.monitor is None else self.monitor.state_dict()
 
     def begin_attempt(self) -> None:
-        """Go back to a checkpoint: what was recorded of later steps does not count."""
+        """Go back to a checkpoint: records of later steps no longer count."""
         if self._ledger is not None:
             self._ledger.begin_attempt()
 
     def close(self, *, ended: bool = True) -> None:
-        """Close ledger and monitor. Idempotent; where the run has ended, all ranks call it."""
+        """Close ledger and monitor. Idempotent. If the run has ended, all ranks call it."""
         if self._ledger is not None:
             self._ledger.close(ended=ended)
         if ended:

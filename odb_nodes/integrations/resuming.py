@@ -1,4 +1,4 @@
-"""Resuming under a trainer: errors that name the remedy in the trainer's own terms."""
+"""Resuming under a trainer, with errors whose remedy names the trainer's arguments."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CHANGED_ARGUMENTS = (
     "data that the run was saved with ({names}), or begin a new run with its weights: load them "
     "with `{load}`, and leave out `{leave_out}`."
 )
-"""The remedy for a state that does not fit the arguments."""
+"""The remedy if a state does not fit the arguments."""
 
 
 def load_saved_states(
     folder: str | os.PathLike[str], rank: int, world_size: int, remedy: str
 ) -> tuple[list[Any], bool]:
-    """Return the state that this rank saved, or those of another number of ranks."""
+    """Return this rank's state and True, or all states of another number of ranks and False."""
     try:
         return saved_states(folder, rank, world_size)
     except FileNotFoundError:
@@ -39,26 +39,28 @@ def load_saved_states(
 
 
 def resharded_run(
-    runs: Sequence[S], rank: int, world_size: int, alike: Sequence[str], **own: Any
+    runs: Sequence[S], rank: int, world_size: int, shared: Sequence[str], **fields: Any
 ) -> S:
-    """Return the position of a run on one rank, out of those of another number of ranks."""
-    check_same("the run", runs, *alike)
+    """Return the resharded position of `rank`, with `fields` replaced.
+
+    shared: names of the fields that are equal on all ranks.
+    """
+    check_same("the run", runs, *shared)
     positions: Sequence[Any] = runs
     if positions[0].loader is not None:
-        own["loader"] = reshard([one.loader for one in positions], world_size)[rank]
+        fields["loader"] = reshard([run.loader for run in positions], world_size)[rank]
     if positions[0].monitor is not None:
-        own["monitor"] = Monitor.reshard_states([one.monitor for one in positions], world_size)[
-            rank
-        ]
-    run: S = replace(positions[0], **own)
-    return run
+        monitors = Monitor.reshard_states([run.monitor for run in positions], world_size)
+        fields["monitor"] = monitors[rank]
+    resharded: S = replace(positions[0], **fields)
+    return resharded
 
 
 def begin_or_resume(loader: ODBDataLoader, remedy: str) -> Iterator[Any]:
     """Return `iter(loader)`; a state that does not fit the loader is an error with a remedy."""
     try:
         return iter(loader)
-    except PositionError:  # The loader was asked for what it cannot do: it fits.
+    except PositionError:  # The state fits, but the loader cannot go to this position.
         raise
     except StateError as error:
         raise StateError(f"{error} {remedy}") from error

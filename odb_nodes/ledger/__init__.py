@@ -1,4 +1,4 @@
-"""A record of what became of every sample, and its audit."""
+"""A record of the fate of every sample, and its audit."""
 
 from odb_nodes.ledger.auditing import Audit, EpochAudit, audit
 from odb_nodes.ledger.ledger import Ledger

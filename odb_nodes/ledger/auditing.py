@@ -14,19 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_nodes._core.checks import MAX_KEY, check_count
-from odb_nodes._core.text import counted
+from odb_nodes._core.text import counted, named_ranks
 from odb_nodes.ledger.history import Ints, Run, Samples, Segment, Steps
 from odb_nodes.ledger.records import ENDS_EPOCH, FILLER, NO_KEY, Name
 
 DIGEST_BYTES = 32
 MOST_NAMED = 20
-"""Keys, or ranges of numbers, that are named where more are wrong in the same way."""
+"""Keys, or ranges of numbers, that one problem lists; further ones are counted."""
 MOST_STEPS_BEHIND = 16
-"""Steps that the file of a killed rank may lack of those of another.
+"""Steps that a killed rank may lack, compared with other ranks.
 
-Ranks meet at each optimizer step, so that one is ahead of another by a few steps at most.
+Ranks meet at each optimizer step, so none is ahead of another by more than a few steps.
 """
-OWN_FATES = ("dropped", "unemitted", "excluded")
+_FATES = ("dropped", "unemitted", "excluded")  # reasons of this library, not of the user
 
 Size = int | Mapping[str, int] | None
 Digests = npt.NDArray[np.uint8]
@@ -34,7 +34,7 @@ Digests = npt.NDArray[np.uint8]
 
 
 def digest_of(step_digests: Digests) -> str:
-    """Return the digest of some steps by those of each."""
+    """Return the digest of steps, made from the digest of each."""
     return blake2b(step_digests.tobytes(), digest_size=DIGEST_BYTES).hexdigest()
 
 
@@ -44,17 +44,17 @@ class EpochAudit:
 
     Attributes:
         epoch: number of the epoch.
-        steps: number of steps that are recorded.
-        last_step: the last of them.
-        world_sizes: numbers of ranks that it was trained with; more than one where that changed.
-        is_complete: whether all of its steps are recorded, on all ranks, from the first to the one
-            that ends it.
+        steps: number of recorded steps.
+        last_step: the last recorded step.
+        world_sizes: numbers of ranks that trained the epoch, in order: several if the number
+            changed within it.
+        is_complete: whether all steps of the epoch are recorded, on all ranks, up to its end.
         fates: fate -> number of samples: `"trained"`, `"dropped"`, `"excluded"`,
             `"unemitted"`, or `"skipped (reason)"`.
-        filler: number of steps of a rank that had no sample of its own.
-        digest: of all steps, 64 hexadecimal digits: equal where two runs had the same samples with
-            the same fates at every step of every rank.
-        step_digests: digest of each recorded step, of what all ranks had, (steps, 32) uint8.
+        filler: number of filler steps, summed over the ranks.
+        digest: 64 hexadecimal digits: equal for two runs in which every rank had the same samples
+            with the same fates at every step.
+        step_digests: (steps, 32) uint8, digest of each recorded step over all ranks.
     """
 
     epoch: int
@@ -68,10 +68,10 @@ class EpochAudit:
     step_digests: Digests = field(repr=False, compare=False)
 
     def digest_of_first(self, steps: int) -> str:
-        """Return the digest of the first so many recorded steps.
+        """Return the digest of the first recorded steps.
 
         Args:
-            steps: number of steps; all where fewer are recorded.
+            steps: number of steps; if fewer are recorded, all of them.
 
         Raises:
             TypeError, ValueError: `steps` is not a number of at least 0.
@@ -90,15 +90,15 @@ class EpochAudit:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """The result of an audit; as a string, its report.
+    """The result of an audit; `str(audit)` is its report.
 
     Attributes:
         folder: the folder of the ledger.
-        attempts: rank -> the epoch and step at which each of its attempts begins.
-        epochs: what is recorded of each epoch.
-        open_ranks: ranks whose last attempt has no end: they go on, were killed, or their last
-            records are missing.
-        problems: what is missing, double, changed or damaged, by rank, step and key.
+        attempts: rank -> the epoch and step at which each attempt begins.
+        epochs: the result for each recorded epoch.
+        open_ranks: ranks without a recorded end: they still train, were killed, or lost their last
+            records.
+        problems: what is missing, double, changed or damaged, with rank, step and key.
         notes: further facts, and what could not be checked.
     """
 
@@ -113,31 +113,33 @@ class Audit:
     def ok(self) -> bool:
         """Whether each sample has one fate per epoch, and no step is missing.
 
-        Of a run that is `"open"`, this can be said only where each of its epochs is complete.
+        An `"open"` run is only `ok` if each of its epochs is complete.
         """
         is_whole = bool(self.epochs) and all(epoch.is_complete for epoch in self.epochs)
         return self.state == "ended" or (self.state == "open" and is_whole)
 
     @property
     def state(self) -> Literal["ended", "open", "damaged"]:
-        """What the records are.
+        """The verdict on the records.
 
-        `"damaged"` where there is any problem; else `"ended"` where all ranks have recorded the end
-        of the run; else `"open"`: nothing is wrong in what is recorded, but more may be missing.
+        `"damaged"` if there is a problem; else `"ended"` if all ranks have recorded the end of the
+        run; else `"open"`: no problem so far, but records may be missing at the end.
         """
         if self.problems:
             return "damaged"
         return "open" if self.open_ranks else "ended"
 
     def __str__(self) -> str:
-        begun: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        ranks_of: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for rank, starts in self.attempts.items():
-            begun.setdefault(starts, []).append(rank)
+            ranks_of.setdefault(starts, []).append(rank)
         lines = [f"{self.folder}: {self._verdict()}"]
-        for starts, ranks in begun.items():
-            places = ", ".join(f"epoch {epoch} step {step}" for epoch, step in starts)
-            who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-            lines.append(f"{who}: {counted(len(starts), 'attempt')}{places and ', from '}{places}")
+        for starts, ranks in ranks_of.items():
+            line = f"{named_ranks(ranks)}: {counted(len(starts), 'attempt')}"
+            if starts:
+                line += ", from "
+                line += ", ".join(f"epoch {epoch} step {step}" for epoch, step in starts)
+            lines.append(line)
         lines += [str(epoch) for epoch in self.epochs]
         lines += [f"note: {text}" for text in self.notes]
         lines += [f"PROBLEM: {text}" for text in self.problems]
@@ -152,47 +154,46 @@ class Audit:
 
 
 def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None = None) -> Audit:
-    """Return what became of every sample that a `Ledger` has recorded, and what is wrong.
+    """Check the records of a `Ledger`: the fate of every sample, and what is wrong.
 
     Args:
-        folder: the folder that all ranks have written to; or one that their files were put into;
-            or the folder of a run that has one such folder in it.
-        size: number of samples of the data over all ranks; a dict source -> size where several
-            are mixed. In a complete epoch each sample must have a fate: missing indices are named,
-            other keys counted. Leave out a source that is drawn from at random, or is not read to
-            its end.
+        folder: the folder that all ranks wrote to, or a folder with exactly one such folder in it.
+        size: number of samples of the data over all ranks, or a dict source -> number for a
+            mixture. The audit then checks that each sample of a complete epoch has a fate: it lists
+            missing indices and counts missing keys of other kinds. Leave out a source that is drawn
+            from at random, or that is not read to its end.
 
     Returns:
-        Facts and problems. `audit(...).ok` is true if there are no problems, and the run has ended
-        or all of its epochs are complete: see `Audit.state`.
+        The facts and problems. `audit(...).ok` is true if there is no problem, and the run has
+        ended or all of its epochs are complete: see `Audit.state`.
 
     Raises:
-        TypeError, ValueError: `size` does not fit the sources, `folder` holds no ledger, or an
-            attempt in it is of another version.
+        TypeError, ValueError: `size` does not fit the sources, `folder` is not the folder of a
+            ledger, or another version of this library wrote an attempt in it.
         FileNotFoundError: there is no ledger in the folder.
     """
     size = _checked_size(size)
     run = Run(folder)
-    problems, notes = run.damage(), [text for file in run.files for text in file.notes]
-    notes += [f"rank {one.rank}: nothing is recorded." for one in run.files if not one.headers]
-    notes += run.begun_anew()
-    if left := run.open_ranks():
+    problems, notes, open_ranks = run.damage(), run.notes(), run.open_ranks()
+    if open_ranks:
         notes.append(
-            f"rank {ranges(left)}: no end of the run is recorded. It goes on, or was killed, or "
-            "its last records are missing: the files cannot tell. A run that ends calls "
+            f"rank {ranges(open_ranks)}: no end of the run is recorded. The run continues, was "
+            "killed, or lost its last records: the files cannot tell. A run that ends calls "
             "`Ledger.close`."
         )
-    if not run.segments and (total := sum(size.values()) if isinstance(size, Mapping) else size):
+    total = sum(size.values()) if isinstance(size, Mapping) else size
+    if total and not run.segments:
         problems.append(f"no sample has a fate, of {total:,}: nothing is recorded.")
-    killed = _Killed(run)
+    killed = _KilledRanks(run)
     epochs: list[EpochAudit] = []
-    for _, own in groupby(run.segments, key=lambda one: one.epoch):
-        epochs.append(_EpochCheck(run, [*own], problems, notes).check(epochs, killed, size))
+    for _, segments in groupby(run.segments, key=lambda segment: segment.epoch):
+        check = _EpochCheck(run, [*segments], problems, notes)
+        epochs.append(check.run_checks(epochs, killed, size))
     return Audit(
         folder=str(run.folder),
         attempts=run.starts(),
         epochs=tuple(epochs),
-        open_ranks=tuple(left),
+        open_ranks=tuple(open_ranks),
         problems=tuple(problems),
         notes=tuple(notes),
     )
@@ -200,62 +201,74 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
 
 def _checked_size(size: object) -> Size:
     if isinstance(size, Mapping):
-        return {name: check_count(f"size[{name!r}]", one, 0, MAX_KEY) for name, one in size.items()}
+        return {
+            source: check_count(f"size[{source!r}]", number, 0, MAX_KEY)
+            for source, number in size.items()
+        }
     return None if size is None else check_count("size", size, 0, MAX_KEY)
 
 
-class _Killed:
-    """Which ranks may lack steps of others, since they were killed before they recorded them."""
+class _KilledRanks:
+    """The ranks that may lack steps that others have, since they were killed before."""
 
     def __init__(self, run: Run) -> None:
         first = run.segments[0] if run.segments else None
         self.last_epochs = dict.fromkeys(run.by_rank, first.epoch - 1 if first else 0)
+        # All steps here are counted over epochs.
         done = dict.fromkeys(run.by_rank, first.first if first else 0)
-        begun = before = 0  # steps, as those of `done`, are counted over epochs
-        for epoch, group in groupby(run.segments, key=lambda one: one.epoch):
+        latest_start = epoch_start = 0
+        for epoch, group in groupby(run.segments, key=lambda segment: segment.epoch):
             segments = [*group]
-            stop = before + 1 + max(max(one.lasts.values()) for one in segments)
-            for one in segments:
-                self.last_epochs |= dict.fromkeys(one.lasts, epoch)
-                done |= {rank: before + last + 1 for rank, last in one.lasts.items()}
-                done |= dict.fromkeys(one.ending, stop)
-                begun = max([begun, *(before + step for step in one.begun)])
-            before = stop
-        # A checkpoint that an attempt begins at is of all ranks; so is the end of a run.
-        closed = [done[rank] for rank, own in run.by_rank.items() if own and own[-1].has_ended]
-        least = max([begun, before - MOST_STEPS_BEHIND, *closed])
+            last_step = max(max(segment.lasts.values()) for segment in segments)
+            epoch_stop = epoch_start + last_step + 1
+            for segment in segments:
+                self.last_epochs |= dict.fromkeys(segment.lasts, epoch)
+                done |= {rank: epoch_start + last + 1 for rank, last in segment.lasts.items()}
+                done |= dict.fromkeys(segment.ending, epoch_stop)
+                latest_start = max([latest_start, *(epoch_start + step for step in segment.starts)])
+            epoch_start = epoch_stop
+        # All ranks reached the checkpoint that an attempt begins at, and the end of the run.
+        ended = [
+            done[rank]
+            for rank, attempts in run.by_rank.items()
+            if attempts and attempts[-1].has_ended
+        ]
+        least = max([latest_start, epoch_start - MOST_STEPS_BEHIND, *ended])
         self.ranks = {rank for rank, steps in done.items() if steps >= least}
         self.has_ends = bool((run.steps["flags"] & ENDS_EPOCH).any())
 
     def may_be_behind(self, rank: int, epoch: int) -> bool:
-        """Tell whether a rank that was killed may have no further record from this epoch on."""
+        """Tell whether a kill may explain that a rank has no record after this epoch."""
         return rank in self.ranks and self.last_epochs[rank] <= epoch
 
     def lacks_steps(self, rank: int, epoch: int) -> bool:
-        """Tell whether a rank has its last record in this epoch, too far behind others."""
+        """Tell whether a rank's last record is in this epoch, too far behind the other ranks."""
         return rank not in self.ranks and self.last_epochs.get(rank) == epoch
 
 
 class _EpochCheck:
-    """What is found out of the segments of one epoch, added to the problems and notes of all."""
+    """Checks the segments of one epoch, and adds to the problems and notes of the audit."""
 
     def __init__(
         self, run: Run, segments: Sequence[Segment], problems: list[str], notes: list[str]
     ) -> None:
-        self.run, self.segments, self.epoch = run, segments, segments[0].epoch
-        self.steps = np.concatenate([one.steps for one in segments])
+        self.run, self.segments = run, segments
+        self.epoch = segments[0].epoch
+        self.steps = np.concatenate([segment.steps for segment in segments])
         self.samples = run.samples(self.steps)
         self.problems, self.notes = problems, notes
 
-    def check(self, before: Sequence[EpochAudit], killed: _Killed, size: Size) -> EpochAudit:
-        """Check steps and samples, and return what the ledger says of the epoch."""
-        is_complete = self._check_steps(before[-1].epoch if before else None, killed)
+    def run_checks(
+        self, earlier: Sequence[EpochAudit], killed: _KilledRanks, size: Size
+    ) -> EpochAudit:
+        """Check steps and samples, and return the result for the epoch."""
+        is_complete = self._check_steps(earlier[-1].epoch if earlier else None, killed)
         self._compare_replaced()
         self._check_keys(size, is_complete)
         names = self.run.names
         counts = np.bincount(self.samples.names, minlength=len(names)).tolist()
         fates: dict[str, int] = {}
-        for name, count in sorted(zip(names, counts, strict=True), key=lambda one: one[0].reason):
+        for name, count in sorted(zip(names, counts, strict=True), key=lambda pair: pair[0].reason):
             if count:
                 fate = _fate_of(name.reason)
                 fates[fate] = fates.get(fate, 0) + count
@@ -265,7 +278,7 @@ class _EpochCheck:
             epoch=self.epoch,
             steps=len(digests),
             last_step=int(self.steps["step"][-1]),
-            world_sizes=tuple(dict.fromkeys(one.world_size for one in self.segments)),
+            world_sizes=tuple(dict.fromkeys(segment.world_size for segment in self.segments)),
             is_complete=is_complete,
             fates=fates,
             filler=int((self.steps["flags"] & FILLER > 0).sum()),
@@ -273,72 +286,82 @@ class _EpochCheck:
             step_digests=digests,
         )
 
-    def _check_steps(self, before: int | None, killed: _Killed) -> bool:
-        """Check the steps on each rank, and return whether the epoch is complete."""
-        epoch, found = self.epoch, list[str]()
-        if before is not None and epoch > before + 1:
-            found.append(f"epoch {before + 1} has no record, but epoch {epoch} has.")
-        if first := self.segments[0].first:
-            text = f"epoch {epoch}: what was before step {first} is not recorded."
-            (self.notes if before is None else found).append(text)
-        last = self.segments[-1]
-        for one in self.segments:
-            for rank in one.lasts:
-                found += _holes(one, rank)
+    def _check_steps(self, previous: int | None, killed: _KilledRanks) -> bool:
+        """Check the steps of each rank, and return whether the epoch is complete.
+
+        previous: the recorded epoch before this one.
+        """
+        epoch, problems = self.epoch, list[str]()
+        if previous is not None and epoch > previous + 1:
+            problems.append(f"epoch {previous + 1} has no record, but epoch {epoch} has.")
+        first = self.segments[0].first
+        if first:
+            text = f"epoch {epoch}: the steps before step {first} are not recorded."
+            (self.notes if previous is None else problems).append(text)
+        for segment in self.segments:
+            for rank in segment.lasts:
+                problems += _holes(segment, rank)
             absent = [
                 rank
-                for rank in range(one.world_size)
-                if rank not in one.lasts and not killed.may_be_behind(rank, epoch)
+                for rank in range(segment.world_size)
+                if rank not in segment.lasts and not killed.may_be_behind(rank, epoch)
             ]
             if absent:
-                found.append(
-                    f"epoch {epoch}: rank {ranges(absent)} of {one.world_size} has no record: put "
-                    "the files of all ranks into the folder."
+                problems.append(
+                    f"epoch {epoch}: rank {ranges(absent)} of {segment.world_size} has no record: "
+                    "put the files of all ranks into the folder."
                 )
+        last = self.segments[-1]
         ranks = range(last.world_size)
         is_ended = last.ending >= {*ranks}
         if not is_ended and len({last.lasts.get(rank) for rank in ranks}) > 1:
             counts = [f"rank {rank} {(last.steps['rank'] == rank).sum()}" for rank in ranks]
             self._note(f"not all ranks have recorded as many steps: {', '.join(counts)}.")
-        left = sorted(last.lasts.keys() - last.ending)
-        if left := [rank for rank in left if not killed.may_be_behind(rank, epoch)]:
+        unended = [
+            rank
+            for rank in sorted(last.lasts.keys() - last.ending)
+            if not killed.may_be_behind(rank, epoch)
+        ]
+        if unended:
             text = (
-                f"epoch {epoch}: rank {ranges(left)}: the epoch has no end: it was left, or its "
+                f"epoch {epoch}: rank {ranges(unended)}: the epoch has no end: it was left, or its "
                 "last steps are not recorded"
             )
-            if killed.has_ends or any(killed.lacks_steps(rank, epoch) for rank in left):
-                found.append(f"{text}.")
+            if killed.has_ends or any(killed.lacks_steps(rank, epoch) for rank in unended):
+                problems.append(f"{text}.")
             else:
                 self.notes.append(f"{text}; or the graph has no `RankAligner`, which knows it.")
-        self.problems += found
-        return not first and not found and is_ended
+        self.problems += problems
+        return not first and not problems and is_ended
 
     def _compare_replaced(self) -> None:
-        """Say which steps had other samples in an attempt before: a resume repeats them."""
+        """Note the steps that had other samples in an earlier attempt: a resume repeats them."""
         replaced = self.run.replaced[self.run.replaced["epoch"] == self.epoch]
-        found: list[list[tuple[tuple[int, int], bytes]]] = []
-        for steps in (self.steps, replaced) if len(replaced) else ():
-            cuts = range(len(steps) + 1)
-            digests = _digests(steps, self.run.samples(steps), self.run.names, cuts)
-            places = zip(steps["rank"].tolist(), steps["step"].tolist(), strict=True)
-            found.append([*zip(places, map(bytes, digests), strict=True)])
-        counted = dict(found[0]) if found else {}
+        if not len(replaced):
+            return
+        counting = dict(self._digests_by_place(self.steps))
         differing: dict[int, list[int]] = {}
-        for (rank, step), digest in found[1] if found else ():
-            if counted.get((rank, step), digest) != digest:
+        for (rank, step), digest in self._digests_by_place(replaced):
+            if counting.get((rank, step), digest) != digest:
                 differing.setdefault(rank, []).append(step)
         for rank, steps in sorted(differing.items()):
             self._note(
                 f"rank {rank}: an earlier attempt had other samples at step "
-                f"{ranges(np.unique(steps))}: it is of another run, or data or configuration have "
-                "changed since."
+                f"{ranges(np.unique(steps))}: it belongs to another run, or data or configuration "
+                "have changed since."
             )
 
+    def _digests_by_place(self, steps: Steps) -> list[tuple[tuple[int, int], bytes]]:
+        """Return (rank, step) and digest of each record of a step."""
+        digests = _digests(steps, self.run.samples(steps), self.run.names, range(len(steps) + 1))
+        places = zip(steps["rank"].tolist(), steps["step"].tolist(), strict=True)
+        return [*zip(places, map(bytes, digests), strict=True)]
+
     def _check_keys(self, size: Size, is_complete: bool) -> None:
-        """Find the samples that have several fates, and those that have none."""
+        """Check that no sample has several fates, and that none is missing."""
         sources = self._by_source()
         if isinstance(size, int) and len(sources) > 1:
-            if not any(one.problems for one in self.run.files):
+            if not any(file.problems for file in self.run.files):
                 raise ValueError(
                     f"`size` must be a dict, with the sizes of the sources {sorted(sources)} by "
                     f"name, but is {size} instead."
@@ -347,7 +370,7 @@ class _EpochCheck:
             size = None
         sizes = dict.fromkeys(sources, size) if isinstance(size, int) else size or {}
         for source, parts in sources.items():
-            keys = [self._check_source(source, at) for at in parts]
+            keys = [self._check_source(source, indices) for indices in parts]
             if source in sizes:
                 self._compare_size(source, sizes[source], keys, is_complete)
         for source in sizes if is_complete else ():
@@ -355,75 +378,81 @@ class _EpochCheck:
                 self._problem(f"no sample{_of(source)} has a fate, of {sizes[source]:,}.")
 
     def _by_source(self) -> dict[str, list[Ints]]:
-        """Return the samples of each source, by key; apart for each rank that has it for itself."""
-        names, samples = self.run.names, self.samples
+        """Return the indices of each source's samples by key: one array, or one for each rank."""
+        names, samples, per_rank = self.run.names, self.samples, self.run.per_rank_sources
         numbers: dict[str, int] = {}
-        of_names = [numbers.setdefault(name.source, len(numbers)) for name in names]
-        group = np.array(of_names)[samples.names]
-        if self.run.own:
+        source_of_name = [numbers.setdefault(name.source, len(numbers)) for name in names]
+        group = np.array(source_of_name)[samples.names]
+        if per_rank:
             ranks = np.repeat(self.steps["rank"] + 1, self.steps["samples"])
-            is_own = np.array([name.source in self.run.own for name in names])[samples.names]
-            group = group * (int(ranks.max(initial=0)) + 1) + ranks * is_own
+            is_per_rank = np.array([name.source in per_rank for name in names])[samples.names]
+            group = group * (int(ranks.max(initial=0)) + 1) + ranks * is_per_rank
         order = np.lexsort((samples.repeats, samples.keys, group))
-        found: dict[str, list[Ints]] = {}
-        for at in np.split(order, np.flatnonzero(np.diff(group[order])) + 1) if len(order) else ():
-            found.setdefault(names[samples.names[at[0]]].source, []).append(at)
-        return found
+        cuts = np.flatnonzero(np.diff(group[order])) + 1
+        by_source: dict[str, list[Ints]] = {}
+        for indices in np.split(order, cuts) if len(order) else ():
+            source = names[samples.names[indices[0]]].source
+            by_source.setdefault(source, []).append(indices)
+        return by_source
 
-    def _check_source(self, source: str, at: Ints) -> Ints:
-        """Find the keys of a source that have several fates; return its keys, sorted, each once."""
-        keys, repeats = self.samples.keys[at], self.samples.repeats[at]
-        without = int(np.searchsorted(keys, 0))  # `NO_KEY` is below all keys
-        if without:
-            self._note(f"{without:,} samples{_of(source)} have no key: they are only counted.")
-        at = at[without:]
-        starts = np.flatnonzero(np.diff(keys[without:], prepend=NO_KEY))  # of each key
-        is_repeated = np.diff(starts, append=len(at)) > 1
+    def _check_source(self, source: str, indices: Ints) -> Ints:
+        """Report keys with several fates; return the sorted keys of the source, each once."""
+        keys, repeats = self.samples.keys[indices], self.samples.repeats[indices]
+        unkeyed = int(np.searchsorted(keys, 0))  # `NO_KEY` sorts before all keys
+        if unkeyed:
+            self._note(f"{unkeyed:,} samples{_of(source)} have no key: they are only counted.")
+        indices = indices[unkeyed:]
+        starts = np.flatnonzero(np.diff(keys[unkeyed:], prepend=NO_KEY))  # of each key
+        is_repeated = np.diff(starts, append=len(indices)) > 1
         if repeats.any() and is_repeated.any():
             self._note(
                 f"{is_repeated.sum():,} keys{_of(source)} come more than once by intent: their "
-                "source begins again, or a sampler draws them. Each repeat has one fate; those of "
-                "left-out samples are not told apart."
+                "source begins again, or a sampler draws them. Each repeat has one fate; repeats "
+                "of left-out samples cannot be told apart."
             )
-            at = at[np.array([not one.reason for one in self.run.names])[self.samples.names[at]]]
-        compared = np.stack((self.samples.keys[at], self.samples.repeats[at].astype(np.int64)))
-        same = np.flatnonzero((np.diff(compared) == 0).all(0))
-        self._name_several(source, at[np.union1d(same, same + 1)])
-        return np.append(keys[:without], keys[without:][starts])
+            is_trained = np.array([not name.reason for name in self.run.names])
+            indices = indices[is_trained[self.samples.names[indices]]]
+        pairs = np.stack((self.samples.keys[indices], self.samples.repeats[indices].astype(int)))
+        equal = np.flatnonzero((np.diff(pairs) == 0).all(0))
+        self._report_several(source, indices[np.union1d(equal, equal + 1)])
+        return np.append(keys[:unkeyed], keys[unkeyed:][starts])
 
-    def _name_several(self, source: str, at: Ints) -> None:
-        """Say where the samples of each key that has several fates are, and which fates."""
-        keys = self.samples.keys[at]
-        groups = np.split(at, np.flatnonzero(np.diff(keys)) + 1) if len(at) else []
+    def _report_several(self, source: str, indices: Ints) -> None:
+        """Report keys with several fates: `indices` are their samples, sorted by key."""
+        keys = self.samples.keys[indices]
+        groups = np.split(indices, np.flatnonzero(np.diff(keys)) + 1) if len(indices) else []
         for group in groups[:MOST_NAMED]:
             fates = []
-            for one in group[:MOST_NAMED].tolist():
-                step = self.steps[np.searchsorted(self.samples.stops, one, side="right")]
-                fate = _fate_of(self.run.names[self.samples.names[one]].reason)
+            for index in group[:MOST_NAMED].tolist():
+                step = self.steps[np.searchsorted(self.samples.stops, index, side="right")]
+                fate = _fate_of(self.run.names[self.samples.names[index]].reason)
                 fates.append(f"{fate} at rank {step['rank']} step {step['step']}")
-            fates += [f"{len(group) - MOST_NAMED:,} more"] * (len(group) > MOST_NAMED)
+            if len(group) > MOST_NAMED:
+                fates.append(f"{len(group) - MOST_NAMED:,} more")
             self._problem(
                 f"key {self.samples.keys[group[0]]}{_of(source)} has {len(group)} fates: "
                 f"{'; '.join(fates)}."
             )
-        if (more := len(groups) - MOST_NAMED) > 0:
+        if len(groups) > MOST_NAMED:
+            more = len(groups) - MOST_NAMED
             self._problem(f"{more:,} more keys{_of(source)} have several fates.")
 
     def _compare_size(
         self, source: str, size: int, parts: Sequence[Ints], is_complete: bool
     ) -> None:
-        """Compare the keys of a source, and of each rank that has it for itself, with its size."""
-        have = sum(map(len, parts))
-        if have > size:
-            self._problem(f"{have:,} samples{_of(source)} have a fate, but it has {size:,}.")
-        if have >= size or not is_complete:
+        """Compare the number of keys of a source with its size. `parts`: its keys, by rank."""
+        count = sum(map(len, parts))
+        if count > size:
+            self._problem(f"{count:,} samples{_of(source)} have a fate, but it has {size:,}.")
+        if count >= size or not is_complete:
             return
-        text = f"{size - have:,} of {size:,} samples{_of(source)} have no fate"
+        text = f"{size - count:,} of {size:,} samples{_of(source)} have no fate"
         keys = parts[0]
-        if len(parts) == 1 and (not have or (keys[0] >= 0 and keys[-1] < size)):  # indices
-            missing = np.ones(size, bool)
-            missing[keys] = False
-            text += f": {'key' if have == size - 1 else 'keys'} {ranges(np.flatnonzero(missing))}"
+        if len(parts) == 1 and (not count or (keys[0] >= 0 and keys[-1] < size)):  # indices
+            is_missing = np.ones(size, bool)
+            is_missing[keys] = False
+            noun = "key" if count == size - 1 else "keys"
+            text += f": {noun} {ranges(np.flatnonzero(is_missing))}"
         self._problem(f"{text}.")
 
     def _problem(self, text: str) -> None:
@@ -434,51 +463,55 @@ class _EpochCheck:
 
 
 def _digests(steps: Steps, samples: Samples, names: Sequence[Name], cuts: Iterable[int]) -> Digests:
-    """Return a digest of what ranks had from each of some indices of steps to the next one."""
-    of_names = [blake2b(json.dumps([*one]).encode(), digest_size=8).digest() for one in names]
+    """Return a digest of the steps between each two consecutive indices in `cuts`."""
+    name_digests = [blake2b(json.dumps([*name]).encode(), digest_size=8).digest() for name in names]
     columns = (
         samples.keys,
         samples.repeats,
-        np.frombuffer(b"".join(of_names), np.int64)[samples.names],
+        np.frombuffer(b"".join(name_digests), np.int64)[samples.names],
     )
     heads = np.column_stack(
         (steps["step"], steps["rank"], steps["samples"], steps["flags"] & FILLER)
     )
     stops, digests = [0, *samples.stops.tolist()], []
-    for a, b in pairwise(cuts):
-        parts = [heads[a:b], *(column[stops[a] : stops[b]] for column in columns)]
+    for first, stop in pairwise(cuts):
+        rows = slice(stops[first], stops[stop])
+        parts = [heads[first:stop], *(column[rows] for column in columns)]
         data = b"".join(part.tobytes() for part in parts)
         digests.append(blake2b(data, digest_size=DIGEST_BYTES).digest())
     return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES)
 
 
 def _holes(segment: Segment, rank: int) -> Iterator[str]:
-    """Say which steps of a segment a rank has not recorded, or more than once."""
+    """Yield the problem of steps that a rank has recorded twice, and of missing steps."""
     steps = segment.steps["step"][segment.steps["rank"] == rank]
     stop = segment.lasts[rank] + 1 if segment.stop is None else segment.stop
     wrong = {
         "recorded more than once": np.unique(steps[1:][steps[1:] == steps[:-1]]),
         "not recorded": np.setdiff1d(np.arange(segment.first, stop), steps),
     }
-    for text, which in wrong.items():
-        if len(which):
-            yield f"rank {rank}, epoch {segment.epoch}: {text}: step {ranges(which)}."
+    for text, numbers in wrong.items():
+        if len(numbers):
+            yield f"rank {rank}, epoch {segment.epoch}: {text}: step {ranges(numbers)}."
 
 
 def ranges(numbers: npt.ArrayLike) -> str:
-    """Return sorted numbers without repeats as text: `3, 7 to 9`; of many, the first are named."""
-    parts = np.split(found := np.asarray(numbers), np.flatnonzero(np.diff(found) > 1) + 1)
-    named = [
-        str(one[0]) if len(one) == 1 else f"{one[0]} to {one[-1]}" for one in parts[:MOST_NAMED]
+    """Return sorted, different numbers as text: `3, 7 to 9`; at most `MOST_NAMED` ranges."""
+    array = np.asarray(numbers)
+    parts = np.split(array, np.flatnonzero(np.diff(array) > 1) + 1)
+    names = [
+        str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}"
+        for part in parts[:MOST_NAMED]
     ]
-    more = sum(map(len, parts[MOST_NAMED:]))
-    return ", ".join(named + [f"{more:,} more"] * bool(more))
+    if more := sum(map(len, parts[MOST_NAMED:])):
+        names.append(f"{more:,} more")
+    return ", ".join(names)
 
 
 def _fate_of(reason: str) -> str:
     if not reason:
         return "trained"
-    return reason if reason in OWN_FATES else f"skipped ({reason})"
+    return reason if reason in _FATES else f"skipped ({reason})"
 
 
 def _of(source: str) -> str:

@@ -1,6 +1,6 @@
-"""What the files of a ledger say, and which steps count of it.
+"""Read the files of a ledger, and find the steps that count.
 
-An attempt replaces what earlier ones did from its start on.
+An attempt replaces all that earlier attempts recorded from its first step on.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -47,28 +47,15 @@ STEP_DTYPE = np.dtype(
         "formats": ["i8", "i8", "i4", "i4", "u1", "i4", "i8"],
     }
 )
-"""A step that is recorded: `attempt` is an index, `first_row` where its samples are in the file."""
+"""A recorded step: `attempt` is an index, `first_row` the row of its first sample in the file."""
 Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 Steps = npt.NDArray[np.void]
 _KIND_BITS = 0xFF ^ (FILLER | ENDS_EPOCH)
 
 
-def rank_files(folder: Path) -> list[RankFile]:
-    """Return the files of a ledger, in the order of the ranks."""
-    if os.path.isfile(folder):
-        raise ValueError(f"`folder` must be a folder, but `{folder}` is a file.")
-    paths = sorted(folder.glob("rank-*.ledger"))
-    if not paths:
-        missing = "no file `rank-00000.ledger`" if os.path.isdir(folder) else "no such folder"
-        raise FileNotFoundError(
-            f"`{folder}` has no ledger: there is {missing}. Give the folder of a `Ledger`."
-        )
-    return [RankFile(path) for path in paths]
-
-
 class RankFile:
-    """What the file of one rank says, and where it was changed, damaged or torn."""
+    """The records in the file of one rank, and where it was changed, damaged or torn."""
 
     def __init__(self, path: Path) -> None:
         match = re.fullmatch(r"rank-([0-9]+)\.ledger", path.name)
@@ -79,13 +66,13 @@ class RankFile:
                 "out of the folder."
             )
         self.path, self.rank = path, int(match[1])
-        self.headers: list[Header] = []  # of its attempts, in the order in which they were written
-        self.names: list[dict[int, Name]] = []  # number -> name, of each attempt
-        self.steps: Steps = np.empty(0, STEP_DTYPE)  # that are whole
-        self.has_ended = False  # The run has, and nobody has gone on.
+        self.headers: list[Header] = []  # of the attempts, in the order of the file
+        self.names: list[dict[int, Name]] = []  # number -> name, for each attempt
+        self.steps: Steps = np.empty(0, STEP_DTYPE)  # undamaged records
+        self.has_ended = False  # The end of the run is recorded, and no attempt follows.
         self.problems: list[str] = []
         self.notes: list[str] = []
-        if path.stat().st_size:  # what is empty cannot be mapped
+        if path.stat().st_size:  # an empty file cannot be mapped
             self._read(np.memmap(path, np.uint8, "r"))
 
     def _read(self, data: Bytes) -> None:
@@ -99,63 +86,72 @@ class RankFile:
         size = int.from_bytes(data[len(MAGIC) : ROW_BYTES].tobytes(), "little")
         self.has_ended = size == len(data)
         if size and not self.has_ended:
-            what = "missing: it was cut" if size > len(data) else "too many"
-            self._problem(f"the run has ended, but {abs(size - len(data)):,} bytes are {what}")
+            error = "missing: it was cut" if size > len(data) else "too many"
+            self._problem(f"the run has ended, but {abs(size - len(data)):,} bytes are {error}")
         rows = data[: len(data) // ROW_BYTES * ROW_BYTES].view(END_ROW)
         starts = np.append(1, np.flatnonzero(rows["mark"][1:] == MARK) + 2)
         self._read_records(data, starts, rows[starts[1:] - 1])
-        if rest := data[int(starts[-1]) * ROW_BYTES :].tobytes():
-            if _is_torn(rest, len(self.names[-1]) if self.names else 0):
-                text = f"rank {self.rank}: a torn record of {len(rest):,} bytes is ignored."
-                self.notes.append(text)
-            else:
-                self._problem(f"the last {len(rest):,} bytes are damaged")
+        tail = data[int(starts[-1]) * ROW_BYTES :].tobytes()
+        if tail and _is_torn(tail, len(self.names[-1]) if self.names else 0):
+            text = f"rank {self.rank}: a torn record of {len(tail):,} bytes is ignored."
+            self.notes.append(text)
+        elif tail:
+            self._problem(f"the last {len(tail):,} bytes are damaged")
 
     def _read_records(self, data: Bytes, starts: Ints, ends: npt.NDArray[np.void]) -> None:
-        """Read records, by the first rows of each and of what follows, and their end rows."""
+        """Read all records.
+
+        starts: first row of each record, then the row after the last record.
+        ends: end row of each record.
+        """
         bounds, view = (starts * ROW_BYTES).tolist(), data.data
-        crcs = [zlib.crc32(view[a : b - 4]) for a, b in pairwise(bounds)]
+        crcs = [zlib.crc32(view[start : stop - 4]) for start, stop in pairwise(bounds)]
         kinds = ends["kind"]
-        is_header, is_name, is_step = kinds == HEADER, kinds == NAME, kinds & _KIND_BITS == STEP
+        is_header = kinds == HEADER
+        is_name = kinds == NAME
+        is_step = kinds & _KIND_BITS == STEP
         is_whole = (ends["crc"] == np.array(crcs, np.uint32)) & (is_header | is_name | is_step)
         is_next = np.diff(ends["number"], prepend=np.uint16(0xFFFF)) == 1  # modulo 2**16
-        is_next[1:] |= ~is_whole[:-1]  # what is damaged is said on its own
-        attempts, steps = np.cumsum(is_header), np.flatnonzero(is_step & is_whole)
-        is_read = [False]  # of each attempt, from 1: not where its header is damaged
+        is_next[1:] |= ~is_whole[:-1]  # the damage of the record before is a problem already
+        attempts = np.cumsum(is_header)  # of each record, from 1 on
+        steps = np.flatnonzero(is_step & is_whole)
+        is_read = [False]  # for each attempt, from 1 on: whether its header is whole
         damaged_to = 0
-        for at in np.flatnonzero(~(is_step & is_whole & is_next)).tolist():
-            if is_header[at]:
-                is_read.append(bool(is_whole[at]))
-            before = steps[: np.searchsorted(steps, at)][-1:]
-            where = f"attempt {max(attempts[at], 1)}, at its beginning"
-            if len(before) and attempts[before[0]] == attempts[at]:
-                where = f"attempt {attempts[at]}, after {_place(ends[before[0]])}"
-            if not is_whole[at]:
-                if at >= damaged_to:  # with all that follow it
-                    damaged_to = at + int(np.argmax(np.append(is_whole[at:], True)))
-                    size = bounds[damaged_to] - bounds[at]
+        for record in np.flatnonzero(~(is_step & is_whole & is_next)).tolist():
+            if is_header[record]:
+                is_read.append(bool(is_whole[record]))
+            before = steps[: np.searchsorted(steps, record)][-1:]
+            where = f"attempt {max(attempts[record], 1)}, at its beginning"
+            if len(before) and attempts[before[0]] == attempts[record]:
+                where = f"attempt {attempts[record]}, after {_place(ends[before[0]])}"
+            if not is_whole[record]:
+                if record >= damaged_to:  # one problem for all damaged records in a row
+                    damaged_to = record + int(np.argmax(np.append(is_whole[record:], True)))
+                    size = bounds[damaged_to] - bounds[record]
                     self._problem(
-                        f"{where}: {size:,} bytes from byte {bounds[at]:,} on are damaged"
+                        f"{where}: {size:,} bytes from byte {bounds[record]:,} on are damaged"
                     )
                 continue
-            if not is_next[at]:
-                what = "a name" if is_name[at] else "the beginning of the attempt"
-                what = f"the record of {_place(ends[at])}" if is_step[at] else what
+            if not is_next[record]:
+                kind = "a name" if is_name[record] else "the beginning of the attempt"
+                kind = f"the record of {_place(ends[record])}" if is_step[record] else kind
                 self._problem(
-                    f"{where}: {what} does not continue the record before it: one of them was "
+                    f"{where}: {kind} does not continue the record before it: one of them was "
                     "removed, doubled or moved"
                 )
-            text = bytes(view[bounds[at] : bounds[at + 1] - ROW_BYTES])
-            if is_header[at]:
+            text = bytes(view[bounds[record] : bounds[record + 1] - ROW_BYTES])
+            if is_header[record]:
                 self._begin(json.loads(text))
-            elif is_name[at] and is_read[-1]:
-                self.names[-1][int(ends["step"][at])] = Name(*json.loads(text))
+            elif is_name[record] and is_read[-1]:
+                self.names[-1][int(ends["step"][record])] = Name(*json.loads(text))
         steps = steps[np.array(is_read)[attempts[steps]]]
         self.steps = np.zeros(len(steps), STEP_DTYPE)
-        self.steps["epoch"], self.steps["step"] = ends["epoch"][steps], ends["step"][steps]
+        self.steps["epoch"] = ends["epoch"][steps]
+        self.steps["step"] = ends["step"][steps]
         self.steps["attempt"] = (np.cumsum(is_read) - 1)[attempts[steps]]
         self.steps["flags"] = kinds[steps] - STEP
-        self.steps["first_row"], self.steps["samples"] = starts[steps], np.diff(starts)[steps] - 1
+        self.steps["first_row"] = starts[steps]
+        self.steps["samples"] = np.diff(starts)[steps] - 1
 
     def _begin(self, fields: dict[str, Any]) -> None:
         if fields["version"] != VERSION:
@@ -183,14 +179,14 @@ def _place(end: np.void) -> str:
     return f"epoch {end['epoch']} step {end['step']}"
 
 
-def _is_torn(rest: bytes, names: int) -> bool:
-    """Tell whether bytes can be the beginning of a record, or zeros after a loss of power."""
-    rest = rest[: len(rest) // ROW_BYTES * ROW_BYTES]
-    rows = np.frombuffer(rest, SAMPLE_ROW)
-    return rest.isascii() or bool(((rows["name"] < names) & (rows["key"] >= NO_KEY)).all())
+def _is_torn(tail: bytes, names: int) -> bool:
+    """Tell whether bytes may be the beginning of a record, or zeros after a loss of power."""
+    tail = tail[: len(tail) // ROW_BYTES * ROW_BYTES]
+    rows = np.frombuffer(tail, SAMPLE_ROW)
+    return tail.isascii() or bool(((rows["name"] < names) & (rows["key"] >= NO_KEY)).all())
 
 
-# --- what counts ----------------------------------------------------------------------------------
+# --- the steps that count -------------------------------------------------------------------------
 
 _NEVER = 1 << 62
 _STEP_BITS = (1 << 32) - 1
@@ -198,42 +194,51 @@ _UNKNOWN = Name("a source whose name is damaged", "", False)
 
 
 def position(epoch: npt.ArrayLike, step: npt.ArrayLike) -> Ints:
-    """Return epoch and step as one number that grows with both."""
+    """Return epoch and step as one integer that grows with both."""
     return (np.asarray(epoch, np.int64) << 32) + np.asarray(step, np.int64)
+
+
+def _epoch_and_step(position: int) -> tuple[int, int]:
+    return position >> 32, position & _STEP_BITS
+
+
+def _place_of(position: int) -> str:
+    epoch, step = _epoch_and_step(position)
+    return f"epoch {epoch} step {step}"
 
 
 @dataclass(kw_only=True)
 class Attempt:
-    """One attempt of one rank; of a virtual rank, where processes hosted several."""
+    """An attempt of one rank. A process with several virtual ranks has one for each of them."""
 
     rank: int
     world_size: int
-    start: int  # `position` of its first step
+    start: int  # `position` of the first step
     time_s: float
-    lost: int  # steps that could not be written, from its start on
+    lost: int  # steps from `start` on that could not be written
     path: Path
-    has_ended: bool  # it is the last one of the file, and the run has ended
+    has_ended: bool  # it is the last attempt of the file, and the run has ended
     has_steps: bool
-    names: npt.NDArray[np.int32]  # indices into `Run.names`; the last is of an unknown one
-    job: int = 0  # attempts of as many ranks, one after the other
-    job_limit: int = _NEVER  # `position` from which later jobs have done its steps again
-    limit: int = _NEVER  # that from which later attempts have
+    names: npt.NDArray[np.int32]  # number of a name -> index into `Run.names`; last: unknown name
+    job: int = 0  # consecutive attempts with the same number of ranks are one job
+    job_limit: int = _NEVER  # `position` from which later jobs have replaced the steps
+    limit: int = _NEVER  # `position` from which later attempts or jobs have replaced the steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """The steps of an epoch that count of one job; sorted by step, then by rank."""
+    """The steps of one job in one epoch that count, sorted by step, then by rank."""
 
     epoch: int
     world_size: int
-    first: int  # step at which it begins
-    stop: int | None  # step at which a later job goes on
-    begun: list[int]  # steps of this epoch at which attempts begin
+    first: int  # first step
+    stop: int | None  # step at which a later job takes over
+    starts: list[int]  # steps of this epoch at which attempts begin
     steps: Steps
 
     @cached_property
     def lasts(self) -> dict[int, int]:
-        """The last step of each rank that has recorded any."""
+        """Rank -> its last recorded step."""
         return dict(zip(self.steps["rank"].tolist(), self.steps["step"].tolist(), strict=True))
 
     @cached_property
@@ -246,53 +251,56 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """The samples of some steps, as columns."""
+    """The samples of a number of steps, as columns."""
 
-    keys: Ints  # `NO_KEY` where there is none
+    keys: Ints  # `NO_KEY` for a sample without a key
     repeats: npt.NDArray[np.uint32]
     names: npt.NDArray[np.int32]  # indices into `Run.names`
     stops: Ints  # number of samples up to the end of each step
 
 
 class Run:
-    """What all files of a ledger say, and what counts of it."""
+    """All files of a ledger, and the steps in them that count."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = folder_with("rank-*.ledger", folder)
-        self.files = rank_files(self.folder)
-        named = [name for file in self.files for one in file.names for name in one.values()]
-        self.own = {name.source for name in named if name.is_own}  # of each rank for itself
+        self.files = _read_files(self.folder)
+        all_names = [name for file in self.files for names in file.names for name in names.values()]
+        self.per_rank_sources = {name.source for name in all_names if name.is_per_rank}
         self.attempts: list[Attempt] = []  # of all ranks
-        numbers, parts = {_UNKNOWN: 0}, [np.empty(0, STEP_DTYPE)]
+        numbers = {_UNKNOWN: 0}  # name -> index into `names`
+        parts = [np.empty(0, STEP_DTYPE)]
         for file in self.files:
-            parts += [self._read_attempt(file, at, numbers) for at in range(len(file.headers))]
-        self.names, self.steps = [*numbers], np.concatenate(parts)
+            for index in range(len(file.headers)):
+                parts.append(self._read_attempt(file, index, numbers))
+        self.names = [*numbers]
+        self.steps = np.concatenate(parts)
         ranks = {file.rank for file in self.files if not file.headers}
-        ranks.update(one.rank for one in self.attempts)
+        ranks.update(attempt.rank for attempt in self.attempts)
         self.by_rank = {rank: self._attempts_of(rank) for rank in sorted(ranks)}
         self._jobs = self._set_limits()
-        limits, job_limits, jobs = (
-            np.array([getattr(one, name) for one in self.attempts], np.int64)[self.steps["attempt"]]
-            for name in ("limit", "job_limit", "job")
-        )
-        places = position(self.steps["epoch"], self.steps["step"])
-        # Done again by a later attempt of as many ranks; and what counts, in the order of the run.
-        self.replaced = self.steps[(limits <= places) & (places < job_limits)]
-        self.segments = self._segments(self.steps[places < limits], jobs[places < limits])
+        fields = [(attempt.limit, attempt.job_limit, attempt.job) for attempt in self.attempts]
+        of_steps = np.array(fields, np.int64).reshape(-1, 3)[self.steps["attempt"]]
+        limits, job_limits, jobs = of_steps.T
+        positions = position(self.steps["epoch"], self.steps["step"])
+        # Steps that a later attempt of the same job has done again.
+        self.replaced = self.steps[(limits <= positions) & (positions < job_limits)]
+        self.segments = self._segments(self.steps[positions < limits], jobs[positions < limits])
 
     def _read_attempt(self, file: RankFile, index: int, numbers: dict[Name, int]) -> Steps:
-        """Add an attempt for each virtual rank of a process, and return their steps."""
+        """Add the attempt of each virtual rank of a process, and return their steps."""
         header, names = file.headers[index], file.names[index]
-        of_names = np.zeros(max(names, default=-1) + 2, np.int32)
+        indices = np.zeros(max(names, default=-1) + 2, np.int32)
         for number, name in names.items():
-            of_names[number] = numbers.setdefault(name._replace(is_own=False), len(numbers))
+            indices[number] = numbers.setdefault(name._replace(is_per_rank=False), len(numbers))
         steps: Steps = file.steps[file.steps["attempt"] == index]
         hosted = header.batches
         steps["step"], turns = np.divmod(steps["step"], hosted)
-        steps["rank"], steps["attempt"] = file.rank * hosted + turns, len(self.attempts) + turns
-        if hosted > 1:  # the last of them knows
-            places = position(steps["epoch"], steps["step"])
-            is_last = np.isin(places, places[steps["flags"] & ENDS_EPOCH > 0])
+        steps["rank"] = file.rank * hosted + turns
+        steps["attempt"] = len(self.attempts) + turns
+        if hosted > 1:  # only the last virtual rank of a step records the end of the epoch
+            positions = position(steps["epoch"], steps["step"])
+            is_last = np.isin(positions, positions[steps["flags"] & ENDS_EPOCH > 0])
             steps["flags"] |= (ENDS_EPOCH * is_last).astype(np.uint8)
         lost = range(header.step, header.step + header.lost)
         for turn in range(hosted):
@@ -301,165 +309,190 @@ class Run:
                 world_size=header.world_size * hosted,
                 start=int(position(header.epoch, -(-(header.step - turn) // hosted))),
                 time_s=header.time_s,
-                lost=sum(one % hosted == turn for one in lost),
+                lost=sum(number % hosted == turn for number in lost),
                 path=file.path,
                 has_ended=file.has_ended and index == len(file.headers) - 1,
                 has_steps=bool((turns == turn).any()),
-                names=of_names,
+                names=indices,
             )
             self.attempts.append(attempt)
         return steps
 
     def _attempts_of(self, rank: int) -> list[Attempt]:
-        own = [one for one in self.attempts if one.rank == rank]
-        if len({one.path for one in own}) > 1:  # else their order in the file is right
-            own.sort(key=lambda one: one.time_s)
-        return own
+        attempts = [attempt for attempt in self.attempts if attempt.rank == rank]
+        if len({attempt.path for attempt in attempts}) > 1:  # else the order of the file is right
+            attempts.sort(key=lambda attempt: attempt.time_s)
+        return attempts
 
     def _set_limits(self) -> list[list[Attempt]]:
-        """Tell each attempt what has replaced its steps, and return the jobs."""
+        """Set the limits of each attempt, and return the attempts of each job."""
         jobs: list[list[Attempt]] = []
-        for one in sorted(self.attempts, key=lambda one: one.time_s):
-            if not jobs or jobs[-1][0].world_size != one.world_size:
+        for attempt in sorted(self.attempts, key=lambda attempt: attempt.time_s):
+            if not jobs or jobs[-1][0].world_size != attempt.world_size:
                 jobs.append([])
-            one.job = len(jobs) - 1
-            jobs[-1].append(one)
+            attempt.job = len(jobs) - 1
+            jobs[-1].append(attempt)
         limit = _NEVER
         for job in reversed(jobs):
-            for one in job:
-                one.job_limit = limit
-            limit = min([limit, *(one.start for one in job)])
-        for own in self.by_rank.values():
-            limits: dict[int, int] = {}
-            for one in reversed(own):
-                one.limit = min(one.job_limit, limits.get(one.job, _NEVER))
-                limits[one.job] = min(one.limit, one.start)
+            for attempt in job:
+                attempt.job_limit = limit
+            limit = min([limit, *(attempt.start for attempt in job)])
+        for attempts in self.by_rank.values():
+            limits: dict[int, int] = {}  # by job
+            for attempt in reversed(attempts):
+                attempt.limit = min(attempt.job_limit, limits.get(attempt.job, _NEVER))
+                limits[attempt.job] = min(attempt.limit, attempt.start)
         return jobs
 
     def _segments(self, steps: Steps, jobs: Ints) -> list[Segment]:
         order = np.lexsort((steps["rank"], steps["step"], jobs, steps["epoch"]))
         steps, jobs = steps[order], jobs[order]
         cuts = np.flatnonzero((np.diff(steps["epoch"]) != 0) | (np.diff(jobs) != 0)) + 1
-        found = []
+        segments = []
         for part in np.split(steps, cuts) if len(steps) else ():
             epoch = int(part["epoch"][0])
-            attempts = [self.attempts[one] for one in np.unique(part["attempt"]).tolist()]
-            start = min(one.start for one in self._jobs[attempts[0].job])
-            limit = attempts[0].job_limit
+            attempts = [self.attempts[index] for index in np.unique(part["attempt"]).tolist()]
+            job_start = min(attempt.start for attempt in self._jobs[attempts[0].job])
+            first_epoch, first_step = _epoch_and_step(job_start)
+            stop_epoch, stop_step = _epoch_and_step(attempts[0].job_limit)
+            starts = [_epoch_and_step(attempt.start) for attempt in attempts]
             segment = Segment(
                 epoch=epoch,
                 world_size=attempts[0].world_size,
-                first=start & _STEP_BITS if start >> 32 == epoch else 0,
-                stop=limit & _STEP_BITS if limit >> 32 == epoch else None,
-                begun=[one.start & _STEP_BITS for one in attempts if one.start >> 32 == epoch],
+                first=first_step if first_epoch == epoch else 0,
+                stop=stop_step if stop_epoch == epoch else None,
+                starts=[step for start_epoch, step in starts if start_epoch == epoch],
                 steps=part,
             )
-            found.append(segment)
-        return sorted(found, key=lambda one: (one.epoch, one.first))
+            segments.append(segment)
+        return sorted(segments, key=lambda segment: (segment.epoch, segment.first))
 
     def starts(self) -> dict[int, tuple[tuple[int, int], ...]]:
-        """Return epoch and step at which the attempts of each rank begin."""
+        """Return for each rank the epoch and step at which its attempts begin."""
         return {
             rank: tuple(
-                (one.start >> 32, one.start & _STEP_BITS)
-                for one in own
-                if one.has_steps or not one.lost  # else it only says what was lost
+                _epoch_and_step(attempt.start)
+                for attempt in attempts
+                if attempt.has_steps or not attempt.lost  # else its header only records the loss
             )
-            for rank, own in self.by_rank.items()
+            for rank, attempts in self.by_rank.items()
         }
 
-    def begun_anew(self) -> Iterator[str]:
-        """Say which attempts leave nothing of those before them, perhaps of another run."""
-        for rank, own in self.by_rank.items():
-            for index in range(1, len(own)):
-                if own[index].start <= min(one.start for one in own[:index]):
-                    yield (
-                        f"rank {rank}: attempt {index + 1} begins at {_at(own[index].start)}, "
-                        "so that nothing counts that was recorded before. If it is of another run, "
-                        "give each a folder of its own."
+    def notes(self) -> list[str]:
+        """Return the notes on the files, and on attempts that replace all records before them."""
+        notes = [text for file in self.files for text in file.notes]
+        notes += [
+            f"rank {file.rank}: nothing is recorded." for file in self.files if not file.headers
+        ]
+        for rank, attempts in self.by_rank.items():
+            for index in range(1, len(attempts)):
+                start = attempts[index].start
+                if start <= min(attempt.start for attempt in attempts[:index]):
+                    notes.append(
+                        f"rank {rank}: attempt {index + 1} begins at {_place_of(start)}, so that "
+                        "nothing counts that was recorded before. If it is another run, give each "
+                        "run its own folder."
                     )
+        return notes
 
     def damage(self) -> list[str]:
-        """Return what is wrong with the files, and what was lost and not done again."""
-        found = [text for file in self.files for text in file.problems]
-        return found + [
-            f"rank {one.rank}: {counted(one.lost, 'step')} from {_at(one.start)} on could not "
-            "be written: the disk was full, or the file was deleted."
-            for own in self.by_rank.values()
-            for one in own
-            if one.lost and one.limit > one.start
+        """Return the problems of the files, and the lost steps that were not done again."""
+        problems = [text for file in self.files for text in file.problems]
+        return problems + [
+            f"rank {attempt.rank}: {counted(attempt.lost, 'step')} from "
+            f"{_place_of(attempt.start)} on could not be written: the disk was full, or the file "
+            "was deleted."
+            for attempts in self.by_rank.values()
+            for attempt in attempts
+            if attempt.lost and attempt.limit > attempt.start
         ]
 
     def open_ranks(self) -> list[int]:
-        """Return the ranks of the last job whose end is not recorded; all where there is no job."""
+        """Return the ranks of the last job that have no recorded end; without a job, all ranks."""
         if not self._jobs:
             return [*self.by_rank]
         job = len(self._jobs) - 1
-        last = {one.rank: one for own in self.by_rank.values() for one in own if one.job == job}
-        world_size = self._jobs[-1][0].world_size
-        return [one for one in range(world_size) if one not in last or not last[one].has_ended]
+        last = {
+            attempt.rank: attempt
+            for attempts in self.by_rank.values()
+            for attempt in attempts
+            if attempt.job == job
+        }
+        ranks = range(self._jobs[-1][0].world_size)
+        return [rank for rank in ranks if rank not in last or not last[rank].has_ended]
 
     def samples(self, steps: Steps) -> Samples:
-        """Read the samples of some steps, in their order."""
+        """Read the samples of steps, in their order."""
         stops = np.cumsum(steps["samples"], dtype=np.int64)
         size = int(stops[-1]) if len(stops) else 0
-        keys, repeats = np.empty(size, np.int64), np.empty(size, np.uint32)
+        keys = np.empty(size, np.int64)
+        repeats = np.empty(size, np.uint32)
         names = np.empty(size, np.int32)
         for number in np.unique(steps["attempt"]).tolist():
             attempt, indices = self.attempts[number], np.flatnonzero(steps["attempt"] == number)
             firsts, counts = steps["first_row"][indices], steps["samples"][indices].astype(int)
             start, stop = int(firsts.min()), int((firsts + counts).max())
             rows = np.fromfile(attempt.path, SAMPLE_ROW, stop - start, offset=start * ROW_BYTES)
-            rows = rows[_ranges(firsts - start, counts)]
-            to = _ranges(stops[indices] - counts, counts)
-            keys[to], repeats[to] = rows["key"], rows["repeat"]
-            names[to] = attempt.names[np.minimum(rows["name"], len(attempt.names) - 1)]
+            rows = rows[_indices_of(firsts - start, counts)]
+            places = _indices_of(stops[indices] - counts, counts)
+            keys[places], repeats[places] = rows["key"], rows["repeat"]
+            names[places] = attempt.names[np.minimum(rows["name"], len(attempt.names) - 1)]
         return Samples(keys=keys, repeats=repeats, names=names, stops=stops)
 
 
-def _ranges(firsts: Ints, counts: Ints) -> Ints:
-    """Return the numbers of some ranges, one after the other."""
+def _read_files(folder: Path) -> list[RankFile]:
+    """Return the files of a ledger, in the order of the ranks."""
+    if os.path.isfile(folder):
+        raise ValueError(f"`folder` must be a folder, but `{folder}` is a file.")
+    paths = sorted(folder.glob("rank-*.ledger"))
+    if not paths:
+        missing = "no file `rank-00000.ledger`" if os.path.isdir(folder) else "no such folder"
+        raise FileNotFoundError(
+            f"`{folder}` has no ledger: there is {missing}. Give the folder of a `Ledger`."
+        )
+    return [RankFile(path) for path in paths]
+
+
+def _indices_of(firsts: Ints, counts: Ints) -> Ints:
+    """Return the integers of ranges, each given by its first integer and its length."""
     return np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
-
-
-def _at(at: int) -> str:
-    return f"epoch {at >> 32} step {at & _STEP_BITS}"
 
 
 def read_steps(
     folder: str | os.PathLike[str], epoch: int, steps: Sequence[int]
 ) -> dict[int, list[StepInfo]]:
-    """Return the `StepInfo` of each rank, by step, as far as a ledger has it of all ranks."""
+    """Return step -> the `StepInfo` of each rank, for the steps that all ranks have recorded."""
     run = Run(folder)
     if problems := run.damage():
         raise StateError(
-            f"the ledger in `{folder}` is damaged, so nothing is made of it: {problems[0]} See its "
-            "audit."
+            f"the ledger in `{folder}` is damaged, so its steps cannot be used: {problems[0]} See "
+            "its audit."
         )
-    found: dict[int, list[StepInfo]] = {}
+    infos: dict[int, list[StepInfo]] = {}
     for segment in run.segments:
         for step in steps if segment.epoch == epoch else ():
             records = segment.steps[segment.steps["step"] == step]
             if records["rank"].tolist() == [*range(segment.world_size)]:
-                found[step] = [_info_of(run, one) for one in np.split(records, len(records))]
-    return found
+                infos[step] = [_info_of(run, record) for record in np.split(records, len(records))]
+    return infos
 
 
 def _info_of(run: Run, step: Steps) -> StepInfo:
     samples = run.samples(step)
-    origins = [run.names[number] for number in samples.names]
+    names = [run.names[number] for number in samples.names]
     keys = [None if key == NO_KEY else key for key in samples.keys.tolist()]
-    rows, flags = sum(not name.reason for name in origins), int(step["flags"][0])
-    left = zip(keys[rows:], origins[rows:], strict=True)
+    rows = sum(not name.reason for name in names)
+    flags = int(step["flags"][0])
+    left_out = zip(keys[rows:], names[rows:], strict=True)
     return StepInfo(
         epoch=int(step["epoch"][0]),
         step=int(step["step"][0]),
         local_samples=rows,
         keys=tuple(keys[:rows]),
-        row_sources=tuple(name.source for name in origins[:rows]),
+        row_sources=tuple(name.source for name in names[:rows]),
         row_repeats=tuple(samples.repeats[:rows].tolist()),
-        own_sources=frozenset(run.own),
-        left_out=tuple(LeftOut(key, name.source, name.reason) for key, name in left),
+        own_sources=frozenset(run.per_rank_sources),
+        left_out=tuple(LeftOut(key, name.source, name.reason) for key, name in left_out),
         is_filler=bool(flags & FILLER),
         ends_epoch=bool(flags & ENDS_EPOCH),
         local_targets=0,

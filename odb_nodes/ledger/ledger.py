@@ -1,4 +1,4 @@
-"""Write down what became of every sample, step by step."""
+"""Write the fate of every sample to a file, step by step."""
 
 from __future__ import annotations
 
@@ -10,18 +10,11 @@ from pathlib import Path
 from odb_nodes._core.checks import check_bool, check_type
 from odb_nodes._core.files import LockedFile
 from odb_nodes._core.processes import Owner, resolve_rank
-from odb_nodes.ledger.records import (
-    MAGIC,
-    VERSION,
-    Encoder,
-    Header,
-    last_record,
-    preamble,
-)
+from odb_nodes.ledger.records import MAGIC, VERSION, Encoder, Header, last_record, preamble
 from odb_nodes.step_info import StepInfo
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_LOST = "steps that are not recorded are a gap, for which no `audit` is ok"
+_LOST = "the missing steps are a gap, which `audit` reports as a problem"
 
 
 class Ledger:
@@ -36,24 +29,24 @@ class Ledger:
         print(audit("run/ledger"))
 
     All ranks, and all restarts of a run, write into one folder; a new run needs a new folder. The
-    first step that is recorded begins an attempt: earlier attempts' records of this step and later
-    ones no longer count. A killed process loses nothing that was recorded. A full disk or a deleted
-    file warns once and leaves a gap that `audit` reports. A forked child records nothing.
+    first recorded step begins an attempt: earlier attempts' records of this step and later ones no
+    longer count. A kill loses no recorded step. A full disk or a deleted file warns once and leaves
+    a gap that `audit` reports. A forked child records nothing.
 
     Close the ledger at the end of the run: that records the end. Without it, an `audit` cannot tell
-    a run that continues, or was killed, from one whose last records are missing.
+    a run that continues, or was killed, from a run that lost its last records.
 
     Args:
-        folder: where the files are; made if need be.
+        folder: the folder of the files; created if needed.
         rank, world_size: this rank and the number of ranks, among the ranks that share the data.
-            Default: from torch.distributed, or the environment. Of ranks that train on the same
-            samples (parts of one model), one records.
+            Default: from torch.distributed, or the environment. If several ranks train on the same
+            samples (parts of one model), only one of them records.
 
     Raises:
-        TypeError, ValueError: an argument is not valid; `folder` is a file, say, or its ledger is
-            of another version of this library.
-        OSError: the folder or the file cannot be made, for another reason than a full disk.
-        RuntimeError: another process, or another ledger of this one, writes the same file.
+        TypeError, ValueError: an argument is not valid; `folder` is a file, or another version of
+            this library wrote its ledger.
+        OSError: the folder or the file cannot be created; a full disk only warns.
+        RuntimeError: another process, or another ledger of this process, writes the same file.
     """
 
     def __init__(
@@ -71,9 +64,9 @@ class Ledger:
         """The file of this rank."""
         self._file = LockedFile(
             self.path,
-            "Give each run a folder of its own; within a run each process must have a rank of its "
-            f"own (this one is rank {self._rank} of {self._world_size}), and `close()` its ledger "
-            "before it makes another.",
+            "Give each run its own folder. Within a run, give each process its own rank (this one "
+            f"is rank {self._rank} of {self._world_size}), and `close()` a ledger before you make "
+            "another.",
         )
         self._encoder: Encoder | None = None  # None: the next record begins an attempt
         self._lost = 0
@@ -92,27 +85,25 @@ class Ledger:
             if not MAGIC.startswith(start):
                 raise ValueError(
                     f"`{self.path}` is no ledger of version {VERSION}, but of another version of "
-                    "this library. Give the run a folder of its own."
+                    "this library. Give the run its own folder."
                 )
 
     def record(self, info: StepInfo) -> None:
-        """Record a step that is done.
-
-        Call it after the step was trained on, and before the next checkpoint is saved.
+        """Record a step. Call it after training on the step, before saving the next checkpoint.
 
         Args:
             info: the `StepInfo` of the step.
 
         Raises:
-            TypeError: `info` is no `StepInfo`.
-            ValueError: the ledger is closed; or a repeat of a sample is 2**32 or more.
+            TypeError: `info` is not a `StepInfo`.
+            ValueError: the ledger is closed; or the repeat of a sample is 2**32 or more.
         """
         check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
         if self._is_closed:
-            raise ValueError("the ledger is closed: it records nothing. Make a new one.")
+            raise ValueError("the ledger is closed: it records nothing. Make a new `Ledger`.")
         if not self._owner.is_here:
             return
-        # Until the bytes are written, an interrupt leaves the file in doubt: begin an attempt then.
+        # An interrupt in here may leave a torn record: then the next step begins an attempt.
         encoder, self._encoder = self._encoder, None
         start = b""
         try:
@@ -124,17 +115,18 @@ class Ledger:
             self._lost += 1
             self._file.warn(error, _LOST)
             return
-        self._encoder, self._lost, self._first_lost = encoder, 0, None
+        self._encoder = encoder
+        self._lost, self._first_lost = 0, None
 
     def begin_attempt(self) -> None:
-        """Let the next step begin an attempt: call it where this process goes back to a checkpoint.
+        """Begin an attempt with the next step: call it when this process returns to a checkpoint.
 
-        What was recorded of that step, or of later ones, then does not count.
+        Earlier records of that step and of later steps then no longer count.
         """
         self._encoder = None
 
     def sync(self) -> None:
-        """Wait until the disk has all that was recorded, for a loss of power after a checkpoint."""
+        """Wait until all records are on the disk, where they survive a loss of power."""
         if self._file.is_open:
             try:
                 self._file.sync()
@@ -142,13 +134,13 @@ class Ledger:
                 self._file.warn(error, _LOST)
 
     def close(self, *, ended: bool = True) -> None:
-        """Record that the run ends here, and close the file. Idempotent.
+        """Record the end of the run, and close the file. Idempotent.
 
-        `with` calls it at the end of its block; if the block raises, the run has not `ended`.
+        `with` calls it at the end of its block, with `ended=False` if the block raises.
 
         Args:
-            ended: whether the run ended by itself. If not, no end is recorded, as after a kill: the
-                other ranks may then be some steps behind or ahead.
+            ended: whether the run is over. False records no end, as after a kill: other ranks may
+                then be some steps behind or ahead.
         """
         check_bool("ended", ended)
         if not self._is_closed and self._owner.is_here:
@@ -171,9 +163,11 @@ class Ledger:
         self.close(ended=not any(error))
 
     def _begin(self, info: StepInfo | None) -> tuple[bytes, Encoder]:
-        """Return the header of an attempt, from the first lost step on; cut off what is torn."""
+        """Cut off a torn record; return the header of an attempt from the first lost step on."""
         lost, first = 0, self._first_lost
-        if info is None or (first is not None and _place(first) < _place(info)):
+        if info is None or (
+            first is not None and (first.epoch, first.step) < (info.epoch, info.step)
+        ):
             assert first is not None
             info, lost = first, self._lost
         self._file.open()
@@ -197,7 +191,3 @@ class Ledger:
         )
         encoder = Encoder(number, is_shared=self._world_size * info.batches_per_step > 1)
         return (b"" if whole else preamble()) + encoder.header(header), encoder
-
-
-def _place(info: StepInfo) -> tuple[int, int]:
-    return info.epoch, info.step

@@ -1,15 +1,15 @@
 """The bytes of a ledger: rows of 16 bytes.
 
-    preamble   `MAGIC`, and the size of the file where the run has ended; 0 where it has not
-    record     rows, and after them an end row that says what they are, with their CRC-32
+    preamble   `MAGIC`, then the size of the file once the run has ended, and 0 until then
+    record     rows, then an end row with the kind of the record and a CRC-32
 
-A record is a `HEADER`, the beginning of an attempt; a `NAME`, before the first sample that refers
-to it; or a `STEP`, with a row for each of its samples. The rows of headers and names are JSON. The
-highest byte of the first four tells an end row from any other: `MARK` is no ASCII, and no name has
-so high a number. So what a kill leaves of a record has no end row, and is no record.
+A record is a `HEADER`, which begins an attempt; a `NAME`, written before the first sample that
+refers to it; or a `STEP`, with a row for each of its samples. The rows of headers and names are
+JSON. The highest byte of the first four tells an end row from any other row: `MARK` is not ASCII,
+and numbers of names stay below it. A record that a kill cuts short has no end row and is ignored.
 
-Records are numbered through the file, modulo 2**16: one that is removed, doubled or moved is
-missed. All integers are little-endian. An attempt numbers its names anew.
+Records are numbered through the file, modulo 2**16: a reader notices one that was removed, doubled
+or moved. All integers are little-endian. Each attempt numbers its names from 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VERSION = 3
 ROW_BYTES = 16
 MARK = 0xFF
 HEADER, NAME, STEP = 0xA0, 0x50, 0x04
-"""Kinds of records, of which a bit that flips makes no other one."""
+"""Kinds of records. A flipped bit turns no kind into another one."""
 FILLER, ENDS_EPOCH = 1, 2
 """Flags that are added to `STEP`."""
 NO_KEY = -1
@@ -44,7 +44,7 @@ END_ROW = np.dtype(
         "formats": ["<u2", "u1", "u1", "<u4", "<u4", "<u4"],
     }
 )
-"""Of a name, `step` is its number."""
+"""In the end row of a `NAME`, `step` is the number of the name."""
 _END = struct.Struct("<HBBII")  # without the CRC
 _CHUNK_ROWS = 1 << 16
 
@@ -55,36 +55,37 @@ class Header(NamedTuple):
     version: int
     rank: int  # of the process that wrote it
     world_size: int
-    batches: int  # virtual ranks that the process hosts: so many records of a step
+    batches: int  # virtual ranks of the process, each with its own record of a step
     epoch: int
-    step: int  # its first one
+    step: int  # first step of the attempt
     time_s: float
-    lost: int  # records that could not be written, from that step on
-    cut_bytes: int  # of a torn record before it
+    lost: int  # records from that step on that could not be written
+    cut_bytes: int  # size of the torn record that was cut off before it
 
 
 class Name(NamedTuple):
-    """What the rows of samples refer to by number."""
+    """A source and a fate, which rows of samples refer to by number."""
 
     source: str
-    reason: str  # why it was left out; "" of what was in a batch
-    is_own: bool  # The keys of the source are of this rank alone; unknown before any row of it.
+    reason: str  # why the sample was left out; "" if it was in a batch
+    is_per_rank: bool  # Each rank has its own samples under the keys of the source.
 
 
 def preamble(size: int = 0) -> bytes:
-    """Return the first row of a file; `size` is that of a run that has ended."""
+    """Return the first row of a file: `size` is its size once the run has ended, else 0."""
     return MAGIC + size.to_bytes(ROW_BYTES - len(MAGIC), "little")
 
 
 def last_record(path: Path) -> tuple[int, int]:
-    """Return the bytes of a file up to its last whole record, and the number of the next one."""
+    """Return the size of a file up to its last whole record, and the next record's number."""
     size = path.stat().st_size // ROW_BYTES
     rows = np.memmap(path, END_ROW, "r", shape=size) if size else np.empty(0, END_ROW)
     for stop in range(size, 0, -_CHUNK_ROWS):
         first = max(0, stop - _CHUNK_ROWS)
-        if len(ends := np.flatnonzero(rows["mark"][first:stop] == MARK)):
-            at = first + int(ends[-1])
-            return (at + 1) * ROW_BYTES, int(rows["number"][at]) + 1
+        ends = np.flatnonzero(rows["mark"][first:stop] == MARK)
+        if len(ends):
+            last = first + int(ends[-1])
+            return (last + 1) * ROW_BYTES, int(rows["number"][last]) + 1
     return 0, 0
 
 
@@ -95,7 +96,7 @@ class Encoder:
         self._number = number  # of the next record
         self._is_shared = is_shared
         self._names: dict[Name, int] = {}
-        self._own: set[str] = set()
+        self._per_rank: set[str] = set()  # sources
         self._trained: dict[str, int] = {}  # source -> number of its name without a reason
 
     def header(self, header: Header) -> bytes:
@@ -103,28 +104,31 @@ class Encoder:
         return self._text(HEADER, header._asdict())
 
     def step(self, info: StepInfo) -> bytes:
-        """Return the record of a step, after those of the names that it is the first to need."""
-        left, samples, names = info.left_out, len(info.keys), list[bytes]()
-        if self._is_shared and not info.own_sources <= self._own:
-            self._own |= info.own_sources
+        """Return the record of a step, after records of the names that it is the first to use."""
+        name_records = list[bytes]()
+        samples, left_out = len(info.keys), info.left_out
+        if self._is_shared and not info.own_sources <= self._per_rank:
+            self._per_rank |= info.own_sources
             self._trained.clear()
-        rows = np.zeros(samples + len(left), SAMPLE_ROW)
+        rows = np.zeros(samples + len(left_out), SAMPLE_ROW)
         numbers, sources = self._trained, dict.fromkeys(info.row_sources)
-        for one in sources:
-            if one not in numbers:
-                numbers[one] = self._name(one, "", names)
+        for source in sources:
+            if source not in numbers:
+                numbers[source] = self._name(source, "", name_records)
         if len(sources) > 1:
-            rows["name"][:samples] = [numbers[one] for one in info.row_sources]
+            rows["name"][:samples] = [numbers[source] for source in info.row_sources]
         elif sources:
-            rows["name"][:samples] = numbers[one]
+            rows["name"][:samples] = numbers[source]
         keys: Sequence[int | None] = info.keys
-        if left:
-            keys = (*keys, *(one.key for one in left))
-            reasons = [self._name(one.source, one.reason or "skipped", names) for one in left]
-            rows["name"][samples:] = reasons
+        if left_out:
+            keys = (*keys, *(sample.key for sample in left_out))
+            rows["name"][samples:] = [
+                self._name(sample.source, sample.reason or "skipped", name_records)
+                for sample in left_out
+            ]
         try:
             rows["key"] = keys
-        except (OverflowError, TypeError):  # what is no key of 63 bits counts as none
+        except (OverflowError, TypeError):  # None, or more than 63 bits: not a key
             rows["key"] = [
                 key if key is not None and 0 <= key <= MAX_KEY else NO_KEY for key in keys
             ]
@@ -137,15 +141,15 @@ class Encoder:
             rows["repeat"][:samples] = info.row_repeats
         kind = STEP + FILLER * info.is_filler + ENDS_EPOCH * info.ends_epoch
         record = self._record(kind, rows.tobytes(), info.epoch, info.step)
-        return b"".join((*names, record))
+        return b"".join((*name_records, record))
 
-    def _name(self, source: str, reason: str, names: list[bytes]) -> int:
-        """Return the number of a name; add a record that says so where it is new."""
-        name = Name(source, reason, source in self._own)
+    def _name(self, source: str, reason: str, name_records: list[bytes]) -> int:
+        """Return the number of a name; if it is new, add its record to `name_records`."""
+        name = Name(source, reason, source in self._per_rank)
         number = self._names.get(name)
         if number is None:
             number = self._names[name] = len(self._names)
-            names.append(self._text(NAME, name, number))
+            name_records.append(self._text(NAME, name, number))
         return number
 
     def _text(self, kind: int, value: object, number: int = 0) -> bytes:

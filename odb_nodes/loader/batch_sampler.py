@@ -1,4 +1,4 @@
-"""A sampler of batches under a token budget, for loaders that are not ours."""
+"""A sampler of batches under a token budget, for the `DataLoader` of torch and other loaders."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from odb_nodes.sources.sharded_sampler import epoch_order
 
 @dataclass(kw_only=True)
 class BatchSamplerState(NodeState):
-    """Where a `TokenBatchSampler` stands: after `step` batches of an epoch of these settings."""
+    """The position of a `TokenBatchSampler`: after `step` batches of an epoch of these settings."""
 
     epoch: int
     step: int
     settings: dict[str, Any]
-    next_epoch: int | None = None  # what `set_epoch` has set meanwhile
+    next_epoch: int | None = None  # from a `set_epoch` within the epoch
 
 
 class TokenBatchSampler:
@@ -37,18 +37,18 @@ class TokenBatchSampler:
         sampler = TokenBatchSampler(lengths, 16_384, seed=0)
         loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
 
-    It is for a `DataLoader`, a `StatefulDataLoader`, or a trainer that wants a `batch_sampler`.
+    Use it with a `DataLoader`, a `StatefulDataLoader`, or a trainer that takes a `batch_sampler`.
     It makes the batches of an `ODBDataLoader(dataset, lengths=lengths)` with the same options, on
-    each rank and in each epoch; on several ranks that loader orders its steps anew. (Not with
-    `oversize="drop"`, where samples that are too long are no part of this plan.) All ranks have
-    the same number of batches, which may differ from epoch to epoch; the batches of a step cost
-    about the same. A rank that has no sample left for a step takes the shortest sample once more.
-    No `StepInfo` comes with a batch: weigh its loss by its number of targets yourself.
+    each rank and in each epoch; on several ranks that loader permutes its steps. (Not with
+    `oversize="drop"`: this plan leaves out the samples that are too long.) All ranks have the same
+    number of batches, which may differ from epoch to epoch; the batches of a step cost about the
+    same. A rank that has no sample for a step takes the shortest sample once more. No `StepInfo`
+    comes with a batch: weigh its loss by its number of targets yourself.
 
-    After all batches of an epoch, the next iteration begins the next epoch; `set_epoch` chooses
-    another one. A `StatefulDataLoader` saves the sampler's state. A plain `DataLoader` with workers
+    After all batches of an epoch, the next iteration begins the next epoch, or the epoch of
+    `set_epoch`. A `StatefulDataLoader` saves the sampler's state. A plain `DataLoader` with workers
     reads ahead: save `state_dict(step)` with the number of batches that were trained on. Lightning
-    takes the length of the first epoch for all epochs, unless you pass
+    uses the length of the first epoch for all epochs, unless you pass
     `Trainer(reload_dataloaders_every_n_epochs=1)`.
 
     Args:
@@ -56,14 +56,14 @@ class TokenBatchSampler:
         budget: padded tokens of a batch, or a `TokenBudget` without a limit of patches.
         rank: this rank. Default: from torch.distributed, or `RANK`.
         world_size: number of ranks. Default: from torch.distributed, or `WORLD_SIZE`.
-        window: samples of each rank that are planned together. `"auto"`: all of the epoch; without
-            `shuffle` 2048.
-        shuffle: whether each epoch has an order of its own; otherwise 0, 1, 2, ... The batches of a
-            window come in an order drawn from `seed` either way.
+        window: samples of each rank that are planned together. `"auto"`: all of the epoch, up to
+            2**23 samples of all ranks; without `shuffle` 2048.
+        shuffle: whether to shuffle the samples anew in each epoch; otherwise 0, 1, 2, ... The
+            batches of a window come in an order drawn from `seed` either way.
         largest_first: steps of the longest samples that begin each epoch.
-        seed: of the orders; the same on all ranks.
-        accumulate: batches of an optimizer step, which have unlike lengths.
-        step_time: what a step takes, as for `RankAligner`, by lengths alone.
+        seed: seed of the orders; the same on all ranks.
+        accumulate: batches of an optimizer step, which get different lengths.
+        step_time: cost model of a step, as for `RankAligner`, by lengths alone.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -107,13 +107,15 @@ class TokenBatchSampler:
             step_time=step_time,
         )
         self.epoch = self.step = 0
-        """The epoch, and how many of its batches are out."""
+        """The epoch, and the number of its batches that were yielded."""
         self._is_resumed = self._is_at_end = self._has_ended = False
-        self._next_epoch: int | None = None  # set while the batches of another one came
-        self._planned: tuple[int, EpochPlan] | None = None  # of an epoch
+        self._next_epoch: int | None = None  # from a `set_epoch` within an epoch
+        self._planned: tuple[int, EpochPlan] | None = None  # an epoch and its plan
+        job = asdict(self._job)
+        del job["budget"]
         self._settings = {
-            **{f"budget.{name}": one for name, one in budget.fingerprint().items()},
-            **{name: one for name, one in asdict(self._job).items() if name != "budget"},
+            **{f"budget.{name}": value for name, value in budget.fingerprint().items()},
+            **job,
             "lengths": f"{len(tokens)}, CRC-32 {zlib.crc32(tokens.astype('<i8').tobytes())}",
             "rank": self._rank,
             "shuffle": self._shuffle,
@@ -125,27 +127,25 @@ class TokenBatchSampler:
         return self
 
     def __len__(self) -> int:
-        """Return how many batches the epoch has, the next one once all of them are out.
-
-        Once `set_epoch` was called, that is the next one, too.
-        """
+        """Return the number of batches of the epoch; after its end or `set_epoch`, of the next."""
         return len(self._plan(self.epoch if self._is_resumed else self._following()))
 
     def _following(self) -> int:
-        """Return the epoch that the next iteration is of, if it does not go on with a state."""
+        """Return the epoch of the next iteration, if it does not resume from a state."""
         return self.epoch + self._is_at_end if self._next_epoch is None else self._next_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches of the epoch, or those that a loaded state has left of it."""
-        if not self._is_resumed:  # A trainer that knows the length does not ask for the end.
+        """Yield the batches of the epoch, or after a loaded state its remaining batches."""
+        if not self._is_resumed:  # A trainer that knows the length may not iterate to the end.
             self._go_to(self._following())
         self._is_resumed = self._has_ended = False
-        plan, shortest = self._plan(self.epoch), int(self._samples.tokens.argmin())
+        plan = self._plan(self.epoch)
+        shortest = int(self._samples.tokens.argmin())
         for step in range(self.step, len(plan)):
             self.step = step + 1
             self._is_at_end = self.step == len(plan)
             yield plan.group(step, self._rank).tolist() or [shortest]
-        self._is_at_end = self._has_ended = True  # also where a state had left nothing
+        self._is_at_end = self._has_ended = True  # also if a state had no batch left
 
     def _plan(self, epoch: int) -> EpochPlan:
         """Return the plan of an epoch, which is made once."""
@@ -157,10 +157,10 @@ class TokenBatchSampler:
         return self._planned[1]
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the next one that begins.
+        """Make `epoch` the next epoch.
 
-        An iteration goes on within its epoch; a state that is saved there gives the rest of that
-        epoch, and then `epoch`. A state within `epoch`, loaded before, goes on there.
+        A running iteration completes its epoch first; a state that is saved there gives the
+        remaining batches, and then `epoch`. A state within `epoch` that was loaded before resumes.
 
         Raises:
             StateError: the loaded state is within another epoch, of which batches remain.
@@ -172,10 +172,10 @@ class TokenBatchSampler:
         if epoch != self.epoch:
             if 0 < self.step < len(self._plan(self.epoch)):
                 raise StateError(
-                    f"`set_epoch` must be given {self.epoch}, the epoch that the state stands "
-                    f"within, but got {epoch}, and batches of epoch {self.epoch} remain. Call "
-                    f"`set_epoch({self.epoch})` to go on with them; to leave them out, load "
-                    f"nothing and call `set_epoch({epoch})`."
+                    f"`set_epoch` must be given {self.epoch}, the epoch of the loaded state, but "
+                    f"got {epoch}, and batches of epoch {self.epoch} remain. Call "
+                    f"`set_epoch({self.epoch})` to continue with them; to skip them, load no state "
+                    f"and call `set_epoch({epoch})`."
                 )
             self._go_to(epoch)
         self._next_epoch = None
@@ -191,31 +191,31 @@ class TokenBatchSampler:
         and the one after it the next epoch. Once the iteration has ended, it is the next epoch.
 
         Args:
-            step: batches of the epoch that were trained on. Default: all batches that are out,
-                some of which the workers of a plain `DataLoader` may hold.
+            step: batches of the epoch that were trained on. Default: all batches that were
+                yielded, some of which the workers of a plain `DataLoader` may hold.
 
         Raises:
-            ValueError: `step` is more than the batches that are out.
+            ValueError: `step` is more than the batches that were yielded.
         """
-        out = self.step if step is None else check_count("step", step, 0)
-        if out > self.step:
+        trained = self.step if step is None else check_count("step", step, 0)
+        if trained > self.step:
             raise ValueError(
                 f"`step` must be at most {self.step}, the batches of epoch {self.epoch} that are "
-                f"out, but is {out} instead."
+                f"out, but is {trained} instead."
             )
-        epoch, following = self.epoch, self._next_epoch
+        epoch, next_epoch = self.epoch, self._next_epoch
         if step is None and self._has_ended:
-            epoch, out, following = self._following(), 0, None
+            epoch, trained, next_epoch = self._following(), 0, None
         state = BatchSamplerState(
-            epoch=epoch, step=out, settings=self._settings, next_epoch=following
+            epoch=epoch, step=trained, settings=self._settings, next_epoch=next_epoch
         )
         return seal_whole(type(self).__name__, state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the next iteration go on where a state stands.
+        """Make the next iteration resume at a state.
 
         Raises:
-            StateError: it is damaged, or is that of a sampler with other settings.
+            StateError: the state is damaged, or of a sampler with other settings.
         """
         name = type(self).__name__
         state = unseal_whole(state_dict, name, BatchSamplerState)
@@ -224,8 +224,8 @@ class TokenBatchSampler:
             if saved != present:
                 raise StateError(
                     f"the state does not fit this {name}: `{field}` was {saved!r} when saved, but "
-                    f"is {present!r} now. Build it as it was; or, to leave out the rest of the "
-                    f"epoch, load nothing and call `set_epoch({state.epoch + 1})`."
+                    f"is {present!r} now. Build it as it was; or, to skip the remaining batches of "
+                    f"the epoch, load no state and call `set_epoch({state.epoch + 1})`."
                 )
         self._go_to(state.epoch)
         self.step, self._is_resumed, self._next_epoch = state.step, True, state.next_epoch

@@ -54,22 +54,22 @@ _OF_DATALOADER = {
     "timeout": "pass `workers=WorkerOptions(timeout_s=)`",
     "worker_init_fn": "pass `workers=WorkerOptions(worker_init_fn=)`",
 }
-"""Arguments of torch's `DataLoader` that dynamic batches do not have -> what there is instead."""
+"""Arguments of torch's `DataLoader` that this loader lacks -> what to pass instead."""
 
-_CONNECTED = ("accelerate", "huggingface", "lightning")  # integrations that know an `Accelerator`
+_CONNECTED = ("accelerate", "huggingface", "lightning")  # integrations that use an `Accelerator`
 
 _FIXED = frozenset({"dataset", *LoaderOptions.__dataclass_fields__})
 
 
 def _explains_arguments_of_torch(init: F) -> F:
     @wraps(init)
-    def checked(self: Any, *args: Any, **given: Any) -> None:
-        if unknown := [name for name in given if name in _OF_DATALOADER]:
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        if unknown := [name for name in options if name in _OF_DATALOADER]:
             raise TypeError(
                 f"`{unknown[0]}` is an argument of `DataLoader` that `{type(self).__name__}` does "
                 f"not have: {_OF_DATALOADER[unknown[0]]}."
             )
-        init(self, *args, **given)
+        init(self, *args, **options)
 
     return cast(F, checked)
 
@@ -85,37 +85,39 @@ class ODBDataLoader(Loader[Any]):
 
     Args:
         dataset: a map-style dataset (`__getitem__` and `__len__`), an iterable, or a source node
-            such as `JsonlSource`; or a dict of those by name, which are mixed by `weights`. If it
+            such as `JsonlSource`; or a dict of these by name, which are mixed by `weights`. If it
             has `set_epoch`, that is called with the number of each epoch, in the workers too.
         token_budget: padded tokens of a batch, or a `TokenBudget`.
         collate_fn: list of processed samples -> batch, a dict or another mutable mapping. Default:
             `PaddingCollate.of(budget)`, or `PackedCollate.of(budget)` if the budget's layout is
-            `"packed"`. The workers do the `prepare` of these two; any other function gets the
-            samples as processing returned them.
+            `"packed"`. Workers call `prepare` of these two; any other function gets the samples as
+            processing returned them.
         shuffle: whether to shuffle a map-style dataset, or a `JsonlSource`, anew in each epoch.
-            Default: True without a `sampler`, unless the source says `shuffle=False`. An iterable
-            keeps its own order, as does another node.
+            Default: True without a `sampler`, unless the source has `shuffle=False`. Iterables and
+            other nodes keep their order.
         seed: seed of the shuffling, of the permutations of steps, and of the random numbers of
             processing and of `collate_fn`.
-        num_workers: number of worker processes; 0 processes in the trainer's own thread, and starts
-            no other thread either, unless a rank hosts several `virtual_ranks`.
-        window: samples that wait in the pool, on each rank; `"auto"`: as many as fill 32 batches.
+        num_workers: number of worker processes; 0 processes in the training thread, and starts no
+            other thread, unless a rank hosts several `virtual_ranks`.
+        window: samples that wait in the pool, on each rank; `"auto"`: enough to fill 32 batches.
         process_fn: item of the dataset -> processed sample, or `Skipped`; runs in the workers.
             If `dataset` is a dict, one function for all, or a dict with one for each. Default:
             the items are processed samples already. If dataset, `process_fn` and `observe` all
             have an attribute `draws_random_numbers = False`, nothing is seeded.
         observe: processed sample -> its tokens, or `Observation`; see `LengthObserver`.
-        lengths: where the length in tokens of each sample is known before it is read: the name of a
-            column, integers, a sample each, or a file that `odb-nodes profile --save-lengths` has
-            written. The whole epoch is then planned at once, see docs/known-lengths.md. Default:
-            those of a table of `datasets` whose `input_ids` nothing processes; `False`: not used.
+        lengths: the length in tokens of each sample: the name of a column, an integer for each
+            sample, or a file that `odb-nodes profile --save-lengths` has written. The whole epoch
+            is then planned at once, up to 2**23 samples of all ranks; see docs/known-lengths.md.
+            Default: the lengths of `input_ids` in a table of `datasets`, without `process_fn` and
+            `observe`. `False`: lengths are observed.
         prefetch: number of batches that a thread makes ahead, if there are workers.
         state: what a state holds of the pool, `"replay"` or `"payload"`; see `WindowBucketer`.
         workers: all options of the workers, in place of `num_workers`. By default at least
             `window` samples (1024 for `"auto"`) are in flight: a refill never waits for one.
-        collate_in: `"workers"`: worker processes make the batches, and samples never reach the
-            trainer's process; `"main"`: the trainer's process makes them; `"auto"`: workers do if
-            samples are large. See docs/performance.md.
+        collate_in: where `collate_fn` runs. `"auto"`: in the workers if `lengths` are known, so
+            that samples never reach the trainer's process, and in the trainer's process otherwise.
+            `"workers"`: the same, and the log says where it has no effect. `"main"`: always in the
+            trainer's process. See docs/performance.md.
         sampler: iterable of indices into a map-style dataset, 0 or more, in place of `shuffle`. It
             must yield the same order when it is iterated again.
         pin_memory: whether batches are in pinned memory, for faster copies to the accelerator.
@@ -128,7 +130,7 @@ class ODBDataLoader(Loader[Any]):
         accumulate: number of batches of an optimizer step.
         round_size: number of steps between two messages of the ranks; see `RankAligner`.
         timeout_s: seconds to wait for another rank before it is an error.
-        exclude: keys of samples to leave out from now on, on all ranks alike: integers, as in
+        exclude: keys of samples to leave out from now on, the same on all ranks: integers, as in
             `StepInfo.keys`; where sources have names, a mapping of `row_sources` to keys; or the
             path of a file in JSON Lines, each line a key or `{"source": "ocr", "key": 17}`. A state
             keeps them. Excluded samples are still processed.
@@ -144,7 +146,7 @@ class ODBDataLoader(Loader[Any]):
         virtual_ranks: plan the steps of this number of ranks, a multiple of the real number. All
             ranks host equally many, and take their batches in turn, as micro-steps: the optimizer
             steps are the same on any number of ranks. See docs/resuming.md.
-        step_time: what a step takes, by which ranks are levelled; see `RankAligner`.
+        step_time: cost model of a step, by which ranks are levelled; see `RankAligner`.
 
     Raises:
         TypeError, ValueError: an argument is not valid, `collate_fn` is a `PaddingCollate` or
@@ -190,12 +192,12 @@ class ODBDataLoader(Loader[Any]):
         virtual_ranks: int | None = LoaderOptions.virtual_ranks,
         step_time: StepTime | TimeFn | None = LoaderOptions.step_time,
     ) -> None:
-        given = locals()  # has an argument for each field: a test compares them
+        arguments = locals()  # has an argument for each field: a test compares them
         options = LoaderOptions(
-            **{field.name: given[field.name] for field in fields(LoaderOptions)}
+            **{field.name: arguments[field.name] for field in fields(LoaderOptions)}
         )
         self.dataset, self.options = dataset, options
-        """The dataset, and all other arguments that it was made with."""
+        """The dataset, and all other arguments."""
         root: BaseNode[Any]
         if options.virtual_ranks is None:
             self._graphs = [RankGraph(dataset, options)]
@@ -219,15 +221,15 @@ class ODBDataLoader(Loader[Any]):
     ) -> ODBDataLoader:
         """Return a loader over the dataset of a `DataLoader` or `StatefulDataLoader`.
 
-        Its dataset, order, collate function, workers and pinning are kept. Its batch size and
-        `drop_last` are replaced by the budget, and its `prefetch_factor`, which counts batches of
-        each worker, by `WorkerOptions.in_flight_samples` and `prefetch`. torch's own collate
-        function, which cannot pad, is replaced by the default one.
+        It keeps dataset, order, collate function, workers and pinning. The budget replaces the
+        batch size and `drop_last`; `WorkerOptions.in_flight_samples` and `prefetch` replace
+        `prefetch_factor`, which counts batches of each worker. The default collate function
+        replaces torch's, which cannot pad.
 
         Args:
-            loader: the loader that a framework has built, which is not iterated.
+            loader: a loader that a framework has built. It is not iterated.
             token_budget: padded tokens of a batch, or a `TokenBudget`.
-            options: further arguments of `ODBDataLoader`, which override what `loader` has.
+            options: further arguments of `ODBDataLoader`, which override those of `loader`.
 
         Raises:
             TypeError: `loader` is no `DataLoader`.
@@ -271,21 +273,21 @@ class ODBDataLoader(Loader[Any]):
             # A subclass may have a property of that name.
             if is_made and getattr(cls, name, None) is getattr(ODBDataLoader, name, None):
                 raise AttributeError(
-                    f"`{name}` cannot be set on a loader that is made, and would change nothing. "
-                    f"Make another with `{name}=`; to go on where this one stands, load its state "
-                    "there (`strict=False` lets some options change)."
+                    f"`{name}` cannot be set on an existing loader: it would have no effect. Make "
+                    f"another loader with `{name}=`; to continue at the position of this one, load "
+                    "its state there (`strict=False` lets some options change)."
                 )
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
-        mixers = [one for one in self._nodes_of_samples() if isinstance(one, SourceMixer)]
-        data = mixers[0] if mixers else type(self.dataset).__name__
-        where = self._progress()
-        if self.options.virtual_ranks is not None:
-            where = f"{counted(self.options.virtual_ranks, 'virtual rank')}, {where}"
+        mixers = [node for node in self._nodes_of_samples() if isinstance(node, SourceMixer)]
+        parts = [str(mixers[0] if mixers else type(self.dataset).__name__)]
+        parts.append(str(self.options.budget))
         if origin := self._graphs[0].origin:
-            where = f"planned from {origin}, {where}"
-        return f"{type(self).__name__}({data}, {self.options.budget}, {where})"
+            parts.append(f"planned from {origin}")
+        if self.options.virtual_ranks is not None:
+            parts.append(counted(self.options.virtual_ranks, "virtual rank"))
+        return f"{type(self).__name__}({', '.join([*parts, self._progress()])})"
 
     def _progress(self) -> str:
         try:
@@ -293,8 +295,8 @@ class ODBDataLoader(Loader[Any]):
         except StateError:
             return "loaded with a state of another graph"
         total = ""
-        with suppress(TypeError):  # of a dataset without a length
-            if samples <= self.num_samples:  # Levelling may give this rank more, or fewer.
+        with suppress(TypeError):  # a dataset without a length
+            if samples <= self.num_samples:  # Levelling may give this rank more samples, or fewer.
                 about = "about " * (group_rank(self.options.process_group)[1] > 1)
                 total = f" of {about}{self.num_samples}"
         return f"epoch {epoch}, step {step}: {samples}{total} samples done"
@@ -325,12 +327,12 @@ class ODBDataLoader(Loader[Any]):
             return root["epoch"], root["step"], root["samples"]
         except (KeyError, TypeError, IndexError):
             raise StateError(
-                "the loaded state is of another graph, so where it stands is not known here; "
+                "the loaded state is of another graph, so its position is unknown; "
                 "`iter(loader)` says what differs."
             ) from None
 
     def trust_labels(self) -> None:
-        """Do not warn of weights: see `GroupCollator.trust_labels`."""
+        """Do not warn of loss weights: see `GroupCollator.trust_labels`."""
         for graph in self._graphs:
             graph.collator.trust_labels()
 
@@ -341,7 +343,7 @@ class ODBDataLoader(Loader[Any]):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of an epoch on this rank; of several ranks, each has about so many.
+        """Number of samples of an epoch on this rank; with several ranks, an approximate number.
 
         Raises:
             TypeError: the dataset does not know its length.
@@ -352,12 +354,13 @@ class ODBDataLoader(Loader[Any]):
     def replayed_samples(self) -> int:
         """Number of samples that the last restore processed again."""
         return sum(
-            one.bucketer.replayed_samples + one.aligner.replayed_samples for one in self._graphs
+            graph.bucketer.replayed_samples + graph.aligner.replayed_samples
+            for graph in self._graphs
         )
 
     @property
     def oversize_samples(self) -> int:
-        """Number of samples of this epoch so far that exceeded the budget on their own."""
+        """Number of samples of this epoch so far that alone exceeded the budget."""
         return sum(graph.bucketer.oversize_samples for graph in self._graphs)
 
     @property
@@ -383,7 +386,7 @@ class ODBDataLoader(Loader[Any]):
 
     @property
     def exchange_wait_s(self) -> float:
-        """Seconds that the thread that makes the batches has waited for other ranks so far."""
+        """Seconds that the thread that makes batches has waited for other ranks so far."""
         return self._graphs[0].aligner.exchange_wait_s
 
     @property

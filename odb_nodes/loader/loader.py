@@ -28,52 +28,52 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Verify = Literal["lazy", "eager"]
-"""When the samples of a state are compared with those that are made again: see `Loader`."""
+"""When samples are made again and compared with a state: see `Loader.load_state_dict`."""
 
-_NODE = "Loader"  # the name in a state, that of subclasses too
+_NODE = "Loader"  # the name in a state, also for subclasses
 _NO_ITEM: Any = object()
 
 
 @dataclass(kw_only=True)
 class LoaderState(NodeState):
-    """Where a `Loader` stands."""
+    """The position of a `Loader`."""
 
     root: SourceState
-    num_yielded: int  # in the epoch
-    ended: bool  # the end of the epoch was seen
-    # what `set_epoch` and `set_weights` have set for an epoch that has not begun
+    num_yielded: int  # items of the epoch
+    ended: bool  # the end of the epoch was reached: `next` raised `StopIteration`
+    # from `set_epoch` and `set_weights`, for an epoch that has not begun
     next_epoch: int | None = None
     next_weights: dict[str, float] = field(default_factory=dict)
     left: bool  # the epoch was left, by an `iter` that failed: the next one follows
 
     @property
     def is_within(self) -> bool:
-        """Whether items of the epoch are out, and its end was not seen: it goes on."""
+        """Whether the position is between the first item and the end of an epoch."""
         return self.num_yielded > 0 and not self.ended and not self.left
 
 
-# --- where a loader stands ------------------------------------------------------------------------
+# --- the status of a loader -----------------------------------------------------------------------
 #
 # idle    -- `iter` begins the next epoch                --> running
-# paused  -- `iter` goes on at its position              --> running
+# paused  -- `iter` resumes at its position              --> running
 # running -- `iter`, once used, as from idle             --> running
 #         -- `close`                                     --> paused; once used, idle
 #         -- `next` raises                               --> paused; lost if `snapshot` raises too
-# any     -- `load_state_dict`, an `iter` that raises    --> paused; idle if none was begun before
+# any     -- `load_state_dict`, an `iter` that raises    --> paused; idle before the first epoch
 
 
 class _Idle(NamedTuple):
-    """Before the next epoch: none was begun, or `close` has left one at a position."""
+    """Before the next epoch: none has begun, or `close` has left one at a position."""
 
     position: LoaderState | None = None
 
 
 class _Paused(NamedTuple):
-    """At a position that the graph is taken back to."""
+    """At a position that the graph will be restored to."""
 
     position: LoaderState
     loading: Loading = Loading()
-    asked_epoch: int | None = None  # by `set_epoch`, where the position is within an epoch
+    requested_epoch: int | None = None  # from a `set_epoch` at a position within an epoch
 
 
 class _Running(Generic[T]):
@@ -81,17 +81,21 @@ class _Running(Generic[T]):
 
     def __init__(self, root: BaseNode[T], num_yielded: int, ended: bool, had_items: bool) -> None:
         self.is_used = False
-        self._root, self._had_items = root, had_items  # in an epoch before this one
+        self._root = root
+        self._had_items = had_items  # whether an epoch before this one had items
         self._num_yielded, self._ended = num_yielded, ended
-        self._position: LoaderState | None = None  # `None` once that is outdated
+        self._position: LoaderState | None = None  # `None` when it is out of date
 
     @property
     def position(self) -> LoaderState:
         position = self._position
         if position is None:
-            root, count = snapshot(self._root), self._num_yielded
-            position = LoaderState(root=root, num_yielded=count, ended=self._ended, left=False)
-            self._position = position
+            self._position = position = LoaderState(
+                root=snapshot(self._root),
+                num_yielded=self._num_yielded,
+                ended=self._ended,
+                left=False,
+            )
         return position
 
     def use(self) -> None:
@@ -99,7 +103,7 @@ class _Running(Generic[T]):
         self.is_used = True
 
     def take(self) -> T:
-        """Return the next item. If that raises, `position` is where it is taken up again."""
+        """Return the next item. If that raises, `position` is where to resume."""
         self.use()
         if self._ended:
             raise StopIteration
@@ -109,14 +113,16 @@ class _Running(Generic[T]):
             if self._had_items and not self._num_yielded:
                 why = graph.describe_empty_epoch(self._root)
                 raise SampleError(f"the epoch has no item, but one before had some. {why}")
-            self._ended, self._position = True, None
+            self._ended = True
+            self._position = None
             raise StopIteration
-        self._num_yielded, self._position = self._num_yielded + 1, None
+        self._num_yielded += 1
+        self._position = None
         return item
 
 
 class _Lost(NamedTuple):
-    """Nowhere: the graph has raised, and so has its `snapshot`."""
+    """The graph failed, and so did its `snapshot`: the position is unknown."""
 
     error: BaseException
     position: None = None
@@ -125,9 +131,9 @@ class _Lost(NamedTuple):
 class Loader(Generic[T]):
     """Iterates a graph, one epoch per `iter()`; torchdata's `Loader` with its faults repaired.
 
-    After loading a state, items and ends of epochs follow as in the run that saved it. A state that
-    was saved after the last item of an epoch, but before its end was seen, gives an empty rest of
-    that epoch and then the next one; a state saved after the end gives the next one.
+    After loading a state, items and ends of epochs follow as in the run that saved it. With a state
+    from after the last item of an epoch, but before its `StopIteration`, the first iterator is
+    empty and the next one begins the next epoch. A state from after the end begins the next epoch.
 
     `iter()` continues from a loaded state, or from where the graph raised. It returns the present
     iterator if that has not yielded yet. Otherwise it leaves the present epoch, also after `close`,
@@ -139,8 +145,8 @@ class Loader(Generic[T]):
 
     Args:
         root: last node of the graph.
-        restart_on_stop_iteration: whether a state that was saved after the end of an epoch gives
-            the next epoch, or nothing.
+        restart_on_stop_iteration: whether `iter()` begins the next epoch after loading a state from
+            the end of an epoch, or is empty.
         stop_timeout_s: seconds to wait for a thread of the graph to finish what it is doing.
 
     Raises:
@@ -160,10 +166,10 @@ class Loader(Generic[T]):
         self.root = root
         self._restart = restart_on_stop_iteration
         self._stop_timeout_s = stop_timeout_s
-        self._at: _Idle | _Paused | _Running[T] | _Lost = _Idle()
-        self._next_epoch: int | None = None  # set for the epoch that begins next
+        self._status: _Idle | _Paused | _Running[T] | _Lost = _Idle()
+        self._next_epoch: int | None = None  # from `set_epoch`
         self._next_weights: dict[str, float] = {}
-        self._had_items = False  # in an epoch before this one
+        self._had_items = False  # whether an earlier epoch had items
         self._iterators = weakref.WeakValueDictionary[_Running[T], LoaderIterator[T]]()
         self._owner = Owner()
         self._moving = threading.RLock()  # held within `next` and `iter`
@@ -180,24 +186,24 @@ class Loader(Generic[T]):
             ) from None
 
     def __bool__(self) -> bool:
-        return True  # and not `len`, which few graphs know
+        return True  # instead of by `len`, which few graphs have
 
     def __iter__(self) -> Iterator[T]:
         """Return the iterator of a loaded state's epoch, or of the next one."""
         with _held(self._moving):
-            at = self._at
-            if not isinstance(at, _Running) or at.is_used:
-                at = self._begin()
-            return self._iterators.setdefault(at, LoaderIterator(self, at))
+            status = self._status
+            if not isinstance(status, _Running) or status.is_used:
+                status = self._begin()
+            return self._iterators.setdefault(status, LoaderIterator(self, status))
 
     @property
     def position(self) -> LoaderState | None:
-        """Where it stands; `None` before the first iterator. Shared: not to be changed."""
-        return self._at.position
+        """The present position; `None` before the first iterator. Shared: do not change it."""
+        return self._status.position
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the most recent iterator stands: plain data, which the caller owns."""
-        if isinstance(self._at, _Running):
+        """Return the position of the most recent iterator: plain data, which the caller owns."""
+        if isinstance(self._status, _Running):
             self._check_process()
         if self.position is None:
             iter(self)
@@ -238,28 +244,28 @@ class Loader(Generic[T]):
             makes_all=verify == "eager",
             leaves_epoch=state.left,
         )
-        self._at = _Paused(state, loading)
+        self._status = _Paused(state, loading)
         self._next_epoch, self._next_weights = state.next_epoch, state.next_weights
 
     def set_epoch(self, epoch: int) -> None:
-        """Make `epoch` the next one that begins, in every node that counts epochs.
+        """Make `epoch` the next epoch, in every node that counts epochs.
 
-        The present iterator goes on within its epoch. A state that is saved there gives the rest of
-        that epoch, and then `epoch`. A state within `epoch`, loaded before, goes on there; one that
-        is loaded later replaces `epoch`. Where items of another epoch remain, `iter()` raises a
-        `StateError`.
+        The present iterator completes its epoch first. A state that is saved there gives the
+        remaining items of that epoch, and then `epoch`. A state within `epoch` that was loaded
+        before resumes; a state that is loaded later replaces `epoch`. If items of another epoch
+        remain, `iter()` raises a `StateError`.
         """
         epoch = check_count("epoch", epoch, 0)
-        at = self._at
-        if isinstance(at, _Paused) and at.position.is_within:
-            self._at = at._replace(asked_epoch=epoch)
+        status = self._status
+        if isinstance(status, _Paused) and status.position.is_within:
+            self._status = status._replace(requested_epoch=epoch)
             return
         self._next_epoch = epoch
-        if isinstance(at, _Running):
-            at.use()
+        if isinstance(status, _Running):
+            status.use()
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Mix by other weights from the next epoch on. All ranks set the same.
+        """Mix by these weights from the next epoch on. All ranks must set the same weights.
 
         States contain them, and a state that is loaded later replaces them. If ranks set different
         weights, all raise a `StateError` at the first step of the epoch.
@@ -291,12 +297,12 @@ class Loader(Generic[T]):
             TimeoutError: a thread did not finish within `stop_timeout_s`.
         """
         if not self._is_foreign() and _iterated_elsewhere(self.root, self) is None:
-            self._stop(goes_on=False)
+            self._stop(continues=False)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"a `{type(self).__name__}` cannot be copied or pickled, since its nodes stand within "
-            "their data. Make another one with the same arguments, and load `state_dict()` there."
+            f"a `{type(self).__name__}` cannot be copied or pickled, since its nodes are within an "
+            "epoch. Make another one with the same arguments, and load `state_dict()` there."
         )
 
     def __enter__(self) -> Self:
@@ -306,25 +312,26 @@ class Loader(Generic[T]):
         self.close()
 
     def _begin(self) -> _Running[T]:
-        """Begin what `iter` asks for. If that raises, the next `iter` tries again."""
+        """Resume, or begin the next epoch. If that raises, the next `iter` tries again."""
         self._check_process()
-        at = self._at
-        if isinstance(at, _Lost):
+        status = self._status
+        if isinstance(status, _Lost):
             raise PositionError(
                 "the graph failed, and its position is unknown: load the last saved state."
-            ) from at.error
+            ) from status.error
         _claim(self.root, self)
-        if at.position is not None:
-            self._had_items = self._had_items or at.position.num_yielded > 0
-            if not isinstance(at, _Paused):
-                self._at = _Paused(replace(at.position, left=True), Loading(leaves_epoch=True))
+        position = status.position
+        if position is not None:
+            self._had_items = self._had_items or position.num_yielded > 0
+            if not isinstance(status, _Paused):
+                self._status = _Paused(replace(position, left=True), Loading(leaves_epoch=True))
         try:
             graph.stop_threads(self.root, self._stop_timeout_s)
-            running = self._resume(at) if isinstance(at, _Paused) else self._begin_epoch()
+            running = self._resume(status) if isinstance(status, _Paused) else self._begin_epoch()
         except BaseException:
             graph.close_nodes(self.root, self._stop_timeout_s)  # as after an exception in `next`
             raise
-        self._at = running
+        self._status = running
         return running
 
     def _begin_epoch(self) -> _Running[T]:
@@ -334,76 +341,77 @@ class Loader(Generic[T]):
         self._next_epoch, self._next_weights = None, {}
         return _Running(self.root, 0, ended=False, had_items=self._had_items)
 
-    def _resume(self, at: _Paused) -> _Running[T]:
-        """Go on at a position, or from there to the next epoch."""
-        state = at.position
-        self._reset(at)
-        # Some nodes of torchdata do not keep in their state that they have seen their end.
+    def _resume(self, paused: _Paused) -> _Running[T]:
+        """Resume at a position, or begin the epoch after it."""
+        state = paused.position
+        self._reset(paused)
+        # Some nodes of torchdata do not save that they have reached their end.
         if state.ended and self._has_items():
             raise StateError(
                 "the state was saved at the end of an epoch, but the graph yields more items "
                 "there. Resume over the data that the state was saved on."
             )
-        asked = at.asked_epoch if state.is_within else self._next_epoch
-        begins = state.left or (state.ended and (self._restart or asked is not None))
+        requested = paused.requested_epoch if state.is_within else self._next_epoch
+        begins = state.left or (state.ended and (self._restart or requested is not None))
         epochs = graph.epochs_of(self.root)
-        is_another = asked is not None and bool(epochs) and asked not in epochs
-        # A state may be after the last item, and before its end was seen.
+        is_another = requested is not None and bool(epochs) and requested not in epochs
+        # A state may be after the last item, and before the `StopIteration`.
         if is_another and not begins and state.num_yielded and self._has_items():
             epoch = max(epochs)
             raise PositionError(
-                f"`set_epoch` must be given {epoch}, the epoch that the state stands within, but "
-                f"got {asked}, and items of epoch {epoch} remain. Call `set_epoch({epoch})` to go "
-                f"on with them; to leave them out, call `iter(loader)` after that, and then "
-                f"`set_epoch({asked})`."
+                f"`set_epoch` must be given {epoch}, the epoch of the loaded state, but got "
+                f"{requested}, and items of epoch {epoch} remain. Call `set_epoch({epoch})` to "
+                "continue with them; to skip them, call `iter(loader)` after that, and then "
+                f"`set_epoch({requested})`."
             )
         begins = begins or is_another
-        if asked is not None:
-            self._next_epoch = asked if begins else None
+        if requested is not None:
+            self._next_epoch = requested if begins else None
         if not begins:
             return _Running(self.root, state.num_yielded, state.ended, self._had_items)
         graph.stop_threads(self.root, self._stop_timeout_s)
         return self._begin_epoch()
 
-    def _reset(self, at: _Paused) -> None:
-        """Take the graph to a position."""
-        with loading_with(**at.loading._asdict()):
+    def _reset(self, paused: _Paused) -> None:
+        """Restore the graph to a position."""
+        with loading_with(**paused.loading._asdict()):
             try:
-                self.root.reset(copy_state(at.position.root))
+                self.root.reset(copy_state(paused.position.root))
             except StateError as error:
                 nodes = [node for node in graph.walk(self.root) if isinstance(node, StatefulNode)]
                 configs = [(type(node).__name__, node.fingerprint()) for node in nodes]
-                several = several_changes(configs, at.position.root)
-                if several is None or at.loading.may_differ:
+                several = several_changes(configs, paused.position.root)
+                if several is None or paused.loading.may_differ:
                     raise
                 raise StateError(several) from error
             except SampleError:
                 raise
             except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
                 raise StateError(
-                    f"a node cannot take its part of the state, or your own code raised {error!r}. "
-                    "If it is yours, mend that; else build the graph with the same nodes in the "
-                    "same order as when it was saved."
+                    f"a node cannot restore its part of the state, or your code raised {error!r}. "
+                    "Correct your code, or build the graph with the same nodes in the same order "
+                    "as when it was saved."
                 ) from error
 
     def _has_items(self) -> bool:
         """Take an item of the graph, and tell whether there is one."""
         return next(self.root, _NO_ITEM) is not _NO_ITEM
 
-    def _stop(self, *, goes_on: bool) -> None:
-        """Close the graph, and keep where it stands; a used epoch is left, unless it goes on."""
-        at = self._at
+    def _stop(self, *, continues: bool) -> None:
+        """Close the graph, and keep the position; the next `iter` continues it, if it should."""
+        status = self._status
         try:
-            if isinstance(at, _Running):
-                self._at = (_Paused if goes_on or not at.is_used else _Idle)(at.position)
+            if isinstance(status, _Running):
+                kind = _Paused if continues or not status.is_used else _Idle
+                self._status = kind(status.position)
         except BaseException as error:
-            self._at = _Lost(error)
+            self._status = _Lost(error)
             raise
         finally:
             graph.close_nodes(self.root, self._stop_timeout_s)
 
     def _check_process(self) -> None:
-        """Raise a `WorkerError` where the threads and workers are those of another process."""
+        """Raise a `WorkerError` if threads and workers belong to another process."""
         if self._is_foreign():
             self._owner.check("this loader")
 
@@ -412,13 +420,13 @@ class Loader(Generic[T]):
             return False
         if graph.has_threads(self.root):
             return True
-        self._owner = Owner()  # A graph without threads and workers goes on in a forked child.
+        self._owner = Owner()  # A graph without threads and workers continues in a forked child.
         return False
 
     def _check_current(self, running: _Running[T]) -> None:
-        """Raise if the loader has gone on without an iterator, perhaps on another thread."""
+        """Raise if another iterator has replaced this one, perhaps on another thread."""
         self._check_process()
-        if self._at is not running:
+        if self._status is not running:
             raise RuntimeError(
                 "this iterator is no longer valid: its `Loader` was closed, loaded, iterated "
                 "again, or raised. Use the newest `iter(loader)`."
@@ -426,7 +434,7 @@ class Loader(Generic[T]):
 
 
 class LoaderIterator(Iterator[T]):
-    """Items of a `Loader`, which refers to it weakly: once forgotten, both are gone at once."""
+    """Items of a `Loader`, which only has a weak reference to it, so that no cycle keeps both."""
 
     def __init__(self, loader: Loader[T], running: _Running[T]) -> None:
         self._loader, self._running = loader, running
@@ -440,7 +448,7 @@ class LoaderIterator(Iterator[T]):
             except BaseException as error:
                 loader._check_current(running)
                 if not isinstance(error, StopIteration):
-                    loader._stop(goes_on=True)
+                    loader._stop(continues=True)
                 raise
             loader._check_current(running)
             return item
@@ -451,8 +459,8 @@ def _held(lock: threading.RLock) -> Iterator[None]:
     """Hold the lock of a loader, or raise where another thread holds it."""
     if not lock.acquire(blocking=False):
         raise RuntimeError(
-            "another thread is inside of `next` or `iter` of this loader: one thread must take all "
-            "items. To use several, hand the items on by a `queue.Queue`."
+            "another thread is inside `next` or `iter` of this loader: one thread must take all "
+            "items. To use several, pass the items on by a `queue.Queue`."
         )
     try:
         yield
@@ -475,26 +483,27 @@ def _check_root(root: BaseNode[Any]) -> None:
                 "drawn again: a resumed run loses and repeats samples. Use `ShardedSampler`, or a "
                 "sampler that is seeded by `set_epoch`."
             )
-        named = (getattr(one, "exclude", None) for one in graph.walk(node))
-        if replays_items(node) and any(isinstance(one, ExcludedKeys) and one for one in named):
+        exclusions = [getattr(below, "exclude", None) for below in graph.walk(node)]
+        has_keys = any(isinstance(keys, ExcludedKeys) and keys for keys in exclusions)
+        if has_keys and replays_items(node):
             raise ValueError(
-                f"`exclude` must be empty below a `{name}` that takes items of its source once "
-                "more when it is restored, and would take others then. Leave `snapshot_frequency` "
-                "at 1, and `prebatch` at None."
+                f"`exclude` must be empty below a `{name}` that reads items of its source again "
+                "when it is restored, and would read others then. Leave `snapshot_frequency` at 1, "
+                "and `prebatch` at None."
             )
 
 
 _owners: weakref.WeakKeyDictionary[BaseNode[Any], weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""Which `Loader` last moved a node: two at a time would take each other's items."""
+"""The `Loader` that last iterated a node: two at a time would take each other's items."""
 
 
 def _claim(root: BaseNode[Any], loader: Loader[Any]) -> None:
-    """Make `loader` the one that moves the nodes of a graph."""
+    """Make `loader` the only one that iterates the nodes of a graph."""
     if (node := _iterated_elsewhere(root, loader)) is not None:
         raise RuntimeError(
             f"a `{type(node).__name__}` of this `{type(loader).__name__}` is iterated by "
-            "another one, and each would take items that the other one then lacks. Make a node "
-            "for each loader, or `close()` the other one before."
+            "another one, and each would take items from the other. Make a node for each loader, "
+            "or `close()` the other one before."
         )
     for node in graph.walk(root):
         _owners[node] = weakref.ref(loader)
@@ -504,13 +513,13 @@ def _iterated_elsewhere(root: BaseNode[Any], loader: Loader[Any]) -> BaseNode[An
     """Return a node of a graph that another `Loader` iterates; `None` where there is none."""
     for node in graph.walk(root):
         owner = _owners[node]() if node in _owners else None
-        if owner is not None and owner is not loader and isinstance(owner._at, _Running):
+        if owner is not None and owner is not loader and isinstance(owner._status, _Running):
             return node
     return None
 
 
 def _outermost_mixers(root: BaseNode[Any]) -> list[SourceMixer]:
-    """Return the mixtures that are not within another one: one per rank that is hosted."""
+    """Return the mixtures that are not within another: one for each rank of this process."""
     mixers = [node for node in graph.walk(root) if isinstance(node, SourceMixer)]
     inner = {id(node) for mixer in mixers for node in graph.walk(mixer) if node is not mixer}
     return [mixer for mixer in mixers if id(mixer) not in inner]

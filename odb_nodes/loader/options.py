@@ -1,4 +1,4 @@
-"""The options of the whole graph: their defaults and their checks, in one place."""
+"""The options of the whole graph, with their defaults and checks."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from odb_nodes.sources.mixing import Weights
 CollateIn = Literal["auto", "workers", "main"]
 ProcessFn = Callable[[Any], Any] | None
 
-_IN_FLIGHT_OF_AUTO = 1024  # samples: the window is not known when workers start
+_IN_FLIGHT_OF_AUTO = 1024  # samples: an `"auto"` window has no size when workers start
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(PlanOptions):
-    """What a user decides of the batches under any trainer. See `ODBDataLoader` for the fields."""
+    """The options of batches under any trainer. See `ODBDataLoader` for the fields."""
 
     token_budget: int | TokenBudget
     collate_fn: Collate | None = None
@@ -78,9 +78,9 @@ class BatchOptions(PlanOptions):
         return TokenBudget.of(self.token_budget)
 
     def loader_options(self, **decided: Any) -> LoaderOptions:
-        """Return the options of a loader: these, and before them those that a trainer decides."""
-        given = {field.name: getattr(self, field.name) for field in fields(BatchOptions)}
-        return LoaderOptions(**{**given, **decided})
+        """Return the options of a loader; options that a trainer has `decided` override these."""
+        options = {field.name: getattr(self, field.name) for field in fields(BatchOptions)}
+        return LoaderOptions(**{**options, **decided})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class LoaderOptions(BatchOptions, JobOptions):
             if self.sharded:
                 raise ValueError(
                     "`sharded` must be False with `virtual_ranks`, which plan the same steps for "
-                    "whatever number of ranks."
+                    "any number of ranks."
                 )
         if self.workers is not None and self.num_workers:
             raise ValueError(
@@ -120,7 +120,7 @@ class LoaderOptions(BatchOptions, JobOptions):
 
     @property
     def worker_options(self) -> WorkerOptions:
-        """How processing runs: with samples in flight for a refill of the pool."""
+        """The options of processing, with enough samples in flight for a refill of the pool."""
         options = self.workers or WorkerOptions(num_workers=self.num_workers)
         if options.in_flight_samples is not None:
             return options

@@ -40,7 +40,6 @@ from odb_nodes.planning.known_epochs import known_window
 from odb_nodes.planning.table import IntArray
 from odb_nodes.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.processing.chunk import Fetcher
-from odb_nodes.processing.chunk_runner import cannot_collate
 from odb_nodes.processing.first_samples import FirstSamples, process_kept
 from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.options import share_of
@@ -48,6 +47,7 @@ from odb_nodes.sample import CLASS_KEYS, Observe, Sample, Skipped
 from odb_nodes.sources.datasets import (
     dataset_of_rank,
     draws_nothing,
+    holds_no_generators,
     is_iterated,
     reads_alike,
     source_of,
@@ -62,34 +62,43 @@ logger = logging.getLogger("odb_nodes")
 
 _OF_GROUPS = (WindowBucketer, RankAligner, GroupCollator, ReadAhead)
 _FAR_APART = 10
-"""Sizes of datasets that differ by this factor are warned of where nobody has given weights."""
+"""Without weights, a warning names sizes of datasets that differ by this factor."""
 _FATE = {
-    "all_exhausted": "is read up after {share:.1%} of the epoch, and is missing from the rest",
-    "first_exhausted": "ends the epoch when it is read up, after {share:.1%} of all samples",
+    "all_exhausted": "is exhausted after {share:.1%} of the epoch, and missing from then on",
+    "first_exhausted": "ends the epoch when it is exhausted, after {share:.1%} of all samples",
     "cycle": "is read {passes:.0f} times for each time that {largest!r} is",
 }
 
 
 class RankGraph:
-    """The nodes of one rank: those that yield samples, groups, aligned groups and batches."""
+    """The nodes of one rank, which yield samples, groups, aligned groups and batches."""
 
     def __init__(self, dataset: Any, options: LoaderOptions) -> None:
         collate = collate_for(options.budget, options.collate_fn)
-        # A subclass is left out: its `__call__` may expect the samples as processing returned them.
+        # Not for a subclass: its `__call__` may expect the samples as processing returned them.
         is_ours = type(collate) in (PaddingCollate, PackedCollate)
         prepared = collate if is_ours else None
         self.samples: BaseNode[Any]
         self.bucketer: WindowBucketer | PlannedGroups
         self.origin = ""
-        """Where lengths come from that are known before samples are read."""
-        known = lengths_before(dataset, options)
-        if known is not None:
-            planned = planned_groups(known.tokens, dataset, options, collate, prepared)
+        """Where known lengths come from, such as "the column 'n_tokens'"; "" without them."""
+        lengths = lengths_before(dataset, options)
+        if lengths is not None:
+            planned = planned_groups(lengths.tokens, dataset, options, collate, prepared)
             if options.collate_in == "workers" and planned.why_not_collated:
-                _warn_of_collate_in(planned.why_not_collated)
+                warn_user(
+                    f'`collate_in="workers"` has no effect, since {planned.why_not_collated}: the '
+                    "trainer's process makes the batches."
+                )
             self.samples = self.bucketer = planned
-            self.origin = known.origin
+            self.origin = lengths.origin
         else:
+            if options.collate_in == "workers":
+                logger.warning(
+                    '`collate_in="workers"` has no effect: workers make batches only where the '
+                    "lengths of samples are known before they are read (`lengths`). The trainer's "
+                    "process makes them."
+                )
             self.samples = sample_node(dataset, options, prepared)
             self.bucketer = WindowBucketer(
                 self.samples,
@@ -117,20 +126,6 @@ class RankGraph:
         self.collator = GroupCollator(
             self.aligner, collate, options.seed, rank, pin_memory=options.pin_memory
         )
-        if options.collate_in != "main" and known is None:
-            self._collate_in_workers(collate, options)
-
-    def _collate_in_workers(self, collate: Collate, options: LoaderOptions) -> None:
-        mixer, always = self.samples, options.collate_in == "workers"
-        last = mixer.sources.values() if isinstance(mixer, SourceMixer) else [mixer]
-        processors = [one for one in last if isinstance(one, ParallelProcessor)]
-        why_not = "" if options.prefetch else "`prefetch` is 0"
-        for one in processors:
-            why_not = why_not or cannot_collate(collate, one.runner.options)
-        if not why_not:
-            self.collator.collate_in_workers(processors, always=always)
-        elif always:
-            _warn_of_collate_in(why_not)
 
 
 def note_of_lengths(graphs: Sequence[RankGraph], options: LoaderOptions) -> None:
@@ -150,26 +145,19 @@ def note_of_lengths(graphs: Sequence[RankGraph], options: LoaderOptions) -> None
     )
 
 
-_LONG_EPOCH = 10_000  # samples, of which it is worth a line
+_LONG_EPOCH = 10_000  # samples: shorter epochs are not worth a line
 _noted: list[bool] = []
 
 
-def _warn_of_collate_in(why_not: str) -> None:
-    warn_user(
-        f'`collate_in="workers"` has no effect, since {why_not}: the trainer\'s process makes the '
-        "batches."
-    )
-
-
 def graphs_of_team(dataset: Any, options: LoaderOptions, team: VirtualTeam) -> list[RankGraph]:
-    """Return the graphs of the virtual ranks that this process hosts, which share its workers."""
+    """Return the graphs of this process's virtual ranks, which share its workers."""
     workers = options.workers or WorkerOptions(num_workers=options.num_workers)
     workers = share_of(workers, team.hosted)
     shared = replace(options, workers=workers, num_workers=0, virtual_ranks=None)
     graphs = []
-    for one in team.ranks():
-        own = dataset_of_rank(dataset, one.rank, one.world_size)
-        graphs.append(RankGraph(own, replace(shared, process_group=one)))
+    for rank in team.ranks():
+        data = dataset_of_rank(dataset, rank.rank, rank.world_size)
+        graphs.append(RankGraph(data, replace(shared, process_group=rank)))
     return graphs
 
 
@@ -177,7 +165,7 @@ def graphs_of_team(dataset: Any, options: LoaderOptions, team: VirtualTeam) -> l
 
 
 class _Fetched(NamedTuple):
-    """What a dataset has for an item."""
+    """The data of an item, read from the dataset."""
 
     data: Any
 
@@ -186,44 +174,45 @@ class _Fetched(NamedTuple):
 class SampleProcess(Fetcher):
     """Makes a `Sample` of an item of the source: looks it up, processes it, observes it."""
 
-    dataset: Any  # that items are indices into; `None` where items are the data themselves
+    dataset: Any  # that the items index; `None` if items are the data
     process_fn: ProcessFn
     observe: Observe | None
-    collate: Any  # has `prepare`, its first step, done here sample by sample; or `None`
+    collate: Any  # its `prepare` is called here for each sample; `None` if it has none
     first: FirstSamples = field(default_factory=FirstSamples, compare=False)
 
     @property
     def parts(self) -> Sequence[Any]:  # type: ignore[override]
-        """The dataset, and the functions, that the user has given."""
-        return self.dataset, self.process_fn, self.observe
+        """The datasets and functions that may hold random generators, or have `set_epoch`."""
+        dataset = None if holds_no_generators(self.dataset) else self.dataset
+        return dataset, self.process_fn, self.observe
 
     @property
     def fingerprint_name(self) -> str:
-        """The names of the functions that decide the lengths, where they are given."""
+        """The names of the functions that decide the lengths."""
         named = {"process_fn": self.process_fn, "observe": self.observe}
-        given = {key: function for key, function in named.items() if function is not None}
-        return f"sample({stable_names(given)})"
+        functions = {key: function for key, function in named.items() if function is not None}
+        return f"sample({stable_names(functions)})"
 
     @property
     def draws_random_numbers(self) -> bool | None:
-        """`False` where all that is given says so; `None` where it is not known."""
-        functions = [one for one in (self.process_fn, self.observe) if one is not None]
-        reads_quietly = self.dataset is None or draws_nothing(self.dataset)
-        quiet = reads_quietly and all(declares_draws(one) is False for one in functions)
-        return False if quiet else None
+        """`False` if the dataset and all functions declare it; `None` otherwise."""
+        for function in (self.process_fn, self.observe):
+            if function is not None and declares_draws(function) is not False:
+                return None
+        return False if self.dataset is None or draws_nothing(self.dataset) else None
 
     @property
     def gives_keys(self) -> bool:
-        """Whether samples may have other keys than the numbers of their items."""
+        """Whether samples may have keys other than the numbers of their items."""
         return self.observe is not None or getattr(self.process_fn, "gives_keys", False)
 
     def fetch(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Return items with their data, where the dataset reads many at once as it reads each."""
+        """Return items with their data, if the dataset can read many items at once."""
         read = getattr(self.dataset, "__getitems__", None)
         if read is None or not reads_alike(self.dataset):  # now: a transform may have been set
             return items
-        found = read([*items])
-        return [*map(_Fetched, found)] if len(found) == len(items) else items
+        data = read([*items])
+        return [*map(_Fetched, data)] if len(data) == len(items) else items
 
     def __call__(self, item: Any) -> Sample | Skipped:
         """Return the sample of an item."""
@@ -232,8 +221,9 @@ class SampleProcess(Fetcher):
         else:
             data = item.data if type(item) is _Fetched else self.dataset[item]
         if self.process_fn is not None:
-            is_held = self.dataset is not None and type(item) is not _Fetched  # or it may be
-            if is_held and self.first.take(1):
+            # The dataset may hold the object, which the function must not change.
+            is_shared = self.dataset is not None and type(item) is not _Fetched
+            if is_shared and self.first.take(1):
                 data = process_kept(self.dataset, item, data, self.process_fn)
             else:
                 data = self.process_fn(data)
@@ -252,7 +242,7 @@ class SampleProcess(Fetcher):
 
 
 def sample_node(dataset: Any, options: LoaderOptions, collate: Any = None) -> BaseNode[Any]:
-    """Return a node that yields the samples of a dataset, or of a dict of those to mix."""
+    """Return a node that yields the samples of a dataset, or of a dict of datasets to mix."""
     check_no_columns(dataset)
     is_mixture = (
         isinstance(dataset, dict) and dataset and all(type(name) is str for name in dataset)
@@ -263,7 +253,7 @@ def sample_node(dataset: Any, options: LoaderOptions, collate: Any = None) -> Ba
         return _one_dataset(dataset, options, collate)
     if type(dataset) is not dict:
         raise TypeError(
-            f"`dataset` must be one dataset, or a plain dict of those to mix, but is a "
+            f"`dataset` must be one dataset, or a plain dict of datasets to mix, but is a "
             f"`{type(dataset).__name__}` of {sorted(dataset)}. Pass one of them, such as "
             '`dataset["train"]`; or `dict(dataset)` to mix them all.'
         )
@@ -271,21 +261,21 @@ def sample_node(dataset: Any, options: LoaderOptions, collate: Any = None) -> Ba
 
 
 def lengths_before(dataset: Any, options: LoaderOptions) -> KnownLengths | None:
-    """Return the lengths of samples that are not read yet; `None` where they are of no use."""
+    """Return the known lengths of the samples; `None` if batches are not planned from them."""
     if options.lengths is False:
         return None
     if why_not := _why_not_planned(dataset, options):
         if options.lengths is not None:
-            raise ValueError(f"`lengths` must not be given {why_not}. Leave one of the two out.")
+            raise ValueError(f"`lengths` must not be given {why_not}. Leave out one of the two.")
         return None
-    # A pool of as many samples leaves less padding than a window that is planned by itself.
+    # A pool leaves less padding than a planned window of the same size.
     if options.lengths is None and (options.shuffle is False or options.window != AUTO):
         return None
     is_processed = options.process_fn is not None or options.observe is not None
-    known = known_lengths(dataset, options.lengths, is_processed=is_processed)
-    if known is not None:
-        logger.info("batches are planned from lengths that are known: %s", known.origin)
-    return known
+    lengths = known_lengths(dataset, options.lengths, is_processed=is_processed)
+    if lengths is not None:
+        logger.info("batches are planned from lengths that are known: %s", lengths.origin)
+    return lengths
 
 
 def planned_groups(
@@ -293,18 +283,18 @@ def planned_groups(
 ) -> PlannedGroups:
     """Return a node that plans whole epochs from the length of each sample, (n,).
 
-    prepared: the collate function whose first step processing does, if any.
+    prepared: the collate function, if workers call its `prepare` for each sample.
     """
     _check_is_dataset(dataset)
     _check_excluded(ExcludedKeys.of(options.exclude), [])
     _check_of_one_dataset(options)
     process_fn: Any = options.process_fn
     shuffle = options.shuffle is not False
-    if options.observe is None:  # A packed sample is filled up before it is measured.
+    if options.observe is None:  # A packed sample is padded before it is measured.
         multiple = getattr(prepared, "sample_multiple", 1)
         tokens = -(-tokens // multiple) * multiple
     rank, world_size = group_rank(options.process_group)
-    # What is read in blocks stays together, too.
+    # So that blocks are read together.
     in_order = not shuffle or hasattr(dataset, "shuffle_blocks")
     return PlannedGroups(
         tokens,
@@ -326,7 +316,7 @@ def planned_groups(
 
 
 def _why_not_planned(dataset: Any, options: LoaderOptions) -> str:
-    """Return where lengths that are known are of no use; "" where they are of use."""
+    """Return why batches cannot be planned from known lengths; "" if they can."""
     budget = options.budget
     reasons = {
         "for a dict of datasets": isinstance(dataset, Mapping),
@@ -363,17 +353,17 @@ def _mixture(datasets: dict[str, Any], options: LoaderOptions, collate: Any) -> 
     if options.sampler is not None:
         raise ValueError(
             "`sampler` must be None where `dataset` is a dict of datasets. Pass an "
-            "`IterableSource` of that order in place of the dataset that it is for."
+            "`IterableSource` of that order in place of its dataset."
         )
-    keeping = [
-        one
-        for one in datasets.values()
-        if isinstance(one, Stateful) and is_iterated(one) and not is_stream(one)
+    with_position = [
+        dataset
+        for dataset in datasets.values()
+        if isinstance(dataset, Stateful) and is_iterated(dataset) and not is_stream(dataset)
     ]
-    if len({*map(id, keeping)}) < len(keeping):
+    if len({*map(id, with_position)}) < len(with_position):
         raise ValueError(
-            "`dataset` must hold different objects where they keep a position, but of "
-            f"{sorted(datasets)} two are the same, which would share its items out. Make one for "
+            "`dataset` must hold different objects if they keep a position, but of "
+            f"{sorted(datasets)} two are the same object, and would share its items. Make one for "
             "each."
         )
     functions = options.process_fn
@@ -399,7 +389,7 @@ def _mixture(datasets: dict[str, Any], options: LoaderOptions, collate: Any) -> 
     )
     processor = _processor_of(options)
     if mixing.by == "samples":
-        # Mixed before they are processed, so that all workers process items of any source.
+        # Items are mixed before processing, so that all workers process items of any source.
         return processor(mix(sources), PerSource(processes), seed=options.seed, workers=workers)
     make = partial(processor, workers=share_of(workers, len(datasets)))
     return mix({name: make(sources[name], processes[name], seed=seeds[name]) for name in seeds})
@@ -413,7 +403,7 @@ def _processor_of(options: LoaderOptions) -> Callable[..., ParallelProcessor[Any
 def _read(
     dataset: Any, process_fn: Any, seed: int, options: LoaderOptions, collate: Any
 ) -> tuple[Any, SampleProcess]:
-    """Return the source of a dataset, and what makes samples of its items."""
+    """Return the source of a dataset, and the function that makes samples of its items."""
     _check_is_dataset(dataset)
     shard = (0, 1) if options.sharded else group_rank(options.process_group)
     source, items = source_of(dataset, options.shuffle, seed, options.sampler, shard)
@@ -441,16 +431,16 @@ def _size_of(name: str, dataset: Any) -> int:
     try:
         if isinstance(dataset, JsonlSource):
             return dataset.num_records
-        if not isinstance(dataset, BaseNode):  # whose length is that of one rank
+        if not isinstance(dataset, BaseNode):  # the length of a node is of one rank
             return len(dataset)
     except TypeError as error:
         reason = str(error).removesuffix(".")
         raise TypeError(f"{needed}: {reason}. Otherwise pass weights.") from error
-    raise TypeError(f"{needed}, which a node does not tell. Pass weights.")
+    raise TypeError(f"{needed}, which a node does not have. Pass weights.")
 
 
 def _warn_of_sizes(datasets: Mapping[str, Any], stop: Stop) -> None:
-    """Warn of equal shares by default where the sizes of datasets are far apart."""
+    """Warn of the default, equal shares, if the sizes of datasets are far apart."""
     try:
         sizes = {name: _size_of(name, dataset) for name, dataset in datasets.items()}
     except Exception:  # of the user's `__len__`: only a warning depends on it
@@ -462,14 +452,14 @@ def _warn_of_sizes(datasets: Mapping[str, Any], stop: Stop) -> None:
     passes = sizes[largest] / sizes[smallest]
     fate = _FATE[stop].format(share=share, passes=passes, largest=largest)
     warn_user(
-        f"`weights` are not given, so all datasets have equal shares, whatever their sizes {sizes}"
+        f"`weights` are not given, so all datasets have equal shares, despite their sizes {sizes}"
         f': {smallest!r} {fate}. Pass `weights="proportional"` for shares by size, or weights, '
         f"such as {dict.fromkeys(sizes, 1)} if equal shares are meant."
     )
 
 
 def _check_excluded(exclude: ExcludedKeys, names: list[str]) -> None:
-    """Raise for keys of a source that does not exist; warn where sources have no names."""
+    """Raise for keys of a source that does not exist; warn if sources have no names."""
     for source in exclude.sources:
         if source in names or any(source.startswith(f"{name}/") for name in names):
             continue
@@ -481,7 +471,7 @@ def _check_excluded(exclude: ExcludedKeys, names: list[str]) -> None:
         if source:
             warn_user(
                 f"`exclude` has keys of source {source!r}, but `dataset` is no dict of sources, so "
-                "they exclude nothing unless processing names that source."
+                "they have no effect unless processing names that source."
             )
 
 
@@ -521,7 +511,7 @@ def _check_is_dataset(dataset: Any) -> None:
             _check_is_dataset(part)
     remedy, module = "", type(dataset).__module__
     if getattr(type(dataset), "yields_batches", False):
-        remedy = "yields batches already. Pass the dataset that it reads, or iterate it as it is"
+        remedy = "yields batches already. Pass the dataset that it reads, or iterate it directly"
     elif isinstance(dataset, (Loader, torchdata.nodes.Loader)):
         remedy = "iterates a graph already. Pass its node, `loader.root`, if that yields samples"
     elif rows := _ROWS_OF.get(module) or _ROWS_OF.get(module.partition(".")[0]):

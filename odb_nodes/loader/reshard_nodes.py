@@ -1,10 +1,10 @@
-"""The states of a graph on N ranks, made into those on M ranks.
+"""Turns the states of a graph on N ranks into states on M ranks.
 
-All nodes are put to the beginning of an epoch. Between two epochs nothing is left to do. Within
-one, a round that is planned ends: the samples that wait, in pools and in planned groups, are dealt
-to the pools of the new ranks, and each source is told which of its items no rank has read. Where
-an epoch is planned from known lengths, the new ranks are told how far each old rank had come, and
-plan together what all of them have left.
+All nodes are set to the beginning of an epoch. Between two epochs nothing else changes. Within an
+epoch, the planned round is dissolved: the waiting samples, in pools and in planned groups, are
+dealt to the pools of the new ranks, and each source gets the items that no rank has read. If the
+epoch is planned from known lengths, the new ranks get the progress of each old rank, and plan the
+remaining samples of all of them together.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ T = TypeVar("T")
 N = TypeVar("N", int, float)
 States = Sequence[SourceState]  # the states of one node, by rank
 
-_UP_TO_THE_END = "Go on with as many ranks as before up to the end of the epoch"
+_UP_TO_THE_END = "Keep the number of ranks up to the end of the epoch"
 _AFTER_THE_LAST = f"{_UP_TO_THE_END}: a state that is saved after its last step can be resharded."
-_LATER = "Go on with as many ranks as before, and reshard a later checkpoint."
+_LATER = "Keep the number of ranks, and reshard a later checkpoint."
 
 
 class Ranks(NamedTuple):
-    """Numbers of ranks: of those that have saved, and of those that go on."""
+    """The number of old ranks, which have saved states, and of new ranks."""
 
     before: int
     after: int
 
     def split(self, total: int) -> list[int]:
-        """Return parts of a number for the ranks that go on, which differ by 1 at most."""
+        """Return a part of a number for each new rank; parts differ by at most 1."""
         return [total // self.after + (rank < total % self.after) for rank in range(self.after)]
 
     def split_each(self, totals: Mapping[str, int]) -> list[dict[str, int]]:
-        """Return such parts of several numbers, by name."""
+        """Return parts of several numbers for each new rank, by name."""
         return self.of_each({name: self.split(total) for name, total in totals.items()})
 
     def of_each(self, by_name: Mapping[str, Sequence[T]]) -> list[dict[str, T]]:
-        """Return for each of the ranks that go on what it has by each name."""
+        """Return for each new rank its value by each name."""
         return [
             {name: values[rank] for name, values in by_name.items()} for rank in range(self.after)
         ]
 
     def redistribute(self, states: Sequence[T]) -> list[Sequence[T]]:
-        """Return whose counts each of the ranks that go on takes over."""
+        """Return for each new rank the old states whose counts it takes over."""
         return [states[rank :: self.after] for rank in range(self.after)]
 
 
@@ -79,19 +79,19 @@ class Ranks(NamedTuple):
 
 
 def node_of(state: object) -> str:
-    """Return the name of the node that has saved a state; "" where it is not sealed."""
+    """Return the name of the node that saved a state; "" if the state is not sealed."""
     name = state.get("node") if isinstance(state, Mapping) else None
     return name if isinstance(name, str) else ""
 
 
 def config_of(state: object) -> Mapping[str, Any]:
-    """Return the configuration of the node that has saved a state; none where it is damaged."""
+    """Return the configuration of the node that saved a state; empty if it is damaged."""
     config = state.get("config") if isinstance(state, Mapping) else None
     return config if isinstance(config, Mapping) else {}
 
 
 def check_same(node: str, values: Sequence[NodeState], *fields: str) -> None:
-    """Raise a `StateError` where a field is another one on another rank."""
+    """Raise a `StateError` if a field differs between ranks."""
     for name in fields:
         first = getattr(values[0], name)
         for rank, state in enumerate(values):
@@ -105,17 +105,17 @@ def check_same(node: str, values: Sequence[NodeState], *fields: str) -> None:
 
 @dataclass(frozen=True)
 class Node(Generic[S]):
-    """What a node has saved on all ranks, and the ranks that it goes on with."""
+    """The states of a node on all old ranks, and the numbers of ranks."""
 
     name: str
-    config: Mapping[str, Any]  # of rank 0, with its rank
+    config: Mapping[str, Any]  # of rank 0, including `rank`
     sealed: States
-    states: Sequence[S]  # what they hold
+    states: Sequence[S]  # the opened states
     ranks: Ranks
 
     @classmethod
     def opened(cls, sealed: States, declared: type[S], ranks: Ranks) -> Node[S]:
-        """Open the states of a node, which must be of the same graph."""
+        """Open the states of a node; raise a `StateError` if they are of different graphs."""
         name, first = node_of(sealed[0]), _common(sealed[0])
         states = []
         for rank, state in enumerate(sealed):
@@ -136,15 +136,21 @@ class Node(Generic[S]):
     def on_new_ranks(
         self, by_rank: Mapping[str, Sequence[Any]], alike: Mapping[str, Any] | None = None
     ) -> list[SourceState]:
-        """Return states of the new ranks: of the beginning of an epoch, but for these fields."""
-        changes = self.ranks.of_each(by_rank)
-        begun = _at_epoch_start(self.sealed, self.ranks)
+        """Return states of the new ranks: at the beginning of an epoch, except for these fields.
+
+        Args:
+            by_rank: field -> its value on each new rank.
+            alike: field -> its value on all new ranks.
+        """
+        states = _at_epoch_start(self.sealed, self.ranks)
+        fields_of_ranks = self.ranks.of_each(by_rank)
         return [
-            {**state, **(alike or {}), **own} for state, own in zip(begun, changes, strict=True)
+            {**state, **(alike or {}), **fields}
+            for state, fields in zip(states, fields_of_ranks, strict=True)
         ]
 
     def counted(self, **zeros: Any) -> dict[str, list[Any]]:
-        """Return what each new rank takes over of fields, whose sum of no rank is a zero."""
+        """Return the sums that each new rank takes over, by field; `zeros`: field -> empty sum."""
         old_ranks = self.ranks.redistribute(self.states)
         return {
             field: [sum((getattr(state, field) for state in states), zero) for states in old_ranks]
@@ -152,13 +158,13 @@ class Node(Generic[S]):
         }
 
     def check_same(self, *fields: str) -> None:
-        """Raise a `StateError` where a field is another one on another rank."""
+        """Raise a `StateError` if a field differs between ranks."""
         check_same(self.name, self.states, *fields)
 
 
 def _common(state: object) -> dict[str, Any]:
-    own = ("rank", "world_size")
-    return {name: value for name, value in config_of(state).items() if name not in own}
+    of_rank = ("rank", "world_size")
+    return {name: value for name, value in config_of(state).items() if name not in of_rank}
 
 
 # --- at the beginning of an epoch -----------------------------------------------------------------
@@ -199,13 +205,13 @@ _EPOCH_START: Mapping[str, Mapping[str, Any]] = {
         "caps": None,
     },
 }
-"""Node -> fields of its state where nothing of the epoch is read."""
+"""Node -> fields of its state at the beginning of an epoch."""
 
 
 def _at_epoch_start(sealed: States, ranks: Ranks) -> list[SourceState]:
     """Return states of the new ranks with all known nodes at the beginning of an epoch.
 
-    They may share parts with what they are made of.
+    They may share parts with the old states.
     """
     return [_begun(sealed[rank % ranks.before], rank, ranks) for rank in range(ranks.after)]
 
@@ -216,22 +222,22 @@ def _begun(state: Any, rank: int, ranks: Ranks) -> Any:
     new = {key: _begun(value, rank, ranks) for key, value in state.items()}
     if not (name := node_of(state)):
         return new
-    new.pop(DIGEST, None)  # of a node below one of torchdata: the loader's will cover it
+    new.pop(DIGEST, None)  # of a node below a torchdata node: the loader's digest covers it
     new |= _EPOCH_START.get(name, {})
     if name == "WindowBucketer":
         is_replay = new["mode"] == "replay"
         new["held"] = (0, None, None, *((NO_RECORDS, None) if is_replay else (None, [])))
     if name == "SourceMixer":
         new |= {field: dict.fromkeys(new["sources"], 0) for field in ("samples", "tokens")}
-    if new["config"].get("world_size") == ranks.before:  # else its data are the rank's own
+    if new["config"].get("world_size") == ranks.before:  # otherwise each rank has different data
         new["config"] |= {"rank": rank, "world_size": ranks.after}
     return new
 
 
 def _started(state: Any) -> Any:
-    """Have all nodes begin the next epoch after this one.
+    """Make all nodes begin the next epoch.
 
-    A state of a source may be from before its first item, and say that its epoch is yet to begin.
+    The state of a source may be from before its first item, when its epoch has not begun.
     """
     if not isinstance(state, Mapping):
         return state
@@ -258,14 +264,14 @@ def reshard_graph(graphs: States, ranks: Ranks, *, is_over: bool) -> list[Source
 
 
 def _reshard_aligner(node: Node[AlignerState], is_over: bool) -> list[SourceState]:
-    """Let the round end."""
+    """Return states of the aligner without a round."""
     states, ranks = node.states, node.ranks
     node.check_same("epoch", "cycle")
     is_over = is_over or all(state.is_at_end for state in states)
-    asked = [state.requested_max_tokens for state in states if state.requested_max_tokens]
+    requests = [state.requested_max_tokens for state in states if state.requested_max_tokens]
     alike: dict[str, Any] = {
         "started": any(state.started for state in states),
-        "requested_max_tokens": min(asked, default=0),
+        "requested_max_tokens": min(requests, default=0),
         "last": is_over,
     }
     if not is_over and any(state.step or state.round or state.groups[0] for state in states):
@@ -288,11 +294,11 @@ _OF_GROUPS: Mapping[str, type[Any]] = {
     "PlannedGroups": PlannedState,
     "WindowBucketer": BucketerState,
 }
-"""What may be right below a `RankAligner` whose states are resharded within an epoch."""
+"""Nodes that may be directly below a `RankAligner` to reshard within an epoch."""
 
 
 def _left_out(pools: Node[Any]) -> dict[str, list[Any]]:
-    """Return what each of the new ranks counts as left out, by field."""
+    """Return the left-out samples that each new rank counts, by field."""
     old_pools = pools.ranks.redistribute(pools.states)
     skipped = [[Counter(pool.skipped_samples) for pool in old] for old in old_pools]
     keys = reduce(or_, (ExcludedKeys.from_state(pool.excluded) for pool in pools.states))
@@ -304,13 +310,13 @@ def _left_out(pools: Node[Any]) -> dict[str, list[Any]]:
 
 
 def _reshard_pool(aligner: Node[AlignerState]) -> list[SourceState]:
-    """Deal all samples that are read, and are in no step, to the pools of the new ranks."""
+    """Deal all samples that were read, but are in no step, to the pools of the new ranks."""
     ranks = aligner.ranks
     aligner.check_same("step", "emitted", "round", "settings")
     if aligner.config["uneven"] == "stop" and any(state.last for state in aligner.states):
         raise StateError(
-            'the last round of an epoch with `uneven="stop"` has begun, which leaves samples out '
-            "that some ranks still have: go on with as many ranks as before up to its end."
+            'the last round of an epoch with `uneven="stop"` has begun, which leaves out samples '
+            "that some ranks still have: keep the number of ranks up to the end of the epoch."
         )
     if (name := node_of(aligner.sources[0])) == "PlannedGroups":
         return _reshard_planned(aligner)
@@ -334,16 +340,16 @@ def _reshard_pool(aligner: Node[AlignerState]) -> list[SourceState]:
     emitted = ranks.split(pulled - len(waiting) - sum(left_out))
     counted = [*map(sum, ranks.redistribute(left_out))]
     done = [*map(sum, zip(emitted, counted, map(len, records), strict=True))]
-    taken = [Taken(pool.pulled_since_source) for pool in pools.states]
-    sources = _reshard_source(pools.sources, ranks, Reading(taken, done))
+    since_states = [ItemsRead(pool.pulled_since_source) for pool in pools.states]
+    sources = _reshard_source(pools.sources, ranks, Reading(since_states, done))
     aligner.check_same("totals_digest")  # last: other errors say what differs
     limits = reduce(Limits.tightened, (Limits(*pool.limits) for pool in pools.states))
     if agreed := RoundSettings(*aligner.states[0].settings).max_tokens:
         limits = limits._replace(tokens=min(agreed, limits.tokens))
-    held = []
+    pooled = []
     for samples, stop in zip(records, done, strict=True):
         ordinals = np.arange(stop - len(samples), stop)
-        held.append((*to_bits(ordinals, ordinals), to_records(samples), None))
+        pooled.append((*to_bits(ordinals, ordinals), to_records(samples), None))
     alike = {
         "limits": (*limits,),
         "has_own_limits": agreed > 0 or any(pool.has_own_limits for pool in pools.states),
@@ -353,16 +359,17 @@ def _reshard_pool(aligner: Node[AlignerState]) -> list[SourceState]:
     by_rank: dict[str, list[Any]] = {
         "source": sources,
         "pulled": done,
-        "held": held,
+        "held": pooled,
         **_left_out(pools),
     }
     return pools.on_new_ranks(by_rank, alike)
 
 
 def _reshard_planned(aligner: Node[AlignerState]) -> list[SourceState]:
-    """Have the new ranks plan together what the old ones have left, and what waits above.
+    """Make the new ranks plan the remaining samples of all old ranks together.
 
-    Samples that come later are dealt out.
+    These include the groups that wait in the aligner. Samples put off to the end of the epoch are
+    dealt out.
     """
     planned = Node.opened(aligner.sources, PlannedState, aligner.ranks)
     planned.check_same("epoch", "cycle", "limits", "excluded", "earlier")
@@ -370,8 +377,8 @@ def _reshard_planned(aligner: Node[AlignerState]) -> list[SourceState]:
     for state in aligner.states:
         if state.given is not None:
             *_, records, _ = state.given
-            held, _ = from_bits(state.given)
-            waits = np.isin(held, np.concatenate([*ordinals_of(state.groups), held[:0]]))
+            stored, _ = from_bits(state.given)
+            waits = np.isin(stored, np.concatenate([*ordinals_of(state.groups), stored[:0]]))
             waiting.append(from_records(records).facts[[ITEM, TOKENS]][:, waits])
     above = np.concatenate(waiting, axis=1).astype("<i8").tobytes() or None
     ranks = [RankProgress(state.is_alone, state.rows, state.taken) for state in planned.states]
@@ -398,7 +405,7 @@ def _reshard_planned(aligner: Node[AlignerState]) -> list[SourceState]:
 
 
 def _waiting(aligners: Sequence[AlignerState], pools: Sequence[BucketerState]) -> SampleBlock:
-    """Return the records of all samples that were read, and are in no step: the oldest first."""
+    """Return the records of all samples that were read, but are in no step: the oldest first."""
     parts, ages = [], []
     for aligner, pool in zip(aligners, pools, strict=True):
         *_, records_state, payload = pool.held
@@ -411,17 +418,17 @@ def _waiting(aligners: Sequence[AlignerState], pools: Sequence[BucketerState]) -
                 'keys that all ranks share, or the pool is saved with `state="payload"`, so no '
                 f"other rank can make the samples that wait. {_AFTER_THE_LAST}"
             )
-        held, pooled = from_bits(pool.held)
-        waits = np.isin(held, np.concatenate([pooled, *ordinals_of(aligner.groups)]))  # no filler
+        stored, pooled = from_bits(pool.held)
+        waits = np.isin(stored, np.concatenate([pooled, *ordinals_of(aligner.groups)]))  # no filler
         parts.append(records.take(np.flatnonzero(waits)))
-        ages.append(pool.pulled - held[waits])
+        ages.append(pool.pulled - stored[waits])
     return SampleBlock.joined(parts).take(np.argsort(-np.concatenate(ages), kind="stable"))
 
 
 def dealt_by_tokens(tokens: IntArray, world_size: int) -> IntArray:
-    """Return to which rank each sample goes, (n,): as many to each, and about as many tokens.
+    """Return the rank of each sample, (n,): equal numbers of samples, and about equal tokens.
 
-    From the longest on, they are dealt to and fro: to ranks 0, 1, 2, 2, 1, 0, 0, ...
+    In order of length, the longest first, they go to ranks 0, 1, 2, 2, 1, 0, 0, ...
     """
     turn, place = np.divmod(np.arange(len(tokens)), world_size)
     to_and_fro = np.where(turn % 2, world_size - 1 - place, place)
@@ -430,11 +437,11 @@ def dealt_by_tokens(tokens: IntArray, world_size: int) -> IntArray:
     return owners
 
 
-# --- what is left of the data, source by source ---------------------------------------------------
+# --- the unread data, source by source ------------------------------------------------------------
 
 
-class Taken(NamedTuple):
-    """What a rank has read of a source after the source's state."""
+class ItemsRead(NamedTuple):
+    """The items that a rank has read of a source after the source's state."""
 
     items: int
     by_source: Mapping[str, tuple[int, int]] = {}  # in a mixture; see `ProcessorState`
@@ -442,37 +449,37 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class Reading:
-    """How far a source is read, and how much of that is whose from now on."""
+    """How far the old ranks have read a source, and what the new ranks count of that."""
 
-    taken: Sequence[Taken]  # of each rank that has saved
-    done: Sequence[int]  # of each new rank, samples of the epoch that it stands for already
+    since_states: Sequence[ItemsRead]  # of each old rank
+    done: Sequence[int]  # of each new rank, the samples of the epoch that it counts as read
 
 
 def _reshard_source(states: States, ranks: Ranks, reading: Reading) -> list[SourceState]:
-    """Return the states of a source on the new ranks, which read what no rank has read."""
+    """Return the states of a source on the new ranks, which read the unread items."""
     declared, rule = _rule_of(states[0])
     sizes = [config_of(state).get("world_size") for state in states]
     if "world_size" in config_of(states[0]) and {*sizes} != {ranks.before}:
         raise StateError(
-            f"`{node_of(states[0])}` cannot be resharded within an epoch: each rank has data of "
-            f"its own, which no other can read. {_UP_TO_THE_END}."
+            f"`{node_of(states[0])}` cannot be resharded within an epoch: each rank has different "
+            f"data, which no other rank can read. {_UP_TO_THE_END}."
         )
     return rule(Node.opened(states, declared, ranks), reading)
 
 
 def _rule_of(state: object) -> tuple[type[NodeState], Rule]:
-    """Return the rule of a node; raise a `StateError` where there is none."""
+    """Return state class and rule of a node; raise a `StateError` if it has no rule."""
     if (rule := _OF_SOURCES.get(name := node_of(state))) is not None:
         return rule
     raise StateError(
         f"{f'`{name}`' if name else 'a node without a sealed state'} cannot be resharded within "
-        "an epoch: its state does not say which items no rank has read, by numbers that all ranks "
-        f"share. What is done in `process_fn` instead moves with its sample. {_AFTER_THE_LAST}"
+        "an epoch: its state does not name the unread items by numbers that all ranks share. Do "
+        f"its work in `process_fn`, which can be resharded. {_AFTER_THE_LAST}"
     )
 
 
 def _check_has_rules(state: SourceState) -> None:
-    """Raise a `StateError` where a node, or one below it, has no rule."""
+    """Raise a `StateError` if a node, or a node below it, has no rule."""
     _rule_of(state)
     for source in [state["source"]] if "source" in state else state.get("sources", {}).values():
         _check_has_rules(source)
@@ -485,20 +492,20 @@ def _reshard_observer(node: Node[ObserverState], reading: Reading) -> list[Sourc
 
 def _reshard_processor(node: Node[ProcessorState], reading: Reading) -> list[SourceState]:
     started = _has_started(node, "epoch")
-    taken = [
-        Taken(state.taken + since.items, state.taken_of)
-        for state, since in zip(node.states, reading.taken, strict=True)
+    since_states = [
+        ItemsRead(state.taken + since.items, state.taken_of)
+        for state, since in zip(node.states, reading.since_states, strict=True)
     ]
-    sources = _reshard_source(node.sources, node.ranks, Reading(taken, reading.done))
+    sources = _reshard_source(node.sources, node.ranks, Reading(since_states, reading.done))
     return node.on_new_ranks({"source": sources, "position": reading.done}, {"started": started})
 
 
 def _reshard_sampler(node: Node[SamplerState], reading: Reading) -> list[SourceState]:
-    has_items_out = any(taken.items for taken in reading.taken)
-    started = _has_started(node, "epoch", "start") or has_items_out
+    has_items = any(since.items for since in reading.since_states)
+    started = _has_started(node, "epoch", "start") or has_items
     unread = [
-        Share(rank, node.ranks.before, state).after(state.position + taken.items)
-        for rank, (state, taken) in enumerate(zip(node.states, reading.taken, strict=True))
+        Share(rank, node.ranks.before, state).after(state.position + since.items)
+        for rank, (state, since) in enumerate(zip(node.states, reading.since_states, strict=True))
     ]
     shares = dealt(unread, node.ranks.after, node.config["size"])
     extra = [share.extra for share in shares]
@@ -509,7 +516,7 @@ def _reshard_sampler(node: Node[SamplerState], reading: Reading) -> list[SourceS
 
 
 def _has_started(node: Node[Any], *alike: str) -> bool:
-    """Check that all ranks read the data of a source for the same time; tell whether they do."""
+    """Check that all ranks are in the same pass over a source; tell whether any has begun it."""
     states: Sequence[EpochState] = node.states
     cycles = [state.cycle for state in states]
     if (most := max(cycles)) > min(cycles):
@@ -523,20 +530,18 @@ def _has_started(node: Node[Any], *alike: str) -> bool:
 
 def _reshard_mixer(node: Node[MixerState], reading: Reading) -> list[SourceState]:
     ranks, config = node.ranks, node.config
-    taken = [
-        _taken_by_source(rank, state, of_rank)
-        for rank, (state, of_rank) in enumerate(zip(node.states, reading.taken, strict=True))
-    ]
-    states = [
-        replace(state, samples={name: n + of[name].items for name, n in state.samples.items()})
-        for state, of in zip(node.states, taken, strict=True)
-    ]
+    since_states, states = [], []
+    for rank, (state, since) in enumerate(zip(node.states, reading.since_states, strict=True)):
+        by_source = _read_by_source(rank, state, since)
+        samples_of_rank = {name: n + by_source[name].items for name, n in state.samples.items()}
+        since_states.append(by_source)
+        states.append(replace(state, samples=samples_of_rank))
     samples = _totals([state.samples for state in states])
     tokens = _totals([state.tokens for state in states])
     targets = _totals([state.targets for state in states])
     sources = {}
     for name, done in _done_by_source(samples, reading.done).items():
-        below = Reading([of[name] for of in taken], done)
+        below = Reading([by_source[name] for by_source in since_states], done)
         try:
             sources[name] = _reshard_source([state.sources[name] for state in states], ranks, below)
         except StateError as error:
@@ -567,35 +572,36 @@ def _totals(counts: Sequence[Mapping[str, N]]) -> dict[str, N]:
     return {name: sum(of_rank[name] for of_rank in counts) for name in counts[0]}
 
 
-def _taken_by_source(rank: int, state: MixerState, taken: Taken) -> dict[str, Taken]:
-    """Return what a rank has read of each source after the state of a mixture."""
-    of_sources = dict.fromkeys(state.sources, Taken(0))
-    for key, (items, cycle) in taken.by_source.items():
-        name = max((one for one in state.sources if f"{key}/".startswith(f"{one}/")), key=len)
+def _read_by_source(rank: int, state: MixerState, since: ItemsRead) -> dict[str, ItemsRead]:
+    """Return the items that a rank has read of each source after the state of a mixture."""
+    of_sources = dict.fromkeys(state.sources, ItemsRead(0))
+    for key, (items, cycle) in since.by_source.items():
+        name = max((name for name in state.sources if f"{key}/".startswith(f"{name}/")), key=len)
         if state.sources[name].get("cycle", cycle) != cycle:
             raise StateError(
-                f"source {name!r} has just begun again on rank {rank}, which the state does not "
-                f"say yet. {_LATER}"
+                f"source {name!r} has just begun again on rank {rank}, and the state does not have "
+                f"that yet. {_LATER}"
             )
         inner = {key[len(name) + 1 :]: (items, cycle)} if key != name else {}
         before = of_sources[name]
-        of_sources[name] = Taken(before.items + items, {**before.by_source, **inner})
-    known = sum(of_source.items for of_source in of_sources.values())
-    if known != taken.items:
+        of_sources[name] = ItemsRead(before.items + items, {**before.by_source, **inner})
+    attributed = sum(of_source.items for of_source in of_sources.values())
+    if attributed != since.items:
         raise StateError(
-            f"the state of `SourceMixer` on rank {rank} stands {taken.items} samples before the "
-            f"place that it was saved at, and the sources of only {known} are known. {_LATER}"
+            f"the state of `SourceMixer` on rank {rank} is {since.items} samples behind the "
+            f"position that it was saved at, and has the sources of only {attributed}. {_LATER}"
         )
     return of_sources
 
 
 def _done_by_source(totals: Mapping[str, int], done: Sequence[int]) -> dict[str, list[int]]:
-    """Return what the ranks stand for of each source: together what they stand for of all.
+    """Return the samples of each source that each new rank counts as read.
 
-    Sources and ranks are laid along one line: a rank stands for what lies beside it.
+    Laid end to end, the sources and the ranks cover the same line: a rank counts the parts of the
+    sources that lie beside it.
     """
     largest = max(totals, key=lambda name: totals[name])
-    skipped = sum(done) - sum(totals.values())  # which a mixture does not count
+    skipped = sum(done) - sum(totals.values())  # samples that a mixture does not count
     of_sources = {**totals, largest: totals[largest] + skipped}
     places = [*pairwise([0, *accumulate(done)])]
     bounds = pairwise([0, *accumulate(of_sources.values())])
@@ -613,4 +619,4 @@ _OF_SOURCES: Mapping[str, tuple[type[NodeState], Rule]] = {
     "ShardedSampler": (SamplerState, _reshard_sampler),
     "SourceMixer": (MixerState, _reshard_mixer),
 }
-"""Source -> its state, and what makes it that of another number of ranks within an epoch."""
+"""Source -> its state class, and the function that reshards its states within an epoch."""

@@ -1,4 +1,4 @@
-"""Budgets whose batches fit into memory, and steps that lose nothing where it runs out."""
+"""Budgets that fit into memory, and training steps that survive out-of-memory errors."""
 
 from odb_nodes.memory.calibration import Calibration, Trial, find_budget, preflight
 from odb_nodes.memory.checkpointing import Checkpointing, enable_checkpointing

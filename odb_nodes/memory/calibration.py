@@ -1,4 +1,4 @@
-"""Try steps of training: find the largest budget that fits, or check one before a run."""
+"""Trial training steps: find the largest budget that fits into memory, or check a budget."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ TrainStep = Callable[[Any], Any]
 MakeBatch = Callable[..., Any]
 """(rows, width), or (rows, width, patches) where rows have patches, -> batch."""
 
-TOLERANCE = 0.02  # of the rows that fit: a bracket that is not wider is good enough
-LARGEST_LEAP = 8  # times the rows that fit, which the next trial may have at most
-FARTHEST = 32  # times the difference of two peaks, to which these tell the edge
-STALLED_TOKENS = 2**22  # of a batch that takes no more than the smallest one: nothing grows
-LEAST_TRIALS = 2  # of each width: one that fits and one that does not
-TRIALS_TO_SEE = 3  # after which a meter that has seen nothing is one that sees nothing
-ENOUGH_POINTS = 4  # for a model of large batches alone
-MISFIT = 0.1  # relative error of a model of all batches, from which on there is one
-CANDIDATES = 512  # widths that are looked at for the fullest batch
+TOLERANCE = 0.02  # width of a bracket that is exact enough, as a share of the rows that fit
+LARGEST_LEAP = 8  # most rows of the next trial, as a multiple of the rows that fit
+FARTHEST = 32  # how far two peaks are extrapolated, in multiples of their difference
+STALLED_TOKENS = 2**22  # if a larger batch takes no more than the smallest, memory never grows
+LEAST_TRIALS = 2  # for each width: a trial that fits and a trial that does not
+TRIALS_TO_SEE = 3  # a meter that reports no growth in this many trials is an error
+ENOUGH_POINTS = 4  # trials that suffice to fit the model to large batches alone
+MISFIT = 0.1  # relative error from which the model is fitted to large batches alone
+CANDIDATES = 512  # widths that are compared to find the fullest batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,10 @@ class Trial:
         rows: rows of the batch.
         width: tokens of each row.
         patches: image patches of the batch.
-        peak_bytes: what the step took at its peak; where it failed, up to then.
-        fits: whether it ended, and took no more than the meter's limit.
-        seconds: how long it took.
-        error: what the step that ran out of memory said; `""` for others.
+        peak_bytes: peak memory of the step, up to its failure if it failed.
+        fits: whether the step finished within the meter's limit.
+        seconds: duration of the step.
+        error: message of the out-of-memory error; `""` if there was none.
     """
 
     rows: int
@@ -76,8 +76,8 @@ class Trial:
 
     def reason(self, limit_bytes: int) -> str:
         """Return, for an error, why the step does not fit under a meter's limit."""
-        taken = f"it took {self.peak_bytes:,} bytes, but the limit is {limit_bytes:,}"
-        return self.error.strip().rstrip(".") or taken
+        over_limit = f"it took {self.peak_bytes:,} bytes, but the limit is {limit_bytes:,}"
+        return self.error.strip().rstrip(".") or over_limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,15 +86,15 @@ class Calibration:
 
     Attributes:
         points: the trials, in their order.
-        model: a model of the trials, but for the first one, in which the optimizer may only begin
-            to have its state, and for small batches where these take no more than its step does.
+        model: the memory model of the trials. It omits the first trial, before which the optimizer
+            may have no state, and small batches if their peak is the optimizer's step.
         budget: the largest budget whose batches fit.
-        tokens_per_s: tokens per second of the largest batches that fitted, one of each width.
-        step_time: what a step takes, in seconds, fitted to the steps that fitted into memory, each
-            made once; `None` where these are of one width, which does not tell attention from
-            tokens. The log of a run tells more: see `odb_nodes.monitor.fitted_step_time`.
-        checkpointing: whether the steps were made with activation checkpointing by `find_budget`.
-        slower: where both ways were compared, what the slower one gave; else `None`.
+        tokens_per_s: tokens per second of the largest batches that fit, averaged over widths.
+        step_time: seconds of a step, fitted to the trials that fit into memory; `None` if they have
+            a single width, which does not separate attention from tokens. Records of a run give a
+            better fit: see `odb_nodes.monitor.fitted_step_time`.
+        checkpointing: whether `find_budget` enabled activation checkpointing for these trials.
+        slower: the slower calibration, if `find_budget` compared both ways; else `None`.
     """
 
     points: tuple[Trial, ...] = field(repr=False)
@@ -117,37 +117,37 @@ def find_budget(
     max_trials: int = 24,
     checkpointing: nn.Module | None = None,
 ) -> Calibration:
-    """Find the largest budget whose batches fit into memory, by trying steps of training.
+    """Find the largest budget whose batches fit into memory, by trial training steps.
 
-    For each width it raises the rows of a batch until a step fails or takes more than the limit,
-    then bisects. It keeps all `states`, and the random generators of torch, numpy and Python, on
-    the CPU, and restores them bitwise, even if a step fails or raises. Other changes that
-    `train_step` and `make_batch` make remain.
+    For each width, the search adds rows to a batch until a step fails or exceeds the limit, then
+    bisects. It copies all `states` and the random generators of torch, numpy and Python to the CPU,
+    and restores them bitwise, even if a step fails or raises. Other changes that `train_step` and
+    `make_batch` make remain.
 
     Args:
-        train_step: makes one whole step of training with a batch, the optimizer's step included.
+        train_step: trains on a batch: forward, backward and the optimizer's step.
         make_batch: (rows, width) -> batch of rows padded to `width` tokens, as in training; with
             `patches_per_row` (rows, width, patches) -> batch.
-        states: all that the steps change: models with their gradients and buffers, optimizers,
-            random generators, and others that have `state_dict` and `load_state_dict`, such as
-            schedulers and scalers.
-        meter: measures the memory of a step, and has its limit: `CudaMeter()` on a GPU.
-        widths: tokens of rows to try: the shortest samples of the data, the longest, and one or two
-            between. The budget is verified at these, and predicted between them.
+        states: everything that the steps change: models with their gradients and buffers,
+            optimizers, random generators, and objects with `state_dict` and `load_state_dict`, such
+            as schedulers and scalers.
+        meter: measures the memory of a step and holds the limit: `CudaMeter()` on a GPU.
+        widths: row lengths to try, in tokens: the shortest samples of the data, the longest, and
+            one or two between. The budget is verified at these widths and predicted between them.
         patches_per_row: image patches of each row of a batch.
-        max_trials: most steps, at least 4; with `checkpointing`, most steps of each way.
+        max_trials: most steps, at least 4; with `checkpointing`, most steps with and most without.
         checkpointing: a model to compare with and without activation checkpointing, in tokens per
-            second. It must not be checkpointed yet, and is left as it was: if
-            `Calibration.checkpointing` is true, call `enable_checkpointing(model)`.
+            second. It must not be checkpointed yet. If `Calibration.checkpointing` is true, call
+            `enable_checkpointing(model)` afterwards.
 
     Returns:
-        The calibration; with `checkpointing`, of the faster way.
+        The calibration; with `checkpointing`, the faster of both.
 
     Raises:
         ShapeTooLargeError: one row of a width does not fit.
         RuntimeError: an optimizer steps that is not in `states`.
         TypeError, ValueError: an argument is not valid, or the peaks do not grow with the batch.
-        Exception: what `train_step` or `make_batch` raises, if it is not that memory ran out.
+        Exception: any error of `train_step` or `make_batch` other than out of memory.
     """
     sizes = sorted(set(_checked_widths(widths)))
     check_count("max_trials", max_trials, 4)
@@ -172,7 +172,7 @@ def find_budget(
     with ExitStack() as stack:
         stack.callback(enable_checkpointing(checkpointing).disable)
         saving = replace(calibrate(), checkpointing=True)
-    slower, faster = sorted((saving, calibrate()), key=lambda one: one.tokens_per_s)
+    slower, faster = sorted((saving, calibrate()), key=lambda way: way.tokens_per_s)
     return replace(faster, slower=slower)
 
 
@@ -186,31 +186,31 @@ def preflight(
     widths: Sequence[int] | None = None,
     patches_per_row: int = 0,
 ) -> tuple[Trial, ...]:
-    """Make a step of training with each of the largest batches that a budget allows.
+    """Try a training step with each of the largest batches that a budget allows.
 
     These are the batch with the widest rows, the batch with the most rows, and the most expensive
-    batch. With `oversize="alone"`, the widest is a row of the longest data, above the budget or
-    not. Everything that the steps change is restored, as in `find_budget`. Each step is made twice,
-    since the optimizer may create its state in the first one.
+    batch. With `oversize="alone"`, the widest is a row of the longest sample, even above the
+    budget. Everything that the steps change is restored, as in `find_budget`. The first shape is
+    tried twice, since the optimizer may create its state in the first step.
 
     Args:
         train_step: as for `find_budget`.
         make_batch: as for `find_budget`.
         budget: the budget of the run; a number counts padded tokens.
         states: as for `find_budget`.
-        meter: measures the memory of a step, and has its limit.
-        widths: lengths of the data, in tokens: the shortest and the longest one suffice. `None`:
-            all that the budget allows, which may be longer than the model does.
+        meter: measures the memory of a step and holds the limit.
+        widths: sample lengths of the data, in tokens: the shortest and the longest suffice. `None`:
+            all lengths that the budget allows, which may exceed the model's.
         patches_per_row: image patches of each row; a batch has `max_patches` at most.
 
     Returns:
-        The trials, one of each shape.
+        The trials, one for each shape.
 
     Raises:
         ShapeTooLargeError: a batch does not fit.
         RuntimeError: an optimizer steps that is not in `states`.
-        TypeError, ValueError: an argument is not valid, or the meter sees nothing of the steps.
-        Exception: what `train_step` or `make_batch` raises, if it is not that memory ran out.
+        TypeError, ValueError: an argument is not valid, or the meter measures nothing of the steps.
+        Exception: any error of `train_step` or `make_batch` other than out of memory.
     """
     budget = TokenBudget.of(budget)
     shapes = _largest_shapes(budget, [1, budget.capacity] if widths is None else widths)
@@ -238,16 +238,18 @@ def preflight(
 
 
 def _largest_shapes(budget: TokenBudget, lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Return rows and width of the widest batch, of the fullest and of the most numerous one."""
+    """Return rows and width of the widest batch, the most expensive one, the one of most rows."""
     lengths = _checked_widths(lengths)
     is_alone = max(lengths) > budget.capacity and budget.oversize == "alone"
     alone = [budget.shape([max(lengths)])] * is_alone
     if budget.layout == "packed":
         return [*alone, budget.shape([budget.capacity])]
     shortest, longest = (
-        budget.width(min(one, budget.capacity)) for one in (min(lengths), max(lengths))
+        budget.width(min(length, budget.capacity)) for length in (min(lengths), max(lengths))
     )
-    candidates = {budget.width(round(one)) for one in np.geomspace(shortest, longest, CANDIDATES)}
+    candidates = {
+        budget.width(round(width)) for width in np.geomspace(shortest, longest, CANDIDATES)
+    }
     shapes = [(_most_rows(budget, width), width) for width in sorted(candidates)]
     fullest = max(shapes, key=lambda shape: (shape[0] * budget.row_cost(shape[1]), shape[1]))
     return list(dict.fromkeys((*alone, shapes[-1], fullest, shapes[0])))
@@ -261,7 +263,7 @@ def _most_rows(budget: TokenBudget, width: int) -> int:
 def _checked_widths(widths: Sequence[int]) -> list[int]:
     check_type("widths", widths, list | tuple | range, "Pass a list of lengths in tokens.")
     if not widths:
-        raise ValueError("`widths` must have one length or more, but is empty.")
+        raise ValueError("`widths` must have at least one length, but is empty.")
     return [check_count("widths", width) for width in widths]
 
 
@@ -269,7 +271,7 @@ def _checked_widths(widths: Sequence[int]) -> list[int]:
 
 
 class Trials:
-    """Makes steps of training with batches of given shapes, and puts back what they change."""
+    """Makes training steps with batches of chosen shapes, and restores what they change."""
 
     def __init__(
         self,
@@ -287,10 +289,10 @@ class Trials:
         self._meter = check_meter(meter)
         self._state = TrainingState(states)
         self.done: list[Trial] = []
-        self._is_seen = False  # something, by the meter
+        self._has_grown = False  # the memory that the meter measures
 
     def __enter__(self) -> None:
-        self._handle = register_optimizer_step_pre_hook(self._state.check_known)
+        self._handle = register_optimizer_step_pre_hook(self._state.check_saved)
 
     def __exit__(self, *error: object) -> None:
         self._handle.remove()
@@ -298,7 +300,7 @@ class Trials:
         self._state.restore()
 
     def run(self, rows: int, width: int, most_patches: int | None = None) -> Trial:
-        """Make one step with a batch of a shape."""
+        """Make a step with a batch of this shape."""
         meter, patches = self._meter, rows * self._per_row
         if most_patches is not None:
             patches = min(patches, most_patches)
@@ -314,7 +316,7 @@ class Trials:
             try:
                 self._train_step(self._make_batch(*shape))
                 if torch.cuda.is_initialized():
-                    torch.cuda.synchronize()  # an error may come only then
+                    torch.cuda.synchronize()  # raises an error of a kernel
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -338,7 +340,7 @@ class Trials:
             error="" if failure is None else str(failure),
         )
         self.done.append(trial)
-        self._is_seen |= peak_bytes > idle_bytes
+        self._has_grown |= peak_bytes > idle_bytes
         if self._bar is not None:
             outcome = f"fits, {trial.peak_bytes / 2**30:.2f} GiB" if trial.fits else "does not fit"
             self._bar.set_postfix_str(f"{rows} x {width} {outcome}", refresh=False)
@@ -346,21 +348,21 @@ class Trials:
         if len(self.done) == 1 and failure is None and weights and not has_gradients:
             warn_user(
                 "`train_step` has computed no gradient of the weights in `states`. If it makes no "
-                "backward pass, a step of training takes more than is measured."
+                "backward pass, training takes more memory than these trials."
             )
         if len(self.done) == TRIALS_TO_SEE:
             self.check_seen()
         return trial
 
     def check_seen(self) -> None:
-        """Check that the meter has seen something of the trials."""
-        if not self._is_seen:
+        """Raise a `ValueError` if the meter has measured no growth in any trial."""
+        if not self._has_grown:
             trial = self.done[-1]
             raise ValueError(
                 f"`meter` sees nothing of `train_step`: {len(self.done)} steps, the last one with "
                 f"{trial.rows} rows of {trial.width} tokens, took no more than the "
-                f"{trial.peak_bytes:,} bytes that were taken before. Pass a meter of the device "
-                "that the model and its batches are on."
+                f"{trial.peak_bytes:,} bytes that were in use before. Pass a meter of the device "
+                "that holds the model and its batches."
             )
 
 
@@ -369,7 +371,7 @@ class Trials:
 
 @dataclass
 class Bracket:
-    """The most rows of a width that fit, 0 for none yet, and the fewest that do not."""
+    """The most rows of a width that fit (0: none yet), and the fewest that do not."""
 
     width: int
     fits: int = 0
@@ -377,87 +379,92 @@ class Bracket:
 
     @property
     def step(self) -> int:
-        """Rows that a bracket may be wide."""
+        """The difference of `fits` and `fails` that is close enough, in rows."""
         return max(ceil(TOLERANCE * self.fits), 1)
 
     @property
     def most(self) -> int:
-        """Rows that a trial may have, so that a budget can hold the batch."""
+        """The most rows of a trial: more would exceed the largest budget."""
         return max(MAX_COUNT // self.width - 1, 1)
 
     @property
-    def is_found(self) -> bool:
-        """Whether the edge is between two numbers of rows that are close enough."""
+    def is_exact(self) -> bool:
+        """Whether `fits` and `fails` are close enough."""
         return self.fails is not None and self.fails - self.fits <= self.step
 
 
 class BudgetSearch(Trials):
-    """Finds how many rows of each width fit, in few trials, and the budget that follows."""
+    """Finds in few trials how many rows of each width fit, and derives the budget."""
 
     def find(self, widths: Sequence[int], max_trials: int) -> list[Bracket]:
-        """Return the bracket of each width, as far as the trials suffice."""
-        self._try(Bracket(widths[0]), 1)  # in which the optimizer may begin to have its state
+        """Return the bracket of each width that `max_trials` trials reached."""
+        self._try(Bracket(widths[0]), 1)  # The optimizer may create its state here.
         *between, widest = widths
         brackets: list[Bracket] = []
         for number, width in enumerate([widest, *between]):
             bracket = Bracket(width)
-            if not self._per_row:  # as many tokens as fit in wider rows
-                wider = (one for one in brackets if one.width > width)
-                bracket.fits = max((one.fits * one.width // width for one in wider), default=0)
+            if not self._per_row:  # Tokens that fit in wider rows fit in these.
+                wider = (done for done in brackets if done.width > width)
+                bracket.fits = max((done.fits * done.width // width for done in wider), default=0)
             brackets.append(bracket)
-            left = max_trials - len(self.done)
+            trials_left = max_trials - len(self.done)
             for_others = LEAST_TRIALS * (len(widths) - number - 1)
-            for _ in range(max(left - for_others, min(LEAST_TRIALS, left))):
+            for _ in range(max(trials_left - for_others, min(LEAST_TRIALS, trials_left))):
                 self._try(bracket, min(self._next_rows(bracket), bracket.most))
-                if bracket.is_found or bracket.fits == bracket.most:
+                if bracket.is_exact or bracket.fits == bracket.most:
                     break
-        return [one for one in brackets if one.fits or one.fails]
+        return [bracket for bracket in brackets if bracket.fits or bracket.fails]
 
     def model(self) -> MemoryModel:
-        """Return a model of the steps that ended: of large ones, where small ones do not fit in."""
+        """Return a model of the finished trials; only of large ones if small ones do not match."""
         ended = self._ended()
         model = _model_of(ended)
-        # Small ones may take no more than the optimizer's own step does, which shows nothing.
-        large = [one for one in ended if 2 * one.peak_bytes > self._meter.limit_bytes]
+        # The peak of a small batch may be the optimizer's step, which does not depend on the batch.
+        large = [trial for trial in ended if 2 * trial.peak_bytes > self._meter.limit_bytes]
         if len(large) < ENOUGH_POINTS or model.fit().error < MISFIT:
             return model
         return _model_of(large)
 
     def verified_budget(self, brackets: Sequence[Bracket]) -> TokenBudget:
-        """Return the model's budget, in the bounds of what fitted and what did not."""
-        model, found = self.model(), [one for one in brackets if one.is_found]
+        """Return the model's budget, within the bounds that the trials set."""
+        model = self.model()
+        exact = [bracket for bracket in brackets if bracket.is_exact]
         try:
             budget = model.budget(self._meter.limit_bytes, threshold=1.0)
             most_tokens = model.budget(self._meter.limit_bytes, threshold=1.0, margin=0.0).tokens
         except ValueError:
-            if not found:
+            if not exact:
                 raise
-            patches = min(one.fits for one in brackets) * self._per_row
-            most_tokens = min((one.fits + 1) * one.width - 1 for one in brackets)
+            patches = min(bracket.fits for bracket in brackets) * self._per_row
+            most_tokens = min((bracket.fits + 1) * bracket.width - 1 for bracket in brackets)
             budget = TokenBudget(most_tokens, max_patches=patches or None)
         tokens = budget.tokens
-        if found and not self._per_row:  # with `max_patches`, batches have fewer rows than tried
-            tried_tokens = min(one.fits * budget.row_cost(one.width) for one in found)
-            tokens = max(tokens, min(tried_tokens, most_tokens))  # what fitted needs no margin
-        for one in brackets:
-            most_rows = one.fits
-            if len(found) > 1 and not one.is_found:  # these tell the model how far it may go
-                if one.fails is None:
+        if exact and not self._per_row:  # with `max_patches`, batches have fewer rows than tried
+            tried_tokens = min(tried.fits * budget.row_cost(tried.width) for tried in exact)
+            tokens = max(
+                tokens, min(tried_tokens, most_tokens)
+            )  # A batch that fit needs no margin.
+        for bracket in brackets:
+            most_rows = bracket.fits
+            if (
+                len(exact) > 1 and not bracket.is_exact
+            ):  # the model knows memory from the exact ones
+                if bracket.fails is None:
                     continue
-                most_rows = one.fails - 1
+                most_rows = bracket.fails - 1
             if budget.max_patches is None or budget.max_patches > most_rows * self._per_row:
-                tokens = min(tokens, (most_rows + 1) * budget.row_cost(one.width) - 1)
+                tokens = min(tokens, (most_rows + 1) * budget.row_cost(bracket.width) - 1)
         return replace(budget, tokens=tokens)
 
     def tokens_per_s(self, brackets: Sequence[Bracket]) -> float:
-        """Return the mean speed over the largest batch of each width that fitted."""
-        largest = {(one.width, one.fits) for one in brackets}
-        timed = {(one.width, one.rows): one.seconds for one in self.done}
-        tried = largest & {*timed}  # more rows of a width than these may have fitted untried
-        return sum(width * rows for width, rows in tried) / sum(timed[one] for one in tried)
+        """Return the mean tokens per second over the largest batch of each width that fit."""
+        largest = {(bracket.width, bracket.fits) for bracket in brackets}
+        timed = {(trial.width, trial.rows): trial.seconds for trial in self.done}
+        tried = largest & {*timed}  # `fits` of a bracket may follow from wider rows, untried
+        return sum(width * rows for width, rows in tried) / sum(timed[shape] for shape in tried)
 
     def step_time(self) -> StepTime | None:
-        """Return the time of the steps that fitted, but for the first one, if it can be told."""
+        """Return the fitted time of the steps that fit; `None` if they have a single width."""
         trials = [trial for trial in self._ended() if trial.fits]
         if len({trial.width for trial in trials}) < 2:
             return None
@@ -478,7 +485,7 @@ class BudgetSearch(Trials):
             raise ShapeTooLargeError(
                 f"a single row of {bracket.width} tokens does not fit: "
                 f"{trial.reason(self._meter.limit_bytes)}. "
-                "Leave longer samples out, enable checkpointing, or shard the model.",
+                "Leave out longer samples, enable checkpointing, or shard the model.",
                 rows,
                 bracket.width,
                 trial.patches,
@@ -490,7 +497,7 @@ class BudgetSearch(Trials):
             raise ValueError(
                 f"a batch of {max(peaks):,} tokens takes as much as one of {min(peaks):,}, "
                 f"{peaks[max(peaks)]:,} bytes: the meter does not see how memory grows with the "
-                "batch, or `train_step` does not use it."
+                "batch, or `train_step` does not use the batch."
             )
 
     def _next_rows(self, bracket: Bracket) -> int:
@@ -499,8 +506,7 @@ class BudgetSearch(Trials):
         if fails is None:
             return most if expected is None else min(max(expected, fits + bracket.step), most)
         first, last = fits + bracket.step, fails - bracket.step
-        done = self.done
-        failed = [one for one in done if one.width == bracket.width and not one.fits]
+        failed = [trial for trial in self.done if trial.width == bracket.width and not trial.fits]
         is_misled = expected is not None and expected >= fails and len(failed) > 1
         if expected is None or expected < fits or is_misled:
             rows = isqrt(fits * fails)
@@ -509,8 +515,8 @@ class BudgetSearch(Trials):
         return min(max(rows, fits + 1), fails - 1)
 
     def _expected_rows(self, width: int) -> int | None:
-        """Return how many rows of a width should fit, if anything tells."""
-        peaks = {one.rows: one.peak_bytes for one in self._ended() if one.width == width}
+        """Return how many rows of a width should fit; `None` if the trials cannot tell."""
+        peaks = {trial.rows: trial.peak_bytes for trial in self._ended() if trial.width == width}
         if len(peaks) >= 2:
             fewer, more = sorted(peaks)[-2:]
             difference = peaks[more] - peaks[fewer]
@@ -518,12 +524,14 @@ class BudgetSearch(Trials):
             if difference <= 0 or room_bytes > FARTHEST * difference:
                 return None
             return more + int(room_bytes * (more - fewer) // difference)
-        if len({one.width for one in self._ended()} - {width}) < 2:
+        if len({trial.width for trial in self._ended()} - {width}) < 2:
             return None
         model = self.model()
-        one, two = (model.predict(rows, width, rows * self._per_row) for rows in (1, 1001))
-        row_bytes = (two - one) / 1000
-        return 1 + int((self._meter.limit_bytes - one) // row_bytes) if row_bytes > 0 else None
+        first_bytes = model.predict(1, width, self._per_row)
+        row_bytes = (model.predict(1001, width, 1001 * self._per_row) - first_bytes) / 1000
+        if row_bytes <= 0:
+            return None
+        return 1 + int((self._meter.limit_bytes - first_bytes) // row_bytes)
 
 
 def _model_of(trials: Sequence[Trial]) -> MemoryModel:
@@ -537,68 +545,68 @@ def _model_of(trials: Sequence[Trial]) -> MemoryModel:
 
 
 class TrainingState:
-    """What training changes in some objects, and the global generators: kept on the CPU."""
+    """CPU copies of everything that training changes in `states`, and of the generators."""
 
     def __init__(self, states: Sequence[Any]) -> None:
-        check_type("states", states, list | tuple, "Pass a list of models, optimizers and others.")
+        check_type(
+            "states", states, list | tuple, "Pass a list of models, optimizers and the like."
+        )
         self._optimizers: list[tuple[Optimizer, Any]] = []
         self._groups: list[tuple[dict[str, Any], Any]] = []
-        self._others: list[tuple[Callable[[Any], Any], Any]] = []
-        self._scalers = [one for one in states if isinstance(one, torch.amp.GradScaler)]
+        self._loaders: list[tuple[Callable[[Any], Any], Any]] = []
+        self._scalers = [state for state in states if isinstance(state, torch.amp.GradScaler)]
         modules: dict[nn.Module, None] = {}
-        for one in states:
-            if isinstance(one, nn.Module):
-                modules |= dict.fromkeys(one.modules())
-            elif isinstance(one, Optimizer):
-                self._optimizers.append((one, _copied(dict(one.state))))
-                options = ({**group, "params": None} for group in one.param_groups)
-                self._groups += zip(one.param_groups, map(_copied, options), strict=True)
-            elif isinstance(one, GENERATORS):
-                self._others.append((partial(put_back, one), _copied(state_of(one))))
-            elif hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
-                self._others.append((one.load_state_dict, _copied(one.state_dict())))
+        for holder in states:
+            if isinstance(holder, nn.Module):
+                modules |= dict.fromkeys(holder.modules())
+            elif isinstance(holder, Optimizer):
+                self._optimizers.append((holder, _copied(dict(holder.state))))
+                options = ({**group, "params": None} for group in holder.param_groups)
+                self._groups += zip(holder.param_groups, map(_copied, options), strict=True)
+            elif isinstance(holder, GENERATORS):
+                self._loaders.append((partial(put_back, holder), _copied(state_of(holder))))
+            elif hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict"):
+                self._loaders.append((holder.load_state_dict, _copied(holder.state_dict())))
             else:
                 raise TypeError(
-                    "`states` must be models, optimizers, random generators and others with "
-                    f"`state_dict` and `load_state_dict`, but one is {describe(one)} instead."
+                    "`states` must be models, optimizers, random generators and objects with "
+                    f"`state_dict` and `load_state_dict`, but one is {describe(holder)} instead."
                 )
-        self._others.append((load_rngs, _copied(save_rngs())))
-        known = [weight for one in modules for weight in one.parameters(recurse=False)]
-        known += [weight for group, _ in self._groups for weight in group["params"]]
-        self._values = {one: (_copied(one.data), _copied(one.grad)) for one in known}
+        self._loaders.append((load_rngs, _copied(save_rngs())))
+        weights = [weight for module in modules for weight in module.parameters(recurse=False)]
+        weights += [weight for group, _ in self._groups for weight in group["params"]]
+        self._values = {weight: (_copied(weight.data), _copied(weight.grad)) for weight in weights}
         self._buffers = [
-            (one._buffers, name, _copied(buffer))
-            for one in modules
-            for name, buffer in one._buffers.items()
+            (module._buffers, name, _copied(buffer))
+            for module in modules
+            for name, buffer in module._buffers.items()
         ]
         self.weights = [weight for weight in self._values if weight.requires_grad]
 
-    def check_known(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Raise an error if what an optimizer is about to change is not kept."""
-        is_known = any(one.state is optimizer.state for one, _ in self._optimizers)
-        groups = optimizer.param_groups
-        if not is_known or any(
-            one not in self._values for group in groups for one in group["params"]
-        ):
+    def check_saved(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Raise an error if an optimizer is about to change weights that are not saved here."""
+        is_saved = any(saved.state is optimizer.state for saved, _ in self._optimizers)
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if not is_saved or any(weight not in self._values for weight in weights):
             raise RuntimeError(
                 f"`train_step` makes a step of an `{type(optimizer).__name__}` that is not in "
-                "`states`, so its weights could not be put back. Pass `states=[model, optimizer]`, "
-                "and all else that the steps change."
+                "`states`, so its weights could not be restored. Pass `states=[model, optimizer]`, "
+                "and everything else that the steps change."
             )
 
     def restore_values(self) -> None:
-        """Put back what decides the next step, in no more memory than in the middle of a run."""
+        """Restore what decides the next step. Gradients and optimizer states keep their memory."""
         for weight, (value, _) in self._values.items():
             weight.data.copy_(value.data)
         for buffers, name, saved in self._buffers:
             buffers[name] = _put_back(buffers.get(name), saved)
-        for load, state in self._others:
+        for load, state in self._loaders:
             load(_copied(state))
         for scaler in self._scalers:
             forget_step(scaler)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         for weight, (_, gradient) in self._values.items():
             weight.grad = _put_back(weight.grad, gradient)
         for optimizer, state in self._optimizers:
@@ -612,27 +620,27 @@ class TrainingState:
 
 
 class _Tensor(NamedTuple):
-    """A copy of a tensor, on the CPU, and where the tensor is."""
+    """A copy of a tensor on the CPU, and the device of the tensor."""
 
     data: torch.Tensor
     device: torch.device
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy with a `_Tensor` for each tensor; of such a copy, one with tensors again."""
+    """Return a copy with a `_Tensor` for each tensor; from such a copy, return tensors again."""
     if isinstance(value, _Tensor):
         return value.data.to(value.device, copy=True)
     if isinstance(value, torch.Tensor):
         return _Tensor(value.detach().to("cpu", copy=True), value.device)
     if type(value) is dict:
-        return {key: _copied(one) for key, one in value.items()}
+        return {key: _copied(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_copied, value))
     return copy.deepcopy(value)
 
 
 def _put_back(current: torch.Tensor | None, saved: _Tensor | None) -> Any:
-    """Return what was saved: in the present tensor, where that can hold it."""
+    """Return the saved value, in the current tensor if shape, dtype and device match."""
     if current is None or saved is None:
         return None if saved is None else _copied(saved)
     kept, device = saved

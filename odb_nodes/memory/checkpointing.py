@@ -12,15 +12,15 @@ from torch.utils.checkpoint import checkpoint
 from odb_nodes._core.checks import check_type
 
 OWN_METHODS = ("activation_checkpointing", "gradient_checkpointing")
-"""Of transformers, since version 5 and before: `<name>_enable`, `<name>_disable`, `is_<name>`."""
+"""Methods of transformers 5 and 4: `<name>_enable`, `<name>_disable`, `is_<name>`."""
 REMEDY = "Pass `blocks=`, the modules to checkpoint."
 
 
 class Checkpointing:
-    """Activation checkpointing of a model, which can be disabled again.
+    """Activation checkpointing of a model, which `disable` turns off.
 
     Attributes:
-        blocks: the modules that are computed again; empty where the model's own method chose them.
+        blocks: the checkpointed modules; empty if the model's own method chose them.
     """
 
     def __init__(self, blocks: Sequence[torch.nn.Module], disable: Callable[[], Any]) -> None:
@@ -28,7 +28,7 @@ class Checkpointing:
         self._disable: Callable[[], Any] | None = disable
 
     def disable(self) -> None:
-        """Disable it. Does nothing the second time."""
+        """Turn checkpointing off. Idempotent."""
         if self._disable is not None:
             self._disable()
             self._disable = None
@@ -37,42 +37,43 @@ class Checkpointing:
 def enable_checkpointing(
     model: torch.nn.Module, *, blocks: Sequence[torch.nn.Module] | None = None
 ) -> Checkpointing:
-    """Let a model keep only the inputs of its blocks, and compute the rest again in backward.
+    """Let a model keep only the inputs of its blocks, and recompute the activations in backward.
 
-    Loss and gradients stay bitwise the same, dropout included, where a block computes twice the
-    same. The names of weights in `state_dict` do, too. A model of transformers does it by its own
-    method. In any other one the blocks are wrapped in `torch.utils.checkpoint`: by default the
-    `ModuleList` or `Sequential` of two or more modules of one class that has the most weights.
-    A block that changes a buffer in its forward pass, which it would do twice, as a batch norm does
-    in training, is an error then.
+    Loss and gradients stay bitwise the same, dropout included, if the blocks are deterministic. The
+    names in `state_dict` do not change. Models of transformers use their own method. For any other
+    model, the blocks are wrapped in `torch.utils.checkpoint`; the default blocks are the
+    `ModuleList` or `Sequential` with the most weights whose two or more modules have one class. A
+    forward pass that changes a buffer of a wrapped block, as batch norm does in training, then
+    raises a `RuntimeError`: the second forward pass would change it again.
 
     Args:
         model: the model.
-        blocks: the modules to checkpoint, each called on its own in the forward pass.
+        blocks: the modules to checkpoint, each called as a module in the forward pass.
 
     Returns:
-        What disables it again.
+        A `Checkpointing`, whose `disable` turns it off.
 
     Raises:
         TypeError: `model` is no module, or `blocks` are no list.
-        ValueError: there are no such blocks, the model supports none, or it is checkpointed
+        ValueError: `model` has no such blocks, does not support checkpointing, or is checkpointed
             already.
     """
     check_type("model", model, torch.nn.Module)
-    name = next((one for one in OWN_METHODS if hasattr(model, f"{one}_enable")), None)
+    name = next((name for name in OWN_METHODS if hasattr(model, f"{name}_enable")), None)
     chosen = list(model.modules())
     if blocks is not None:
         check_type("blocks", blocks, Iterable, "Pass a list of modules.")
         chosen = list(blocks)
-        if not chosen or any(all(one is not block for one in model.modules()) for block in chosen):
+        ids = {id(module) for module in model.modules()}
+        if not chosen or any(id(block) not in ids for block in chosen):
             raise ValueError(
-                "`blocks` must be modules of `model`, one or more, but are "
-                f"{[type(one).__name__ for one in chosen]}, some of which are not in it."
+                "`blocks` must be one or more modules of `model`, but are "
+                f"{[type(block).__name__ for block in chosen]} instead."
             )
     if getattr(model, f"is_{name}", False) or any(map(_is_wrapped, chosen)):
         raise ValueError(
-            f"`{type(model).__name__}` is checkpointed already, so that disabling it once would "
-            "disable it for all who have enabled it. Disable it first, or leave this out."
+            f"`{type(model).__name__}` is checkpointed already: two callers cannot "
+            "enable and disable it independently. Disable it first, or leave out this call."
         )
     if blocks is None and name is not None:
         if not getattr(model, "supports_gradient_checkpointing", True):
@@ -99,18 +100,18 @@ def enable_checkpointing(
 def _repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the children of the largest list of modules of one class."""
     lists = [
-        list(one.children())
-        for one in model.modules()
-        if isinstance(one, (torch.nn.ModuleList, torch.nn.Sequential))
+        list(module.children())
+        for module in model.modules()
+        if isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
     ]
     repeated = [blocks for blocks in lists if len(blocks) > 1 and len({*map(type, blocks)}) == 1]
     if not repeated:
         raise ValueError(
             f"`{type(model).__name__}` has no `ModuleList` or `Sequential` of two or more modules "
-            f"of one class, so its blocks are not known. {REMEDY}"
+            f"of one class, so its blocks cannot be chosen. {REMEDY}"
         )
     return max(
-        repeated, key=lambda blocks: sum(w.numel() for one in blocks for w in one.parameters())
+        repeated, key=lambda blocks: sum(w.numel() for block in blocks for w in block.parameters())
     )
 
 
@@ -126,10 +127,10 @@ def _forward(forward: Any, *args: Any, **kwargs: Any) -> Any:
     before = {name: (buffer, buffer._version) for name, buffer in block.named_buffers()}
     output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
     for name, buffer in block.named_buffers():
-        known, version = before.get(name, (None, 0))
-        if buffer is not known or buffer._version != version:
+        earlier, version = before.get(name, (None, 0))
+        if buffer is not earlier or buffer._version != version:
             raise RuntimeError(
                 f"`{type(block).__name__}` changes its buffer `{name}` in its forward pass, which "
-                "activation checkpointing makes twice. Pass `blocks=` without it, or replace it."
+                "activation checkpointing runs twice. Pass `blocks=` without it, or replace it."
             )
     return output

@@ -1,4 +1,4 @@
-"""What training takes, estimated before any step, from a model's parameters and configuration."""
+"""Training memory, estimated from a model's parameters and configuration before any step."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from odb_nodes.planning.model_flops import field_of, missing_fields
 STATES: Mapping[str, int] = {
     "adamw": 2, "adam": 2, "lion": 1, "rmsprop": 1, "sgd_momentum": 1, "sgd": 0
 }  # fmt: skip
-"""Tensors of a parameter's size and dtype that an optimizer keeps for it."""
+"""Tensors of a parameter's size and dtype that an optimizer keeps per parameter."""
 
 NEEDED = ("hidden", "layers", "heads", "vocabulary")
 USED = ("kv_heads", "head_size", "intermediate", "activation", "experts", "longest")
 SAVED_BY = {"relu": 1, "gelu_new": 5}
-"""Tensors that backward needs of an activation function and its output; 2 for any other."""
+"""Tensors that backward needs for an activation function; 2 for functions not listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """What a step of training takes on one device, in bytes.
+    """Memory of a training step on one device, in bytes.
 
     Attributes:
-        rows, width: the batch that it is estimated for: rows of so many tokens.
+        rows, width: the estimated batch: `rows` rows of `width` tokens.
         parameter_bytes: the parameters.
         gradient_bytes: their gradients.
         optimizer_bytes: the optimizer's state.
-        activation_bytes: what autograd saves for backward, the logits' part left out.
+        activation_bytes: tensors that autograd saves for backward, except the logits.
         logits_bytes: the logits, and their log-probabilities and gradient in fp32.
     """
 
@@ -60,19 +60,19 @@ def estimate_training_memory(
     dtype: torch.dtype | None = None,
     checkpointing: bool = False,
 ) -> MemoryEstimate:
-    """Estimate what a step of training takes, without making one.
+    """Estimate the memory of a training step without running it.
 
     Activations are counted as in Korthikanti et al. 2022, "Reducing Activation Recomputation in
-    Large Transformer Models", section 4.1, for gated feed-forwards, grouped keys and RMSNorm, too.
+    Large Transformer Models", section 4.1; also gated feed-forwards, grouped keys and RMSNorm.
 
     Args:
-        model: a decoder or encoder with the configuration of transformers; it may be on the meta
+        model: a decoder or encoder with a configuration of transformers; it may be on the meta
             device, where it takes no memory. Images are not counted.
-        batch: rows and their width in tokens; or a budget, of whose batches one of the widest rows
-            that the model takes is meant.
+        batch: (rows, width in tokens); or a budget, for its batch of the widest rows that the model
+            takes.
         optimizer: `"adamw"`, `"adam"`, `"lion"`, `"rmsprop"`, `"sgd_momentum"` or `"sgd"`.
-        dtype: what autocast computes in. `None`: in the dtype of the parameters.
-        checkpointing: whether each layer keeps its input alone, and is computed again in backward.
+        dtype: the dtype of autocast. `None`: the dtype of the parameters.
+        checkpointing: whether each layer keeps only its input and is recomputed in backward.
 
     Raises:
         TypeError, ValueError: an argument is not valid, or the model has no such configuration.
@@ -84,24 +84,30 @@ def estimate_training_memory(
     weights = list(model.parameters())
     stored = weights[0].dtype
     computed = stored if dtype is None else dtype
-    trained_bytes = sum(one.numel() * one.element_size() for one in weights if one.requires_grad)
-    is_rms = any("RMSNorm" in type(one).__name__ for one in model.modules())
-    layer, layer_input = _layer_bytes(model, config, width, stored, computed, is_rms)
+    trained_bytes = sum(_bytes_of(weight) for weight in weights if weight.requires_grad)
+    is_rms = any("RMSNorm" in type(module).__name__ for module in model.modules())
+    layer_bytes, input_bytes = _layer_bytes(model, config, width, stored, computed, is_rms)
     end = config["hidden"] * (stored.itemsize * (1 + is_rms) + computed.itemsize)  # last norm, head
-    kept = layer_input * config["layers"] + layer if checkpointing else layer * config["layers"]
+    kept = layer_bytes * config["layers"]
+    if checkpointing:
+        kept = input_bytes * config["layers"] + layer_bytes
     activation_bytes = rows * width * (kept + end)
     if computed != stored:  # autocast keeps the weights that it casts
-        linears = {one.weight: one for one in model.modules() if isinstance(one, nn.Linear)}
-        activation_bytes += sum(one.numel() for one in linears) * computed.itemsize
+        linears = {layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)}
+        activation_bytes += sum(weight.numel() for weight in linears) * computed.itemsize
     return MemoryEstimate(
         rows=rows,
         width=width,
-        parameter_bytes=sum(one.numel() * one.element_size() for one in weights),
+        parameter_bytes=sum(map(_bytes_of, weights)),
         gradient_bytes=trained_bytes,
         optimizer_bytes=STATES[optimizer] * trained_bytes,
         activation_bytes=activation_bytes,
         logits_bytes=rows * width * config["vocabulary"] * (computed.itemsize + 4 + 4),
     )
+
+
+def _bytes_of(weight: torch.Tensor) -> int:
+    return weight.numel() * weight.element_size()
 
 
 def _layer_bytes(
@@ -112,26 +118,28 @@ def _layer_bytes(
     computed: torch.dtype,
     is_rms: bool,
 ) -> tuple[int, int]:
-    """Return what a layer saves for each token, and what its input takes of that."""
-    hidden, heads, one = config["hidden"], config["heads"], computed.itemsize
+    """Return the bytes that a layer saves per token, and the bytes of its input per token."""
+    hidden, heads, value_bytes = config["hidden"], config["heads"], computed.itemsize
     head_size = config["head_size"] or hidden // heads
     queries, keys = heads * head_size, (config["kv_heads"] or heads) * head_size
     is_gated = any("gate" in name and "proj" in name for name, _ in model.named_parameters())
-    # The input of each linear layer: shared, unless autocast makes a copy for each.
+    # Inputs of linear layers: projections share an input, unless autocast copies it for each.
     inputs = 2 if computed == stored else 4 + is_gated
-    norms = 2 * hidden * stored.itemsize * (1 + is_rms)  # RMSNorm keeps its normalized input, too
+    norms = 2 * hidden * stored.itemsize * (1 + is_rms)  # RMSNorm also keeps its normalized input.
     kind = getattr(model.config, "_attn_implementation", None) or "sdpa"
-    # Queries, keys, values, and what comes of them; but for flash attention, keys are repeated.
-    attention = 2 * (queries + (keys if "flash" in kind else queries)) * one
+    # Queries, keys, values, output. Without flash attention, keys are repeated per query head.
+    attention = 2 * (queries + (keys if "flash" in kind else queries)) * value_bytes
     if any(name.endswith("q_norm") for name, _ in model.named_modules()):
         attention += (queries + keys) * stored.itemsize * (1 + is_rms)
     if kind == "eager":
-        attention += heads * width * (4 + (one if one < 4 else 0))  # the softmax is in fp32
+        copy_bytes = value_bytes if value_bytes < 4 else 0
+        attention += heads * width * (4 + copy_bytes)  # The softmax is in fp32.
     elif kind == "sdpa":
-        attention += width * one  # the mask, which is made anew for each layer
+        attention += width * value_bytes  # The mask, which each layer makes anew.
     saved = SAVED_BY.get(config["activation"], 2) + 2 * is_gated
-    feed_forward = saved * (config["intermediate"] or 4 * hidden) * (config["experts"] or 1) * one
-    return norms + inputs * hidden * one + attention + feed_forward, hidden * stored.itemsize
+    intermediate = (config["intermediate"] or 4 * hidden) * (config["experts"] or 1)
+    per_token = norms + attention + (inputs * hidden + saved * intermediate) * value_bytes
+    return per_token, hidden * stored.itemsize
 
 
 def _shape_of(batch: Any, longest: int | None) -> tuple[int, int]:
@@ -146,15 +154,15 @@ def _shape_of(batch: Any, longest: int | None) -> tuple[int, int]:
 
 
 def _config_of(model: Any) -> dict[str, Any]:
-    """Return the numbers of a model's configuration, under names of ours."""
+    """Return the sizes in a model's configuration, under the names of `NEEDED` and `USED`."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = {name: field_of(config, name) for name in NEEDED + USED}
+    sizes = {name: field_of(config, name) for name in NEEDED + USED}
     missing = missing_fields(config, *NEEDED)
     if missing or getattr(config, "is_encoder_decoder", False):
-        what = f"has no {missing}" if missing else "is of an encoder with a decoder"
+        fault = f"has no {missing}" if missing else "is of an encoder with a decoder"
         raise ValueError(
-            f"`model.config` must be that of a decoder or an encoder of transformers, but {what}. "
-            "Call `find_budget`, which measures steps."
+            "`model.config` must be the config of a decoder or an encoder of transformers, but "
+            f"{fault}. Call `find_budget`, which measures steps."
         )
-    return found
+    return sizes

@@ -1,4 +1,4 @@
-"""Generation that does not end where memory runs out, and batches for it."""
+"""Generation that survives out-of-memory errors, and batches for it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from odb_nodes._core.checks import check_callable, check_count, check_type, describe
 from odb_nodes._core.processes import resolve_rank
@@ -26,32 +27,32 @@ from odb_nodes.sample_block import naming_samples
 def generate_in_parts(
     model: Any, batch: Mapping[str, Any], *, pad_token_id: int | None = None, **options: Any
 ) -> tuple[torch.Tensor, int]:
-    """Generate for a batch; if memory runs out, for its halves, and so on.
+    """Generate for a batch; if memory runs out, generate for its halves, recursively.
 
     Args:
-        model: has a `generate`, as the models of transformers have.
-        batch: its arguments: tensors with the first dimension of `input_ids`, (B, T), and
-            anything that is no tensor. With a model whose ranks compute together (FSDP, tensor
-            parallelism), the error is raised.
-        pad_token_id: fills the rows of shorter parts, on the right. Default: from the model's
-            `generation_config`, or else its first end-of-sequence token.
+        model: has a `generate` method, like the models of transformers. If its ranks compute
+            together (FSDP, tensor parallelism), the out-of-memory error is raised.
+        batch: arguments of `generate`: tensors with the first dimension of `input_ids`, (B, T), and
+            values that are not tensors.
+        pad_token_id: fills the rows of shorter parts, on the right. Default: the padding token of
+            the model's `generation_config`, or else its first end-of-sequence token.
         options: further arguments of `generate`, the same for all rows.
 
     Returns:
-        What `generate` returns for the whole batch, (B, S), or (B * `num_return_sequences`, S); and
-        the number of parts.
+        The result of `generate` for the whole batch, (B, S), or (B * `num_return_sequences`, S);
+        and the number of parts.
 
     Raises:
         TypeError: the model has no `generate`, the batch is no mapping or has no `input_ids`, or
             `generate` returns no tensor.
-        ValueError: the batch has no rows; a tensor has another first dimension, so rows cannot be
-            told apart; an option has a row for each of the batch; or there is no padding token.
-        torch.OutOfMemoryError: one row alone does not fit.
+        ValueError: the batch has no rows; a tensor has another first dimension; an option has a row
+            for each row of the batch; or there is no padding token.
+        torch.OutOfMemoryError: a single row does not fit.
     """
     if not callable(getattr(model, "generate", None)):
         raise TypeError(
-            f"`model` must have a `generate`, but is {describe(model)} instead. Of a model that is "
-            "wrapped, pass what is within."
+            f"`model` must have a `generate`, but is {describe(model)} instead. Pass the "
+            "module inside a wrapper."
         )
     check_type("batch", batch, Mapping, "Pass the arguments of `generate`, in a dict.")
     ids = batch.get("input_ids")
@@ -62,51 +63,53 @@ def generate_in_parts(
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and (value.ndim == 0 or len(value) != len(ids)):
             raise ValueError(
-                f"`{name}` of shape {tuple(value.shape)} is not of the {len(ids)} rows of "
-                "`input_ids`, so the batch cannot be halved. Generate with smaller batches."
+                f"`{name}` must have the {len(ids)} rows of `input_ids`, but has the shape "
+                f"{tuple(value.shape)}: the batch cannot be halved. Generate with smaller batches."
             )
     for name, value in options.items():
         if isinstance(value, torch.Tensor) and value.ndim > 1 and len(value) == len(ids) > 1:
-            raise ValueError(f"`{name}` has a row for each of `input_ids`: put it into `batch`.")
-    done: list[torch.Tensor] = []
+            raise ValueError(
+                f"`{name}` has a row for each row of `input_ids`: put it into `batch`."
+            )
+    parts: list[torch.Tensor] = []
     waiting = [range(len(ids))]
     while waiting:
         rows = waiting.pop(0)
-        found = _generate(model, batch, rows, options)
-        if found is None:
+        part = _generate(model, batch, rows, options)
+        if part is None:
             middle = (len(rows) + 1) // 2
             waiting[:0] = [rows[:middle], rows[middle:]]
         else:
-            done.append(found)
-    width = max(found.shape[1] for found in done)
-    if any(found.shape[1] < width for found in done):
+            parts.append(part)
+    width = max(part.shape[1] for part in parts)
+    if any(part.shape[1] < width for part in parts):
         fill = _padding_of(model) if pad_token_id is None else pad_token_id
-        done = [torch.nn.functional.pad(one, (0, width - one.shape[1]), value=fill) for one in done]
-    return torch.cat(done), len(done)
+        parts = [pad(part, (0, width - part.shape[1]), value=fill) for part in parts]
+    return torch.cat(parts), len(parts)
 
 
 def _generate(
     model: Any, batch: Mapping[str, Any], rows: range, options: Mapping[str, Any]
 ) -> torch.Tensor | None:
-    """Return what is generated for some rows; `None` where memory ran out."""
+    """Return the generated rows of a part; `None` if memory ran out."""
     part = {
         name: value[rows.start : rows.stop] if isinstance(value, torch.Tensor) else value
         for name, value in batch.items()
     }
     try:
-        found = model.generate(**part, **options)
+        generated = model.generate(**part, **options)
     except (RuntimeError, MemoryError) as error:
         is_shared = isinstance(model, torch.nn.Module) and has_collectives(model)
         if len(rows) < 2 or is_shared or not is_out_of_memory(error):
             raise
         free_memory(error)
         return None
-    if not isinstance(found, torch.Tensor):
+    if not isinstance(generated, torch.Tensor):
         raise TypeError(
-            f"`generate` must return a tensor, but returned `{type(found).__name__}`. Leave out "
-            "`return_dict_in_generate`."
+            f"`generate` must return a tensor, but returned `{type(generated).__name__}`. Leave "
+            "out `return_dict_in_generate`."
         )
-    return found
+    return generated
 
 
 def _padding_of(model: Any) -> int:
@@ -120,7 +123,7 @@ def _padding_of(model: Any) -> int:
 
 
 class LongestFirst:
-    """Batches for inference, longest samples first: what does not fit fails at once.
+    """Batches for inference, longest samples first: if a batch does not fit, the first one fails.
 
         batches = LongestFirst(prompts, 16_384, new_tokens=256, process_fn=tokenize)
         results = [None] * len(batches.dataset)
@@ -129,23 +132,23 @@ class LongestFirst:
             for index, row in zip(indices, rows):
                 results[index] = row
 
-    All samples are processed when this is made, and kept. With several ranks each has a part of the
-    batches; their number differs by one at most.
+    The constructor processes all samples and keeps them. Each rank gets a share of the batches; the
+    shares differ by at most one batch.
 
     Args:
         dataset: a sequence of items.
-        token_budget: padded tokens of a batch, those to be generated included; or a `TokenBudget`.
-            A sample that exceeds it has a batch of its own, whatever `oversize` says.
-        new_tokens: most tokens that are generated for each sample.
+        token_budget: padded tokens of a batch, generated tokens included; or a `TokenBudget`. A
+            sample that exceeds the budget forms a batch alone; `oversize` is ignored.
+        new_tokens: most tokens to generate for each sample.
         process_fn: item -> processed sample. Default: the items are processed samples.
         observe: processed sample -> its tokens, see `LengthObserver`.
         collate_fn: list of processed samples -> batch. Default: a `PaddingCollate` that pads on the
-            left, as models that go on from the last token need.
-        rank, world_size: this rank and the number of ranks. Default: those of the job.
+            left, so that generation continues from the last token.
+        rank, world_size: this rank and the number of ranks. Default: from torch.distributed.
 
     Raises:
-        TypeError, ValueError: an argument is not valid; `dataset` is empty, say.
-        SampleError: processing or collating raised; a sample has no length, or is `Skipped`.
+        TypeError, ValueError: an argument is not valid, such as an empty `dataset`.
+        SampleError: processing or collating raised, or a sample has no length or is `Skipped`.
     """
 
     def __init__(
@@ -164,18 +167,18 @@ class LongestFirst:
         budget = TokenBudget.of(token_budget, "token_budget")
         if budget.layout != "padded":
             raise ValueError(
-                'the `layout` of `token_budget` must be "padded": rows generate apart.'
+                'the `layout` of `token_budget` must be "padded": each row generates alone.'
             )
         is_sequence = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         if not is_sequence or isinstance(dataset, Mapping) or not len(dataset):
             raise TypeError(
-                "`dataset` must be a sequence of one item or more, which are read by their index, "
-                f"but is {describe(dataset)} instead. Pass a list of its items."
+                "`dataset` must be a sequence of one item or more, read by index, but is "
+                f"{describe(dataset)} instead. Pass a list of its items."
             )
         self.dataset = dataset
         new_tokens = check_count("new_tokens", new_tokens, 0)
         multiple = budget.pad_to_multiple_of
-        new_tokens += -new_tokens % multiple  # which come on top of what pads the prompts
+        new_tokens += -new_tokens % multiple  # beyond the padding of the prompts
         ladder = budget.shape_ladder()
         shapes = tuple((rows, width - new_tokens) for rows, width in ladder if width > new_tokens)
         side = PaddingCollate(side="left", pad_to_multiple_of=multiple, shapes=shapes)
@@ -187,13 +190,13 @@ class LongestFirst:
             if not isinstance(sample, Sample):
                 raise SampleError(f"item {index} is skipped {sample.why}")
             self._samples.append(sample)
-        tokens = np.array([one.tokens + new_tokens for one in self._samples], np.int64)
-        patches = np.array([one.patches for one in self._samples], np.int64)
+        tokens = np.array([sample.tokens + new_tokens for sample in self._samples], np.int64)
+        patches = np.array([sample.patches for sample in self._samples], np.int64)
         table = np.stack((tokens, np.arange(len(tokens)), patches))
         groups = LengthRuns(budget).partition(table[:, tokens.argsort(kind="stable")])
         self._groups = [
-            sorted(one.tolist(), key=lambda index: (-tokens[index], index))
-            for one in groups[own_rank::ranks]
+            sorted(indices.tolist(), key=lambda index: (-tokens[index], index))
+            for indices in groups[own_rank::ranks]
         ]
 
     def __len__(self) -> int:
@@ -201,7 +204,7 @@ class LongestFirst:
         return len(self._groups)
 
     def __iter__(self) -> Iterator[tuple[Any, list[int]]]:
-        """Yield each batch, and where its samples are in the data, in the order of the rows."""
+        """Yield each batch with the indices of its samples in `dataset`, in row order."""
         for indices in self._groups:
             samples = [self._samples[index] for index in indices]
             with naming_samples("collate_fn", samples, f" for items {indices!s:.200}"):

@@ -1,4 +1,4 @@
-"""Gradients of a step that may be computed again: kept on this rank, then averaged once."""
+"""Gradients of a step that may be recomputed: accumulated on this rank, then averaged once."""
 
 from __future__ import annotations
 
@@ -12,66 +12,65 @@ from torch.nn.parallel import DistributedDataParallel
 from odb_nodes._compat.torch import is_sharded, leaves_of
 
 Kind = Literal["local", "ddp", "sharded"]
-"""Who computes a step: this rank alone; this rank, and then all average their gradients; or all
-ranks together, in collectives within forward and backward."""
+"""How ranks compute a step. "local": alone. "ddp": alone, then all ranks average their gradients.
+"sharded": together, with collectives in forward and backward."""
 
 
 def kind_of(model: nn.Module) -> Kind:
-    """Return who computes a step of a model."""
+    """Return how ranks compute a step of a model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be an `nn.Module`, but is `{type(model).__name__}` instead.")
-    if has_own_backward(model):
+    if overrides_backward(model):
         raise TypeError(
-            f"`{type(model).__name__}` has a `backward` of its own, which cannot be computed in "
-            "parts. Pass a plain module, DDP or FSDP."
+            f"`{type(model).__name__}` overrides `backward`, which cannot be computed in parts. "
+            "Pass a plain module, DDP or FSDP."
         )
     if has_collectives(model):
         return "sharded"
     if isinstance(model, DistributedDataParallel):
         return "ddp"
-    if any(isinstance(one, DistributedDataParallel) for one in model.modules()):
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise TypeError(
-            f"`{type(model).__name__}` has a DDP model within, whose gradients cannot be kept on "
-            "this rank until all agree. Wrap the whole model by DDP."
+            f"`{type(model).__name__}` contains a DDP model, which averages gradients before "
+            "all ranks agree. Wrap the whole model by DDP."
         )
     return "local"
 
 
 def has_collectives(model: nn.Module) -> bool:
-    """Tell whether ranks compute a model together: its parameters, or statistics, are shared."""
-    return is_sharded(model) or any(isinstance(one, nn.SyncBatchNorm) for one in model.modules())
+    """Tell whether forward or backward has collectives: sharded weights, or `SyncBatchNorm`."""
+    modules = model.modules()
+    return is_sharded(model) or any(isinstance(module, nn.SyncBatchNorm) for module in modules)
 
 
-def has_own_backward(model: nn.Module) -> bool:
-    """Tell whether the backward of a model is not torch's, as that of DeepSpeed's engine."""
-    # That of a module of Lightning is torch's, and is not called where it optimizes by hand.
+def overrides_backward(model: nn.Module) -> bool:
+    """Tell whether a model overrides torch's backward, as DeepSpeed's engine does."""
+    # `LightningModule.backward` calls torch's, and manual optimization does not call it.
     is_lightning = hasattr(type(model), "manual_backward")
     return callable(getattr(model, "backward", None)) and not is_lightning
 
 
 def check_has_all(model: nn.Module, loss: torch.Tensor) -> None:
-    """Check that a loss trains no parameter but those of a model."""
-    own = {id(one) for one in model.parameters()}
-    others = [
-        tuple(one.shape)
-        for one in leaves_of(loss)
-        if isinstance(one, nn.Parameter) and id(one) not in own
+    """Raise a `TypeError` if a loss trains parameters outside of a model."""
+    ids = {id(parameter) for parameter in model.parameters()}
+    outside = [
+        leaf for leaf in leaves_of(loss) if isinstance(leaf, nn.Parameter) and id(leaf) not in ids
     ]
-    if others:
+    if outside:
         raise TypeError(
-            f"`loss_fn` trains {len(others)} parameters that `model` does not have, such as one of "
-            f"shape {others[0]}, whose gradients a step that is computed again would count twice. "
-            "Put all that is trained into one module."
+            f"`loss_fn` trains {len(outside)} parameters that `model` does not have, such as one "
+            f"of shape {tuple(outside[0].shape)}: if the step is recomputed, their gradients count "
+            "twice. Put all trained parameters into one module."
         )
 
 
 def check_no_gradients(model: nn.Module) -> None:
     """Raise a `RuntimeError` if a parameter has a gradient that is not 0."""
-    grads = [one.grad for one in model.parameters() if one.grad is not None]
+    grads = [weight.grad for weight in model.parameters() if weight.grad is not None]
     if grads and any(bool(grad.any()) for grad in grads):
         raise RuntimeError(
-            "the parameters have gradients before `step.backward`, which a step that is computed "
-            "again would lose. Call `optimizer.zero_grad()` at the end of each step."
+            "the parameters have gradients before `step.backward`, and recomputing the step would "
+            "lose them. Call `optimizer.zero_grad()` at the end of each step."
         )
 
 
@@ -83,30 +82,30 @@ def scale_gradients(model: nn.Module, factor: float) -> None:
 
 
 def give_gradients(model: nn.Module) -> None:
-    """Give a model gradients of 0 if it has none, so that what steps by them finds some."""
-    parameters = [one for one in model.parameters() if one.requires_grad]
-    if all(one.grad is None for one in parameters):
-        for one in parameters:
-            one.grad = torch.zeros_like(one)
+    """Set the gradients of a model to 0 if it has none: optimizers and scalers need some."""
+    parameters = [weight for weight in model.parameters() if weight.requires_grad]
+    if all(weight.grad is None for weight in parameters):
+        for weight in parameters:
+            weight.grad = torch.zeros_like(weight)
 
 
 def average_gradients(model: DistributedDataParallel) -> None:
-    """Average the gradients over the ranks of a model, as its own backward does without hooks."""
+    """Average the gradients over the ranks of a DDP model, as its backward does without hooks."""
     group, ranks = model.process_group, dist.get_world_size(model.process_group)
     parameters = [
-        one
-        for name, one in model.module.named_parameters()
-        if one.requires_grad and name not in model.parameters_to_ignore
+        weight
+        for name, weight in model.module.named_parameters()
+        if weight.requires_grad and name not in model.parameters_to_ignore
     ]
     if not parameters:
         return
     device = parameters[0].device
-    has_one = torch.tensor([one.grad is not None for one in parameters], dtype=torch.uint8)
-    has_one = has_one.to(device)
-    dist.all_reduce(has_one, dist.ReduceOp.MAX, group=group)
+    has_grad = torch.tensor([weight.grad is not None for weight in parameters], dtype=torch.uint8)
+    has_grad = has_grad.to(device)
+    dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=group)
     works = []
-    for parameter, has in zip(parameters, has_one.tolist(), strict=True):
-        if not has:  # on no rank
+    for parameter, is_trained in zip(parameters, has_grad.tolist(), strict=True):
+        if not is_trained:  # on no rank
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

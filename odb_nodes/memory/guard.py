@@ -1,4 +1,4 @@
-"""Steps of training that lose nothing where memory runs out."""
+"""Training steps that lose no sample if memory runs out."""
 
 from __future__ import annotations
 
@@ -53,23 +53,22 @@ logger = logging.getLogger("odb_nodes")
 
 OnOom = Literal["split", "skip", "raise"]
 GUARD_ABOVE = 0.8
-"""Default of `guard_above`: share of the limit."""
+"""Default of `guard_above`."""
 
 LossFn = Callable[[Any], torch.Tensor]
 Run = Callable[[Part, Any], torch.Tensor]
-"""(part, its batch as it was yielded, or `None` where it is to be collated) -> its share of the
-loss; adds its gradients."""
+"""(part, its batch if the part is whole, else `None`) -> its share of the loss. Adds gradients."""
 
-MILLIONTHS = 1e6  # in which shares are gathered
+MILLIONTHS = 1e6  # unit in which ranks gather shares, as integers
 
-_LEAST = 4  # of the limit at least one part in so many is asked for
+_MOST_SHRINK = 4  # `shrink` applies to at least this fraction of the limit
 _SHOWN = 8  # keys in an error
-_SHRINK = 0.9  # of the cost that did not fit, in an error
-_LEFT_OUT = 32  # samples in a row; outliers alone fill a step now and then, being of like length
+_SHRINK = 0.9  # budget that an error recommends, as a share of the cost that did not fit
+_MOST_SKIPPED = 32  # samples of whole steps in a row: a step may consist of outliers alone
 
 
 class StepBatch(NamedTuple):
-    """A batch of an optimizer step as it was yielded, with its samples."""
+    """A batch of an optimizer step, with its samples."""
 
     batch: Any
     samples: list[Sample]
@@ -77,7 +76,7 @@ class StepBatch(NamedTuple):
 
 
 class OomGuard:
-    """Yields the optimizer steps of a loader; one that runs out of memory is computed in parts.
+    """Yields the optimizer steps of a loader; a step that runs out of memory is computed in parts.
 
         guard = OomGuard(loader)
         for step in guard:
@@ -85,37 +84,36 @@ class OomGuard:
             optimizer.step()
             optimizer.zero_grad()
 
-    If forward or backward runs out of memory, the gradients of the step are cleared, each batch
-    that costs as much as the one that failed is halved, and the step is computed again from its
-    first batch, until it fits. The parts are collated anew from their samples, and weighted so that
-    the gradients equal the gradients of the whole. Neither the plan of the ranks nor the state of
-    the loader changes.
+    If forward or backward runs out of memory, the guard clears the gradients of the step, halves
+    each batch that costs as much as the failed one, and computes the step from its first batch
+    again, until it fits. The parts are collated from their samples, and weighted so that the
+    gradients do not change. The plan of the ranks and the state of the loader stay the same.
 
-    Under DDP, a step whose most expensive batch on any rank costs more than `guard_above` of the
-    limit is computed without messages; then all ranks agree, and average their gradients once. In
-    any other step, and with models whose ranks compute together (FSDP, tensor parallelism), a
-    failure cannot be taken back: the step is an error on all ranks.
+    Under DDP, if the most expensive batch of a step on any rank costs more than `guard_above` of
+    the limit, each rank computes the step without messages; then all ranks agree, and average their
+    gradients once. In any other step, and with models whose ranks compute together (FSDP, tensor
+    parallelism), the ranks cannot recover from a failure: the step is an error on all ranks.
 
     Args:
-        loader: an `ODBDataLoader`, or a `Loader` whose graph ends with a `GroupCollator`. Nobody
-            else may take batches from it meanwhile.
+        loader: an `ODBDataLoader`, or a `Loader` whose graph ends with a `GroupCollator`. Only the
+            guard may take batches from it.
         on_oom: what happens if memory runs out. `"split"`: as above; a sample that does not fit
-            alone is an error. `"skip"`: such a sample is left out, the mean is over the others, on
-            all ranks; if whole steps of 32 samples or more in a row are left out, it is an error.
-            `"raise"`: the error of the model is raised.
-        guard_above: share of `limit`, see above.
-        limit: cost of a batch that is known to fit, in the unit of `TokenBudget.tokens`; one above
-            it is computed in parts from the beginning. Default: the loader's budget.
-        shrink: share of the cost that ran out of memory, above 0 and below 1, that all ranks form
-            their groups under from the next round on; the smallest wins, and states keep it. Not
-            for a budget with `shapes`. `None`: the budget stays.
-        meter: measures each part that is computed, see `peak_share`. `None` measures nothing.
+            alone is an error. `"skip"`: such a sample is skipped, and all ranks take the mean over
+            the other samples; skipping whole steps with 32 samples or more in a row is an error.
+            `"raise"`: the model's error is raised.
+        guard_above: share of `limit` above which a DDP step is guarded, see above.
+        limit: cost of a batch that surely fits, in the unit of `TokenBudget.tokens`; batches that
+            cost more are computed in parts from the start. Default: the loader's budget.
+        shrink: new budget after memory ran out, as a share of the failed batch's cost, above 0 and
+            below 1. All ranks use the smallest from the next round on, and states keep it. Not for
+            a budget with `shapes`. `None`: the budget stays.
+        meter: measures the parts for `peak_share`. `None`: nothing is measured.
 
     Attributes:
-        ooms: how often memory ran out on this rank.
+        ooms: number of out-of-memory errors on this rank.
         split_steps: optimizer steps that this rank has computed in parts.
-        skipped_samples: samples of this rank that were left out, since they did not fit alone.
-        peak_share: the largest peak so far, as a share of the `meter`'s limit; 0.0 without one.
+        skipped_samples: samples of this rank that were skipped because they do not fit alone.
+        peak_share: the largest peak, as a share of the `meter`'s limit; 0.0 without a meter.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -138,25 +136,24 @@ class OomGuard:
         if shrink is not None:
             check_number("shrink", shrink, "(0, 1)")
         _check_graph(budget, self.aligner, shrink)
-        known = None if budget is None else budget.tokens
+        budget_tokens = None if budget is None else budget.tokens
         self.loader, self.on_oom, self._shrink = loader, on_oom, shrink
         self.guard_above = guard_above
-        self.limit = known if limit is None else check_count("limit", limit)
-        self.fits = self.limit  # the cost that is known to fit on this rank
+        self.limit = budget_tokens if limit is None else check_count("limit", limit)
+        self.fits = self.limit  # the cost that surely fits on this rank
         self.cost = partial(cost_of_group, budget=budget)
         self.meter = None if meter is None else check_meter(meter)
         self.rule = LossRule(accumulate=1, world_size=1)
-        self._peers: Peers | None = None  # the other ranks, where there are any
+        self._peers: Peers | None = None  # `None` on a single rank
         self.channel: Channel | None = None
         self.rank = 0
         self.watch: FailureWatch | None = None
-        # The models that were found to have all that is trained. They must not live on for our
-        # sake: a DDP model that is freed after `destroy_process_group` may hang, as torch then
-        # waits for the threads of its group with the GIL, which those want, too.
+        # Models that passed `check_has_all`. The guard must not keep them alive: freeing DDP after
+        # `destroy_process_group` may hang, waiting for threads with the GIL that these need.
         self.checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._is_warned = False
-        self._begun: list[StepBatch] = []  # of an optimizer step in which the loader has raised
-        self.left_out = 0  # samples, of all ranks, of the last steps in a row left out whole
+        self._begun: list[StepBatch] = []  # batches of a step within which the loader has raised
+        self.skipped_in_a_row = 0  # samples of all ranks, in the last steps that were skipped whole
         self.ooms = self.split_steps = self.skipped_samples = 0
         self.peak_share = 0.0
         self.begin_metrics()
@@ -164,8 +161,8 @@ class OomGuard:
     def __iter__(self) -> Iterator[GuardedStep]:
         """Begin an epoch, or continue from a loaded state, as `iter(loader)` does.
 
-        Where the loader raises within an optimizer step, the next `iter` goes on with the step if
-        the loader does. Warns, once, of a step that is left without its `backward`.
+        If the loader raises within an optimizer step, the next `iter` continues the step if the
+        loader does. Warns, once, of a step whose `backward` was not called.
         """
         self.collator.keep_samples()
         try:
@@ -174,21 +171,21 @@ class OomGuard:
                 if not (step.is_done or self._is_warned):
                     self._is_warned = True
                     warn_user(
-                        f"`backward` was not called for {step.where} of the `OomGuard`: it is not "
-                        "trained on. Call `step.backward(model, loss_fn)` for each step, on all "
-                        "ranks."
+                        f"`backward` was not called for {step.where} of the `OomGuard`, which is "
+                        "not trained on. Call `step.backward(model, loss_fn)` for each step, on "
+                        "all ranks."
                     )
         finally:
             self.leave()
             self.collator.keep_samples(False)
 
     def steps(self, batches: Iterator[Any]) -> Iterator[GuardedStep]:
-        """Yield the optimizer steps of an epoch, also to whoever asks before the last is done."""
+        """Yield the optimizer steps of an epoch; a trainer may take one before the last is done."""
         self.meet(type(self).__name__)
-        while taken := self._taken(batches):
-            yield GuardedStep(self, taken)
+        while step_batches := self._take_step(batches):
+            yield GuardedStep(self, step_batches)
 
-    def _taken(self, batches: Iterator[Any]) -> list[StepBatch]:
+    def _take_step(self, batches: Iterator[Any]) -> list[StepBatch]:
         """Return the batches of the next optimizer step; none at the end of the epoch."""
         begun = self._begun
         try:
@@ -202,7 +199,7 @@ class OomGuard:
                     begun.clear()
                     raise StateError(
                         f"step {info.step} of epoch {info.epoch} is micro-step {info.micro_step} "
-                        f"of {info.micro_steps} of an optimizer step, whose batches before are "
+                        f"of {info.micro_steps} of an optimizer step, whose earlier batches are "
                         "gone. Load a state that was saved between two optimizer steps."
                     )
                 if info.ends_optimizer_step:
@@ -225,10 +222,11 @@ class OomGuard:
         Args:
             gather: returns the tensors of all ranks, stacked or concatenated, such as
                 `accelerator.gather`. Default: this rank alone.
-            device: the device that `gather` needs.
+            device: device of the tensors for `gather`.
         """
-        own = [self.ooms - self._ooms_taken, *self.computed, round(self._share * MILLIONTHS)]
-        rows = gather(torch.tensor([own], device=device)).reshape(-1, len(own))
+        new_ooms = self.ooms - self._ooms_before
+        row = [new_ooms, *self.computed, round(self._share * MILLIONTHS)]
+        rows = gather(torch.tensor([row], device=device)).reshape(-1, len(row))
         self.begin_metrics()
         ooms, parts, batches, _ = rows.sum(0).tolist()
         metrics = {"odb/ooms": float(ooms), "odb/parts": parts / max(1, batches)}
@@ -237,14 +235,15 @@ class OomGuard:
         return metrics
 
     def begin_metrics(self) -> None:
-        """Count for `take_metrics` from here on."""
-        self._ooms_taken, self._share = self.ooms, 0.0
+        """Reset the counts of `take_metrics`."""
+        self._ooms_before = self.ooms
+        self._share = 0.0
         self.computed = [0, 0]  # parts and batches since the metrics were taken
 
     # --- the other ranks --------------------------------------------------------------------------
 
     def meet(self, holder: str) -> None:
-        """Meet the other ranks, and compare what all must have in common."""
+        """Connect to the other ranks, and compare the options that all ranks must share."""
         if self.aligner is None:
             return
         self.rule = self.aligner.rule
@@ -255,22 +254,22 @@ class OomGuard:
         self.leave()
         self._peers.begin()
         self.channel, self.rank = self._peers.channel, self._peers.channel.rank
-        own = {
+        options = {
             "on_oom": self.on_oom,
             "guard_above": self.guard_above,
             "limit": self.limit,
             "shrink": self._shrink,
         }
-        self.channel.agree({holder: own})
+        self.channel.agree({holder: options})
         self.watch = FailureWatch(self.channel)
 
     def leave(self) -> None:
-        """The loop is over: this rank waits for no other any more."""
+        """End the watch: the loop is over, and this rank waits for no other rank."""
         if self.watch is not None:
             self.watch.close()
 
     def fail(self, error: BaseException, where: str) -> None:
-        """Tell the other ranks why this one cannot go on, wherever they wait for it."""
+        """Tell the other ranks why this rank fails, wherever they wait for it."""
         if self._peers is None:
             return
         if self.watch is not None:
@@ -279,14 +278,15 @@ class OomGuard:
         self._peers.fail(error, where)
 
     def raise_published(self, error: BaseException) -> None:
-        """Raise what another rank has published, if any has; it is why this one has failed."""
-        if self.watch is not None and (told := self.watch.read()) is not None:
-            raise told from error
+        """Raise the error that another rank has published, if any: it caused this rank's error."""
+        published = None if self.watch is None else self.watch.read()
+        if published is not None:
+            raise published from error
 
-    # --- what a step asks -------------------------------------------------------------------------
+    # --- used by `GuardedStep` --------------------------------------------------------------------
 
     def guards(self, infos: Sequence[StepInfo]) -> bool:
-        """Tell whether a step may run out of memory: the same on all ranks."""
+        """Tell whether a step may run out of memory; all ranks decide alike."""
         most = max(info.most_cost for info in infos)
         return self.limit is None or most > self.guard_above * self.limit
 
@@ -298,7 +298,7 @@ class OomGuard:
 
     @contextmanager
     def computing(self, part: Part) -> Iterator[None]:
-        """Measure a part; with `on_oom="raise"`, count that memory ran out, as nobody else does."""
+        """Measure a part; with `on_oom="raise"`, count out-of-memory errors here."""
         meter = self.meter
         try:
             with measuring(meter):
@@ -315,7 +315,7 @@ class OomGuard:
             raise
 
     def note(self, failed: Part, remedy: str, *, shrinks: bool = True) -> None:
-        """Count and log that memory ran out, and ask for a smaller budget."""
+        """Count and log an out-of-memory error, and request a smaller budget."""
         self.ooms += 1
         logger.warning(
             "rank %d ran out of memory in step %d of epoch %d, with %d samples, %d tokens: %s",
@@ -327,9 +327,9 @@ class OomGuard:
             remedy,
         )
         if self._shrink is not None and shrinks:
-            most = failed.cost if self.limit is None else max(failed.cost, self.limit // _LEAST)
-            asked = max(1, int(self._shrink * most))
-            self.fits = min(asked, self.fits or asked)
+            least = 1 if self.limit is None else self.limit // _MOST_SHRINK
+            tokens = max(1, int(self._shrink * max(failed.cost, least)))
+            self.fits = min(tokens, self.fits or tokens)
             if self.aligner is not None:
                 self.aligner.ask_for_tokens(self.fits)
 
@@ -338,21 +338,21 @@ class GuardedStep:
     """The batches of one optimizer step.
 
     Attributes:
-        infos: the `StepInfo` of each batch. Record these in a `Ledger`, after `backward`: then they
-            are without the samples that were left out for want of memory, on any rank.
+        infos: the `StepInfo` of each batch. Record them in a `Ledger` after `backward`, which takes
+            out the samples that any rank has skipped.
         is_done: whether `backward` was called.
     """
 
     def __init__(self, guard: OomGuard, batches: Sequence[StepBatch]) -> None:
         self._guard = guard
-        self.batches: list[Any] = [one.batch for one in batches]  # each let go of as it is taken
-        self.infos = [one.info for one in batches]
+        self.batches: list[Any] = [batch for batch, _, _ in batches]  # `take` removes each
+        self.infos = [info for _, _, info in batches]
         self.is_done = False
-        self.loss: torch.Tensor | None = None  # as `backward` returned it
-        planned = [(one.samples, one.info) for one in batches]
+        self.loss: torch.Tensor | None = None  # the result of `backward`
+        planned = [(samples, info) for _, samples, info in batches]
         self.parts = StepParts(planned, guard.rule, guard.cost)
-        self.losses: list[torch.Tensor] = []  # this rank's share, of each batch that is computed
-        self._tried: set[int] = set()  # samples alone in their part
+        self.losses: list[torch.Tensor] = []  # this rank's share, of each computed batch
+        self._tried: set[int] = set()  # ids of samples that have failed alone once
         self._has_failed = False
 
     def backward(
@@ -365,9 +365,9 @@ class GuardedStep:
         """Compute the gradients of the step.
 
         Args:
-            model: the model, a plain module, DDP or FSDP, whose gradients are `None` or 0.
-            loss_fn: batch -> mean loss over its supervised tokens, a tensor without dimensions. It
-                is called more than once if memory runs out. It moves the batch to the device.
+            model: a plain module, DDP or FSDP, whose gradients are `None` or 0.
+            loss_fn: moves a batch to the device and returns the mean loss over its supervised
+                tokens, a tensor without dimensions. Called more than once if memory runs out.
             scaler: scales the loss for gradients in half precision.
 
         Returns:
@@ -375,13 +375,13 @@ class GuardedStep:
             ranks is the mean loss over all supervised tokens of the step.
 
         Raises:
-            StepMemoryError: a sample does not fit into memory alone; or memory ran out in a step
-                that is not guarded; or whole steps in a row are left out.
-            RuntimeError: `backward` was called before; or there are gradients already, which a
+            StepMemoryError: a sample does not fit into memory alone; memory ran out in a step that
+                is not guarded; or whole steps in a row were skipped.
+            RuntimeError: `backward` was called before; the model has gradients already, which a
                 guarded step would lose; or a DDP model has no `RankAligner`.
-            TypeError: `loss_fn` returns no loss, or trains parameters that `model` does not have;
-                or `model` is only a part of what is trained together.
-            PeerError: another rank failed, or did not come.
+            TypeError: `loss_fn` returns no loss, or trains parameters outside of `model`; or
+                `model` cannot be computed in parts.
+            PeerError: another rank failed, or did not answer.
         """
         guard, model = self._guard, uncompiled(model)
         kind = kind_of(model)
@@ -391,18 +391,18 @@ class GuardedStep:
         if kind == "ddp" and guard.channel is None and dist.get_world_size() > 1:
             raise RuntimeError(
                 "a DDP model needs a `RankAligner` over all of its ranks below the guard, so that "
-                "they agree on what is computed in parts. Use `ODBDataLoader`, or put one in."
+                "they agree on the parts of a step. Use `ODBDataLoader`, or add a `RankAligner`."
             )
         if kind == "local" and guard.channel is not None and model not in guard.checked:
             warn_user(
                 "several ranks train, but the model of `step.backward` is not in DDP or FSDP: "
                 "their weights differ after the first step, unless you average the gradients. "
-                "Pass the model as it is wrapped."
+                "Pass the wrapped model."
             )
 
         def run(part: Part, batch: Any) -> torch.Tensor:
             if computes_alone and not (part.is_whole or part.info.loss_scale):
-                # Its mean over no targets is NaN, and so would be its gradients.
+                # The mean over no targets is NaN, and so would be its gradients.
                 return torch.zeros((), device=next(model.parameters()).device)
             loss = loss_fn(guard.collate(part) if batch is None else batch)
             if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
@@ -439,56 +439,51 @@ class GuardedStep:
         """Average the gradients over the ranks of a DDP model, once all batches are computed."""
         if isinstance(model, DistributedDataParallel):
             average_gradients(model)
-        give_gradients(model)  # All samples may have been left out, of all ranks.
+        give_gradients(model)  # All samples of all ranks may have been skipped.
 
     def compute(self, number: int, model: nn.Module, run: Run) -> None:
-        """Add the gradients of a batch to those of the batches before it, on this rank alone.
-
-        Where memory runs out, all gradients are cleared, each batch that costs as much as what has
-        failed is halved, and the step is computed again from its first batch; so until it fits.
-        """
-        guard, again = self._guard, range(number, number + 1)
+        """Add the gradients of batch `number`, on this rank alone; split batches until it fits."""
+        guard, batches = self._guard, range(number, number + 1)
         if number == 0:
             while guard.fits is not None and self.parts.halve(guard.fits + 1):
                 pass
         try:
             ddp = model if isinstance(model, DistributedDataParallel) else None
             with nullcontext() if ddp is None else without_ddp_sync(ddp):
-                while (failed := self._failing(again, model, run)) is not None:
+                while (failed := self._failing(batches, model, run)) is not None:
                     self._make_room(failed)
                     model.zero_grad(set_to_none=True)
-                    again = range(number + 1)
+                    batches = range(number + 1)
         except Exception as error:
             guard.fail(error, self.where)
             raise
 
     def agree(self) -> list[tuple[int, int]]:
-        """Return samples and targets that were left out of each batch, on all ranks together."""
-        own = np.array(self.parts.skipped(), np.int64)
+        """Return the skipped samples and targets of each batch, summed over all ranks."""
+        counts = np.array(self.parts.skipped(), np.int64)
         if (channel := self._guard.channel) is not None:
-            rows = channel.gather(own.ravel(), self.where)
-            own = rows[:, : own.size].sum(0).reshape(own.shape)
-        return [(samples, targets) for samples, targets in own.tolist()]
+            rows = channel.gather(counts.ravel(), self.where)
+            counts = rows[:, : counts.size].sum(0).reshape(counts.shape)
+        return [(samples, targets) for samples, targets in counts.tolist()]
 
     def settle(self, left_out: Sequence[tuple[int, int]]) -> bool:
-        """End the step: count it, and tell whether anything was left out, which `infos` lack then.
+        """Count the step, remove skipped samples from `infos`, and tell whether there were any.
 
-        Where whole steps are left out, one after the other, it is a `StepMemoryError`.
+        Raises a `StepMemoryError` after `_MOST_SKIPPED` samples of steps that were skipped whole.
         """
         guard, info = self._guard, self.infos[0]
         self.count()
         samples, targets = map(sum, zip(*left_out, strict=True))
-        if info.optimizer_targets:  # Samples without targets train nothing, and are not computed.
+        if info.optimizer_targets:  # Samples without targets train nothing.
             is_whole = targets == info.optimizer_targets
         else:
             is_whole = samples == info.optimizer_samples
-        guard.left_out = guard.left_out + info.optimizer_samples if is_whole else 0
-        if guard.left_out >= _LEFT_OUT:
+        guard.skipped_in_a_row = guard.skipped_in_a_row + info.optimizer_samples if is_whole else 0
+        if guard.skipped_in_a_row >= _MOST_SKIPPED:
             raise StepMemoryError(
-                f"{self.where}: none of the last {guard.left_out} samples of all ranks fits into "
-                "memory alone, so that whole steps are left out and nothing is trained any more. "
-                "Free memory that something else holds, or train with less for each token, such as "
-                "by `enable_checkpointing`."
+                f"{self.where}: none of the last {guard.skipped_in_a_row} samples of all ranks "
+                "fits into memory alone: whole steps are skipped, and nothing is trained any more. "
+                "Free memory, or use less for each token, such as by `enable_checkpointing`."
             )
         if samples:
             self.infos = self.parts.infos(left_out)
@@ -502,13 +497,13 @@ class GuardedStep:
         self._guard.computed[1] += batches
 
     def take(self, part: Part) -> Any:
-        """Return the batch of a part as it was yielded, once; `None` where there is none."""
+        """Return the loader's batch of a part, once: `loss_fn` may change it. Else `None`."""
         batch, self.batches[part.batch] = self.batches[part.batch], None
-        return batch if part.is_whole else None  # What was computed before may have changed it.
+        return batch if part.is_whole else None
 
     @contextmanager
     def together(self, part: Part) -> Iterator[None]:
-        """Within this context all ranks compute a part, which cannot be taken back."""
+        """Within this context, all ranks compute a part together; an error ends all of them."""
         guard, watch = self._guard, self._guard.watch
         if watch is not None:
             watch.enter()
@@ -521,15 +516,15 @@ class GuardedStep:
             if guard.on_oom != "raise" and is_out_of_memory(error):
                 guard.note(part, "the step cannot be computed")
                 samples, limit = part.samples, guard.limit
-                keys = ", ".join(str(one.key) for one in samples[:_SHOWN])
+                keys = ", ".join(str(sample.key) for sample in samples[:_SHOWN])
                 more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
                 most = part.cost if limit is None else min(part.cost, limit)
                 reason = StepMemoryError(
                     f"rank {guard.rank} ran out of memory in {self.where}, with {len(samples)} "
-                    f"samples of up to {max(one.tokens for one in samples)} tokens and "
-                    f"{sum(one.patches for one in samples)} patches (keys {keys}{more}; cost "
-                    f"{part.cost}). All ranks compute such a step together, so it cannot be taken "
-                    "back. Resume from the last checkpoint with a budget of "
+                    f"samples of up to {max(sample.tokens for sample in samples)} tokens and "
+                    f"{sum(sample.patches for sample in samples)} patches (keys {keys}{more}; cost "
+                    f"{part.cost}). All ranks compute such a step together, so it cannot be "
+                    "recomputed. Resume from the last checkpoint with a budget of "
                     f"{int(_SHRINK * most)} or less."
                 )
                 if watch is not None:
@@ -541,7 +536,7 @@ class GuardedStep:
             watch.leave()
 
     def _compute_together(self, model: nn.Module, run: Run) -> torch.Tensor:
-        """Compute a step that cannot be taken back."""
+        """Compute a step on all ranks together."""
         limit, most = self._guard.limit, max(info.most_cost for info in self.infos)
         if limit is not None and most > limit:
             pieces = -(-most // limit)
@@ -558,7 +553,7 @@ class GuardedStep:
         return torch.stack(losses).sum()
 
     def _failing(self, numbers: range, model: nn.Module, run: Run) -> Part | None:
-        """Compute some batches; return the part that memory ran out in, if there is one."""
+        """Compute batches; return the part that ran out of memory, or `None`."""
         nothing = torch.zeros((), device=next(model.parameters()).device)
         for number in numbers:
             losses: list[torch.Tensor] = []
@@ -576,16 +571,16 @@ class GuardedStep:
         return None
 
     def _make_room(self, failed: Part) -> None:
-        """Change what is computed at once, so that it may fit, or raise an error."""
+        """Split or skip what does not fit, or raise an error."""
         guard, sample = self._guard, failed.samples[0]
         if len(failed.samples) > 1:
-            guard.note(failed, "batches that cost as much are halved, and the step computed again")
+            guard.note(failed, "batches that cost as much are halved, and the step is recomputed")
             self.parts.halve(failed.cost)
-        elif id(sample) not in self._tried:  # Memory in pieces is whole again now.
-            guard.note(failed, "the step is computed again, once", shrinks=False)
+        elif id(sample) not in self._tried:  # Freed memory may be in one piece now.
+            guard.note(failed, "the step is recomputed, once", shrinks=False)
             self._tried.add(id(sample))
         elif guard.on_oom == "skip" or failed.info.is_filler:
-            guard.note(failed, "the sample is left out, and the step computed again")
+            guard.note(failed, "the sample is skipped, and the step is recomputed")
             self.parts.skip(failed)
             guard.skipped_samples += not failed.info.is_filler
         else:
@@ -593,23 +588,23 @@ class GuardedStep:
             raise StepMemoryError(
                 f"{self.where}, rank {guard.rank}: a sample{name_of(sample)} with {sample.tokens} "
                 f"tokens and {sample.patches} patches does not fit into memory alone. Shorten it, "
-                'leave it out (`exclude`, or `on_oom="skip"`), or train with less memory for each '
+                'skip it (`exclude`, or `on_oom="skip"`), or train with less memory for each '
                 "token, such as by `enable_checkpointing`."
             )
 
     @property
     def where(self) -> str:
-        """The step, for an error."""
+        """The step, for error texts."""
         return f"step {self.infos[0].step} of epoch {self.infos[0].epoch}"
 
 
 def runs_ahead() -> bool:
-    """Tell whether collectives may be waited for only after the calls that begin them: on a GPU."""
+    """Tell whether collectives return before they are done, as on a GPU."""
     return bool(torch.cuda.is_initialized())
 
 
 def _nodes_of(loader: Any) -> tuple[GroupCollator, RankAligner | None]:
-    """Return what makes the batches of a loader, and what aligns its ranks."""
+    """Return the `GroupCollator` of a loader, and its `RankAligner` if any."""
     remedy = "To make one of a `DataLoader` of torch, see `ODBDataLoader.from_dataloader`."
     if isinstance(getattr(loader, "loader", None), ODBDataLoader | Loader):
         remedy = f"Pass the `.loader` of this `{type(loader).__name__}`."
@@ -617,8 +612,8 @@ def _nodes_of(loader: Any) -> tuple[GroupCollator, RankAligner | None]:
     nodes = [*walk(loader.root)]
     if any(isinstance(node, VirtualRanks) for node in nodes):
         raise TypeError(
-            "`loader` must not have `virtual_ranks` under a guard, which computes a step in "
-            "parts on the ranks that there are. Make the budget fit the smallest device."
+            "`loader` must not have `virtual_ranks` under a guard, which computes the parts of a "
+            "step on real ranks. Make the budget fit the smallest device."
         )
     collators = [node for node in nodes if isinstance(node, GroupCollator)]
     if len(collators) != 1:
@@ -632,7 +627,7 @@ def _nodes_of(loader: Any) -> tuple[GroupCollator, RankAligner | None]:
 def _check_graph(
     budget: TokenBudget | None, aligner: RankAligner | None, shrink: float | None
 ) -> None:
-    """Raise a `ValueError` where batches cannot be computed in parts, or budgets not shrink."""
+    """Raise a `ValueError` if batches cannot be split, or `shrink` cannot be used."""
     if budget is not None and budget.shapes is not None and budget.layout == "padded":
         raise ValueError(
             "a budget with `shapes` has no smaller batches: each part would be padded to a whole "
@@ -642,5 +637,5 @@ def _check_graph(
     if shrink is not None and not can_shrink:
         raise ValueError(
             "`shrink` needs a `RankAligner` over a `WindowBucketer`, whose budget has no `shapes`: "
-            "batches of a fixed shape have no smaller one. Leave it out."
+            "batches of fixed shapes cannot become smaller. Leave it out."
         )

@@ -1,4 +1,4 @@
-"""How much memory a step of training took at its peak, and errors that say that it ran out."""
+"""Peak memory of a training step, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -25,44 +25,45 @@ MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
 )
-"""What a `RuntimeError` says where memory ran out, but torch raised no `OutOfMemoryError`."""
+"""Messages of a `RuntimeError` that means out of memory, though no `OutOfMemoryError`."""
 
 
 @runtime_checkable
 class MemoryMeter(Protocol):
-    """Measures the peak of memory between two moments.
+    """Measures peak memory since its last `reset`.
 
-    A meter that measures only within a `with` block is a context manager, too: what takes a meter
-    enters it. So it can be entered more than once.
+    A meter that measures only within a `with` block is also a context manager. Functions that take
+    a meter enter it, more than once.
 
     Attributes:
-        limit_bytes: most bytes that a peak may have.
+        limit_bytes: the most bytes that a peak may have.
     """
 
     @property
     def limit_bytes(self) -> int:
-        """Most bytes that a peak may have."""
+        """The most bytes that a peak may have."""
 
     def reset(self) -> None:
-        """Begin a new measurement: the peak is what is taken now."""
+        """Set the peak to the memory in use now."""
 
     def peak_bytes(self) -> int:
-        """Return the most bytes that were taken at one time since `reset`."""
+        """Return the most bytes in use at any time since `reset`."""
 
 
 class CudaMeter:
-    """Measures what torch's allocator takes of one GPU.
+    """Measures the memory of torch's allocator on one GPU.
 
-    The limit is a share of what this process could have when the meter was made: the free memory of
-    the device, and what the allocator has reserved. Other processes, the CUDA context and libraries
-    beside torch are not in it; nor is what `torch.cuda.set_per_process_memory_fraction` refuses.
+    The limit is a share of the memory available to this process when the meter is made: the free
+    memory of the device plus the allocator's reserved bytes, within
+    `torch.cuda.set_per_process_memory_fraction`. Memory of other processes, of the CUDA context and
+    of libraries other than torch is not available.
 
-    The peak is that of *allocated* bytes. The allocator reserves more, since freed blocks do not
-    always fit what comes next; `reserved_bytes` says how much. `share` leaves room for that.
+    The peak counts *allocated* bytes. The allocator reserves more, since freed blocks do not always
+    fit later tensors; `share` leaves room for that, and `reserved_bytes` measures it.
 
     Args:
-        device: the GPU; `None` for the current one.
-        share: share of that memory that a peak may have, above 0 and at most 1.
+        device: the GPU; `None` for the current GPU.
+        share: share of the available memory that a peak may have, above 0 and at most 1.
 
     Raises:
         RuntimeError: torch sees no GPU.
@@ -82,9 +83,9 @@ class CudaMeter:
         if self._device.type != "cuda":
             raise ValueError(f"`device` must be a GPU, but is {device!r} instead.")
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        own_bytes = torch.cuda.memory_reserved(self._device)
+        reserved_bytes = torch.cuda.memory_reserved(self._device)
         allowed_bytes = total_bytes * torch.cuda.get_per_process_memory_fraction(self._device)
-        self._limit_bytes = int(share * min(free_bytes + own_bytes, allowed_bytes))
+        self._limit_bytes = int(share * min(free_bytes + reserved_bytes, allowed_bytes))
 
     @property
     def limit_bytes(self) -> int:
@@ -92,7 +93,7 @@ class CudaMeter:
         return self._limit_bytes
 
     def reset(self) -> None:
-        """Begin a new measurement of allocated and reserved bytes."""
+        """Begin a new measurement."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> int:
@@ -105,18 +106,18 @@ class CudaMeter:
 
 
 def warn_of_fragments(meter: MemoryMeter) -> None:
-    """Warn where a GPU's allocator cannot use freed blocks for batches of other shapes."""
+    """Warn if a GPU's allocator cannot reuse freed blocks for batches of other shapes."""
     settings = ",".join(os.environ.get(name, "") for name in ALLOCATOR_SETTINGS)
-    if isinstance(meter, CudaMeter) and not any(one in settings for one in UNFRAGMENTED):
+    if isinstance(meter, CudaMeter) and not any(setting in settings for setting in UNFRAGMENTED):
         warn_user(
             f"Set {ALLOCATOR_SETTINGS[0]}=expandable_segments:True before Python starts: without "
-            "it, a budget that was found with batches of some widths may not fit with others, "
-            "since what they free is in pieces that do not fit."
+            "it, a budget that fits in batches of the tried widths may not fit in others, since "
+            "freed blocks are too small for them."
         )
 
 
 def check_meter(meter: Any, name: str = "meter") -> MemoryMeter:
-    """Return the argument of that name, which must be a meter."""
+    """Return the argument `name`, which must be a meter."""
     if isinstance(meter, type) or not isinstance(meter, MemoryMeter):
         raise TypeError(
             f"`{name}` must have `reset()`, `peak_bytes()` and `limit_bytes`, but is "
@@ -126,12 +127,12 @@ def check_meter(meter: Any, name: str = "meter") -> MemoryMeter:
 
 
 def measuring(meter: MemoryMeter | None) -> AbstractContextManager[Any]:
-    """Return the block within which a meter, if there is one, measures."""
+    """Return the context in which a meter measures; an empty one without a meter."""
     return meter if isinstance(meter, AbstractContextManager) else nullcontext()
 
 
 class ShapeTooLargeError(RuntimeError):
-    """A step of training with a batch of this shape does not fit into memory.
+    """A training step with a batch of this shape does not fit into memory.
 
     Attributes:
         rows: rows of the batch.
@@ -145,41 +146,43 @@ class ShapeTooLargeError(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error, or one that it was raised `from`, says that memory ran out.
+    """Tell whether an error, or an error that it was raised `from`, means out of memory.
 
     It may be the memory of a device or of the host.
     """
     return any(
-        isinstance(one, (torch.OutOfMemoryError, MemoryError))
-        or (isinstance(one, RuntimeError) and any(part in str(one) for part in MESSAGES))
-        for one in _chain(error, with_contexts=False)
+        isinstance(cause, (torch.OutOfMemoryError, MemoryError))
+        or (isinstance(cause, RuntimeError) and any(part in str(cause) for part in MESSAGES))
+        for cause in _chain(error, with_contexts=False)
     )
 
 
 def free_memory(error: BaseException | None = None, *, old_garbage: bool = True) -> None:
-    """Free garbage, and the memory that torch's allocator caches.
+    """Collect garbage, and release the memory that torch's allocator caches.
 
     Args:
-        error: an error that has been caught. The frames of its traceback, and of the errors that
-            it was raised from, hold the tensors of the step that failed; their variables are
-            cleared. The frames themselves stay, so a traceback can still be printed.
-        old_garbage: whether to look for garbage among all objects of the process, which takes a
-            tenth of a second or more, or among recent ones alone.
+        error: a caught error. Variables in the frames of its traceback, and of the errors that it
+            was raised from, hold the tensors of the failed step: they are cleared. The traceback
+            can still be printed.
+        old_garbage: whether to collect among all objects of the process, which takes a tenth of a
+            second or more, or among recent objects alone.
     """
-    for one in _chain(error, with_contexts=True):
-        traceback.clear_frames(one.__traceback__)
+    for cause in _chain(error, with_contexts=True):
+        traceback.clear_frames(cause.__traceback__)
     gc.collect(2 if old_garbage else 1)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def _chain(error: BaseException | None, *, with_contexts: bool) -> Iterator[BaseException]:
-    """Yield an error and its causes, which may form a circle."""
+    """Yield an error and its causes, which may form a cycle."""
     seen: set[int] = set()
     waiting = [error]
     while waiting:
-        one = waiting.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            waiting += [one.__cause__, one.__context__] if with_contexts else [one.__cause__]
+        cause = waiting.pop()
+        if cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            yield cause
+            waiting.append(cause.__cause__)
+            if with_contexts:
+                waiting.append(cause.__context__)

@@ -1,4 +1,4 @@
-"""A model of the peak memory of a training step, and the budget that follows from it."""
+"""A model of the peak memory of a training step, and the budgets that it implies."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from odb_nodes.planning import StepTime, TokenBudget
 Floats = NDArray[np.float64]
 
 VERSION = 1
-SAFETY = 2.0  # times the error of the points, beyond which an unseen shape may lie
-LEAST_MARGIN = 0.002  # relative: what an allocator rounds
-UNKNOWN_MARGIN = 0.05  # relative, of a fit through all points
+SAFETY = 2.0  # margin of an unmeasured shape, as a multiple of the error of the points
+LEAST_MARGIN = 0.002  # relative: rounding of an allocator
+UNKNOWN_MARGIN = 0.05  # relative, for a fit without residuals
 CARDS_GIB = (16, 24, 40, 48, 80, 141)
-LEAST_TOKENS = 1e-3  # share of the seconds of a fit that its tokens take at least
-SMALL_SQUARE = 0.01  # share of the linear part at the widest shape, below which none is declared
+LEAST_TOKENS = 1e-3  # least share of a step's seconds that tokens take in a fit
+SMALL_SQUARE = 0.01  # share of the linear part at which the quadratic part is left out
 
 
 class _NoRoomError(ValueError):
-    """Not a single token fits."""
+    """A single token does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,9 @@ class Fit:
         token_bytes: b, of each token of the batch, padding included.
         square_bytes: c, of each pair of tokens of a row.
         patch_bytes: d, of each image patch.
-        margin: a shape that was not measured takes at most 1 + `margin` times its prediction.
-        error: largest relative error of the points that the fit was made from.
-        points: how many these were.
+        margin: an unmeasured shape takes at most 1 + `margin` times its prediction.
+        error: largest relative error of the fitted points.
+        points: number of fitted points.
     """
 
     constant_bytes: float
@@ -65,10 +65,10 @@ class MemoryModel:
 
         a + b * n * L + c * n * L**2 + d * p bytes:
 
-    a is weights, gradients and the optimizer's state, b the activations, c quadratic attention, d
-    the vision tower. The points should differ in width and in rows: with one width, b and c cannot
-    be told apart. Leave out small batches whose peak is the optimizer's own step: they do not show
-    how memory grows.
+    a is weights, gradients and the optimizer's state; b the activations; c quadratic attention; d
+    the vision tower. The points should differ in width and in rows: a single width cannot separate
+    b from c. Leave out small batches whose peak is the optimizer's step: they do not show how
+    memory grows with the batch.
     """
 
     def __init__(self) -> None:
@@ -76,13 +76,13 @@ class MemoryModel:
         self._fit: Fit | None = None
 
     def add(self, rows: int, width: int, patches: int, peak_bytes: int) -> None:
-        """Add the peak of one step, in place of an older one of the same shape.
+        """Add the peak of a step; it replaces an earlier point of the same shape.
 
         Args:
             rows: rows of the batch.
             width: tokens of each row, padding included.
             patches: image patches of the batch.
-            peak_bytes: what the step took at its peak.
+            peak_bytes: peak memory of the step.
 
         Raises:
             TypeError, ValueError: an argument is not valid.
@@ -105,8 +105,8 @@ class MemoryModel:
             return self._fit
         if len(self._points) < 2:
             raise ValueError(
-                f"a fit needs 2 points or more, but there are {len(self._points)}: add what steps "
-                "of different shapes take. 8 are good: 2 to 4 widths, each with few and many rows."
+                f"a fit needs 2 points or more, but has {len(self._points)}: add peaks of steps of "
+                "different shapes. 8 are good: 2 to 4 widths, each with few and many rows."
             )
         design, peaks = design_of(self._points), np.array([*self._points.values()], np.float64)
         coefficients = non_negative_fit(design, peaks)
@@ -124,7 +124,7 @@ class MemoryModel:
         return self._fit
 
     def predict(self, rows: int, width: int, patches: int = 0) -> int:
-        """Return the predicted peak of a step, in bytes, without the margin; arguments as of `add`.
+        """Return the predicted peak of a step, in bytes, without the margin. Arguments as in `add`.
 
         Raises:
             ValueError: there are fewer than 2 points.
@@ -143,18 +143,18 @@ class MemoryModel:
     ) -> TokenBudget:
         """Return the largest budget whose batches, with the margin, fit into a share of a limit.
 
-        It has `attention_tokens` if memory grows with the square of the width; and, if
-        patches take memory, `max_patches`, for their mean share in the points. Rows
-        that are narrower than all points may take up to 1 / sqrt(`attention_tokens`) more than
-        predicted, since costs are integers.
+        The budget has `attention_tokens` if memory grows with the square of the width, and
+        `max_patches` if patches take memory, for their mean share in the points. Rows narrower than
+        all points may take up to 1 / sqrt(`attention_tokens`) more than predicted, since costs are
+        integers.
 
         Args:
             limit_bytes: memory of the device.
             threshold: share of it that may be used, above 0 and at most 1.
-            margin: what a batch may take beyond its prediction, relative to it. `None`: the margin
-                of the fit.
-            options: further fields of the `TokenBudget`, such as `pad_to_multiple_of`; not
-                `tokens` and `attention_tokens`, which follow from the points.
+            margin: relative error that the prediction of a batch may have. `None`: the margin of
+                the fit.
+            options: further fields of the `TokenBudget`, such as `pad_to_multiple_of`, except
+                `tokens` and `attention_tokens`.
 
         Raises:
             TypeError, ValueError: an argument is not valid, there are fewer than 2 points, they do
@@ -168,8 +168,8 @@ class MemoryModel:
                 f"the {fit.points} points do not show how memory grows with the tokens of a batch: "
                 "add points of larger batches."
             )
-        own = {"tokens", "attention_tokens"} | options.keys() - {*TokenBudget.__dataclass_fields__}
-        if wrong := own & options.keys():
+        allowed = {*TokenBudget.__dataclass_fields__} - {"tokens", "attention_tokens"}
+        if wrong := options.keys() - allowed:
             raise TypeError(
                 f"`{min(wrong)}` must not be given: the model finds `tokens` and "
                 "`attention_tokens`, and the options are further fields of `TokenBudget`."
@@ -182,7 +182,7 @@ class MemoryModel:
         if tokens < 1:
             raise _NoRoomError(
                 f"a step without a single token is predicted to take {fit.constant_bytes:,.0f} "
-                f"bytes, but only {usable_bytes:,.0f} are usable: use a smaller model or "
+                f"bytes, but only {usable_bytes:,.0f} are usable: take a smaller model or "
                 "optimizer, shard them, or raise `limit_bytes` or `threshold`."
             )
         if share:
@@ -194,10 +194,10 @@ class MemoryModel:
     def plan(
         self, limit_bytes: int, *, tokens_per_step: int, world_size: int, **options: Any
     ) -> tuple[TokenBudget, int]:
-        """Return the budget of a batch, and how many batches an optimizer step accumulates.
+        """Return the budget of a batch, and the number of batches that a step accumulates.
 
-        All ranks' batches of a step together cost `tokens_per_step`, or a little more if it
-        cannot be divided. As few batches are accumulated as memory allows.
+        The batches of all ranks in an optimizer step cost `tokens_per_step` together, or a little
+        more if it cannot be divided. The number of batches is the smallest that memory allows.
 
         Args:
             limit_bytes: memory of one device.
@@ -216,9 +216,9 @@ class MemoryModel:
         return replace(largest, tokens=ceil(wanted / (ranks * accumulate))), accumulate
 
     def table(self, cards_gib: float | Sequence[float] = CARDS_GIB, **options: Any) -> str:
-        """Return the budgets for cards with so much memory, as a table in Markdown.
+        """Return the budgets for cards of several sizes, as a Markdown table.
 
-        All follow from this one fit. Where not a single token fits, `tokens` is 0.
+        `tokens` is 0 if a single token does not fit.
 
         Args:
             cards_gib: memory of each card, in GiB.
@@ -227,25 +227,24 @@ class MemoryModel:
         Raises:
             TypeError, ValueError: as `budget`, except that no batch fits.
         """
-        given = [*cards_gib] if isinstance(cards_gib, Iterable) else [cards_gib]
-        if not given or not all(isinstance(one, Real) and one > 0 for one in given):
+        cards = [*cards_gib] if isinstance(cards_gib, Iterable) else [cards_gib]
+        if not cards or not all(isinstance(card, Real) and card > 0 for card in cards):
             raise ValueError(
                 f"`cards_gib` must be numbers of GiB above 0, one for each card, but is "
                 f"{cards_gib!r} instead."
             )
         self.fit()
         widest = max(width for _, width, _ in self._points)
-        of_budgets = ("attention_tokens", "max_patches")
+        fields = ("tokens", "attention_tokens", "max_patches")
         lines = []
-        for card_gib in given:
-            line = {"card, GiB": card_gib, "tokens": 0, **dict.fromkeys(of_budgets, 0)}
-            line[rows := f"rows of {widest:,}"] = 0
+        for card_gib in cards:
+            values, rows = dict.fromkeys(fields, 0), 0
             with suppress(_NoRoomError):
                 budget = self.budget(int(card_gib * 2**30), **options)
-                line.update((name, getattr(budget, name) or 0) for name in ("tokens", *of_budgets))
-                line[rows] = budget.tokens // budget.row_cost(widest)
-            lines.append(line)
-        unused = [name for name in of_budgets if not any(line[name] for line in lines)]
+                values = {name: getattr(budget, name) or 0 for name in fields}
+                rows = budget.tokens // budget.row_cost(widest)
+            lines.append({"card, GiB": card_gib, **values, f"rows of {widest:,}": rows})
+        unused = [name for name in fields[1:] if not any(line[name] for line in lines)]
         return markdown_table(
             [{name: f"{n:,}" for name, n in line.items() if name not in unused} for line in lines]
         )
@@ -257,10 +256,10 @@ class MemoryModel:
 
     @classmethod
     def from_json(cls, text: str) -> MemoryModel:
-        """Return the model that `to_json` described.
+        """Return the model that `to_json` saved.
 
         Raises:
-            StateError: it is of another version, incomplete, or holds what no model has.
+            StateError: the text has another version, is incomplete, or has unknown fields.
         """
         model = cls()
         try:
@@ -278,35 +277,36 @@ class MemoryModel:
         return model
 
     def _patch_share(self, fit: Fit) -> float:
-        """Return the mean share of patches in what activations take, of the points with patches."""
+        """Return the mean share of patches in activation memory, over the points with patches."""
         design = design_of(self._points)
-        taken = design[design[:, 3] > 0, 1:] * (fit.token_bytes, fit.square_bytes, fit.patch_bytes)
-        return float((taken[:, 2] / taken.sum(1)).mean()) if fit.patch_bytes else 0.0
+        with_patches = design[design[:, 3] > 0, 1:]
+        terms_bytes = with_patches * (fit.token_bytes, fit.square_bytes, fit.patch_bytes)
+        return float((terms_bytes[:, 2] / terms_bytes.sum(1)).mean()) if fit.patch_bytes else 0.0
 
     def _unit_of_cost(self, fit: Fit) -> tuple[int | None, float]:
-        """Return `attention_tokens`, and the bytes that a unit of cost under it takes at most."""
+        """Return `attention_tokens`, and the most bytes that a unit of cost then takes."""
         widths = [width for _, width, _ in self._points]
         linear, square = fit.token_bytes, fit.square_bytes
         if square * max(widths) <= SMALL_SQUARE * linear:
             return None, linear + square * max(widths)
         attention_tokens = max(min(round(linear / square), MAX_COUNT), 1)
-        # Costs are integers: most is rounded off a little below the root of `attention_tokens`.
+        # Costs are integers: rounding takes most a little below the root of `attention_tokens`.
         last = max(2 * isqrt(attention_tokens), *widths)
         lengths = np.arange(min(widths), last + 1, dtype=np.int64)
         costs = lengths + lengths * lengths // attention_tokens
-        of_lengths = ((linear + square * lengths) * lengths / costs).max()
-        return attention_tokens, float(max(of_lengths, square * attention_tokens))
+        most_bytes = ((linear + square * lengths) * lengths / costs).max()
+        return attention_tokens, float(max(most_bytes, square * attention_tokens))
 
 
 def design_of(shapes: Iterable[tuple[int, int, int]]) -> Floats:
-    """Return one, tokens, squared tokens and patches of shapes, (N, 4)."""
+    """Return the columns 1, tokens, squared tokens and patches of shapes, (N, 4)."""
     rows, widths, patches = np.array([*shapes], np.float64).reshape(-1, 3).T
     return np.stack((np.ones_like(rows), rows * widths, rows * widths**2, patches), axis=1)
 
 
 def non_negative_fit(design: Floats, peaks: Floats) -> Floats:
-    """Return the non-negative least-squares fit in relative errors, one number for each column."""
-    # It is the best of the free fits of all subsets of the columns that have no negative term.
+    """Return the coefficients >= 0 of the columns with the least squared relative errors."""
+    # The solution is the best unconstrained fit of a subset of columns without a negative term.
     # (Lawson and Hanson, Solving Least Squares Problems, 1974, find that subset step by step.)
     scale = design.max(axis=0)
     scale[scale == 0] = 1.0
@@ -317,8 +317,8 @@ def non_negative_fit(design: Floats, peaks: Floats) -> Floats:
         columns = weighted[:, subset]
         solution = np.linalg.pinv(columns, rcond=1e-12) @ np.ones(len(peaks))
         error = float(np.square(columns @ solution - 1).sum())
-        # A larger subset, or a later column, has to fit better by more than rounding: where all
-        # widths are one, tokens and their squares fit alike, and tokens come first.
+        # A later subset must fit better by more than rounding: if all widths are equal, tokens and
+        # squared tokens fit alike, and tokens come first.
         if solution.min() >= 0 and error < best_error * 0.999 - 1e-15:
             best, best_error = np.zeros_like(best), error
             best[list(subset)] = solution / scale[list(subset)]
@@ -326,15 +326,16 @@ def non_negative_fit(design: Floats, peaks: Floats) -> Floats:
 
 
 def fitted_time(design: Floats, seconds: Floats) -> StepTime:
-    """Return what steps take, in seconds, of designs with one, tokens, squares and patches."""
+    """Fit the seconds of steps to the columns of `design_of`."""
     base, token, square, patch = non_negative_fit(design, seconds).tolist()
     least_s = LEAST_TOKENS * float(seconds.sum() / design[:, 1].sum())
+    least_s = max(least_s, 2 * max(base, square, patch) / MAX_COUNT)  # what `StepTime` allows
     return StepTime(tokens=max(token, least_s), squares=square, patches=patch, base=base)
 
 
 def _margin(errors: Floats, terms: int) -> float:
-    """Return the margin of a fit of so many terms that is not 0."""
+    """Return the margin of a fit with `terms` coefficients above 0."""
     if len(errors) <= terms:
-        return UNKNOWN_MARGIN  # the fit goes through all points: it has no errors to judge it by
-    scatter = sqrt(len(errors) / (len(errors) - terms))  # they scatter less about their own fit
+        return UNKNOWN_MARGIN  # The fit goes through all points: it has no residuals.
+    scatter = sqrt(len(errors) / (len(errors) - terms))  # Points scatter less around their own fit.
     return max(SAFETY * scatter * float(errors.max()), LEAST_MARGIN)

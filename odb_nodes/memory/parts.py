@@ -1,4 +1,4 @@
-"""Batches of an optimizer step, in parts that are computed one after the other."""
+"""The batches of an optimizer step, divided into parts that are computed one by one."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from odb_nodes.sample_block import SampleBlock
 from odb_nodes.step_info import StepInfo, facts_of_rows
 
 OUT_OF_MEMORY = "out of memory"
-"""Reason of the `LeftOut` of a sample that was skipped."""
+"""The reason in the `LeftOut` of a skipped sample."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Samples that are computed at once: a batch of an optimizer step, or some of it."""
+    """Samples that are computed at once: a batch of an optimizer step, or a part of it."""
 
-    batch: int  # number of their batch in the step
-    samples: list[Sample]  # in the order of their batch
-    info: StepInfo  # of a batch of these alone; its `loss_scale` weighs their mean loss
+    batch: int  # number of the batch in the step
+    samples: list[Sample]  # in the order of the batch
+    info: StepInfo  # of these samples; its `loss_scale` weighs their mean loss
     cost: int  # in the unit of the budget
-    is_whole: bool  # they are a whole batch, as it was planned
+    is_whole: bool  # whether these are all samples of the planned batch
     number: int = 0  # of the part in its batch
 
 
 class StepParts:
-    """The batches of an optimizer step of this rank, and the parts that they are computed in."""
+    """The batches of this rank's optimizer step, and their parts."""
 
     def __init__(
         self,
@@ -55,16 +55,16 @@ class StepParts:
         parts, info = self._parts[number], self._kept(number)
         is_whole = len(parts) == 1 and not self._skipped[number]
         for place, samples in enumerate(parts):
-            own = info if is_whole else self._of_part(info, samples)
-            yield Part(number, samples, own, self._cost(samples), is_whole, place)
+            part_info = info if is_whole else self._part_info(info, samples)
+            yield Part(number, samples, part_info, self._cost(samples), is_whole, place)
         for place in range(len(parts), len(parts) + self._fillers[number]):
             samples = [*chain(*parts)]
             filler = [samples[best_filler(SampleBlock.of(samples))]]
-            own = replace(_with_rows(info, []), is_filler=True, loss_scale=0.0)
-            yield Part(number, filler, own, self._cost(filler), False, place)
+            filler_info = replace(_with_rows(info, []), is_filler=True, loss_scale=0.0)
+            yield Part(number, filler, filler_info, self._cost(filler), False, place)
 
     def halve(self, cost: int) -> bool:
-        """Halve each part that costs so much, or more, and tell whether there was one."""
+        """Halve each part that costs at least `cost`; return whether any was halved."""
         halved = False
         for number, parts in enumerate(self._parts):
             self._parts[number] = []
@@ -75,7 +75,7 @@ class StepParts:
         return halved
 
     def cut(self, pieces: int) -> None:
-        """Cut each batch into `pieces` parts, of samples of like length, or without weight."""
+        """Cut each batch into `pieces` parts by length; filler parts have weight 0."""
         for number, (samples,) in enumerate(self._parts):
             self._parts[number] = _cut(samples, pieces)
             self._fillers[number] = pieces - len(self._parts[number])
@@ -88,11 +88,13 @@ class StepParts:
             self._skipped[part.batch] += part.samples
 
     def skipped(self) -> list[tuple[int, int]]:
-        """Return samples and targets that were left out of each batch."""
-        return [(len(some), sum(one.targets for one in some)) for some in self._skipped]
+        """Return the number of skipped samples and targets of each batch."""
+        return [
+            (len(samples), sum(sample.targets for sample in samples)) for samples in self._skipped
+        ]
 
     def skipped_parts(self) -> Iterator[tuple[Part, Part | None]]:
-        """Yield what was left out of each batch, where anything was, and what is left of it."""
+        """Yield the skipped and the kept samples of each batch that has skipped some, as parts."""
         for number, samples in enumerate(self._skipped):
             if samples:
                 info = self._weighed(_with_rows(self._infos[number], samples))
@@ -102,7 +104,7 @@ class StepParts:
                 yield skipped, Part(number, kept, info, self._cost(kept), False) if kept else None
 
     def loss_factor(self, left_out: Sequence[tuple[int, int]]) -> float:
-        """Return what the gradients are multiplied by, where samples were left out on any rank."""
+        """Return the factor of the gradients once samples were skipped, on any rank."""
         before = self._infos[0]
         after = _without(before, *map(sum, zip(*left_out, strict=True)))
         if self._rule.scaling == "none":
@@ -112,7 +114,7 @@ class StepParts:
         return old / new if new else 0.0
 
     def infos(self, left_out: Sequence[tuple[int, int]]) -> list[StepInfo]:
-        """Return the `StepInfo` of each batch as it was computed."""
+        """Return the `StepInfo` of each batch without skipped samples."""
         samples, targets = map(sum, zip(*left_out, strict=True))
         done = []
         for number, (all_samples, all_targets) in enumerate(left_out):
@@ -126,23 +128,23 @@ class StepParts:
         return done
 
     def _kept(self, number: int) -> StepInfo:
-        """Return the `StepInfo` of a batch without what was left out of it on this rank."""
+        """Return the `StepInfo` of a batch without this rank's skipped samples."""
         info, skipped = self._infos[number], self._skipped[number]
         if not skipped:
             return info
         kept = [*chain(*self._parts[number])]
-        left_out = [LeftOut(one.key, one.source, OUT_OF_MEMORY) for one in skipped]
+        left_out = [LeftOut(sample.key, sample.source, OUT_OF_MEMORY) for sample in skipped]
         info = replace(info, is_filler=not kept, left_out=(*info.left_out, *left_out))
         return self._weighed(_with_rows(info, kept))
 
-    def _of_part(self, info: StepInfo, samples: list[Sample]) -> StepInfo:
+    def _part_info(self, info: StepInfo, samples: list[Sample]) -> StepInfo:
         if info.is_filler:
             return info
-        own = _with_rows(info, samples)
-        mine, whole = own.local_targets, info.local_targets
-        if not whole:  # a loss of its own kind, of samples
-            mine, whole = own.local_samples, info.local_samples
-        return replace(own, loss_scale=info.loss_scale * mine / whole if whole else 0.0)
+        part = _with_rows(info, samples)
+        count, total = part.local_targets, info.local_targets
+        if not total:  # The loss is a mean over samples.
+            count, total = part.local_samples, info.local_samples
+        return replace(part, loss_scale=info.loss_scale * count / total if total else 0.0)
 
     def _weighed(self, info: StepInfo) -> StepInfo:
         return replace(info, loss_scale=self._rule.scale(info))

@@ -1,4 +1,4 @@
-"""What a run does while it trains, and what it did; knows `StepInfo`, and no trainer."""
+"""Records of a training run, and reports of them; independent of any trainer."""
 
 from odb_nodes.monitor.losses import (
     RowLosses,

@@ -1,4 +1,4 @@
-"""Figures of plotly, and pages that show them: whole in one file, light or dark, wide or narrow."""
+"""Figures of plotly, and HTML pages that show them without a network."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from odb_nodes._core.checks import import_extra
 
 Figure = Any
-"""A `plotly.graph_objects.Figure`, which a notebook shows by itself."""
+"""A `plotly.graph_objects.Figure`, which a notebook displays."""
 Points = Sequence[tuple[float, float]]
 
 COLORS = ("#3b82c4", "#e0702f", "#35a06b", "#b463c9", "#b8901f", "#e0566f", "#1f9e97", "#7c8896")
-"""Readable on white and on black."""
+"""Colors that are readable on white and on black."""
 _CONFIG = {
     "responsive": True,
     "displaylogo": False,
@@ -23,7 +24,7 @@ _CONFIG = {
     "plotlyServerURL": "",
 }
 _GREY = "rgba(128,128,128,0.25)"
-_MOST_POINTS = 2000  # of a curve, which keeps a page small
+_MOST_POINTS = 2000  # of a curve: keeps a page small
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -56,14 +57,14 @@ pre {{ overflow-x: auto; }}
 class Curve(NamedTuple):
     """A curve of a figure."""
 
-    name: str  # for the legend
-    points: Points  # (x, y), in the order of x
-    marks: Sequence[float] = ()  # x where a line is drawn down the figure
-    color: int = 0  # number of its colour
+    name: str  # in the legend
+    points: Points  # (x, y), sorted by x
+    marks: Sequence[float] = ()  # x of vertical lines
+    color: int = 0  # index into `COLORS`; beyond them, the line is dashed
 
 
 def curves(title: str, x_title: str, drawn: Iterable[Curve]) -> Figure:
-    """Return a figure of curves over one another; the legend switches each of them off."""
+    """Return a figure with several curves; a click in the legend hides a curve."""
     figure = _figure(title, x_title, hovermode="x unified")
     for curve in drawn:
         x, y = zip(*_thinned(curve.points), strict=True)
@@ -80,13 +81,13 @@ def curves(title: str, x_title: str, drawn: Iterable[Curve]) -> Figure:
 def dots(
     title: str, axes: tuple[str, str], groups: Mapping[str, Mapping[tuple[int, int], int]]
 ) -> Figure:
-    """Return a figure of (x, y) -> count, over logarithmic axes; the larger, the more."""
+    """Return a figure of dots at (x, y), sized by their count, over logarithmic axes."""
     figure = _figure(title, *axes)
     for number, (name, counts) in enumerate(groups.items()):
         x, y = zip(*counts, strict=True)
         sizes = [min(24.0, 4 + 2 * math.sqrt(count)) for count in counts.values()]
         marker = {"size": sizes, "color": COLORS[number % len(COLORS)], "opacity": 0.5}
-        text = [f"{b} x {a}: {count:,}" for (a, b), count in counts.items()]
+        text = [f"{rows} x {width}: {count:,}" for (width, rows), count in counts.items()]
         options = {"name": escape(name), "mode": "markers", "hovertext": text, "hoverinfo": "text"}
         figure.add_scatter(x=x, y=y, marker=marker, **options)
     figure.update_xaxes(type="log").update_yaxes(type="log")
@@ -94,7 +95,7 @@ def dots(
 
 
 def histogram(title: str, axes: tuple[str, str], counts: Sequence[int], edges: Any) -> Figure:
-    """Return a figure with a bar for each count, between two of the edges."""
+    """Return a figure with a bar for each count, labelled by its two edges."""
     labels = [f"{low:,} to {high - 1:,}" for low, high in pairwise(edges)]
     figure = _figure(title, *axes)
     figure.add_bar(x=labels, y=counts, marker={"color": COLORS[0]})
@@ -102,7 +103,7 @@ def histogram(title: str, axes: tuple[str, str], counts: Sequence[int], edges: A
 
 
 def levels(title: str, x_title: str, groups: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Return a figure of bars from 0 to 1, below one another, by group; "name" -> value."""
+    """Return a figure of horizontal bars from 0 to 1. groups: group -> name -> value."""
     figure = _figure(title, x_title, height=120 + 22 * sum(map(len, groups.values())))
     for number, (group, values) in enumerate(groups.items()):
         names = [f"{escape(group)}, {escape(name)}" for name in values]
@@ -115,24 +116,26 @@ def levels(title: str, x_title: str, groups: Mapping[str, Mapping[str, float]]) 
 
 
 def heat_map(title: str, axes: tuple[str, str], values: Any) -> Figure:
-    """Return a figure with a cell for each value: rows from the top, columns from the left."""
+    """Return a figure with a cell for each value; row 0 is at the top."""
     figure = _figure(title, *axes, height=160 + 18 * len(values))
     figure.add_heatmap(z=values, colorscale=[[0, "rgba(59,130,196,0)"], [1, COLORS[0]]])
     return figure.update_yaxes(autorange="reversed", tickformat="d")
 
 
 def page(title: str, sections: Iterable[tuple[str, Sequence[Figure | str]]]) -> str:
-    """Return a page of sections, each a heading with figures and HTML; it needs no network."""
+    """Return a page of sections: each has a heading, HTML and figures. It needs no network."""
     get_plotlyjs = import_extra("plotly.offline", "report").get_plotlyjs
     parts, number = [], 0
     for heading, members in sections:
-        parts.append(f"<h2>{escape(heading)}</h2>" * bool(heading))
-        parts += [f'<div class="scroll">{one}</div>' for one in members if isinstance(one, str)]
+        if heading:
+            parts.append(f"<h2>{escape(heading)}</h2>")
         cells = []
         for member in members:
             if isinstance(member, str):
+                parts.append(f'<div class="scroll">{member}</div>')
                 continue
-            name, number = member.layout.title.text, number + 1
+            number += 1
+            name = member.layout.title.text
             drawn = type(member)(member).update_layout(title_text=None, margin_t=8)
             html = drawn.to_html(
                 full_html=False,
@@ -142,7 +145,8 @@ def page(title: str, sections: Iterable[tuple[str, Sequence[Figure | str]]]) -> 
                 config=_CONFIG,
             )
             cells.append(f'<figure aria-label="{escape(name)}"><h3>{name}</h3>{html}</figure>')
-        parts.append(f'<div class="grid">{"".join(cells)}</div>' * bool(cells))
+        if cells:
+            parts.append(f'<div class="grid">{"".join(cells)}</div>')
     content = "\n".join(parts)
     return _PAGE.format(title=escape(title), content=content, script=get_plotlyjs())
 
@@ -168,11 +172,11 @@ def _figure(title: str, x_title: str, y_title: str = "", **layout: Any) -> Figur
 
 
 def _thinned(points: Points) -> Points:
-    """Return the lowest and the highest point of each part of a curve, so that no peak is lost."""
+    """Return the lowest and the highest point of each part of a curve: thinning keeps peaks."""
     if len(points) <= _MOST_POINTS:
         return points
-    bins, kept = _MOST_POINTS // 2, list[tuple[float, float]]()
-    for number in range(bins):
-        part = points[number * len(points) // bins : (number + 1) * len(points) // bins]
-        kept += sorted({min(part, key=lambda one: one[1]), max(part, key=lambda one: one[1])})
+    parts, kept = _MOST_POINTS // 2, list[tuple[float, float]]()
+    for number in range(parts):
+        part = points[number * len(points) // parts : (number + 1) * len(points) // parts]
+        kept += sorted({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))})
     return kept

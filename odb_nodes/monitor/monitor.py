@@ -1,4 +1,4 @@
-"""Write down what a run does, while it trains."""
+"""Record a run while it trains."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from odb_nodes.monitor.window import (
     Number,
     Window,
     check_row_losses,
+    checked_last,
+    checked_means,
     not_negative,
     timed,
-    told_last,
-    told_values,
 )
 from odb_nodes.monitor.writers import RecordWriter, check_writers, make_writer
 from odb_nodes.planning import StepTime
@@ -52,21 +52,22 @@ logger = logging.getLogger("odb_nodes")
 
 @dataclass(kw_only=True)
 class MonitorState(NodeState):
-    """Where a monitor stands on one rank."""
+    """The position of a monitor on one rank, and its counts."""
 
     step: int = 0  # optimizer steps of the run so far
-    written: int = 0  # those that are in records
+    written: int = 0  # optimizer steps in records
     epoch: int = 0
     epoch_written: int = 0  # optimizer steps in records before this epoch
-    seconds: float = 0.0  # duration of the steps that are in records
-    # What was counted since, of this rank; then of all ranks, in the records of this epoch.
+    seconds: float = 0.0  # duration of the steps in records
+    # Counts of this rank since the last record.
     counts: dict[str, Any] = field(default_factory=lambda: asdict(Counts()))
+    # Counts of all ranks in the records of this epoch, on rank 0.
     totals: dict[str, Any] = field(default_factory=lambda: asdict(Counts()))
     samples: list[tuple[str, int, int, int, int, float, int]] = field(default_factory=list)
 
 
 class Monitor:
-    """Writes down what a run does: loss, tokens, padding, balance, waiting, speed, memory.
+    """Records a run: loss, tokens, padding, balance, waiting, speed, memory.
 
         monitor = Monitor("run", every=10)
         for batch in monitor.watch(loader):
@@ -76,33 +77,33 @@ class Monitor:
         monitor.close()
 
     All ranks call `step` for each batch. After `every` optimizer steps, and at the end of an epoch,
-    they exchange what they have counted, and rank 0 appends a record to `monitor.jsonl`; at the end
-    of an epoch, one of all of it. See `read_run`, and the guide for what is in a record.
+    the ranks exchange their counts, and rank 0 appends a record to `monitor.jsonl`. At the end of
+    an epoch it appends a second record, of the whole epoch. `read_run` reads the records; the guide
+    lists their values.
 
-    A run that is resumed goes on in its folder: give the monitor's state to its checkpoint. Records
-    of later steps than the checkpoint's do not count any more. A run that begins anew needs a
-    folder of its own.
+    A resumed run continues in the same folder: save the monitor's state in its checkpoints. Records
+    of steps after the checkpoint then no longer count. A new run needs a new folder.
 
-    State: of this rank, what was counted since the last record, plain data.
+    State: the counts of this rank since the last record, plain data.
 
     Args:
-        folder: where the records are; the same for all restarts of a run, and for no other run.
+        folder: folder of the records: the same for all restarts of a run, and for no other run.
         every: optimizer steps in a record.
-        writers: what takes the records: `"jsonl"`, which `read_run` and `report` read,
-            `"tensorboard"`, which needs the extra `tools`, a `WandbWriter`, a `MlflowWriter`, or a
-            `RecordWriter` of your own.
-        config: settings of your own by name, such as `vars(args)`, which records and reports show
-            beside the options of the loader and versions. What JSON does not have is kept as text.
-        losses_by_sample: whether the losses that `step(row_losses=)` is told are kept for each
-            sample and epoch, in a file of each rank; see `read_losses`.
-        progress: whether rank 0 shows how far it is: by a progress bar of `watch` in a terminal;
-            where stderr is none, by a line in the log after 10, 20 and 40 s, and then each minute.
-        process_group: the ranks that share the steps, as for `RankAligner`. Default: all of the
-            job.
-        timeout_s: seconds until a rank that does not come is an error on the others.
+        writers: where records are written: `"jsonl"`, which `read_run` and `report` need;
+            `"tensorboard"` (extra `tools`); a `WandbWriter`, a `MlflowWriter` or another
+            `RecordWriter`.
+        config: your settings by name, such as `vars(args)`. Records and reports show them beside
+            the options of the loader and the versions. Objects that JSON lacks are kept as text.
+        losses_by_sample: keep the losses of `step(row_losses=)` for each sample and epoch, in a
+            file for each rank; see `read_losses`.
+        progress: show progress on rank 0: a bar of `watch` in a terminal; elsewhere a line in the
+            log after 10, 20 and 40 s, and then each minute.
+        process_group: the ranks that share the steps, as for `RankAligner`. Default: all ranks of
+            the job.
+        timeout_s: seconds to wait for another rank before it is an error.
 
     Raises:
-        ImportError: TensorBoard is asked for, and not installed.
+        ImportError: `writers` has `"tensorboard"`, which is not installed.
         TypeError, ValueError: an argument is not valid.
     """
 
@@ -128,29 +129,30 @@ class Monitor:
         self._process_group = process_group
         self._meeting = Meeting("Monitor", process_group, timeout_s)
         self._warnings = RunWarnings()
-        self._kinds, self._writers = check_writers(writers), list[RecordWriter]()
+        self._kinds = check_writers(writers)
+        self._writers: list[RecordWriter] = []  # made with the first record
         self._config = checked_config(config)
         self._keeps_losses = check_bool("losses_by_sample", losses_by_sample)
         self._losses: SampleLossWriter | None = None
         self._stats: LoaderStats | None = None
-        self._watch: object = None  # the newest call of `watch`
+        self._watch: object = None  # the latest call of `watch`
         self._order = _BatchOrder()
-        self._wait_s = 0.0  # for the next batch
+        self._wait_s = 0.0  # waiting for the next batch
         self._is_closed = False
         self._restart(MonitorState())
 
     def watch(self, loader: AnyLoader) -> Iterator[Any]:
         """Yield the batches of an epoch, measure the wait for each, and show a progress bar.
 
-        The clock begins here, so that what is between two epochs counts for neither. At the end it
-        warns, once, where `step` was not called.
+        The clock starts here: time between two epochs counts for neither. At the end, a missing
+        call of `step` is a warning.
 
         Args:
             loader: the loader of this rank.
 
         Raises:
-            RuntimeError: another `watch` of this monitor has begun meanwhile.
-            TypeError, ValueError: see `attach`.
+            RuntimeError: another `watch` of this monitor began before the end of the epoch.
+            TypeError: `loader` is not a loader.
         """
         stats = self.attach(loader)
         self._watch = watch = object()
@@ -164,8 +166,8 @@ class Monitor:
                 if self._watch is not watch:
                     raise RuntimeError(
                         "another `watch` of this monitor began before this epoch had ended. For an "
-                        "evaluation, iterate its loader as it is, or make a `Monitor` with a "
-                        "folder of its own."
+                        "evaluation, iterate its loader without a monitor, or with its own "
+                        "`Monitor` and folder."
                     )
         finally:
             self._progress.end()
@@ -173,21 +175,21 @@ class Monitor:
         self._end_epoch()
 
     def start_clock(self) -> None:
-        """Let the time of the next record begin now, unless it has steps already."""
+        """Start the time of the next record now, unless a step is counted already."""
         if not len(self._window):
             self._start_s = time.perf_counter()
 
     def waited(self, wait_s: float) -> None:
-        """Add to the seconds of waiting for the next batch, as `watch` does."""
+        """Add to the seconds of waiting for the next batch; `watch` does this itself."""
         self._wait_s += wait_s
 
     def attach(self, loader: AnyLoader) -> LoaderStats:
-        """Take from a loader how long ranks wait for each other's plans; `watch` does so, too.
+        """Watch the statistics of a loader without `watch`; call it before each epoch.
 
-        The next batch that `step` is told of may be any of the loader's.
+        The next `step` may then be for any batch of the loader.
 
         Raises:
-            TypeError: it is no loader.
+            TypeError: `loader` is not a loader.
         """
         if self._stats is None or loader is not self._stats.loader:
             self._stats = LoaderStats(loader)
@@ -209,32 +211,33 @@ class Monitor:
         ooms: int = 0,
         wait_s: float | None = None,
     ) -> None:
-        """Count a batch that was trained on: call it for each, after the optimizer step if any.
+        """Count a batch. Call it once for each batch, after the optimizer step if there is one.
 
-        Tensors are kept as they are, and read only when a record is written.
+        It waits for no device: tensors are read when a record is written.
 
         Args:
-            batch: the batch; the shape of `input_ids` counts.
-            info: its `StepInfo`.
+            batch: the batch; its tokens are counted by the shape of `input_ids`.
+            info: the `StepInfo` of the batch.
             loss: mean over the supervised tokens of the batch, before `StepInfo.loss_scale`.
-            loss_weight: what `loss` is a mean over. Default: `StepInfo.local_targets`.
-            loss_by_source: name of the task, or of the source where `observe` tells no task -> sum
-                of the losses, and number of its supervised tokens in the batch.
+            loss_weight: number of tokens that `loss` is a mean over. Default:
+                `StepInfo.local_targets`.
+            loss_by_source: task -> (sum of its losses, number of its supervised tokens) in the
+                batch. Without tasks in `observe`, pass sources in place of tasks.
             row_losses: the loss of each sample, in place of `loss` and `loss_by_source`.
             grad_norm: norm of the gradient of the optimizer step.
             lr: learning rate of the optimizer step.
-            values: further numbers of the optimizer step by name, such as weights of tasks; not by
-                that of a value that `last` of a record has anyway.
-            ooms: how often memory ran out on this rank.
-            wait_s: seconds of waiting for the batch, for batches that do not come from `watch`.
+            values: further numbers of the optimizer step by name, such as weights of tasks. A
+                record shows the last of each.
+            ooms: number of times that memory ran out on this rank.
+            wait_s: seconds of waiting for the batch, if it does not come from `watch`.
 
         Raises:
-            PeerError: a rank failed, or did not come, where a record is written.
+            PeerError: a rank failed, or did not answer, while a record was written.
             RuntimeError: another process writes into the folder.
-            StateError: the ranks stand at different steps.
+            StateError: the ranks are at different steps.
             TypeError, ValueError: an argument is not valid.
-            ValueError: the monitor is closed, was told of this batch before, or watches another
-                loader than the batch's.
+            ValueError: the monitor is closed, or the batch was counted already or comes from
+                another loader.
         """
         check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
         weight = info.local_targets if loss_weight is None else loss_weight
@@ -242,42 +245,43 @@ class Monitor:
             check_row_losses(row_losses, info)
             if loss is None:
                 loss = row_losses.sums.detach().sum() / max(weight, 1)
-        values_told = told_values(loss, weight, loss_by_source, grad_norm)
-        last_told = told_last(lr, values)
+        means = checked_means(loss, weight, loss_by_source, grad_norm)
+        last = checked_last(lr, values)
         ooms = check_count("ooms", ooms, 0)
         waited_s = self._wait_s if wait_s is None else not_negative("wait_s", wait_s)
         if self._is_closed:
-            raise ValueError("the monitor is closed: it records nothing. Make a new one.")
+            raise ValueError("the monitor is closed: it records nothing. Make a new `Monitor`.")
         self._order.note(info)
-        self._wait_s, at = 0.0, self._at
-        if info.epoch != at.epoch:
+        self._wait_s = 0.0
+        state = self._state
+        if info.epoch != state.epoch:
             self._end_epoch()
-            at.epoch = info.epoch
-        window = self._window  # a record begins another
+            state.epoch = info.epoch
+        window = self._window  # `_write` replaces it
         window.add_batch(batch, info, waited_s, ooms)
-        window.add_values(values_told, last_told)
+        window.add_values(means, last)
         if row_losses is not None:
             window.add_rows(row_losses, info, group_rank(self._process_group)[0])
-        at.step += info.ends_optimizer_step
-        if at.step - at.written >= self._every:
+        state.step += info.ends_optimizer_step
+        if state.step - state.written >= self._every:
             self._write()
         if info.ends_epoch:
             self._end_epoch()
-        self._progress.update(info, at.step, self._stats)
+        self._progress.update(info, state.step, self._stats)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this rank stands; waits for losses that are being computed."""
+        """Return the state of this rank; waits for losses that are being computed."""
         counts = self._window.read(time.perf_counter() - self._start_s)
-        samples: list[Any] = [tuple(one) for one in self._window.samples or ()]
+        samples: list[Any] = [tuple(loss) for loss in self._window.samples or ()]
         parts: dict[str, Any] = {"counts": asdict(counts), "totals": asdict(self._totals)}
-        state = replace(self._at, samples=samples, **parts)
+        state = replace(self._state, samples=samples, **parts)
         return seal_whole(type(self).__name__, state)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state. All ranks do so before the same step.
+        """Continue from a state. All ranks call it before the same step.
 
         Raises:
-            StateError: it is damaged, or no state of a monitor.
+            StateError: the state is damaged, or not the state of a monitor.
         """
         self._restart(unseal_whole(state_dict, type(self).__name__, MonitorState))
 
@@ -285,26 +289,27 @@ class Monitor:
     def reshard_states(
         states: Sequence[Mapping[str, Any]], world_size: int
     ) -> list[dict[str, Any]]:
-        """Return the states of a job that goes on with another number of ranks.
+        """Return the states for another number of ranks.
 
-        What was counted since the last record is of ranks that are no more: it counts in the record
-        of the epoch, and the next record of steps begins after it. Losses of samples are dealt.
+        The counts since the last record go into the record of the epoch; the next record of steps
+        begins after them. The losses of samples are divided among the new ranks.
 
         Raises:
             StateError: the states are damaged, or were not saved at the same step.
         """
-        found = [unseal_whole(state, "Monitor", MonitorState) for state in states]
-        check_same("Monitor", found, "step", "written", "epoch", "epoch_written")
-        first, ranks = found[0], [Counts(**one.counts) for one in found]
+        saved = [unseal_whole(state, "Monitor", MonitorState) for state in states]
+        check_same("Monitor", saved, "step", "written", "epoch", "epoch_written")
+        first = saved[0]
+        ranks = [Counts(**state.counts) for state in saved]
         totals = Counts(**first.totals)
         if ranks[0].rows:
-            if len({len(one.rows) for one in ranks}) > 1:
+            if len({len(counts.rows) for counts in ranks}) > 1:
                 raise StateError(
                     "the states of Monitor are of different places: the ranks have counted "
                     "different numbers of steps. Reshard the states of one checkpoint."
                 )
             totals.add(Counts.over_ranks(ranks))
-        at = MonitorState(
+        new = MonitorState(
             step=first.step,
             written=first.step,
             epoch=first.epoch,
@@ -312,27 +317,32 @@ class Monitor:
             seconds=first.seconds + ranks[0].sums.get("rank_seconds", 0.0),
             totals=asdict(totals),
         )
-        return [
-            seal_whole("Monitor", replace(at, samples=[one for s in own for one in s.samples]))
-            for own in Ranks(len(states), world_size).redistribute(found)
-        ]
+        resharded = []
+        for old_states in Ranks(len(states), world_size).redistribute(saved):
+            samples = [loss for state in old_states for loss in state.samples]
+            resharded.append(seal_whole("Monitor", replace(new, samples=samples)))
+        return resharded
 
     def reset(self, step: int = 0) -> None:
-        """Begin a run, or go on without a state after `step` optimizer steps; also after `close`.
+        """Begin a run, or continue after `step` optimizer steps without a state.
+
+        It may be called after `close`.
 
         Raises:
-            TypeError, ValueError: it is no number of steps.
+            TypeError, ValueError: `step` is not a number of steps.
         """
         step = check_count("step", step, 0)
         self._restart(MonitorState(step=step, written=step, epoch_written=step))
 
     def close(self, *, write: bool = True) -> None:
-        """Write what was counted since the last record, and close the files. Idempotent.
+        """Write the counts since the last record, and close the files. Idempotent.
 
-        All ranks call it. `with` does so where its block ends, without writing where that raises.
+        All ranks call it. `with` calls it at the end of its block, with `write=False` if the block
+        raises.
 
         Args:
-            write: whether to write; if not, no rank is waited for, and these counts are lost.
+            write: whether to write a record, for which the ranks wait for each other. If not, the
+                counts since the last record are lost.
         """
         if write and not self._is_closed and len(self._window):
             self._write()
@@ -340,12 +350,14 @@ class Monitor:
             writer.close()
         if self._losses is not None:
             self._losses.close()
-        self._writers, self._losses, self._is_closed = [], None, True
+        self._writers, self._losses = [], None
+        self._is_closed = True
 
     @property
     def place(self) -> tuple[int, int] | None:
-        """The epoch, and the number in it, of the batch that was counted last."""
-        return None if self._order.last is None else _place(self._order.last)
+        """The epoch and step of the last counted batch."""
+        last = self._order.last
+        return None if last is None else (last.epoch, last.step)
 
     def __enter__(self) -> Monitor:
         return self
@@ -355,33 +367,35 @@ class Monitor:
 
     # --- parts ------------------------------------------------------------------------------------
 
-    def _restart(self, at: MonitorState) -> None:
-        self._at, self._totals = at, Counts(**at.totals)
-        counts = Counts(**at.counts)
-        samples = [SampleLoss(*one) for one in at.samples]
+    def _restart(self, state: MonitorState) -> None:
+        self._state, self._totals = state, Counts(**state.totals)
+        counts = Counts(**state.counts)
+        samples = [SampleLoss(*fields) for fields in state.samples]
         self._window = Window(counts, samples if self._keeps_losses else None)
         self._start_s = time.perf_counter() - counts.sums.get("rank_seconds", 0.0)
-        self._resumed_at = at.step
+        self._resumed_at = state.step
         self._order.begin()
         self._has_begun = self._is_closed = False
         self._meeting.begin()
 
     def _write(self) -> None:
-        """Have rank 0 write a record of the steps since the last one. All ranks call it."""
-        at, window, meeting = self._at, self._window, self._meeting
+        """Write a record of the steps since the last record. All ranks call it; rank 0 writes."""
+        state, window, meeting = self._state, self._window, self._meeting
         self._meet()
         window.note_memory()
         if self._stats is not None:
             window.counts.count("rank_wait_s", self._stats.take_rank_wait_s())
-        now_s, waited_s = time.perf_counter(), meeting.wait_s
+        now_s = time.perf_counter()
+        waited_s = meeting.wait_s  # in all meetings so far
         counts = window.read(now_s - self._start_s)
-        where = f"the monitor's record of optimizer step {at.step}"
+        where = f"the monitor's record of optimizer step {state.step}"
         parts = meeting.gather_bytes(json.dumps(asdict(counts)).encode(), where)
         if window.samples is not None:
             self._losses = self._losses or SampleLossWriter(self.folder, meeting.rank)
-            self._losses.write(window.samples, at.written, at.step)
-        first, at.written = at.written + 1, at.step
-        at.seconds += counts.sums["rank_seconds"]
+            self._losses.write(window.samples, state.written, state.step)
+        first = state.written + 1
+        state.written = state.step
+        state.seconds += counts.sums["rank_seconds"]
         self._window = Window(Counts(), [] if self._keeps_losses else None)
         self._start_s = now_s
         self._window.counts.count("record_wait_s", meeting.wait_s - waited_s)
@@ -393,16 +407,16 @@ class Monitor:
             self._warnings.look(ranks, whole, self._stats)
 
     @property
-    def _step_time(self) -> StepTime:
+    def _step_time(self) -> StepTime | None:
         return TYPICAL if self._stats is None else self._stats.step_time
 
     def _meet(self) -> None:
-        at = self._at
-        self._meeting.agree({"step": at.step, "written": at.written, "every": self._every})
+        state = self._state
+        self._meeting.agree({"step": state.step, "written": state.written, "every": self._every})
 
     def _record(self, kind: str, first: int, whole: Counts, more: Record) -> Record:
-        """Write a record, on rank 0, and before the first one since a start what begins there."""
-        at, time_s = self._at, time.time()
+        """Write a record on rank 0, after the record of the attempt if that is not written yet."""
+        state, time_s = self._state, time.time()
         if not self._has_begun:
             self._has_begun = True
             loader = None if self._stats is None else self._stats.loader
@@ -410,21 +424,30 @@ class Monitor:
             attempt = {
                 "kind": ATTEMPT,
                 "version": VERSION,
-                "step": first - 1 if kind == STEPS else at.written,
+                "step": first - 1 if kind == STEPS else state.written,
                 "resumed_at": self._resumed_at,
                 "time_s": time_s,
                 "every": self._every,
                 "world_size": self._meeting.world_size,
                 "loader": {} if options is None else loader_settings(options),
-                "step_time": vars(self._step_time),
+                "step_time": None if self._step_time is None else vars(self._step_time),
                 "config": self._config,
                 "versions": versions(),
             }
-            self._writers = self._writers or [make_writer(one, self.folder) for one in self._kinds]
+            if not self._writers:
+                self._writers = [make_writer(kind, self.folder) for kind in self._kinds]
             for writer in self._writers:
                 writer.begin(attempt)
-        place = {"first_step": first, "step": at.written, "epoch": at.epoch, "seconds": at.seconds}
-        record = {"kind": kind, **place, **whole.groups(), **more, "time_s": time_s}
+        record = {
+            "kind": kind,
+            "first_step": first,
+            "step": state.written,
+            "epoch": state.epoch,
+            "seconds": state.seconds,
+            **whole.groups(),
+            **more,
+            "time_s": time_s,
+        }
         for writer in self._writers:
             writer.write(record)
         return record
@@ -433,69 +456,70 @@ class Monitor:
         """Write the record of an epoch that has ended. All ranks call it."""
         if len(self._window):
             self._write()
-        at = self._at
-        if at.written > at.epoch_written:  # of all ranks alike, also right after a resume
+        state = self._state
+        if state.written > state.epoch_written:  # equal on all ranks, even right after a resume
             self._meet()
         if self._meeting.rank == 0 and self._totals.sums:
-            self._record(EPOCH, at.epoch_written + 1, self._totals, {})
-            self._warnings.look_at_epoch(at.epoch, self._totals)
-            level = self._totals.groups()["mean"].get("time_balance")
-            if level is not None and self._meeting.world_size > 1:
+            self._record(EPOCH, state.epoch_written + 1, self._totals, {})
+            self._warnings.look_at_epoch(state.epoch, self._totals)
+            balance = self._totals.groups()["mean"].get("time_balance")
+            if balance is not None and self._meeting.world_size > 1:
                 text = "epoch %d: ranks are level in time to %.1f %%; `odb-nodes report` says more"
-                logger.info(text, at.epoch, 100 * level)
-        self._totals, at.epoch_written = Counts(), at.written
+                logger.info(text, state.epoch, 100 * balance)
+        self._totals = Counts()
+        state.epoch_written = state.written
 
 
 class _BatchOrder:
-    """Makes sure that a monitor is told of each batch of its loader once, and of no other."""
+    """Checks that `Monitor.step` is called once for each batch of one loader."""
 
     def __init__(self) -> None:
-        self.last: StepInfo | None = None  # of the batch that was told last
-        self.yielded: StepInfo | None = None  # of the last batch of `watch`, before the next
+        self.last: StepInfo | None = None  # of the last counted batch
+        self.yielded: StepInfo | None = None  # of the batch that `watch` yielded last
         self._is_warned = False
 
     def begin(self) -> None:
-        """Let the next batch be any one: a loader begins, or goes on from a state."""
+        """Accept any batch next: a loader begins, or continues from a state."""
         self.last = self.yielded = None
 
     def note(self, info: StepInfo) -> None:
-        """Note that a batch is told. Warn, once, where others are missing before it."""
-        last, end, now = self.last, self.yielded, _place(info)
+        """Check the next batch; warn once if batches before it were not counted."""
+        last, yielded, place = self.last, self.yielded, (info.epoch, info.step)
         problem = ""
-        if end is not None and now > _place(end):
-            problem = f", but its loader stands at step {end.step} of epoch {end.epoch}"
-        elif last is not None and now < _place(last):
+        if yielded is not None and place > (yielded.epoch, yielded.step):
+            problem = f", but its loader stands at step {yielded.step} of epoch {yielded.epoch}"
+        elif last is not None and place < (last.epoch, last.step):
             problem = f" after step {last.step} of epoch {last.epoch}"
-        # A step that a trainer repeats has further micro-steps.
-        elif last is not None and (now, info.micro_step) == (_place(last), last.micro_step):
-            problem = ", for which it was called again: call it once for each batch"
+        elif last is not None and place == (last.epoch, last.step):
+            if info.micro_step == last.micro_step:  # a trainer that repeats a step has others
+                problem = ", for which it was called again: call it once for each batch"
         if problem:
             raise ValueError(
                 f"`step` of the monitor came for step {info.step} of epoch {info.epoch}{problem}. "
-                "A monitor counts the batches of one loader: do not call `step` for those of an "
-                "evaluation, or give that a `Monitor` with a folder of its own. Where the loader "
-                "begins anew without `watch`, call `attach` before."
+                "A monitor counts the batches of one loader: do not call `step` for batches of an "
+                "evaluation, or give the evaluation its own `Monitor` and folder. If the loader "
+                "begins again without `watch`, call `attach` first."
             )
         self.last = info
-        expected = last.step + 1 if last is not None and info.epoch == last.epoch else 0
-        if last is not None and info.step > expected:
-            self._warn(f"step {expected} of epoch {info.epoch}")
+        if last is not None:
+            expected = last.step + 1 if info.epoch == last.epoch else 0
+            if info.step > expected:
+                self._warn(f"step {expected} of epoch {info.epoch}")
 
     def end(self) -> None:
-        """Note that the epoch of `watch` ends. Warn, once, if its last batch was not told."""
-        last, end = self.last, self.yielded
-        if end is not None and (last is None or _place(last) != _place(end)):
-            step = "any step" if last is None else f"step {end.step}"
-            self._warn(f"{step} of epoch {end.epoch}")
+        """Note the end of an epoch of `watch`; warn once if its last batch was not counted."""
+        last, yielded = self.last, self.yielded
+        if yielded is None:
+            return
+        if last is None:
+            self._warn(f"any step of epoch {yielded.epoch}")
+        elif (last.epoch, last.step) != (yielded.epoch, yielded.step):
+            self._warn(f"step {yielded.step} of epoch {yielded.epoch}")
 
-    def _warn(self, untold: str) -> None:
+    def _warn(self, step: str) -> None:
         if not self._is_warned:
             self._is_warned = True
             warn_user(
-                f"`step` of the monitor was not called for {untold}: its samples are missing in "
-                "the records. Call it for each batch; without `loss` for one that you leave out."
+                f"`step` of the monitor was not called for {step}: the records lack its samples. "
+                "Call it for each batch; for a batch that you skip, without `loss`."
             )
-
-
-def _place(info: StepInfo) -> tuple[int, int]:
-    return info.epoch, info.step

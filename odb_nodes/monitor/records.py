@@ -1,4 +1,4 @@
-"""The records of a run: what is in them, and what reads the file that has a line for each."""
+"""The records of a run: their content, and reading them from their file, a line for each."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Record = dict[str, Any]
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """Return the values of a record for a chart of each, as `mean/loss`; without `None`.
+    """Return the values of a record by name for charts, such as `mean/loss`; without `None`.
 
-    Those of the record of an epoch, rather than of steps, are `epoch_mean/loss` and so on.
+    Names of a record of an epoch, rather than of steps, begin with `epoch_`: `epoch_mean/loss`.
     """
     prefix = "" if record["kind"] == STEPS else f"{record['kind']}_"
     return {
@@ -45,13 +45,13 @@ def scalars(record: Record) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """The records of a run that count: no step twice, whatever was killed and resumed.
+    """The records of a run that count: each step once, even after kills and resumes.
 
     Attributes:
         folder: the folder of the run.
-        attempts: a record for each time that the run was begun or resumed.
+        attempts: a record for each start or resume of the run.
         steps: the records of steps, in their order.
-        epochs: those of whole epochs.
+        epochs: the records of whole epochs.
     """
 
     folder: Path
@@ -66,17 +66,18 @@ class RunRecords:
 
 
 def read_run(folder: str | os.PathLike[str]) -> RunRecords:
-    """Read the records of a run, also while it goes on.
+    """Read the records of a run, finished or running.
 
-    Lines that were cut short by a kill are skipped; of others that are damaged it warns. Records
-    of steps after the one that a later attempt goes on from do not count.
+    Lines that a kill has cut short are skipped; other damaged lines are skipped with a warning.
+    After a resume, earlier records of later steps do not count.
 
     Args:
-        folder: the folder that a `Monitor` wrote into, or one that has one such folder in it.
+        folder: the folder that a `Monitor` wrote into, or a folder with exactly one such folder in
+            it.
 
     Raises:
-        FileNotFoundError: it has no records.
-        ValueError: they were written by another version, or several folders in it have records.
+        FileNotFoundError: the folder has no records.
+        ValueError: another version wrote the records, or several folders in `folder` have records.
     """
     run, damaged = parse_run(folder_with(FILE, folder))
     if damaged:
@@ -86,12 +87,12 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecords:
 
 
 def parse_run(folder: Path) -> tuple[RunRecords, list[int]]:
-    """Return the same as `read_run`, and the numbers of damaged lines, without a warning."""
+    """Return the records of a run, and the numbers of damaged lines."""
     if not (folder / FILE).is_file():
         raise FileNotFoundError(f"`{folder}` has no `{FILE}`: no `Monitor` has written into it.")
     run = RunRecords(folder=folder, attempts=[], steps=[], epochs=[])
     damaged: list[int] = []
-    cut: list[int] = []  # the line before, which a kill may have cut short
+    cut: list[int] = []  # the line just before this one, if a kill may have cut it short
     data = (folder / FILE).read_bytes()
     for number, line in enumerate(data.splitlines(), start=1):
         if not line:
@@ -115,79 +116,80 @@ def parse_run(folder: Path) -> tuple[RunRecords, list[int]]:
                 records.pop()
         if kind != ATTEMPT:
             (run.steps if kind == STEPS else run.epochs).append(record)
-        elif run.attempts[-1:] != [record]:  # the same where a disk was full within what follows it
+        elif run.attempts[-1:] != [record]:  # written again after a full disk cut the next record
             run.attempts.append(record)
-    if data.endswith(b"\n"):  # so the last line was written whole
+    if data.endswith(b"\n"):  # the last line was not cut short
         damaged += cut
     return run, damaged
 
 
 def line_of(record: Record) -> str:
-    """Return a record as a line of the file, with a checksum at its end."""
+    """Return the line of a record, which ends with a checksum."""
     text = json.dumps(record, allow_nan=False)
     return f'{text[:-1]}, "crc": {zlib.crc32(text.encode())}}}\n'
 
 
 def _parsed(line: bytes) -> Record | None:
-    """Return the record of a line; None where it is damaged."""
+    """Return the record of a line; `None` if it is damaged."""
     try:
         record: Record = json.loads(line)
         has_crc = record.pop("crc", None) is not None
         if line_of(record).encode() == line + b"\n":
             return record
-        is_other = record["kind"] == ATTEMPT and record["version"] != VERSION
-        return record if is_other and not has_crc else None
+        is_other_version = record["kind"] == ATTEMPT and record["version"] != VERSION
+        return record if is_other_version and not has_crc else None
     except (KeyError, TypeError, ValueError):
         return None
 
 
-# --- what a run was made with ---------------------------------------------------------------------
+# --- settings of a run ----------------------------------------------------------------------------
 
 _PACKAGES = ("odb_nodes", "torch", "torchdata", "numpy", "transformers", "accelerate", "lightning")
 _ALWAYS = ("token_budget", "window", "seed", "accumulate")
-_MOST_ITEMS = 100  # of a list that is written out
-_LEFT_OUT = ("exclude", "process_group")  # keys of samples, of which there may be many; an object
+_MOST_ITEMS = 100  # of a list; of a longer list, the length is recorded
+_LEFT_OUT = ("exclude", "process_group")  # possibly many keys of samples; an object
 
 
 def checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of the user's own settings as JSON data; text in place of other values."""
+    """Return a copy of the user's settings as JSON data; objects that JSON lacks become text."""
     remedy = 'Pass values by name, such as {"lr": 1e-4}, or `vars(args)`.'
     check_type("config", config, Mapping | None, remedy)
     check_named("config", config or {})
-    found: dict[str, Any] = {}
+    checked: dict[str, Any] = {}
     for name, value in (config or {}).items():
         try:
-            found[name] = _as_json(value)
+            checked[name] = _as_json(value)
         except (TypeError, ValueError) as error:
             rule = f"`config[{name!r}]` must be data that JSON can hold"
             raise ValueError(f"{rule}, but: {error}. {remedy}") from None
-    return found
+    return checked
 
 
 def loader_settings(options: Any) -> dict[str, Any]:
-    """Return the main options of a loader, and those that differ from their defaults, as JSON."""
-    found = {name: getattr(options, name) for name in _ALWAYS} | _differing(options)
-    for name, value in found.items():
-        if isinstance(value, list | tuple) and len(value) > _MOST_ITEMS:  # of indices, say
-            found[name] = f"{len(value)} items"
-    return {name: _as_json(one) for name, one in found.items() if name not in _LEFT_OUT}
+    """Return the main options of a loader, and all that differ from their defaults, as JSON."""
+    settings = {name: getattr(options, name) for name in _ALWAYS} | _differing(options)
+    for name, value in settings.items():
+        if isinstance(value, list | tuple) and len(value) > _MOST_ITEMS:  # such as indices
+            settings[name] = f"{len(value)} items"
+    return {name: _as_json(value) for name, value in settings.items() if name not in _LEFT_OUT}
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, and of the packages that take part."""
-    known = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
-    return {"python": python_version()} | {name: str(one) for name, one in known.items() if one}
+    """Return the versions of Python and of the imported packages."""
+    packages = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
+    imported = {name: str(version) for name, version in packages.items() if version}
+    return {"python": python_version()} | imported
 
 
 def _differing(options: Any) -> dict[str, Any]:
     """Return the fields of a dataclass that differ from their defaults, by name."""
-    found = {}
+    differing = {}
     for field in fields(options):
         value = getattr(options, field.name)
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if type(value) is not type(default) or value != default:
-            found[field.name] = value
-    return found
+            differing[field.name] = value
+    return differing
 
 
 def _as_json(value: Any) -> Any:
@@ -195,7 +197,7 @@ def _as_json(value: Any) -> Any:
 
 
 def _as_plain(value: Any) -> Any:
-    """Return an object as JSON has it: the same in a run that resumes, so without its address."""
+    """Return an object as JSON data, equal after a resume: without its address in memory."""
     if isinstance(value, Mapping):
         return dict(value)
     if is_dataclass(value) and not isinstance(value, type):

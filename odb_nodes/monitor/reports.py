@@ -1,4 +1,4 @@
-"""Reports of runs: a page of figures to look at, tables, and their numbers as CSV and JSON."""
+"""Reports of runs: an HTML page of figures, tables as text, and the records as CSV and JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import io
 import json as json_format
 import math
 import os
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +34,9 @@ MARKS = {
     "csv": "run,kind,first_step,step,epoch,",
     "json": '{\n "runs": [\n  {\n   "name": ',
 }
-"""What the beginning of a file of a report has, by which a later report knows it."""
+"""Text at the beginning of a report's file: such a file may be replaced by a new report."""
 
-_WORST = 20  # samples
+_WORST = 20  # samples with the highest loss that a report lists
 _LONGEST = 60  # characters of a setting
 _GIB = 2**30
 _NATS = "nats per supervised token"
@@ -51,20 +55,20 @@ _CURVES = (
     ("Peak memory so far, GiB", "peak", "memory_allocated_bytes", _GIB),
     ("Reserved memory, GiB", "last", "memory_reserved_bytes", _GIB),
 )
-"""Title, group and name of a value, and what it is divided by."""
+"""Title of the curve, group and name of the value, divisor of the value."""
+_CURVE_NAMES = {name for *_, name, _ in _CURVES}
 _SETTINGS = {"loader": "{}", "config": "{} (config)", "versions": "version of {}"}
-_OWN_LAST = {name for *_, name, _ in _CURVES}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
-    """What a run comes to.
+    """The summary of one run.
 
     Attributes:
-        name: of the run.
+        name: name of the run.
         records: its records.
-        whole: a record of all of its steps, with the groups of values of any record.
-        audit: what `odb_nodes.audit` says of the ledger beside the records; None without one.
+        whole: one record over all steps, with the groups of values of a record.
+        audit: the audit of the ledger beside the records; `None` without a ledger.
         worst: the samples with the highest loss, each with its losses in the order of the epochs.
     """
 
@@ -76,7 +80,7 @@ class RunSummary:
 
     @classmethod
     def of(cls, name: str, records: RunRecords) -> RunSummary:
-        """Return what a run comes to."""
+        """Return the summary of a run."""
         ledger = _ledger_beside(records.folder)
         return cls(
             name=name,
@@ -87,56 +91,58 @@ class RunSummary:
         )
 
     def stretches(self) -> list[tuple[int, Record]]:
-        """Return (first step, attempt) of each attempt that has steps which count."""
-        found: list[tuple[int, Record]] = []
+        """Return (first step, attempt) of each attempt whose steps count."""
+        stretches: list[tuple[int, Record]] = []
         for attempt in self.records.attempts:
-            found = [one for one in found if one[0] <= attempt["step"]]
-            found.append((attempt["step"] + 1, attempt))
-        return found
+            while stretches and stretches[-1][0] > attempt["step"]:
+                stretches.pop()
+            stretches.append((attempt["step"] + 1, attempt))
+        return stretches
 
     @property
     def resumes(self) -> list[int]:
-        """The steps after which the run was resumed, or begun again with other settings."""
+        """The steps after which the run was resumed, or started again with other settings."""
         return [attempt["resumed_at"] for _, attempt in self.stretches()[1:]]
 
     @property
     def unrecorded_steps(self) -> int:
-        """The steps between records: those before a resume on another number of ranks."""
-        ends = [0, *(one["step"] for one in self.records.steps)]
-        return sum(
-            one["first_step"] - 1 - end for one, end in zip(self.records.steps, ends, strict=False)
-        )
+        """The number of steps without a record, as before a resume on another number of ranks."""
+        steps = self.records.steps
+        recorded = sum(step["step"] - step["first_step"] + 1 for step in steps)
+        return int(steps[-1]["step"] - recorded)
 
     def settings(self) -> dict[str, str]:
-        """Return what the run was made with, by name: where that has changed, by stretch."""
-        stretches, found = self.stretches(), {}
+        """Return the settings of the run by name; a setting that a resume changed, by stretch."""
+        stretches, settings = self.stretches(), {}
         for group, label in _SETTINGS.items():
-            for name in dict.fromkeys(name for _, one in stretches for name in one.get(group, {})):
-                values = [(first, one.get(group, {}).get(name)) for first, one in stretches]
-                found[label.format(name)] = _by_stretch(values)
-        return found
+            groups = [(first, attempt.get(group, {})) for first, attempt in stretches]
+            for name in dict.fromkeys(name for _, values in groups for name in values):
+                by_stretch = [(first, values.get(name)) for first, values in groups]
+                settings[label.format(name)] = _by_stretch(by_stretch)
+        return settings
 
     def facts(self) -> dict[str, float | str | None]:
-        """Return the figures of the run by name, for a table; None where one is not known."""
+        """Return the figures of the run by name, for a table; `None` for an unknown figure."""
         whole, steps = self.whole, self.records.steps
         mean, sums, peak = whole["mean"], whole["sum"], whole["peak"]
         memory = peak.get("memory_allocated_bytes")
-        lrs = [lr for one in steps if (lr := one["last"].get("lr")) is not None]
+        lrs = [step["last"]["lr"] for step in steps if step["last"].get("lr") is not None]
+        losses = [step["mean"]["loss"] for step in steps if "loss" in step["mean"]]
         return {
             "optimizer steps": sums["optimizer_steps"],
             "optimizer steps without a record": self.unrecorded_steps or None,
             "epochs": len(self.records.epochs),
             "times begun or resumed": len(self.records.attempts),
             "resumed after step": ", ".join(map(str, self.resumes)) or None,
-            "ranks": _by_stretch([(step, one["world_size"]) for step, one in self.stretches()]),
+            "ranks": _by_stretch(
+                [(first, attempt["world_size"]) for first, attempt in self.stretches()]
+            ),
             "training time, s": sums["seconds"],
             "samples": sums["samples"],
             "tokens": sums["tokens"],
             "loss, last record": steps[-1]["mean"].get("loss"),
             "highest learning rate": max(lrs, default=None),
-            "records with a loss that is not finite": sum(
-                "loss" in one["mean"] and one["mean"]["loss"] is None for one in steps
-            ),
+            "records with a loss that is not finite": losses.count(None),
             "tokens / s": mean["real_tokens_per_s"],
             "padding share": mean["padding_share"],
             "rank balance": mean["rank_balance"],
@@ -151,12 +157,14 @@ class RunSummary:
         }
 
     def _times(self) -> dict[str, float | None]:
-        """Return what ranks were levelled by, beside what steps took, where there are several."""
-        told = [one["step_time"] for one in self.records.attempts if one["world_size"] > 1]
-        return compared_times(StepTime(**told[-1]), self.records.folder) if told else {}
+        """Compare the step times that ranks were levelled by with the measured ones."""
+        attempts = [attempt for attempt in self.records.attempts if attempt["world_size"] > 1]
+        # Earlier versions did not record it, and a function has no fields.
+        fields = attempts[-1].get("step_time") if attempts else None
+        return {} if fields is None else compared_times(StepTime(**fields), self.records.folder)
 
     def sources(self) -> dict[str, dict[str, float | None]]:
-        """Return samples, tokens, their share, and the mean loss of each task, or source."""
+        """Return samples, tokens, share of tokens and mean loss of each task, or source."""
         sums, mean = self.whole["sum"], self.whole["mean"]
         names = [name.partition("/")[2] for name in sums if name.startswith("tokens/")]
         return {
@@ -170,36 +178,48 @@ class RunSummary:
         }
 
     def curve(self, group: str, name: str, divisor: float = 1) -> list[tuple[float, float]]:
-        """Return (optimizer step, value / divisor) of each record that has a value."""
-        values = ((one["step"], one[group].get(name)) for one in self.records.steps)
+        """Return (optimizer step, value / divisor) of each record that has the value."""
+        values = ((record["step"], record[group].get(name)) for record in self.records.steps)
         return [(step, value / divisor) for step, value in values if value is not None]
 
     def tokens_at(self, step: float) -> float:
         """Return the tokens of all records up to a step."""
-        return float(sum(one["sum"]["tokens"] for one in self.records.steps if one["step"] <= step))
+        steps, totals = self._tokens
+        return totals[bisect_right(steps, step)]
+
+    @cached_property
+    def _tokens(self) -> tuple[list[int], list[float]]:
+        """The steps of the records, and the tokens before the first and up to each record."""
+        records = self.records.steps
+        tokens = [float(record["sum"]["tokens"]) for record in records]
+        return [record["step"] for record in records], [*accumulate(tokens, initial=0.0)]
 
     def shapes(self) -> dict[tuple[int, int], int]:
-        """Return (width, rows) -> how many batches of rank 0 had that shape."""
-        found: dict[tuple[int, int], int] = {}
+        """Return (width, rows) -> number of rank 0's batches with that shape."""
+        shapes: Counter[tuple[int, int]] = Counter()
         for record in self.records.steps:
             for shape, count in record["shapes"].items():
                 rows, _, width = shape.partition("x")
-                found[int(width), int(rows)] = found.get((int(width), int(rows)), 0) + count
-        return found
+                shapes[int(width), int(rows)] += count
+        return shapes
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield each record as a row of a table, the values by `group.name`."""
+        """Yield each record as a row of a table, with values by `group.name`."""
         for record in [*self.records.steps, *self.records.epochs]:
-            row = {name: one for name, one in record.items() if not isinstance(one, dict)}
+            row = {name: value for name, value in record.items() if not isinstance(value, dict)}
             for group in GROUPS:
                 row |= {f"{group}.{name}": value for name, value in record[group].items()}
             yield {"run": self.name, **row}
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary and all records as JSON data."""
-        worst = [[one._asdict() for one in history] for history in self.worst]
-        for one in (one for history in worst for one in history):
-            one["loss"] = one["loss"] if math.isfinite(one["loss"]) else None
+        worst = [
+            [
+                {**loss._asdict(), "loss": loss.loss if math.isfinite(loss.loss) else None}
+                for loss in history
+            ]
+            for history in self.worst
+        ]
         return {
             "name": self.name,
             "folder": str(self.records.folder),
@@ -217,10 +237,10 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class Report(Shown):
-    """What some runs come to; as a string, and in a notebook, tables to read.
+    """A report of runs: `str(report)`, and a notebook, show it as tables.
 
     Attributes:
-        runs: a summary of each, in the order of the folders.
+        runs: the summary of each run, in the order of the folders.
     """
 
     runs: tuple[RunSummary, ...]
@@ -231,70 +251,72 @@ class Report(Shown):
         return [*tables, *(str(run.audit) for run in self.runs if run.audit)]
 
     def figures(self) -> list[Figure]:
-        """Return the figures of the page, which a notebook shows: `plotly.graph_objects.Figure`.
+        """Return the figures of the page as `plotly.graph_objects.Figure`, for a notebook.
 
         Raises:
             ImportError: the extra `report` is not installed.
         """
         title = f"Loss over real tokens, {_NATS}"
-        found = [self._curves(title, "mean", {"loss": ""}, over="real tokens")]
-        has_ranks = any(one["world_size"] > 1 for run in self.runs for _, one in run.stretches())
+        figures = [self._curves(title, "mean", {"loss": ""}, over="real tokens")]
+        has_ranks = any(
+            attempt["world_size"] > 1 for run in self.runs for _, attempt in run.stretches()
+        )
         for title, group, name, divisor in _CURVES:
             if has_ranks or name not in ("rank_wait_share", "rank_balance", "time_balance"):
-                found.append(self._curves(title, group, {name: ""}, divisor))
-        told = {name for run in self.runs for name in run.whole["last"]} - _OWN_LAST
+                figures.append(self._curves(title, group, {name: ""}, divisor))
         losses = {name for run in self.runs for name in run.whole["mean"] if "/" in name}
-        for group, names in (("mean", losses), ("last", told)):
-            for kind in sorted({name.partition("/")[0] for name in names}):
-                own = sorted(name for name in names if name.partition("/")[0] == kind)
-                title = f"Loss by source or task, {_NATS}" if group == "mean" else kind
-                labels = {name: name.partition("/")[2] for name in own}
-                found.append(self._curves(title, group, labels))
+        users_values = {name for run in self.runs for name in run.whole["last"]} - _CURVE_NAMES
+        for group, names in (("mean", losses), ("last", users_values)):
+            labels_of: dict[str, dict[str, str]] = {}  # a figure for all names with one prefix
+            for name in sorted(names):
+                prefix, _, label = name.partition("/")
+                labels_of.setdefault(prefix, {})[name] = label
+            for prefix, labels in sorted(labels_of.items()):
+                title = f"Loss by source or task, {_NATS}" if group == "mean" else prefix
+                figures.append(self._curves(title, group, labels))
         if shapes := {run.name: run.shapes() for run in self.runs if run.shapes()}:
-            found.append(dots("Shapes of the batches of rank 0", ("width, tokens", "rows"), shapes))
-        return [one for one in found if one is not None]
+            axes = ("width, tokens", "rows")
+            figures.append(dots("Shapes of the batches of rank 0", axes, shapes))
+        return [figure for figure in figures if figure is not None]
 
     def to_html(self) -> str:
-        """Return one page with tables and figures, which needs no network to be looked at.
+        """Return an HTML page with tables and figures. A browser needs no network to show it.
 
         Raises:
             ImportError: the extra `report` is not installed.
         """
-        first, *runs = [run.name for run in self.runs]
-        title = f"Training of {f'{1 + len(runs)} runs' if runs else first}"
-        told = "Each point is one record: a mean over its steps, or the value of its last step for "
-        told += "learning rates, memory and further values. A dotted line is a resume."
-        facts, *tables = self._tables()
-        return page(
-            title,
-            [
-                ("", [html_table(facts[1])]),
-                ("Curves", [html_text(told), *self.figures()]),
-                *((name, [html_table(rows)]) for name, rows in tables),
-                *(
-                    (f"Samples of {run.name} with the highest loss", [html_table(_worst(run))])
-                    for run in self.runs
-                    if run.worst
-                ),
-                *(
-                    (f"What {run.name} was trained on", [html_text(str(run.audit), "pre")])
-                    for run in self.runs
-                    if run.audit
-                ),
-            ],
+        title = self.runs[0].name if len(self.runs) == 1 else f"{len(self.runs)} runs"
+        caption = (
+            "Each point is one record: a mean over its steps, or the value of its last step for "
+            "learning rates, memory and further values. A dotted line is a resume."
         )
+        facts, *tables = self._tables()
+        sections: list[tuple[str, list[Any]]] = [("", [html_table(facts[1])])]
+        sections.append(("Curves", [html_text(caption), *self.figures()]))
+        for name, rows in tables:
+            sections.append((name, [html_table(rows)]))
+        for run in self.runs:
+            if run.worst:
+                name = f"Samples of {run.name} with the highest loss"
+                sections.append((name, [html_table(_worst(run))]))
+        for run in self.runs:
+            if run.audit:
+                name = f"What {run.name} was trained on"
+                sections.append((name, [html_text(str(run.audit), "pre")]))
+        return page(f"Training of {title}", sections)
 
     def to_csv(self) -> str:
-        """Return a row for each record, the values by `group.name`."""
+        """Return CSV with a row for each record, and values by `group.name`."""
         rows = [row for run in self.runs for row in run.rows()]
         names = list(dict.fromkeys(name for row in rows for name in row))
-        writer = csv_format.DictWriter(file := io.StringIO(), names, restval="")
+        file = io.StringIO()
+        writer = csv_format.DictWriter(file, names, restval="")
         writer.writeheader()
         writer.writerows(rows)
         return file.getvalue()
 
     def to_json(self) -> str:
-        """Return the records, and what each run comes to."""
+        """Return JSON with the records and the summary of each run."""
         runs = [run.as_dict() for run in self.runs]
         return json_format.dumps({"runs": runs}, indent=1, allow_nan=False)
 
@@ -305,8 +327,9 @@ class Report(Shown):
         tables = [("", _columns(facts)), ("Settings", _columns(settings))]
         for run in self.runs:
             rows = [
-                {"source or task": name, **{key: _cell(key, one) for key, one in values.items()}}
-                for name, values in run.sources().items()
+                {"source or task": source}
+                | {name: _cell(name, value) for name, value in figures.items()}
+                for source, figures in run.sources().items()
             ]
             tables.append((f"Sources and tasks of {run.name}", rows))
         return [table for table in tables if table[1]]
@@ -319,16 +342,18 @@ class Report(Shown):
         divisor: float = 1,
         over: str = "optimizer steps",
     ) -> Figure | None:
-        """Return a figure of values of all runs; None where there are none."""
+        """Return a figure with the curves of all runs; `None` if no run has the values."""
         drawn: list[Curve] = []
         for number, run in enumerate(self.runs):
-            place = run.tokens_at if over == "real tokens" else float
+            x_of = run.tokens_at if over == "real tokens" else float
             for name, label in labels.items():
-                points = [(place(step), one) for step, one in run.curve(group, name, divisor)]
-                parts = [run.name] * (len(self.runs) > 1 or not label) + [label] * bool(label)
+                points = [(x_of(step), value) for step, value in run.curve(group, name, divisor)]
+                if not points:
+                    continue
+                run_label = run.name if len(self.runs) > 1 or not label else ""
+                legend = ": ".join(filter(None, (run_label, label)))
                 color = len(drawn) if len(labels) > 1 else number
-                curve = Curve(": ".join(parts), points, [*map(place, run.resumes)], color)
-                drawn += [curve] * bool(points)
+                drawn.append(Curve(legend, points, [*map(x_of, run.resumes)], color))
         return curves(title, over, drawn) if drawn else None
 
 
@@ -339,41 +364,42 @@ def report(
     csv: AnyPath | None = None,
     json: AnyPath | None = None,
 ) -> Report:
-    """Return what runs come to, and write it down. Runs that go on can be looked at, too.
+    """Summarize runs, finished or running, and write the summary to files.
 
     Args:
-        folders: those that a `Monitor` wrote into, as `read_run` takes them; several runs are
-            drawn over one another.
-        html: a page with all figures in it, which needs the extra `report` to be made, and no
-            network to be looked at; `None` for none.
-        csv: a row for each record; `None` for none.
-        json: the records, and the summary of each run; `None` for none.
+        folders: the folder of each run, as for `read_run`; figures show all runs together.
+        html: file for a page with all tables and figures. Writing it needs the extra `report`;
+            looking at it needs no network.
+        csv: file for a row of each record.
+        json: file for the records and the summary of each run.
 
     Raises:
         FileNotFoundError: a folder has no records.
         ImportError: plotly is not installed.
-        ValueError: a run has no record of steps yet, or there is no run.
+        ValueError: a run has no record of steps yet, or `folders` is empty.
     """
-    given = [folders] if isinstance(folders, str | os.PathLike) else [*folders]
-    for folder in given:
+    folders = [folders] if isinstance(folders, str | os.PathLike) else [*folders]
+    for folder in folders:
         check_type("folders", folder, str | os.PathLike)
-    if not given:
+    if not folders:
         raise ValueError("`folders` must name at least 1 run, but is empty.")
-    read = [read_run(folder) for folder in given]
-    for one in read:
-        if not one.steps:
-            raise ValueError(f"`{one.folder}` has no record of steps yet. Wait for the first one.")
-    names = _names_of([one.folder for one in read])
-    found = Report(tuple(map(RunSummary.of, names, read)))
-    for path, make in ((html, found.to_html), (csv, found.to_csv), (json, found.to_json)):
+    runs = [read_run(folder) for folder in folders]
+    for run in runs:
+        if not run.steps:
+            raise ValueError(
+                f"`{run.folder}` has no record of steps yet. Wait for the first record."
+            )
+    names = _names_of([run.folder for run in runs])
+    result = Report(tuple(map(RunSummary.of, names, runs)))
+    for path, make in ((html, result.to_html), (csv, result.to_csv), (json, result.to_json)):
         if path is not None:
             with replacing(Path(path)) as file:
                 file.write(make().encode())
-    return found
+    return result
 
 
 def _names_of(folders: Sequence[Path]) -> list[str]:
-    """Return the names of the folders, with as many parents as tell them apart."""
+    """Return the names of the folders, with as many parents as are needed to differ."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -383,13 +409,13 @@ def _names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def _columns(runs: dict[str, dict[str, Any]]) -> Rows:
-    """Return a row for each name that is known of a run, a column for each run."""
-    names = dict.fromkeys(name for one in runs.values() for name in one)
-    rows = [
-        {"": name, **{run: _cell(name, one.get(name)) for run, one in runs.items()}}
-        for name in names
-    ]
-    return [row for row in rows if any([*row.values()][1:])]
+    """Return a table with a row for each name that a run has a value for, a column for each run."""
+    rows = []
+    for name in dict.fromkeys(name for values in runs.values() for name in values):
+        cells = {run: _cell(name, values.get(name)) for run, values in runs.items()}
+        if any(cells.values()):
+            rows.append({"": name, **cells})
+    return rows
 
 
 def _cell(name: str, value: float | str | None) -> str:
@@ -402,19 +428,20 @@ def _cell(name: str, value: float | str | None) -> str:
 
 
 def _worst(run: RunSummary) -> Rows:
-    epochs = sorted({one.epoch for history in run.worst for one in history})
+    epochs = sorted({loss.epoch for history in run.worst for loss in history})
     rows = []
     for history in run.worst:
-        last, losses = history[-1], {one.epoch: f"{one.loss:.4g}" for one in history}
-        place = {"source": last.source, "key": str(last.key), "repeat": str(last.repeat)}
-        place["rank"] = "" if last.rank == ALL_RANKS else str(last.rank)
-        place["supervised tokens"] = f"{last.targets:,}"
-        rows.append(place | {f"loss, epoch {one}": losses.get(one, "") for one in epochs})
+        last = history[-1]
+        row = {"source": last.source, "key": str(last.key), "repeat": str(last.repeat)}
+        row["rank"] = "" if last.rank == ALL_RANKS else str(last.rank)
+        row["supervised tokens"] = f"{last.targets:,}"
+        losses = {loss.epoch: f"{loss.loss:.4g}" for loss in history}
+        rows.append(row | {f"loss, epoch {epoch}": losses.get(epoch, "") for epoch in epochs})
     return rows
 
 
 def _by_stretch(values: Sequence[tuple[int, Any]]) -> str:
-    """Return (first step, value) of the stretches of a run as text; a value that stays, once."""
+    """Return (first step, value) of each stretch as text, such as "2, then 1 from step 9"."""
     parts: list[str] = []
     for number, (first, value) in enumerate(values):
         text = value if isinstance(value, str) else json_format.dumps(value)
@@ -425,11 +452,11 @@ def _by_stretch(values: Sequence[tuple[int, Any]]) -> str:
 
 
 def _whole(steps: Sequence[Record]) -> dict[str, dict[str, float | None]]:
-    """Return the groups of all steps together; what one record does not know, none does."""
+    """Return the groups of all steps together; a value that is `None` in a record is `None`."""
     total = Counts()
     for record in steps:
         mean, sums, peaks, last = (
-            {name: math.nan if one is None else one for name, one in record[group].items()}
+            {name: math.nan if value is None else value for name, value in record[group].items()}
             for group in GROUPS
         )
         weights = record["weight"]
@@ -439,10 +466,9 @@ def _whole(steps: Sequence[Record]) -> dict[str, dict[str, float | None]]:
 
 
 def _ledger_beside(folder: Path) -> Path | None:
-    """Return the folder of the ledger in the folder of a run; beside it, if of no other run."""
+    """Return the folder of a run's ledger: in its folder, or beside it if no other run is there."""
     above = folder.resolve().parent
-    is_alone = all(one.parent.samefile(folder) for one in above.glob(f"*/{FILE}"))
-    for place in (folder, folder / "ledger", *[above / "ledger"] * is_alone):
-        if any(place.glob("rank-*.ledger")):
-            return place
-    return None
+    places = [folder, folder / "ledger"]
+    if all(path.parent.samefile(folder) for path in above.glob(f"*/{FILE}")):
+        places.append(above / "ledger")
+    return next((place for place in places if any(place.glob("rank-*.ledger"))), None)

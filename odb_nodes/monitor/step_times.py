@@ -1,4 +1,4 @@
-"""What steps took, as the log of a run has it: the times that planning and estimates go by."""
+"""The times of a run's steps, from its log: planning and estimates use them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from odb_nodes.planning.budget import ATTENTION_TOKENS
 
 _LEAST_LINES = 8
 _KEYS = ("rows", "width", "step_s")
-_SPREAD = 2.0  # times by which steps must differ in their tokens, to tell t0 from t1
-_MIDDLE = (0.05, 0.95)  # quantiles: not by a few steps at the end of an epoch
+_SPREAD = 2.0  # factor by which steps must differ in tokens, to tell `base` from `tokens`
+_MIDDLE = (0.05, 0.95)  # quantiles, so that a few steps at the end of an epoch do not count
 _OUTLIER = 3.0  # times the median time of a token: a first step, or one that saved a checkpoint
 _TOKEN_S = 30e-6  # of a model of a billion parameters at 200 TFLOP/s
 _STEP_S = 20e-3
@@ -37,14 +37,14 @@ def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
     `tokens`: they keep the ratio that `tune` assumes without a log, and the text says so.
 
     Args:
-        log: the folder of a `Monitor`, whose records have the tokens of the largest rank of each
-            step, and the time that the steps took; or JSON Lines with `rows`, `width` (tokens) and
-            `step_s` (seconds) of a micro-step on a rank in each, and with `squares`, the sum of the
-            samples' squared lengths, where a row is packed. Other lines and keys do not count.
+        log: the folder of a `Monitor`, whose records have the tokens of the slowest rank of each
+            step, and the seconds of the steps. Or JSON Lines with `rows`, `width` (tokens) and
+            `step_s` (seconds) of one micro-step on one rank, and for packed rows `squares`, the sum
+            of the samples' squared lengths. Other lines and keys are ignored.
 
     Returns:
-        The time, in which image patches are not told from tokens, and a text that says where it
-        comes from.
+        The time, which does not tell image patches from tokens, and a text that says what it was
+        fitted to.
 
     Raises:
         OSError: it cannot be read.
@@ -53,9 +53,9 @@ def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
     path = Path(log)
     steps = [*(_of_monitor(path) if path.is_dir() else _of_lines(path))]
     if len(steps) < _LEAST_LINES:
-        what = "records of steps" if path.is_dir() else f"lines with the keys {_KEYS}"
+        needed = "records of steps" if path.is_dir() else f"lines with the keys {_KEYS}"
         raise ValueError(
-            f"`{log}` must have at least {_LEAST_LINES} {what}, but has {len(steps)}. Log more "
+            f"`{log}` must have at least {_LEAST_LINES} {needed}, but has {len(steps)}. Log more "
             "steps, or leave out `log`."
         )
     counts, tokens, squares, seconds = columns = np.array(steps, dtype=np.float64).T
@@ -67,8 +67,8 @@ def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
     if not is_known:
         tokens, counts = tokens + _CONSTANT_TOKENS * counts, np.zeros_like(counts)
         origin += (
-            ", whose tokens are too much alike to tell what a step takes whatever its batch: "
-            f"taken as that of {_CONSTANT_TOKENS:,.0f} tokens"
+            ", whose tokens are too much alike to tell the time that every step takes: assumed to "
+            f"be the time of {_CONSTANT_TOKENS:,.0f} tokens"
         )
     design = np.column_stack((counts, tokens, squares, np.zeros_like(counts)))
     step_time = fitted_time(design, seconds)
@@ -78,10 +78,10 @@ def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
 
 
 def compared_times(planned: StepTime, folder: Path) -> dict[str, float | None]:
-    """Return what the times that ranks were levelled by, and those of the steps, come to.
+    """Return figures of the planned times and of the times of the steps, by name.
 
-    planned: what steps were taken to last, in any unit.
-    folder: of the `Monitor`. Where its records do not tell, the figures of its steps are `None`.
+    planned: the time that ranks were levelled by, in any unit.
+    folder: of the `Monitor`. If it has too few records, the figures of its steps are `None`.
     """
     steps = np.array([*_of_monitor(folder)]).reshape(-1, 4)
     fitted, error = None, None
@@ -107,17 +107,17 @@ def _of_lines(path: Path) -> Iterator[tuple[float, ...]]:
                 record = json.loads(line)
                 rows, width, seconds = (float(record[key]) for key in _KEYS)
                 squares = float(record.get("squares", rows * width**2))
-            except (KeyError, TypeError, ValueError):  # of another kind, or cut off
+            except (KeyError, TypeError, ValueError):  # another kind of line, or cut off
                 continue
             if min(rows, width, seconds) > 0:
                 yield 1.0, rows * width, squares, seconds
 
 
 def _of_monitor(folder: Path) -> Iterator[tuple[float, ...]]:
-    """Yield the same for each record of steps that a `Monitor` has written."""
+    """Yield number, tokens, squares and seconds of the steps in each record of a `Monitor`."""
     for record in read_run(folder).steps:
         sums = record["sum"]
-        if not sums.get("slowest_squares") or not sums["rank_seconds"]:  # shapes are not known
+        if not sums.get("slowest_squares") or not sums["rank_seconds"]:  # shapes are unknown
             continue
         seconds = sums["seconds"] * (1 - sums["data_wait_s"] / sums["rank_seconds"])
         steps = sum(record["shapes"].values())

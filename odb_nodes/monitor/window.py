@@ -1,4 +1,4 @@
-"""What the steps of a run come to: counted on each rank, and over all ranks together."""
+"""Counts of the steps of a run: on each rank, and summed over all ranks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ COLUMNS = 5  # integers of a micro-step; see `StepMeter.take`
 
 Number = float | int | torch.Tensor
 Value = tuple[str, Number, float]
-"""Name, value and weight of what goes into a mean."""
+"""Name, value and weight of one term of a mean."""
 
-LOSS_OF = "loss/"  # before the name of a task
-_OWN_NAMES = {"grad_norm", "lr", "memory_allocated_bytes", "memory_reserved_bytes"}
-"""Names in `last` that are not free."""
+LOSS_OF = "loss/"  # prefix of the loss of a task
+_RESERVED = {"grad_norm", "lr", "memory_allocated_bytes", "memory_reserved_bytes"}
+"""Names in `last` that the monitor itself writes."""
 
 
 def timed(batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
-    """Yield each batch with the seconds that were spent waiting for it."""
+    """Yield each batch with the seconds of waiting for it."""
     while True:
         start_s = time.perf_counter()
         batch = next(batches, None)
@@ -41,13 +41,13 @@ def timed(batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
 
 
 class StepMeter:
-    """Counts the micro-steps of this rank until they are taken.
+    """Counts the micro-steps of this rank between two calls of `take`.
 
-    All ranks count the same number of micro-steps, so `take` returns the same shape on all.
+    All ranks have the same number of micro-steps, so `take` returns the same shape on all of them.
     """
 
     def __init__(self) -> None:
-        self._rows = array("q")  # 40 bytes per micro-step, since they may never be taken.
+        self._rows = array("q")  # 40 bytes per micro-step: `take` may never be called
         self._start_s = time.perf_counter()
         self._optimizer_steps = 0
 
@@ -58,8 +58,8 @@ class StepMeter:
         """Count a micro-step.
 
         Args:
-            batch: a batch with `input_ids`, (B, T), and `attention_mask` where there is padding.
-                Without `input_ids` it counts 0 tokens.
+            batch: the batch. Its tokens are counted from `input_ids`, (B, T), and from
+                `attention_mask` if there is padding.
             info: the `StepInfo` of the batch.
             wait_s: seconds that the trainer waited for the batch.
         """
@@ -78,10 +78,12 @@ class StepMeter:
             since the last call.
         """
         now_s = time.perf_counter()
-        taken = torch.tensor(self._rows, dtype=torch.int64).reshape(-1, COLUMNS)
+        rows = torch.tensor(self._rows, dtype=torch.int64).reshape(-1, COLUMNS)
         steps, seconds = self._optimizer_steps, now_s - self._start_s
-        self._rows, self._optimizer_steps, self._start_s = array("q"), 0, now_s
-        return taken, steps, seconds
+        self._rows = array("q")
+        self._optimizer_steps = 0
+        self._start_s = now_s
+        return rows, steps, seconds
 
     def take_metrics(
         self, gather: Callable[[torch.Tensor], torch.Tensor], device: Any
@@ -94,8 +96,8 @@ class StepMeter:
             device: the device that `gather` needs.
         """
         rows, steps, seconds = self.take()
-        of_ranks = gather(rows.to(device)[None])
-        return summarize(of_ranks.flatten(0, -3).cpu(), steps, seconds)
+        gathered = gather(rows.to(device)[None])
+        return summarize(gathered.flatten(0, -3).cpu(), steps, seconds)
 
 
 def row_of(info: StepInfo, real_tokens: int, padded_tokens: int, wait_s: float) -> list[int]:
@@ -106,12 +108,12 @@ def row_of(info: StepInfo, real_tokens: int, padded_tokens: int, wait_s: float) 
 
 
 def summarize(rows: torch.Tensor, optimizer_steps: int, seconds: float) -> dict[str, float]:
-    """Return the metrics of some micro-steps, over all ranks: those of `rates`, as `odb/*`.
+    """Return the metrics `odb/*` of S micro-steps over all R ranks.
 
     Args:
-        rows: (R, S, 5) int64, what `StepMeter.take` returned on each of R ranks.
-        optimizer_steps: number of optimizer steps in these S micro-steps.
-        seconds: duration of these S micro-steps.
+        rows: (R, S, 5) int64, the rows of `StepMeter.take` on each rank.
+        optimizer_steps: number of optimizer steps in the micro-steps.
+        seconds: duration of the micro-steps.
     """
     clock = {"optimizer_steps": optimizer_steps, "seconds": seconds}
     sums = sum_rows(rows) | clock | {"rank_seconds": len(rows) * seconds}
@@ -121,8 +123,8 @@ def summarize(rows: torch.Tensor, optimizer_steps: int, seconds: float) -> dict[
 def sum_rows(rows: torch.Tensor) -> dict[str, float]:
     """Return the counts of micro-steps, (R, S, 5) int64, by name, summed over all ranks.
 
-    `tokens` are real ones. `busiest_tokens` are the padded tokens that the ranks would have
-    computed had each been as busy in every step as the busiest.
+    `tokens` are without padding. `busiest_tokens` are the padded tokens if every rank had as many
+    in each step as the busiest rank.
     """
     ranks, micro_steps, _ = rows.shape
     samples, real, padded, filler, wait = rows.sum(dim=(0, 1)).tolist()
@@ -140,11 +142,11 @@ def sum_rows(rows: torch.Tensor) -> dict[str, float]:
 def rates(sums: Mapping[str, float]) -> dict[str, float]:
     """Return shares and rates by name, over all ranks.
 
-    - `padding_share`: share of padding among the tokens computed, filler steps included.
-    - `rank_balance`: tokens that the ranks computed, divided by what they would have computed
-      had each been as busy in every step as the busiest.
-    - `time_balance`: likewise in time, as `step_time` of the `RankAligner` has it, or a typical
-      model where that is no `StepTime`; image patches are not counted.
+    - `padding_share`: share of padding among the computed tokens, filler steps included.
+    - `rank_balance`: computed tokens of the ranks, divided by their number if every rank had as
+      many in each step as the busiest rank.
+    - `time_balance`: the same for times, by the `StepTime` of the `RankAligner`, or by a typical
+      model without one; image patches are not counted. Left out where `step_time` is a function.
     - `filler_share`: share of filler steps among the micro-steps.
     - `data_wait_share`: share of the time spent waiting for batches, mean over ranks.
     - `real_tokens_per_step`, `samples_per_step`: per optimizer step, all ranks together.
@@ -152,9 +154,9 @@ def rates(sums: Mapping[str, float]) -> dict[str, float]:
     """
     samples, real, padded = sums["samples"], sums["tokens"], sums["padded_tokens"]
     steps, seconds = max(sums["optimizer_steps"], 1), max(sums["seconds"], 1 / _MICROSECONDS)
-    times = sums.get("longest_times")  # known where all ranks tell each other their batches
-    in_time = {"time_balance": sums["times"] / times} if times else {}
-    return in_time | {
+    longest = sums.get("longest_times")  # only a `Monitor` has it
+    time_balance = {"time_balance": sums["times"] / longest} if longest else {}
+    return time_balance | {
         "padding_share": 1 - real / padded if padded else 0.0,
         "rank_balance": padded / sums["busiest_tokens"] if padded else 1.0,
         "filler_share": sums["filler_steps"] / max(sums["micro_steps"], 1),
@@ -171,49 +173,50 @@ def rates(sums: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(kw_only=True)
 class Counts:
-    """What some steps come to, of one rank or of all, as plain numbers, by name."""
+    """Counts of steps by name, as plain numbers: of one rank, or of all ranks."""
 
-    # Of one rank: integers of each micro-step (`StepMeter.take`), and pairs of tokens that attend
-    # to each other; samples by source, which need not be that of their task; "rows x width".
+    # Of one rank only: the integers of each micro-step (see `StepMeter.take`); its number of pairs
+    # of tokens that attend to each other; source -> samples; "rows x width" -> batches.
     rows: list[int] = field(default_factory=list)
     squares: list[int] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, int] = field(default_factory=dict)
     sums: dict[str, float] = field(default_factory=dict)
-    totals: dict[str, float] = field(default_factory=dict)  # sums of values times their weights
-    weights: dict[str, float] = field(default_factory=dict)  # sums of these weights
+    totals: dict[str, float] = field(default_factory=dict)  # sums of value x weight
+    weights: dict[str, float] = field(default_factory=dict)  # sums of the weights
     peaks: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)  # of all ranks, those of rank 0
+    last: dict[str, float] = field(default_factory=dict)  # of rank 0, in counts of all ranks
 
     @classmethod
-    def over_ranks(cls, ranks: Sequence[Counts], step_time: StepTime = TYPICAL) -> Counts:
-        """Return the counts of all ranks, in their order, together.
+    def over_ranks(cls, ranks: Sequence[Counts], step_time: StepTime | None = TYPICAL) -> Counts:
+        """Return the sum of the counts of all ranks.
 
-        step_time: what a step is taken to last, to tell which rank is slowest.
+        step_time: tells which rank is slowest. `None`: it is unknown; a typical model tells the
+            slowest rank, and times are left out.
         """
-        first = ranks[0]
-        rows = torch.tensor([one.rows for one in ranks], dtype=torch.int64)
+        rows = torch.tensor([counts.rows for counts in ranks], dtype=torch.int64)
         rows = rows.reshape(len(ranks), -1, COLUMNS)
-        found, padded = cls(sums=sum_rows(rows)), rows[:, :, 2]
+        whole, padded = cls(sums=sum_rows(rows)), rows[:, :, 2]
         if rows.numel():
-            squares = torch.tensor([one.squares for one in ranks], dtype=torch.int64)
-            # Of each micro-step, those of the rank that is likely slowest.
-            times = step_time.seconds_of(padded.double(), squares.double())
+            squares = torch.tensor([counts.squares for counts in ranks], dtype=torch.int64)
+            times = (step_time or TYPICAL).seconds_of(padded.double(), squares.double())
             longest, slowest = times.max(dim=0, keepdim=True)
             for name, values in (("tokens", padded), ("squares", squares)):
-                found.sums[f"slowest_{name}"] = int(values.gather(0, slowest).sum())
-            found.sums["times"] = float(times.sum())
-            found.sums["longest_times"] = float(longest.sum()) * len(ranks)
-            found.peaks = {"padded_tokens": int(padded.max())}
-        for one in ranks:
-            found.add(one)
-        steps, seconds = first.sums.get("optimizer_steps", 0), first.sums.get("rank_seconds", 0.0)
-        found.sums |= {"optimizer_steps": steps, "seconds": seconds}
-        found.last = first.last
-        return found
+                whole.sums[f"slowest_{name}"] = int(values.gather(0, slowest).sum())
+            if step_time is not None:
+                whole.sums["times"] = float(times.sum())
+                whole.sums["longest_times"] = float(longest.sum()) * len(ranks)
+            whole.peaks = {"padded_tokens": int(padded.max())}
+        for counts in ranks:
+            whole.add(counts)
+        first = ranks[0]
+        whole.sums["optimizer_steps"] = first.sums.get("optimizer_steps", 0)
+        whole.sums["seconds"] = first.sums.get("rank_seconds", 0.0)
+        whole.last = first.last
+        return whole
 
     def add(self, other: Counts) -> None:
-        """Add what was counted later, or on another rank."""
+        """Add counts of later steps, or of another rank."""
         for name, number in other.sums.items():
             self.count(name, number)
         for name, total in other.totals.items():
@@ -227,27 +230,36 @@ class Counts:
         self.sums[name] = self.sums.get(name, 0) + number
 
     def add_to_mean(self, name: str, total: float, weight: float) -> None:
-        """Add to a mean values whose sum, each times its weight, is `total`."""
+        """Add to a mean: `total` is a sum of value x weight, `weight` the sum of the weights."""
         self.totals[name] = self.totals.get(name, 0.0) + total
         self.weights[name] = self.weights.get(name, 0) + weight
 
     def raise_peak(self, name: str, value: float) -> None:
-        """Note a value that may be the largest so far; NaN is larger than all others."""
+        """Raise a peak to a value, if it is larger; NaN is larger than all numbers."""
         old = self.peaks.get(name, value)
         self.peaks[name] = old if math.isnan(old) or old > value else value
 
     def groups(self) -> dict[str, dict[str, float | None]]:
-        """Return the groups of a record, and the `weight` of its means; not finite is None."""
+        """Return the groups of a record, and the `weight` of its means; `None` if not finite."""
         means = {name: total / self.weights[name] for name, total in self.totals.items()}
         means |= rates(self.sums)
         if "rank_wait_s" in self.sums:
             means["rank_wait_share"] = self.sums["rank_wait_s"] / self.sums["rank_seconds"]
-        losses = [name for name in self.weights if name.startswith(LOSS_OF)]
-        targets = {f"targets/{one.removeprefix(LOSS_OF)}": self.weights[one] for one in losses}
-        groups = {"mean": means, "sum": self.sums | targets, "peak": self.peaks, "last": self.last}
+        targets = {
+            f"targets/{name.removeprefix(LOSS_OF)}": weight
+            for name, weight in self.weights.items()
+            if name.startswith(LOSS_OF)
+        }
+        groups = {
+            "mean": means,
+            "sum": self.sums | targets,
+            "peak": self.peaks,
+            "last": self.last,
+            "weight": self.weights,
+        }
         return {
-            group: {name: one if math.isfinite(one) else None for name, one in values.items()}
-            for group, values in (groups | {"weight": self.weights}).items()
+            group: {name: value if math.isfinite(value) else None for name, value in values.items()}
+            for group, values in groups.items()
         }
 
 
@@ -257,7 +269,7 @@ class Window:
     def __init__(self, counts: Counts, samples: list[SampleLoss] | None) -> None:
         self.counts = counts
         self.samples = samples
-        """The losses of samples, once `read` has read them; `None` if nobody wants them."""
+        """The losses of samples, after `read`; `None` if they are not kept."""
         self._squares: list[Number] = []
         self._values: list[Value] = []
         self._last: dict[str, Number] = {}
@@ -282,7 +294,7 @@ class Window:
             if number:
                 counts.count(name, number)
         for name in info.task_targets:
-            counts.count(f"samples/{name}", 0)  # a task without a sample is told, too
+            counts.count(f"samples/{name}", 0)  # a task without samples counts 0
         for name, (samples, tokens) in info.local_tasks.items():
             counts.count(f"samples/{name}", samples)
             counts.count(f"tokens/{name}", tokens)
@@ -290,18 +302,18 @@ class Window:
             counts.sources[name] = counts.sources.get(name, 0) + samples
 
     def add_values(self, values: Iterable[Value], last: Mapping[str, Number]) -> None:
-        """Add values to means, but for those without weight, which may be NaN; note the latest."""
-        self._values += [one for one in values if one[2]]
+        """Add `values` to means, except values without weight, which may be NaN; keep `last`."""
+        self._values += [term for term in values if term[2]]
         self._last |= last
 
     def add_rows(self, losses: RowLosses, info: StepInfo, rank: int) -> None:
-        """Add the losses of the samples of a batch, also by their tasks."""
+        """Add the losses of the samples of a batch, for their tasks and for `samples`."""
         if count := len(info.keys):
             sums, targets = losses.sums.detach()[:count], losses.targets[:count]
             self._rows.append((RowLosses(sums, targets), info, rank))
 
     def read(self, seconds: float) -> Counts:
-        """Return what was counted in so many seconds; waits for devices that values are on."""
+        """Return the counts of the last `seconds`; waits for the devices of the values."""
         counts, values = self.counts, self._values
         numbers = _to_floats([value for _, value, _ in values])
         for (name, _, weight), number in zip(values, numbers, strict=True):
@@ -312,7 +324,8 @@ class Window:
         counts.last |= zip(self._last, _to_floats([*self._last.values()]), strict=True)
         counts.squares += map(int, _to_floats(self._squares))
         self._read_rows()
-        self._values, self._squares, self._last, self._rows = [], [], {}, []
+        for pending in (self._values, self._squares, self._last, self._rows):
+            pending.clear()
         counts.sums["rank_seconds"] = seconds
         return counts
 
@@ -331,70 +344,80 @@ class Window:
                 if task:
                     self.counts.add_to_mean(f"{LOSS_OF}{task}", total, targets)
                 if self.samples is not None and key is not None:
-                    is_own = info.world_size > 1 and source in info.own_sources
-                    place = source, key, repeat, info.epoch, targets
-                    whose = rank if is_own else ALL_RANKS
-                    self.samples.append(SampleLoss(*place, total / targets, whose))
+                    is_per_rank = info.world_size > 1 and source in info.own_sources
+                    loss = SampleLoss(
+                        source=source,
+                        key=key,
+                        repeat=repeat,
+                        epoch=info.epoch,
+                        targets=targets,
+                        loss=total / targets,
+                        rank=rank if is_per_rank else ALL_RANKS,
+                    )
+                    self.samples.append(loss)
 
     def note_memory(self) -> None:
-        """Note the bytes of the current GPU as torch's allocator has them; resets no peak."""
+        """Note current and peak bytes of torch's allocator on the GPU, without a reset."""
         if not torch.cuda.is_initialized():
             return
-        now = torch.cuda.memory_stats()
+        stats = torch.cuda.memory_stats()
         for part in ("allocated_bytes", "reserved_bytes"):
-            self._last[f"memory_{part}"] = now.get(f"{part}.all.current", 0)
-            self.counts.raise_peak(f"memory_{part}", now.get(f"{part}.all.peak", 0))
+            self._last[f"memory_{part}"] = stats.get(f"{part}.all.current", 0)
+            self.counts.raise_peak(f"memory_{part}", stats.get(f"{part}.all.peak", 0))
 
 
 def _squares_of(batch: Mapping[str, Any]) -> Number:
     """Return the sum of the squared widths of rows, or lengths of packed samples; 0 if unknown."""
-    ids, places = batch.get("input_ids"), batch.get("position_ids")
+    ids, positions = batch.get("input_ids"), batch.get("position_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         return 0
     rows, width = ids.shape
-    if rows == 1 and isinstance(places, torch.Tensor) and places.shape == ids.shape:
-        return places.sum() * 2 + width  # l**2 is the sum of the first l odd numbers
+    if rows == 1 and isinstance(positions, torch.Tensor) and positions.shape == ids.shape:
+        return positions.sum() * 2 + width  # l**2 is the sum of the first l odd numbers
     return rows * width * width
 
 
-# --- what a monitor is told -----------------------------------------------------------------------
+# --- arguments of `Monitor.step` ------------------------------------------------------------------
 
 
-def told_values(
+def checked_means(
     loss: Any, weight: Any, loss_by_source: Any, grad_norm: Any
 ) -> list[tuple[str, Number, float]]:
-    """Return what `Monitor.step` is told of a batch, for means; tensors are not read."""
+    """Return the values of a batch that go into means; tensors are not read."""
     remedy = 'Pass names with (sum of losses, targets), such as {"chat": (12.5, 40)}.'
     check_type("loss_by_source", loss_by_source, Mapping | None, remedy)
     check_named("loss_by_source", loss_by_source or {})
     weight = not_negative("loss_weight", weight)
-    found = [] if loss is None else [("loss", _number("loss", loss), weight)]
+    terms = [] if loss is None else [("loss", _number("loss", loss), weight)]
     for name, pair in (loss_by_source or {}).items():
         entry = f"loss_by_source[{name!r}]"
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(f"`{entry}` must be a pair, but is {describe(pair)} instead. {remedy}")
-        total, targets = _number(f"{entry}[0]", pair[0]), not_negative(f"{entry}[1]", pair[1])
-        found.append((f"{LOSS_OF}{name}", total / max(targets, 1), targets))
+        total = _number(f"{entry}[0]", pair[0])
+        targets = not_negative(f"{entry}[1]", pair[1])
+        terms.append((f"{LOSS_OF}{name}", total / max(targets, 1), targets))
     if grad_norm is not None:
-        found.append(("grad_norm", _number("grad_norm", grad_norm), 1))
-    return found
+        terms.append(("grad_norm", _number("grad_norm", grad_norm), 1))
+    return terms
 
 
-def told_last(lr: Any, values: Any) -> dict[str, Number]:
-    """Return the further numbers that `Monitor.step` is told of an optimizer step."""
+def checked_last(lr: Any, values: Any) -> dict[str, Number]:
+    """Return the values of an optimizer step of which a record has the last."""
     check_type("values", values, Mapping | None, 'Pass numbers by name, such as {"weight": 0.5}.')
     check_named("values", values or {})
-    if own := _OWN_NAMES & {*(values or {})}:
+    if reserved := _RESERVED & {*(values or {})}:
         raise ValueError(
-            f"`values` must not have names that records use themselves, but has {sorted(own)}. "
-            "Pass `lr` and `grad_norm` as arguments, or choose another name."
+            f"`values` must not have names that records use themselves, but has "
+            f"{sorted(reserved)}. Pass `lr` and `grad_norm` as arguments, or choose another name."
         )
-    found = {name: _number(f"values[{name!r}]", one) for name, one in (values or {}).items()}
-    return found if lr is None else {"lr": _number("lr", lr)} | found
+    last = {} if lr is None else {"lr": _number("lr", lr)}
+    for name, value in (values or {}).items():
+        last[name] = _number(f"values[{name!r}]", value)
+    return last
 
 
 def check_row_losses(losses: RowLosses, info: StepInfo) -> None:
-    """Raise a `ValueError` unless there is a loss for each sample of a batch."""
+    """Check that there is a loss for each sample of a batch."""
     if len(losses.sums) < len(info.keys):
         raise ValueError(
             f"`row_losses` must have a sum for each of the {len(info.keys)} samples of the batch, "
@@ -404,7 +427,7 @@ def check_row_losses(losses: RowLosses, info: StepInfo) -> None:
 
 
 def not_negative(name: str, value: Any) -> float:
-    """Return a number, as an integer where it is whole; raise unless it is 0 or more."""
+    """Check that a number is at least 0; return a whole number as an integer."""
     number = check_number(name, value, "[0, inf)")
     return int(number) if number.is_integer() else number
 
@@ -427,9 +450,9 @@ def _to_floats(values: Sequence[Number]) -> list[float]:
     for index, value in enumerate(values):
         if isinstance(value, torch.Tensor):
             devices.setdefault(value.device, []).append(index)
-    found: list[Any] = list(values)
-    for places in devices.values():
-        read = torch.cat([found[index].reshape(1).double() for index in places]).tolist()
-        for index, number in zip(places, read, strict=True):
-            found[index] = number
-    return list(map(float, found))
+    numbers: list[Any] = list(values)
+    for indices in devices.values():
+        read = torch.cat([numbers[index].reshape(1).double() for index in indices]).tolist()
+        for index, number in zip(indices, read, strict=True):
+            numbers[index] = number
+    return list(map(float, numbers))

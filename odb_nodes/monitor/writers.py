@@ -1,4 +1,4 @@
-"""What takes the records of a run: a file, TensorBoard, Weights & Biases, MLflow, or your own."""
+"""Writers of a run's records: to a file, TensorBoard, Weights & Biases, MLflow, or your service."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from odb_nodes.monitor.records import FILE, Record, line_of, scalars
 
 @runtime_checkable
 class RecordWriter(Protocol):
-    """Takes the records of a run, such as for a tracking service; see `Monitor(writers=)`.
+    """Interface of a writer of records, for example to a tracking service: `Monitor(writers=)`.
 
-    It is called on rank 0 alone. What it raises ends the run: catch what a run may go on without.
+    Rank 0 calls it. An error that it raises ends the run: catch errors that should not.
     """
 
     def begin(self, attempt: Record) -> None:
-        """Begin an attempt: records of later steps than `attempt["step"]` do not count any more.
+        """Begin an attempt: earlier records of steps above `attempt["step"]` no longer count.
 
-        Called before the first record after each start or resume. Within one process it may be
-        called again, also after `close`.
+        Called before the first record after each start or resume. A process may call it again, even
+        after `close`.
 
         Args:
             attempt: with `step`, `resumed_at`, `world_size`, `loader`, `config` and `versions`.
         """
 
     def write(self, record: Record) -> None:
-        """Take a record of steps or of an epoch; `scalars(record)` are its values by name."""
+        """Write a record of steps or of an epoch; `scalars(record)` are its values by name."""
 
     def close(self) -> None:
-        """Write what is left. May be called again."""
+        """Flush and close. May be called several times."""
 
 
 class JsonlWriter:
@@ -43,37 +43,38 @@ class JsonlWriter:
     def __init__(self, folder: Path) -> None:
         self._file = LockedFile(
             folder / FILE,
-            "Give each run a folder of its own, and `close()` its monitor before it makes another.",
+            "Give each run its own folder, and `close()` a monitor before you make another.",
         )
         self._file.open()
         size = self._file.size()
         self._is_torn = size > 0 and self._file.tail(1) != b"\n"
-        self._begun: Record = {}  # the last attempt
-        self._is_written = False  # whether that is in the file
+        self._attempt: Record = {}  # the current attempt
+        self._is_begun = False  # whether `_attempt` is in the file
 
     def begin(self, attempt: Record) -> None:
-        """Begin an attempt, which is written with its first record, in one piece."""
+        """Begin an attempt. It is written together with its first record."""
         if not attempt["resumed_at"] and self._file.size():
             warn_user(
                 f"a run begins anew in `{self._file.path.parent}`, which has records of a run: "
-                "they do not count any more. To go on with that run, load the monitor's state; "
-                "otherwise give each run a folder of its own."
+                "these no longer count. To continue that run, load the monitor's state; otherwise "
+                "give each run its own folder."
             )
-        self._begun, self._is_written = attempt, False
+        self._attempt, self._is_begun = attempt, False
 
     def write(self, record: Record) -> None:
         """Append a record."""
-        lines = [record] if self._is_written else [self._begun, record]
+        lines = [record] if self._is_begun else [self._attempt, record]
         text = "".join(map(line_of, lines))
         try:
-            self._file.open()  # where it was deleted
-            # A line that was cut short stands alone, and is skipped by readers.
-            self._file.write(b"\n" * self._is_torn + text.encode())
-            self._is_torn, self._is_written = False, True
+            self._file.open()  # again, if it was deleted
+            if self._is_torn:  # End the line that was cut short: readers skip it.
+                text = f"\n{text}"
+            self._file.write(text.encode())
+            self._is_torn, self._is_begun = False, True
         except OSError as error:
             self._is_torn = self._file.is_open
-            self._is_written = self._is_written and self._is_torn
-            self._file.warn(error, "steps that are not recorded are a gap")
+            self._is_begun = self._is_begun and self._is_torn
+            self._file.warn(error, "the missing records are a gap")
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -81,7 +82,7 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Writes the scalars of each record for TensorBoard, into a folder of the run's folder."""
+    """Writes the scalars of each record for TensorBoard, into a folder inside the run's folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "tensorboard"
@@ -93,16 +94,16 @@ class TensorBoardWriter:
         self._writer = _tensorboard().SummaryWriter(self._folder, purge_step=attempt["step"] + 1)
 
     def write(self, record: Record) -> None:
-        """Write the values of a record; what is not finite is left out."""
+        """Write the values of a record, except values that are not finite."""
         if not self._folder.is_dir():
             warn_user(
-                f"`{self._folder}` was deleted while it was being written. It is made anew, and "
-                "has the scalars from now on."
+                f"`{self._folder}` was deleted while it was being written. It is created again, "
+                "with the scalars from now on."
             )
             self.begin({"step": record["step"] - 1})
         for name, value in scalars(record).items():
             self._writer.add_scalar(name, value, record["step"], record["time_s"])
-        self._writer.flush()  # what a kill finds in the queue is lost
+        self._writer.flush()  # a kill would lose the queue
 
     def close(self) -> None:
         """Close the files. Idempotent."""
@@ -114,11 +115,11 @@ class TensorBoardWriter:
 class WandbWriter:
     """Logs the scalars of each record to Weights & Biases, over the optimizer step.
 
-    Steps after a checkpoint come again where a run is resumed: the newest are drawn last.
+    After a resume, the steps since the checkpoint are logged again: charts draw the newest last.
 
     Args:
-        options: of `wandb.init`, such as `project`; with `id` and `resume="allow"`, a run that is
-            resumed goes on in its chart. By default, `config` is what the run was made with.
+        options: options of `wandb.init`, such as `project`. With `id` and `resume="allow"`, a
+            resumed run continues its chart. Default of `config`: the settings of the run.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -126,7 +127,7 @@ class WandbWriter:
         self._run: Any = None
 
     def begin(self, attempt: Record) -> None:
-        """Begin a run, or go on with it."""
+        """Begin or continue a run."""
         self.close()
         self._run = self._wandb.init(**{"config": _settings(attempt), **self._options})
         self._run.define_metric("*", step_metric="optimizer_step")
@@ -143,27 +144,28 @@ class WandbWriter:
 
 
 class MlflowWriter:
-    """Logs the scalars of each record to MLflow, into the run that is active, or one of its own.
+    """Logs the scalars of each record to MLflow, into the active run or a new run.
 
-    Steps after a checkpoint come again where a run is resumed.
+    After a resume, the steps since the checkpoint are logged again.
 
     Args:
-        options: of `mlflow.start_run`, such as `run_name`; with `run_id`, a run that is resumed
-            goes on in its chart.
+        options: options of `mlflow.start_run`, such as `run_name`. With `run_id`, a resumed run
+            continues its chart.
     """
 
     def __init__(self, **options: Any) -> None:
         self._mlflow, self._options = import_extra("mlflow", "tracking"), options
-        self._run_id, self._is_own = "", False
+        self._run_id, self._has_started = "", False
 
     def begin(self, attempt: Record) -> None:
-        """Begin a run, or go on with it, and log what it was made with as its parameters."""
+        """Begin or continue a run, and log its settings as parameters."""
         run = self._mlflow.active_run()
         if run is None:
-            run, self._is_own = self._mlflow.start_run(**self._options), True
+            run, self._has_started = self._mlflow.start_run(**self._options), True
         self._run_id = run.info.run_id
-        if not run.data.params:  # which cannot be changed
-            self._mlflow.log_params({_metric(one): v for one, v in _settings(attempt).items()})
+        if not run.data.params:  # parameters cannot be changed
+            params = {_metric(name): value for name, value in _settings(attempt).items()}
+            self._mlflow.log_params(params)
 
     def write(self, record: Record) -> None:
         """Log the values of a record."""
@@ -171,10 +173,10 @@ class MlflowWriter:
         self._mlflow.log_metrics(values, step=record["step"], run_id=self._run_id)
 
     def close(self) -> None:
-        """End the run, if it is one of its own. Idempotent."""
-        if self._is_own:
+        """End the run, if this writer started it. Idempotent."""
+        if self._has_started:
             self._mlflow.end_run()
-        self._is_own = False
+        self._has_started = False
 
 
 def _settings(attempt: Record) -> dict[str, Any]:
@@ -183,8 +185,8 @@ def _settings(attempt: Record) -> dict[str, Any]:
 
 def _metric(name: str) -> str:
     """Return a name that MLflow allows; its files cannot hold both `loss` and `loss/web`."""
-    group, slash, rest = name.partition("/")
-    return re.sub(r"[^\w\-. /]", "_", f"{group}{slash}{rest.replace('/', '.')}")
+    group, slash, value = name.partition("/")
+    return re.sub(r"[^\w\-. /]", "_", f"{group}{slash}{value.replace('/', '.')}")
 
 
 def _tensorboard() -> Any:
@@ -198,12 +200,12 @@ _WRITERS: dict[str, Callable[[Path], RecordWriter]] = {
 
 
 def check_writers(kinds: Any) -> tuple[str | RecordWriter, ...]:
-    """Raise unless `kinds` are names of writers and writers, and what they need is installed."""
-    check_type("writers", kinds, tuple | list, 'Pass `("jsonl",)`, say.')
+    """Check names of writers and `RecordWriter` objects, and that TensorBoard is installed."""
+    check_type("writers", kinds, tuple | list, 'Pass `("jsonl",)`, for example.')
     for kind in kinds:
         if isinstance(kind, str):
-            others = "Pass others as a `RecordWriter`, such as `WandbWriter()`."
-            check_choice("writers", kind, [*_WRITERS], others)
+            remedy = "Pass other writers as objects, such as `WandbWriter()`."
+            check_choice("writers", kind, [*_WRITERS], remedy)
         elif isinstance(kind, type) or not isinstance(kind, RecordWriter):
             raise TypeError(
                 "`writers` must be names and objects with `begin`, `write` and `close`, but "
@@ -215,5 +217,5 @@ def check_writers(kinds: Any) -> tuple[str | RecordWriter, ...]:
 
 
 def make_writer(kind: str | RecordWriter, folder: Path) -> RecordWriter:
-    """Return a writer; its files are made with the first record."""
+    """Return the writer of this name, or the object itself."""
     return _WRITERS[kind](folder) if isinstance(kind, str) else kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,8 +27,6 @@ from odb_nodes.nodes.batch_checks import BatchChecks
 from odb_nodes.nodes.planned_groups import PlannedGroups
 from odb_nodes.nodes.seeded_collate import DeferredBatch, SeededCollate
 from odb_nodes.nodes.whole_batch import whole_batch_of
-from odb_nodes.nodes.worker_batches import WorkerBatches
-from odb_nodes.processing import ParallelProcessor
 from odb_nodes.sample import Sample, data_of, name_of
 from odb_nodes.sample_block import SampleBlock, names_of, naming_samples
 from odb_nodes.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
@@ -110,7 +108,6 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         self._thread = threading.get_ident()  # that has reset this node: the trainer's
         self._fresh = True  # no batch since the reset
         self.step = self.samples = 0
-        self._workers: WorkerBatches | None = None
         self._held: tuple[SampleBlock, StepInfo] | None = None  # taken, and not out yet
         self._kept: dict[tuple[int, int], list[Sample]] | None = None  # by epoch and step
         planned = (node for node in walk(source) if isinstance(node, PlannedGroups))
@@ -124,12 +121,6 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     def expect_read_ahead(self) -> None:
         """Yield a `DeferredBatch` for what must be collated on the trainer's thread."""
         self._read_ahead = True
-
-    def collate_in_workers(
-        self, processors: Sequence[ParallelProcessor[Any]], *, always: bool
-    ) -> None:
-        """Have workers, which have not begun, make all batches, or those of large samples only."""
-        self._workers = WorkerBatches(processors, self._collate, always=always)
 
     def keep_samples(self, keep: bool = True) -> None:
         """From now on, keep the samples of each batch that is out until `take_samples`, or none."""
@@ -242,37 +233,23 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     def _batch(self, group: SampleBlock, info: StepInfo) -> Batch | DeferredBatch:
         if (batch := whole_batch_of(group)) is not None:
             return self._complete(batch, group, info)
-        if self._seeded.draws_nothing and self._workers is None:
+        if self._seeded.draws_nothing:
             return self._collate_group(group, info)
         if self._planned is not None:  # as a worker draws for the group
             key = self._planned.batch_key(group)
         else:
             key = hash_ints(self._seed, self._rank, self._epochs.shuffle_key, self.step)
         run = partial(self._collate_group, group, info)
-        if self._workers is not None and self._read_ahead:
-            take = self._workers.order(group, key, _with_tasks(info, group))
-            if take is not None:
-                return DeferredBatch(partial(self._take, take, group, info, key), info)
-        if self._seeded.draws_nothing:
-            return run()
         if not self._read_ahead:
             # On a thread of torchdata's, the trainer may be drawing from the global generators.
             here = threading.get_ident() == self._thread
             return self._seeded.call(run, key) if here else self._seeded.call_ahead(run, key)
         if self._fresh:  # The trainer waits for this batch.
             return self._seeded.call(run, key, find_out=self._seeded.draws is not True)
-        if (draws := self._seeded.draws) is not False:  # `None`: workers made the first batches.
-            call = partial(self._seeded.call, run, key, find_out=draws is None)
-            return DeferredBatch(call, info)
+        if self._seeded.draws is not False:
+            find_out = self._seeded.draws is None
+            return DeferredBatch(partial(self._seeded.call, run, key, find_out=find_out), info)
         return self._seeded.call_ahead(run, key)
-
-    def _take(
-        self, take: Callable[[Any], Batch], group: SampleBlock, info: StepInfo, key: int
-    ) -> Batch:
-        """Return a batch that a worker makes, or this process, where that fails."""
-        here = partial(self._collated, group, info)
-        batch = take(here if self._seeded.draws_nothing else partial(self._seeded.call, here, key))
-        return self._complete(batch, group, info)
 
     def _collate_group(self, group: SampleBlock, info: StepInfo) -> Batch:
         batch = self._collated(group, info)

@@ -1,4 +1,4 @@
-"""Samples of a restored state: all is known of them but their data, which are made when needed."""
+"""Samples of a restored state, whose data is made when it is needed."""
 
 from __future__ import annotations
 
@@ -17,63 +17,67 @@ from odb_nodes.sample_block import DATA, DIGEST, FACTS, KIND, ROW, IntArray, Sam
 
 
 class LazySamples(Sequence[Any]):
-    """The data of samples, made when somebody asks for them, and compared with their records.
+    """The data of samples, made on access and compared with their records.
 
     numbers: see `Remaking`.
     """
 
     def __init__(
-        self, records: SampleBlock, again: ItemsAgain, node: str, numbers: IntArray | None = None
+        self,
+        records: SampleBlock,
+        items_again: ItemsAgain,
+        node: str,
+        numbers: IntArray | None = None,
     ) -> None:
-        self._facts, self._again, self._node = records.facts, again, node
+        self._facts = records.facts
+        self._items_again = items_again
+        self._node = node
         self._remaking = Remaking(records, node, numbers)
 
     def __len__(self) -> int:
         return len(self._facts[0])
 
     def __getitem__(self, row: Any) -> Any:
-        ((block, at),) = self.take([row])
-        return block.take([at]).data()[0]
+        ((block, index),) = self.take([row])
+        return block.take([index]).data()[0]
 
     def want(self, rows: IntArray) -> None:
-        """Have these made after those that were wanted before, and before all others."""
-        self._again.want(rows.tolist())
+        """Queue the samples of these rows: see `ItemsAgain.want`."""
+        self._items_again.want(rows.tolist())
 
     def take(self, rows: Sequence[int]) -> list[tuple[SampleBlock, int]]:
-        """Return for each row a block with its data, and its place there.
+        """Return for each row a block with its data, and the index of the sample in it.
 
         Raises:
-            StateError: a sample is not what it was when the state was saved.
+            StateError: a sample differs from its record.
         """
-        found = self._again.take(rows)
-        others: list[Sample] = []  # without columns, or with a digest that is not known yet
+        to_check: list[Sample] = []  # samples without columns, or without this digest
         places: list[tuple[SampleBlock | None, int]] = []
-        for row, (run, at) in zip(rows, found, strict=True):
+        for row, (run, index) in zip(rows, self._items_again.take(rows), strict=True):
             digest = self._facts[DIGEST, row]
-            if isinstance(run, SampleBlock) and run.facts[DIGEST, at] == digest:
-                places.append((run, at))
+            if isinstance(run, SampleBlock) and run.facts[DIGEST, index] == digest:
+                places.append((run, index))
             else:
-                places.append((None, len(others)))
-                others.append(self._remaking.checked(row, run[at]))
-        rest = SampleBlock.of(others)
-        taken = [(rest if block is None else block, at) for block, at in places]
-        for row, (block, at) in zip(rows, taken, strict=True):
-            if not np.array_equal(block.facts[:KIND, at], self._facts[:KIND, row]):
+                places.append((None, len(to_check)))
+                to_check.append(self._remaking.checked(row, run[index]))
+        checked = SampleBlock.of(to_check)
+        samples = [(checked if block is None else block, index) for block, index in places]
+        for row, (block, index) in zip(rows, samples, strict=True):
+            if not np.array_equal(block.facts[:KIND, index], self._facts[:KIND, row]):
                 raise StateError(
-                    f"{self._node} cannot go on: what the state says of a sample"
-                    f"{name_of(block[at])} is damaged. Use an earlier checkpoint."
+                    f"{self._node} cannot resume: the record of a sample{name_of(block[index])} in "
+                    "the state is damaged. Use an earlier checkpoint."
                 )
-        return taken
+        return samples
 
 
 class Restored(NamedTuple):
-    """What a restore of samples has found."""
+    """Result of restoring samples."""
 
-    samples: int = 0  # that are made again, at once or later
-    changed: Mapping[int, str] = {}  # how samples differ, by ordinal, where that is allowed
-    # whether keys are excluded, or limits lower, that the state does not know of
-    keys_changed: bool = False
-    limits_changed: bool = False
+    samples: int = 0  # samples that are made again, at once or later
+    changed: Mapping[int, str] = {}  # differences by ordinal, under `strict=False`
+    keys_changed: bool = False  # whether `exclude` has keys that the state does not
+    limits_changed: bool = False  # whether the budget has lower limits than the state
 
 
 def samples_again(
@@ -84,35 +88,35 @@ def samples_again(
     *,
     is_numbered: bool = False,
 ) -> tuple[SampleBlock, Restored]:
-    """Return the samples of records, which the source makes again: now, or when they are needed.
+    """Return samples that the source makes again from records: at once, or when they are needed.
 
     source: a node, or `NumberedItems`.
-    ordinals: those of the samples, (n,).
-    is_numbered: whether these are made again by their ordinals, in place of keys.
+    ordinals: the ordinals of the samples, (n,).
+    is_numbered: whether the source makes the samples by ordinal instead of by key.
     """
-    now = loading()
     if len(records) and is_numbered == can_restore(source):
-        lacks, reads = ("no keys", "reads items by their keys now")
+        content, change = "no keys", "reads items by their keys now"
         if not is_numbered:
-            lacks, reads = ("keys", "cannot read items by their keys any more")
+            content, change = "keys", "cannot read items by their keys any more"
         raise StateError(
-            f"{node} cannot go on from its state, which has {lacks} of its samples: the source "
-            f"{reads}. Build the graph as it was."
+            f"{node} cannot resume from its state, which has {content} of its samples: the source "
+            f"{change}. Build the graph as it was."
         )
     numbers = ordinals if is_numbered else None
     remaking = Remaking(records, node, numbers)
-    again = make_again(source, remaking.items())
-    if now.may_differ or now.makes_all or again.are_made:
-        samples = SampleBlock.of(remaking.all(again))
+    items_again = make_again(source, remaking.items())
+    options = loading()
+    if options.may_differ or options.makes_all or items_again.are_made:
+        samples = SampleBlock.of(remaking.all(items_again))
         restored = Restored(len(records), remaking.changed_samples(ordinals))
     else:
-        samples = records.with_data(LazySamples(records, again, node, numbers))
+        samples = records.with_data(LazySamples(records, items_again, node, numbers))
         restored = Restored(len(records))
     return samples.with_facts(ordinal=ordinals) if is_numbered else samples, restored
 
 
 def want(blocks: Iterable[SampleBlock]) -> None:
-    """Have the data of samples made in this order, before those of others."""
+    """Queue the data of samples that are to be made again, in this order."""
     for block in blocks:
         for number, data in block.sources.items():
             if isinstance(data, LazySamples):
@@ -120,22 +124,23 @@ def want(blocks: Iterable[SampleBlock]) -> None:
 
 
 def with_data_made(block: SampleBlock) -> SampleBlock:
-    """Return samples with their data.
+    """Return samples with their data, made now if it is lazy.
 
     Raises:
-        StateError: a sample is not what it was when the state was saved.
+        StateError: a sample differs from its record.
         SampleError, WorkerError: a sample cannot be made.
     """
-    lazy = {at: data for at, data in block.sources.items() if isinstance(data, LazySamples)}
+    lazy = {number: data for number, data in block.sources.items() if isinstance(data, LazySamples)}
     if not lazy or block.is_made:
         return block
-    facts, sources = block.facts.copy(), {**block.sources}
+    facts = block.facts.copy()
+    sources = dict(block.sources)
     for number, data in lazy.items():
         columns = np.flatnonzero(block.facts[DATA] == number)
-        found = data.take(block.facts[ROW, columns].tolist())
-        for column, (made, at) in zip(columns, found, strict=True):
-            facts[DATA:FACTS, column] = made.facts[DATA:FACTS, at]
-            held_by = int(made.facts[DATA, at])
-            sources[held_by] = made.sources[held_by]
+        samples = data.take(block.facts[ROW, columns].tolist())
+        for column, (made, index) in zip(columns, samples, strict=True):
+            facts[DATA:FACTS, column] = made.facts[DATA:FACTS, index]
+            holder = int(made.facts[DATA, index])
+            sources[holder] = made.sources[holder]
         del sources[number]
     return SampleBlock(facts, sources)

@@ -1,4 +1,4 @@
-"""Node: attaches to each processed sample what it costs."""
+"""Node: attaches its costs to each processed sample."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
 
     A `Skipped` passes through, and the `WindowBucketer` counts it.
 
-    State: the source's, and the position, for errors.
+    State: the state of the source, and the position, for errors.
 
     Args:
         source: node that yields processed samples.
@@ -59,8 +59,8 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
         """Return the next sample.
 
         Raises:
-            SampleError: it has no valid length. Raised again until the next reset, so that the
-                sample cannot pass unseen.
+            SampleError: it has no valid length. The error is raised again until the next reset, so
+                the sample is not lost.
         """
         data = next(self.source)
         item = checked_key(self.source, call_member(self.source, "item_key"))
@@ -74,23 +74,23 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
         return can_restore(self.source)
 
     def keep_items(self, first: int, distance: int) -> bool:
-        """Have the source keep items, see `ParallelProcessor.keep_items`."""
+        """Have the source keep items: see `ParallelProcessor.keep_items`."""
         return bool(call_member(self.source, "keep_items", first, distance))
 
     def make_again(self, items: Sequence[ItemKey]) -> ItemsAgain:
-        """Return samples of this epoch that are made again when they are taken."""
+        """Return samples of this epoch that are made again when `take` is called."""
         return _ObservedAgain(make_again(self.source, items), self._observed)
 
     def _observed(self, data: Any, item: ItemKey | None, where: str) -> Sample | Skipped:
         try:
             sample = observe_sample(data, self._observe)
         except Exception as error:
-            what = error if isinstance(error, SampleError) else f"`observe` raised {error!r}"
-            raise SampleError(f"{where}: {what}") from error
+            cause = error if isinstance(error, SampleError) else f"`observe` raised {error!r}"
+            raise SampleError(f"{where}: {cause}") from error
         return made_of(sample, item)  # type: ignore[no-any-return]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only if it is equal."""
+        """Return the configuration that decides the output."""
         return {"observe": self._name}
 
 
@@ -99,27 +99,24 @@ class _ObservedAgain(ItemsAgain):
 
     def __init__(
         self,
-        again: ItemsAgain,
+        items_again: ItemsAgain,
         observed: Callable[[Any, ItemKey | None, str], Sample | Skipped],
     ) -> None:
-        self._again, self._observed = again, observed
+        self._items_again = items_again
+        self._observed = observed
 
     def want(self, rows: Sequence[int]) -> None:
-        """Have these made after those that were wanted before, and before all others."""
-        self._again.want(rows)
+        self._items_again.want(rows)
 
     def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
-        """Return for each row a sequence of samples, and the place of the row's sample there."""
         samples = [
-            self._observed(run[at], self.key_of(row), f"{self.name_of(row)}, made again")
-            for row, (run, at) in zip(rows, self._again.take(rows), strict=True)
+            self._observed(items[index], self.key_of(row), f"{self.name_of(row)}, made again")
+            for row, (items, index) in zip(rows, self._items_again.take(rows), strict=True)
         ]
-        return [(samples, place) for place in range(len(rows))]
+        return [(samples, index) for index in range(len(rows))]
 
     def key_of(self, row: int) -> ItemKey | None:
-        """Return the key of the item that a sample is made of."""
-        return self._again.key_of(row)
+        return self._items_again.key_of(row)
 
     def name_of(self, row: int) -> str:
-        """Return what an error calls the item that a sample is made of."""
-        return self._again.name_of(row)
+        return self._items_again.name_of(row)

@@ -1,4 +1,4 @@
-"""Node: reads ahead on a thread, without a trace in the state."""
+"""Node: reads ahead on a thread. Its state does not depend on how far it has read."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from odb_nodes.nodes.seeded_collate import DeferredBatch
 
 T = TypeVar("T")
 
-_EXIT_S = 5.0  # for all threads to be out of their sources before the interpreter ends
+_EXIT_S = 5.0  # limit for all threads to leave their sources before the interpreter ends
 _live: weakref.WeakSet[ReadAhead[Any]] = weakref.WeakSet()
-# By weak references to what the threads read from: they hold it themselves as long as they run.
+# The relay of each thread, by weak reference: a running thread keeps its relay alive.
 _threads: weakref.WeakKeyDictionary[threading.Thread, weakref.ref[_Relay[Any]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 class ReadAhead(BaseNode[T]):
-    """Takes items from its source ahead of time, on a thread: torchdata's `Prefetcher`, plainer.
+    """Takes items from its source ahead of time, on a thread, by torchdata's `Prefetcher`.
 
-    Its state is the source's, as of the item that was last taken, so a run that read ahead may
-    resume without, and the other way round. An error of the source is raised as it is.
+    Its state is the state of the source after the item last returned, so a run with read-ahead may
+    resume without, and vice versa. An error of the source is raised unchanged.
 
-    A `DeferredBatch`, which a `GroupCollator` yields where collating draws random numbers, is
-    collated on the thread that calls `next`: the trainer's, whose generators it borrows.
+    A `DeferredBatch`, which a `GroupCollator` yields if collating draws random numbers, is collated
+    on the thread that calls `next`: the training thread, whose generators it uses.
 
-    The thread begins with the first `next` after a reset: an iterator that is only asked for its
-    state reads nothing, and meets no other rank.
+    The thread starts with the first `next` after a reset: an iterator of which only the state is
+    taken reads nothing, and exchanges nothing with other ranks.
     """
 
     def __init__(self, source: BaseNode[T], depth: int) -> None:
@@ -49,23 +49,25 @@ class ReadAhead(BaseNode[T]):
         self._depth = depth
         self._prefetcher = Prefetcher(_Relay(source), depth)
         self._reads = False
-        self._deferred: DeferredBatch | None = None  # taken, and not collated yet
+        self._deferred: DeferredBatch | None = None  # taken from the source, not collated yet
         self._owner = Owner()
         _live.add(self)
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin the next epoch, or go to where `initial_state`, the source's, stands."""
+        """Begin the next epoch, or go to the position of `initial_state`, a state of the source."""
         super().reset(initial_state)
         self._deferred = None
         source = self._relay.source
-        self._prefetcher, self._reads = Prefetcher(_Relay(source), self._depth), False
+        self._prefetcher = Prefetcher(_Relay(source), self._depth)
+        self._reads = False
         source.reset(initial_state)
 
     def next(self) -> T:
         """Return the next item."""
         if not self._reads:
             self._prefetcher.reset(None)
-            self._reads, self._owner = True, Owner()
+            self._reads = True
+            self._owner = Owner()
             _threads[thread_of(self._prefetcher)] = weakref.ref(self._relay)
         self._owner.check("the read-ahead thread")
         item: Any = self._deferred
@@ -75,15 +77,14 @@ class ReadAhead(BaseNode[T]):
             self._deferred = item  # Should it raise, the next call collates it again.
             item = item.collate()
             self._deferred = None
-        taken: T = item
-        return taken
+        return item  # type: ignore[no-any-return]
 
     def get_state(self) -> dict[str, Any]:
-        """Return the source's state after the last item that was taken."""
-        state: dict[str, Any] = copy_state(self._snapshot_of_own())
+        """Return the state of the source after the last item returned."""
+        state: dict[str, Any] = copy_state(self._own_snapshot())
         return state
 
-    def _snapshot_of_own(self) -> dict[str, Any]:
+    def _own_snapshot(self) -> dict[str, Any]:
         if self._deferred is not None:
             raise StateError(
                 "there is no state after `collate_fn` failed: its group would be lost. Load the "
@@ -101,14 +102,15 @@ class ReadAhead(BaseNode[T]):
 
 
 class _Relay(BaseNode[T]):
-    """Keeps the error of its source, which torchdata's threads hand on as text, and its end."""
+    """Keeps the error of its source, which torchdata's threads pass on as text, and its end."""
 
     def __init__(self, source: BaseNode[T]) -> None:
         super().__init__()
         self.source = source
         self._error: BaseException | None = None
         self._has_ended = False
-        self._given = self._taken = 0  # items, by its own thread and by the reader's
+        self._read = 0  # items read by the read-ahead thread
+        self._taken = 0  # items taken by the caller's thread
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         super().reset(initial_state)  # The source has been reset before.
@@ -121,27 +123,28 @@ class _Relay(BaseNode[T]):
             raise
         except BaseException as error:
             self._error = error
-            # torchdata's thread would die of a SystemExit, and leave its reader waiting for ever.
+            # A SystemExit would end torchdata's thread, and its reader would wait for ever.
             raise RuntimeError(f"the source raised {error!r}.") from error
-        self._given += 1
+        self._read += 1
         return item
 
     def take(self, prefetcher: Prefetcher[T]) -> T:
-        """Return the next item that a prefetcher has taken from here, on the reader's thread."""
+        """Return the next item of a prefetcher over this relay, on the caller's thread."""
         try:
             item: T = next(prefetcher)
         except StopIteration:
-            if self._has_ended and self._taken == self._given:
+            if self._has_ended and self._taken == self._read:
                 raise
-            # To torchdata's prefetcher, a thread that was stopped has ended its data.
+            # torchdata's prefetcher also ends when its thread was stopped.
             raise WorkerError(
                 "the read-ahead thread was stopped before the end of the epoch, since the graph is "
                 "reset or closed."
             ) from None
         except Exception:
-            if (error := self._error) is not None:
-                raise error from error.__cause__  # and not from its copy in another message
-            raise
+            error = self._error
+            if error is None:
+                raise
+            raise error from error.__cause__  # not from torchdata's copy of its text
         self._taken += 1
         return item
 
@@ -151,14 +154,15 @@ class _Relay(BaseNode[T]):
 
 @atexit.register
 def _stop_all() -> None:
-    """Get all threads out of torch: one that is inside at the very end aborts the process."""
+    """Stop all threads: a thread inside torch when the interpreter ends aborts the process."""
     deadline = time.monotonic() + _EXIT_S
     for node in list(_live):
         if node._reads and node._owner.is_here:
             with suppress(Exception):
                 stop_threads(node, max(0.0, deadline - time.monotonic()))
-    for thread, reads in list(_threads.items()):  # of nodes that are gone: nobody waits for those
-        if thread.is_alive() and (relay := reads()) is not None:
+    for thread, reference in list(_threads.items()):  # including threads of deleted nodes
+        relay = reference()
+        if thread.is_alive() and relay is not None:
             with suppress(Exception):
                 stop_threads(relay, max(0.0, deadline - time.monotonic()))
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""What a state holds of samples: records, from which a restore makes them again, or themselves."""
+"""Samples in states: as records, from which a restore makes them again, or encoded."""
 
 from __future__ import annotations
 
@@ -42,42 +42,52 @@ logger = logging.getLogger("odb_nodes")
 RecordsState = tuple[
     bytes | None, bytes | None, list[tuple[Any, ...]], bytes | None, dict[str, bytes]
 ]
-"""The records of samples, which say all of them but their data: tokens and digest of each, the low
-and the high half of 8 bytes; keys of items, `None` where no item has one; each `SampleKind`; the
-number of its kind for each sample, where there are several; and columns by name, in the fewest
-bytes, where samples have other values than most: repeats (0), targets (one less than tokens),
-patches (0), and keys (those of the items). 16 bytes a sample, 8 where items have no keys; 2 more in
-a mixture, and 1, 2, 4 or 8 for each such column."""
+"""The records of samples: all of their facts, but not their data. A tuple of
+
+- the tokens and digest of each sample, in the low and the high half of 8 bytes;
+- the keys of items, `None` where no item has a key;
+- the distinct `SampleKind`s;
+- the number of its kind for each sample, if there are several kinds;
+- columns by name, in the fewest bytes, where a sample differs from the usual value: repeats (0),
+  targets (one less than tokens), patches (0), and keys (the keys of the items).
+
+16 bytes a sample, 8 where items have no keys; 2 more in a mixture, and 1, 2, 4 or 8 for each of
+these columns."""
 
 NO_RECORDS: RecordsState = (None, None, [], None, {})
 
 
 class Remaking:
-    """Samples that a node makes again from their records, and compares with them.
+    """Checks samples that a node makes again against their records.
 
-    numbers: their numbers in the epoch, (n,), where they are made again by these.
+    numbers: their numbers in the epoch, (n,), if the node makes them again by number.
     """
 
     def __init__(self, records: SampleBlock, node: str, numbers: IntArray | None = None) -> None:
-        self._facts, self._kinds, self._node = records.facts, records.kinds, node
+        self._facts = records.facts
+        self._kinds = records.kinds
+        self._node = node
         self._numbers = None if numbers is None else numbers.tolist()
-        self._changed: dict[int, str] = {}  # by row, where that is allowed
+        self._changes: dict[int, str] = {}  # by row, under `strict=False`
 
     def changed_samples(self, ordinals: IntArray) -> dict[int, str]:
-        """Return how samples, whose ordinals these are, differ from their records."""
-        return {int(ordinals[row]): change for row, change in self._changed.items()}
+        """Return the differences from the records, by ordinal of the sample."""
+        return {int(ordinals[row]): change for row, change in self._changes.items()}
 
-    def all(self, again: ItemsAgain) -> list[Sample]:
-        """Return all samples, neighbours together."""
+    def all(self, items_again: ItemsAgain) -> list[Sample]:
+        """Make all samples, with neighbouring keys together; return them in the records' order."""
         order = np.lexsort(self._facts[[ITEM, KIND]]).tolist()
         if order:
             logger.info("making %d samples again to restore a state", len(order))
-        made = Bar(each_of(again, order), "samples made again to restore a state", len(order))
-        samples = {row: self.checked(row, one) for row, one in zip(order, made, strict=True)}
+        items = each_of(items_again, order)
+        with_bar = Bar(items, "samples made again to restore a state", len(order))
+        samples = {
+            row: self.checked(row, sample) for row, sample in zip(order, with_bar, strict=True)
+        }
         return [samples[row] for row in range(len(order))]
 
     def items(self) -> list[ItemKey]:
-        """Return the key of each item; its number in the epoch, where it is made again by that."""
+        """Return the key of each item, or its number in the epoch where samples are numbered."""
         if self._numbers is not None:
             return [ItemKey("", number, 1) for number in self._numbers]
         rows = zip(self._kinds, *self._facts[[ITEM, REPEAT]].tolist(), strict=True)
@@ -86,52 +96,51 @@ class Remaking:
             for kind, key, repeat in rows
         ]
 
-    def checked(self, index: int, sample: Sample | Skipped) -> Sample:
-        """Return a sample, once it is known to be what it was."""
-        tokens, digest = self._facts[[TOKENS, DIGEST], index].tolist()
-        numbers, name = self._numbers, "a sample"
-        if numbers is not None:
-            name = f"sample {numbers[index]} of the epoch"
+    def checked(self, row: int, sample: Sample | Skipped) -> Sample:
+        """Return a sample that was made again, compared with its record."""
+        tokens, digest = self._facts[[TOKENS, DIGEST], row].tolist()
+        name = "a sample"
+        if self._numbers is not None:
+            name = f"sample {self._numbers[row]} of the epoch"
+        name += name_of(sample)
         if isinstance(sample, Skipped):
             raise StateError(
-                f"{self._node} cannot go on from its state: {name}{name_of(sample)} was good when "
-                f"saved, but is skipped now {sample.why} Mend the data, or use an earlier "
-                "checkpoint."
+                f"{self._node} cannot resume from its state: {name} was good when saved, but is "
+                f"skipped now {sample.why} Repair the data, or use an earlier checkpoint."
             )
         if digest == digest_of(sample):
             return sample
-        what = "has other content"
+        difference = f"{name} has other content now"
         if tokens != sample.tokens:
-            what = f"had {tokens} tokens when saved, but has {sample.tokens}"
-        found = f"{name}{name_of(sample)} {what} now"
+            difference = f"{name} had {tokens} tokens when saved, but has {sample.tokens} now"
         order = "The order of the source is not seeded (seed it: no state helps against that), "
         causes = (
-            f"{'Either ' if numbers is None else order}processing is not deterministic "
-            "(`ParallelProcessor(seed=...)` seeds the global generators and held ones, but none "
-            "that a cache, a Python generator or a call makes; for those there is "
-            '`state="payload"`), or the data changed.'
+            f"{'Either ' if self._numbers is None else order}processing is not deterministic "
+            "(`ParallelProcessor(seed=...)` seeds the global generators and held ones, but not "
+            'generators that a cache, a Python generator or a call makes: use `state="payload"` '
+            "for them), or the data changed."
         )
         change = (
-            f"{self._node} cannot go on from its state: {found}. {causes} If the change is meant, "
-            "load with `strict=False`; within a round of steps, which is planned by its samples, "
-            "that does not help, but a state that was saved after the last step of an epoch does."
+            f"{self._node} cannot resume from its state: {difference}. {causes} If the change is "
+            "meant, load with `strict=False`; within a round of steps, which was planned for these "
+            "samples, load a state that was saved after the last step of an epoch instead."
         )
         if not loading().may_differ:
             raise StateError(change)
-        if not self._changed:
-            warn_user(f"{found}. {causes} Further ones are not named.")
-        self._changed[index] = change
+        if not self._changes:
+            warn_user(f"{difference}. {causes} Further changed samples are not named.")
+        self._changes[row] = change
         return sample
 
 
 def to_records(block: SampleBlock, *, is_numbered: bool = False) -> RecordsState:
-    """Return the records of samples, whose digests are known, as plain data.
+    """Return the records of samples that have digests, as plain data.
 
     is_numbered: whether samples need no keys.
     """
     facts = block.facts
-    values = {*facts[KIND].tolist()}, unusual(facts), is_numbered
-    return records_of(costs_of(facts), facts.__getitem__, *values)
+    codes = {*facts[KIND].tolist()}
+    return records_of(costs_of(facts), facts.__getitem__, codes, unusual(facts), is_numbered)
 
 
 def costs_of(facts: IntArray) -> IntArray:
@@ -141,7 +150,7 @@ def costs_of(facts: IntArray) -> IntArray:
 
 
 def unusual(facts: IntArray) -> set[int]:
-    """Return the rows of facts in which some samples have another value than most samples do."""
+    """Return the rows of facts in which a sample differs from the usual value."""
     usual = _usual(facts)
     rows = {row for name, row in _COLUMNS.items() if (facts[row] != usual[name]).any()}
     if (facts[ITEM] == NONE).any():
@@ -156,11 +165,14 @@ def records_of(
     unusual: Collection[int],
     is_numbered: bool = False,
 ) -> RecordsState:
-    """Return the records of samples, which reads only the columns that it needs.
+    """Return the records of samples, reading only the columns that are needed.
 
-    costs: what `costs_of` has returned; column: row of the facts -> its values, (n,); codes: those
-    of all kinds, and unusual: the rows with unusual values, of these samples and maybe others;
-    is_numbered: whether samples need no keys.
+    Args:
+        costs: the result of `costs_of`.
+        column: row of the facts -> its values, (n,).
+        codes: all codes of kinds that the samples may have.
+        unusual: all rows of facts that may have unusual values.
+        is_numbered: whether samples need no keys.
     """
     if not len(costs):  # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
         return NO_RECORDS
@@ -170,8 +182,8 @@ def records_of(
         lacks_key = items == NONE
         if lacks_key.any() and not is_numbered:
             raise SampleError(
-                "the source can read items by their keys, but `item_key()` returned None for one "
-                "that it yielded. Return its `ItemKey`, or define no `read`."
+                "the source can read items by their keys, but `item_key()` returned None for an "
+                "item that it yielded. Return its `ItemKey`, or define no `read`."
             )
         if lacks_key.all():
             keys = None
@@ -179,35 +191,39 @@ def records_of(
     if len(codes) > 1:
         kinds = column(KIND)
         codes = np.flatnonzero(np.bincount(kinds)).tolist()
-        known = [(*kind,) for kind in kinds_of(codes)]
-        if len(distinct := sorted({*known}, key=repr)) > 1:
+        kind_of_code = [tuple(kind) for kind in kinds_of(codes)]
+        distinct = sorted({*kind_of_code}, key=repr)
+        if len(distinct) > 1:
             number_of = np.zeros(max(codes) + 1, np.intp)
-            number_of[codes] = [*map(distinct.index, known)]
+            number_of[codes] = [*map(distinct.index, kind_of_code)]
             numbers = _narrow(number_of[kinds])
     else:
-        distinct = [(*kind,) for kind in kinds_of(codes)]
+        distinct = [tuple(kind) for kind in kinds_of(codes)]
     usual = _usual({row: column(row) for row in (TOKENS, ITEM)}) if unusual else {}
     columns = {}
     for name, row in _COLUMNS.items():
-        if row in unusual and ((values := column(row)) != usual[name]).any():
-            columns[name] = _narrow(values)
+        if row in unusual:
+            values = column(row)
+            if (values != usual[name]).any():
+                columns[name] = _narrow(values)
     return costs.tobytes(), keys, distinct, numbers, columns
 
 
 def from_records(state: RecordsState | None, *, is_numbered: bool = False) -> SampleBlock:
-    """Return what is known of the samples of records, without data.
+    """Return a block of the facts in records, without data.
 
     is_numbered: whether samples need no keys.
     """
     try:
-        costs_of, keys_of, kinds_state, numbers_of, columns = state or NO_RECORDS
-        costs = np.frombuffer(costs_of or b"", "<u8")
+        costs_bytes, key_bytes, kinds_state, number_bytes, columns = state or NO_RECORDS
+        costs = np.frombuffer(costs_bytes or b"", "<u8")
         n = len(costs)
         facts = np.full((FACTS, n), NONE, np.int64)
-        facts[TOKENS], facts[DIGEST] = costs & np.uint64(2**32 - 1), costs >> np.uint64(32)
-        if keys_of is not None:
-            facts[ITEM] = np.frombuffer(keys_of, "<i8")
-        numbers = _widened(numbers_of or bytes(n), n)
+        facts[TOKENS] = costs & np.uint64(2**32 - 1)
+        facts[DIGEST] = costs >> np.uint64(32)
+        if key_bytes is not None:
+            facts[ITEM] = np.frombuffer(key_bytes, "<i8")
+        numbers = _widened(number_bytes or bytes(n), n)
         kinds = [_kind_of(kind) for kind in kinds_state]
         facts[KIND] = np.array([*map(code_of, kinds)] or [0])[numbers]
         usual = _usual(facts)
@@ -215,9 +231,9 @@ def from_records(state: RecordsState | None, *, is_numbered: bool = False) -> Sa
             facts[row] = _widened(columns[name], n) if name in columns else usual[name]
         lacks_key = facts[ITEM] < (NONE if is_numbered else 0)
         if (facts[[TOKENS, TARGETS, PATCHES, REPEAT]] < 0).any() or lacks_key.any():
-            raise ValueError("what is known of samples is not valid.")
+            raise ValueError("the records of samples are not valid.")
         if {*columns} - {*_COLUMNS} or (n and not kinds):
-            raise ValueError("it lacks what is known of samples.")
+            raise ValueError("the records of samples are incomplete.")
     except (ValueError, TypeError, IndexError) as error:
         raise StateError(f"a state is damaged: {error} Use an earlier checkpoint.") from error
     return SampleBlock(facts, {})
@@ -227,21 +243,21 @@ _COLUMNS = {"repeats": REPEAT, "targets": TARGETS, "patches": PATCHES, "keys": K
 
 
 def _usual(facts: IntArray | Mapping[int, IntArray]) -> dict[str, Any]:
-    """Return what most samples have in the columns of records."""
+    """Return the usual value of each column of `RecordsState`."""
     return {"repeats": 0, "targets": facts[TOKENS] - 1, "patches": 0, "keys": facts[ITEM]}
 
 
 def _narrow(column: IntArray) -> bytes:
-    """Return integers of samples in the fewest bytes."""
+    """Return integers in the fewest bytes."""
     width = 8 if column.min() < 0 else np.min_scalar_type(column.max()).itemsize
     return column.astype(f"<u{width}").tobytes()
 
 
 def _widened(column: bytes, count: int) -> IntArray:
-    """Return the integers of so many samples that `_narrow` has written."""
+    """Return the `count` integers that `_narrow` has written."""
     width = len(column) // count if count else 1
     if width not in (1, 2, 4, 8) or len(column) != width * count:
-        raise ValueError("samples and what is known of them are not of one number.")
+        raise ValueError("the columns of records differ in length.")
     return np.frombuffer(column, f"<u{width}").astype(np.int64)
 
 
@@ -249,7 +265,7 @@ _NAME = (str, NoneType)  # `None` where items have no keys
 
 
 def _kind_of(state: Sequence[Any]) -> SampleKind:
-    """Return a kind of samples that a state names."""
+    """Return the kind that a state holds as a tuple."""
     kind = SampleKind(*state)
     item_source = type(kind.item_source)
     if [*map(type, kind)] != [str, str, str, item_source, int, int] or item_source not in _NAME:
@@ -258,16 +274,20 @@ def _kind_of(state: Sequence[Any]) -> SampleKind:
 
 
 def among(records: SampleBlock, world_size: int) -> SampleBlock:
-    """Return the same records, of items whose numbers so many ranks share."""
-    facts, codes = records.facts.copy(), records.facts[KIND].tolist()
-    known = dict(zip(found := [*{*codes}], kinds_of(found), strict=True))
-    new = {at: code_of(kind._replace(world_size=world_size)) for at, kind in known.items()}
-    facts[KIND] = [new[code] for code in codes]
+    """Return the records with another number of ranks that share the keys."""
+    facts = records.facts.copy()
+    codes = [*{*facts[KIND].tolist()}]
+    kinds = kinds_of(codes)
+    new_code = {
+        code: code_of(kind._replace(world_size=world_size))
+        for code, kind in zip(codes, kinds, strict=True)
+    }
+    facts[KIND] = [new_code[code] for code in facts[KIND].tolist()]
     return SampleBlock(facts, {})
 
 
 def with_digests(block: SampleBlock) -> SampleBlock:
-    """Return a block whose digests are known."""
+    """Return a block in which each sample has a digest."""
     lacking = np.flatnonzero(block.facts[DIGEST] == NONE)
     if not len(lacking):
         return block
@@ -280,19 +300,19 @@ _SCALARS = (int, str, float, bool, type(None))
 
 
 def encode_sample(sample: Sample) -> bytes:
-    """Return a sample as bytes that `decode_sample` can read, and no code can hide in."""
+    """Return a sample as bytes for `decode_sample`, which contain no code."""
     item: Any = sample.item and tuple(map(_interned, sample.item))
     _, *costs = sample._replace(item=item)
     return to_bytes((_encode(data_of(sample)), *map(_interned, costs)))
 
 
 def decode_sample(encoded: bytes) -> Sample:
-    """Return the sample that `encode_sample` was given."""
+    """Return the sample that `encode_sample` has encoded."""
     try:
         data, *costs = from_bytes(encoded)
         sample = Sample(_decode(data), *costs)
         return sample if sample.item is None else sample._replace(item=ItemKey(*sample.item))
-    except Exception as error:  # of any kind: torch reads whatever the bytes say
+    except Exception as error:  # of any kind: torch reads arbitrary bytes here
         raise StateError(
             f"a saved sample of {len(encoded)} bytes is damaged ({type(error).__name__}). Use an "
             "earlier checkpoint."
@@ -300,7 +320,7 @@ def decode_sample(encoded: bytes) -> Sample:
 
 
 def _interned(value: Any) -> Any:
-    # Pickle repeats an equal string that is another object: the bytes would not be the same.
+    # Pickle writes an equal string again if it is another object, which would change the bytes.
     return sys.intern(value) if type(value) is str else value
 
 
@@ -309,7 +329,7 @@ def _encode(value: Any) -> Any:
     if kind in _SCALARS:
         return ("is", _interned(value))
     if kind in (torch.Tensor, torch.nn.Parameter):  # `torch.load` refuses other subclasses
-        return ("tensor", value.detach().clone())  # and not the storage that it is a view of
+        return ("tensor", value.detach().clone())  # without the rest of its storage
     if kind is bytes:
         return ("bytes", _to_tensor(value))
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":

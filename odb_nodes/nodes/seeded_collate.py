@@ -1,4 +1,4 @@
-"""Runs a collate function that may draw random numbers, under numbers of its own."""
+"""Runs a collate function that may draw random numbers, with seeded generators."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from odb_nodes.collate.protocol import Collate, collate_group, owned
 from odb_nodes.errors import WorkerError
 from odb_nodes.step_info import StepInfo
 
-_LIMIT_S = 600.0  # that a thread which processes samples waits for a batch
+_LIMIT_S = 600.0  # limit of a thread's wait for another thread that collates
 
 Run = Callable[[], MutableMapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class DeferredBatch:
-    """A group that a read-ahead thread leaves to the trainer's thread to collate."""
+    """A group that the training thread collates, not the read-ahead thread."""
 
     collate: Run  # returns the batch; may be called again if it raises
     info: StepInfo
 
 
 class SeededCollate:
-    """Gives the calls of a collate function random numbers of their own.
+    """Seeds the generators of a collate function for each call.
 
-    The global generators of Python, numpy and torch (CPU) are seeded before a call, and put back
-    after it; so nothing else may draw from them meanwhile. So are generators that the function
-    keeps, as an attribute or in what it encloses: they may be somebody else's as well.
+    The global generators of Python, numpy and torch (CPU) are seeded before a call and restored
+    after it; no other code may draw from them meanwhile. Generators that the function holds, as an
+    attribute or in its closure, are seeded and restored, too: other code may use them as well.
     """
 
     def __init__(self, collate: Any) -> None:
@@ -40,15 +40,15 @@ class SeededCollate:
         declared = declares_draws(collate)
         self.draws_nothing = declared is False  # whether the function is known never to draw
         self.draws = declared
-        """Whether the function draws from the global generators; `None` until that is known."""
-        # A batch may be collated ahead while parts of one that is out are, on the trainer's thread.
-        self._one_at_a_time = threading.Lock()
+        """Whether the function draws from the global generators; `None` if not yet known."""
+        # The training thread may collate parts of a batch while the next batch is collated ahead.
+        self._lock = threading.Lock()
 
     def call(self, run: Run, key: int, *, find_out: bool = False) -> MutableMapping[str, Any]:
-        """Return what `run`, which calls the function, returns under the seed `key`.
+        """Return the result of `run`, which calls the function, under the seed `key`.
 
-        It is called twice where the function makes a generator in its first call, so the samples
-        are its own to change. `find_out`: whether to find out if the function draws.
+        `run` is called twice if the function makes a generator in its first call, so it must pass
+        copies of the samples. `find_out`: whether to find out if the function draws.
         """
         with own_rngs(_LIMIT_S):
             seed_rngs(key)
@@ -61,39 +61,39 @@ class SeededCollate:
     def call_ahead(
         self, run: Run, key: int, seed: Seed = lambda _: None
     ) -> MutableMapping[str, Any]:
-        """Return what `run` returns, with the function's generators seeded, others by `seed`."""
-        with self._turn(), self.held.preserved():
+        """Return the result of `run`, with held generators seeded; `seed` seeds the others."""
+        with self._locked(), self.held.preserved():
             return self.held.call(run, key=key, seed=seed)
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Have the function's own generators alone among the threads of this library."""
-        if not self._one_at_a_time.acquire(timeout=_LIMIT_S):
+    def _locked(self) -> Iterator[None]:
+        """Let one thread of this library use the held generators."""
+        if not self._lock.acquire(timeout=_LIMIT_S):
             raise WorkerError(
                 f"`collate_fn` has not returned within {_LIMIT_S:g} s on another thread: it hangs."
             )
         try:
             yield
         finally:
-            self._one_at_a_time.release()
+            self._lock.release()
 
 
 class WorkerCollate:
-    """Makes batches in a worker, under random numbers that a key decides."""
+    """Makes batches in a worker, with generators seeded by a key."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
         self._draws_nothing = declares_draws(collate) is False
-        self._seeded: SeededCollate | None = None  # has a lock, which no process sends
+        self._seeded: SeededCollate | None = None  # created in the worker: a lock is not picklable
 
     def __call__(
         self, samples: Sequence[Any], key: int, info: StepInfo | None = None
     ) -> MutableMapping[str, Any]:
-        """Return the batch of samples, which stay as they are."""
+        """Return the batch of samples. Collating does not change them."""
 
         def run() -> MutableMapping[str, Any]:
-            own = [*map(owned, samples)]
-            return collate_group(self._collate, own, info)  # type: ignore[arg-type]
+            copies = [*map(owned, samples)]
+            return collate_group(self._collate, copies, info)  # type: ignore[arg-type]
 
         if self._draws_nothing:
             return run()

@@ -1,4 +1,4 @@
-"""The batch of a group, made by the worker that has processed its samples."""
+"""The batch of a group, made by the worker that processed its samples."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Batch = MutableMapping[str, Any]
 
 
 class WholeBatch(Sequence[Any]):
-    """Holds the data of a group's samples as the batch that they make.
+    """Holds the data of a group's samples as their batch.
 
-    Whoever loads the data of a sample has all of them made again: a group that is split, or whose
-    batch is out already, as that of a filler.
+    Loading the data of a sample makes all samples again. This happens if a group is split, or if
+    its batch was taken before, as for a filler.
     """
 
     def __init__(self, batch: Batch, samples: int) -> None:
@@ -52,19 +52,22 @@ class WholeBatch(Sequence[Any]):
         if self._data is None:
             assert self._records is not None and self._node is not None
             samples = self._records.without_data()
-            again = make_again(self._node, [one.item for one in samples if one.item is not None])
-            lazy = LazySamples(self._records, again, type(self._node).__name__)
+            items = [sample.item for sample in samples if sample.item is not None]
+            items_again = make_again(self._node, items)
+            lazy = LazySamples(self._records, items_again, type(self._node).__name__)
             made = lazy.take(range(self._count))
-            self._data = [block.take([at]).data()[0] for block, at in made]
+            self._data = [block.take([index]).data()[0] for block, index in made]
         return self._data
 
     def made_again_by(self, node: BaseNode[Any], records: SampleBlock) -> None:
-        """Have a node make the samples again, should somebody ask for their data."""
-        self._node, self._records = node, SampleBlock(records.facts, {})
+        """Set the node that makes the samples again when their data is loaded."""
+        self._node = node
+        self._records = SampleBlock(records.facts, {})
 
     def take_batch(self) -> Batch | None:
-        """Return the batch, once; `None` where it is out."""
-        batch, self._batch = self._batch, None
+        """Return the batch at the first call, and `None` afterwards."""
+        batch = self._batch
+        self._batch = None
         return batch
 
 
@@ -82,7 +85,7 @@ class RemadeData(StoredData):
 
 
 def whole_batch_of(group: SampleBlock) -> Batch | None:
-    """Return the batch that a worker has made of exactly these samples; `None` without it."""
+    """Return the batch that a worker has made of exactly these samples, or `None`."""
     if len(group.sources) != 1:
         return None
     (holder,) = group.sources.values()
@@ -94,18 +97,18 @@ def whole_batch_of(group: SampleBlock) -> Batch | None:
 
 @dataclass(frozen=True)
 class MadeGroup:
-    """What the samples of a planned group have come to."""
+    """The processed samples of a planned group."""
 
-    group: SampleBlock  # those that the budget holds
-    later: SampleBlock  # the others, without data, which come later
+    group: SampleBlock  # samples that fit into the budget
+    later: SampleBlock  # samples that do not, without data: they come later
     skipped: Sequence[Skipped] = ()
-    failure: str = ""  # what collating raised here: the trainer's process tries again
+    failure: str = ""  # error of collating here: the trainer's process tries again
 
 
 class GroupMaker:
-    """Makes the batch of the samples of a planned group, as far as the budget holds them.
+    """Makes the batch of a planned group, from the samples that fit into the budget.
 
-    collate: makes the batch. `None`: the samples go to the trainer's process.
+    collate: makes the batch. `None`: the samples are sent to the trainer's process.
     """
 
     def __init__(self, collate: Collate | None) -> None:
@@ -113,66 +116,67 @@ class GroupMaker:
         self.collates = collate is not None
 
     def __call__(self, results: Sequence[Any], key: int, budget: TokenBudget) -> MadeGroup:
-        """Return what the results of processing come to.
+        """Return the group of processed samples.
 
         Args:
-            results: `Sample`, or `Skipped`, of each item of the group.
-            key: what the random numbers of the batches of an epoch are drawn from.
-            budget: what the batch may cost, by the lengths that are observed now.
+            results: a `Sample` or `Skipped` for each item of the group.
+            key: seed of the batches of the epoch.
+            budget: the budget of the batch, applied to the observed lengths.
         """
-        samples = [one for one in results if isinstance(one, Sample)]
-        skipped = [one for one in results if not isinstance(one, Sample)]
+        samples = [result for result in results if isinstance(result, Sample)]
+        skipped = [result for result in results if not isinstance(result, Sample)]
         if not samples:
             return MadeGroup(NO_SAMPLES, NO_SAMPLES, skipped)
         fits = fitting(samples, budget)
-        kept = [sample for sample, is_in in zip(samples, fits, strict=True) if is_in]
-        others = [sample for sample, is_in in zip(samples, fits, strict=True) if not is_in]
-        later = SampleBlock.of(others).without_data()
-        group, data = SampleBlock.of(kept), [sample.data for sample in kept]
-        held: Any = None
+        kept = [sample for sample, does_fit in zip(samples, fits, strict=True) if does_fit]
+        too_long = [sample for sample, does_fit in zip(samples, fits, strict=True) if not does_fit]
+        later = SampleBlock.of(too_long).without_data()
+        group = SampleBlock.of(kept)
+        data = [sample.data for sample in kept]
+        holder: Any = None
         failure = ""
         if self._collate is not None:
             try:
-                held = WholeBatch(self._collate(data, batch_key(key, group)), len(kept))
+                holder = WholeBatch(self._collate(data, batch_key(key, group)), len(kept))
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
-        if held is None:
-            held = DataColumns.of(data)
-        return MadeGroup(SampleBlock(group.facts, {}).with_data(held), later, skipped, failure)
+        if holder is None:
+            holder = DataColumns.of(data)
+        return MadeGroup(SampleBlock(group.facts, {}).with_data(holder), later, skipped, failure)
 
 
 def batch_key(key: int, group: SampleBlock) -> int:
-    """Return what the random numbers of a group's batch are drawn from: its first sample."""
+    """Return the seed of a group's batch: a hash of its first sample and its size."""
     return hash_ints(key, int(group.facts[ITEM, 0]), len(group))
 
 
 def fitting(samples: Sequence[Sample], budget: TokenBudget) -> list[bool]:
-    """Tell which samples of a group its budget holds: all but the longest, and one at least.
+    """Return which samples of a group fit into its budget: the shortest, and at least 1.
 
-    So one sample that is much longer than was told does not keep the others back.
+    A sample that is much longer than planned moves alone, and the rest of its group stays.
     """
-    tokens = [sample.tokens for sample in samples]
-    if _fit(samples, tokens, budget):
+    if _fit(samples, budget):
         return [True] * len(samples)
-    order = sorted(range(len(samples)), key=tokens.__getitem__)
+    order = sorted(range(len(samples)), key=lambda index: samples[index].tokens)
 
     def is_too_much(count: int) -> bool:
-        chosen = order[:count]
-        return not _fit([samples[at] for at in chosen], [tokens[at] for at in chosen], budget)
+        return not _fit([samples[index] for index in order[:count]], budget)
 
     count = max(1, bisect_left(range(1, len(samples)), True, key=is_too_much))
     if budget.layout == "padded" and budget.shapes is None:
         count = int(allowed_rows(np.array([count]), budget.row_sizes)[0])
     kept = {*order[:count]}
-    return [at in kept for at in range(len(samples))]
+    return [index in kept for index in range(len(samples))]
 
 
-def _fit(samples: Sequence[Sample], tokens: list[int], budget: TokenBudget) -> bool:
-    if budget.max_samples is not None and len(tokens) > budget.max_samples:
+def _fit(samples: Sequence[Sample], budget: TokenBudget) -> bool:
+    tokens = [sample.tokens for sample in samples]
+    patches = sum(sample.patches for sample in samples)
+    if budget.max_samples is not None and len(samples) > budget.max_samples:
         return False
-    if budget.max_patches is not None and sum(one.patches for one in samples) > budget.max_patches:
+    if budget.max_patches is not None and patches > budget.max_patches:
         return False
     if budget.shapes is not None and budget.layout == "padded":
-        if len(tokens) > budget.shape(tokens)[0]:  # A shape costs the same, whatever is in it.
+        if len(samples) > budget.shape(tokens)[0]:  # All batches of a shape cost the same.
             return False
     return budget.cost(tokens) <= budget.tokens

@@ -1,4 +1,4 @@
-"""The window that suits the lengths of the samples: as many as fill 32 groups."""
+"""The window that suits the lengths of the samples: so many samples that they fill 32 groups."""
 
 from __future__ import annotations
 
@@ -15,37 +15,35 @@ from odb_nodes.planning.budget import TokenBudget
 
 AUTO: Literal["auto"] = "auto"
 WindowSize = int | Literal["auto"]
-"""Samples that wait in a pool; or `"auto"`, as many as suit their lengths."""
+"""Samples that wait in a pool; `"auto"`: a number that suits their lengths."""
 
 LEAST_WINDOW, MOST_WINDOW = 128, 4096
-"""Samples: the limits of `"auto"`. A first epoch begins with the fewer, so that its first batch is
-early."""
+"""Samples: the limits of `"auto"`. A first epoch begins with the least, for an early batch."""
 POOLED_BUDGETS = 32
-"""Groups that a pool holds, without padding: with more of them, little padding is saved."""
+"""Groups that a pool holds, without padding: more of them save little padding."""
 SHORT_EPOCH_WINDOWS = 4
 """An epoch of no more windows is short: its first round is too large a part of it for a pool of
 `LEAST_WINDOW`."""
 WindowStart = Literal["auto", "early", "full"]
 """Whether the first group of an epoch waits for the whole window."""
 EARLY_EPOCH_WINDOWS = 32
-"""With `"auto"`, only epochs of so many windows or more start early: below, padding costs more
-than 0.002 of the efficiency."""
+"""With `"auto"`, only epochs of so many windows or more start early: in shorter ones, padding costs
+more than 0.002 of the efficiency."""
 _PARTS = 2**20  # of a budget, so that ranks tell each other integers
 
 
 class PulledLengths(NamedTuple):
-    """What the samples that were pulled cost."""
+    """Number and costs of the samples that were pulled."""
 
     samples: int = 0
-    # tokens without padding, and what attention adds; a sample that exceeds the budget on its own
-    # counts as one budget
+    # tokens without padding, and attention; an oversize sample counts as one budget
     cost: int = 0
     patches: int = 0
 
     def and_of(
         self, budget: TokenBudget, tokens: npt.ArrayLike, patches: npt.ArrayLike
     ) -> PulledLengths:
-        """Return this and what further samples cost under a budget: tokens, patches: (n,) each."""
+        """Return these and further samples; tokens, patches: of each, (n,)."""
         lengths = np.asarray(tokens, dtype=np.int64)
         costs = np.minimum(budget.row_cost(lengths), budget.tokens)
         all_patches = self.patches + int(np.sum(patches, dtype=np.int64))
@@ -54,8 +52,8 @@ class PulledLengths(NamedTuple):
     def report(self, budget: TokenBudget) -> tuple[int, int]:
         """Return the number of samples, and the budgets that they fill, in parts of 2**-20.
 
-        A group is full where it has as many tokens, samples or patches as it may have; what fills
-        most groups counts.
+        A group is full if one of tokens, samples and patches reaches its limit. The limit that
+        fills the most groups counts.
         """
         limits = (budget.tokens, budget.max_samples, budget.max_patches)
         counts = (self.cost, self.samples, self.patches)
@@ -68,12 +66,12 @@ class PulledLengths(NamedTuple):
 
 
 def budgets_filled(budget: TokenBudget, tokens: npt.ArrayLike, patches: npt.ArrayLike) -> float:
-    """Return the budgets that samples fill without padding; tokens, patches: of each, (n,)."""
+    """Return how many budgets samples fill without padding; tokens, patches: of each, (n,)."""
     return PulledLengths().and_of(budget, tokens, patches).report(budget)[1] / _PARTS
 
 
 def chosen_window(reports: Iterable[Sequence[int]]) -> int:
-    """Return the window that suits what all ranks have pulled; 0 where none has any sample."""
+    """Return the window that suits the pulled samples of all ranks; 0 if there are none."""
     samples, parts = (sum(column) for column in zip(*reports, strict=True))
     if not samples:
         return 0
@@ -82,7 +80,7 @@ def chosen_window(reports: Iterable[Sequence[int]]) -> int:
 
 
 def window_before_ranks_agree(report: Sequence[int], epoch_samples: int | None) -> int:
-    """Return the window that a rank chooses by itself in a first round; 0 to leave it as it is.
+    """Return the window that a rank chooses alone in a first round; 0 to keep the present one.
 
     The groups of that round are formed before ranks tell each other anything.
     """
@@ -94,7 +92,7 @@ def window_before_ranks_agree(report: Sequence[int], epoch_samples: int | None) 
 def window_samples(
     window: WindowSize, budget: TokenBudget, tokens: npt.ArrayLike, patches: npt.ArrayLike = ()
 ) -> int:
-    """Return a window in samples: itself, or what `"auto"` comes to for all samples of a dataset.
+    """Return a window in samples; `"auto"`: the window that suits all samples of a dataset.
 
     `tokens`, `patches`: of each sample, (n,).
     """
@@ -104,7 +102,7 @@ def window_samples(
 
 
 def shown(window: WindowSize, samples: int) -> str:
-    """Return a window, and of `"auto"` the samples that it comes to, for a table."""
+    """Return a window for a table, and for `"auto"` its number of samples, too."""
     return f"auto ({samples:,})" if window == AUTO else f"{samples:,}"
 
 
@@ -124,14 +122,14 @@ def check_window(name: str, window: object) -> WindowSize:
     return check_count(name, window)
 
 
-_GROUPS = 16  # that are looked at
-_LEAST_BUDGETS = 6.0  # of pooled tokens: below, real/padded is under 0.9 to 0.95 (simulated)
+_GROUPS = 16  # that are checked
+_LEAST_BUDGETS = 6.0  # of pooled tokens: with fewer, real/padded is under 0.9 to 0.95 (simulated)
 _GOOD_BUDGETS = 12.0
 _MOST_PADDING = 0.15
 
 
 class PoolCheck:
-    """Warns where the first groups of a pool are padded much for want of samples."""
+    """Warns if the first groups of a pool have much padding, since too few samples wait."""
 
     def __init__(self, budget: TokenBudget) -> None:
         self._budget = budget

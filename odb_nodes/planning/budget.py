@@ -1,4 +1,4 @@
-"""What one group of samples may cost."""
+"""The budget of a group of samples."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ _FRIENDLY: IntArray = np.array(
 
 
 def allowed_rows(rows: IntArray, sizes: RowSizes) -> IntArray:
-    """Return, for each number of rows, (n,) int64, the largest that is allowed and no larger.
+    """Return the largest allowed number of rows that is no larger than each of `rows`.
 
-    All are at least 1, or the number that `sizes` is, whose multiples are allowed.
+    Args:
+        rows: (n,) int64, at least 1, or at least `sizes` where that is a number.
+        sizes: which numbers are allowed; a number allows its multiples.
     """
     allowed: IntArray = rows
     if isinstance(sizes, int):
@@ -61,15 +63,16 @@ class TokenBudget:
     sample of l tokens, l * l // c.
 
     Args:
-        tokens: the largest cost of a group: padded tokens, and what attention adds.
+        tokens: the largest cost of a group: padded tokens, and attention.
         max_samples: most samples of a group; `None` for no limit.
         max_patches: most image patches of a group, summed over its samples; `None` for no limit.
         pad_to_multiple_of: tokens; the width of a batch is rounded up to a multiple of this. The
             collate function must pad to the same multiple.
         layout: `"padded"`, one row per sample, as wide as the longest. `"packed"`, all samples in
             one row.
-        oversize: what to do with a sample that exceeds the budget on its own. `"alone"`: it gets a
-            group of its own; `"drop"`: it is left out; both warn once and count. `"error"` raises.
+        oversize: what to do with a sample that exceeds the budget on its own. `"alone"`: its
+            group holds nothing else; `"drop"`: it is left out; both warn once and count. `"error"`
+            raises.
         shapes: most shapes that batches may have, for compiled models. Each group is rounded up to
             a shape of `shape_ladder()`, and costs that much. Only an oversize sample that is
             `"alone"` has another shape. `None`: any shape.
@@ -118,7 +121,7 @@ class TokenBudget:
             )
         if not self.capacity:
             raise ValueError(
-                f"`tokens` must be at least {self.smallest_cost}, what the smallest batch costs "
+                f"`tokens` must be at least {self.smallest_cost}, the cost of the smallest batch "
                 f"with `attention_tokens={self.attention_tokens}` and "
                 f"`row_sizes={self.row_sizes!r}`, but is {self.tokens} instead."
             )
@@ -186,27 +189,29 @@ class TokenBudget:
         return rows * width
 
     def cost(self, tokens: Sequence[int]) -> int:
-        """Return what a group costs: the tokens of its batch, see `shape`, and of attention."""
+        """Return the cost of a group: the tokens of its batch, see `shape`, and attention."""
         return self.batch_cost(self.shape(tokens), tokens)
 
     def batch_cost(self, shape: Shape, tokens: Sequence[int]) -> int:
-        """Return what a batch costs that has any shape.
+        """Return the cost of a batch of any shape.
 
         Args:
             shape: its rows and width.
-            tokens: lengths of the samples in it; in a packed row each attends to itself alone.
+            tokens: lengths of its samples; in a packed row each attends to itself alone.
         """
         rows, width = shape
         if self.layout == "packed":
             c = self.attention_tokens
-            return rows * width + (0 if c is None else sum([one * one // c for one in tokens]))
+            return rows * width + (
+                0 if c is None else sum([length * length // c for length in tokens])
+            )
         return rows * self.row_cost(width)
 
     def row_cost(self, width: Tokens) -> Tokens:
-        """Return what a row costs: its width in tokens, and what attention adds, rounded down.
+        """Return the cost of a row: its width in tokens, and attention, rounded down.
 
         Args:
-            width: that of a row, or of several, (n,) int64.
+            width: of a row, in tokens, or of several rows, (n,) int64.
         """
         c = self.attention_tokens
         return width if c is None else width + width * width // c
@@ -245,15 +250,15 @@ class TokenBudget:
         """Return, for an error, which limit a sample exceeds on its own.
 
         Args:
-            tokens: tokens of the sample; where these fit, it is the patches that do not.
+            tokens: tokens of the sample; if they fit, the patches do not.
         """
         if tokens <= self.capacity:
             return f"`max_patches` is {self.max_patches}"
         limit = f"`tokens` is {self.tokens}"
         if self.attention_tokens is not None:
             return (
-                f"{limit}, with `attention_tokens={self.attention_tokens}` that of a row of "
-                f"{self.capacity}"
+                f"{limit}, the cost of a row of {self.capacity} with "
+                f"`attention_tokens={self.attention_tokens}`"
             )
         if self.capacity == self.tokens:
             return limit
@@ -287,7 +292,7 @@ def _ladder(budget: TokenBudget, shapes: int) -> tuple[Shape, ...]:
     factor = (SPAN_PER_SHAPE * shapes) ** (-1 / max(shapes - 1, 1))
     steps = (max(int(budget.capacity * factor**step), 1) for step in range(1, shapes))
     narrower = {_filling_width(budget, step, 1 / factor) for step in steps}
-    widths = sorted({budget.capacity, *narrower})  # the widest holds whatever the budget does
+    widths = sorted({budget.capacity, *narrower})  # the widest holds every sample that fits
     limit = budget.tokens if budget.max_samples is None else budget.max_samples
     most = [min(budget.tokens // budget.row_cost(width), limit) for width in widths]
     rows = allowed_rows(np.array(most), budget.row_sizes)
@@ -320,12 +325,12 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, budget: TokenBudget) -> Limits:
-        """Return those of a budget."""
+        """Return the limits of a budget."""
         tokens, patches = budget.tokens, budget.max_patches
         return cls(tokens, budget.max_samples, patches, tokens, patches)
 
     def tightened(self, other: Limits) -> Limits:
-        """Return the tighter of each two."""
+        """Return the tighter limit of each pair."""
         return Limits(*map(_tighter, self, other))  # type: ignore[arg-type]
 
     def of_groups(self, budget: TokenBudget) -> TokenBudget:
@@ -336,9 +341,9 @@ class Limits(NamedTuple):
         )
 
     def of_samples(self, budget: TokenBudget) -> TokenBudget:
-        """Return the budget that a sample exceeds on its own, or not."""
+        """Return the budget by which a sample is oversize."""
         return replace(budget, tokens=self.sample_tokens, max_patches=self.sample_patches)
 
 
-def _tighter(one: int | None, other: int | None) -> int | None:
-    return min((limit for limit in (one, other) if limit is not None), default=None)
+def _tighter(first: int | None, second: int | None) -> int | None:
+    return min((limit for limit in (first, second) if limit is not None), default=None)

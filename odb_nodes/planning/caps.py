@@ -1,12 +1,12 @@
-"""Caps: what the groups of a round may cost and take, one cap each, the same on all ranks.
+"""Caps: limits of cost and time for the groups of a round, one each, the same on all ranks.
 
-The groups of a step take as long as the largest of them. Where the longest samples leave room, as
-three rows of 5,000 tokens do under a budget of 16,384, groups of ranks differ even when they are
-matched. So each rank tells the others which costs, or times, its own pool would give. The median
-over the ranks, quantile by quantile, is what all of them form their next groups for.
+A step takes as long as its largest group. Where the longest samples leave room, as three rows of
+5,000 tokens do under a budget of 16,384, groups of ranks differ even when they are matched. So each
+rank tells the others which costs, or times, the groups of its pool would have. The median over the
+ranks, quantile by quantile, is the cap that all of them form their next groups for.
 
 A cap is one integer, of a time and a cost: see `joined_costs`. Its time is 0 where groups are cut
-by cost alone. Of packed rows, which are always full, it is what they take beside their tokens.
+by cost alone. Packed rows are always full, so their time is the time beside their tokens.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from odb_nodes.planning.table import IntArray
 
 LEAST_BUDGETS = 8  # a pool of fewer budgets offers no costs: it fills groups better without caps
-LEAST_BUDGETS_AIMED = 16  # likewise, where padded groups are formed for a time
+LEAST_BUDGETS_AIMED = 16  # the same, where padded groups are formed for a time
 MOST_FILL = 0.98
-"""Caps that are fuller than this on average are none: they cost more padding than they save."""
+"""Fuller caps, on average, are not used: they cost more padding than they save."""
 _FULL = 0.985  # a group that costs this share of the budget counts as full
 _BITS = 31  # of a cost: none is above `MAX_COUNT`
 _MASK = (1 << _BITS) - 1
@@ -36,17 +36,17 @@ def joined_costs(times: Integers, costs: Integers) -> Integers:
 
 
 def times_of(joined: Integers) -> Integers:
-    """Return the times in what `joined_costs` has returned."""
+    """Return the times in the results of `joined_costs`."""
     return joined >> _BITS
 
 
 def costs_of(joined: Integers) -> Integers:
-    """Return the costs in what `joined_costs` has returned."""
+    """Return the costs in the results of `joined_costs`."""
     return joined & _MASK
 
 
 def quantiles(caps: IntArray, count: int) -> IntArray:
-    """Return `count` values that are spread as caps are, (n,) int64 in order; none of none.
+    """Return `count` values that are spread as caps are, (n,) int64 in order; none for none.
 
     Times and costs are interpolated at the middle of each `count`-th part.
     """
@@ -66,9 +66,9 @@ def quantiles(caps: IntArray, count: int) -> IntArray:
 
 
 def offered_costs(costs: IntArray, pool_cost: int, budget_tokens: int, count: int) -> IntArray:
-    """Return what a rank tells the others of its pool: nothing, (0,), where that is too small.
+    """Return the offer of a pool: its budget, and costs from the highest down, (1 + count,) int64.
 
-    Otherwise `budget_tokens`, and the costs from the highest down, (1 + count,) int64.
+    Empty, (0,), if the pool is too small.
     """
     if pool_cost < LEAST_BUDGETS * budget_tokens or not len(costs):
         return NO_CAPS
@@ -78,21 +78,22 @@ def offered_costs(costs: IntArray, pool_cost: int, budget_tokens: int, count: in
 
 
 def agreed_caps(offers: list[IntArray]) -> IntArray:
-    """Return the caps that follow from what all ranks offer, from the highest down."""
-    given = [offer for offer in offers if len(offer)]
-    if 2 * len(given) <= len(offers) or len({int(offer[0]) for offer in given}) > 1:
+    """Return the caps that follow from the offers of all ranks, from the highest down."""
+    offering = [offer for offer in offers if len(offer)]
+    budgets = {int(offer[0]) for offer in offering}
+    if 2 * len(offering) <= len(offers) or len(budgets) > 1:
         return NO_CAPS
-    offered = np.stack(given)[:, 1:]
+    offered = np.stack(offering)[:, 1:]
     times, costs = (
         np.median(part, axis=0).astype(np.int64) for part in (times_of(offered), costs_of(offered))
     )
-    if not times.any() and costs.mean() > MOST_FILL * int(given[0][0]):
+    if not times.any() and costs.mean() > MOST_FILL * budgets.pop():
         return NO_CAPS
     return joined_costs(times, costs)
 
 
 def caps_of_round(agreed: IntArray, steps: int) -> IntArray:
-    """Return the caps of a round's groups, ascending, from what `agreed_caps` has returned."""
+    """Return the caps of a round's groups, ascending, from the result of `agreed_caps`."""
     return np.sort(quantiles(agreed, steps))
 
 

@@ -1,4 +1,4 @@
-"""What planning knows of samples: named columns of integers, and nothing of their data."""
+"""Facts of samples: named columns of integers, without their data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Facts:
         targets: supervised tokens of each, (n,).
         patches: image patches of each, (n,).
         task: number of the task of each, where tasks decide groups, (n,). Default: 0.
-        sharers: how many ranks share the data that each is of, and can make it, (n,).
+        sharers: number of ranks that share the data of each sample, and so can make it, (n,).
     """
 
     __slots__ = ("_table",)
@@ -98,13 +98,13 @@ class Facts:
 
 
 class FactsByOrdinal:
-    """Facts of samples that wait. They are found by their ordinals."""
+    """Facts of waiting samples, by their ordinals."""
 
     def __init__(self) -> None:
         self._columns = ColumnsByOrdinal(_COLUMNS)
 
     def add(self, facts: Facts, oldest: int) -> None:
-        """Put facts in; those of samples before `oldest` are needed no more."""
+        """Put facts in; facts of samples before `oldest` are no longer needed."""
         self._columns.put(facts.ordinal, facts._table, oldest)
 
     def take(self, ordinals: IntArray) -> Facts:
@@ -135,8 +135,10 @@ class ColumnsByOrdinal:
             self._make_room(min(first, oldest), max(stop, self.stop))
         self.stop = max(stop, self.stop)
         is_dense = stop - first == len(ordinals)
-        at = slice(first - self.first, stop - self.first) if is_dense else ordinals - self.first
-        self.table[:, at] = columns
+        if is_dense:
+            self.table[:, first - self.first : stop - self.first] = columns
+        else:
+            self.table[:, ordinals - self.first] = columns
 
     def take(self, ordinals: IntArray) -> IntArray:
         """Return the columns of some ordinals, (rows, n)."""
@@ -151,7 +153,7 @@ class ColumnsByOrdinal:
         self.table, self.first = table, first
 
 
-_SPARE = 32  # columns more than twice as many as are needed
+_SPARE = 32  # columns beside twice the number that is needed
 
 
 def _of(table: IntArray) -> Facts:

@@ -1,4 +1,4 @@
-"""Costs of groups, as other ranks are told them, and the choice of the sample to fill with."""
+"""Costs of groups, as ranks report them, and the choice of the sample to fill with."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from odb_nodes._core.checks import MAX_COUNT, check_count, check_names
+from odb_nodes._core.checks import MAX_COUNT, check_count, check_names, describe
 from odb_nodes._core.hashing import stable_name
+from odb_nodes._core.text import counted
 from odb_nodes.errors import SampleError
 from odb_nodes.planning.budget import TokenBudget
 from odb_nodes.planning.rounds import FLAG_BITS, GroupCost
@@ -43,7 +44,7 @@ def counted_in(flags: int) -> str:
 
 
 def cost_of_group(group: Sequence[Sample], budget: TokenBudget | None) -> int:
-    """Return what a group costs under a budget, at most 2**31 - 1; padded tokens without one."""
+    """Return the cost of a group under a budget, at most 2**31 - 1; padded tokens without one."""
     budget = budget or TokenBudget(MAX_COUNT)
     return min(budget.cost(SampleBlock.of(group).lengths), MAX_COUNT)
 
@@ -67,10 +68,10 @@ def time_of_group(
     budget: TokenBudget | None,
     group: Callable[[], SampleBlock],
 ) -> int | None:
-    """Return what a step with a group takes; `None` where that is what it costs.
+    """Return the time of a step with a group; `None`: its cost.
 
     Args:
-        step_time: what times follow from.
+        step_time: how long steps take.
         tokens: length of each sample, (n,).
         patches: image patches of each, (n,).
         budget: whose layout the batch has. Default: a padded one.
@@ -83,16 +84,29 @@ def time_of_group(
     samples = group()
     with naming_samples("step_time", samples):
         time = step_time(samples)
-    return check_count("step_time", time, 0)
+    return _check_time(time, step_time, tokens)
+
+
+def _check_time(time: object, step_time: TimeFn, tokens: IntArray) -> int:
+    """Return the time that the user's function returned for a group of these lengths."""
+    try:
+        return check_count("step_time", time, 0)
+    except (TypeError, ValueError) as error:
+        group = f"{counted(len(tokens), 'sample')} and {int(tokens.sum())} tokens"
+        raise type(error)(
+            f"`step_time` must return an integer in 0..{MAX_COUNT}, but {describe(step_time)} "
+            f"returned {describe(time)} for a group of {group}, of which the longest sample has "
+            f"{int(tokens.max())}. Return the time in a unit in which it is such an integer."
+        ) from None
 
 
 class GroupCostEstimator:
     """Measures groups: samples, targets, cost, time and modalities.
 
     Args:
-        budget: what batches cost under, and whose layout they have; `None` where nodes of the user
-            form groups: a batch then costs its padded tokens.
-        step_time: what groups are matched by; `None` for what they cost.
+        budget: of the groups, with the layout of batches; `None` if nodes of the user form groups:
+            a batch then costs its padded tokens.
+        step_time: what groups are matched by; `None`: their costs.
         modalities: see `RankAligner`.
         tasks: see `RankAligner`.
     """
@@ -105,7 +119,7 @@ class GroupCostEstimator:
         tasks: Sequence[str] = (),
     ) -> None:
         self.step_time = step_time
-        """What the groups of a step are matched by; `None` for what they cost."""
+        """What the groups of a step are matched by; `None`: their costs."""
         self._budget = budget
         self.modalities = {"image": has_image} if modalities is None else dict(modalities)
         self.tasks = check_names("tasks", tasks)
@@ -117,13 +131,15 @@ class GroupCostEstimator:
     def __call__(self, group: SampleBlock) -> GroupCost:
         """Return the samples, targets, cost and modalities of a group."""
         counted = {kind.counted for kind in kinds_of({*group.facts[KIND].tolist()})}
-        flags = sum(_COUNTED_BITS[one] for one in counted if one)
-        for bit, is_in in enumerate(self.modalities.values()):
+        flags = sum(_COUNTED_BITS[kind] for kind in counted if kind)
+        for bit, has_modality in enumerate(self.modalities.values()):
             with naming_samples("modalities", group):
-                told = (
-                    group.patches.tolist() if is_in is has_image else [is_in(one) for one in group]
-                )
-                flags |= any(told) << bit
+                if has_modality is has_image:
+                    is_in_group = bool(group.patches.any())
+                else:
+                    are_of_modality = [has_modality(sample) for sample in group]
+                    is_in_group = any(are_of_modality)
+                flags |= is_in_group << bit
         return GroupCost(
             samples=len(group),
             targets=int(group.targets.sum()),
@@ -140,11 +156,11 @@ class GroupCostEstimator:
         return tuple(name for bit, name in enumerate(self.modalities) if flags >> bit & 1)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the costs."""
+        """Return the options that decide the costs."""
         names = {"modalities": [*self.modalities], "tasks": [*self.tasks]}
-        given = self.step_time
-        of_function = given is not None and not isinstance(given, StepTime)
-        return {"step_time": stable_name(given) if of_function else repr(given), **names}
+        time = self.step_time
+        of_function = time is not None and not isinstance(time, StepTime)
+        return {"step_time": stable_name(time) if of_function else repr(time), **names}
 
     def _targets_of_tasks(self, group: SampleBlock) -> tuple[int, ...]:
         targets = dict.fromkeys(self.tasks, 0)

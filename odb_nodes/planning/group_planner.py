@@ -31,12 +31,12 @@ WindowState = tuple[int, bool, int, int, int]
 
 
 class RoundSettings(NamedTuple):
-    """What the groups of a round are formed under, agreed on by all ranks one round before."""
+    """What the groups of a round are formed under. Ranks agree on it one round before."""
 
     max_tokens: int = 0  # the `tokens` of the budget that a rank has asked for; 0 for none
-    caps: Sequence[int] = ()  # what each group may cost, ascending; see `planning.caps`
-    window: int = 0  # samples of an `"auto"` window; 0 for as many as before
-    is_last: bool = False  # the round is the last one, of all that is left, which ranks share out
+    caps: Sequence[int] = ()  # of each group, ascending; see `planning.caps`
+    window: int = 0  # samples of an `"auto"` window; 0: it stays as it is
+    is_last: bool = False  # the round is the last: ranks share out all remaining samples
 
     def to_state(self) -> tuple[int, list[int], int, bool]:
         """Return the settings as plain data."""
@@ -44,23 +44,23 @@ class RoundSettings(NamedTuple):
 
 
 class PoolReport(NamedTuple):
-    """What the pool of a rank tells the other ranks."""
+    """What a rank reports of its pool to the other ranks."""
 
-    offer: IntArray = NO_CAPS  # what it offers for the caps of the next round, see `offered_costs`
-    # what an `"auto"` window is chosen by, see `PulledLengths.report`
+    offer: IntArray = NO_CAPS  # for the caps of the next round, see `offered_costs`
+    # for the choice of an `"auto"` window, see `PulledLengths.report`
     lengths: tuple[int, int] = (0, 0)
 
 
 class GroupPlanner:
-    """Forms groups from a `RollingPool`. It holds no samples' data and pulls nothing itself.
+    """Forms groups from a `RollingPool`. It holds no data of samples, and pulls none.
 
-    The caller adds as many samples as there is `room` for, and takes groups, until it says by
-    `end` that there are no more samples.
+    The caller adds samples while there is `room`, takes groups, and calls `end` when there are no
+    more samples.
 
     An `"auto"` window begins a first epoch with 128 samples, and a later one with the window of the
     epoch before. Each epoch chooses once: ranks together in their first round, or this rank alone
-    after its first group. Where ranks choose together and the epoch is short, whose first round is
-    a large part of it, each rank first has a window of its own.
+    after its first group. If ranks choose together and the epoch is short, its first round is a
+    large part of it, so each rank first chooses a window alone.
 
     `window_start`: with `"full"`, the first group of an epoch waits for the whole window; with
     `"early"`, the pool grows to it, see `RollingPool`; with `"auto"`, it does so where the epoch is
@@ -80,7 +80,7 @@ class GroupPlanner:
     ) -> None:
         self.budget = budget
         self.limits = Limits.of(budget)
-        """What groups are formed under now: the limits of the budget, or lower ones."""
+        """The present limits of groups: the limits of the budget, or lower ones."""
         self.given_window = check_window("window", window)
         window = LEAST_WINDOW if self.given_window == AUTO else self.given_window
         self._follows_ranks = False
@@ -92,17 +92,17 @@ class GroupPlanner:
         self.begin_epoch(window)
 
     def follow_ranks(self, step_time: StepTime | None = None) -> None:
-        """Have ranks choose an `"auto"` window together, by `use`, and form groups for times."""
+        """Choose an `"auto"` window with the other ranks, by `use`, and form groups for times."""
         self._follows_ranks, self._step_time = True, step_time
         self.pool.aim_by(step_time)
 
     @property
     def window(self) -> int:
-        """Samples that wait now."""
+        """Number of samples that wait."""
         return self.pool.window
 
     def begin_epoch(self, window: int | None = None) -> None:
-        """Empty the pool; limits and window stay as they are, unless another one is given."""
+        """Empty the pool. Limits stay as they are, and so does the window without `window`."""
         self.lengths = PulledLengths()
         self.window_is_chosen = self.given_window != AUTO
         self.pool = RollingPool(self.budget, window or self.window, self._diversity)
@@ -123,23 +123,23 @@ class GroupPlanner:
         caps: IntArray,
         largest_groups: int,
     ) -> None:
-        """Go to where a state stands.
+        """Continue from a saved position.
 
         Args:
             waiting: the samples of the pool, by ordinal.
-            pulled: how many were pulled in the epoch.
-            ended: whether there are no more.
-            limits: those that groups were formed under. Default: those of the budget.
-            window: what `window_state` has returned.
-            caps: the caps of the next groups, ascending.
-            largest_groups: how many groups of the longest samples the epoch has had.
+            pulled: number of samples that were pulled in the epoch.
+            ended: whether there are no more samples.
+            limits: the limits of the groups. Default: the limits of the budget.
+            window: a result of `window_state`.
+            caps: of the next groups, ascending.
+            largest_groups: number of groups of the longest samples so far.
         """
         self.limits = limits or Limits.of(self.budget)
         is_auto = window is not None and self.given_window == AUTO
         self.begin_epoch(window[0] if window is not None and is_auto else None)
         if window is None:
             self.add(waiting, pulled)
-        else:  # What the window is chosen by has these samples already.
+        else:  # `PulledLengths` has these samples already.
             self.pool.count(pulled)
             self._put(waiting)
             if is_auto:
@@ -148,7 +148,7 @@ class GroupPlanner:
         self.ended, self.largest_groups = ended, largest_groups
 
     def window_state(self) -> WindowState | None:
-        """Return the window and what it is chosen by; `None` where it is a number."""
+        """Return the state of an `"auto"` window; `None` where the window is a number."""
         if self.given_window != AUTO:
             return None
         return self.window, self.window_is_chosen, *self.lengths
@@ -174,7 +174,7 @@ class GroupPlanner:
         self.pool.limit(self.limits)
 
     def use(self, settings: RoundSettings, caps: Sequence[int] = ()) -> None:
-        """Form groups under the settings of a round, further ones by these caps, one each."""
+        """Form groups under the settings of a round, each further one for one of these caps."""
         if settings.max_tokens and settings.max_tokens < self.limits.tokens:
             self.lower_limits(self.limits._replace(tokens=settings.max_tokens))
         if settings.window:
@@ -182,12 +182,12 @@ class GroupPlanner:
         self.pool.use_caps(np.array(caps, dtype=np.int64))
 
     def report(self, groups: int) -> PoolReport:
-        """Return what the other ranks are told, for caps of so many groups; 0 for no caps."""
+        """Return the report to the other ranks. groups: number of caps to offer for; 0 for none."""
         offer = NO_CAPS if self.ended or not groups else self.pool.offer(groups)
         return PoolReport(offer, self.lengths.report(self.budget))
 
     def samples_left(self) -> int | None:
-        """Return the samples of the epoch that no group has; `None` where that is not known."""
+        """Return the number of samples that no group holds yet; `None` if it is not known."""
         length = self.pool.pulled if self.ended else self.epoch_samples()
         return None if length is None else len(self.pool) + max(0, length - self.pool.pulled)
 
@@ -205,7 +205,7 @@ class GroupPlanner:
     def add(self, facts: Facts, pulled: int) -> None:
         """Add samples that were pulled, ordinals ascending.
 
-        pulled: how many were pulled for that, those that no group will hold included.
+        pulled: number of samples pulled, with those that no group will hold.
         """
         self.pool.count(pulled)
         self._put(facts)
@@ -259,7 +259,7 @@ class GroupPlanner:
         return is_long and not self._largest_first
 
     def _grows(self) -> bool:
-        """Let more samples wait until ranks choose, where the epoch is short."""
+        """Let more samples wait until ranks choose, if the epoch is short."""
         if self.window_is_chosen or not self._follows_ranks or self.window > LEAST_WINDOW:
             return False  # Ranks have chosen, at least in the epoch before.
         report = self.lengths.report(self.budget)
@@ -269,10 +269,10 @@ class GroupPlanner:
 
 
 class GivenGroups:
-    """Takes the place of a `GroupPlanner` where a node of the user forms the groups."""
+    """Replaces a `GroupPlanner` if a node of the user forms the groups."""
 
     def __init__(self, lower_tokens: Callable[[int], None] = lambda _: None) -> None:
-        self._lower_tokens = lower_tokens  # tells the node what groups may have from now on
+        self._lower_tokens = lower_tokens  # lowers the budget of the user's node
         self._group: Facts | None = None
         self.ended = False
 
@@ -285,7 +285,7 @@ class GivenGroups:
         return self.ended and self._group is None
 
     def room(self) -> int:
-        """Return how many groups may be given now: one or none."""
+        """Return how many groups `give` may take now: 1 or 0."""
         return int(self._group is None and not self.ended)
 
     def give(self, group: Facts) -> None:
@@ -307,10 +307,10 @@ class GivenGroups:
         return group
 
     def use(self, settings: RoundSettings, caps: Sequence[int] = ()) -> None:  # noqa: ARG002
-        """Have smaller groups formed, where ranks have agreed on that."""
+        """Have the node form smaller groups, if ranks have agreed on that."""
         if settings.max_tokens:
             self._lower_tokens(settings.max_tokens)
 
     def report(self, groups: int) -> PoolReport:  # noqa: ARG002
-        """Return that there is nothing to tell."""
+        """Return an empty report."""
         return PoolReport()

@@ -1,4 +1,4 @@
-"""Plan the epochs of a job whose lengths are known: window, key, and what no group holds."""
+"""Plan the epochs of a job whose lengths are known."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class KnownJob:
         return self.plan_all(rows, samples.tokens, epoch)
 
     def plan_all(self, rows: IntArray, tokens: IntArray, epoch: int) -> EpochPlan:
-        """Plan some samples, in this order, whatever their lengths are; leave none out.
+        """Plan samples in this order, and leave none out, even if it is too long.
 
         tokens: length of each sample of the dataset, (n,).
         """

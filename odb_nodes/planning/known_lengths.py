@@ -1,7 +1,7 @@
 """Plan a whole epoch of samples whose lengths are known, over all ranks at once.
 
 Padded groups are cut from all samples in order of length, so nearly nothing is padding. Packed
-groups take the samples in the order of the epoch, and fill what is left of a row from a reserve of
+groups take the samples in the order of the epoch, and fill the end of a row from a reserve of
 waiting ones, so their lengths stay mixed. Groups of equal cost then share a step, and one
 permutation shuffles the steps. Every rank computes the same plan, without a message.
 """
@@ -19,22 +19,25 @@ import numpy as np
 from odb_nodes.planning.budget import TokenBudget, round_up
 from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.group_costs import samples_of, time_of_group
+from odb_nodes.planning.level_cut import LevelCut
 from odb_nodes.planning.level_rows import level_rows
-from odb_nodes.planning.levelling import Rest
 from odb_nodes.planning.packing import Packing
 from odb_nodes.planning.pool import grouping_of
 from odb_nodes.planning.rounds import cut_by_length, shuffled, spread_steps
 from odb_nodes.planning.step_time import StepTime, TimeFn, aim_of
-from odb_nodes.planning.table import ORDINALS, TOKENS, IntArray
+from odb_nodes.planning.table import NO_ROWS, ORDINALS, TOKENS, IntArray
 
 RESERVE = 1024
-"""Samples that wait while packed rows are filled: enough that one of them fits almost any gap."""
+"""Samples that wait while packed rows are filled: so many that one fits almost any gap."""
+
+SAMPLES_TOGETHER = 2**23
+"""Of all ranks, that are planned together where no window is given: it bounds the memory."""
 
 _LEVELLED_STEPS = 8
-"""The groups of so many steps are cut anew where their number is no multiple of the ranks'."""
+"""Steps whose groups are cut anew if the number of groups is no multiple of the number of ranks."""
 _COST_LEVELS = 256
-"""Groups share a step if their costs are in the same of so many parts of the budget. Those of
-exactly equal costs would have equal widths, and a step samples of one length."""
+"""The budget is cut into so many parts, and groups whose costs are in the same part share a step.
+Groups of exactly equal costs would have equal widths, and a step samples of one length."""
 _WIDEST_KEY = 1 << 40  # above the number of any sample
 
 
@@ -42,14 +45,14 @@ class EpochPlan:
     """The steps of an epoch: for each, a group of samples for each rank.
 
     Args:
-        groups: the groups of the first step, a rank each, then those of the second, and so on. Of
-            the last step, some ranks may have none.
+        groups: one group for each rank in the first step, then in the second, and so on. In the
+            last step, some ranks may have none.
         world_size: number of ranks.
     """
 
     def __init__(self, groups: Sequence[IntArray], world_size: int) -> None:
         sizes = np.fromiter(map(len, groups), np.int64, len(groups))
-        self._rows = np.concatenate([*groups, np.empty(0, np.int64)]).astype(np.int64)
+        self._rows = np.concatenate([*groups, NO_ROWS]).astype(np.int64, copy=False)
         self._stops = np.append(0, np.cumsum(sizes))
         self._world_size = world_size
 
@@ -59,20 +62,15 @@ class EpochPlan:
 
     def group(self, step: int, rank: int) -> IntArray:
         """Return the samples of a rank in a step, (n,); none where the rank has none left."""
-        at = step * self._world_size + rank
-        return (
-            self._rows[self._stops[at] : self._stops[at + 1]]
-            if at + 1 < len(self._stops)
-            else _NONE
-        )
+        index = step * self._world_size + rank
+        if index + 1 >= len(self._stops):
+            return NO_ROWS
+        return self._rows[self._stops[index] : self._stops[index + 1]]
 
     def rows_from(self, step: int, rank: int) -> IntArray:
         """Return all samples of a rank from a step on, (n,)."""
-        groups = [self.group(at, rank) for at in range(step, len(self))]
-        return np.concatenate([*groups, _NONE])
-
-
-_NONE = np.empty(0, np.int64)
+        groups = [self.group(further, rank) for further in range(step, len(self))]
+        return np.concatenate([*groups, NO_ROWS])
 
 
 def plan_known(
@@ -89,23 +87,27 @@ def plan_known(
 ) -> EpochPlan:
     """Plan the samples of an epoch.
 
-    Each sample is in one group. No group costs more than the budget, but for those of one sample
-    that does by itself.
+    Each sample is in one group. No group costs more than the budget, unless it is a single sample
+    that is oversize.
 
     Args:
         rows: numbers of the samples, in the order of the epoch, (n,).
         tokens: length of each of these, (n,).
         budget: of a group.
         world_size: number of ranks that share the steps.
-        window: how many samples of each rank are looked at together: the groups of the first
-            `window * world_size` come first, but for some samples of packed rows that are levelled
-            in time, which wait for the next. Default: all.
-        largest_first: how many steps of the longest samples come first.
+        window: number of samples of each rank that are planned together: the groups of the first
+            `window * world_size` samples come first. Of packed rows that are levelled in time, some
+            samples wait for the next window. Default: all samples, up to `SAMPLES_TOGETHER` over
+            all ranks; a longer epoch has windows of equal size.
+        largest_first: number of steps of the longest samples that come first.
         accumulate: steps of an optimizer step, which have groups of unlike lengths.
-        key: what the order of the steps is drawn from.
-        step_time: what the groups of a step are matched by. Default: what they cost under the
-            budget, roughly, so that lengths are mixed.
+        key: seed of the order of the steps.
+        step_time: what the groups of a step are matched by. Default: roughly by their costs under
+            the budget, so that lengths are mixed.
     """
+    if window is None and len(rows) > SAMPLES_TOGETHER:
+        windows = -(-len(rows) // SAMPLES_TOGETHER)
+        window = -(-len(rows) // (windows * world_size))
     aim = aim_of(step_time) if world_size > 1 else None
     if budget.layout == "packed" and aim is not None and len(rows):
         extra = aim.extra(tokens, np.zeros_like(tokens))
@@ -157,40 +159,42 @@ def _table(tokens: IntArray, places: IntArray) -> IntArray:
 def _packed(tokens: IntArray, budget: TokenBudget) -> list[IntArray]:
     """Return packed rows that are filled in the order of the samples.
 
-    A row begins with the oldest sample of the reserve, goes on with those that come next, and ends
-    with the samples of the reserve that fill it best.
+    A row begins with the oldest sample of the reserve. The next samples in order follow, and the
+    samples of the reserve that fill it best end it.
     """
     packing = Packing(budget)
     costs, room, most = packing.costs(tokens), packing.room.cost, packing.room.samples
-    of_each: list[int] = costs.tolist()
+    cost_of: list[int] = costs.tolist()
     sums = np.append(0, np.cumsum(costs))
-    reserve = _Reserve(of_each)
-    groups, at, count = list[IntArray](), 0, len(of_each)
+    reserve = _Reserve(cost_of)
+    groups = list[IntArray]()
+    place, count = 0, len(cost_of)
     while True:
-        while len(reserve) < RESERVE and at < count:
-            reserve.add(at)
-            at += 1
-        if at == count:
+        while len(reserve) < RESERVE and place < count:
+            reserve.add(place)
+            place += 1
+        if place == count:
             break
         first = reserve.take_oldest()
-        group, left = [first], room - of_each[first]
-        if left > 0:
-            stop = int(np.searchsorted(sums, sums[at] + left, "right")) - 1
-            stop = max(at, min(stop, at + most - 1))
-            left -= int(sums[stop] - sums[at])
-            if stop > at:  # The last one may give way to one that fills the row better.
-                last = of_each[stop - 1]
-                if reserve.most_within(left + last) > last + reserve.most_within(left):
-                    stop, left = stop - 1, left + last
-            group += range(at, stop)
-            at = stop
-        while left > 0 and len(group) < most and (best := reserve.take_fitting(left)) is not None:
+        group, free = [first], room - cost_of[first]
+        if free > 0:
+            stop = int(np.searchsorted(sums, sums[place] + free, "right")) - 1
+            stop = max(place, min(stop, place + most - 1))
+            free -= int(sums[stop] - sums[place])
+            if stop > place:  # The last one may give way to a sample that fills the row better.
+                last = cost_of[stop - 1]
+                if reserve.most_within(free + last) > last + reserve.most_within(free):
+                    stop -= 1
+                    free += last
+            group += range(place, stop)
+            place = stop
+        while free > 0 and len(group) < most and (best := reserve.take_fitting(free)) is not None:
             group.append(best)
-            left -= of_each[best]
+            free -= cost_of[best]
         groups.append(np.array(group, np.int64))
-    rest = np.array(reserve.places(), np.int64)
-    if len(rest):
-        groups += packing.partition(_table(tokens[rest], rest))
+    waiting = np.array(reserve.places(), np.int64)
+    if len(waiting):
+        groups += packing.partition(_table(tokens[waiting], waiting))
     return groups
 
 
@@ -218,18 +222,21 @@ class _Reserve:
         return place
 
     def most_within(self, room: int) -> int:
-        """Return what the largest sample of at most some cost costs; 0 where none is so small."""
-        at = bisect_right(self._by_cost, (room + 1) * _WIDEST_KEY - 1) - 1
-        return self._by_cost[at] // _WIDEST_KEY if at >= 0 else 0
+        """Return the cost of the largest sample that fits into a room; 0 if none does."""
+        index = self._largest_within(room)
+        return self._by_cost[index] // _WIDEST_KEY if index >= 0 else 0
 
     def take_fitting(self, room: int) -> int | None:
-        """Return the largest sample of at most some cost; `None` where none is so small."""
-        at = bisect_right(self._by_cost, (room + 1) * _WIDEST_KEY - 1) - 1
-        if at < 0:
+        """Return the largest sample that fits into a room; `None` if none does."""
+        index = self._largest_within(room)
+        if index < 0:
             return None
-        place = self._by_cost.pop(at) % _WIDEST_KEY
+        place = self._by_cost.pop(index) % _WIDEST_KEY
         self._gone.add(place)
         return place
+
+    def _largest_within(self, room: int) -> int:
+        return bisect_right(self._by_cost, (room + 1) * _WIDEST_KEY - 1) - 1
 
     def places(self) -> list[int]:
         return [key % _WIDEST_KEY for key in self._by_cost]
@@ -238,9 +245,9 @@ class _Reserve:
 def _levelled(
     groups: list[IntArray], tokens: IntArray, budget: TokenBudget, world_size: int
 ) -> list[IntArray]:
-    """Return groups whose number is a multiple of the ranks', where there are enough samples.
+    """Return groups whose number is a multiple of the number of ranks, if samples suffice.
 
-    The last ones are cut anew, into some more, which are smaller and alike.
+    The last groups are cut anew into more groups, which are smaller and alike.
     """
     if not -len(groups) % world_size:
         return groups
@@ -248,9 +255,9 @@ def _levelled(
     wanted = round_up(len(groups), world_size) - kept
     rows = np.concatenate(groups[kept:])
     facts = Facts(ordinal=rows, tokens=tokens[rows], targets=0, patches=0)
-    cut = [rows[group] for group in Rest(facts, budget).groups(wanted)]
+    cut = [rows[group] for group in LevelCut(facts, budget).groups(wanted)]
     while len(cut) < wanted:
-        largest = max(range(len(cut)), key=lambda at: len(cut[at]))
+        largest = max(range(len(cut)), key=lambda index: len(cut[index]))
         if len(cut[largest]) < 2:
             break
         whole = cut.pop(largest)
@@ -264,13 +271,13 @@ class _Order(NamedTuple):
     budget: TokenBudget
     world_size: int
     accumulate: int
-    key: int  # what their order is drawn from
+    key: int  # seed of their order
     largest_first: int
     step_time: StepTime | TimeFn | None
     steps_before: int  # of the parts before
 
     def of(self, groups: list[IntArray], tokens: IntArray) -> Iterator[IntArray]:
-        """Yield the groups, those of a step after each other."""
+        """Yield the groups of the first step, then of the second, and so on."""
         world_size = self.world_size
         matched = self._matched(groups, tokens)
         steps = len(groups) // world_size  # whole ones
@@ -285,19 +292,19 @@ class _Order(NamedTuple):
         )
         lengths = sums.sum(axis=1) / sizes.sum(axis=1)
         first = np.argsort(-longest.max(axis=1), kind="stable")[: self.largest_first]
-        others = shuffled(steps, self.key)
-        others = others[~np.isin(others, first)]
+        further = shuffled(steps, self.key)
+        further = further[~np.isin(further, first)]
         if self.accumulate > 1:
             before = self.steps_before + len(first)
-            others = others[spread_steps(lengths[others], self.accumulate, self.key, before)]
-        order = np.concatenate((first, others))
+            further = further[spread_steps(lengths[further], self.accumulate, self.key, before)]
+        order = np.concatenate((first, further))
         for step in [*order.tolist(), steps]:
             of_ranks = matched[step * world_size : (step + 1) * world_size]
             for rank in range(len(of_ranks)):  # No rank always has the largest.
                 yield groups[of_ranks[(rank + step) % len(of_ranks)]]
 
     def _matched(self, groups: list[IntArray], tokens: IntArray) -> IntArray:
-        """Return the numbers of the groups in order of time, those that take longest first."""
+        """Return the numbers of the groups, from the longest time down."""
         if self.world_size == 1:
             return np.arange(len(groups))
         times = np.fromiter((self._time(group, tokens[group]) for group in groups), np.int64)

@@ -1,4 +1,4 @@
-"""Samples that wait for the end of an epoch, since their groups did not hold them."""
+"""Samples that wait for the end of an epoch, since their groups had no room for them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ROWS, _TOKENS, _PATCHES, _WERE_IN_GROUP = range(4)
 
 
 class LaterSamples:
-    """Samples that were longer than was told, or were put back: they come last, by what they have.
+    """Samples that were longer than expected, or were put back. They come last in the epoch.
 
-    They form groups once all of them are known. A group without which the others are formed anew
-    leaves these as they are, so a state needs the samples alone.
+    They form groups by their observed lengths, once all of them are known. If one group is gone,
+    the same others are formed again, so a state needs the samples alone.
 
     State: (4, n) integers, number, tokens and patches of each sample, and whether it has been in a
     group before; 32 bytes a sample.
@@ -26,7 +26,7 @@ class LaterSamples:
 
     def __init__(self, table: IntArray | None = None) -> None:
         self._table = np.empty((4, 0), np.int64) if table is None else table
-        self._groups: deque[IntArray] | None = None  # that are not given yet
+        self._groups: deque[IntArray] | None = None  # not returned yet
 
     def __len__(self) -> int:
         return len(self._table[0])
@@ -45,19 +45,19 @@ class LaterSamples:
 
     @property
     def are_grouped(self) -> bool:
-        """Whether `next_group` has begun to give them."""
+        """Whether `next_group` has been called."""
         return self._groups is not None
 
     def add(
         self, rows: IntArray, tokens: IntArray, patches: IntArray, *, were_in_group: bool = False
     ) -> None:
-        """Take up samples, (n,) each."""
+        """Add samples, (n,) each."""
         if len(rows):
             new = np.stack((rows, tokens, patches, np.full_like(rows, were_in_group)))
             self._table = np.concatenate((self._table, new), axis=1)
 
     def remove(self, rows: IntArray) -> None:
-        """Let go of samples."""
+        """Remove samples."""
         self._table = self._table[:, ~np.isin(self.rows, rows)]
 
     def tokens_of(self, row: int) -> int:
@@ -69,7 +69,7 @@ class LaterSamples:
         return np.isin(rows, self.rows[self._table[_WERE_IN_GROUP] == 1])
 
     def next_group(self, budget: TokenBudget) -> IntArray | None:
-        """Return the samples of the next group, (n,); `None` where there is none."""
+        """Return the samples of the next group, (n,); `None` if there is none."""
         if self._groups is None:
             table = np.stack((self.tokens, np.arange(len(self)), self._table[_PATCHES]))
             table = table.take(np.lexsort((self.rows, self.tokens)), axis=1)
@@ -78,7 +78,7 @@ class LaterSamples:
         return self._groups.popleft() if self._groups else None
 
     def group_anew(self) -> None:
-        """Form the groups of all samples again when the next one is asked for."""
+        """Form the groups of all samples again at the next `next_group`."""
         self._groups = None
 
     def part(self, are_in: npt.NDArray[np.bool_]) -> LaterSamples:
@@ -86,12 +86,14 @@ class LaterSamples:
         return LaterSamples(self._table[:, are_in])
 
     def to_state(self) -> bytes | None:
-        """Return what `of_states` reads."""
+        """Return the samples as bytes, for `of_states`."""
         return self._table.astype("<i8").tobytes() or None
 
     @classmethod
     def of_states(cls, *states: bytes | None, samples: int | None = None) -> LaterSamples:
-        """Return the samples of states, of a dataset of so many.
+        """Return the samples of states.
+
+        samples: number of samples of the dataset.
 
         Raises:
             ValueError: a state is damaged.
@@ -103,7 +105,7 @@ class LaterSamples:
 
 
 def check_rows(rows: IntArray, samples: int | None) -> IntArray:
-    """Return numbers of samples; raise a `ValueError` unless a dataset of so many has them."""
+    """Return `rows`; raise a `ValueError` unless a dataset of `samples` samples has them."""
     if len(rows) and (rows.min() < 0 or (samples is not None and rows.max() >= samples)):
-        raise ValueError("it names a sample that there is not.")
+        raise ValueError("it names a sample that does not exist.")
     return rows

@@ -1,7 +1,7 @@
-"""Packed rows of all ranks that take about as long as each other, of samples that are all known.
+"""Packed rows of all ranks that take about the same time, from samples whose lengths are known.
 
 The samples that take longest are dealt out first, each to the row that takes the least so far and
-has room. So rows are level in time; full, since short samples come last; and of mixed lengths.
+has room. So rows are level in time, full, since short samples come last, and have mixed lengths.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from odb_nodes.planning.packing import Packing
 from odb_nodes.planning.table import IntArray
 
 STEPS = 32
-"""Steps whose rows are dealt out together: with fewer, the largest samples leave them unlike."""
+"""Steps whose rows are dealt out together. With fewer, the largest samples make rows differ."""
 LEAST_ROWS = 512
-"""Rows that are dealt out together where ranks are few."""
+"""Least rows that are dealt out together, if ranks are few."""
 FILLED = 0.999
-"""Share of the rows' room that is dealt out. Samples that still have none wait for more rows."""
+"""Share of the rows' room that is dealt out. Samples without room wait for the next rows."""
 _HAS_NO_ROOM = 2**62
 
 
 def level_rows(
     tokens: IntArray, extra: IntArray, packing: Packing, world_size: int, window: int | None
 ) -> Iterator[list[IntArray]]:
-    """Yield the rows of an epoch, those of some whole steps at a time, by their samples' places.
+    """Yield the rows of an epoch, of some whole steps at a time, by their samples' places.
 
     Args:
         tokens: length of each sample, in the order of the epoch, (n,).
-        extra: what each takes beside its tokens, (n,).
-        packing: what a row holds.
+        extra: time of each sample beside its tokens, (n,).
+        packing: has the room of a row.
         world_size: number of ranks, which share the steps.
-        window: about how many samples of each rank are dealt out together. Default: any number.
+        window: samples of each rank that are dealt out together, roughly. Default: any number.
     """
     room = packing.room.cost
-    costs = np.minimum(packing.costs(tokens), room)  # An oversize sample has a row of its own.
+    costs = np.minimum(packing.costs(tokens), room)  # An oversize sample fills a row alone.
     needs = np.maximum(costs, room // packing.room.samples)
     sums = np.cumsum(needs)
     parts = round(int(sums[-1]) / (room * max(STEPS * world_size, LEAST_ROWS)))
@@ -50,12 +50,13 @@ def level_rows(
         waiting, start = places, stop
         need = np.append(0, np.cumsum(needs[places]))
         rows = min(int(need[-1] / (room * FILLED)), len(places)) // world_size * world_size
-        if rows:  # The youngest wait that these rows are too few for, and not the shortest.
+        if rows:  # Where these rows are too few, the youngest samples wait, not the shortest.
             count = max(rows, int(np.searchsorted(need, rows * room * FILLED, "right")) - 1)
             oldest = places[:count]
-            dealt, left = _dealt(costs[oldest], extra[oldest], packing, rows)
+            dealt, unplaced = _dealt(costs[oldest], extra[oldest], packing, rows)
             yield [oldest[row] for row in dealt]
-            waiting = np.concatenate((oldest[np.array(sorted(left), np.int64)], places[count:]))
+            unplaced_places = oldest[np.array(sorted(unplaced), np.int64)]
+            waiting = np.concatenate((unplaced_places, places[count:]))
     places = np.concatenate((waiting, np.arange(start, len(tokens))))
     last = fewest_rows(costs[places], extra[places], packing, world_size)
     yield [places[row] for row in last]
@@ -64,7 +65,7 @@ def level_rows(
 def fewest_rows(
     costs: IntArray, extra: IntArray, packing: Packing, multiple: int = 1
 ) -> list[list[int]]:
-    """Return level rows of all samples, as few as are found: a multiple of some number."""
+    """Return level rows of all samples: the smallest multiple of `multiple` that is found."""
     room = packing.room
     rows = max(-(-int(costs.sum()) // room.cost), -(-len(costs) // room.samples))
     rows = round_up(rows, multiple)
@@ -76,17 +77,13 @@ def fewest_rows(
 def rows_of_all(
     costs: IntArray, extra: IntArray, packing: Packing, most: int
 ) -> list[list[int]] | None:
-    """Return level rows of all samples, at most so many; `None` where none are found.
+    """Return at most `most` level rows of all samples; `None` if none are found.
 
-    Args:
-        costs: what each sample takes of a row, no more than its room, (n,).
-        extra: what each takes beside its tokens, (n,).
-        packing: what a row holds.
-        most: number of rows.
+    costs: of each sample, at most the room of a row, (n,); extra: time beside its tokens, (n,).
     """
     for times in (costs + extra, extra):  # Rows that are nearly full cannot be level in both.
-        dealt, left = _dealt(costs, extra, packing, most, times)
-        if not left:
+        dealt, unplaced = _dealt(costs, extra, packing, most, times)
+        if not unplaced:
             return dealt
     return None
 
@@ -98,38 +95,39 @@ def _dealt(
     rows: int,
     times: IntArray | None = None,
 ) -> tuple[list[list[int]], list[int]]:
-    """Return the samples of each row, and those that have no room.
+    """Return the samples of each row, and the samples without room.
 
-    times: what rows are level in, (n,). Default: `extra`.
+    times: of each sample, which rows are levelled in, (n,). Default: `extra`.
     """
     most = packing.room.samples
     order = np.lexsort((-costs, -extra))
     columns = (order, costs[order], (extra if times is None else times)[order])
     room = [packing.room.cost] * rows
-    taken = np.zeros(rows, np.int64)  # time of each row; `_HAS_NO_ROOM` for the samples at hand
+    row_times = np.zeros(rows, np.int64)  # `_HAS_NO_ROOM` for a row without room for the sample
     time_of_blocked = dict[int, int]()
     blocked: list[tuple[int, int]] = []  # -room and number of such a row
-    dealt, left = [list[int]() for _ in range(rows)], list[int]()
+    dealt = [list[int]() for _ in range(rows)]
+    unplaced = list[int]()
     for sample, cost, time in zip(*(column.tolist() for column in columns), strict=True):
         while blocked and -blocked[0][0] >= cost:
             row = heappop(blocked)[1]
-            taken[row] = time_of_blocked.pop(row)
-        row = int(taken.argmin())
-        while room[row] < cost and taken[row] != _HAS_NO_ROOM:
+            row_times[row] = time_of_blocked.pop(row)
+        row = int(row_times.argmin())
+        while room[row] < cost and row_times[row] != _HAS_NO_ROOM:
             heappush(blocked, (-room[row], row))
-            time_of_blocked[row] = int(taken[row])
-            taken[row] = _HAS_NO_ROOM
-            row = int(taken.argmin())
-        if taken[row] == _HAS_NO_ROOM:
-            left.append(sample)
+            time_of_blocked[row] = int(row_times[row])
+            row_times[row] = _HAS_NO_ROOM
+            row = int(row_times.argmin())
+        if row_times[row] == _HAS_NO_ROOM:
+            unplaced.append(sample)
             continue
         dealt[row].append(sample)
         room[row] -= cost
-        taken[row] += time
+        row_times[row] += time
         if len(dealt[row]) == most:
-            taken[row] = _HAS_NO_ROOM
+            row_times[row] = _HAS_NO_ROOM
     for empty in [row for row in dealt if not row]:  # where the last samples take no time
         largest = max(dealt, key=len)
         if len(largest) > 1:
             empty.append(largest.pop())
-    return [row for row in dealt if row], left
+    return [row for row in dealt if row], unplaced

@@ -1,4 +1,4 @@
-"""What decides the groups and steps of a job, beside its data and its budget."""
+"""Options that decide the groups and steps of a job, beside its data and its budget."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOptions(PlanOptions):
-    """`PlanOptions`, and what a trainer decides for the whole job. See `ODBDataLoader`."""
+    """`PlanOptions`, and options of the trainer for the whole job. See `ODBDataLoader`."""
 
     accumulate: int = 1
     seed: int = 0

@@ -17,14 +17,14 @@ ANCHORS = 64  # every group holds at least one of this many oldest samples
 FORCED_AGE_WINDOWS = 4  # from this age on, in windows, the oldest sample alone is the anchor
 MAX_AGE_WINDOWS = 5  # no pooled sample gets older than this, in windows
 REFILLS = 32
-"""Parts of a window: a pool is filled once, and then takes in samples by a part at a time."""
+"""Parts of a window: a pool is filled once, and then refilled by one part at a time."""
 GROWING_SHARE = 0.75
-"""Of the samples pulled, those that wait at most while a pool grows to its window."""
+"""Largest share of the pulled samples that waits while a pool grows to its window."""
 GROWING_BUDGETS = 2
 """Budgets that the samples of a growing pool fill at least."""
 LEAST_REFILLED = 512
-"""A smaller window takes in what fits before each group: with fewer to choose from, groups are
-worse filled."""
+"""A smaller window is refilled before each group: with fewer samples to choose from, groups are
+less full."""
 
 
 class RollingPool:
@@ -34,15 +34,15 @@ class RollingPool:
 
     A padded budget is grouped by `LengthRuns`, a packed one by `Packing`. Every group holds an
     anchor, one of the `ANCHORS` oldest samples, and apart from that is chosen for efficiency. Once
-    the oldest sample is `FORCED_AGE_WINDOWS` windows old, it alone is the anchor, and `room` lets
-    no sample in that would make it older than `MAX_AGE_WINDOWS` windows. That bounds the age of
-    every sample, whatever the lengths, and with it the work of a replay.
+    the oldest sample is `FORCED_AGE_WINDOWS` windows old, it alone is the anchor, and `room` admits
+    no sample that would make it older than `MAX_AGE_WINDOWS` windows. That bounds the age of every
+    sample of any length, and so the work of a replay.
 
     After `start_early`, the first group does not wait for `window` samples: the pool grows with
     the number of samples pulled until it holds the window. Refills are in parts here, too, so that
-    they need no state of their own.
+    they need no further state.
 
-    The pool uses no random numbers: what it does depends on its content alone.
+    The pool uses no random numbers: its groups depend on its content alone.
     """
 
     def __init__(self, budget: TokenBudget, window: int, diversity: float = 0.0) -> None:
@@ -51,15 +51,15 @@ class RollingPool:
         self._starts_early = False
         self._diversity = diversity
         self._step_time: StepTime | None = None
-        self._tail: list[IntArray] | None = None  # what is left once the source has ended
+        self._tail: list[IntArray] | None = None  # remaining groups once the source has ended
         self.limit(Limits.of(budget))
         self.pulled = 0
         """Samples of the stream so far, dropped ones included, and so the ordinal of the next."""
         self.caps = NO_CAPS
-        """What further groups may cost, see `use_caps`."""
+        """Caps of the next groups, see `use_caps`."""
         self._table: IntArray = np.empty((TASKS + (diversity > 0), 0), dtype=np.int64)
         self._oldest: int | None = None  # where it is known
-        self._younger_than = 0  # what has a smaller ordinal was in the pool before
+        self._younger_than = 0  # smaller ordinals have been in the pool before
 
     def __len__(self) -> int:
         return len(self._table[0])
@@ -93,11 +93,11 @@ class RollingPool:
         self.pulled += samples
 
     def use_caps(self, caps: IntArray) -> None:
-        """Form further groups by these caps, one each, (n,) ascending; see `planning.caps`."""
+        """Form each of the next groups for one of these caps, (n,) ascending."""
         self.caps = caps
 
     def resize(self, window: int) -> None:
-        """Have another number of samples wait."""
+        """Change the number of samples that wait."""
         self.window = window
 
     def ordinals(self) -> IntArray:
@@ -105,17 +105,17 @@ class RollingPool:
         return np.sort(self._table[ORDINALS])
 
     def offer(self, count: int) -> IntArray:
-        """Return what is offered for the caps of the next round; see `offered_costs`."""
+        """Return the offer for the caps of the next round; see `offered_costs`."""
         return self._grouping.offer(self._table, count)
 
     @property
     def is_growing(self) -> bool:
-        """Whether fewer samples than the window may wait, since few were pulled so far."""
+        """Whether fewer samples than the window may wait, since few have been pulled."""
         return self._starts_early and self.pulled * GROWING_SHARE < self.window
 
     def room(self) -> int:
         """Return the number of samples that may be added now."""
-        # What was begun is finished first, so a run that was interrupted within goes on alike.
+        # A refill that was begun is finished first, so a resumed run continues alike.
         window, is_growing, stride = self.window, self.is_growing, 1
         if window >= LEAST_REFILLED or is_growing:
             stride = max(1, window // REFILLS)
@@ -179,14 +179,14 @@ class RollingPool:
     def take(self, *, draining: bool = False, largest: bool = False) -> IntArray:
         """Remove the next group, and return the ordinals of its samples, ascending, (n,).
 
-        `draining`: the source has ended. The rest is then partitioned as a whole, longest first,
-        and its groups are taken in the order in which one sample of each came, so that their
-        lengths are mixed. `largest`: take the group of the longest sample, unless that of the
-        oldest one is due.
+        `draining`: the source has ended. All remaining samples are then partitioned, longest first,
+        and the groups are taken in the order in which one sample of each came, so that their
+        lengths are mixed. `largest`: take the group of the longest sample, unless the oldest sample
+        is due.
         """
         if not len(self):
             raise IndexError("the pool is empty: there is no group to take.")
-        aims = self._step_time is not None and len(self.caps)  # of ranks that share out the rest
+        aims = self._step_time is not None and len(self.caps)  # ranks share out the last samples
         is_tail = draining and not aims
         columns = self._next_of_tail(largest) if is_tail else self._choose(largest)
         table, tail = self._table, self._tail
@@ -220,23 +220,23 @@ class RollingPool:
         return columns
 
     def _caps_or_own(self) -> IntArray:
-        """Return the caps, or before ranks have agreed on any, a middle one of this pool."""
+        """Return the caps, or a middle cap of this pool before ranks have agreed on any."""
         return self.caps if len(self.caps) else self._grouping.offer(self._table, 1)[1:]
 
     def _aim(self, caps: IntArray, due: int | None) -> IntArray | slice:
-        """Return the group for the largest cap, or, with the sample that is due, for its own."""
+        """Return the group for the largest cap, or for the smallest that allows the due sample."""
         index = len(caps) - 1
         if due is not None:
-            least = self._grouping.least_time(self._table, due)
+            least = self._grouping.least_cap_time(self._table, due)
             index = min(int(np.searchsorted(times_of(caps), least)), index)
         if len(self.caps):
             self.caps = np.delete(caps, index)
         return self._grouping.aimed(self._table, int(caps[index]), due)
 
     def _next_of_tail(self, largest: bool) -> IntArray:
-        """Return the next group, or that of the longest sample, in the partition of the tail.
+        """Return the next group, or the group of the longest sample, of the tail's partition.
 
-        The partition is made once. A pool that is restored partitions what is left, with the same
+        The partition is made once. A restored pool partitions the remaining samples into the same
         groups: see `first_fit`.
         """
         if self._tail is None:
@@ -245,14 +245,14 @@ class RollingPool:
             self._tail = sorted(groups, key=lambda group: -int(group[0]))
         longest, index = self._table[ORDINALS, -1], -1
         if largest:
-            index = next(at for at, group in enumerate(self._tail) if longest in group)
+            index = [longest in group for group in self._tail].index(True)
         return np.flatnonzero(np.isin(self._table[ORDINALS], self._tail.pop(index)))
 
 
 def grouping_of(
     budget: TokenBudget, diversity: float = 0.0, step_time: StepTime | None = None
 ) -> Packing | LengthRuns:
-    """Return how groups of a budget are formed, for times of caps if `step_time` is given."""
+    """Return how groups of a budget are formed: for the times of caps if `step_time` is given."""
     if budget.layout == "packed":
         return Packing(budget, step_time)
     return LengthRuns(budget, diversity, step_time)

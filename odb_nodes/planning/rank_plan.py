@@ -1,6 +1,6 @@
 """The plan of one rank: which samples form its groups, and which groups its steps.
 
-It knows facts of samples alone. Its owner feeds them, carries the reports between ranks, and finds
+It knows only facts of samples. Its owner adds them, carries the reports between ranks, and finds
 the data of the steps:
 
     while True:
@@ -23,11 +23,13 @@ from odb_nodes._core.hashing import hash_ints
 from odb_nodes.planning.budget import TokenBudget, round_up
 from odb_nodes.planning.facts import NO_FACTS, Facts
 from odb_nodes.planning.group_planner import GivenGroups, GroupPlanner, RoundSettings
-from odb_nodes.planning.levelling import UNKNOWN_LEFT, Moves, Rest, moves_of, told_of
+from odb_nodes.planning.level_cut import LevelCut
+from odb_nodes.planning.levelling import Moves, moves_of, remaining_message
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.rounds import (
     COLUMNS,
     FILLER,
+    UNKNOWN_REMAINING,
     CostReport,
     GroupCost,
     RoundPlan,
@@ -40,12 +42,12 @@ from odb_nodes.planning.rounds import (
 from odb_nodes.planning.step_time import StepTime, aim_of
 from odb_nodes.planning.table import IntArray
 
-REST_GROUPS_A_STEP = 2
+LAST_GROUPS_A_STEP = 2
 """Groups of the last round that are formed with each step of the one before."""
 
 
 class Agreement(NamedTuple):
-    """What all ranks conclude from the reports of a round."""
+    """The conclusion of all ranks from the reports of a round."""
 
     plan: RoundPlan
     settings: RoundSettings  # of the next round
@@ -57,43 +59,44 @@ class SettledRound:
 
     totals: IntArray  # see `RoundPlan.totals`
     groups: list[Facts | None] = field(default_factory=list)  # `None` fills a step
-    emitted: int = 0  # steps that are out
+    emitted: int = 0  # number of emitted steps
 
     def __len__(self) -> int:
         return len(self.totals)
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps are out."""
+        """Whether all steps are emitted."""
         return self.emitted == len(self.totals)
 
     def next_group(self) -> Facts | None:
-        """Return the group of the next step, which is out then."""
+        """Return the group of the next step, and count the step as emitted."""
         group, self.groups[self.emitted] = self.groups[self.emitted], None
         self.emitted += 1
         return group
 
     @property
     def remaining(self) -> list[Facts | None]:
-        """The groups of the steps that are to come."""
+        """The groups of the steps that come next."""
         return self.groups[self.emitted :]
 
 
 class RankPlan:
     """Plans the steps of one rank in an epoch, in rounds that all ranks settle together.
 
-    The groups of a round are formed while the one before is emitted: some with each step, but the
-    first of an epoch or after a restore, which waits for no samples but its own. One group further
-    is formed: a rank that finds out too late that its data has ended could no longer keep a sample
-    to fill with. The last round is formed of all that is left, which the ranks share out first: see
-    `rest`.
+    The groups of a round are formed while the round before is emitted: some with each step. Only
+    the first step of an epoch or after a restore forms none, since it waits for its own samples
+    alone. One further group is formed: a rank that finds out too late that its data has ended could
+    no longer keep a sample to fill with. The last round holds all remaining samples, which the
+    ranks share out first: see `rest`.
 
     Args:
         planner: forms the groups. The owner adds samples to it.
-        options: round size and seed, and what else decides steps.
-        measure: facts of a group -> what the other ranks need to know of it.
-        rank: this rank, of `world_size` that share steps.
-        epoch: the epoch, which the order of steps depends on.
+        options: the options that decide steps.
+        measure: facts of a group -> its report to the other ranks.
+        rank: this rank.
+        world_size: number of ranks that share steps.
+        epoch: number of the epoch, which the order of steps depends on.
         shares_rest: whether other ranks can make the samples of this one.
         tasks: number of the tasks whose targets reports have.
     """
@@ -123,16 +126,15 @@ class RankPlan:
         self.step = 0
         """The number of the next step in the epoch."""
         self.settings = RoundSettings()
-        """What all ranks form the groups of the coming round under."""
+        """Settings of the coming round."""
         self.settled = SettledRound(self._no_steps)
-        """The steps that are settled; none between two rounds."""
+        """The settled steps; none between two rounds."""
         self.is_last = False
-        """Whether the round that was settled is the last one of the epoch."""
+        """Whether the settled round is the last one of the epoch."""
         self.formed: list[Facts] = []
         """The groups of the coming round, and the first one after it."""
         self._reported: tuple[SplitLadder, LastRound | None] | None = None
-        # Of an epoch, or after a restore: it waits for no samples but its own.
-        self._is_first_step = True
+        self._is_first_step = True  # of an epoch, or after a restore
 
     def restore(
         self,
@@ -144,7 +146,7 @@ class RankPlan:
         is_last: bool,
         formed: list[Facts],
     ) -> None:
-        """Go to where a plan stood, whose attributes these are; `planner` is there already."""
+        """Take over the attributes of a saved plan; `planner` is restored already."""
         self.round, self.step, self.settings = round, step, settings
         self.settled, self.is_last, self.formed = settled, is_last, formed
         self._is_first_step = True
@@ -153,25 +155,25 @@ class RankPlan:
 
     @property
     def is_between_rounds(self) -> bool:
-        """Whether the next round is to be settled before there is a step."""
+        """Whether the next round must be settled before the next step."""
         return self.settled.is_over and not self.is_last
 
     @property
     def is_at_end(self) -> bool:
-        """Whether all steps of the epoch are out."""
+        """Whether all steps of the epoch are emitted."""
         return self.is_last and self.settled.is_over
 
     @property
     def most_steps(self) -> int:
-        """The steps of the coming round, unless the data ends."""
+        """Number of steps of the coming round, unless the data ends."""
         options = self._options
         return round_steps(self.round, self._world_size, options.round_size, options.accumulate)
 
     def lacks(self) -> int:
-        """Form the groups that are due before the next step, as far as there are samples.
+        """Form the groups that are due before the next step, as far as samples suffice.
 
         Returns:
-            How many samples the planner needs for the next group; 0 where all are formed.
+            How many samples the planner needs for the next group; 0 if all are formed.
         """
         while not self.planner.is_done and self._is_due():
             if (room := self.planner.room()) > 0:
@@ -181,7 +183,7 @@ class RankPlan:
         return 0
 
     def _is_due(self) -> bool:
-        """Tell whether another group is to be formed before the next step."""
+        """Tell whether another group must be formed before the next step."""
         if self.is_last:
             return False
         formed, settled, is_last = len(self.formed), self.settled, self.settings.is_last
@@ -191,14 +193,15 @@ class RankPlan:
             return False
         steps_out = settled.emitted + 1
         if is_last:
-            return formed < steps_out * REST_GROUPS_A_STEP
+            return formed < steps_out * LAST_GROUPS_A_STEP
         return formed < steps_out * (self.most_steps + 1) // len(settled)
 
     def _use_settings(self) -> None:
-        """Have groups formed under the settings of the round, after so many of its groups.
+        """Give the planner the settings of the round, if the next group is the first to need them.
 
-        Caps are for the groups after the first, which was formed with the round before. The group
-        after them gets the largest one on all ranks, so that a round has the same caps on all.
+        The first group of a round was formed with the round before, so its caps begin with the
+        second. The group after the round gets the largest cap on every rank, so that all ranks use
+        the same caps.
         """
         caps = () if self.settings.is_last else self.settings.caps
         if len(self.formed) <= 1:  # 0 where the data has ended: `replan` may put samples back
@@ -209,49 +212,49 @@ class RankPlan:
     # --- a round is settled --------------------------------------------------------------------
 
     def rest(self) -> LastRound:
-        """Return all that is left, where the coming round is the last one."""
+        """Return the last round, which holds all remaining samples."""
         assert isinstance(self.planner, GroupPlanner)
         samples = Facts.joined(self.formed)
         budget = self.planner.group_budget
         return LastRound(samples, budget, self._rank, self._world_size, self._step_time)
 
     def report(
-        self, rest: LastRound | None = None, *, has_filler: bool = True, max_tokens: int = 0
+        self, last_round: LastRound | None = None, *, has_filler: bool = True, max_tokens: int = 0
     ) -> CostReport:
-        """Return what the other ranks must know of the coming round.
+        """Return the report to the other ranks about the coming round.
 
         Args:
-            rest: what `rest` has returned, once it is cut.
-            has_filler: whether the rank had a sample to fill with before.
+            last_round: the result of `rest`, once it is cut; `None` before the last round.
+            has_filler: whether the rank has had a sample to fill steps with.
             max_tokens: the tokens of a budget that it asks all ranks for; 0 for none.
         """
-        groups = self.groups_of_round(rest)
+        groups = self.groups_of_round(last_round)
         ladder = SplitLadder(groups, self._measure)
-        self._reported = ladder, rest
+        self._reported = ladder, last_round
         return report_of(
             ladder,
-            self.most_steps if rest is None else rest.steps,
-            has_ended=rest is not None or len(groups) == len(self.formed),
+            self.most_steps if last_round is None else last_round.steps,
+            has_ended=last_round is not None or len(groups) == len(self.formed),
             may_split=self._options.uneven == "fill",
             has_filler=has_filler or bool(groups),
-            left=self._left(self.formed[len(groups) :] if rest is None else ()),
+            remaining=self._remaining(self.formed[len(groups) :] if last_round is None else ()),
             pool=self.planner.report(self._offered_caps),
             tasks=self._tasks,
             max_tokens=max_tokens,
         )
 
-    def groups_of_round(self, rest: LastRound | None) -> list[Facts]:
+    def groups_of_round(self, last_round: LastRound | None) -> list[Facts]:
         """Return the groups of the coming round, before some of them are split."""
-        return self.formed[: self.most_steps] if rest is None else rest.groups
+        return self.formed[: self.most_steps] if last_round is None else last_round.groups
 
     def agree(self, reports: Sequence[CostReport]) -> Agreement:
-        """Return what follows from the reports of all ranks: the same on each of them."""
+        """Return the plan and settings that follow from the reports of all ranks: equal on each."""
         options = self._options
         key = hash_ints(options.seed, self._epoch, self.round)
         following = round_steps(
             self.round + 1, self._world_size, options.round_size, options.accumulate
         )
-        # Groups of a node of the user keep the order of that node, where none are matched.
+        # On one rank, groups of a node of the user keep their order.
         mixes = len(reports) > 1 or isinstance(self.planner, GroupPlanner)
         accumulate = options.accumulate if mixes else 1
         plan = plan_round(reports, uneven=options.uneven, key=key, accumulate=accumulate)
@@ -265,17 +268,18 @@ class RankPlan:
         return Agreement(plan, settings)
 
     def settle(self, agreement: Agreement) -> list[Facts]:
-        """Take up the steps of a round, and begin to form the next one.
+        """Begin a settled round.
 
         Returns:
-            The groups that no step has: with `uneven="stop"`, where another rank has ended.
+            The groups that no step holds: with `uneven="stop"`, if another rank has ended.
         """
         assert self._reported is not None
-        (ladder, rest), self._reported = self._reported, None
+        ladder, last_round = self._reported
+        self._reported = None
         plan, chosen = agreement.plan, agreement.plan.groups[self._rank].tolist()
         groups = ladder.groups(plan.splits[self._rank])
         of_steps = [None if index == FILLER else groups[index] for index in chosen]
-        further = [] if rest is not None else self.formed[self.most_steps :]
+        further = [] if last_round is not None else self.formed[self.most_steps :]
         dropped: list[Facts] = []
         if plan.last:
             dropped = [group for index, group in enumerate(groups) if index not in {*chosen}]
@@ -287,7 +291,7 @@ class RankPlan:
         return dropped
 
     def next_step(self) -> Facts | None:
-        """Return the group of the next step, `None` where a filler is to be taken."""
+        """Return the group of the next step, `None` for a step that a filler sample fills."""
         group = self.settled.next_group()
         self.step += 1
         self._is_first_step = False
@@ -295,9 +299,9 @@ class RankPlan:
         return group
 
     def replan(self, steps: int) -> Facts:
-        """End the round after so many of its steps, and return the samples of all further groups.
+        """End the round after `steps` of its steps, and return the samples of all further groups.
 
-        They are to be put back into the pool.
+        The owner puts them back into the pool.
         """
         settled = self.settled
         steps = min(steps, len(settled))
@@ -311,21 +315,21 @@ class RankPlan:
         if self.settled.is_over and not self.is_last:
             self.settled = SettledRound(self._no_steps)
 
-    def _left(self, further: Sequence[Facts]) -> int:
-        """Return `CostReport.left`: of the samples from the first group after the round on."""
+    def _remaining(self, further: Sequence[Facts]) -> int:
+        """Return `CostReport.remaining`, from the first group after the round on."""
         if not self._shares_rest or not isinstance(self.planner, GroupPlanner):
             return -1
         if not further:
             return 0
-        # Of data that a rank has for itself, it may have far more.
+        # A rank may have far more of data that it does not share.
         if (further[0].sharers != self._world_size).any():
             return -1
-        left = self.planner.samples_left()
-        return UNKNOWN_LEFT if left is None else sum(map(len, further)) + left
+        pooled = self.planner.samples_left()
+        return UNKNOWN_REMAINING if pooled is None else sum(map(len, further)) + pooled
 
 
 class LastRound:
-    """What a rank has left for the last round, which ranks share out before they cut it."""
+    """The last round of a rank: its remaining samples, which ranks share out and then cut."""
 
     def __init__(
         self,
@@ -338,19 +342,19 @@ class LastRound:
         self._samples, self.budget, self._step_time = samples, budget, step_time
         self._rank, self._shared = rank, samples.sharers == world_size
         self.given = NO_FACTS
-        """The samples that this rank has given away."""
+        """The samples that this rank gives away."""
         self.groups: list[Facts] = []
         """The groups, once they are cut."""
         self.steps = 0
         """The steps of the round, once it is cut."""
 
     def told(self) -> IntArray:
-        """Return what the other ranks must know of all samples, (n,) int64."""
-        return told_of(self._samples, self._shared, self.budget, self._step_time)
+        """Return the message about all samples to the other ranks, (n,) int64."""
+        return remaining_message(self._samples, self._shared, self.budget, self._step_time)
 
-    def moves(self, told: Sequence[IntArray]) -> Moves:
-        """Return which samples each rank gives away, where all ranks have told this."""
-        return moves_of(told, self.budget, self._step_time)
+    def moves(self, messages: Sequence[IntArray]) -> Moves:
+        """Return which samples each rank gives away; `messages`: of all ranks, from `told`."""
+        return moves_of(messages, self.budget, self._step_time)
 
     def give(self, moves: Moves) -> list[tuple[int, int]]:
         """Give samples away.
@@ -369,15 +373,15 @@ class LastRound:
         ]
 
     def add(self, received: Facts) -> None:
-        """Take up samples that other ranks have given."""
+        """Add samples that other ranks have given."""
         self._samples = Facts.joined([self._samples, received])
 
     def fewest_steps(self) -> int:
-        """Return how many groups the samples of this rank need."""
-        self._rest = Rest(self._samples, self.budget, self._step_time)
-        return self._rest.fewest
+        """Return the number of groups that the samples of this rank need."""
+        self._cut = LevelCut(self._samples, self.budget, self._step_time)
+        return self._cut.fewest
 
     def cut(self, steps: int) -> None:
-        """Form the groups of the round, which has so many steps on every rank."""
+        """Form the groups of the round. steps: of the round, on every rank."""
         self.steps = steps
-        self.groups = [self._samples.take(rows) for rows in self._rest.groups(steps)]
+        self.groups = [self._samples.take(rows) for rows in self._cut.groups(steps)]

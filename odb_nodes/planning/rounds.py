@@ -1,8 +1,8 @@
 """Rounds: the steps that ranks plan after one exchange, from a few integers of each rank.
 
-A rank reports its groups of a round, and a ladder of splits: what its groups would become if it had
-to make one more of them, and one more again. Every rank then knows how every other rank will split,
-so one exchange settles a round, even at the end of the data.
+A rank reports its groups of a round, and a ladder of splits: its groups after one split, after two,
+and so on. Every rank then knows how every other rank will split, so one exchange settles a round,
+even at the end of the data.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from odb_nodes.planning.table import IntArray
 
 Uneven = Literal["fill", "stop"]
 
-SAMPLES, TARGETS, COSTS, REST_COSTS, FLAGS = range(5)
-COLUMNS = 5  # integers per row of a report, before those of tasks
+SAMPLES, TARGETS, COSTS, LONGER_COSTS, FLAGS = range(5)
+COLUMNS = 5  # integers per row of a report, before the columns of tasks
 HEADER = 9  # integers before the rows in a report's message
 FLAG_BITS = 30  # most modalities: the flags of two groups share one integer
 _FLAG_MASK = (1 << FLAG_BITS) - 1
+UNKNOWN_REMAINING = 2**62  # `CostReport.remaining` where a source does not know its length
 FILLER = -1  # stands for a group where a rank has none left for a step
 
 
 @dataclass(frozen=True)
 class GroupCost:
-    """What the other ranks need to know of a group."""
+    """The report of a group to the other ranks."""
 
     samples: int
     targets: int  # supervised tokens
-    cost: int  # what its batch costs under the budget
+    cost: int  # of its batch, under the budget
     flags: int = 0  # bit mask of the modalities in the group
     tasks: tuple[int, ...] = ()  # supervised tokens of each task
-    # what a step with it takes, in any unit that all ranks share. `None`: as much as it costs
+    # of a step with it, in any unit that all ranks share. `None`: its cost
     time: int | None = None
 
     @property
@@ -53,41 +54,40 @@ class GroupCost:
 
 @dataclass(frozen=True)
 class CostReport:
-    """What one rank tells the others about a round."""
+    """The report of one rank to the others about a round."""
 
     # (groups + splits, 5 + tasks) int64. A row of a group holds samples, targets, time and cost as
-    # one integer, 0, flags, and the targets of each task. A row of a split holds the same of the
-    # part that is split off, in column 3 time and cost of the rest, and in column 4 the flags of
-    # both
+    # one integer, 0, flags, and the targets of each task. A row of a split holds these of the
+    # shorter half, in column 3 time and cost of the longer half, and in column 4 the flags of both
     table: IntArray
     groups: int  # number of rows that are groups; the rows after them are splits
     ended: bool  # whether the rank has no more groups after these
     # whether the rank has, or has had, a sample that it can fill steps with
     has_filler: bool = True
-    # the `tokens` of the budget that it asks all ranks for, from the next round on; 0 for none
+    # `tokens` of the budget that it asks all ranks for, from the next round on; 0 for none
     max_tokens: int = 0
-    # samples that it has after these groups, as far as it knows; -1 where it cannot share them with
-    # other ranks. See `odb_nodes.planning.levelling`
-    left: int = -1
-    pool: PoolReport = field(default_factory=PoolReport)  # what it tells of its pool
+    # number of its samples after these groups, as far as it knows; -1 if it cannot share them with
+    # other ranks. See `planning.levelling`
+    remaining: int = -1
+    pool: PoolReport = field(default_factory=PoolReport)
 
     def to_message(self) -> IntArray:
         """Return the report as (9 + (5 + tasks) * rows + n,) int64."""
         offer, lengths = self.pool
-        told = (self.groups, self.ended, self.has_filler, self.max_tokens, self.left, *lengths)
-        header = np.array((len(self.table), len(offer), *told), dtype=np.int64)
+        fields = (self.groups, self.ended, self.has_filler, self.max_tokens, self.remaining)
+        header = np.array((len(self.table), len(offer), *fields, *lengths), dtype=np.int64)
         return np.concatenate((header, self.table.ravel(), offer))
 
     @classmethod
     def from_message(cls, message: IntArray, tasks: int = 0) -> CostReport:
-        """Return the report that a message begins with."""
-        rows, offered, groups, ended, has_filler, *told = message[:HEADER].tolist()
-        max_tokens, left, *lengths = told
+        """Return the report at the start of a message."""
+        rows, offered, groups, ended, has_filler, *further = message[:HEADER].tolist()
+        max_tokens, remaining, *lengths = further
         columns = COLUMNS + tasks
         stop = HEADER + columns * rows
         table, offer = message[HEADER:stop].reshape(rows, columns), message[stop : stop + offered]
         pool = PoolReport(offer, (lengths[0], lengths[1]))
-        return cls(table, groups, bool(ended), bool(has_filler), max_tokens, left, pool)
+        return cls(table, groups, bool(ended), bool(has_filler), max_tokens, remaining, pool)
 
     @staticmethod
     def message_size(steps: int, tasks: int = 0) -> int:
@@ -99,11 +99,11 @@ class CostReport:
 class RoundPlan:
     """The steps of a round."""
 
-    # samples, targets, flags, highest cost and targets of each task of each step over all ranks,
+    # of each step over all ranks: samples, targets, flags, highest cost, and targets of each task,
     # (steps, 4 + tasks) int64
     totals: IntArray
     groups: IntArray  # index of the group of each rank and step, or `FILLER`, (ranks, steps) int64
-    splits: list[int]  # number of splits that each rank has to make
+    splits: list[int]  # number of splits of each rank
     last: bool  # whether the epoch ends with this round
 
 
@@ -113,11 +113,11 @@ def row_of(group: GroupCost) -> list[int]:
 
 
 class SplitLadder:
-    """Groups, and what they become when they are split one after the other.
+    """Groups, and the groups that they become when they are split one after the other.
 
     Each split takes the group of the longest time that has two samples or more, orders it by
-    length, and cuts it in the middle: the shorter half becomes a group of its own, at the end. So
-    what a rank splits next follows from times and numbers of samples, which all ranks are told.
+    length, and cuts it in the middle: the shorter half becomes a new group, at the end. So what a
+    rank splits next follows from times and numbers of samples, which all ranks know.
     """
 
     def __init__(self, groups: Sequence[Facts], measure: Callable[[Facts], GroupCost]) -> None:
@@ -130,15 +130,15 @@ class SplitLadder:
     def split(self) -> tuple[GroupCost, GroupCost] | None:
         """Split once more and return the costs of both parts; `None` if no group can be split."""
         parent = _next_to_split(
-            np.array([one.costs for one in self._after], np.int64),
-            np.array([one.samples for one in self._after], np.int64),
+            np.array([cost.costs for cost in self._after], np.int64),
+            np.array([cost.samples for cost in self._after], np.int64),
         )
         if parent is None:
             return None
         whole = self.groups(len(self._parts))[parent]
-        off, rest = map(whole.take, cut_by_length(whole.lengths, 2))
-        self._parts.append((parent, off, rest))
-        costs = self._measure(off), self._measure(rest)
+        shorter, longer = map(whole.take, cut_by_length(whole.lengths, 2))
+        self._parts.append((parent, shorter, longer))
+        costs = self._measure(shorter), self._measure(longer)
         self._after[parent] = costs[1]
         self._after.append(costs[0])
         return costs
@@ -146,9 +146,9 @@ class SplitLadder:
     def groups(self, splits: int) -> list[Facts]:
         """Return the groups after `splits` splits."""
         groups = list(self._groups)
-        for parent, off, rest in self._parts[:splits]:
-            groups[parent] = rest
-            groups.append(off)
+        for parent, shorter, longer in self._parts[:splits]:
+            groups[parent] = longer
+            groups.append(shorter)
         return groups
 
 
@@ -159,33 +159,25 @@ def report_of(
     has_ended: bool,
     may_split: bool,
     has_filler: bool = True,
-    left: int,
+    remaining: int,
     pool: PoolReport,
     tasks: int = 0,
     max_tokens: int = 0,
 ) -> CostReport:
-    """Return the report of the groups of a ladder, with splits up to `most` if the rank may split.
+    """Return the report of a ladder's groups, with splits up to `most` groups if it may split.
 
-    Args:
-        ladder: the groups of a round.
-        most: steps of the round.
-        has_ended: whether the rank has no group after these.
-        may_split: whether groups are split where a rank has fewer than others.
-        has_filler: whether the rank has, or has had, a sample to fill steps with.
-        left: see `CostReport`.
-        pool: what the rank tells of its pool.
-        tasks: number of the tasks whose targets are reported.
-        max_tokens: see `CostReport`.
+    See `CostReport` for the fields. has_ended: whether the rank has no group after these.
     """
     rows = [row_of(cost) for cost in ladder.costs]
     groups = len(rows)
     while has_ended and may_split and len(rows) < most and (split := ladder.split()) is not None:
-        off, rest = split
-        row = row_of(off)
-        row[REST_COSTS], row[FLAGS] = rest.costs, off.flags << FLAG_BITS | rest.flags
+        shorter, longer = split
+        row = row_of(shorter)
+        row[LONGER_COSTS] = longer.costs
+        row[FLAGS] = shorter.flags << FLAG_BITS | longer.flags
         rows.append(row)
     table = np.array(rows, dtype=np.int64).reshape(-1, COLUMNS + tasks)
-    return CostReport(table, groups, has_ended, has_filler, max_tokens, left, pool)
+    return CostReport(table, groups, has_ended, has_filler, max_tokens, remaining, pool)
 
 
 def cut_by_length(tokens: Sequence[int], pieces: int) -> list[list[int]]:
@@ -203,9 +195,10 @@ def plan_round(
 ) -> RoundPlan:
     """Return the plan of a round, the same on every rank.
 
-    Groups are matched by time: those of all ranks that take longest share a step, so do the next,
-    and so on. That minimizes the sum, over steps, of the longest time of a step. One permutation
-    then shuffles the steps; those of an optimizer step have samples of unlike lengths.
+    Groups are matched by time: the longest groups of all ranks share a step, then the second
+    longest, and so on. That minimizes the sum, over steps, of the longest time of a step. One
+    permutation then shuffles the steps, so that the micro-steps of an optimizer step have samples
+    of unlike lengths.
     """
     if len(reports) == 1:
         return _plan_alone(reports[0], accumulate, key)
@@ -252,7 +245,7 @@ def _plan_alone(report: CostReport, accumulate: int, key: int) -> RoundPlan:
 
 
 def step_totals(groups: Sequence[Sequence[GroupCost]]) -> IntArray:
-    """Return the `totals` of a `RoundPlan`, of steps that are planned already."""
+    """Return the `totals` of a `RoundPlan` for steps that are planned already."""
     rows = [[row_of(group) for group in of_rank] for of_rank in groups]
     return _totals(np.array(rows, dtype=np.int64))
 
@@ -266,23 +259,23 @@ def _totals(pieces: IntArray) -> IntArray:
 
 
 def shuffled(count: int, key: int) -> IntArray:
-    """Return a permutation of `range(count)` that depends on `key` alone, on no library."""
+    """Return a permutation of `range(count)` that depends on `key` alone, and on no library."""
     return np.array(sorted(range(count), key=lambda index: hash_ints(key, index)), dtype=np.int64)
 
 
 def spread_steps(
     lengths: npt.NDArray[np.float64], accumulate: int, key: int, steps_before: int = 0
 ) -> IntArray:
-    """Return an order of steps, so that those of an optimizer step have unlike lengths.
+    """Return an order of steps, so that the micro-steps of an optimizer step have unlike lengths.
 
     The steps are put in order of length and cut into `accumulate` parts. Each optimizer step has
-    one of each part; the rest of one that has begun, and what is over at the end, are of any. It
-    depends on `key` alone.
+    one step of each part. An optimizer step that has begun, and an incomplete one at the end, have
+    steps of any part. The order depends on `key` alone.
 
     Args:
         lengths: how long the samples of each step are on average, (n,).
         accumulate: steps of an optimizer step.
-        key: what the order is drawn from.
+        key: seed of the order.
         steps_before: of the epoch.
     """
     order = shuffled(len(lengths), key)
@@ -292,9 +285,9 @@ def spread_steps(
         return np.concatenate((begun, order))
     kept, over = order[: whole * accumulate], order[whole * accumulate :]
     strata = kept[np.argsort(lengths[kept], kind="stable")].reshape(accumulate, whole)
-    of_each = [part[shuffled(whole, hash_ints(key, at))] for at, part in enumerate(strata)]
+    mixed = [part[shuffled(whole, hash_ints(key, number))] for number, part in enumerate(strata)]
     micro = np.stack([shuffled(accumulate, hash_ints(key, step, 1)) for step in range(whole)])
-    spread = np.take_along_axis(np.stack(of_each, axis=1), micro, axis=1)
+    spread = np.take_along_axis(np.stack(mixed, axis=1), micro, axis=1)
     return np.concatenate((begun, spread.ravel(), over))
 
 
@@ -305,13 +298,15 @@ def _apply(report: CostReport, splits: int) -> IntArray:
         parent = _next_to_split(rows[:, COSTS], rows[:, SAMPLES])
         if parent is None:
             raise ValueError("a report must not hold more splits than its groups allow.")
-        off, rest = row.copy(), rows[parent].copy()
-        off[REST_COSTS], off[FLAGS] = 0, row[FLAGS] >> FLAG_BITS
-        rest[:COSTS] -= off[:COSTS]
-        rest[COLUMNS:] -= off[COLUMNS:]
-        rest[COSTS], rest[FLAGS] = row[REST_COSTS], row[FLAGS] & _FLAG_MASK
-        rows[parent] = rest
-        rows = np.concatenate((rows, off[None]))
+        shorter, longer = row.copy(), rows[parent].copy()
+        shorter[LONGER_COSTS] = 0
+        shorter[FLAGS] = row[FLAGS] >> FLAG_BITS
+        longer[:COSTS] -= shorter[:COSTS]
+        longer[COLUMNS:] -= shorter[COLUMNS:]
+        longer[COSTS] = row[LONGER_COSTS]
+        longer[FLAGS] = row[FLAGS] & _FLAG_MASK
+        rows[parent] = longer
+        rows = np.concatenate((rows, shorter[None]))
     return rows
 
 
@@ -322,20 +317,21 @@ def _next_to_split(costs: IntArray, samples: IntArray) -> int | None:
     return parent if parent >= 0 and candidates[parent] >= 0 else None
 
 
-LEAST_ROUNDS = 2  # the last round begins when a rank has less than this left for, in rounds
+LEAST_ROUNDS = 2  # the last round may begin once a rank has samples left for fewer rounds
 MOST_ROUNDS = 4
-"""It does not begin as long as a rank has more left than this, in rounds: it holds all of it."""
+"""Rounds: the last round does not begin before every rank has at most this left, since a rank must
+hold all of it."""
 
 
 def begins_last_round(reports: Sequence[CostReport], steps: int) -> bool:
-    """Tell whether the next round is the last, of all that is left, where a round has `steps`."""
-    left = [report.left for report in reports]
+    """Tell whether the next round is the last, if a round has `steps` steps."""
+    remaining = [report.remaining for report in reports]
     groups = sum(report.groups for report in reports)
-    if len(reports) == 1 or min(left) < 0 or not any(left) or not groups:
+    if len(reports) == 1 or min(remaining) < 0 or not any(remaining) or not groups:
         return False
     samples = sum(int(report.table[: report.groups, SAMPLES].sum()) for report in reports)
     of_a_round = steps * samples / groups
-    return min(left) < LEAST_ROUNDS * of_a_round and max(left) <= MOST_ROUNDS * of_a_round
+    return min(remaining) < LEAST_ROUNDS * of_a_round and max(remaining) <= MOST_ROUNDS * of_a_round
 
 
 MOST_STEPS_ALONE = 4  # steps of a round of a single rank: it holds the samples of all of them
@@ -346,9 +342,9 @@ def round_steps(number: int, world_size: int, round_size: int, accumulate: int) 
 
     The first batch waits for a round of one step. Each round has a fourth more steps than the one
     before, and at least one more, so its groups are ready while that one is emitted, unless
-    training is hardly slower than processing. A single rank settles rounds with nobody: 1, 2, 4
-    spread what a round costs over its steps, unless it has micro-steps to mix. All are rounded up
-    to a multiple of `accumulate`.
+    training is hardly slower than processing. A single rank waits for no other: rounds of 1, 2 and
+    4 steps spread the work of a round over its steps, unless it has micro-steps to mix. All are
+    rounded up to a multiple of `accumulate`.
 
     Args:
         number: number of the round in its epoch, from 0.
@@ -380,14 +376,14 @@ def next_settings(
         reports: of all ranks.
         present: settings of the round that was reported.
         next_steps: steps of the next round.
-        planned_steps: steps of the epoch so far. The last round shares out as much as these, up to
-            what it shares out later in an epoch: the first rounds are too short for it.
+        planned_steps: steps of the epoch so far. The last round shares out as many steps, up to a
+            full round: the first rounds are too short for it.
         round_size: most steps of a round.
     """
-    asked = [one for one in (present.max_tokens, *(report.max_tokens for report in reports)) if one]
+    limits = [present.max_tokens, *(report.max_tokens for report in reports)]
     agreed = agreed_caps([report.pool.offer for report in reports])
     return RoundSettings(
-        max_tokens=min(asked, default=0),
+        max_tokens=min((tokens for tokens in limits if tokens), default=0),
         caps=tuple(caps_of_round(agreed, next_steps).tolist()),
         window=present.window or chosen_window([report.pool.lengths for report in reports]),
         is_last=begins_last_round(reports, min(round_size, planned_steps + next_steps)),

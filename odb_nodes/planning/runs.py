@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -24,25 +25,24 @@ from odb_nodes.planning.table import ORDINALS, PATCHES, TASKS, TOKENS, IntArray,
 from odb_nodes.sample import Sample, Skipped, name_of
 
 STEP_COST_SHARE = 0.1
-"""Fixed cost of a step, as a share of the budget. It makes a fuller group worth some padding."""
+"""Fixed cost of a step, as a share of the budget. It makes fuller groups worth some padding."""
 
 CAP_SHARE = 0.75
-"""What a step with a capped run costs: so much of the cap, and the rest of its own cost."""
-
+"""Weight of the cap in the cost of a step with a capped run; the run's own cost has the other."""
 
 TIME_SHARE = 0.5
-"""Weight of the time that a run leaves of a cap, against what it leaves of its cost."""
+"""Weight of the time that a run leaves of a cap, beside the cost that it leaves."""
 
 
 class LengthRuns:
     """Chooses the run that gets the most work done for the cost of its step.
 
-    The work is what the samples cost without padding: where attention costs nothing, their tokens.
-    A step costs what its batch does under the budget, and a fixed share of the budget.
+    The work is the cost of the samples without padding: their tokens, if attention costs nothing.
+    The cost of a step is the cost of its batch under the budget, and a fixed share of the budget.
 
     The table is in order of length, so the last sample of a run decides the width of its rows, and
-    with it how many rows the budget holds. For each sample there is thus one full run that ends
-    with it, and only these are compared, as many as there are samples.
+    so how many rows the budget holds. For each sample there is thus one full run that ends with it,
+    and only these runs are compared.
     """
 
     def __init__(
@@ -65,41 +65,35 @@ class LengthRuns:
         # A run without an anchor counts none more at its end than before its first sample. The run
         # that ends with an anchor holds it, so one run at least keeps its score.
         score[anchors.take(stop) == anchors.take(first)] = -1.0
-        best = int(score.argmax())
-        if self._diversity:
-            best = self._best_mixed(table[TASKS], first, stop, score)
-        return slice(int(first[best]), int(stop[best]))
+        return self._best(table, first, stop, score)
 
     def offer(self, table: IntArray, count: int) -> IntArray:
-        """Return what is offered for the caps of the next round; see `offered_costs`."""
+        """Return the offer for the caps of the next round; see `offered_costs`."""
         if self._budget.shapes is not None or not table.shape[1]:
             return NO_CAPS  # Groups of one shape cost the same.
         first, costs, _ = self._runs(table)
-        found, stop = [], len(first)
-        while stop and (start := int(first[stop - 1])):  # The last one is not full.
-            found.append(stop - 1)
-            stop = start
+        ends = [stop - 1 for start, stop in _tiles(first) if start]  # The first run is not full.
         pool_cost, budget_tokens = int(self._work(table).sum()), self._budget.tokens
-        last = np.array(found, dtype=np.int64)
+        last = np.array(ends, dtype=np.int64)
         if self._step_time is None:
             descending = np.sort(costs[last])[::-1]
             return offered_costs(descending, pool_cost, budget_tokens, count)
-        if pool_cost < LEAST_BUDGETS_AIMED * budget_tokens or not found:
+        if pool_cost < LEAST_BUDGETS_AIMED * budget_tokens or not ends:
             return NO_CAPS
         times = self._times(table, first, np.arange(1, len(first) + 1))[1]
         joined = np.sort(joined_costs(np.minimum(times[last], MAX_COUNT), costs[last]))[::-1]
         offer = quantiles(joined, count)
         return np.concatenate(([budget_tokens], offer))
 
-    def least_time(self, table: IntArray, column: int) -> int:
-        """Return the time of a sample alone."""
+    def least_cap_time(self, table: IntArray, column: int) -> int:
+        """Return the least time of a cap that allows a run with a sample: that sample alone."""
         alone = np.array([column])
         return int(self._times(table, alone, alone + 1, alone)[1][0])
 
     def aimed(self, table: IntArray, cap: int, due: int | None) -> slice:
-        """Return the run that gets the most work done of what a cap allows, in time and in cost.
+        """Return the run that uses the time and the cost of a cap best.
 
-        due: the column of a sample that is in it, if it must be.
+        due: the column of a sample that the run must hold. Default: none.
         """
         row_costs, most_time = self._runs(table)[2], max(times_of(cap), 1)
         rows = self._rows_within(table, most_time)
@@ -114,22 +108,16 @@ class LengthRuns:
         score += (1 - TIME_SHARE) * done / np.maximum(rows * row_costs, costs_of(cap))
         if due is not None:
             score[(first > due) | (stop <= due)] = -1.0
-        best = int(score.argmax())
-        if self._diversity:
-            best = self._best_mixed(table[TASKS], first, stop, score)
-        return slice(int(first[best]), int(stop[best]))
+        return self._best(table, first, stop, score)
 
     def cut(self, table: IntArray, most_time: int) -> list[IntArray]:
-        """Return the ordinals of the groups that all samples make, cut from the longest down.
+        """Return the ordinals of the groups of all samples, cut from the longest down.
 
-        None takes longer than `most_time`, but for those of one sample, where patches take no time.
+        If patches take no time, no group of several samples takes longer than `most_time`.
         """
-        rows = self._rows_within(table, most_time).tolist()
-        groups, stop = [], len(rows)
-        while stop:
-            groups.append(table[ORDINALS, stop - rows[stop - 1] : stop])
-            stop -= rows[stop - 1]
-        return groups
+        rows = self._rows_within(table, most_time)
+        first = np.arange(1, len(rows) + 1) - rows
+        return [table[ORDINALS, start:stop] for start, stop in _tiles(first)]
 
     def full_times(self, table: IntArray) -> IntArray:
         """Return the times of the longest runs that end with each sample, (n,)."""
@@ -137,9 +125,9 @@ class LengthRuns:
         return self._times(table, first, np.arange(1, len(first) + 1))[1]
 
     def _rows_within(self, table: IntArray, most_time: int) -> IntArray:
-        """Return the rows of the longest runs that end with each sample and keep to a time, (n,).
+        """Return the rows of the longest run that ends with each sample within a time, (n,).
 
-        Where patches take time, they may have fewer rows than that allows.
+        Where patches take time, a run may have fewer rows than the time allows.
         """
         first = self._runs(table)[0]
         stop = np.arange(1, len(first) + 1)
@@ -171,11 +159,10 @@ class LengthRuns:
         return slice(int(self._runs(table)[0][-1]), table.shape[1])
 
     def partition(self, table: IntArray) -> list[IntArray]:
-        """Return the ordinals of the groups that all samples make, cut from the longest down.
+        """Return the ordinals of the groups of all samples, cut from the longest down.
 
-        This makes the fewest groups that `row_sizes` allows, and without one of them the partition
-        of the rest is the others: a pool that is restored in the middle of its tail makes the same
-        groups again.
+        These are the fewest groups that `row_sizes` allows. If one of them is gone, the other
+        samples make the other groups: a pool that is restored in its tail makes them again.
         """
         # Runs lack that property under `max_patches`: a sample that did not fit into the run before
         # it may fit once its neighbour is gone. `first_fit` has it.
@@ -185,13 +172,7 @@ class LengthRuns:
             needs = np.stack((np.ones_like(patches), patches))
             rooms = np.stack((capacities, np.full_like(capacities, self._budget.max_patches)))
             return [table[ORDINALS, group] for group in first_fit(needs, rooms)]
-        starts = self._runs(table)[0]
-        groups, stop = [], len(starts)
-        while stop:
-            start = int(starts[stop - 1])
-            groups.append(table[ORDINALS, start:stop])
-            stop = start
-        return groups
+        return [table[ORDINALS, start:stop] for start, stop in _tiles(self._runs(table)[0])]
 
     def _work(self, table: IntArray) -> IntArray:
         return self._budget.row_cost(table[TOKENS])
@@ -204,9 +185,10 @@ class LengthRuns:
     def _capped(
         self, table: IntArray, caps: IntArray
     ) -> tuple[IntArray, IntArray, NDArray[np.float64]]:
-        """Return the like of two runs for each sample: within the largest cap, and the next lower.
+        """Return first index, stop and cost of two runs that end with each sample.
 
-        The costs are mostly those of the caps, which other ranks fill.
+        One is within the largest cap, the other within the next lower one. The cost is mostly the
+        cost of the cap, which other ranks fill.
         """
         first, _, row_costs = self._runs(table)
         stop, largest = np.arange(1, len(first) + 1), len(caps) - 1
@@ -229,21 +211,30 @@ class LengthRuns:
         """Return numbers of rows that a group may have: at least 1."""
         return allowed_rows(np.maximum(rows, 1), self._budget.row_sizes)
 
+    def _best(
+        self, table: IntArray, first: IntArray, stop: IntArray, score: NDArray[np.float64]
+    ) -> slice:
+        """Return the run with the best score, or with `diversity` the best sum of fit and mix."""
+        best = int(score.argmax())
+        if self._diversity:
+            best = self._best_mixed(table[TASKS], first, stop, score)
+        return slice(int(first[best]), int(stop[best]))
+
     def _best_mixed(
         self, tasks: IntArray, first: IntArray, stop: IntArray, score: NDArray[np.float64]
     ) -> int:
-        """Return the run with the best of fit and mix; of equal ones, that with the best score."""
+        """Return the run with the best sum of fit and mix; of equal runs, the best by score."""
         allowed = np.flatnonzero(score >= 0)
         score = score[allowed]
         # A full group without padding fits as 1, an oversize sample no better.
         fit = np.minimum((1 + STEP_COST_SHARE) * score, 1)
         mix = diversities(tasks, first[allowed], stop[allowed])
-        both = (1 - self._diversity) * fit + self._diversity * mix
-        score[both < both.max()] = -1.0
+        total = (1 - self._diversity) * fit + self._diversity * mix
+        score[total < total.max()] = -1.0
         return int(allowed[score.argmax()])
 
     def _runs(self, table: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """Return, by sample, first index and cost of the longest run that it ends, and of a row."""
+        """Return first index, cost and row cost of the longest run that ends with each sample."""
         tokens, patches = table[TOKENS], table[PATCHES]
         budget = self._budget
         widths, capacities = self._shapes(tokens)
@@ -266,7 +257,7 @@ class LengthRuns:
         """Return, for each sample, the width and most samples of a group of which it is longest."""
         budget, multiple = self._budget, self._budget.pad_to_multiple_of
         widths = tokens if multiple == 1 else -(-tokens // multiple) * multiple
-        # At least 1, since an oversize sample gets a group of its own.
+        # At least 1, since an oversize sample is a group.
         row_costs = budget.row_cost(widths)
         capacities = np.maximum(budget.tokens // row_costs, 1)
         if budget.max_samples is not None:
@@ -282,6 +273,18 @@ class LengthRuns:
         )
 
 
+def _tiles(first: IntArray) -> Iterator[tuple[int, int]]:
+    """Yield start and stop of the runs that hold all samples, from the last run down.
+
+    first: first index of the run that ends with each sample, (n,).
+    """
+    stop = len(first)
+    while stop:
+        start = int(first[stop - 1])
+        yield start, stop
+        stop = start
+
+
 def _sums_before(values: NDArray[Any]) -> IntArray:
     """Return the sum of the values before each, and of all: (n,) -> (n + 1,) int64."""
     sums = np.empty(len(values) + 1, dtype=np.int64)
@@ -291,7 +294,7 @@ def _sums_before(values: NDArray[Any]) -> IntArray:
 
 
 _UNIT = 2.0**24
-"""What count x log(count) is multiplied by to be an integer: exact enough, and below 2**63."""
+"""Factor that makes count x log(count) an integer: exact enough, and below 2**63."""
 
 
 def check_diversity(diversity: Any, budget: TokenBudget) -> float:
@@ -300,13 +303,13 @@ def check_diversity(diversity: Any, budget: TokenBudget) -> float:
     if weight and budget.layout == "packed":
         raise ValueError(
             f"`diversity` must be 0 where groups are packed, but is {diversity} instead. A packed "
-            "row is filled with the oldest samples, so it is mixed as the data is."
+            "row is filled with the oldest samples, so its tasks are as mixed as the data."
         )
     return weight
 
 
 def check_has_task(sample: Sample | Skipped) -> None:
-    """Raise a `SampleError` where a sample has no task, and so no part in a mix."""
+    """Raise a `SampleError` if a sample has no task, and so cannot be mixed by tasks."""
     if isinstance(sample, Sample) and not sample.task_name:
         raise SampleError(
             f"`diversity` must be 0 where samples have no task, but a sample{name_of(sample)} has "
@@ -319,7 +322,7 @@ def diversities(tasks: IntArray, first: IntArray, stop: IntArray) -> NDArray[np.
     """Return how evenly each run mixes the tasks of a pool: from 0, one task, to 1, all alike.
 
     It is the entropy of the run's counts of tasks, divided by the logarithm of the number of tasks
-    in the pool. Which task has which number makes no difference, not even in the last bit.
+    in the pool. The numbers of the tasks make no difference, not even in the last bit.
     `tasks`: of each pooled sample, (n,); `first`, `stop`: of each run, (m,) int64.
     """
     rows = stop - first

@@ -1,4 +1,4 @@
-"""What planning needs to know of the samples of a dataset, before any of them is read."""
+"""Facts of the samples of a dataset that planning needs before any sample is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from odb_nodes.planning.table import IntArray
 
 
 class SampleCosts(NamedTuple):
-    """What planning needs to know of the samples of a dataset, a row each."""
+    """Facts of the samples of a dataset, a row each."""
 
     tokens: IntArray  # length of each sample, (n,) int64; 0 for one that processing skips
     targets: IntArray  # supervised tokens of each, (n,) int64
@@ -23,7 +23,7 @@ class SampleCosts(NamedTuple):
 
     @classmethod
     def of_lengths(cls, lengths: npt.ArrayLike) -> SampleCosts:
-        """Return the costs of samples of which lengths alone are known, (n,), without targets."""
+        """Return the costs of samples with known lengths, (n,), and without targets."""
         tokens = check_lengths(lengths)
         none = np.broadcast_to(np.int64(0), tokens.shape)  # takes no memory
         return cls(tokens, targets=none, patches=none, tasks=none)

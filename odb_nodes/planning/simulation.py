@@ -45,9 +45,9 @@ class SimulationOptions(JobOptions):
         budget: padded tokens of a group, or a `TokenBudget`.
         step_time: as for `RankAligner`. A function gets samples that have their tokens, their index
             into the lengths as `data`, and no patches.
-        lengths_known: whether all samples of an epoch are planned together, as a loader does that
-            has `lengths`, or else as they come. `window` then is how many samples of each rank are
-            planned together, all for `"auto"`.
+        lengths_known: plan all samples of an epoch together, as a loader with `lengths` does, and
+            not as they come. `window` is then the number of samples of each rank that are planned
+            together, all for `"auto"`.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -70,8 +70,8 @@ class SimulationOptions(JobOptions):
             }
             for reason in [reason for reason, holds in reasons.items() if holds]:
                 raise ValueError(
-                    f"`lengths_known` must be False with {reason}, which lengths alone do not "
-                    "decide. Leave one of them out."
+                    f"`lengths_known` must be False with {reason}, which needs more than "
+                    "lengths. Leave one of them out."
                 )
 
 
@@ -96,7 +96,7 @@ class SimulationKeywords(_JobKeywords, total=False):
 
 
 def simulate_steps(lengths: npt.ArrayLike, **options: Unpack[SimulationKeywords]) -> Iterator[Step]:
-    """Yield the steps of the first epoch. Arguments and errors are those of `simulate`."""
+    """Yield the steps of the first epoch. Arguments and errors are as in `simulate`."""
     job = SimulationOptions(**options)
     samples = SampleCosts.of_lengths(lengths)
     samples = samples._replace(targets=samples.tokens - 1)
@@ -115,9 +115,9 @@ def plan_steps(
     knows_length: bool = True,
     in_order: bool = False,
 ) -> Iterator[Step]:
-    """Yield the steps of an epoch whose samples each rank reads in an order of its own.
+    """Yield the steps of an epoch. Each rank reads the samples of its shard, in their order.
 
-    in_order: whether that keeps the order of the dataset, which `known_window` depends on.
+    in_order: whether shards keep the order of the dataset, which `known_window` depends on.
     """
     if job.lengths_known:
         yield from _known_steps(samples, shards, job, epoch, in_order=in_order)
@@ -143,11 +143,11 @@ def plan_steps(
         for feeder in feeders:
             feeder.feed()
         if plans[0].is_between_rounds:
-            rests: list[LastRound] | list[None] = [None] * len(plans)
+            rounds: list[LastRound] | list[None] = [None] * len(plans)
             if plans[0].settings.is_last:
-                rests = _share_rest(feeders)
-            pairs = [*zip(plans, rests, strict=True)]
-            agreement = plans[0].agree([plan.report(rest) for plan, rest in pairs])
+                rounds = _share_last_round(feeders)
+            pairs = [*zip(plans, rounds, strict=True)]
+            agreement = plans[0].agree([plan.report(last_round) for plan, last_round in pairs])
             for plan in plans:
                 plan.settle(agreement)
         if not plans[0].settled.is_over:
@@ -165,7 +165,7 @@ def _known_steps(
     order = np.empty(sum(map(len, shards)), np.int64)
     for rank, shard in enumerate(shards):
         order[rank :: len(shards)] = shard
-    known = KnownJob(
+    known_job = KnownJob(
         budget=TokenBudget.of(job.budget),
         world_size=job.world_size,
         window=known_window(job.window, in_order=in_order),
@@ -174,7 +174,7 @@ def _known_steps(
         seed=job.seed,
         step_time=job.step_time,
     )
-    plan = known.plan(samples, order, epoch)
+    plan = known_job.plan(samples, order, epoch)
     for step in range(len(plan)):
         groups = [plan.group(step, rank) for rank in range(job.world_size)]
         if job.uneven == "stop" and not all(map(len, groups)):
@@ -186,19 +186,22 @@ def _block(samples: SampleCosts, rows: IntArray) -> SampleBlock:
     return samples_of(rows, samples.tokens[rows], samples.targets[rows], samples.patches[rows])
 
 
-def _share_rest(feeders: Sequence[_Feeder]) -> list[LastRound]:
-    """Share out what the ranks have left, and cut it into the groups of the last round."""
-    rests = [feeder.plan.rest() for feeder in feeders]
-    moves = rests[0].moves([rest.told() for rest in rests])
-    received = [rest.give(moves) for rest in rests]
-    given = [feeder.items[rest.given.ordinal] for feeder, rest in zip(feeders, rests, strict=True)]
-    for feeder, rest, rows in zip(feeders, rests, received, strict=True):
-        items = [given[giver][row] for giver, row in rows]
-        rest.add(feeder.take_over(np.array(items, np.int64)))
-    steps = max([rest.fewest_steps() for rest in rests])
-    for rest in rests:
-        rest.cut(steps)
-    return rests
+def _share_last_round(feeders: Sequence[_Feeder]) -> list[LastRound]:
+    """Share out the remaining samples of the ranks, and cut them into the last round's groups."""
+    rounds = [feeder.plan.rest() for feeder in feeders]
+    moves = rounds[0].moves([last_round.told() for last_round in rounds])
+    received = [last_round.give(moves) for last_round in rounds]
+    given_items = [
+        feeder.items[last_round.given.ordinal]
+        for feeder, last_round in zip(feeders, rounds, strict=True)
+    ]
+    for feeder, last_round, rows in zip(feeders, rounds, received, strict=True):
+        items = [given_items[giver][row] for giver, row in rows]
+        last_round.add(feeder.take_over(np.array(items, np.int64)))
+    steps = max([last_round.fewest_steps() for last_round in rounds])
+    for last_round in rounds:
+        last_round.cut(steps)
+    return rounds
 
 
 class _Feeder:
@@ -241,7 +244,7 @@ class _Feeder:
         )
 
     def feed(self) -> None:
-        """Feed the plan until all groups are formed that are due."""
+        """Feed the plan until all due groups are formed."""
         while (room := self.plan.lacks()) > 0:
             start = self._planner.pool.pulled
             stop = start + room
@@ -251,7 +254,7 @@ class _Feeder:
             self._planner.add(self._facts(self._admitted[rows]), min(stop, self._length) - start)
 
     def take_over(self, items: IntArray) -> Facts:
-        """Take up samples that another rank has given."""
+        """Add samples that another rank has given."""
         first = len(self.items)
         self.items = np.concatenate((self.items, items))
         return self._facts(np.arange(first, first + len(items)))

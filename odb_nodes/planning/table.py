@@ -6,27 +6,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
+NO_ROWS: IntArray = np.empty(0, np.int64)
 
 TOKENS, ORDINALS, PATCHES, TASKS = range(4)
-"""The rows of the table. The last one is there only where groups depend on it."""
+"""The rows of the table. `TASKS` exists only where groups depend on it."""
 
 
 def first_fit(needs: IntArray, rooms: IntArray) -> list[list[int]]:
     """Return all columns in groups: each column, from the last, goes to the first group with room.
 
-    If one of the groups is taken out, the rest makes the others again: a sample of a later group
-    did not fit into it, and a sample of an earlier group never came to it. Both are (limits,
-    samples) int64: what each sample takes of each limit, and the limits of a group that it begins.
+    If one of the groups is gone, the other samples make the other groups again: a sample of a later
+    group did not fit into it, and a sample of an earlier group never came to it.
+
+    Args:
+        needs: what each sample takes of each limit, (limits, samples) int64.
+        rooms: the limits of a group that the sample begins, (limits, samples) int64.
     """
-    left = np.empty(rooms.shape, dtype=np.int64)
+    free = np.empty(rooms.shape, dtype=np.int64)
     groups: list[list[int]] = []
     for column in range(needs.shape[1] - 1, -1, -1):
         need = needs[:, column, None]
-        fits = (left[:, : len(groups)] >= need).all(axis=0)
+        fits = (free[:, : len(groups)] >= need).all(axis=0)
         index = int(fits.argmax()) if fits.any() else len(groups)
         if index == len(groups):
-            left[:, index] = rooms[:, column]
+            free[:, index] = rooms[:, column]
             groups.append([])
-        left[:, index] -= need[:, 0]
+        free[:, index] -= need[:, 0]
         groups[index].append(column)
     return groups

@@ -1,4 +1,4 @@
-"""How the lengths of an epoch's samples compare with those that were told before they were read."""
+"""How the observed lengths of an epoch's samples compare with the lengths that were given."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _MOST_MOVED = 0.25  # share of samples that may not fit into the group that was 
 
 @dataclass(frozen=True)
 class ToldLengths:
-    """How the samples of an epoch so far compare with the lengths that were told."""
+    """How the samples of an epoch so far compare with the given lengths."""
 
-    seen: int = 0  # samples that were processed
-    moved: int = 0  # how many of them did not fit into the group that was planned for them
-    # of those that did since the last reset
+    seen: int = 0  # processed samples
+    moved: int = 0  # processed samples that did not fit into their planned group
+    # of the samples that fitted since the last reset
     compared: int = 0
     observed_tokens: int = 0
     told_tokens: int = 0
 
     def with_group(
         self,
-        told: IntArray,
+        lengths: IntArray,
         seen: int,
         fitting: tuple[IntArray, IntArray],
         moved: tuple[IntArray, IntArray],
@@ -33,13 +33,13 @@ class ToldLengths:
         """Return this with a group that was processed.
 
         Args:
-            told: the length that was told of each sample of the dataset, (n,).
-            seen: how many samples the group was planned with.
-            fitting: numbers and observed lengths of those that it holds.
-            moved: the same of those that it does not hold.
+            lengths: the given length of each sample of the dataset, (n,).
+            seen: number of samples of the planned group.
+            fitting: numbers and observed lengths of the samples that fit into it.
+            moved: numbers and observed lengths of its other samples.
 
         Raises:
-            SampleError: many samples did not fit: the lengths are of no use.
+            SampleError: too many samples did not fit.
         """
         rows, tokens = fitting
         after = replace(
@@ -48,15 +48,15 @@ class ToldLengths:
             moved=self.moved + len(moved[0]),
             compared=self.compared + len(rows),
             observed_tokens=self.observed_tokens + int(tokens.sum()),
-            told_tokens=self.told_tokens + int(told[rows].sum()),
+            told_tokens=self.told_tokens + int(lengths[rows].sum()),
         )
         if len(moved[0]) and after.seen >= _LEAST_SEEN and after.moved > _MOST_MOVED * after.seen:
             row, length = int(moved[0][0]), int(moved[1][0])
             raise SampleError(
-                f"`lengths` must be those of processed samples, but of the first {after.seen} "
-                f"samples of the epoch, {after.moved} did not fit into the batch that was planned "
-                f"for them, such as sample {row}, which has {length} tokens in place of "
-                f"{told[row]}. Save them anew with `odb-nodes profile --save-lengths`, or leave "
+                f"`lengths` must be the lengths of processed samples, but of the first "
+                f"{after.seen} samples of the epoch, {after.moved} did not fit into their planned "
+                f"batch, such as sample {row}, which has {length} tokens in place of "
+                f"{lengths[row]}. Save them anew with `odb-nodes profile --save-lengths`, or leave "
                 "`lengths` out."
             )
         if after.compared >= _LEAST_SEEN and 2 * after.observed_tokens < after.told_tokens:

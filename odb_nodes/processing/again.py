@@ -1,4 +1,4 @@
-"""Items of a restored state that workers process again."""
+"""Items of a restored state, which workers process again."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from odb_nodes.sample_block import ItemKeys
 class ProcessedAgain(ItemsAgain, LaterItems):
     """Items that a `ParallelProcessor` makes again: when they are taken, or ahead, by a `Backlog`.
 
-    The results of a chunk stay until each of them is taken.
+    The results of a chunk are kept until each of them is taken.
 
-    whole: all items.
-    order: their rows, neighbours in the data together.
+    whole: the chunk of all items.
+    order: their rows, with neighbours in the data side by side.
     """
 
     def __init__(self, runner: ChunkRunner, whole: ChunkTask, order: Sequence[int]) -> None:
         self._runner, self._whole = runner, whole
-        self._backlog = runner.backlog()  # none where there are no workers
+        self._backlog = runner.backlog()  # `None` without workers
         self._lock = threading.RLock() if self._backlog is None else self._backlog.lock
         self._neighbours = dict(zip(order, range(len(order)), strict=True)).__getitem__
         self._was_sent = bytearray(len(order))
         self._sent: dict[int, tuple[Future[ChunkResult], ChunkTask, Sequence[int]]] = {}
         self._made: dict[int, tuple[Sequence[Any], int]] = {}
         if self._backlog is not None:
-            self._backlog.add_rest(self)
+            self._backlog.add_later(self)
 
     def key_of(self, row: int) -> ItemKey | None:
-        """Return the key that the source has told of an item."""
+        """Return the key of an item, if the source has keys."""
         return self._whole.keys[row]
 
     def name_of(self, row: int) -> str:
-        """Return what an error calls an item: its key, or else its number in the epoch."""
+        """Return the name of an item for an error: its key, or else its number in the epoch."""
         return self._whole.name_of(row)
 
     def want(self, rows: Sequence[int]) -> None:
-        """Have these made after those that were wanted before, and before all others."""
+        """Make these rows after those wanted before, and before all other items."""
         if self._backlog is not None:
             self._runner.check_process()  # A forked child may have inherited a lock that is held.
             self._backlog.plan(self, sorted(rows, key=self._neighbours))
 
     def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
-        """Return for each row a run of results, and its place there.
+        """Return for each row a run of results, and the place of the row's result in it.
 
         Raises:
             SampleError: processing raised for one of them; names its key.
             WorkerError: a worker died, did not answer in time, or belongs to another process.
         """
         self._runner.check_process()
-        with self._lock:  # Else the backlog might send the same rows meanwhile.
+        with self._lock:  # Otherwise the backlog might send the same rows meanwhile.
             lacking = [row for row in rows if row not in self._sent and row not in self._made]
             for row in lacking:
                 self._was_sent[row] = True
@@ -76,9 +76,11 @@ class ProcessedAgain(ItemsAgain, LaterItems):
 
     def next_chunk(self, count: int) -> QueuedChunk:
         """Return a chunk of the first rows that were never sent."""
-        rows = [self._was_sent.find(0)]
-        while len(rows) < count and (row := self._was_sent.find(0, rows[-1] + 1)) >= 0:
+        rows: list[int] = []
+        row = self._was_sent.find(0)
+        while row >= 0 and len(rows) < count:
             rows.append(row)
+            row = self._was_sent.find(0, row + 1)
         return self.chunk_of(rows)
 
     def chunk_of(self, rows: Sequence[int]) -> QueuedChunk:
@@ -97,13 +99,14 @@ class ProcessedAgain(ItemsAgain, LaterItems):
         )
 
     def _send(self, rows: Sequence[int]) -> None:
-        """Send rows that are waited for, shared out to the workers."""
+        """Send rows that the caller waits for, divided among the workers."""
         share = -(-len(rows) // max(1, self._runner.options.num_workers))
-        size, rows = max(1, min(self._runner.fit.items, share)), sorted(rows, key=self._neighbours)
+        size = max(1, min(self._runner.fit.items, share))
+        rows = sorted(rows, key=self._neighbours)
         for start in range(0, len(rows), size):
-            own = rows[start : start + size]
-            task = self._task_of(own)
-            self._note_sent(self._runner.submit(task, urgent=True), task, own)
+            chunk_rows = rows[start : start + size]
+            task = self._task_of(chunk_rows)
+            self._note_sent(self._runner.submit(task, urgent=True), task, chunk_rows)
 
     def _note_sent(self, future: Future[ChunkResult], task: ChunkTask, rows: Sequence[int]) -> None:
         for row in rows:
@@ -112,15 +115,15 @@ class ProcessedAgain(ItemsAgain, LaterItems):
 
     def _result(self, row: int) -> tuple[Sequence[Any], int]:
         while row not in self._made:
-            if row not in self._sent:  # An earlier one of its chunk has failed.
+            if row not in self._sent:  # An earlier item of its chunk has failed.
                 self._send([row])
             future, task, rows = self._sent[row]
             runs, failure = self._runner.results(task, future)
-            places = [(run, at) for run in runs for at in range(len(run))]
+            places = [(run, place) for run in runs for place in range(len(run))]
             with self._lock:
-                for other in rows:
-                    if self._sent.get(other, (None,))[0] is future:
-                        del self._sent[other]
+                for chunk_row in rows:
+                    if self._sent.get(chunk_row, (None,))[0] is future:
+                        del self._sent[chunk_row]
                 self._made.update(zip(rows, places, strict=False))
             if failure is not None and rows[len(places)] == row:
                 name = self.name_of(row)

@@ -1,4 +1,4 @@
-"""Chunks that wait for a worker: those that a caller waits for first."""
+"""Chunks that wait for a worker, those that a caller waits for first."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from functools import partial
 from odb_nodes.processing.chunk import ChunkResult, ChunkTask
 
 _DEPTH_S = 0.15
-"""Work that waits for a worker while items are made again: what is urgent comes after it."""
-_NEWS = 0.25  # weight of the last chunk in the seconds that an item takes
+"""Queued work of each worker while items are made again: as long as an urgent chunk may wait."""
+_NEWEST_WEIGHT = 0.25  # of the last chunk in the average seconds of an item
 
 
 class QueuedChunk(Future[ChunkResult]):
-    """What becomes of a chunk that may not be with a worker yet."""
+    """The result of a chunk that may not be with a worker yet."""
 
     def __init__(self, task: ChunkTask) -> None:
         super().__init__()
         self.task = task
         self.sent: Future[ChunkResult] | None = None
-        """The future of the pool, once a worker has the chunk."""
+        """The pool's future, once a worker has the chunk."""
 
     def send(self, submit: Callable[[ChunkTask], Future[ChunkResult]]) -> Future[ChunkResult]:
         """Give the chunk to the workers."""
@@ -33,7 +33,7 @@ class QueuedChunk(Future[ChunkResult]):
 
 
 class LaterItems(ABC):
-    """Items that are to be made at some time, by rows."""
+    """Items that will be made at some time; each has a row number."""
 
     @property
     @abstractmethod
@@ -46,7 +46,7 @@ class LaterItems(ABC):
 
     @abstractmethod
     def next_chunk(self, count: int) -> QueuedChunk:
-        """Return a chunk of the first rows that were never sent."""
+        """Return a chunk of the first `count` rows that were never sent."""
 
     @abstractmethod
     def chunk_of(self, rows: Sequence[int]) -> QueuedChunk:
@@ -54,15 +54,15 @@ class LaterItems(ABC):
 
 
 class Backlog:
-    """Chunks that are not with a worker yet, for as long as items are to be made again.
+    """Chunks that are not with a worker yet, while items are still to be made again.
 
-    Workers get first what a caller waits for, then the items of planned steps, in the order of the
-    steps, then new items, then the rest. Few chunks are with the workers at a time, so that one
-    that is urgent is soon next. Whoever notes that a chunk is done sends the next one, so no worker
-    waits for the trainer's thread.
+    Workers get urgent chunks first, then the items of planned steps, in the order of the steps,
+    then new items, then all other items to be made again. Workers have few chunks at a time, so
+    that an urgent chunk is soon next. The thread that notes that a chunk is done sends the next
+    one, so no worker waits for the trainer's thread.
 
-    `lock` guards all that is here, and the items of each `LaterItems`. Nobody waits for a
-    worker while holding it.
+    `lock` guards all attributes, and the items of each `LaterItems`. No thread waits for a worker
+    while it holds the lock.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class Backlog:
         self._submit, self._num_workers, self._chunk_items = submit, num_workers, chunk_items
         self._urgent, self._new = deque[QueuedChunk](), deque[QueuedChunk]()
         self._planned = deque[tuple[LaterItems, int]]()  # rows, in the order of the steps
-        self._rest = deque[LaterItems]()
-        self._waits_for_new = False  # whether the trainer waits for new items, and for no others
+        self._later = deque[LaterItems]()
+        self._waits_for_new = False  # whether the trainer waits for new items alone
         self._chunks = self._items = 0  # with the workers
-        self._item_s: float | None = None  # that an item takes a worker
-        self._error: BaseException | None = None  # ends it
+        self._item_s: float | None = None  # average time of an item in a worker
+        self._error: BaseException | None = None  # ends the backlog
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is queued, and nothing is left to be made again."""
+        """Whether nothing is queued or still to be made again."""
         with self.lock:
-            return not (self._urgent or self._planned or self._new or self._rest)
+            return not (self._urgent or self._planned or self._new or self._later)
 
     def add(self, task: ChunkTask, *, urgent: bool = False) -> QueuedChunk:
         """Queue a chunk."""
@@ -98,22 +98,22 @@ class Backlog:
         self.send()
         return chunk
 
-    def add_rest(self, again: LaterItems) -> None:
-        """Make all these items, where workers have nothing else to do, from the next chunk on."""
+    def add_later(self, items: LaterItems) -> None:
+        """Make all these items when workers have nothing else to do, from the next chunk on."""
         with self.lock:
-            self._rest.append(again)
+            self._later.append(items)
 
-    def plan(self, again: LaterItems, rows: Sequence[int]) -> None:
-        """Make these items after those that were planned before, from the next chunk on.
+    def plan(self, items: LaterItems, rows: Sequence[int]) -> None:
+        """Make these rows after those that were planned before, from the next chunk on.
 
-        Workers that are idle have made them already.
+        Idle workers may have made them already.
         """
         with self.lock:
-            self._planned += [(again, row) for row in rows]
+            self._planned += [(items, row) for row in rows]
             self._waits_for_new = False
 
     def hurry(self, chunk: QueuedChunk) -> None:
-        """Note that the trainer waits for a chunk."""
+        """Note that the trainer now waits for a chunk."""
         with self.lock:
             if chunk.sent is not None or chunk in self._urgent:
                 return
@@ -126,12 +126,13 @@ class Backlog:
             chunk: QueuedChunk | None = None
             with self.lock:
                 try:
-                    if self._error is not None or (chunk := self._next()) is None:
+                    chunk = None if self._error is not None else self._next()
+                    if chunk is None:
                         return
                     self._chunks += 1
                     self._items += len(chunk.task.items)
                     sent = chunk.send(self._submit)
-                except BaseException as error:  # Ctrl-C, too, has lost a chunk.
+                except BaseException as error:  # Even Ctrl-C loses the chunk.
                     if chunk is not None:
                         chunk.set_exception(error)
                     self.fail(error)
@@ -139,11 +140,11 @@ class Backlog:
             sent.add_done_callback(partial(self._note_done, chunk))
 
     def fail(self, error: BaseException) -> None:
-        """Send nothing more, and let whoever waits for a chunk raise an error."""
+        """Send nothing more, and give the error to all waiting chunks."""
         with self.lock:
             self._error = self._error or error
             waiting = [*self._urgent, *self._new]
-            for queue in self._urgent, self._new, self._planned, self._rest:
+            for queue in self._urgent, self._new, self._planned, self._later:
                 queue.clear()
         for chunk in waiting:
             chunk.set_exception(self._error)
@@ -160,26 +161,29 @@ class Backlog:
             return chunk
         if self._new:
             return self._new.popleft()
-        if self._rest:
-            return self._rest[0].next_chunk(self._chunk_items())
+        if self._later:
+            return self._later[0].next_chunk(self._chunk_items())
         return None
 
     def _has_later(self) -> bool:
-        """Tell whether items are left to be made again; forget those that are made already."""
+        """Tell whether items are still to be made again; forget those that were sent already."""
         while self._planned and self._planned[0][0].was_sent(self._planned[0][1]):
             self._planned.popleft()
-        while self._rest and not self._rest[0].has_unsent:
-            self._rest.popleft()
-        return bool(self._planned or self._rest)
+        while self._later and not self._later[0].has_unsent:
+            self._later.popleft()
+        return bool(self._planned or self._later)
 
     def _next_planned(self) -> QueuedChunk | None:
-        """Return a chunk of the next planned rows, which are rows of one sequence of items."""
-        rows, again = list[int](), self._planned[0][0] if self._planned else None
-        while self._planned and self._planned[0][0] is again and len(rows) < self._chunk_items():
+        """Return a chunk of the next planned rows, all of the same `LaterItems`."""
+        if not self._planned:
+            return None
+        items = self._planned[0][0]
+        rows: list[int] = []
+        while self._planned and self._planned[0][0] is items and len(rows) < self._chunk_items():
             _, row = self._planned.popleft()
-            if not again.was_sent(row):
+            if not items.was_sent(row):
                 rows.append(row)
-        return again.chunk_of(rows) if again is not None and rows else None
+        return items.chunk_of(rows) if rows else None
 
     def _is_full(self) -> bool:
         if self._item_s is None:
@@ -188,17 +192,19 @@ class Backlog:
         return self._chunks >= self._num_workers and work_s >= _DEPTH_S * self._num_workers
 
     def _note_done(self, chunk: QueuedChunk, sent: Future[ChunkResult]) -> None:
-        error, items = sent.exception(), len(chunk.task.items)
+        error = sent.exception()
+        items = len(chunk.task.items)
         with self.lock:
-            self._chunks, self._items = self._chunks - 1, self._items - items
+            self._chunks -= 1
+            self._items -= items
             if error is None and items:
                 each_s = sent.result().seconds / items
-                known_s = each_s if self._item_s is None else self._item_s
-                self._item_s = known_s + _NEWS * (each_s - known_s)
+                average_s = each_s if self._item_s is None else self._item_s
+                self._item_s = average_s + _NEWEST_WEIGHT * (each_s - average_s)
         if error is not None:
             self.fail(error)
             chunk.set_exception(error)
             return
         chunk.set_result(sent.result())
-        with contextlib.suppress(Exception):  # whoever waits for a chunk raises it
+        with contextlib.suppress(Exception):  # The waiting chunks have the error, too.
             self.send()

@@ -1,4 +1,4 @@
-"""What nodes have in common whose items workers process in chunks."""
+"""The base class of nodes whose items workers process in chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class ChunkNode(EpochNode[T, S], Generic[T, S]):
-    """A node whose items workers process, who live from its first reset until `close`."""
+    """A node whose items workers process. Workers live from its first reset until `close`."""
 
     keeps_failed_items = True
 
@@ -58,11 +58,11 @@ class ChunkNode(EpochNode[T, S], Generic[T, S]):
 
     @property
     def has_workers(self) -> bool:
-        """Tell whether workers run, in processes or threads."""
+        """Whether workers run, in processes or threads."""
         return self.runner.is_started
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        """Begin the next epoch, or go to where `initial_state` stands.
+        """Begin the next epoch, or restore `initial_state`.
 
         Raises:
             StateError: the state is damaged, or was saved with another configuration.
@@ -71,11 +71,11 @@ class ChunkNode(EpochNode[T, S], Generic[T, S]):
         """
         self.runner.check_process()
         super().reset(initial_state)
-        # Here and not in `next`, which may run on a thread: a fork should see few of those.
+        # Not in `next`, which may run on a thread: a fork should see few threads.
         self.runner.start(self._epochs.epoch)
 
     def prepare_reset(self) -> None:
-        """Leave what is in flight."""
+        """Discard the chunks in flight."""
         if self._in_flight or self.runner.has_backlog:
             self.runner.discard()
         self._in_flight.clear()
@@ -84,10 +84,10 @@ class ChunkNode(EpochNode[T, S], Generic[T, S]):
     def close(self) -> None:
         """Stop the workers. A later reset starts them again.
 
-        A forked child forgets them: they go on for the process that started them.
+        A forked child forgets them: they continue for the process that started them.
         """
         self.runner.close()
 
     def interrupt(self) -> None:
-        """Make a `next` that waits on another thread raise now. A reset takes it back."""
+        """Make a `next` that waits on another thread raise now. The next reset cancels this."""
         self.runner.interrupt()

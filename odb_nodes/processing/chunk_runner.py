@@ -21,7 +21,6 @@ from odb_nodes._core.user_warning import warn_user
 from odb_nodes.errors import WorkerError
 from odb_nodes.processing.backlog import Backlog, QueuedChunk
 from odb_nodes.processing.chunk import (
-    BatchMaker,
     ChunkProcessor,
     ChunkResult,
     ChunkTask,
@@ -32,30 +31,28 @@ from odb_nodes.processing.chunk import (
 from odb_nodes.processing.options import AUTO, WorkerOptions
 from odb_nodes.processing.process_pool import ProcessPool
 from odb_nodes.processing.ray_pool import RayPool
-from odb_nodes.processing.transport import CAN_SHARE
-from odb_nodes.step_info import StepInfo
 
 _FIRST_ITEMS = 4
 _GROUPS_AHEAD = 2  # for each worker
 _CHUNK_S = 0.02
 _CHUNK_BYTES = 1 << 20
 _GROWTH = 2  # from one chunk to the next: the first items may be cheap by chance
-_THREADS_STOP_S = 1.0  # for all of them: nobody can stop a thread that hangs
-_NEWS = 0.25  # weight of the last chunk in what an item is taken to have
+_THREADS_STOP_S = 1.0  # for all threads, since one that hangs cannot be stopped
+_NEWEST_WEIGHT = 0.25  # of the last chunk in the average bytes of an item
 
 
 class ChunkFit:
-    """Fits chunks to the time and the bytes that their items have taken so far.
+    """Adapts the size of chunks to the time and bytes of their items so far.
 
-    A chunk costs a message and two pickles, whatever is in it; one that takes long keeps the next
-    batch waiting, while other workers are idle. What is in a chunk decides nothing else.
+    Each chunk costs a message and two pickles, so chunks should not be small. A chunk that takes
+    long delays the next batch while other workers are idle. Their size changes no sample.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
         self.items = options.nominal_chunk_samples  # items of the next chunk
         self._fits = options.chunk_size == AUTO and options.num_workers > 0
-        # Two for each worker: one that it processes, and one that waits for it.
+        # Two chunks for each worker: one in process, and one waiting.
         self._chunks = 2 * options.num_workers
         shared = options.samples_ahead // max(1, self._chunks)
         self._most = min(options.most_chunk_samples, max(1, shared))
@@ -70,7 +67,7 @@ class ChunkFit:
     def items_ahead(self) -> int:
         """Items that may be in flight, beyond the chunk in hand.
 
-        There are few before it is known what they have: twice as many as have come.
+        Until the bytes of an item are known, at most twice the items seen so far.
         """
         if self._most_bytes is None:
             return self._ahead
@@ -80,11 +77,12 @@ class ChunkFit:
         return min(self._ahead, max(self._chunks * self.items, int(most)))
 
     def has_room_for_group(self, groups: int, samples: int) -> bool:
-        """Tell whether workers get one more group: so many, of so many samples, are in flight.
+        """Tell whether workers get another group while this many groups and samples are in flight.
 
-        One for each worker, and as many more as `in_flight_samples` and `in_flight_bytes` allow.
+        Each worker gets one; `in_flight_samples` and `in_flight_bytes` allow or forbid more.
         """
-        options, workers = self._options, max(1, self._options.num_workers)
+        options = self._options
+        workers = max(1, options.num_workers)
         if groups < workers or not options.num_workers:
             return groups < workers
         if options.in_flight_samples is not None and samples >= options.in_flight_samples:
@@ -97,30 +95,31 @@ class ChunkFit:
         return 0 < bytes_with_next <= options.in_flight_bytes
 
     def note(self, items: int, seconds: float, size_bytes: int) -> None:
-        """Note what a chunk has taken."""
+        """Note the items, time and bytes of a chunk."""
         if not items:
             return
         self._items_seen += items
         if size_bytes:
-            known = self._item_bytes or size_bytes / items
-            self._item_bytes = known + _NEWS * (size_bytes / items - known)
+            average = self._item_bytes or size_bytes / items
+            self._item_bytes = average + _NEWEST_WEIGHT * (size_bytes / items - average)
         if not self._fits:
             return
-        # One chunk alone may have waited for the processor.
-        each_s, self._item_s = min(seconds / items, self._item_s), seconds / items
+        # The smaller of two, since a single chunk may have waited for the processor.
+        each_s = min(seconds / items, self._item_s)
+        self._item_s = seconds / items
         share = max(each_s / _CHUNK_S, size_bytes / items / _CHUNK_BYTES, 1e-9)
         self.items = int(max(1, min(1 / share, _GROWTH * self.items, self._most)))
 
 
 class InlinePool(Pool):
-    """Processes each chunk on the thread that asks for its results, in whatever process that is."""
+    """Processes each chunk when its results are taken, on that thread and in that process."""
 
     def __init__(self, processor: ChunkProcessor) -> None:
         super().__init__()
         self._processor = processor
 
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
-        """Return the chunk, still to be processed."""
+        """Return a future whose `result` processes the chunk."""
         return _Deferred(self._processor, task)
 
 
@@ -149,8 +148,8 @@ class ThreadPool(Pool):
         self._tasks: queue.SimpleQueue[tuple[ChunkTask, Future[ChunkResult]] | None] = (
             queue.SimpleQueue()
         )
-        # Where chunks take turns, several threads would gain nothing, and a later chunk that hangs
-        # could hold up an earlier one.
+        # Where chunks take turns, more threads gain nothing, and a later chunk that hangs could
+        # block an earlier one.
         count = 1 if processor.takes_turns else options.num_workers
         self._threads: list[threading.Thread] = []
         try:
@@ -164,7 +163,7 @@ class ThreadPool(Pool):
         """Queue a chunk."""
         future: Future[ChunkResult] = Future()
         self._tasks.put((task, future))
-        if self._closed:  # perhaps no thread is left to take it
+        if self._closed:  # The threads may have ended.
             self.discard()
         return future
 
@@ -176,7 +175,7 @@ class ThreadPool(Pool):
                 if entry is not None:
                     entry[1].set_exception(WorkerError("the worker pool was closed or reset."))
         if self._closed:
-            self._tasks.put(None)  # the loop may have taken the one that ends the threads
+            self._tasks.put(None)  # The loop above may have removed the entry that ends threads.
 
     def close(self) -> None:
         """Stop the threads; one that is inside the user's code stops when that returns."""
@@ -193,7 +192,7 @@ class ThreadPool(Pool):
         while (entry := self._tasks.get()) is not None:
             task, future = entry
             try:
-                # A KeyboardInterrupt in a thread is the item's: Ctrl-C comes to the main thread.
+                # An item has raised a KeyboardInterrupt here: Ctrl-C reaches the main thread.
                 future.set_result(self._processor.run(task, (BaseException,)))
             except BaseException as error:
                 future.set_exception(error)
@@ -201,7 +200,7 @@ class ThreadPool(Pool):
 
 
 def start_pool(processor: ChunkProcessor, options: WorkerOptions) -> Pool:
-    """Start the workers that `options` ask for."""
+    """Start the workers of these options."""
     if options.num_workers == 0:
         return InlinePool(processor)
     if options.method == "thread":
@@ -212,7 +211,7 @@ def start_pool(processor: ChunkProcessor, options: WorkerOptions) -> Pool:
 
 
 class ChunkRunner:
-    """Runs chunks with the workers that options ask for. They live from `start` to `close`."""
+    """Runs chunks with workers, which live from `start` to `close`."""
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions, name: str) -> None:
         self._processor, self.options, self._name = processor, options, name
@@ -220,7 +219,7 @@ class ChunkRunner:
         self._finalizer: Callable[[], Any] | None = None
         self._interruption: Future[ChunkResult] = Future()
         self.fit = ChunkFit(options)
-        self._backlog: Backlog | None = None  # as long as items are to be made again
+        self._backlog: Backlog | None = None  # while items are still to be made again
 
     @property
     def is_started(self) -> bool:
@@ -233,9 +232,9 @@ class ChunkRunner:
         return [] if self._pool is None else [*self._pool.pids]
 
     def start(self, epoch: int) -> None:
-        """Start the workers, unless all run already, for an epoch.
+        """Start the workers for an epoch, unless all run already.
 
-        They tell it the datasets that they have, and the trainer's process its own here.
+        Here, `set_epoch` is called for the datasets of this process; workers call it for theirs.
         """
         self._processor.forget_epoch()
         if self.options.num_workers and self.options.method != "thread":
@@ -251,13 +250,13 @@ class ChunkRunner:
             warn_user(f"{exit_reason} All workers are started anew.")
 
     def close(self) -> None:
-        """Stop the workers. A forked child forgets them: they go on for who started them."""
+        """Stop the workers. A forked child only forgets them: they belong to its parent."""
         finalizer, self._finalizer = self._finalizer, None
         self._forget_backlog()
         if self.is_started:
             self._pool = None
         if finalizer is not None:
-            with deferred_interrupt():  # Half closed, it would wait for workers that are gone.
+            with deferred_interrupt():  # A pool that is half closed would wait for dead workers.
                 finalizer()
 
     def discard(self) -> None:
@@ -267,15 +266,15 @@ class ChunkRunner:
             self._pool.discard()
 
     def backlog(self) -> Backlog | None:
-        """Return what orders chunks as long as some wait there; `None` without workers."""
+        """Return the queue of chunks, which is kept until it is done; `None` without workers."""
         if self.is_started and self._backlog is None:
-            workers, fit = self.options.num_workers, self.fit
-            self._backlog = Backlog(self._send, workers, lambda: fit.items)
+            fit = self.fit
+            self._backlog = Backlog(self._send, self.options.num_workers, lambda: fit.items)
         return self._backlog
 
     @property
     def has_backlog(self) -> bool:
-        """Whether chunks are queued that are not with a worker, or items are to be made again."""
+        """Whether chunks wait for a worker, or items are still to be made again."""
         return self._backlog is not None
 
     def _forget_backlog(self) -> None:
@@ -285,27 +284,27 @@ class ChunkRunner:
             backlog.fail(WorkerError("the worker pool was closed or reset."))
 
     def interrupt(self) -> None:
-        """Make `results` raise, also where it waits on another thread, until `resume`."""
+        """Make `results` raise until `resume`, even if it waits on another thread."""
         if not self._interruption.done():
             self._interruption.set_result(ChunkResult(None, None))
 
     def resume(self) -> None:
-        """Take `interrupt` back."""
+        """Cancel `interrupt`."""
         self._interruption = Future()
 
     def check(self) -> None:
-        """Raise a `WorkerError` where the workers are another process's, or after `interrupt`."""
+        """Raise a `WorkerError` after `interrupt`, or if workers belong to another process."""
         self.check_process()
         if self._interruption.done():
             raise WorkerError("processing was interrupted, since the graph is reset or closed.")
 
     def check_process(self) -> None:
-        """Raise a `WorkerError` where workers belong to the process that this was forked from."""
+        """Raise a `WorkerError` if workers belong to the process that this one was forked from."""
         if self.is_started and self._pool is not None:
             self._pool.owner.check(f"`{self._name}`")
 
     def submit(self, task: ChunkTask, *, urgent: bool = False) -> Future[ChunkResult]:
-        """Queue a chunk: one that is urgent before others that no worker has yet."""
+        """Queue a chunk; an urgent one before those that no worker has yet."""
         if self._pool is None:
             raise WorkerError("the workers were closed: reset the node to start them again.")
         if self._backlog is not None and self._backlog.is_done:
@@ -317,7 +316,7 @@ class ChunkRunner:
 
     @contextlib.contextmanager
     def _closed_on_failure(self) -> Iterator[None]:
-        """Close the workers where they cannot be given a chunk."""
+        """Close the workers if a chunk cannot be sent to them."""
         try:
             yield
         except WorkerError:
@@ -325,7 +324,7 @@ class ChunkRunner:
             raise
 
     def _send(self, task: ChunkTask) -> Future[ChunkResult]:
-        """Give a chunk to the workers; on whatever thread finds that they have room."""
+        """Give a chunk to the workers; runs on the thread that finds room for it."""
         if self._pool is None:
             raise WorkerError("the workers were closed.")
         try:
@@ -340,7 +339,8 @@ class ChunkRunner:
         self, task: ChunkTask, future: Future[ChunkResult]
     ) -> tuple[list[Sequence[Any]], Failure | None]:
         """Return the good results of a chunk in runs, and the failure that ended it early."""
-        pool, limit_s = self._pool, self.options.timeout_s
+        pool = self._pool
+        limit_s = self.options.timeout_s
         if not future.done():
             if isinstance(future, QueuedChunk) and self._backlog is not None:
                 with self._closed_on_failure():
@@ -373,38 +373,20 @@ class ChunkRunner:
                 f"the results of {task} cannot be unpickled here: {type(error).__name__}: {error}"
             ) from error
 
-    def make_batch(
-        self, data: Sequence[Any], key: int, info: StepInfo | None
-    ) -> Future[Any] | None:
-        """Have a worker make a batch; `None` where no worker process lives."""
-        return None if self._pool is None else self._pool.make_batch(data, key, info)
-
-    def keep_data_for(self, maker: BatchMaker, least_bytes: int) -> None:
-        """From the next start on, leave the data of samples where workers make batches of them."""
-        self._processor = replace(self._processor, maker=maker, least_bytes=least_bytes)
-
     def _fail(self, message: str) -> WorkerError:
         """Stop the workers: the next `start` makes new ones."""
         self.close()
         return WorkerError(message)
 
 
-def cannot_collate(collate: Any, options: WorkerOptions, *, as_processed: bool = False) -> str:
-    """Return why workers could not make batches by a function; "" where they could.
-
-    as_processed: of the samples that a worker has just processed; otherwise of any that they keep.
-    """
-    is_process = options.method == "process"
-    if not as_processed and not (options.num_workers and is_process):
-        return "there are no worker processes"
-    if not (as_processed or CAN_SHARE):
-        return "this system does not hand files of memory to other processes"
+def cannot_collate(collate: Any, options: WorkerOptions) -> str:
+    """Return why a worker could not collate the samples that it has processed; "" if it could."""
     if not options.num_workers:
-        return ""  # There is one thread, which would make the batch a little later.
+        return ""  # Without workers, the same thread would collate a little later.
     if options.method == "thread" and declares_draws(collate) is not False:
-        # A batch seeds the global generators, from which the trainer draws meanwhile.
+        # Seeding the global generators for a batch would disturb the trainer, which uses them.
         return "`collate_fn` may draw random numbers, for which threads disturb the trainer"
-    if is_process and not (options.forks or _is_picklable(collate)):
+    if options.method == "process" and not (options.forks or _is_picklable(collate)):
         return "`collate_fn` cannot be pickled, as workers need that are not forked"
     return ""
 

@@ -1,9 +1,9 @@
-"""The data of a chunk's samples: columns that are collated as they are, or what a worker keeps."""
+"""The data of a chunk's samples as columns, which are collated as they are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -11,19 +11,17 @@ import numpy.typing as npt
 import torch
 
 from odb_nodes._core.content import is_plain_tensor, is_simple_tensor
-from odb_nodes.processing.transport import PageFile, Pages, split_parts, unpack
-from odb_nodes.sample import StoredData
 from odb_nodes.sample_block import IntArray
 
-_JOINED_BYTES = 64 << 10  # of a value, on average: a longer one has a buffer of its own
+_JOINED_BYTES = 64 << 10  # average bytes of a value; longer values have separate buffers
 
 
 RowsLike = tuple[list[int], dict[Any, npt.NDArray[Any]]]
-"""Where rows begin, and the values of all columns that have such rows."""
+"""Offsets of rows, and the values of all columns with these offsets, by key."""
 
 
 class Column:
-    """1-d arrays, or tensors, of one dtype, joined."""
+    """1-d arrays or tensors of one dtype, joined into one array."""
 
     __slots__ = ("are_tensors", "offsets", "values")
 
@@ -42,16 +40,15 @@ class Column:
         return torch.from_numpy(value) if self.are_tensors else value
 
     def kept(self, rows: Sequence[int], offsets: list[int]) -> Column:
-        """Return some rows in a buffer of their own, where they have these offsets."""
-        own, values = self.offsets, self.values
-        arrays = [values[own[row] : own[row + 1]] for row in rows]
+        """Return a copy of some rows, which have these offsets in it."""
+        arrays = [self.values[self.offsets[row] : self.offsets[row + 1]] for row in rows]
         return Column(np.concatenate(arrays), offsets, self.are_tensors)
 
 
 class DataColumns(Sequence[Any]):
-    """The data of samples, in order: dicts with the same keys by column, others as they are.
+    """The data of samples, in order, with a column for each key if all are dicts of the same keys.
 
-    Where there are no such `keys`, the data themselves are the only column.
+    Otherwise `keys` is `None`, and the only column is a list of the data.
     """
 
     __slots__ = ("_rows_like", "columns", "keys")
@@ -62,19 +59,23 @@ class DataColumns(Sequence[Any]):
 
     @classmethod
     def of(cls, data: Sequence[Any]) -> DataColumns:
-        """Return data as columns: short arrays are copied into them."""
+        """Return data as columns, into which short arrays are copied."""
         if {*map(type, data)} == {dict}:
             keys = tuple(data[0])
-            if keys and all(tuple(one) == keys for one in data):
-                return cls(keys, _columns_of([[one[key] for one in data] for key in keys]))
+            if keys and all(tuple(sample) == keys for sample in data):
+                return cls(keys, _columns_of([[sample[key] for sample in data] for key in keys]))
         return cls(None, [[*data]])
 
     @property
     def are_apart(self) -> bool:
-        """Whether most bytes are arrays or tensors that are not joined: each is freed alone."""
-        joined = sum(one.values.nbytes for one in self.columns if isinstance(one, Column))
-        rest = [value for one in self.columns if isinstance(one, list) for value in one]
-        return sum(getattr(value, "nbytes", 0) for value in rest if _is_dense(value)) > joined
+        """Whether most bytes are in arrays and tensors that are not joined: each is freed alone."""
+        joined_bytes = separate_bytes = 0
+        for column in self.columns:
+            if isinstance(column, Column):
+                joined_bytes += column.values.nbytes
+            else:
+                separate_bytes += sum(value.nbytes for value in column if _is_dense(value))
+        return separate_bytes > joined_bytes
 
     def __reduce__(self) -> Any:
         return DataColumns, (self.keys, self.columns)
@@ -86,60 +87,66 @@ class DataColumns(Sequence[Any]):
         if self.keys is None:
             return self.columns[0][row]
         if isinstance(row, slice):
-            return [self[at] for at in range(len(self))[row]]
+            return [self[index] for index in range(len(self))[row]]
         return {key: column[row] for key, column in zip(self.keys, self.columns, strict=True)}
 
     def column(self, key: Any) -> Column | list[Any] | None:
-        """Return the values of a key; `None` where the data have none."""
+        """Return the values of a key; `None` if the data lack it."""
         if self.keys is None or key not in self.keys:
             return None
         return self.columns[self.keys.index(key)]
 
     def rows_like(self, key: Any) -> RowsLike | None:
-        """Return the columns whose rows are as long as those of a key, and where they begin.
+        """Return the offsets of the rows of a key, and all columns that share them.
 
-        `None` where the rows of that key are not joined.
+        `None` if the rows of that key are not joined.
         """
         if key not in self._rows_like:
-            column, found = self.column(key), None
+            column = self.column(key)
+            rows_like: RowsLike | None = None
             if isinstance(column, Column):
-                alike = {
-                    name: one.values
-                    for name, one in zip(self.keys or (), self.columns, strict=True)
-                    if isinstance(one, Column) and one.offsets is column.offsets
+                values = {
+                    name: other.values
+                    for name, other in zip(self.keys or (), self.columns, strict=True)
+                    if isinstance(other, Column) and other.offsets is column.offsets
                 }
-                found = column.offsets, alike
-            self._rows_like[key] = found
+                rows_like = column.offsets, values
+            self._rows_like[key] = rows_like
         return self._rows_like[key]
 
     def kept(self, rows: IntArray) -> DataColumns:
-        """Return some rows in buffers of their own."""
-        found, places = list[Column | list[Any]](), rows.tolist()
-        known: dict[int, list[int]] = {}  # the new offsets, by those of old
+        """Return a copy of some rows."""
+        columns: list[Column | list[Any]] = []
+        row_numbers = rows.tolist()
+        new_offsets: dict[int, list[int]] = {}  # by the identity of the old offsets
         for column in self.columns:
             if isinstance(column, list):  # An array may lie in the memory of the whole chunk.
-                held = [column[row] for row in places]
-                found.append([one.copy() if type(one) is np.ndarray else one for one in held])
+                values = [column[row] for row in row_numbers]
+                columns.append(
+                    [value.copy() if type(value) is np.ndarray else value for value in values]
+                )
                 continue
-            own = column.offsets
-            if (offsets := known.get(id(own))) is None:
-                lengths = (own[row + 1] - own[row] for row in places)
-                offsets = known[id(own)] = [*accumulate(lengths, initial=0)]
-            found.append(column.kept(places, offsets))
-        return DataColumns(self.keys, found)
+            old = column.offsets
+            if id(old) not in new_offsets:
+                lengths = (old[row + 1] - old[row] for row in row_numbers)
+                new_offsets[id(old)] = [*accumulate(lengths, initial=0)]
+            columns.append(column.kept(row_numbers, new_offsets[id(old)]))
+        return DataColumns(self.keys, columns)
 
 
 def _columns_of(columns: Sequence[list[Any]]) -> list[Column | list[Any]]:
-    found: list[Column | list[Any]] = []
-    offsets: list[int] = []  # mostly the same for all
+    joined_columns: list[Column | list[Any]] = []
+    shared: list[int] = []  # Most columns have the same offsets, and share one list of them.
     for values in columns:
-        if (joined := _joined(values)) is None:
-            found.append(values)
+        joined = _joined(values)
+        if joined is None:
+            joined_columns.append(values)
             continue
-        bounds = [*accumulate(map(len, values), initial=0)]
-        offsets = offsets if offsets == bounds else bounds
-        found.append(Column(joined, offsets, type(values[0]) is torch.Tensor))
-    return found
+        offsets = [*accumulate(map(len, values), initial=0)]
+        if offsets != shared:
+            shared = offsets
+        joined_columns.append(Column(joined, shared, type(values[0]) is torch.Tensor))
+    return joined_columns
 
 
 def _is_dense(value: Any) -> bool:
@@ -147,8 +154,9 @@ def _is_dense(value: Any) -> bool:
 
 
 def _joined(values: list[Any]) -> npt.NDArray[Any] | None:
-    """Join short 1-d arrays or tensors of the same type and dtype; `None` where they are not."""
-    kind, first = type(values[0]), values[0]
+    """Join short 1-d arrays or tensors of one type and dtype; `None` for any other values."""
+    first = values[0]
+    kind = type(first)
     joinable = kind is np.ndarray or (
         kind is torch.Tensor
         and all(type(value) is kind and is_plain_tensor(value) for value in values)
@@ -162,51 +170,3 @@ def _joined(values: list[Any]) -> npt.NDArray[Any] | None:
     if kind is np.ndarray:
         return None if first.dtype.hasobject else np.concatenate(values)
     return torch.cat(values).numpy()
-
-
-_numbers = count()
-
-
-class StoredChunk:
-    """The data of samples, packed as a worker has sent them."""
-
-    def __init__(self, content: PageFile | Pages) -> None:
-        self.number = next(_numbers)  # what workers know it by
-        self.content = content  # what to send to a worker that shall know it
-        self._data: list[Any] | None = None
-        self.workers_holding: set[Any] = set()  # the workers that know it
-
-    def __del__(self) -> None:
-        for worker in self.workers_holding:
-            worker.forget(self.number)
-
-    def tell(self, worker: Any) -> None:
-        """Note that a worker is sent the content, which it is to forget when this is gone."""
-        self.workers_holding.add(worker)
-        if isinstance(self.content, PageFile):
-            worker.leases[self.number] = self.content.lease
-
-    def __getitem__(self, row: int) -> StoredRow:
-        return StoredRow(self, row)
-
-    def data(self) -> list[Any]:
-        """Return the data of all its samples, which are unpacked once."""
-        if self._data is None:
-            self._data = [*unpack(split_parts(self.content))]
-        return self._data
-
-
-class StoredRow(StoredData):
-    """The data of one sample of a chunk."""
-
-    __slots__ = ("chunk", "row")
-
-    def __init__(self, chunk: StoredChunk, row: int) -> None:
-        self.chunk, self.row = chunk, row
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.row} of chunk {self.chunk.number})"
-
-    def load(self) -> Any:
-        """Return the data of the sample: the same object each time."""
-        return self.chunk.data()[self.row]

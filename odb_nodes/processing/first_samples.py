@@ -1,7 +1,7 @@
-"""Looks at some samples of each process: whether processing changes what it was given.
+"""Checks on some samples of each process that processing does not change its input or results.
 
-What it finds would be wrong data without an error: samples that a later one overwrites, and items
-of the dataset that are others in the next epoch.
+Without these checks, such data would be wrong silently: samples that a later one overwrites, and
+items of the dataset that differ in the next epoch.
 """
 
 from __future__ import annotations
@@ -16,82 +16,86 @@ from odb_nodes._core.seeds import GLOBAL_GENERATORS, preserved, put_back, state_
 from odb_nodes.errors import SampleError
 from odb_nodes.sample import Sample
 
-_FIRST = 16
-_EVERY = 256  # samples, after which the first of a chunk is looked at
+_FIRST = 16  # samples of a process that are all checked
+_EVERY = 256  # samples from one later check, of the first sample of a chunk, to the next
 
 OVERWRITTEN = (
-    "its result was changed while later items were processed, as where `process_fn`, or the "
-    "dataset, fills one buffer again: the batch would have a later sample in its place. Return "
-    "data of its own for each sample, such as `buffer[:n].clone()`."
+    "its result was changed while later items were processed, since `process_fn` or the dataset "
+    "reuses a buffer, for example: the batch would have a later sample in its place. Return new "
+    "data for each sample, such as `buffer[:n].clone()`."
 )
 
 
 @dataclass
 class FirstSamples:
-    """Which samples of this process are looked at: the first, and those that begin some chunks."""
+    """Decides which samples of this process are checked: the first, and those that begin chunks."""
 
-    left: int = _FIRST  # of the first; below 0, how many have come since one was looked at
+    unchecked: int = _FIRST  # first samples still to check; below 0, samples since the last check
 
     def take(self, count: int) -> int:
-        """Return how many of the next `count` samples to look at, and count them."""
-        taken = min(max(self.left, 0), count)
-        self.left -= count
-        if count == 1 or self.left > -_EVERY:  # None comes after a single one to overwrite it.
-            return taken
-        self.left = 0
-        return max(taken, 1)
+        """Return how many of a chunk's first samples to check; `count` is all that it has."""
+        checked = min(max(self.unchecked, 0), count)
+        self.unchecked -= count
+        if count == 1 or self.unchecked > -_EVERY:  # No later sample can overwrite a single one.
+            return checked
+        self.unchecked = 0
+        return max(checked, 1)
 
 
-def digest_of(result: Any) -> int:
-    """Return the digest of a result of processing; 0 where it has none."""
+def result_digest(result: Any) -> int:
+    """Return the digest of a result of processing; 0 if its type has none."""
     try:
         return content_digest(result.data if isinstance(result, Sample) else result)
-    except Exception:  # of the user's types; if it matters, it is raised where digests are kept
+    except Exception:  # of the user's types; code that needs the digest raises it again
         return 0
 
 
 def first_overwritten(results: Sequence[Any], digests: Sequence[int]) -> int | None:
-    """Return which of the results has no longer the digest that it had first."""
-    pairs = enumerate(zip(results, digests, strict=False))
-    return next((at for at, (result, was) in pairs if digest_of(result) != was), None)
+    """Return the index of the first result whose digest has changed; `None` if none has."""
+    for index, (result, digest) in enumerate(zip(results, digests, strict=False)):
+        if result_digest(result) != digest:
+            return index
+    return None
 
 
 def process_kept(dataset: Any, index: Any, data: Any, process_fn: Callable[[Any], Any]) -> Any:
-    """Return what `process_fn` makes of the item `data` of a dataset.
+    """Process the item `data` of a dataset, and check that this does not change the dataset.
 
     Raises:
-        SampleError: the dataset keeps what the function has changed in place, and so the next epoch
-            would make another sample of the item.
+        SampleError: the dataset keeps an item that the function has changed in place, so the next
+            epoch would make another sample of it.
     """
-    before, copy = digest_of(data), copied(data)
+    before = result_digest(data)
+    copy = copied(data)
     generators = [*GLOBAL_GENERATORS, *generators_in((dataset, process_fn))]
     states = [*map(state_of, generators)]
     result = process_fn(data)
-    if digest_of(data) == before:
+    if result_digest(data) == before:
         return result
-    made = digest_of(result)
+    expected = result_digest(result)
 
-    def make(item: Any) -> int:
+    def digest_again(item: Any) -> int:
         for generator, state in zip(generators, states, strict=True):
             put_back(generator, state)
-        return digest_of(process_fn(item))
+        return result_digest(process_fn(item))
 
     with preserved(generators):
         try:
-            if (now := digest_of(dataset[index])) == before:
+            current = result_digest(dataset[index])
+            if current == before:
                 return result  # The dataset makes a new item each time.
-            if now != digest_of(dataset[index]) or make(copy) != made:
-                return result  # What is random in itself tells nothing.
+            if current != result_digest(dataset[index]) or digest_again(copy) != expected:
+                return result  # Random data differ each time, and prove nothing.
         except Exception:
             return result
         try:
-            if make(dataset[index]) == made:
+            if digest_again(dataset[index]) == expected:
                 return result
-            other = "another sample"
+            outcome = "another sample"
         except Exception as error:
-            other = f"none ({type(error).__name__}: {error})"
+            outcome = f"none ({type(error).__name__}: {error})"
     raise SampleError(
-        "`process_fn` changes the dataset's item in place, of which the next epoch, or a resume, "
-        f"would make {other}. Let it change a copy: `sample = {{**sample}}`, or "
-        "`copy.deepcopy(sample)` for lists and dicts within; and make the dataset anew."
+        "`process_fn` changes the dataset's item in place: from that item, the next epoch, or a "
+        f"resume, would make {outcome}. Let it change a copy: `sample = {{**sample}}`, or "
+        "`copy.deepcopy(sample)` for lists and dicts within; then create the dataset anew."
     )

@@ -28,13 +28,15 @@ from odb_nodes.sample_block import check_fits
 
 _SPANS = ("start_positions", "end_positions")
 _COUNTED_KEYS = frozenset((*CLASS_KEYS, *_SPANS, "image_grid_thw", "pixel_values"))
-_IGNORED = np.array(IGNORE_INDEX)  # compares faster than the number
+_IGNORED = np.array(IGNORE_INDEX)  # Numpy compares an array faster than a number.
 
 
 def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skipped:
-    """Return `data` with its length, supervised tokens and patches; `Skipped` as it is."""
-    if observe is None and type(data) is dict and (text := _observe_text(data)) is not None:
-        return text
+    """Return `data` with its length, supervised tokens and patches; `Skipped` unchanged."""
+    if observe is None and type(data) is dict:
+        text = _observe_text(data)
+        if text is not None:
+            return text
     if isinstance(data, SourceItem):
         try:
             sample = observe_sample(data.item, observe)
@@ -81,17 +83,17 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
 def sample_of(
     read: Callable[[int], Any], index: int, process_fn: Any, observe: Observe | None
 ) -> Sample | Skipped:
-    """Return the sample of an item that `read` returns; an error names the item."""
+    """Read, process and observe an item. Errors name the item."""
     try:
         item = read(index)
         return observe_sample(item if process_fn is None else process_fn(item), observe)
     except Exception as error:
-        what = error if isinstance(error, SampleError) else f"{type(error).__name__}: {error}"
-        raise SampleError(f"item {index} cannot be processed: {what}") from error
+        cause = error if isinstance(error, SampleError) else f"{type(error).__name__}: {error}"
+        raise SampleError(f"item {index} cannot be processed: {cause}") from error
 
 
 def _observe_text(data: dict[Any, Any]) -> Sample | None:
-    """Return what most samples are at once: one with (L,) integers, and no images."""
+    """Return the sample of text as (L,) integers, which most data are; `None` for other data."""
     ids: Any = data.get("input_ids")
     labels: Any = data.get("labels")
     if type(ids) is list:
@@ -117,11 +119,11 @@ def _observe_text(data: dict[Any, Any]) -> Sample | None:
 
 
 def made_of(result: Any, item: ItemKey | None) -> Any:
-    """Return a result of processing that knows its item, where that has a key."""
+    """Return a result of processing with the key of its item, if that has one."""
     if type(result) is Sample:
         check_fits(result)
     if isinstance(result, Sample):
-        data, tokens, targets, patches, source, counted, key, known, digest, task, _, padding = (
+        data, tokens, targets, patches, source, counted, key, own_item, digest, task, _, padding = (
             result
         )
         return Sample(
@@ -132,7 +134,7 @@ def made_of(result: Any, item: ItemKey | None) -> Any:
             source,
             counted,
             item.key if key is None and item is not None else key,
-            item or known,
+            item or own_item,
             digest_of(result) if digest is None else digest,
             task,
             padding=padding,
@@ -145,7 +147,7 @@ def made_of(result: Any, item: ItemKey | None) -> Any:
 
 
 def digest_of(sample: Sample) -> int:
-    """Return a CRC-32 of what a sample holds and costs, whatever it was made of."""
+    """Return a CRC-32 of a sample's data and costs."""
     if sample.digest is not None:
         return sample.digest
     costs = b"%d %d %d" % sample[1:4] + sample.task.encode()
@@ -163,26 +165,28 @@ def _length_of(data: Any) -> int:
 
 def _count_targets(data: Any, tokens: int) -> tuple[int, str]:
     """Return the targets of a sample, and which of `COUNTED` they are."""
-    held = data if is_mapping(data) else {}
-    labels = held.get("labels")
+    fields = data if is_mapping(data) else {}
+    labels = fields.get("labels")
     if labels is None:
-        labels = next((held[key] for key in CLASS_KEYS if not _is_note(held.get(key))), None)
+        labels = next((fields[key] for key in CLASS_KEYS if not _is_note(fields.get(key))), None)
     if labels is None:
-        is_span = any(held.get(key) is not None for key in _SPANS)
+        is_span = any(fields.get(key) is not None for key in _SPANS)
         return (1, "samples") if is_span else (tokens - 1, "tokens")
     if not hasattr(labels, "__len__") or getattr(labels, "ndim", 1) == 0:
         return 1, "samples"
     row = flatten_row("labels", labels)
-    if type(row) is list and (ints := array_of_ints(row)) is not None:
-        row = ints
+    if type(row) is list:
+        ints = array_of_ints(row)
+        row = row if ints is None else ints
     if isinstance(row, torch.Tensor):
         row = row.numpy(force=True)
     is_array = isinstance(row, np.ndarray)
-    if row.dtype.kind == "f" if is_array else isinstance(row[0] if len(row) else 0, float):
+    are_floats = row.dtype.kind == "f" if is_array else len(row) > 0 and isinstance(row[0], float)
+    if are_floats:
         return 1, "samples"
-    if "labels" not in held and len(row) != tokens:  # several classes of a sample
+    if "labels" not in fields and len(row) != tokens:  # several classes of a sample
         return 1, "samples"
-    if len(row) == 1 < tokens:  # a class, or the one token that a decoder is to answer
+    if len(row) == 1 < tokens:  # a class, or the only token of a decoder's answer
         return 1, "labels"
     if is_array:
         return int(np.count_nonzero(row[1:] != IGNORE_INDEX)), "labels"
@@ -190,7 +194,7 @@ def _count_targets(data: Any, tokens: int) -> tuple[int, str]:
 
 
 def _is_note(label: Any) -> bool:
-    """Tell whether a label is absent, or text, which says something of a sample to people."""
+    """Tell whether a label is absent, or text, which is a note for people."""
     first = label[0] if isinstance(label, (list, tuple)) and label else label
     return first is None or isinstance(first, (str, bytes, Mapping))
 

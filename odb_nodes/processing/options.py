@@ -15,7 +15,7 @@ ChunkSize = int | Literal["auto"]
 _NOT_FOR = {"thread": ("start_method", "worker_init_fn"), "ray": ("start_method",)}
 AUTO: Final = "auto"
 _NOMINAL_SAMPLES = 32
-"""Samples of an `"auto"` chunk for states and what is in flight, which must not follow its size."""
+"""Samples that an `"auto"` chunk counts as, for states and samples in flight."""
 MOST_SAMPLES = 256  # the most samples of an `"auto"` chunk
 
 
@@ -23,9 +23,9 @@ MOST_SAMPLES = 256  # the most samples of an `"auto"` chunk
 class WorkerOptions:
     """How processing runs in parallel. No option changes a sample or a group.
 
-    Where lengths are known before samples are read, a worker is given a whole group at a time: then
-    `chunk_size` is that of samples which are made again, two groups per worker are in flight where
-    `in_flight_samples` is `None`, and one per worker at least.
+    Where lengths are known before samples are read, a worker gets a whole group at a time. Then
+    `chunk_size` matters only for samples that are made again, and at least one group per worker is
+    in flight, two if `in_flight_samples` is `None`.
 
     Args:
         num_workers: number of workers; 0 processes in the trainer's own thread.
@@ -73,7 +73,7 @@ class WorkerOptions:
             if getattr(self, name) is not None:
                 raise ValueError(
                     f'`{name}` must be None where `method` is "{self.method}", but is '
-                    f"{getattr(self, name)!r:.80} instead: it is for worker processes."
+                    f"{getattr(self, name)!r:.80} instead: only worker processes have it."
                 )
 
     @property
@@ -84,7 +84,7 @@ class WorkerOptions:
 
     @property
     def nominal_chunk_samples(self) -> int:
-        """Samples of a chunk for states and what is in flight, where its size is `"auto"`, too."""
+        """Samples that a chunk counts as for states and samples in flight, even if `"auto"`."""
         return _NOMINAL_SAMPLES if self.chunk_size == AUTO else self.chunk_size
 
     @property
@@ -103,7 +103,7 @@ class WorkerOptions:
 
 
 def share_of(workers: WorkerOptions, count: int) -> WorkerOptions:
-    """Return the options of one of `count` nodes that share workers: at least one each, if any."""
+    """Return the options of each of `count` nodes that share workers, of which each gets one."""
     ahead, most_bytes = workers.in_flight_samples, workers.in_flight_bytes
     return replace(
         workers,

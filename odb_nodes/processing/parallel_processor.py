@@ -39,13 +39,13 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class ProcessorState(EpochState):
-    """Where a `ParallelProcessor` stands."""
+    """Position of a `ParallelProcessor`."""
 
     source: SourceState  # before an item that is out, and before all that may be made again
-    taken: int  # items that are out since
+    taken: int  # items taken since
     position: int  # items of the epoch that are out
-    # source -> how many of `taken` are of it, and the `repeat` of the last, where sources have
-    # names and read by key: only such items can be dealt to other ranks
+    # source -> how many of `taken` it has, and the `repeat` of the last one. Only for sources with
+    # names that read by key, since only their items can be dealt to other ranks.
     taken_of: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
@@ -55,24 +55,27 @@ class _ReadChunk:
 
     task: ChunkTask
     future: Future[ChunkResult]
-    locations: Sequence[ItemLocation | None]  # where each was read, where the source knows that
-    error: Exception | None  # what the source raised after them
+    locations: Sequence[ItemLocation | None]  # of the items, if the source tells
+    error: Exception | None  # the source's, after the items
 
 
 class _ChunkInHand(Generic[T]):
-    """The results of a chunk: those that are not out yet, and the error that comes after them."""
+    """The results of a chunk that are not out yet, and the error that comes after them."""
 
     def __init__(
         self, runs: Sequence[Sequence[T]], keys: ItemKeys, failure: Exception | None
     ) -> None:
-        self._runs, self._run_at = [*runs], 0  # items of the first run that are out
-        self._keys, self._out, self._ready = keys, 0, sum(map(len, runs))
+        self._runs = [*runs]
+        self._run_start = 0  # items of the first run that are out
+        self._keys = keys
+        self._out = 0
+        self._count = sum(map(len, runs))
         self.failure = failure
 
     @property
     def is_out(self) -> bool:
         """Whether all results are out."""
-        return self._out == self._ready
+        return self._out == self._count
 
     @property
     def last_key(self) -> ItemKey | None:
@@ -81,12 +84,13 @@ class _ChunkInHand(Generic[T]):
 
     def take(self, count: int) -> tuple[Sequence[T], ItemKeys]:
         """Return the next results, at most `count`, and the keys of their items."""
-        run, start, first = self._runs[0], self._run_at, self._out
+        run, start, first = self._runs[0], self._run_start, self._out
         results = run[start : start + count]
-        self._run_at, self._out = start + len(results), first + len(results)
-        if self._run_at == len(run):  # Samples that are out shall not stay here.
+        self._run_start += len(results)
+        self._out += len(results)
+        if self._run_start == len(run):  # to free samples that are out
             del self._runs[0]
-            self._run_at = 0
+            self._run_start = 0
         return results, self._keys[first : self._out]
 
 
@@ -95,18 +99,18 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
 
     Before each item, the global generators of Python, numpy and torch, and those that the function
     holds, are seeded from (seed, epoch, key), so a sample does not depend on the worker, the rank,
-    or the number of attempts. If the function has `set_epoch`, it is told the epoch. (An item
-    without a key, or of data that belongs to this rank, is also seeded by the rank.) A function
+    or the number of attempts. (An item without a key, or of data that belongs to this rank, is also
+    seeded by the rank.) A method `set_epoch` of the function is called with the epoch. A function
     with an attribute `draws_random_numbers = False` is not seeded, which saves 9 us a sample.
 
-    With `num_workers=0` and with threads the generators are restored afterwards. Threads process
-    one chunk at a time then, and a training loop that draws from the same CPU generators disturbs
-    processing: use processes, or `seed=None` and generators of your own.
+    With `num_workers=0` and with threads the generators are restored afterwards. Threads then
+    process one chunk at a time, and a training loop that draws from the same CPU generators
+    disturbs processing: use processes, or `seed=None` and your own generators.
 
     The thread that calls `next` reads items in chunks, which are processed ahead of it. Workers
     live from the first reset until `close`, over epochs.
 
-    State: a state of the source, and how many items were taken since. A run may resume with other
+    State: a state of the source, and the number of items taken since. A run may resume with other
     `workers`.
 
     Args:
@@ -115,7 +119,7 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         seed: seed of the random numbers of processing; `None` does not seed.
         workers: how to run in parallel.
         rank: this rank. Default: from torch.distributed, or `RANK`.
-        world_size: number of ranks, likewise.
+        world_size: number of ranks. Default: from torch.distributed, or `WORLD_SIZE`.
     """
 
     STATE = ProcessorState
@@ -143,16 +147,16 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         self._has_read_all = False  # whether the source has no more items, or has failed
         self._chunk: _ChunkInHand[T] = _ChunkInHand([], ItemKeys.of([]), None)
         self._position = 0  # items out in this epoch
-        # Since the state of the source, by source. Empty where the source cannot read by key: there
-        # `keep_items` decides which state is saved, and these counts would not follow.
+        # By source, since the state of the source. Empty if the source cannot read by key:
+        # `keep_items` then decides which state is saved, and the counts would not fit it.
         self._taken_of: dict[str, tuple[int, int]] = {}
 
     def __len__(self) -> int:
-        """Return how many items an epoch has."""
+        """Return the number of items of an epoch."""
         return length_of(self.source)
 
     def prepare_reset(self) -> None:
-        """Leave what is in flight."""
+        """Discard what is in flight."""
         super().prepare_reset()
         self._clear()
 
@@ -162,15 +166,15 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         self._items.begin()
 
     def restore(self, state: ProcessorState) -> None:
-        """Go to the source's chunk, and past the items of it that are out."""
+        """Restore the source, and skip the items that are out since its state."""
         self._position, self._taken_of = state.position, state.taken_of
         self.source.reset(copy_state(state.source))
         self._items.restore(state.source, state.position - state.taken, state.position)
-        if can_restore(self.source):  # Else some may be asked for first, see `make_again`.
+        if can_restore(self.source):  # Otherwise `make_again` may have to read items first.
             self._items.catch_up()
 
     def save(self) -> ProcessorState:
-        """Return a state of the source, and how many items are out since."""
+        """Return a state of the source, and the number of items taken since."""
         first, source = self._state_of_source()
         return ProcessorState(
             source=source,
@@ -180,10 +184,10 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         )
 
     def _state_of_source(self) -> tuple[int, Any]:
-        """Return the item that the state of the source stands before, and the state.
+        """Return a state of the source, and the number of the item that comes next in it.
 
-        It is before the last item that is out: whether there is a state right after that item
-        depends on how far workers have the source read ahead.
+        The state is before the last item that is out: whether there is a state right after that
+        item depends on how far the source was read ahead.
         """
         return self._items.state_at(max(0, self._position - 1))
 
@@ -192,9 +196,9 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
 
         Raises:
             SampleError: `process_fn` raised; names the item, its position and the worker. Raised
-                again until the next reset, so the sample cannot pass unseen.
+                again until the next reset, so that no sample is lost silently.
             WorkerError: a worker died, did not answer in time, or belongs to the process that this
-                one was forked from. Likewise.
+                one was forked from. Raised again until the next reset.
         """
         (result,), _ = self._take(1)
         return result
@@ -213,14 +217,16 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         return results, keys
 
     def _note_taken(self, keys: ItemKeys) -> None:
-        """Count the items that went out, whose keys these are."""
-        first, self._position = self._position, self._position + len(keys)
+        """Count the items with these keys as taken."""
+        first = self._position
+        self._position += len(keys)
         self._items.forget(self._position - 1)
         if not can_restore(self.source):
             return
         since, _ = self._state_of_source()
         if since >= first:
-            self._taken_of, keys = {}, keys[since - first :]
+            self._taken_of = {}
+            keys = keys[since - first :]
         for code, (source, _) in enumerate(keys.origins):
             if not source:
                 continue
@@ -230,7 +236,7 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
                 self._taken_of[source] = taken + len(of_source), int(keys.repeats[of_source[-1]])
 
     def item_key(self) -> ItemKey | None:
-        """Return that of the item that the last sample was made of."""
+        """Return the key of the last sample's item."""
         return self._chunk.last_key
 
     @property
@@ -239,10 +245,10 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         return can_restore(self.source)
 
     def keep_items(self, first: int, distance: int) -> bool:
-        """Be able to make item `first` of the epoch again, and all after it, by their numbers.
+        """Keep states of the source, from which all items from number `first` on are read again.
 
-        Returns whether it is, which is where the source has no keys: it is read again then, from a
-        state of every so many items.
+        The states are about `distance` items apart. Returns whether they are kept: if the source
+        has keys, items are read by key instead.
         """
         if can_restore(self.source):
             return False
@@ -252,14 +258,15 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
     def make_again(self, items: Sequence[ItemKey]) -> ProcessedAgain:
         """Return samples of this epoch that are made again when they are taken, or by idle workers.
 
-        Their raw items are read at once: by their keys, or by their numbers, see `keep_items`.
+        Their raw items are read now: by their keys, or by their numbers (see `keep_items`).
         """
         order = sorted(range(len(items)), key=lambda row: items[row][:2])  # neighbours together
         numbers: Sequence[int] = range(len(items))
         keys: Sequence[ItemKey | None] = items
         if can_restore(self.source):
-            again = restore_items(self.source, [items[row] for row in order])
-            raw = [item for _, item in sorted(zip(order, again, strict=True), key=itemgetter(0))]
+            in_order = restore_items(self.source, [items[row] for row in order])
+            rows_and_items = sorted(zip(order, in_order, strict=True), key=itemgetter(0))
+            raw = [item for _, item in rows_and_items]
         else:
             numbers = [item.key for item in items]
             by_number = self._items.read_again(numbers)
@@ -274,7 +281,7 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         while not self._has_read_all and self._has_room():
             self._read_chunk()
         if not self._in_flight:
-            if self._items.note_state():  # of the end of the epoch: nothing is out since
+            if self._items.note_state():  # of the end of the epoch: no item is taken since
                 self._taken_of = {}
             raise StopIteration
         read: _ReadChunk = self._in_flight[0]
@@ -289,7 +296,7 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         self._chunk = _ChunkInHand(runs, read.task.keys, error)
 
     def _has_room(self) -> bool:
-        """Tell whether to read a chunk: beyond the one to be taken next, so many may wait."""
+        """Tell whether the items beyond the next chunk are fewer than may be in flight."""
         if not self._in_flight:
             return True
         due: _ReadChunk = self._in_flight[0]
@@ -299,7 +306,8 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
     def _read_chunk(self) -> None:
         """Send the next items to the workers; an error of the source comes after them."""
         first, count = self._items.position, self.runner.fit.items
-        items, keys = list[Any](), list[Sequence[ItemKey | None]]()
+        items: list[Any] = []
+        keys: list[Sequence[ItemKey | None]] = []
         locations: list[ItemLocation | None] = []
         error: Exception | None = None
         try:
@@ -315,7 +323,8 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         except StopIteration:
             self._has_read_all = True
         except Exception as failed:
-            self._has_read_all, error = True, failed
+            self._has_read_all = True
+            error = failed
         if items or error is not None:
             task = self._task(items, ItemKeys.joined(keys), range(first, first + len(items)))
             self._in_flight.append(_ReadChunk(task, self.runner.submit(task), locations, error))
@@ -336,7 +345,7 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
 
 
 class PerSource(Fetcher):
-    """Processes the items of each source with a function of its own.
+    """Processes the items of each source with the source's function.
 
     Args:
         functions: name of the source -> function of an item; picklable unless workers are forked or
@@ -354,28 +363,28 @@ class PerSource(Fetcher):
 
     @property
     def draws_random_numbers(self) -> bool | None:
-        """`False` where all functions say so; `None` where it is not known."""
-        quiet = all(declares_draws(one) is False for one in self._functions.values())
-        return False if quiet else None
+        """`False` if all functions declare it; `None` if it is not known."""
+        functions = self._functions.values()
+        return False if all(declares_draws(each) is False for each in functions) else None
 
     def fetch(self, items: Sequence[SourceItem]) -> Sequence[SourceItem]:
-        """Return items with what the functions of their sources have read for them."""
-        found = [*items]
+        """Read items by the functions of their sources."""
+        fetched = [*items]
         for name, function in self._functions.items():
             if isinstance(function, Fetcher):
-                own = [at for at, one in enumerate(items) if one.source == name]
-                read = function.fetch([items[at].item for at in own])
-                for at, one in zip(own, read, strict=True):
-                    found[at] = SourceItem(name, one)
-        return found
+                rows = [row for row, item in enumerate(items) if item.source == name]
+                arguments = function.fetch([items[row].item for row in rows])
+                for row, argument in zip(rows, arguments, strict=True):
+                    fetched[row] = SourceItem(name, argument)
+        return fetched
 
     def __call__(self, routed: SourceItem) -> Sample | Skipped | SourceItem:
-        """Return what the function of the item's source makes of it, with its name."""
+        """Process an item with its source's function; return the result with the source's name."""
         try:
             function = self._functions[routed.source]
         except KeyError:
             raise SampleError(
-                f"`PerSource` has no function for source {routed.source!r}, but for "
+                f"`PerSource` has no function for source {routed.source!r}, only for "
                 f"{sorted(self._functions)}."
             ) from None
         result = function(routed.item)

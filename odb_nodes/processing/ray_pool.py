@@ -26,19 +26,19 @@ from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, P
 from odb_nodes.processing.options import WorkerOptions
 from odb_nodes.processing.worker import KEPT_BYTES
 
-_AT_ONCE = 2  # chunks of an actor: one that it processes, and one at hand
-_MOST_LOSSES = 3  # of the actors that process a chunk, or that are to be started for one worker
-_STOP_S = 10.0  # for the thread to be gone, and Ray with it
-_LOOK_S = 1.0  # between two looks of the thread at whether Ray is there
+_AT_ONCE = 2  # chunks of an actor: one in process, and one waiting
+_MOST_LOSSES = 3  # actors lost with one chunk, or at the start of one worker
+_STOP_S = 10.0  # for the thread to end, which shuts down Ray
+_POLL_S = 1.0  # between two checks of the thread that Ray is there
 _ENDED = "the worker pool was closed or reset."
 _SHUT_DOWN = (
     "Ray was shut down while its actors were in use. Close the loader before `ray.shutdown()`."
 )
 
 _starting = threading.Lock()
-_sharers = 0  # pools that use the Ray that one of them has started
-_started = ""  # the session of that
-_unused = threading.Event()  # set when none of them is left
+_sharers = 0  # pools that use the Ray that a pool has started
+_started = ""  # the session of that Ray
+_unused = threading.Event()  # set when its last pool is closed
 
 
 @dataclass(eq=False)
@@ -50,17 +50,17 @@ class _Job:
     losses: int = 0
 
     def fail(self, message: str) -> None:
-        with contextlib.suppress(InvalidStateError):  # It is done, or has failed.
+        with contextlib.suppress(InvalidStateError):  # already done or failed
             self.future.set_exception(WorkerError(message))
 
 
 @dataclass(eq=False)
 class _Worker:
-    """An actor, and the chunks that it has, in order."""
+    """An actor, and its chunks, in order."""
 
     index: int
     handle: Any
-    losses: int  # of actors before it, in a row, before they had begun
+    losses: int  # actors in a row, right before it, that were lost before they had begun
     has_begun: bool = False
     jobs: deque[_Job] = field(default_factory=deque)
 
@@ -68,13 +68,13 @@ class _Worker:
 class ChunkActor:
     """Processes chunks, one at a time.
 
-    What goes wrong is returned as a text: not every exception can be sent, and Ray's would hide it.
+    Errors are returned as text: not every exception can be sent, and Ray's would hide it.
     """
 
     _processor: ChunkProcessor
 
     def begin(self, index: int, setup: bytes) -> str:
-        """Get ready to process chunks."""
+        """Prepare for chunks; return an error, or ""."""
         self._pid = os.getpid()
         doing = "It could not unpickle its work"
         try:
@@ -89,7 +89,7 @@ class ChunkActor:
         return ""
 
     def run(self, task: bytes) -> tuple[ChunkResult, list[np.ndarray[Any, Any]]]:
-        """Process a pickled chunk; return what became of it, and its results as arrays."""
+        """Process a pickled chunk; return its result, and the parts of that as arrays."""
         result = self._processor.run_pickled(task)
         if os.getpid() != self._pid:  # `process_fn` has forked, and this is the child
             os._exit(0)
@@ -98,20 +98,20 @@ class ChunkActor:
             where = f"{failure.worker}, machine {socket.gethostname()!r}"
             failure = replace(failure, worker=where)
         # Ray sends arrays without a copy.
-        parts = [np.asarray(part) for part in (*result.results, *(result.content or ()))]
-        return replace(result, results=None, failure=failure, content=None), parts
+        parts = [np.asarray(part) for part in result.results]
+        return replace(result, results=None, failure=failure), parts
 
 
 class RayPool(Pool):
     """Actors that live until `close`; a lost one is replaced, and its chunks are processed again.
 
-    An actor takes one CPU of the cluster. Those that find none yet join in as soon as they do.
+    An actor takes one CPU of the cluster. Actors without a free CPU join as soon as there is one.
     """
 
-    # One thread makes all calls to Ray, and has all the state: what others want, and what Ray
-    # answers, is put into its inbox. So nothing needs a lock, and only this thread ever waits for a
-    # cluster that does not answer. Most calls start another Ray where there is none, and no call
-    # fits another session: so it looks whether the session is still that of its actors before each.
+    # One thread makes all calls to Ray, and owns all state: requests and answers go to its inbox.
+    # So no lock is needed, and only this thread ever waits for a cluster that does not answer. Most
+    # calls would start another Ray if there is none, and none is valid in another session: before
+    # each call, the thread checks that the session of its actors is the current one.
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class RayPool(Pool):
         self._waiting: deque[_Job] = deque()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
-        self._broken = ""  # why it processes nothing any more
+        self._broken = ""  # why it no longer processes chunks
         try:
             setup = self._ray.cloudpickle.dumps((processor, options.worker_init_fn))
         except Exception as error:
@@ -148,12 +148,12 @@ class RayPool(Pool):
         """Queue a chunk."""
         job = _Job(self.dumps(task), Future())
         self._inbox.put(partial(self._queue, job))
-        if self._closed:  # perhaps no thread is left to take it
+        if self._closed:  # The thread may have ended.
             job.fail(_ENDED)
         return job.future
 
     def what_hangs(self, future: Future[ChunkResult], functions: str) -> str:  # noqa: ARG002
-        """Return what keeps a chunk from being done."""
+        """Return why a chunk is not done."""
         workers = [*self._workers]
         if any(worker.has_begun for worker in workers):
             return f"{functions} hangs, or needs a longer limit."
@@ -169,9 +169,9 @@ class RayPool(Pool):
         self._inbox.put(partial(self._fail_all, _ENDED))
 
     def close(self) -> None:
-        """Kill the actors, and shut Ray down where this has started it, and no other pool uses it.
+        """Kill the actors; shut Ray down if a pool has started it, and no other pool uses it.
 
-        A cluster that does not answer is left to itself after some seconds.
+        After some seconds without an answer from the cluster, it gives up.
         """
         if not self.owner.is_here:
             return
@@ -187,7 +187,7 @@ class RayPool(Pool):
                 if self._session != "" and not self._is_connected:
                     self._break(_SHUT_DOWN)
                 job()
-            except Exception as error:  # of Ray, whose cluster may be gone
+            except Exception as error:  # of Ray: the cluster may be gone
                 failed = f"Ray failed: {type(error).__name__}: {error}"
                 self._break(failed if self._is_connected else _SHUT_DOWN)
         self._break(_ENDED)
@@ -196,7 +196,7 @@ class RayPool(Pool):
 
     def _next_job(self) -> Callable[[], None] | None:
         try:
-            return self._inbox.get(timeout=_LOOK_S)
+            return self._inbox.get(timeout=_POLL_S)
         except queue.Empty:
             return lambda: None
 
@@ -239,12 +239,13 @@ class RayPool(Pool):
     def _dispatch(self) -> None:
         """Give chunks to the actors that have the fewest."""
         while self._waiting:
-            free = [one for one in self._workers if one.has_begun and len(one.jobs) < _AT_ONCE]
+            begun = (worker for worker in self._workers if worker.has_begun)
+            free = [worker for worker in begun if len(worker.jobs) < _AT_ONCE]
             if not free:
                 return
             job = self._waiting.popleft()
             if not job.future.done():
-                worker = min(free, key=lambda one: len(one.jobs))
+                worker = min(free, key=lambda worker: len(worker.jobs))
                 worker.jobs.append(job)
                 self._expect(worker.handle.run.remote(job.task), self._take, worker, job)
 
@@ -257,22 +258,22 @@ class RayPool(Pool):
             job.fail(f"{type(error).__name__}: {error}")
         elif not job.future.done():
             result, parts = answer.result()
-            # A copy: what Ray holds cannot be written to, and its store is small.
+            # Copied, since Ray's memory is read-only, and its store is small.
             results = [np.array(part).data for part in parts]
             job.future.set_result(replace(result, results=results))
         self._dispatch()
 
     def _is_lost(self, answer: Future[Any], worker: _Worker) -> bool:
-        """Tell whether an actor is gone, or its answer, and see to its chunks then."""
+        """Tell whether an actor is lost; if so, replace it and queue its chunks again."""
         if worker not in self._workers:
             return True
         error, errors = answer.exception(), self._ray.exceptions
         if not isinstance(error, errors.RayError) or isinstance(error, errors.RayTaskError):
             return False
         self._workers.remove(worker)
-        self._ray.kill(worker.handle)  # It may live, and be out of reach.
+        self._ray.kill(worker.handle)  # It may live out of reach.
         if worker.jobs:
-            first = worker.jobs[0]  # the one that it processed
+            first = worker.jobs[0]  # the chunk in process
             first.losses += 1
             if first.losses > _MOST_LOSSES:
                 first.fail(f"{first.losses} actors were lost that processed it. {error}")
@@ -304,7 +305,7 @@ class RayPool(Pool):
 
 
 def _session_of(ray: Any) -> str:
-    """Return what tells a connection of this process to Ray from any other; "" for none."""
+    """Return the identity of this process's connection to Ray; "" for none."""
     try:
         return str(ray.get_runtime_context().get_worker_id()) if ray.is_initialized() else ""
     except Exception:  # of Ray: it was shut down just now
@@ -312,7 +313,7 @@ def _session_of(ray: Any) -> str:
 
 
 def _join(ray: Any) -> tuple[str, bool]:
-    """Connect to Ray; return its session, and whether to end it after use."""
+    """Connect to Ray; return its session, and whether to shut it down after use."""
     global _sharers, _started
     with _starting:
         if not ray.is_initialized():
@@ -327,7 +328,7 @@ def _join(ray: Any) -> tuple[str, bool]:
 def _leave(ray: Any, session: str) -> None:
     global _sharers
     with _starting:
-        if session != _started:  # The user has shut it down, and pools have started another.
+        if session != _started:  # The user has shut this Ray down, and pools have started another.
             return
         _sharers -= 1
         if not _sharers:
@@ -337,9 +338,9 @@ def _leave(ray: Any, session: str) -> None:
 
 
 def _connect(ray: Any) -> None:
-    """Connect on a thread that lasts: what Ray starts on this machine dies with its thread.
+    """Connect on a thread that lasts, since Ray's local processes die with the thread.
 
-    Nor can Ray set its handler of SIGTERM there, which would end a trainer that wants to save.
+    There, Ray cannot set its SIGTERM handler, which would end a trainer that wants to save.
     """
     connected: Future[None] = Future()
 

@@ -1,4 +1,4 @@
-"""What runs in a worker process: it processes chunks until the trainer is gone."""
+"""The main loop of a worker process, which processes chunks until the trainer is gone."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import enum
 import multiprocessing
 import os
 import pickle
-import select
 import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
@@ -27,102 +25,43 @@ import torch
 
 from odb_nodes._core.processes import ignore_interrupt, keep_freed_memory
 from odb_nodes._core.seeds import preserved_rngs
-from odb_nodes.errors import WorkerError
 from odb_nodes.processing.chunk import ChunkProcessor, ChunkResult
-from odb_nodes.processing.transport import (
-    NO_FILE,
-    SHARED_BYTES,
-    FilePool,
-    Lease,
-    PageFile,
-    Pages,
-    Part,
-    mapped,
-    pack,
-    receive,
-    send,
-    split_parts,
-    unpack,
-)
-from odb_nodes.step_info import StepInfo
+from odb_nodes.processing.transport import PageFile, Part, mapped, receive, send
 
+_SHARED_SETUP_BYTES = 64 << 10  # from here on, workers read the setup from one file
 KEPT_BYTES = 64 << 20  # of freed memory, for the next samples
-_PARENT_POLL_S = 1.0  # between two looks of a worker at whether the trainer lives
+_PARENT_POLL_S = 1.0  # between two checks of a worker that the trainer lives
 
 
 class Stage(enum.Enum):
-    """How far a worker has come; it tells so in messages before its first result, and of groups."""
+    """What a worker is doing. It says so in messages: while it starts, and when it collates."""
 
-    STARTING = enum.auto()  # It imports modules and unpickles the dataset, and tells nothing yet.
+    STARTING = enum.auto()  # It imports modules and unpickles the dataset; never sent.
     INITIALIZING = enum.auto()
     READY = enum.auto()
-    COLLATING = enum.auto()  # It makes the batch of a group, until its next result.
+    COLLATING = enum.auto()  # It makes the batch of a group, until it sends that.
 
 
 @dataclass(frozen=True)
 class LastWords:
-    """A worker's last message: why it ends before it has processed anything."""
+    """The last message of a worker that could not start: the reason."""
 
     text: str
 
 
-class WorkerCrash(WorkerError):
-    """A worker has ended itself, by what it did for a chunk or a batch."""
-
-
-INLINE = -1  # in place of a chunk's number: the sample comes with the request
-
-
-@dataclass(frozen=True)
-class CollateRequest:
-    """A batch to be made; the chunks and samples that it lacks come as parts."""
-
-    # of each sample, the number of its chunk and its place there; or `INLINE`, and its place among
-    # the samples that come with the request
-    rows: Sequence[tuple[int, int]]
-    # numbers of the chunks that come with the request, since the worker lacks them
-    chunks: Sequence[int]
-    has_inline: bool  # whether samples come with it, after the chunks
-    key: int  # what the random numbers are seeded by
-    info: StepInfo | None  # where the maker wants it
-
-
-@dataclass(frozen=True)
-class BatchResult:
-    """The packed batch, its parts joined once it is sent; or why it could not be made."""
-
-    content: Any
-    error: str = ""
-
-
 @dataclass(frozen=True)
 class Message:
-    """What the trainer tells a worker."""
+    """A message of the trainer to a worker."""
 
-    generation: int  # chunks of an older one are to be skipped
-    task: bytes | None  # a chunk to process, pickled on its own: its items may not be readable
-    request: CollateRequest | None  # a batch to make, if any; its parts follow
-    forgotten: Sequence[int] = ()  # chunks that no further batch is made of
-    free: Sequence[int] = ()  # files of the worker that nobody reads any more
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a worker answers to a chunk or a request; the parts of the result come with it."""
-
-    result: ChunkResult | BatchResult  # what became of it, without its parts
-    content_bytes: int  # the size of its content, which is the last part, or in `file`; -1 for none
-    file: int  # number of the file that the content is in; `NO_FILE` where it is in none
-    is_known: bool  # whether the trainer has that file mapped, and it does not come with this
-    dropped: Sequence[int]  # chunks that this worker has forgotten, and reads no more
-    gone: Sequence[int]  # files that are not written again
+    generation: int  # Chunks of older generations are skipped.
+    task: bytes | None = None  # a chunk, pickled separately: its items may fail to unpickle
 
 
 class Setup:
-    """What workers work with. Those that are not forked get it pickled, through their sockets.
+    """The functions of workers. Those that are not forked get them pickled, through their sockets.
 
-    multiprocessing would write it into a pipe that it holds open itself: for ever, if a worker ends
-    or hangs before it has read that.
+    multiprocessing would write the pickle to a pipe that it also keeps open for reading: it would
+    block for ever if a worker ends or hangs before it has read the pipe.
     """
 
     def __init__(
@@ -132,20 +71,20 @@ class Setup:
     ) -> None:
         self.processor, self.worker_init_fn = processor, worker_init_fn
         self.part: Part | None = None
-        """What is to be sent to the worker whose start has pickled this."""
+        """The pickle to send to a worker, once multiprocessing has pickled this object."""
         self._pickled: Any = None
 
     def __reduce__(self) -> Any:
         # Here, since locks and files can be pickled only while multiprocessing starts a process.
         pickled = _SetupPickler.dumps((self.processor, self.worker_init_fn))
-        if pickled != self._pickled:  # Workers share it: it may hold the dataset.
-            is_large = len(pickled) >= _CHUNK_BYTES
+        if pickled != self._pickled:  # Workers share one file, which may hold the dataset.
             self._pickled = pickled
-            self.part = (PageFile.of([pickled]) if is_large else None) or pickled
+            is_large = len(pickled) >= _SHARED_SETUP_BYTES
+            self.part = (PageFile.of(pickled) if is_large else None) or pickled
         return Setup, ()
 
     def receive(self, connection: socket.socket) -> str:
-        """Take what has been sent; return why it cannot be unpickled, or ""."""
+        """Receive and unpickle the functions; return why that fails, or ""."""
         (part,) = receive(connection)
         try:
             self.processor, self.worker_init_fn = pickle.loads(mapped(part))
@@ -158,7 +97,7 @@ class Setup:
 
 
 class _SetupPickler(ForkingPickler):
-    """Sends the state of a `torch.Generator` itself: the memory that torch would share is freed."""
+    """Copies the state of a `torch.Generator`: torch would share memory that is freed too soon."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Generator):
@@ -176,159 +115,64 @@ def _advice_on_main() -> str:
     if sys.modules["__main__"].__name__ == "__mp_main__":
         return (
             " Define it at the top of the program's main module, not below "
-            '`if __name__ == "__main__":`, or in a module of its own: each worker imports the main '
+            '`if __name__ == "__main__":`, or in a separate module: each worker imports the main '
             "module under another name."
         )
     return (
         " Workers that are not forked cannot import what a notebook, a prompt, `python -c` or a "
-        '`__main__.py` defines: define it in a module of its own, or use `start_method="fork"` or '
+        '`__main__.py` defines: define it in a separate module, or use `start_method="fork"` or '
         '`method="thread"`.'
     )
-
-
-_CHUNK_BYTES = 64 << 10  # that are worth a file
-_POLL_S = 0.001  # between two looks, within a chunk, at whether a batch is to be made
-
-
-class WorkerLoop:
-    """Processes chunks in order; a batch is made once it is asked for, also within a chunk."""
-
-    def __init__(self, connection: socket.socket, processor: ChunkProcessor) -> None:
-        self._connection = connection
-        self._waiting: deque[tuple[int, bytes]] = deque()  # chunks, pickled
-        self._newest = 0  # generation: chunks of an older one are skipped
-        self._chunks: dict[int, _Chunk] = {}  # that batches are made of
-        self._dropped: deque[int] = deque()  # of them, those forgotten, and read no more
-        self._files = FilePool()
-        self._maker = processor.maker
-        self._next_look_s = 0.0
-        self._batches_s = 0.0  # spent on batches within a chunk
-        self._own_pid = os.getpid()
-        tell = partial(send, connection, [pickle.dumps(Stage.COLLATING)])
-        self._processor = replace(processor, before_collate=tell)
-        if self._maker is not None:
-            self._processor = replace(self._processor, before_item=self._make_batches)
-            self._poll = select.poll()
-            self._poll.register(connection, select.POLLIN)
-
-    def run(self) -> None:
-        """Work until the trainer closes the connection."""
-        while True:
-            # Everything that has come is read first: the newest generation decides what is stale.
-            while not self._waiting or wait([self._connection], 0):
-                self._read()
-            generation, task = self._waiting.popleft()
-            self._batches_s = 0.0
-            stale = generation != self._newest
-            result = ChunkResult([], None) if stale else self._processor.run_pickled(task)
-            self._end_child()
-            seconds = max(0.0, result.seconds - self._batches_s)
-            self._reply(replace(result, results=None, seconds=seconds), *result.results)
-
-    def _reply(self, result: ChunkResult | BatchResult, *parts: memoryview) -> None:
-        """Send a result, with its content, if it has one, as the last part."""
-        content: list[PageFile | bytes] = []
-        file, size_bytes, is_known = NO_FILE, -1, False
-        if result.content is not None:
-            # A chunk is worth a file sooner than a batch: it is mapped already, or read by others.
-            least_bytes = _CHUNK_BYTES if isinstance(result, ChunkResult) else SHARED_BYTES
-            joined, file = self._files.join(result.content, least_bytes)
-            if file != NO_FILE and isinstance(result, ChunkResult) and not result.is_stored:
-                is_known = self._files.is_known(file)
-            content, size_bytes = [] if is_known else [joined], len(joined)
-        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        result = replace(result, content=None)
-        reply = Reply(result, size_bytes, file, is_known, dropped, self._files.gone())
-        send(self._connection, [pickle.dumps(reply), *parts, *content])
-
-    def _make_batches(self) -> None:
-        """Make the batches that are asked for by now."""
-        if (now := time.perf_counter()) >= self._next_look_s and os.getpid() == self._own_pid:
-            try:
-                while self._poll.poll(0):
-                    self._read()
-            except BaseException as error:  # It would pass for an error of the item.
-                if not isinstance(error, (EOFError, ConnectionError)):
-                    traceback.print_exc()
-                os._exit(1)
-            after = time.perf_counter()
-            self._batches_s += after - now
-            self._next_look_s = after + _POLL_S
-
-    def _read(self) -> None:
-        head, *parts = receive(self._connection)
-        message: Message = pickle.loads(mapped(head))
-        for number in message.forgotten:
-            self._chunks.pop(number, None)
-        self._files.take_back(message.free)
-        self._newest = message.generation
-        if message.task is not None:
-            self._waiting.append((message.generation, message.task))
-        elif message.request is not None:
-            made = self._make(message.request, parts)
-            self._end_child()
-            self._reply(made)
-
-    def _end_child(self) -> None:
-        """End a process that a function of the user has forked: it must not answer, too."""
-        if os.getpid() != self._own_pid:
-            os._exit(0)
-
-    def _make(self, request: CollateRequest, parts: list[Pages | PageFile]) -> BatchResult:
-        try:
-            for number, content in zip(request.chunks, parts, strict=False):
-                if isinstance(content, PageFile):
-                    content.lease = Lease(number, self._dropped.append)
-                self._chunks[number] = _Chunk(content)
-            inline = [*unpack(split_parts(parts[-1]))] if request.has_inline else []
-            samples = [
-                inline[row] if number == INLINE else self._chunks[number].data()[row]
-                for number, row in request.rows
-            ]
-            assert self._maker is not None
-            batch = self._maker(samples, request.key, request.info)
-            return BatchResult(pack(batch))
-        except BaseException as error:
-            return BatchResult(None, f"{type(error).__name__}: {error}".removesuffix(": "))
-
-
-class _Chunk:
-    """The data of samples; unpacked when one of them is first asked for."""
-
-    def __init__(self, content: PageFile | Pages) -> None:
-        self._content: PageFile | Pages | None = content
-        self._data: list[Any] = []
-
-    def data(self) -> list[Any]:
-        if self._content is not None:
-            self._data, self._content = [*unpack(split_parts(self._content))], None
-        return self._data
 
 
 def work(connection: socket.socket, index: int, setup: Setup) -> None:
     """Process chunks until the trainer closes the socket or dies."""
     ignore_interrupt()
-    # SIGTERM is the trainer's as well: when preempted, it may want to finish its step and save.
+    # The trainer gets SIGTERM as well: when preempted, it may finish its step and save.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection.settimeout(None)
     try:
         if _begin(connection, index, setup):
             assert setup.processor is not None
-            WorkerLoop(connection, setup.processor).run()
+            _process_chunks(connection, setup.processor)
     except (EOFError, ConnectionError):
         return
 
 
+def _process_chunks(connection: socket.socket, processor: ChunkProcessor) -> None:
+    """Process chunks in order until the connection ends."""
+    pid = os.getpid()
+    newest_generation = 0
+    waiting: deque[tuple[int, bytes]] = deque()  # generations and pickled chunks
+    tell = partial(send, connection, [pickle.dumps(Stage.COLLATING)])
+    processor = replace(processor, before_collate=tell)
+    while True:
+        # All messages are read first: chunks of older generations are skipped.
+        while not waiting or wait([connection], 0):
+            (part,) = receive(connection)
+            message: Message = pickle.loads(mapped(part))
+            newest_generation = message.generation
+            if message.task is not None:
+                waiting.append((message.generation, message.task))
+        generation, task = waiting.popleft()
+        is_stale = generation != newest_generation
+        result = ChunkResult([], None) if is_stale else processor.run_pickled(task)
+        if os.getpid() != pid:  # a child that a function of the user has forked
+            os._exit(0)
+        send(connection, [pickle.dumps(replace(result, results=None)), *result.results])
+
+
 def _begin(connection: socket.socket, index: int, setup: Setup) -> bool:
-    """Make this process a worker, and tell the trainer how far that has come."""
+    """Make this process a worker, and report the progress to the trainer; `False` if it fails."""
     doing = "start"
     try:
         _die_with_parent()
         torch.set_num_threads(1)
         keep_freed_memory(KEPT_BYTES)
         _use_locks()
-        if setup.processor is None and (why_not := setup.receive(connection)):
-            send(connection, [pickle.dumps(LastWords(why_not))])
+        error = setup.receive(connection) if setup.processor is None else ""
+        if error:
+            send(connection, [pickle.dumps(LastWords(error))])
             return False
         if setup.worker_init_fn is not None:
             send(connection, [pickle.dumps(Stage.INITIALIZING)])
@@ -346,26 +190,27 @@ def _begin(connection: socket.socket, index: int, setup: Setup) -> bool:
 def _use_locks() -> None:
     """Use the locks of the global generators.
 
-    A worker that was forked while another thread held one waits for it for ever. Here the trainer
-    notices: it starts another worker in its place.
+    A worker that was forked while another thread held a lock waits for it for ever. If that happens
+    here, the trainer notices, and starts another worker in its place.
     """
     with preserved_rngs():
         np.random.random_sample()
-        torch.rand(1, device="cpu")  # The default device may be one that a fork cannot use.
+        torch.rand(1, device="cpu")  # A fork may be unable to use the default device.
 
 
 def _die_with_parent() -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     if sys.platform == "linux":
-        # Works even while a library holds the GIL. The system sends it when the *thread* that
-        # started this process ends; `ProcessPool` has one start it that lives until `close`.
+        # Works even while a library holds the GIL. The system sends the signal when the *thread*
+        # that started this process ends: `ProcessPool` starts it on one that lives until `close`.
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _exit_with_parent() -> None:
-    """End this process soon after the trainer's, however that ended."""
-    parent, parent_pid = multiprocessing.parent_process(), os.getppid()
+    """End this process soon after the trainer's process ends, for any reason."""
+    parent = multiprocessing.parent_process()
+    parent_pid = os.getppid()
     while parent is not None and not wait([parent.sentinel], _PARENT_POLL_S):
         if os.getppid() != parent_pid:
             break

@@ -1,4 +1,4 @@
-"""Which files of data a path, a folder, a pattern or a list of these stands for."""
+"""Data files: from a path, a folder, a pattern or a list of these to the files."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class FileKind(NamedTuple):
         return name.lower().endswith(self.ends)
 
     def joins(self, folder: str, file: Path) -> bool:
-        """Tell whether a file below a folder is as good as in it."""
+        """Tell whether a file below a folder counts as a file of the folder."""
         below = file.relative_to(folder).parts[:-1]
         return all(self.partitioned and "=" in name for name in below)
 
     def is_data(self, name: str) -> bool:
-        """Tell whether a file of this name has such data, readable or not."""
+        """Tell whether a file of this name has data of this format, readable or not."""
         stem, end = os.path.splitext(name.lower())
         ends = self.ends + self.unread
         return name.lower().endswith(ends) or (end in _COMPRESSED and stem.endswith(ends))
@@ -50,17 +50,17 @@ TAR = FileKind(ends=(".tar",), unread=(".tgz", ".tbz2", ".txz", ".tzst"))
 
 
 def listed(paths: Paths) -> list[str]:
-    """Return the paths that are given, with braces expanded: `"{00..99}"`, `"{a,b}"`."""
-    given = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else paths
-    is_list = isinstance(given, Sequence)
-    if not is_list or not all(isinstance(path, (str, os.PathLike)) for path in given):
+    """Return the paths as a list, with braces expanded: `"{00..99}"`, `"{a,b}"`."""
+    several = [paths] if isinstance(paths, (str, bytes, os.PathLike)) else paths
+    is_list = isinstance(several, Sequence)
+    if not is_list or not all(isinstance(path, (str, os.PathLike)) for path in several):
         raise TypeError(
             "`paths` must be a path, a string or `pathlib.Path`, or a list of them, but is "
             f"{paths!r:.200} instead."
         )
-    if not given:
+    if not several:
         raise ValueError("`paths` must name at least 1 file, but is empty.")
-    return [name for path in given for name in _expanded(os.fspath(path))]
+    return [name for path in several for name in _expanded(os.fspath(path))]
 
 
 def _expanded(path: str) -> list[str]:
@@ -84,7 +84,7 @@ def _expanded(path: str) -> list[str]:
 
 
 def _split(path: str) -> tuple[str, str]:
-    """Return the longest part of a path that is a folder, whatever its name, and the rest."""
+    """Return the longest part of a path that is an existing folder, and the remaining text."""
     folder = path
     while folder and not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -92,18 +92,19 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def matches(path: str | os.PathLike[str]) -> list[str]:
-    """Return what a pattern matches, in which the names of existing folders are no patterns."""
+    """Return what a pattern matches; names of existing folders in it are taken literally."""
     folder, pattern = _split(os.fspath(path))
     return sorted(glob.glob(glob.escape(folder) + pattern, recursive=True))
 
 
 def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:
-    """Return the files that a path stands for: itself, a pattern's, or a folder's by their ends.
+    """Return the files of a path: a file itself, or the files of a pattern or a folder.
 
     `folder/**` is the folder with all its subfolders.
     """
     folder, pattern = _split(os.fspath(path))
-    if (below := pattern.strip("/") == "**") or not pattern:
+    below = pattern.strip("/") == "**"
+    if below or not pattern:
         folder = folder or os.curdir * below
         every = [*_walk(folder, kind)]
         files = [file for file in every if kind.is_read(file.name)]
@@ -126,9 +127,9 @@ def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:
             f"`paths`: {os.fspath(path)!r} has a link to a file that does not exist, {lost[0]}. "
             "Mount its disk, or remove the link."
         )
-    rest = {*every} - {*files}
-    read = {*map(os.path.realpath, files if rest else ())}
-    if left_out := [file for file in rest if os.path.realpath(file) not in read]:
+    unread = {*every} - {*files}
+    read = {*map(os.path.realpath, files if unread else ())}
+    if left_out := [file for file in unread if os.path.realpath(file) not in read]:
         raise ValueError(
             f"`paths` must name what is meant where {os.fspath(path)!r} would leave out "
             f"{counted(len(left_out), 'file')} of data: {_shown(left_out)}. Pass "
@@ -144,12 +145,12 @@ def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:
 
 
 def has_files(folder: str | Path, kind: FileKind) -> bool:
-    """Tell whether a folder, or one below it, has files of a kind."""
+    """Tell whether a folder or its subfolders have files of this format."""
     return any(_walk(folder, kind))
 
 
 def _walk(folder: str | Path, kind: FileKind) -> Iterator[Path]:
-    """Yield the files of a kind in a folder and below it, but hidden ones."""
+    """Yield the visible files of a format in a folder and its subfolders."""
     walked = set[str]()
     for parent, folders, names in os.walk(folder, followlinks=True):
         if (real := os.path.realpath(parent)) in walked:  # a link, perhaps to a folder above

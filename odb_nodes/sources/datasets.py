@@ -44,7 +44,7 @@ def source_of(
     sampler: Iterable[int] | None,
     shard: tuple[int, int],
 ) -> tuple[BaseNode[Any], Any]:
-    """Return the source node, and what its items are looked up in: `None` for nothing."""
+    """Return the source node, and the dataset that its items index; `None` if they are data."""
     if isinstance(dataset, (str, bytes, os.PathLike)):
         raise TypeError(
             f"`dataset` must be a dataset, but is {dataset!r:.80} instead. For files pass "
@@ -62,14 +62,14 @@ def source_of(
                 f"`shuffle` must not be True for a `{type(dataset).__name__}` with `shuffle=False`."
                 " Leave out one of the two."
             )
-        # It stands for its files: each loader reads them by itself.
+        # Each loader reads the files with a copy, which has a position for this loader alone.
         dataset, shuffle = dataset.copy(shuffle=shuffle, seed=seed), None
     if isinstance(dataset, BaseNode):
         if sampler is not None or shuffle:
             raise ValueError(
                 f"`sampler` and `shuffle` must not be given for a node (`{type(dataset).__name__}`)"
-                ", whose order is its own. Leave them out, and make the node with the order that "
-                "it is to have."
+                ", which decides the order. Leave them out, and make the node with the order that "
+                "you want."
             )
         _check_share(dataset, shard)
         return dataset, None
@@ -79,7 +79,7 @@ def source_of(
             raise ValueError("`sampler` must be None for an iterable dataset.")
         if shuffle:
             raise ValueError(
-                "`shuffle` must not be True for an iterable dataset, whose order is its own: "
+                "`shuffle` must not be True for an iterable dataset, which decides the order: "
                 "shuffle in the dataset, seeded by its `set_epoch`."
             )
         return IterableSource(dataset, *shard), None
@@ -90,14 +90,14 @@ def source_of(
         )
     if len(dataset) == 0 and not has_data_elsewhere(shard[1]):
         raise ValueError(
-            "`dataset` must have at least 1 sample, but is empty. Only one of several ranks with "
-            "data of their own (`sharded=True`) may have none."
+            "`dataset` must have at least 1 sample, but is empty. With `sharded=True`, some of "
+            "several ranks may have none."
         )
     if sampler is None:
         return ShardedSampler(dataset, shuffle is not False, seed, *shard), dataset
     if shuffle:
         raise ValueError(
-            "`sampler` must be None where `shuffle` is True: its order is its own. Leave one out."
+            "`sampler` must be None where `shuffle` is True: both decide the order. Leave one out."
         )
     check_iterable("sampler", sampler, _REPEATABLE_ORDER)
     if isinstance(sampler, RANDOM_SAMPLERS):
@@ -110,22 +110,32 @@ def source_of(
 
 
 def draws_nothing(dataset: Any) -> bool:
-    """Tell whether an item is known to depend on no random numbers."""
+    """Tell whether a dataset is known to draw no random numbers."""
     if type(dataset) is Subset:
         return draws_nothing(dataset.dataset)
     return type(dataset) in _PLAIN or declares_draws(dataset) is False
 
 
 def reads_alike(dataset: Any) -> bool:
-    """Tell whether an item is known not to depend on those that are read with it."""
+    """Tell whether an item is known not to depend on the items that are read with it."""
     if type(dataset) is Subset:
         return reads_alike(dataset.dataset)
-    is_plain = is_plain_table(dataset)  # whatever a table of another format declares
+    is_plain = is_plain_table(dataset)  # decides for tables, even if one declares something else
     return draws_nothing(dataset) if is_plain is None else is_plain
 
 
+def holds_no_generators(dataset: Any) -> bool:
+    """Tell whether a dataset is a table of `datasets` without a transform.
+
+    To look through one for random generators takes longer than to read some hundreds of its rows.
+    """
+    if type(dataset) is Subset:
+        return holds_no_generators(dataset.dataset)
+    return is_plain_table(dataset) is True
+
+
 def is_iterated(dataset: Any) -> bool:
-    """Tell whether a dataset has an order of its own, in which it is read."""
+    """Tell whether a dataset is iterated in its order, and not read by index."""
     streams = isinstance(dataset, IterableDataset) or is_stream(dataset)
     return streams or not hasattr(dataset, "__getitem__")
 
@@ -133,10 +143,10 @@ def is_iterated(dataset: Any) -> bool:
 def dataset_of_rank(dataset: Any, rank: int, world_size: int) -> Any:
     """Return a dataset, or a dict of them, for one of several ranks in one process.
 
-    What keeps a position of its own is copied.
+    Datasets that keep a position are copied.
     """
     if type(dataset) is dict:
-        return {name: dataset_of_rank(one, rank, world_size) for name, one in dataset.items()}
+        return {name: dataset_of_rank(part, rank, world_size) for name, part in dataset.items()}
     if isinstance(dataset, JsonlSource):
         return dataset.copy(rank, world_size)
     if isinstance(dataset, BaseNode):
@@ -160,7 +170,7 @@ def order_of(loader: DataLoader[Any], shard: tuple[int, int]) -> dict[str, Any]:
     """Return the arguments of `ODBDataLoader` that stand for the order of a `DataLoader`."""
     sampler: Any = loader.sampler
     if loader.batch_sampler is not None and loader.batch_size is None:
-        # One of the user's own: torch then has a `sampler` that says nothing.
+        # The user's batch sampler: the `sampler` of torch says nothing of its order.
         if type(loader.batch_sampler) is not BatchSampler:
             raise ValueError(
                 f"`loader.batch_sampler` is a `{type(loader.batch_sampler).__name__}`, whose order "
@@ -188,17 +198,17 @@ def _check_share(node: BaseNode[Any], shard: tuple[int, int]) -> None:
     """Raise a ValueError where a node leaves items to ranks that do not read them, or to none."""
     kinds = (IterableSource, JsonlSource, ShardedSampler)
     sources = [source for source in walk(node) if isinstance(source, kinds)]
-    shares = [(one.fingerprint()["world_size"], type(one).__name__) for one in sources]
+    shares = [(node.fingerprint()["world_size"], type(node).__name__) for node in sources]
     ranks, name = max(shares, default=(shard[1], ""))
     if shard[1] == 1 and ranks > 1:
         raise ValueError(
-            f"`dataset` must yield all of its items, but its `{name}` yields those of one of "
-            f"{ranks} ranks, where this rank has data of its own (`sharded=True`), or is alone. "
+            f"`dataset` must yield all of its items, but its `{name}` yields the share of one of "
+            f"{ranks} ranks, and this rank has all data (`sharded=True`), or is the only rank. "
             "Make it with `rank=0, world_size=1`."
         )
     if shard[1] > 1 and ranks == 1:
         raise ValueError(
             f"`dataset` must yield the share of one rank, but its `{name}` yields all items, on "
             f"each of {shard[1]} ranks: all would train on each sample. Make it with `rank=` and "
-            "`world_size=`, or pass `sharded=True` where each rank has data of its own."
+            "`world_size=`, or pass `sharded=True` if each rank has different data."
         )

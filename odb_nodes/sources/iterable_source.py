@@ -39,11 +39,11 @@ REPEATABLE = "Wrap a generator in an `IterableDataset` whose `__iter__` begins a
 class IterableState(EpochState):
     """Where an `IterableSource` stands."""
 
-    position: int  # items read, those of other ranks included
+    position: int  # items read, including the items of other ranks
     ended: bool  # the iterable has raised `StopIteration`
-    iterable: Any  # its own state, where it has one
+    iterable: Any  # the iterable's state, if it has one
     items_digest: int  # a digest of the items that this rank got
-    shard: tuple[int, int]  # which items those are: the first, and one of how many
+    shard: tuple[int, int]  # offset and stride of these items
 
 
 class IterableSource(EpochNode[T, IterableState]):
@@ -76,7 +76,7 @@ class IterableSource(EpochNode[T, IterableState]):
     """
 
     STATE = IterableState
-    retries_errors = True  # of the iterable, which may go on
+    retries_errors = True  # an iterable may yield more items after an error
 
     def __init__(
         self,
@@ -99,10 +99,11 @@ class IterableSource(EpochNode[T, IterableState]):
         split = isinstance(self._iterable, _Stream) and self._iterable.split
         self._offset, self._stride = (0, 1) if split else (self._rank, self._world_size)
         self._position = 0
-        self._loaded: Any = None  # the iterable's state, until it has yielded again
+        self._loaded: Any = None  # the iterable's loaded state, until its next item
         self._ended = False
-        self._restoring = ""  # said in errors, until it has yielded
-        self._retry = False  # an iterable restored at its end may first iterate the rest: nothing
+        self._restoring = ""  # for errors, until the next item
+        # An iterable restored at its end may first yield the remaining items: none.
+        self._retry = False
         self._digest = 0  # of the items of this rank
         self._it: Iterator[T] | None = None
 
@@ -134,14 +135,14 @@ class IterableSource(EpochNode[T, IterableState]):
 
     def save(self) -> IterableState:
         """Return the position, and the iterable's own state."""
-        own = self._loaded
-        if own is None and self._stateful is not None and self._position:
-            own = self._stateful.state_dict()
-            check_own_state(self._iterable, own)
+        inner = self._loaded
+        if inner is None and self._stateful is not None and self._position:
+            inner = self._stateful.state_dict()
+            check_own_state(self._iterable, inner)
         return IterableState(
             position=self._position,
             ended=self._ended,
-            iterable=own,
+            iterable=inner,
             items_digest=self._digest,
             shard=self._shard,
         )
@@ -157,7 +158,8 @@ class IterableSource(EpochNode[T, IterableState]):
                 item = next(self._it)
             except StopIteration:
                 if self._retry:
-                    self._it, self._retry = self._iterate(), False
+                    self._it = self._iterate()
+                    self._retry = False
                     continue
                 if self._position == 0 and resolve_rank(None, None)[1] == 1:
                     raise SampleError(
@@ -167,7 +169,9 @@ class IterableSource(EpochNode[T, IterableState]):
                     ) from None
                 self._ended = True
                 raise
-            self._loaded, self._retry, self._restoring = None, False, ""
+            self._loaded = None
+            self._retry = False
+            self._restoring = ""
             if self._count(item):
                 self._last = item
                 return item
@@ -200,7 +204,9 @@ class IterableSource(EpochNode[T, IterableState]):
             # An iterable that restores itself when its iteration begins would do so too late.
             next(self._it, None)
         self._retry = retry
-        self._it, self._loaded, self._ended, self._restoring = None, None, False, ""
+        self._it = self._loaded = None
+        self._ended = False
+        self._restoring = ""
         self._position = self._digest = 0
 
     def _tell_epoch(self) -> None:
@@ -223,8 +229,8 @@ class IterableSource(EpochNode[T, IterableState]):
     def _fast_forward(self, it: Iterator[T], state: IterableState) -> None:
         end = self._position
         self._position = 0
-        what = f"items of `{type(self._iterable).__name__}` read again up to the state's position"
-        progress = SlowProgress(what, end)
+        text = f"items of `{type(self._iterable).__name__}` read again up to the state's position"
+        progress = SlowProgress(text, end)
         for item in islice(it, end):
             self._count(item)
             progress.update(self._position)
@@ -233,7 +239,7 @@ class IterableSource(EpochNode[T, IterableState]):
                 f"the state of {type(self).__name__} stands at item {end}, but the iterable ended "
                 f"after {self._position}. Resume over the data it was saved on."
             )
-        # With `strict=False`, it may be another rank that goes on.
+        # With `strict=False`, the state may be another rank's.
         if self._digest != state.items_digest and self._shard == state.shard:
             raise StateError(
                 f"`{type(self._iterable).__name__}` yielded other items than when the state of "
@@ -267,27 +273,27 @@ def _plain_index(item: Any) -> Any:
 
 
 def _check_is_whole(iterable: Any, world_size: int) -> None:
-    """Raise a ValueError for what splits itself over the ranks, and would be split again."""
-    # A rank of several in one process, or of a group alone, may get all that it yields.
+    """Raise a ValueError for an iterable that is split over the ranks already."""
+    # Several ranks in one process, or a single rank, may get all of its items.
     if world_size == 1 or (by := split_by_itself(iterable)) is None:
         return
     if resolve_rank(None, None)[1] > 1 or isinstance(iterable, DistributedSampler):
         raise ValueError(
             f"`{type(iterable).__name__}` splits itself over the ranks already ({by}), and would "
-            f"be split again: of {world_size} samples, {world_size - 1} would be lost. Say "
+            f"be split again: of {world_size} samples, {world_size - 1} would be lost. Pass "
             "`sharded=True` (`rank=0, world_size=1` for an `IterableSource`)."
         )
 
 
 def _tells_its_state(iterable: Any) -> Stateful | None:
-    """Return an iterable where it can be restored by its own state, and else `None`."""
+    """Return the iterable if it can be restored by its own state; `None` otherwise."""
     if not isinstance(iterable, Stateful):  # by the names of its methods
         return None
     if isinstance(iterable, _Stream):
         return iterable if iterable.restores else None
     try:
         inspect.signature(iterable.state_dict).bind()
-    except TypeError:  # it takes arguments, which only a loader of its own kind knows
+    except TypeError:  # it takes arguments that only its own loader knows
         return None
     except ValueError:  # it has no signature
         pass
@@ -314,18 +320,19 @@ class _Stream:
         if world_size > 1 and hf_datasets.is_split(dataset):
             raise ValueError(
                 "the stream was split over ranks already (`split_dataset_by_node`), and would be "
-                "split again. Pass it unsplit, or say `sharded=True` (`rank=0, world_size=1` for "
+                "split again. Pass it unsplit, or pass `sharded=True` (`rank=0, world_size=1` for "
                 "an `IterableSource`)."
             )
-        stages, shards = hf_datasets.stages_of(dataset), int(dataset.num_shards)
-        known = hf_datasets.consists_of(stages, hf_datasets.RESTORABLE)
-        self.restores = known and hf_datasets.restores_exactly()
+        stages = hf_datasets.stages_of(dataset)
+        shards = int(dataset.num_shards)
+        are_restorable = hf_datasets.consists_of(stages, hf_datasets.RESTORABLE)
+        self.restores = are_restorable and hf_datasets.restores_exactly()
         divides = 1 < world_size and not shards % world_size
         self.split = divides and hf_datasets.splits_by_shards(stages)
         self._dataset = hf_datasets.own_copy(dataset)  # Others may read it at the same time.
         if self.split:
             self._dataset = hf_datasets.split_over_ranks(self._dataset, rank, world_size)
-        states = [json.dumps(one, default=str) for one in hf_datasets.shuffle_states(stages)]
+        states = [json.dumps(state, default=str) for state in hf_datasets.shuffle_states(stages)]
         seed = zlib.crc32(" ".join(states).encode()) if states else None
         self.fingerprint = {"num_shards": shards, "shuffle_seed": seed}
         self._loaded: dict[str, Any] | None = None
@@ -343,5 +350,5 @@ class _Stream:
         return {"json": json.dumps(self._dataset.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration go on from a state."""
+        """Make the next iteration resume at a state."""
         self._loaded = json.loads(state["json"])

@@ -69,7 +69,7 @@ class JsonlSource(ShardedOrder[Any]):
             files (`rank=0, world_size=1` in a job of several ranks).
     """
 
-    retries_errors = True  # the file may be mended meanwhile
+    retries_errors = True  # the user may correct the file meanwhile
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class JsonlSource(ShardedOrder[Any]):
             raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")
         super().__init__(self._ends[-1], shuffle, seed, rank, world_size)
         self._open = _open_files(self)
-        self._to_mend: set[int] = set()  # files with a record that is not valid
+        self._to_index: set[int] = set()  # files with a record that was not valid
 
     def copy(
         self,
@@ -110,9 +110,10 @@ class JsonlSource(ShardedOrder[Any]):
         seed: int = 0,
     ) -> JsonlSource:
         """Return a source over the same files, at their beginning, that shares no position."""
-        source = copy.copy(self)  # and not made anew: a subclass may take other arguments
+        source = copy.copy(self)  # instead of a new one: a subclass may take other arguments
         EpochNode.__init__(source)
-        source._open, source._to_mend = _open_files(source), set()
+        source._open = _open_files(source)
+        source._to_index = set()
         source._index = [*self._index]
         if rank is not None and world_size is not None:
             source._rank, source._world_size = rank, world_size
@@ -193,7 +194,7 @@ class JsonlSource(ShardedOrder[Any]):
 
     def _record(self, number: int) -> Any:
         file, record = self._place(number)
-        if file in self._to_mend:
+        if file in self._to_index:
             self._index_again(file)
         try:
             line = self._line(file, record)
@@ -203,15 +204,15 @@ class JsonlSource(ShardedOrder[Any]):
             raise
         except (ValueError, RecursionError) as error:
             self.close()
-            self._to_mend.add(file)
-            what = f"{error}"
+            self._to_index.add(file)
+            cause = f"{error}"
             if isinstance(error, json.JSONDecodeError):  # whose own line number is within the line
-                what = f"{error.msg} at character {error.pos + 1}"
+                cause = f"{error.msg} at character {error.pos + 1}"
             shown = line[:80].decode(errors="replace").strip()
             where = f"{self._paths[file]}, line {self._index[file].line(record)}"
             raise SampleError(
-                f"{where}, is not valid JSON in UTF-8: {what}. It begins with "
-                f"{shown!r}. Mend it. A loop may then iterate again, or resume, "
+                f"{where}, is not valid JSON in UTF-8: {cause}. It begins with "
+                f"{shown!r}. Correct it. A loop may then iterate again, or resume, "
                 "with `strict=False` if the size of the file has changed."
             ) from error
 
@@ -224,17 +225,17 @@ class JsonlSource(ShardedOrder[Any]):
         try:
             lines = self._opened(file)
             lines.seek(start - before)
-            found = lines.read(stop - start + before)
+            text = lines.read(stop - start + before)
         except _CUT as error:
             raise SampleError(
                 f"{path}, line {index.line(record)}, cannot be decompressed: {error}. The file is "
                 "cut or damaged: put it back whole, then iterate again."
             ) from error
-        line, newline, rest = found[before:].partition(b"\n")
-        is_whole = len(found) == stop - start + before and (newline or stop == index.size)
-        if is_whole and found[:before] in (b"", b"\n") and not _text(rest):
+        line, newline, blank = text[before:].partition(b"\n")
+        is_whole = len(text) == stop - start + before and (newline or stop == index.size)
+        if is_whole and text[:before] in (b"", b"\n") and not _text(blank):
             return line
-        end = start - before + len(found)
+        end = start - before + len(text)
         raise SampleError(
             f"{path} {f'ends at byte {end}' if end < stop else 'is another'}, in line "
             f"{index.line(record)}, but had {index.size} bytes when the source was made: it was "
@@ -250,7 +251,7 @@ class JsonlSource(ShardedOrder[Any]):
         return self._open[file]
 
     def _index_again(self, file: int) -> None:
-        """Find the lines of a file whose lines may be of another length since it was mended."""
+        """Find the lines of a file again, after the user has corrected it."""
         index = LineIndex(**_index_lines(self._paths[file]))
         if len(index) != len(self._index[file]):
             raise SampleError(
@@ -259,7 +260,7 @@ class JsonlSource(ShardedOrder[Any]):
                 "again; or make a new source, and begin an epoch."
             )
         self._index[file] = index
-        self._to_mend.remove(file)
+        self._to_index.remove(file)
 
 
 def _open_files(source: JsonlSource) -> dict[int, IO[bytes]]:
@@ -298,7 +299,7 @@ class LineIndex:
     """Where the records of a file are."""
 
     starts: NDArray[np.int64]  # at which byte each begins, ascending, (n,) int64
-    # of each blank line, how many records come before it, ascending, (m,) int64
+    # records before each blank line, ascending, (m,) int64
     blanks: NDArray[np.int64]
     size: NDArray[np.int64]  # bytes of the file's text
 
@@ -317,8 +318,8 @@ class LineIndex:
     def record_at(self, offset: int) -> int | None:
         """Return the record that begins at a byte; `None` where none does."""
         record = int(np.searchsorted(self.starts, offset))
-        found = record < len(self.starts) and self.starts[record] == offset
-        return record if found else None
+        begins_here = record < len(self.starts) and self.starts[record] == offset
+        return record if begins_here else None
 
 
 def _index_lines(path: Path) -> Index:
@@ -340,7 +341,10 @@ def _index_lines(path: Path) -> Index:
     except MemoryError as error:
         raise ValueError(
             f"{path}, after byte {offset}, has a line that is too long for the memory. A record "
-            "must be on a line of its own: is this JSON Lines?"
+            "must be one line: is this JSON Lines?"
         ) from error
-    found = {"starts": np.frombuffer(starts, np.int64), "blanks": np.frombuffer(blanks, np.int64)}
-    return {**found, "size": np.array(offset)}
+    return {
+        "starts": np.frombuffer(starts, np.int64),
+        "blanks": np.frombuffer(blanks, np.int64),
+        "size": np.array(offset),
+    }

@@ -1,4 +1,4 @@
-"""Where the records of a large file are, kept beside it, so that it is searched once."""
+"""The index of a large file's records, kept beside the file so that it is searched once."""
 
 from __future__ import annotations
 
@@ -25,11 +25,16 @@ _STAMP = "stamp"
 def index_of(
     path: Path, kind: str, names: Collection[str], search: Callable[[Path], Index]
 ) -> Index:
-    """Return the index of a file, of a large one as it was found before.
+    """Return the index of a file; the index of a large file is kept.
 
-    It is kept in a hidden file beside it or, where that cannot be, in `~/.cache/odb_nodes`, and
-    used until size or time of the file change. `kind`: which index it is, and its version; `names`:
-    those of its arrays of integers.
+    It is in a hidden file beside the data or, if that cannot be written, in `~/.cache/odb_nodes`,
+    and is used until size or time of the data file change.
+
+    Args:
+        path: the data file.
+        kind: name and version of the index.
+        names: names of its integer arrays.
+        search: makes the index.
     """
     stamp = stamp_of(path.stat())
     if stamp[0] < KEPT_FROM_BYTES:
@@ -56,13 +61,13 @@ def index_of(
     return index
 
 
-def stamp_of(found: os.stat_result) -> tuple[int, int]:
+def stamp_of(status: os.stat_result) -> tuple[int, int]:
     """Return size and time of a file, which change with its content."""
-    return found.st_size, found.st_mtime_ns
+    return status.st_size, status.st_mtime_ns
 
 
 def _kept(place: Path, stamp: tuple[int, int], names: Collection[str]) -> Index | None:
-    """Return the index that is kept at a place; `None` where it is of another file, or damaged."""
+    """Return the kept index; `None` if it is of another file, or damaged."""
     try:
         with open(place, "rb") as file, np.load(file, allow_pickle=False) as kept:
             arrays = dict(kept)  # The archive has a checksum of each.

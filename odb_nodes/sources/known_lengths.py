@@ -27,7 +27,7 @@ from odb_nodes.sources.datasets import is_iterated
 from odb_nodes.sources.parquet_dataset import ParquetDataset
 
 TABLE_VERSION = 1
-"""Of the files that `LengthTable` writes."""
+"""Version of the files that `LengthTable` writes."""
 
 _NULL = np.iinfo(np.int64).min  # stands for a null of a column
 _IDS = "input_ids"
@@ -53,23 +53,23 @@ class KnownLengths(NamedTuple):
 
 
 def known_lengths(dataset: Any, lengths: Any = None, *, is_processed: bool) -> KnownLengths | None:
-    """Return the length of each row of a dataset, or `None` where lengths are not known.
+    """Return the length of each row of a dataset; `None` if only reading the rows tells.
 
     Args:
         dataset: the dataset that samples are made of.
         lengths: the name of a column of integers, or of lists, whose lengths count; or an integer
             for each row; or a file that `odb-nodes profile --save-lengths` has written, in which a
-            row that processing skips counts as 1 token. A string is a file only if the dataset
-            has no such column. Default: where nothing is processed, the lengths of the lists
-            `input_ids` of a `datasets.Dataset`, of which no data is read.
+            row that processing skips counts as 1 token. A string that names a column is not taken
+            for a file. Default: the list offsets of `input_ids` in a `datasets.Dataset`, unless
+            the samples are processed.
         is_processed: whether a function makes or measures the samples (`process_fn`, `observe`).
 
     Raises:
-        TypeError: `lengths` is nothing of these, or the dataset has no rows with numbers.
+        TypeError: `lengths` has another type, or the dataset is not read by index.
         ValueError: a length is below 1, or null; there is no such column; or the lengths are not
             one for each row, or not of this data.
         FileNotFoundError: `lengths` is a path, and there is no such file.
-        StateError: the file holds something else.
+        StateError: the file is not a table of lengths.
     """
     if lengths is None:
         return None if is_processed else _stored_lengths(dataset)
@@ -85,7 +85,7 @@ def known_lengths(dataset: Any, lengths: Any = None, *, is_processed: bool) -> K
     elif isinstance(lengths, str):
         raise ValueError(
             f"`lengths` must name a column or a file, but is {lengths!r} instead: there is no such "
-            f"file, and {_columns_said(dataset)}"
+            f"file, and {_columns_text(dataset)}"
         )
     else:
         tokens, origin = _of_rows(len(dataset), lengths), "`lengths`"
@@ -103,7 +103,7 @@ def _stored_lengths(dataset: Any) -> KnownLengths | None:
 
 
 def _token_lists(table: Any) -> IntArray | None:
-    """Return how many tokens the rows of a table have; `None` where only reading them tells."""
+    """Return the tokens of each row of a tokenized table; `None` for other datasets."""
     shown = shown_columns(table)
     if shown is None or _IDS not in shown or not _WITH_PATCHES.isdisjoint(shown):
         return None
@@ -111,7 +111,7 @@ def _token_lists(table: Any) -> IntArray | None:
 
 
 def _of_column(name: str, dataset: Any) -> IntArray:
-    """Return the lengths that a column says, `_NULL` where it says none."""
+    """Return the lengths in a column, `_NULL` for a null."""
     if is_table(dataset):
         return _of_arrow(name, *stored_column(dataset, name))
     if isinstance(dataset, ParquetDataset):
@@ -123,20 +123,21 @@ def _of_column(name: str, dataset: Any) -> IntArray:
 
 
 def _joined(dataset: Any, read: Callable[[Any], IntArray | None]) -> IntArray | None:
-    """Return what `read` says of the rows of a dataset, through torch's `Subset` and so on."""
+    """Return the lengths that `read` finds, also through torch's `Subset` and `ConcatDataset`."""
     if type(dataset) is Subset:
-        whole, rows = _joined(dataset.dataset, read), np.asarray(dataset.indices)
-        is_of_rows = rows.ndim == 1 and (rows.dtype.kind in "iu" or not len(rows))
-        return whole[rows.astype(np.int64)] if whole is not None and is_of_rows else None
+        lengths = _joined(dataset.dataset, read)
+        rows = np.asarray(dataset.indices)
+        are_rows = rows.ndim == 1 and (rows.dtype.kind in "iu" or not len(rows))
+        return lengths[rows.astype(np.int64)] if lengths is not None and are_rows else None
     if type(dataset) is ConcatDataset:
         parts = [_joined(part, read) for part in dataset.datasets]
-        known = [part for part in parts if part is not None]
-        return np.concatenate(known) if len(known) == len(parts) else None
+        with_lengths = [part for part in parts if part is not None]
+        return np.concatenate(with_lengths) if len(with_lengths) == len(parts) else None
     return read(dataset)
 
 
 def _columns_of(dataset: Any) -> Sequence[str] | None:
-    """Return the columns that lengths can be read from; `None` where they are not known."""
+    """Return the columns that lengths can be read from; `None` for a dataset without columns."""
     if type(dataset) is Subset:
         return _columns_of(dataset.dataset)
     if type(dataset) is ConcatDataset:
@@ -149,14 +150,13 @@ def _columns_of(dataset: Any) -> Sequence[str] | None:
     return [*dataset[0]] if is_of_dicts else None
 
 
-def _columns_said(dataset: Any) -> str:
-    """Return what an error says of a dataset that has no such column."""
+def _columns_text(dataset: Any) -> str:
+    """Return the end of the error for a missing column: the columns, and the remedy."""
     if (names := _columns_of(dataset)) is not None:
         return f"the columns are {[*names]}. Name one of these, or pass an integer for each row."
     return (
-        f"a `{type(dataset).__name__}` has no columns that are read by themselves, as a "
-        "`datasets.Dataset`, a `ParquetDataset` and a list of dicts have. Pass an integer for each "
-        "row."
+        f"a `{type(dataset).__name__}` has no columns, as a `datasets.Dataset`, a "
+        "`ParquetDataset` and a list of dicts have. Pass an integer for each row."
     )
 
 
@@ -164,9 +164,9 @@ def _of_arrow(name: str, column: Any, rows: IntArray | None = None) -> IntArray:
     """Return the integers of an Arrow column, or the lengths of its lists, `_NULL` for a null.
 
     Args:
-        name: that of the column.
+        name: the name of the column.
         column: an array, chunked or not. Of lists, only the offsets are read.
-        rows: the places in it that are wanted. Default: all.
+        rows: the rows to return. Default: all.
     """
     from pyarrow import compute, types
 
@@ -179,15 +179,15 @@ def _of_arrow(name: str, column: Any, rows: IntArray | None = None) -> IntArray:
         )
     no_nulls = column.fill_null(0) if column.null_count else column
     values = no_nulls.to_numpy(zero_copy_only=False)
-    taken: IntArray = (values if rows is None else values[rows]).astype(np.int64)
+    lengths: IntArray = (values if rows is None else values[rows]).astype(np.int64)
     if column.null_count:
         nulls = column.is_null().to_numpy(zero_copy_only=False)
-        taken[nulls if rows is None else nulls[rows]] = _NULL
-    return taken
+        lengths[nulls if rows is None else nulls[rows]] = _NULL
+    return lengths
 
 
 def _of_value(name: str, row: Any, place: int) -> int:
-    """Return the integer that a row has by a name, or the length of its list."""
+    """Return the integer in a column of a row, or the length of its list."""
     value = row[name] if isinstance(row, Mapping) and name in row else None
     if value is None:
         return _NULL
@@ -207,7 +207,7 @@ def _of_value(name: str, row: Any, place: int) -> int:
 
 
 def _of_rows(rows: int, lengths: Any) -> IntArray:
-    """Return lengths that are an integer for each row."""
+    """Return lengths that the user passed, an integer for each row."""
     values: Any = None
     try:
         if isinstance(lengths, torch.Tensor):
@@ -229,11 +229,11 @@ def _of_rows(rows: int, lengths: Any) -> IntArray:
             f"`lengths` must have an integer for each of the {rows:,} rows of the dataset, but has "
             f"{len(values):,}."
         )
-    return np.array(values, np.int64)  # not the array of the user, who may change it
+    return np.array(values, np.int64)  # a copy: the user may change the array
 
 
 def _checked(tokens: IntArray, origin: str) -> IntArray:
-    """Return lengths each of which is a count, or raise an error that names the first other one."""
+    """Return the lengths; raise an error that names the first that is no positive count."""
     if not (are_counts := _is_count(tokens)).all():
         row = int(np.argmin(are_counts))
         seen = "no value" if tokens[row] == _NULL else f"{tokens[row]}"
@@ -249,12 +249,12 @@ def _is_count(tokens: IntArray) -> Any:
 
 
 def _check_has_rows(dataset: Any) -> None:
-    """Raise a `TypeError` unless samples of a dataset are found by their index."""
+    """Raise a `TypeError` unless a dataset is read by index."""
     is_mixture = isinstance(dataset, (Mapping, BaseNode))
     if is_mixture or is_iterated(dataset) or not isinstance(dataset, Sized):
         raise TypeError(
-            f"`lengths` must be None for a `{type(dataset).__name__}`: they are those of the rows "
-            "of one map-style dataset, by index. Leave them out, or pass such a dataset."
+            f"`lengths` must be None for a `{type(dataset).__name__}`: they belong to the rows of "
+            "one map-style dataset, by index. Leave them out, or pass such a dataset."
         )
 
 
@@ -264,16 +264,16 @@ def _check_has_rows(dataset: Any) -> None:
 def read_length_file(
     path: str | os.PathLike[str], columns: Sequence[str], make: Callable[..., T]
 ) -> T:
-    """Return what `make` makes of some columns of a file that `LengthTable` wrote, and the rest."""
-    with open(path, "rb") as opened:  # an error of the path is one of its own
+    """Return `make` of the columns, and of the other fields, of a file of a `LengthTable`."""
+    with open(path, "rb") as opened:  # before `try`: a missing file is a `FileNotFoundError`
         try:
             with np.load(opened, allow_pickle=False) as file:
                 about = json.loads(str(file["about"]))
-                found: dict[str, Any] = {column: file[column] for column in columns}
+                arrays: dict[str, Any] = {column: file[column] for column in columns}
             if about.pop("version") != TABLE_VERSION:
                 raise ValueError("another version")
             about |= {name: tuple(about[name]) for name in ("names", "sizes", "streams")}
-            return make(**found, **about)
+            return make(**arrays, **about)
         except Exception as error:  # numpy and zipfile raise any of damaged bytes
             raise StateError(
                 f"`{path}` is no table of lengths of version {TABLE_VERSION}. Make it by "
@@ -282,18 +282,19 @@ def read_length_file(
 
 
 def data_id_of(dataset: Any) -> str:
-    """Return what tells the data of a dataset from other data; "" where nothing does."""
+    """Return the identity that a dataset declares for its data; "" without one."""
     if is_table(dataset):
         return fingerprint_of_table(dataset)
-    found = getattr(dataset, "data_id", "")
-    return found if isinstance(found, str) else ""
+    data_id = getattr(dataset, "data_id", "")
+    return data_id if isinstance(data_id, str) else ""
 
 
 def _of_file(dataset: Any, path: str) -> IntArray:
-    """Return the lengths that a file has of the rows of a dataset, 1 for one that is skipped."""
+    """Return the lengths of a dataset's rows from a file, 1 for a row that is skipped."""
     table = read_length_file(path, ("tokens", "keys"), dict[str, Any])
-    tokens, keys, names, size = table["tokens"], table["keys"], table["names"], sum(table["sizes"])
-    saved, present = table.get("data_id", ""), data_id_of(dataset)
+    tokens, keys, names = table["tokens"], table["keys"], table["names"]
+    size = sum(table["sizes"])
+    saved_id, present_id = table.get("data_id", ""), data_id_of(dataset)
     order = np.argsort(keys, kind="stable")
     why = ""
     if len(names) > 1:
@@ -303,13 +304,16 @@ def _of_file(dataset: Any, path: str) -> IntArray:
     elif len(tokens) != len(dataset):
         why = f"they are of {len(tokens):,} samples, and the dataset has {len(dataset):,}"
     elif not np.array_equal(keys[order], np.arange(len(keys))):
-        why = "their keys are not the numbers of the rows"
-    elif saved and present and saved != present:
-        why = f"they are of other data ({saved!r}, and the dataset is {present!r})"
+        why = (
+            "their keys are not the numbers of the rows, but such as the byte offsets of JSON Lines"
+        )
+    elif saved_id and present_id and saved_id != present_id:
+        why = f"they are of other data ({saved_id!r}, and the dataset is {present_id!r})"
     if why:
         raise ValueError(
-            f"`lengths` must be those of all rows of this dataset, but in the file {path!r} {why}. "
-            "Make it anew with `odb-nodes profile --save-lengths`; or, where it does say the "
-            "length of each row, pass `LengthTable.load(path).tokens`."
+            f"`lengths` must be of all rows of this dataset, but in the file {path!r} {why}. "
+            "Profile this dataset: `odb-nodes profile module:function --save-lengths`, with a "
+            "function that returns it. Or, if row n of the dataset is sample n of the file, pass "
+            "`LengthTable.load(path).tokens`."
         )
     return np.asarray(np.maximum(tokens[order], 1), np.int64)

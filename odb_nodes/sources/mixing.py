@@ -1,4 +1,4 @@
-"""How sources are mixed: their weights, what these are shares of, and how they change."""
+"""How sources are mixed: weights of samples or tokens, and schedules of weights."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class WeightSchedule:
             if weights.keys() != names:
                 raise ValueError(
                     f"`places` must have weights of the same sources, {sorted(names)}, but place "
-                    f"{place} has those of {sorted(weights)}. Give a source that is off 0."
+                    f"{place} has weights of {sorted(weights)}. Give a source that is off 0."
                 )
         for name in names:
             if not any(weights[name] for _, weights in places):
@@ -66,20 +66,20 @@ class WeightSchedule:
         kept = tuple((place, _shares(weights)) for place, weights in places)
         object.__setattr__(self, "places", kept)
 
-    def at(self, drawn: int, left: Collection[str]) -> Shares:
-        """Return the shares at a place, or at the next one where a source that is left is on."""
-        begun = bisect_right(self.places, drawn, key=lambda one: one[0]) - 1
+    def at(self, drawn: int, remaining: Collection[str]) -> Shares:
+        """Return the shares at a place, or at the next place where a remaining source is on."""
+        begun = bisect_right(self.places, drawn, key=lambda entry: entry[0]) - 1
         later = (shares for _, shares in self.places[begun + 1 :])
         for shares in (self._between(begun, drawn), *later):
-            if any(shares[name] for name in left):
+            if any(shares[name] for name in remaining):
                 return shares
-        raise ValueError(f"none of {sorted(left)} is on from place {drawn} to the end.")
+        raise ValueError(f"none of {sorted(remaining)} is on from place {drawn} to the end.")
 
     def scaled(self, factor: float) -> WeightSchedule:
-        """Return the schedule for data of which there is `factor` times as much."""
+        """Return the schedule for `factor` times as much data."""
         places: list[tuple[int, Shares]] = []
         for place, shares in self.places:
-            after = places[-1][0] + 1 if places else 0  # Places that would meet stay apart.
+            after = places[-1][0] + 1 if places else 0  # keeps the places different
             places.append((max(round(place * factor), after), shares))
         return WeightSchedule(tuple(places), self.ramp)
 
@@ -126,35 +126,35 @@ class Mixing:
         check_rules(self.by, self.stop)
 
     def scaled(self, factor: float) -> Mixing:
-        """Return how datasets are mixed of which there is `factor` times as much."""
+        """Return the mixing of `factor` times as much data."""
         if isinstance(self.weights, WeightSchedule) and factor != 1:
             return replace(self, weights=self.weights.scaled(factor))
         return self
 
     @classmethod
     def of(cls, weights: Weights | Mixing) -> Mixing:
-        """Return `weights` itself, or what says no more than them."""
+        """Return `weights` as a `Mixing`."""
         return weights if isinstance(weights, cls) else cls(weights=weights)  # type: ignore[arg-type]
 
 
 class WeightedRoundRobin:
-    """Chooses among sources by weights, also where these change.
+    """Chooses among sources by weights, which may change.
 
-    Each source has a target: what it should have had when the weights last changed. What it has had
-    since then is compared with its weight, so that an item more or less is made up for after the
-    change, and the shares do not drift however often the weights change.
+    Each source has a target: the count that it should have had when the weights last changed. The
+    count since then is compared with the weight. So a source that was an item behind or ahead at
+    the change catches up, and shares do not drift however often the weights change.
     """
 
     def __init__(
         self, weights: Mapping[str, float], targets: Mapping[str, float] | None = None
     ) -> None:
         self.weights = weights
-        """The weights in force. Shared: not to be changed."""
+        """The present weights. Shared: do not change them."""
         self.targets = dict(targets or dict.fromkeys(weights, 0.0))
-        """What each source should have had at the last change."""
+        """The count that each source should have had at the last change."""
 
     def first(self, names: Sequence[str], had: Mapping[str, int]) -> str:
-        """Return the source that is next; of equals, the first."""
+        """Return the next source; of equals, the first."""
         weights, targets = self.weights, self.targets
         on = [name for name in names if weights[name]]
         return min(on, key=lambda name: (had[name] - targets[name]) / weights[name])
@@ -162,7 +162,7 @@ class WeightedRoundRobin:
     def turn_to(
         self, weights: Mapping[str, float], names: Sequence[str], had: Mapping[str, int]
     ) -> None:
-        """Choose by weights from now on, which may be others."""
+        """Choose by these weights from now on."""
         if weights is self.weights or weights == self.weights:
             return
         targets = self.targets
@@ -175,7 +175,7 @@ class WeightedRoundRobin:
 
 
 def check_rules(by: Unit, stop: Stop) -> None:
-    """Raise a `ValueError` for what is no rule of a `SourceMixer`."""
+    """Raise a `ValueError` for an invalid `by` or `stop`."""
     check_choice("by", by, get_args(Unit))
     check_choice("stop", stop, get_args(Stop))
 
@@ -183,7 +183,7 @@ def check_rules(by: Unit, stop: Stop) -> None:
 def checked_weights(
     weights: Mapping[str, float], sources: Mapping[str, BaseNode[Any]]
 ) -> dict[str, float]:
-    """Return the weights of sources in their order, once they are known to be valid."""
+    """Return the weights in the order of the sources; raise an error if one is invalid."""
     check_names("weights", weights, "sources", sources)
     for name, weight in weights.items():
         _check_weight(f"weights[{name!r}]", weight)
@@ -191,7 +191,7 @@ def checked_weights(
 
 
 def check_schedule(schedule: WeightSchedule, sources: Mapping[str, Any], stop: Stop) -> None:
-    """Raise a `ValueError` unless a schedule is of these sources, and lets an epoch end."""
+    """Raise a `ValueError` unless a schedule has these sources, and lets an epoch end."""
     last = schedule.places[-1][1]
     check_names("weights", last, "sources", sources)
     off = [name for name, share in last.items() if not share]
@@ -203,14 +203,16 @@ def check_schedule(schedule: WeightSchedule, sources: Mapping[str, Any], stop: S
         )
 
 
-def check_names(option: str, given: Mapping[str, Any], of: str, sources: Mapping[str, Any]) -> None:
-    """Raise unless `given` has something for every source, and for no other."""
-    if not isinstance(given, Mapping):
-        raise TypeError(f"`{option}` must be a dict by name of the source, but is {given!r}.")
-    if given.keys() != sources.keys():
+def check_names(
+    option: str, values: Mapping[str, Any], option_of_sources: str, sources: Mapping[str, Any]
+) -> None:
+    """Raise unless `values` has an entry for every source, and no other."""
+    if not isinstance(values, Mapping):
+        raise TypeError(f"`{option}` must be a dict by name of the source, but is {values!r}.")
+    if values.keys() != sources.keys():
         raise ValueError(
-            f"`{option}` must have the names of `{of}`, {sorted(sources)}, but has "
-            f"{sorted(given)} instead."
+            f"`{option}` must have the names of `{option_of_sources}`, {sorted(sources)}, but has "
+            f"{sorted(values)} instead."
         )
 
 
@@ -230,14 +232,14 @@ def _check_weight(option: str, weight: Any, *, may_be_off: bool = False) -> None
 
 
 def _pairs(places: Any) -> list[tuple[int, Mapping[str, float]]]:
-    """Return the pairs of a schedule, each of which is valid alone."""
+    """Return the (place, weights) pairs of a schedule, each checked alone."""
     check_type("places", places, list | tuple, "Pass a list of (place, weights).")
-    found = []
+    pairs = []
     for pair in places:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2):
             raise TypeError(f"`places` must hold pairs (place, weights), but holds {pair!r:.80}.")
         place, weights = pair
-        found.append((check_count("place", place, 0, MAX_KEY), weights))
+        pairs.append((check_count("place", place, 0, MAX_KEY), weights))
         check_type(f"weights at place {place}", weights, Mapping)
         for name, weight in weights.items():
             _check_weight(f"weights[{name!r}]` at place `{place}", weight, may_be_off=True)
@@ -246,7 +248,7 @@ def _pairs(places: Any) -> list[tuple[int, Mapping[str, float]]]:
                 f"`places` must have a weight above 0 at each place, but place {place} has "
                 f"{dict(weights)!r:.80}."
             )
-    return found
+    return pairs
 
 
 def _shares(weights: Mapping[str, float]) -> dict[str, float]:

@@ -89,7 +89,7 @@ class ParquetDataset:
 
     @property
     def data_id(self) -> str:
-        """What a state is compared by: the files, their sizes and columns."""
+        """Identity of the data, for states: the files, their sizes and columns."""
         files = [os.path.basename(file) for file in self._files]
         content = repr((files, [size for size, _ in self._stamps], self._columns))
         if any(self._partitions):  # files of different folders often have equal names
@@ -112,7 +112,7 @@ class ParquetDataset:
         block = int(np.searchsorted(self._starts, index, "right")) - 1
         if (columns := self._read_last.pop(block, None)) is None:
             columns = self._columns_of(block)
-        self._read_last[block] = columns  # at the end: it was used last
+        self._read_last[block] = columns  # at the end, as the last block used
         for old in [*self._read_last][: -self.mixed_blocks - 1]:
             self._read_last.pop(old, None)
         row = index - int(self._starts[block])
@@ -121,7 +121,7 @@ class ParquetDataset:
 
     @property
     def column_names(self) -> list[str]:
-        """The columns that all files hold, those that rows are read without included."""
+        """The columns of all files, including columns that are not read."""
         schemas = [metadata.schema.to_arrow_schema().names for metadata in self._metadata]
         return [name for name in schemas[0] if all(names.count(name) == 1 for names in schemas)]
 
@@ -133,27 +133,27 @@ class ParquetDataset:
         return {**vars(self), "_read_last": {}}
 
     def _columns_of(self, block: int, columns: Sequence[str] = ()) -> dict[str, Any]:
-        """Return some columns of a block; by default, those that rows have."""
+        """Return columns of a block; by default, the columns of the rows."""
         number, group = self._groups[block]
         file, first, end = self._files[number], self._starts[block], self._starts[block + 1]
-        what = f"row group {group} of {file} (rows {first}..{end - 1}) cannot be read"
-        wanted, partitions = columns or self._columns or (), self._partitions[number]
-        names = [name for name in wanted if name not in partitions]
+        problem = f"row group {group} of {file} (rows {first}..{end - 1}) cannot be read"
+        names = columns or self._columns or ()
+        names = [name for name in names if name not in self._partitions[number]]
         read = partial(_row_group, self._metadata[number], group, names)
         remedy = "Put it back, or make the dataset anew."
         try:
             if _stamp_of(file) != self._stamps[number]:
                 raise OSError(
-                    f"{what}: the file was cut or replaced since the dataset was made, or its time "
-                    f"was changed. {remedy}"
+                    f"{problem}: the file was cut or replaced since the dataset was made, or its "
+                    f"time was changed. {remedy}"
                 )
-            table = _read(read, file, what, OSError)
+            table = _read(read, file, problem, OSError)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{what}: the file is gone. {remedy}") from error
+            raise FileNotFoundError(f"{problem}: the file is gone. {remedy}") from error
         return {name: table[name].combine_chunks() for name in table.column_names}
 
     def _check_columns(self, file: str, metadata: Any, partitions: dict[str, Any]) -> None:
-        """Check the columns of a file, and keep those of its partitions that are to be read."""
+        """Check the columns of a file, and drop partitions that are not read."""
         names = metadata.schema.to_arrow_schema().names
         for name in [*partitions]:
             if name in names or name not in (self._columns or partitions):
@@ -175,7 +175,7 @@ class ParquetDataset:
 
 
 def _partitions_of(file: str) -> dict[str, str | None]:
-    """Return what the folders named `key=value` above a file say."""
+    """Return the values of the folders named `key=value` above a file."""
     folders = f"/{os.path.dirname(file).replace(os.sep, '/')}/"
     pairs = [map(unquote, pair) for pair in _PARTITION.findall(folders)]
     return {name: None if value == _NULL else value for name, value in pairs}
@@ -192,8 +192,8 @@ def _open(file: str) -> Any:
     return import_extra("fsspec", "parquet").open(file, "rb").open()
 
 
-def _read(read: Callable[[Any], Any], file: str, what: str, kind: type[Exception]) -> Any:
-    """Return what is read of an open file; of one over a network in some tries."""
+def _read(read: Callable[[Any], Any], file: str, problem: str, kind: type[Exception]) -> Any:
+    """Return what `read` returns for the open file; over a network, try several times."""
     tries = _TRIES if is_url(file) else 1
     for attempt in range(tries):
         try:
@@ -204,7 +204,7 @@ def _read(read: Callable[[Any], Any], file: str, what: str, kind: type[Exception
         except Exception as error:  # of pyarrow, fsspec, or what fsspec uses
             if attempt + 1 == tries:
                 tried = f" in {tries} tries" if tries > 1 else ""
-                raise kind(f"{what}{tried}: {error}") from error
+                raise kind(f"{problem}{tried}: {error}") from error
         time.sleep(_WAIT_S * 2**attempt)
     raise AssertionError("there is a last try")
 

@@ -22,6 +22,7 @@ T = TypeVar("T")
 Numbers = npt.NDArray[np.int64]
 
 _BLOCK = 1024  # indices computed at a time
+_ORDERED = 1 << 18  # of a whole epoch's order: computing one takes 40 bytes for a moment
 _MAX_SIZE = 2**62  # they are computed in 64 bits
 _ROUNDS = 6
 _MIN_HALF_BITS = 4  # Tiny Feistel halves mix badly.
@@ -63,18 +64,23 @@ class Permutation:
         return self._encrypt(values) if self._table is None else self._table[values]
 
     def _encrypt(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        left, right = values >> self._half, values & self._mask
+        high, low = values >> self._half, values & self._mask
         for key in self._keys:
-            mixed = (right ^ key) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (low ^ key) * np.uint64(0xBF58476D1CE4E5B9)
             mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
-            left, right = right, left ^ ((mixed >> np.uint64(32)) & self._mask)
-        return (left << self._half) | right
+            high, low = low, high ^ ((mixed >> np.uint64(32)) & self._mask)
+        return (high << self._half) | low
 
 
 def epoch_order(size: int, seed: int, epoch: int, *, shuffle: bool) -> Numbers:
     """Return the order of an epoch whose samples are in no blocks, (size,)."""
-    places = np.arange(size)
-    return Permutation(size, hash_ints(seed, epoch))(places) if shuffle else places
+    order = np.arange(size)
+    if shuffle:
+        permutation = Permutation(size, hash_ints(seed, epoch))
+        for start in range(0, size, _ORDERED):
+            part = order[start : start + _ORDERED]
+            part[:] = permutation(part)
+    return order
 
 
 class BlockPermutation:
@@ -92,60 +98,60 @@ class BlockPermutation:
 
     def __call__(self, positions: Numbers) -> Numbers:
         """Return the elements at `positions`: (n,) int64 in `range(size)` -> (n,) int64."""
-        found, ends = np.empty_like(positions), self._ends
+        elements, ends = np.empty_like(positions), self._ends
         mixes = np.searchsorted(ends, positions, "right") // self._mixed
         for mix in np.unique(mixes).tolist():
-            first, own = mix * self._mixed, mixes == mix
+            first = mix * self._mixed
+            is_in_mix = mixes == mix
             begin = int(ends[first - 1]) if first else 0
             end = int(ends[min(first + self._mixed, len(ends)) - 1])
             permutation = Permutation(end - begin, hash_ints(self._seed, mix))
-            places = begin + permutation(positions[own] - begin)
+            places = begin + permutation(positions[is_in_mix] - begin)
             blocks = np.searchsorted(ends, places, "right")
-            found[own] = self._starts[blocks] + places - np.append(0, ends)[blocks]
-        return found
+            elements[is_in_mix] = self._starts[blocks] + places - np.append(0, ends)[blocks]
+        return elements
 
 
-# --- what a rank takes ----------------------------------------------------------------------------
+# --- the share of a rank --------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
 class SamplerState(EpochState):
-    """Where a source stands, and what its rank takes of the epoch."""
+    """The position of a source, and the share of its rank in the epoch."""
 
-    position: int = 0  # samples of the epoch that are out, those included that are done
-    # samples of the epoch that this rank stands for, and that come before all of these: they were
-    # read when the job had another number of ranks
+    position: int = 0  # samples of the epoch that were yielded, plus `done`
+    # samples of the epoch that were read when the job had another number of ranks, and that this
+    # rank counts as its own
     done: int = 0
-    start: int = 0  # the first number of those that are dealt out in turn
-    extra: bytes | None = None  # numbers below that are this rank's, too, ascending, as bytes
+    start: int = 0  # from this number on, the ranks take numbers in turn
+    extra: bytes | None = None  # lower numbers of this rank, ascending, as bytes
 
 
 class Share:
-    """The numbers that a rank takes: some that are named, then every `world_size`-th one."""
+    """The numbers that a rank takes: a list of extra numbers, then every `world_size`-th one."""
 
     def __init__(self, rank: int, world_size: int, state: SamplerState | None = None) -> None:
         self._rank, self._world_size = rank, world_size
-        self.state = state or SamplerState()  # what says so; its position is not used
+        self.state = state or SamplerState()  # defines the share; its position is not used
         self.done, self._start = self.state.done, self.state.start
         self._extra: Numbers = np.frombuffer(self.state.extra or b"", "<i8").astype(np.int64)
 
     def count(self, size: int) -> int:
-        """Return how many samples this rank stands for, where there are `size` numbers."""
-        named = int(np.searchsorted(self._extra, size))
-        return self.done + named + len(range(self._start + self._rank, size, self._world_size))
+        """Return how many of `size` numbers are this rank's, including `done`."""
+        extra = int(np.searchsorted(self._extra, size))
+        return self.done + extra + len(range(self._start + self._rank, size, self._world_size))
 
     def at(self, first: int, stop: int) -> Numbers:
         """Return the numbers of the samples `first`..`stop - 1`, none of which is `done`."""
         first, stop = first - self.done, stop - self.done
-        named = self._extra[first:stop]
+        extra = self._extra[first:stop]
         turns = np.arange(max(first - len(self._extra), 0), max(stop - len(self._extra), 0))
-        return np.concatenate((named, self._start + self._rank + turns * self._world_size))
+        return np.concatenate((extra, self._start + self._rank + turns * self._world_size))
 
     def after(self, samples: int) -> tuple[Numbers, int]:
-        """Return what is left once so many samples are read, those that are `done` included.
+        """Return the numbers that remain after `samples` samples, including `done`.
 
-        These are the numbers that are named, and from which one on the rank takes every
-        `world_size`-th one, less its rank.
+        These are the extra numbers, and the number from which on the ranks take turns.
         """
         read = max(0, samples - self.done)
         turns = max(0, read - len(self._extra))
@@ -153,18 +159,25 @@ class Share:
         return self._extra[read:], first - self._rank
 
 
-def dealt(left: Sequence[tuple[Numbers, int]], world_size: int, size: int) -> list[SamplerState]:
-    """Deal what is left of an epoch to another number of ranks.
+def dealt(unread: Sequence[tuple[Numbers, int]], world_size: int, size: int) -> list[SamplerState]:
+    """Deal the unread samples of an epoch to another number of ranks.
 
-    What none of the ranks has come to is dealt out in turn. What comes before that, since some
-    ranks have read less than others, is named.
+    From the number that no rank has reached on, the new ranks take turns. The lower numbers, which
+    remain since some ranks have read less than others, are listed.
+
+    Args:
+        unread: for each old rank, what `Share.after` returned.
+        world_size: the new number of ranks.
+        size: number of samples of the epoch.
     """
-    start = max(begin for _, begin in left)
-    behind = [np.arange(begin + at, start + at, len(left)) for at, (_, begin) in enumerate(left)]
-    named = np.sort(np.concatenate([*behind, *(some for some, _ in left)]))
-    named = named[: int(np.searchsorted(named, size))]
+    start = max(begin for _, begin in unread)
+    parts = [extra for extra, _ in unread]
+    for rank, (_, begin) in enumerate(unread):
+        parts.append(np.arange(begin + rank, start + rank, len(unread)))
+    extra = np.sort(np.concatenate(parts))
+    extra = extra[: int(np.searchsorted(extra, size))]
     return [
-        SamplerState(start=start, extra=named[rank::world_size].astype("<i8").tobytes() or None)
+        SamplerState(start=start, extra=extra[rank::world_size].astype("<i8").tobytes() or None)
         for rank in range(world_size)
     ]
 
@@ -211,7 +224,7 @@ class ShardedOrder(EpochNode[T, SamplerState]):
     def __len__(self) -> int:
         """Return how many indices this rank yields in the epoch.
 
-        In an epoch that another number of ranks has begun, what they have read is shared out.
+        In an epoch that another number of ranks began, this includes its share of the read ones.
         """
         return self._share.count(self._size)
 
@@ -222,10 +235,11 @@ class ShardedOrder(EpochNode[T, SamplerState]):
 
     def begin_epoch(self) -> None:
         """Stand at the first index of the epoch."""
-        if self._sized is not None and (now := len(self._sized)) != self._size:
+        size = self._size if self._sized is None else len(self._sized)
+        if size != self._size:
             raise ValueError(
-                f"the dataset must have as many samples in each epoch, {self._size} as when this "
-                f"`{type(self).__name__}` was made, but has {now} now. For other data, make a new "
+                f"the dataset must keep its number of samples, {self._size} when this "
+                f"`{type(self).__name__}` was made, but has {size} now. For other data, make a new "
                 "loader, and call its `set_epoch`."
             )
         self._share = Share(self._rank, self._world_size)
@@ -242,7 +256,7 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         self._go_to(state.position)
 
     def save(self) -> SamplerState:
-        """Return the number of indices of the epoch that are out."""
+        """Return the position, and the share of this rank."""
         return replace(self._share.state, position=self._position)
 
     def _go_to(self, position: int) -> None:
@@ -292,14 +306,15 @@ class ShardedOrder(EpochNode[T, SamplerState]):
 
 
 def shuffle_blocks(dataset: Any) -> tuple[list[int], int] | None:
-    """Return where the blocks of a dataset begin, and how many are mixed, if it says so."""
+    """Return the starts of a dataset's blocks, and how many are mixed; `None` without blocks."""
     if (starts := getattr(dataset, "shuffle_blocks", None)) is None:
         return None
     size = len(dataset)
     mixed = check_count("mixed_blocks", getattr(dataset, "mixed_blocks", _MIXED_BLOCKS))
-    given = np.asarray(starts)
-    bounds = np.append(given.astype(np.int64), size) if given.dtype.kind in "iu" else given
-    if bounds is given or bounds[0] != 0 or (np.diff(bounds) < 0).any():
+    first = np.asarray(starts)
+    are_integers = first.dtype.kind in "iu"
+    bounds = np.append(first.astype(np.int64), size) if are_integers else first
+    if not are_integers or bounds[0] != 0 or (np.diff(bounds) < 0).any():
         raise ValueError(
             f"`shuffle_blocks` must be the first index of each block, ascending from 0 to at most "
             f"{size}, the length of the dataset, but is {starts!r:.200} instead."

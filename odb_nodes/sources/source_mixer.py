@@ -37,19 +37,19 @@ from odb_nodes.sources.sharded_sampler import ShardedOrder
 
 @dataclass(kw_only=True)
 class MixerState(NodeState):
-    """Where a `SourceMixer` stands."""
+    """The position of a `SourceMixer`."""
 
     sources: SourceStates
     samples: dict[str, int]  # samples of the epoch so far, by source
     tokens: dict[str, int]  # tokens of the epoch so far, by source
-    # the sources that were exhausted at least once in the epoch, in that order
+    # sources that were exhausted at least once in the epoch, in that order
     exhausted: list[str]
     ended: bool  # the epoch has ended
-    # by which the last item was drawn, where they follow a schedule or were set
+    # weights of the last item, and the target of each source at the last change of weights; empty
+    # unless weights follow a schedule or were set
     weights: dict[str, float] = field(default_factory=dict)
-    # what each source should have had when they last changed; likewise
     targets: dict[str, float] = field(default_factory=dict)
-    # sources that ranks had samples of before the epoch was dealt to another number of them
+    # sources that had a sample before the epoch was dealt to another number of ranks
     had: list[str] = field(default_factory=list)
 
 
@@ -63,7 +63,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
     Items come out as `SourceItem`, for `PerSource`. A `Sample` comes out with the name of its
     source. `StepInfo.local_sources` counts both.
 
-    State: the states of the sources, what each has had, and weights that were set.
+    State: the states of the sources, the counts of each, and weights that were set.
 
     Args:
         sources: name -> node.
@@ -71,8 +71,8 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         by: what the weights are shares of: `"samples"`, or `"tokens"` if the sources yield
             `Sample`.
         stop: when the epoch ends. `"first_exhausted"`: with the first source that ends;
-            `"all_exhausted"`: when all have ended; `"cycle"`: likewise, but sources that end
-            earlier begin again in another order.
+            `"all_exhausted"`: when all have ended; `"cycle"`: when all have ended, and sources
+            that end earlier begin again in another order.
         world_size: number of ranks; places of a schedule count what all ranks draw. Default: that
             of torch.distributed, or of `WORLD_SIZE`.
 
@@ -81,7 +81,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
     """
 
     STATE = MixerState
-    retries_errors = True  # as its sources do, or not
+    retries_errors = True  # its sources decide
     same_on_all_ranks = True
 
     def __init__(
@@ -111,13 +111,13 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             check_schedule(weights, sources, stop)
             self._initial: Mapping[str, float] = weights.places[0][1]
         else:
-            given = dict.fromkeys(sources, 1.0) if weights is None else weights
-            self._initial = checked_weights(given, sources)
-        self._weights = self._initial  # that an epoch begins with
+            shares = dict.fromkeys(sources, 1.0) if weights is None else weights
+            self._initial = checked_weights(shares, sources)
+        self._weights = self._initial  # at the beginning of an epoch
         ranks = resolve_rank(None, None)[1] if world_size is None else world_size
         self._world_size = check_count("world_size", ranks)
         self._exhausted: list[str] = []  # at least once in this epoch
-        self._had: list[str] = []  # before the epoch was dealt to other ranks
+        self._had: list[str] = []  # with a sample before the epoch was dealt to other ranks
         self._last = ""
         self._clear()
 
@@ -150,7 +150,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         return tuple(self._exhausted) if goes_on else ()
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Mix by other weights from the next epoch on. `Loader.set_weights` calls it."""
+        """Mix by these weights from the next epoch on. `Loader.set_weights` calls it."""
         self._weights = self.check_can_set(weights)
 
     def check_can_set(self, weights: Mapping[str, float]) -> dict[str, float]:
@@ -169,13 +169,13 @@ class SourceMixer(StatefulNode[Any, MixerState]):
             node.reset(None)
 
     def restore(self, state: MixerState) -> None:
-        """Go to where every source stands."""
+        """Restore every source, the counts and the weights."""
         self._clear()
         if state.sources.keys() != self.sources.keys():
             raise StateError(
                 f"the state of {type(self).__name__} has sources {sorted(state.sources)}, but "
-                f"there are {sorted(self.sources)} now. Resume with those; others can begin with "
-                "an epoch."
+                f"there are {sorted(self.sources)} now. Resume with the saved sources; others can "
+                "begin with the next epoch."
             )
         for name, node in self.sources.items():
             node.reset(state.sources[name])
@@ -186,7 +186,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         self._queue = WeightedRoundRobin(state.weights or self._weights, state.targets)
 
     def save(self) -> MixerState:
-        """Return the states of the sources, what each has had, and the weights that may change."""
+        """Return the states of the sources, their counts, and weights that have changed."""
         queue = self._queue
         has_others = self._schedule is not None or queue.weights != self._initial
         return MixerState(
@@ -201,7 +201,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         )
 
     def next(self) -> Any:
-        """Return the next item of the source that is most behind."""
+        """Return the next item of the source that is furthest behind its weight."""
         exhausted: str | None = None
         while not self._ended:
             name = self._most_behind()
@@ -211,7 +211,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
                 if name == exhausted:
                     raise SampleError(
                         f"source {name!r} yielded nothing when it began again: it can be iterated "
-                        'only once. Mend it, or let `stop` be "all_exhausted".'
+                        'only once. Make it iterable again, or pass `stop="all_exhausted"`.'
                     ) from None
                 self._exhaust(name)
                 exhausted = name
@@ -226,7 +226,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
                     f"raised {error!r}"
                 ) from error
             self._last = name
-            if isinstance(item, Skipped):  # which has no part in the shares
+            if isinstance(item, Skipped):  # does not count for the shares
                 return item.of_source(name)
             if self._by == "tokens" and not isinstance(item, Sample):
                 raise SampleError(
@@ -247,7 +247,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         return "sample %d of source %r%s", self._samples[name] - 1, name, within
 
     def item_key(self) -> ItemKey | None:
-        """Return which item of which source the last one is."""
+        """Return the key of the last item, with the name of its source."""
         within: ItemKey | None = call_member(self.sources[self._last], "item_key")
         return None if within is None else within.of_source(self._last)
 
@@ -259,13 +259,13 @@ class SourceMixer(StatefulNode[Any, MixerState]):
     def make_again(self, items: Sequence[ItemKey]) -> ItemsAgain:
         """Return items of this epoch that are made again when they are taken."""
         places, inner = self._by_source(items)
-        again = {name: make_again(node, inner[name]) for name, node in self.sources.items()}
-        return _MixedAgain(items, places, again)
+        of_sources = {name: make_again(node, inner[name]) for name, node in self.sources.items()}
+        return _MixedAgain(items, places, of_sources)
 
     def _by_source(
         self, items: Sequence[ItemKey]
     ) -> tuple[list[tuple[str, int]], dict[str, list[ItemKey]]]:
-        """Return source of each item, and its place there; and the items of each source."""
+        """Return the source of each item and its row there; and the items of each source."""
         places: list[tuple[str, int]] = []
         inner: dict[str, list[ItemKey]] = {name: [] for name in self.sources}
         for item in items:
@@ -277,7 +277,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
     def _source_of(self, item: ItemKey) -> str:
         names = [name for name in self.sources if f"{item.source}/".startswith(f"{name}/")]
         if names:
-            return max(names, key=len)  # a name may be the beginning of another
+            return max(names, key=len)  # one name may be a prefix of another
         raise StateError(
             f"there is no source of {item.source!r}: there are {sorted(self.sources)}. Resume with "
             "the sources that the state was saved with."
@@ -292,8 +292,9 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         self._queue = WeightedRoundRobin(self._weights)
 
     def _most_behind(self) -> str:
-        """Return the source that is next, by the weights that are in force here."""
-        names, had = self._candidates(), self._tokens if self._by == "tokens" else self._samples
+        """Return the next source, by the present weights."""
+        names = self._candidates()
+        had = self._tokens if self._by == "tokens" else self._samples
         if self._schedule is not None:
             drawn = sum(had.values()) * self._world_size
             self._queue.turn_to(self._schedule.at(drawn, names), names, had)
@@ -305,7 +306,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         return [name for name in self.sources if name not in self._exhausted]
 
     def _exhaust(self, name: str) -> None:
-        # One of several ranks may have none of a small source, as long as it only runs out sooner.
+        # One of several ranks may have no sample of a small source that only ends sooner.
         may_be_empty = self._world_size > 1 and self._stop == "all_exhausted"
         if not (self._samples[name] or name in self._had or may_be_empty):
             raise self._no_sample(name)
@@ -321,7 +322,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         if self._world_size == 1:
             return SampleError(
                 f"source {name!r} yielded no sample in this epoch, so its weight cannot be kept. "
-                "Leave it out, or mend it: perhaps it can be read only once."
+                "Leave it out, or make it iterable again: perhaps it can be read only once."
             )
         shared = [node.size for node in walk(self.sources[name]) if isinstance(node, ShardedOrder)]
         has = f"has {counted(sum(shared), 'sample')}" if shared else "has too few samples"
@@ -335,7 +336,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         """Return what decides the output: a state fits only if it is equal."""
         schedule = self._schedule
         return {
-            "sources": list(self.sources),  # of equals, the first is next
+            "sources": list(self.sources),  # their order decides between equals
             "weights": _ratios(self._initial) if schedule is None else schedule.fingerprint(),
             "by": self._by,
             "stop": self._stop,
@@ -343,7 +344,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         }
 
     def agreed(self) -> dict[str, Any]:
-        """Return what ranks have in common beside the fingerprint: the weights of the epoch."""
+        """Return what ranks must share beside the fingerprint: the weights of the epoch."""
         return {} if self._schedule is not None else {"weights": _ratios(self._queue.weights)}
 
 
@@ -354,39 +355,39 @@ class _MixedAgain(ItemsAgain):
         self,
         items: Sequence[ItemKey],
         places: Sequence[tuple[str, int]],
-        again: Mapping[str, ItemsAgain],
+        of_sources: Mapping[str, ItemsAgain],
     ) -> None:
-        self._items, self._places, self._again = items, places, again
+        self._items, self._places, self._of_sources = items, places, of_sources
         self._is_wanted = bytearray(len(places))
 
     def want(self, rows: Sequence[int]) -> None:
-        """Have these made after those that were wanted before, and before all others."""
+        """Have these rows made after the rows wanted before, and before all other rows."""
         new = [row for row in rows if not self._is_wanted[row]]
         for row in new:
             self._is_wanted[row] = True
-        for name, own in self._by_source(new).items():
-            self._again[name].want([self._places[row][1] for row in own])
+        for name, rows_of_source in self._by_source(new).items():
+            self._of_sources[name].want([self._places[row][1] for row in rows_of_source])
 
     def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
         """Return for each row a sequence of items, and the place of the row's item there."""
-        found: dict[int, tuple[Sequence[Any], int]] = {}
-        by_source = self._by_source(rows)
-        self.want(rows)  # All sources make theirs at a time.
-        for name, own in by_source.items():
-            taken = self._again[name].take([self._places[row][1] for row in own])
-            for row, (run, at) in zip(own, taken, strict=True):
-                found[row] = [_named(name, run[at])], 0
-        return [found[row] for row in rows]
+        items: dict[int, tuple[Sequence[Any], int]] = {}
+        self.want(rows)  # so that all sources work at the same time
+        for name, rows_of_source in self._by_source(rows).items():
+            places = [self._places[row][1] for row in rows_of_source]
+            runs = self._of_sources[name].take(places)
+            for row, (run, place) in zip(rows_of_source, runs, strict=True):
+                items[row] = [_named(name, run[place])], 0
+        return [items[row] for row in rows]
 
     def key_of(self, row: int) -> ItemKey:
         """Return the key of an item, which names its source."""
         return self._items[row]
 
     def _by_source(self, rows: Sequence[int]) -> dict[str, list[int]]:
-        found: dict[str, list[int]] = {}
+        by_source: dict[str, list[int]] = {}
         for row in rows:
-            found.setdefault(self._places[row][0], []).append(row)
-        return found
+            by_source.setdefault(self._places[row][0], []).append(row)
+        return by_source
 
 
 def _named(name: str, item: Any) -> Any:

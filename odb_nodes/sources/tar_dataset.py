@@ -1,4 +1,4 @@
-"""A map-style dataset of the samples of tar files, as WebDataset has them."""
+"""A map-style dataset of the samples of tar files in the format of WebDataset."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class TarDataset:
     Members that follow each other, and whose names are equal up to the first dot of the file name,
     are one sample, as in WebDataset: `"a/7.jpg"` and `"a/7.json"` are
     `{"__key__": "a/7", "jpg": b"...", "json": b"..."}`. Members without an extension, and those
-    whose file name begins with a dot, are no samples. A sample is read by itself, so an
-    `ODBDataLoader` shuffles all samples, and resumes without reading any again but its pool.
+    whose file name begins with a dot, are no samples. Each sample is read alone, so an
+    `ODBDataLoader` shuffles all samples, and a resume reads only its pool again.
 
     The files are read once when the dataset is made, to find their members. Of a file of 64 MiB or
     more that is kept in a hidden file beside it, or else in `~/.cache/odb_nodes`.
@@ -63,7 +63,7 @@ class TarDataset:
 
     @property
     def data_id(self) -> str:
-        """What a state is compared by: the files and their sizes."""
+        """Identity of the data, for states: the files and their sizes."""
         sizes = [size for size, _ in self._stamps]
         content = repr(([file.name for file in self._files], sizes))
         return f"{len(self._files)} files, CRC-32 {zlib.crc32(content.encode())}"
@@ -82,16 +82,17 @@ class TarDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"there is no sample {index}: the files have {len(self)}.")
         file = int(np.searchsorted(self._ends, index, "right"))
-        found = self._indices[file]
-        sample = index - int(self._ends[file]) + len(found["firsts"])
-        first = int(found["firsts"][sample])
-        is_last = sample + 1 == len(found["firsts"])
-        end = len(found["starts"]) if is_last else int(found["firsts"][sample + 1])
+        members = self._indices[file]
+        sample = index - int(self._ends[file]) + len(members["firsts"])
+        first = int(members["firsts"][sample])
+        is_last = sample + 1 == len(members["firsts"])
+        end = len(members["starts"]) if is_last else int(members["firsts"][sample + 1])
         data = dict[str, Any]()
         with open(self._files[file], "rb") as opened:
             for member in range(first, end):
-                opened.seek(int(found["starts"][member]))
-                size, name = int(found["sizes"][member]), _text(found, member)
+                opened.seek(int(members["starts"][member]))
+                size = int(members["sizes"][member])
+                name = _name(members, member)
                 content = opened.read(size)
                 is_same = stamp_of(os.fstat(opened.fileno())) == self._stamps[file]
                 if not is_same or len(content) < size:
@@ -106,49 +107,52 @@ class TarDataset:
 
 
 def _search(path: Path) -> Index:
-    """Return where the members of a file are, and which of them begin a sample."""
-    firsts, starts, sizes = array("q"), array("q"), array("q")
-    names, name_ends = bytearray(), array("q")
-    before, of_sample, keys = None, set[str](), set[int]()
+    """Return the index of a file: its members, and which of them begin a sample."""
+    firsts, starts, sizes, name_ends = (array("q") for _ in range(4))
+    names = bytearray()
+    keys = set[int]()  # hashes of the keys of all samples so far
+    last_key: str | None = None
+    extensions = set[str]()  # of the last sample
     try:
         for name, start, size in _members(path):
             key, extension = _split(name)
-            if not extension or key.endswith("/") or not key:  # hidden, as those of macOS
+            if not extension or key.endswith("/") or not key:  # hidden, as macOS writes them
                 continue
             if size is None:
                 raise ValueError(
-                    f"{path} has {name} as a link, or with holes, which cannot be read by itself. "
+                    f"{path} has {name} as a link, or with holes, which cannot be read alone. "
                     "Write it anew, with `--dereference --hard-dereference` and without `-S`."
                 )
-            if key != before:
+            if key != last_key:
                 firsts.append(len(starts))
-                before, of_sample = key, {KEY}
+                last_key = key
+                extensions = {KEY}
                 if (hashed := hash(key)) in keys:
                     raise ValueError(
                         f"{path} has {name} behind other samples than its own: members of one "
                         "sample must be neighbours. Write it anew, sorted by name."
                     )
                 keys.add(hashed)
-            if extension in of_sample:
+            if extension in extensions:
                 raise ValueError(
                     f"{path} has {name} twice in one sample, or as its key. Write it anew."
                 )
-            of_sample.add(extension)
+            extensions.add(extension)
             starts.append(start)
             sizes.append(size)
             names += name.encode("utf-8", "surrogateescape")
             name_ends.append(len(names))
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f"{path} is no tar file, or is compressed or cut: {error}.") from error
-    found = {"firsts": firsts, "starts": starts, "sizes": sizes, "name_ends": name_ends}
-    index = {name: np.frombuffer(values, np.int64) for name, values in found.items()}
+    lists = {"firsts": firsts, "starts": starts, "sizes": sizes, "name_ends": name_ends}
+    index = {name: np.frombuffer(values, np.int64) for name, values in lists.items()}
     return {**index, "names": np.frombuffer(bytes(names), np.uint8)}
 
 
 def _members(path: Path) -> Iterator[tuple[str, int, int | None]]:
     """Yield name, place and size of each file; no size where it is a link, or has holes.
 
-    `tarfile` takes 40 us for each header; so it is left those that are not plain.
+    `tarfile` takes 40 us a header, so it reads only the headers that are not plain.
     """
     with (
         open(path, "rb") as opened,
@@ -156,19 +160,19 @@ def _members(path: Path) -> Iterator[tuple[str, int, int | None]]:
         mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as whole,
     ):
         progress = SlowProgress(f"bytes of {path} read, to find its samples", len(whole))
-        at, all_plain = 0, True
-        while any(header := whole[at : at + _BLOCK_BYTES]):
-            progress.update(at)
-            start, kind = at + _BLOCK_BYTES, header[156:157]
+        offset, all_plain = 0, True
+        while any(header := whole[offset : offset + _BLOCK_BYTES]):
+            progress.update(offset)
+            start, kind = offset + _BLOCK_BYTES, header[156:157]
             size = _plain_size(header) if all_plain else None
             if size is not None and kind == tarfile.REGTYPE:
                 name = header[:100].partition(b"\0")[0].decode("utf-8", "surrogateescape")
                 yield name, start, size
-                at = start + size + -size % _BLOCK_BYTES
+                offset = start + size + -size % _BLOCK_BYTES
             elif size is not None and not _OF_MEMBER.search(whole[start : start + size]):
-                at = start + size + -size % _BLOCK_BYTES
+                offset = start + size + -size % _BLOCK_BYTES
             else:
-                opened.seek(at)
+                opened.seek(offset)
                 try:
                     member = tarfile.TarInfo.fromtarfile(tar)
                 except tarfile.HeaderError:
@@ -177,12 +181,13 @@ def _members(path: Path) -> Iterator[tuple[str, int, int | None]]:
                     yield member.name, member.offset_data, None
                 elif member.isreg():
                     yield member.name, member.offset_data, member.size
-                at, all_plain = tar.offset, all_plain and not tar.pax_headers
-        _check_end(path, whole, at)
+                offset = tar.offset
+                all_plain = all_plain and not tar.pax_headers
+        _check_end(path, whole, offset)
 
 
 def _plain_size(header: bytes) -> int | None:
-    """Return the bytes after the header of a plain file, or of what is said about the next one."""
+    """Return the size of a plain file, or of a block that describes the next file."""
     kind, size, check = header[156:157], header[124:136], header[148:156]
     if kind not in (tarfile.REGTYPE, tarfile.XHDTYPE) or any(header[345:346]) or size[0] & 0x80:
         return None
@@ -190,17 +195,18 @@ def _plain_size(header: bytes) -> int | None:
         total, size_bytes = int(check.strip(b" \0"), 8), int(size.strip(b" \0"), 8)
     except ValueError:
         return None
-    # Of a header all bytes are summed, the sum itself as spaces. Adler-32 has 1 + the sum of all.
+    # The check is the sum of all bytes of the header, with spaces for the check itself. Adler-32
+    # contains 1 + the sum of all bytes.
     off = (zlib.adler32(header) & 0xFFFF) - 1 - sum(check) + sum(b" " * 8) - total
     return size_bytes if off % _ADLER_MODULUS == 0 else None
 
 
 def _check_end(path: Path, whole: mmap.mmap, end: int) -> None:
     """Raise a `ValueError` unless nothing but zeros, the mark of the end, follows the members."""
-    for at in range(end, max(len(whole), end + 1), _READ_BYTES):
-        rest = whole[at : at + _READ_BYTES]
-        is_cut = at == end and len(rest) < _BLOCK_BYTES
-        if is_cut or rest.strip(b"\0"):
+    for offset in range(end, max(len(whole), end + 1), _READ_BYTES):
+        data = whole[offset : offset + _READ_BYTES]
+        is_cut = offset == end and len(data) < _BLOCK_BYTES
+        if is_cut or data.strip(b"\0"):
             raise ValueError(
                 f"{path} is {'cut' if is_cut else 'damaged'} at byte {end} of {len(whole)}, or "
                 "several files are joined: there is neither a member nor the end. Put it back "
@@ -213,7 +219,7 @@ def _check_end(path: Path, whole: mmap.mmap, end: int) -> None:
         )
 
 
-def _text(index: Index, member: int) -> str:
+def _name(index: Index, member: int) -> str:
     """Return the name of a member."""
     begin = int(index["name_ends"][member - 1]) if member else 0
     text = index["names"][begin : int(index["name_ends"][member])].tobytes()

@@ -14,7 +14,7 @@ _CHUNK = 1 << 16  # indices made into Python integers at a time
 
 
 class WeightedSampler:
-    """Yields indices in proportion to weights, drawn anew in each epoch from seed and epoch alone.
+    """Yields indices in proportion to weights, drawn in each epoch from seed and epoch alone.
 
     Pass it as `ODBDataLoader(sampler=WeightedSampler(weights))`: ranks share its indices, and a
     resumed run draws the same ones. Memory: 16 bytes per weight, and 8 per index.
@@ -69,7 +69,7 @@ class WeightedSampler:
         return self._num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration that of an epoch. `ODBDataLoader` calls it."""
+        """Make `epoch` the epoch of the next iteration. `ODBDataLoader` calls it."""
         self._epoch = check_count("epoch", epoch, 0)
 
     def __iter__(self) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""One model on several tasks: losses that weigh them, and weights that follow their gradients."""
+"""One model on several tasks: weighted losses, and weights that follow gradients."""
 
 from odb_nodes.tasks.task_gradients import GradNorm, PCGrad
 from odb_nodes.tasks.weights import TaskWeights

@@ -15,7 +15,7 @@ from odb_nodes.step_info import StepInfo
 
 
 class TaskWeights(Mapping[str, float]):
-    """Weighs the losses of tasks, exactly, over all ranks and micro-steps.
+    """Weights the losses of tasks exactly, over all ranks and micro-steps.
 
         weights = TaskWeights({"chat": 1.0, "code": 0.5})
         loader = ODBDataLoader(dataset, token_budget=8192, tasks=[*weights])
@@ -26,16 +26,17 @@ class TaskWeights(Mapping[str, float]):
 
     The loss of an optimizer step is the sum of weight x loss over its supervised tokens, divided by
     the sum of weight x targets. A factor common to all weights changes nothing. With equal weights
-    it is the mean over all supervised tokens, as by `StepInfo.loss_scale`, which this replaces.
+    it is the mean over all supervised tokens. Do not multiply it by `StepInfo.loss_scale`.
 
-    The weights may change between two optimizer steps, on all ranks alike; see `GradNorm`. The
-    ranks do not compare them here: different ones are a wrong gradient, without an error.
+    The weights may change between two optimizer steps, in the same way on all ranks; see
+    `GradNorm`. Nothing compares them between ranks: weights that differ give a wrong gradient
+    without an error.
 
     Args:
-        weights: name of the task -> its weight, above 0. They are kept in the order of the names.
+        weights: name of the task -> its weight, above 0. Iteration is in the order of the names.
 
     Raises:
-        TypeError, ValueError: a weight is no such number, or a name no string.
+        TypeError, ValueError: a weight is not a number above 0, or a name is not a string.
     """
 
     needs_gradients = False
@@ -45,7 +46,7 @@ class TaskWeights(Mapping[str, float]):
         if not weights:
             raise ValueError("`weights` must name a task, but are empty.")
         check_named("weights", weights)
-        # Not in the order given, which of a set is another on each rank.
+        # Sorted: the order of a dict made from a set differs between ranks.
         self._weights = {name: _weight(name, weights[name]) for name in sorted(weights)}
 
     def __getitem__(self, task: str) -> float:
@@ -62,20 +63,20 @@ class TaskWeights(Mapping[str, float]):
 
     @property
     def weights(self) -> TaskWeights:
-        """Itself, as `GradNorm.weights` and `PCGrad.weights` are."""
+        """The weights themselves, as in `GradNorm.weights` and `PCGrad.weights`."""
         return self
 
     def check_model(self, model: torch.nn.Module) -> None:
-        """Do nothing: weights alone are of no model."""
+        """Do nothing: weights without gradients fit any model."""
 
     def step(self) -> None:
-        """Do nothing: these weights follow no gradients."""
+        """Do nothing: these weights do not depend on gradients."""
 
     def set(self, weights: Mapping[str, float]) -> None:
-        """Change weights, between two optimizer steps and on all ranks alike.
+        """Change weights, between two optimizer steps and in the same way on all ranks.
 
         Raises:
-            TypeError, ValueError: a weight is not above 0, or of a task that has none yet.
+            TypeError, ValueError: a weight is not above 0, or a task is new.
         """
         check_type("weights", weights, Mapping, 'Pass weights such as {"chat": 2.0}.')
         if unknown := [name for name in weights if name not in self._weights]:
@@ -85,35 +86,35 @@ class TaskWeights(Mapping[str, float]):
     def loss(
         self, losses: torch.Tensor, info: StepInfo, *, position_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return this rank's loss of a batch, to call `backward` on; not to be scaled any more.
+        """Return this rank's loss of a batch. Call `backward` on it, without further scaling.
 
         Its mean over ranks, summed over the micro-steps, has the gradient of the weighted mean.
 
         Args:
-            losses: of each token, (B, T), 0 where it is not supervised, as with
-                `reduction="none"`; or sums of a sample's, (B,). Rows of padding count as rows.
+            losses: losses of the tokens, (B, T), 0 for unsupervised tokens, as with
+                `reduction="none"`; or sums for each sample, (B,). Include rows of padding.
             info: the `StepInfo` of the batch.
-            position_ids: of a packed batch, (1, T): those of its tokens. `losses` may lack the
-                first or the last token, (1, T - 1), as they do after a shift by hand.
+            position_ids: (1, T), for a packed batch. `losses` may lack the first or the last
+                token, (1, T - 1), as after a shift by hand.
 
         Raises:
-            TypeError: an argument is of another type.
-            ValueError: a shape is another, or the loader does not count the targets of the tasks.
+            TypeError: an argument has the wrong type.
+            ValueError: a shape is wrong, or the loader does not count the targets of the tasks.
         """
-        found = self.by_task(losses, info, position_ids=position_ids)
+        sums = self.by_task(losses, info, position_ids=position_ids)
         if info.is_filler:
             return (losses * 0.0).sum()
-        weighed = [self._weights[task] * total for task, (total, _) in found.items()]
-        return torch.stack(weighed).sum() * self.scale(info)
+        weighted = [self._weights[task] * total for task, (total, _) in sums.items()]
+        return torch.stack(weighted).sum() * self.scale(info)
 
     def scale(self, info: StepInfo) -> float:
-        """Return what this rank's sum of weight x loss is multiplied by; 0 without targets.
+        """Return the factor of this rank's sum of weight x loss; 0 without targets.
 
         Raises:
-            ValueError: the loader does not count the targets of the tasks, or counts fewer of a
-                task than this rank has.
+            ValueError: the loader does not count the targets of the tasks, or the step has fewer
+                targets of a task than this rank.
         """
-        self._check_known(info)
+        self._check_tasks(info)
         counted = sum(info.task_targets.values())
         if counted != info.optimizer_targets:
             raise ValueError(
@@ -121,12 +122,12 @@ class TaskWeights(Mapping[str, float]):
                 "supervised tokens of the step. Pass `tasks=[*weights]` to the loader."
             )
         for task, targets in info.local_task_targets.items():
-            if targets > (of_all := info.task_targets.get(task, 0)):
+            if targets > info.task_targets.get(task, 0):
                 raise ValueError(
                     f"this rank has {targets} supervised tokens of the task {task!r} in step "
-                    f"{info.step}, but all ranks together have {of_all}. A sample must have the "
-                    "same task and targets whenever it is observed: resume with the `observe` that "
-                    "the state was saved with."
+                    f"{info.step}, but all ranks together have {info.task_targets.get(task, 0)}. A "
+                    "sample must have the same task and targets each time that it is observed: "
+                    "resume with the `observe` function of the saved run."
                 )
         total = sum(self[task] * targets for task, targets in info.task_targets.items() if targets)
         return info.world_size / total if total else 0.0
@@ -134,22 +135,22 @@ class TaskWeights(Mapping[str, float]):
     def by_task(
         self, losses: torch.Tensor, info: StepInfo, *, position_ids: torch.Tensor | None = None
     ) -> dict[str, tuple[torch.Tensor, int]]:
-        """Return, by task, the sum of the losses of a batch, and its supervised tokens.
+        """Return task -> (sum of its losses, number of its supervised tokens) of a batch.
 
-        Takes the arguments of `loss`, and raises what it raises. The result is as
-        `Monitor.step(loss_by_source=...)` takes it; empty for a filler. The sums keep the graph.
+        Arguments and errors are as for `loss`. Pass the result to
+        `Monitor.step(loss_by_source=...)`. It is empty for a filler step; the sums keep the graph.
         """
         check_type("losses", losses, torch.Tensor)
         check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
         check_type("position_ids", position_ids, torch.Tensor | None)
         if info.is_filler:
             return {}
-        self._check_known(info)
+        self._check_tasks(info)
         sums = _sums_of_samples(losses, len(info.row_tasks), position_ids)
         tasks = [*dict.fromkeys(info.row_tasks)]
-        # Not by adding at an index, whose order is another each time on a GPU.
-        is_of = torch.tensor([[one == task for one in info.row_tasks] for task in tasks])
-        totals = torch.where(is_of.to(sums.device), sums, 0).sum(1).unbind()
+        # Not `index_add`: its order, and so its rounding, varies on a GPU.
+        has_task = torch.tensor([[name == task for name in info.row_tasks] for task in tasks])
+        totals = torch.where(has_task.to(sums.device), sums, 0).sum(1).unbind()
         targets = info.local_task_targets
         return {task: (total, targets[task]) for task, total in zip(tasks, totals, strict=True)}
 
@@ -158,33 +159,33 @@ class TaskWeights(Mapping[str, float]):
         return {"weights": dict(self._weights)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the weights to those of a state.
+        """Set the weights from a state.
 
         Raises:
-            StateError: it is no state of these.
-            ValueError: they are of other tasks.
+            StateError: it is not a state of `TaskWeights`.
+            ValueError: it has other tasks.
         """
         weights = state_dict.get("weights")
         if not isinstance(weights, Mapping):
             raise StateError(
-                "the state has no `weights`: load what `state_dict` of the same class returned."
+                "the state has no `weights`: load the `state_dict()` of an object of this class."
             )
         if "first" in state_dict:
             raise StateError(
-                "the state is that of a `GradNorm`, whose weights move: go on with a `GradNorm`, "
-                "or set the weights of its state, `state_dict['weights']`."
+                "the state is of a `GradNorm`, whose weights move: continue with a `GradNorm`, or "
+                "set the weights of the state, `state_dict['weights']`."
             )
         if {*weights} != {*self}:
             raise ValueError(
-                f"the state has weights of the tasks {[*weights]}, but these are of {[*self]}."
+                f"the state has weights of the tasks {[*weights]}, but this object of {[*self]}."
             )
         self.set(weights)
 
-    def _check_known(self, info: StepInfo) -> None:
+    def _check_tasks(self, info: StepInfo) -> None:
         unknown = {*info.row_tasks, *info.task_targets} - {*self}
         if unknown:
             raise ValueError(
-                f"the tasks {sorted(unknown)} have no weight: `TaskWeights` are of {[*self]}."
+                f"the tasks {sorted(unknown)} have no weight: `TaskWeights` has only {[*self]}."
             )
 
 
@@ -208,7 +209,7 @@ def _sums_of_samples(
     """Return the sum of the losses of each sample, (samples,)."""
     if position_ids is None:
         fits = losses.ndim in (1, 2) and len(losses) >= samples
-        # Under a budget with `shapes`, rows of padding follow the samples; nothing else is 0 there.
+        # Under a budget with `shapes`, rows of padding follow the samples. Their losses are 0.
         if not fits or (len(losses) > samples and losses[samples:].any()):
             raise ValueError(
                 f"`losses` must be of {samples} samples, ({samples}, T) or ({samples},), and 0 in "
@@ -218,14 +219,15 @@ def _sums_of_samples(
         losses = losses[:samples]
         return losses.sum(1) if losses.ndim == 2 else losses
     width = position_ids.shape[-1]
-    position_ids = position_ids.reshape(-1, width)[: len(position_ids)]  # of (4, 1, T), the text's
+    # (4, 1, T) has the positions of the text in row 0.
+    position_ids = position_ids.reshape(-1, width)[: len(position_ids)]
     if position_ids.shape != (1, width) or losses.shape not in ((1, width), (1, width - 1)):
         raise ValueError(
             "`position_ids` and `losses` must be (1, T), the latter also (1, T - 1), but have the "
             f"shapes {tuple(position_ids.shape)} and {tuple(losses.shape)}."
         )
-    # The loss of a token after a shift stands at the token before, which may be of another sample;
-    # it is 0 there, since the first token of a sample is not supervised.
+    # After a shift, the loss of a sample's first token is in the sample before. It is 0: a first
+    # token is not supervised.
     sample_of = (position_ids[0] == 0).cumsum(0) - 1
     row = losses[0]
     sample_of = sample_of[: len(row)].clamp(max=samples - 1)

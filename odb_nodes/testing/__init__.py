@@ -1,4 +1,4 @@
-"""For tests of your own: the checkpoint contract as one assertion, and a memory of a set size."""
+"""Tools for your tests: the checkpoint contract as one assertion, and a limited memory."""
 
 from odb_nodes.testing.resuming import ResumeReport, assert_resumes_exactly
 from odb_nodes.testing.saved_tensors import SavedTensorMeter

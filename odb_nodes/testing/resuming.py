@@ -22,12 +22,12 @@ _END = "end of epoch"
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeReport:
-    """The resumes that `assert_resumes_exactly` has compared.
+    """The resumes that `assert_resumes_exactly` compared.
 
     Attributes:
         steps: items of the uninterrupted run.
-        resumes: fresh graphs that were resumed and compared.
-        state_bytes: size of the largest state that was saved, in bytes.
+        resumes: number of fresh graphs that resumed.
+        state_bytes: size of the largest saved state, in bytes.
     """
 
     steps: int
@@ -47,28 +47,27 @@ def assert_resumes_exactly(
 
     Runs the graph once for `epochs` epochs and keeps its state, through `torch.save` and
     `torch.load(weights_only=True)`, before the first item, after each item, and after each end of
-    an epoch. Then, for each state, a fresh graph loads it and must yield what followed: items, ends
-    of epochs, and the items of the epochs after. Every second one first calls `state_dict()`, loads
-    the state twice, and must give the same state back before it goes on; so must each
-    `StatefulNode` in the graph, for its own fields. Last, chains of resumes: resume, take a few
-    steps, save, resume from that in a fresh graph.
+    an epoch. Then a fresh graph loads each state, and must yield the same items and ends of epochs
+    as the uninterrupted run. Every second graph first loads the state twice, and must return an
+    equal state; so must each `StatefulNode` in it. Last come chains of resumes: resume, take a few
+    steps, save, and resume from that state in a fresh graph.
 
     Args:
         make_graph: returns a new graph in its initial state: a `Loader`, a node, an
-            `ODBDataLoader`, or anything else with `__iter__`, `state_dict` and `load_state_dict`.
-            Called once per resume; what has a `close` is closed.
+            `ODBDataLoader`, or any object with `__iter__`, `state_dict` and `load_state_dict`.
+            Called once per resume. If the graph has a `close`, it is called.
         epochs: epochs of the uninterrupted run, at least 1.
         every: resume from every n-th state only.
-        horizon: items and ends to compare after each resume, but up to 5 between those of a chain;
-            `None` for all that are left.
+        horizon: items and ends of epochs to compare after each resume, except within a chain;
+            `None` for all that follow.
         chain: resumes in a chain; 0 for none.
 
     Returns:
-        The resumes that were compared.
+        The number of resumes and the size of the states.
 
     Raises:
-        AssertionError: names the state, the item that differs, and both values; or what a state
-            holds that cannot be loaded; or the run yielded no item at all.
+        AssertionError: a resumed graph differs: the error names the state, the item and both
+            values. Or a state holds values that cannot be loaded, or the run yielded no item.
         TypeError, ValueError: an argument is not valid, or `make_graph` returned the same graph
             twice.
     """
@@ -79,9 +78,10 @@ def assert_resumes_exactly(
     if not callable(make_graph):
         raise TypeError(
             f"`make_graph` must be a function that returns a new graph, but is {make_graph!r} "
-            "instead. Pass the function itself, not what it returns."
+            "instead. Pass the function itself, not its result."
         )
-    graph = _as_loader(first := make_graph())
+    first = make_graph()
+    graph = _as_loader(first)
     reference, states = [], [copy_state(graph.state_dict())]
     for event in _events(graph, epochs):
         reference.append(event)
@@ -95,12 +95,14 @@ def assert_resumes_exactly(
     def resume(state: Any, start: int, items: int | None, *, thorough: bool = False) -> Any:
         nonlocal resumes, largest_bytes
         resumes += 1
-        data, stop = _saved(state), len(reference) if items is None else start + items
+        data = _saved(state)
+        stop = len(reference) if items is None else start + items
         largest_bytes = max(largest_bytes, len(data))
-        if (graph := make_graph()) is first:  # which has run, and could not show a bad resume
+        graph = make_graph()
+        if graph is first:  # It has run already, and would hide a bad resume.
             raise ValueError(
                 f"`make_graph` must return a new graph each time, but returned the same "
-                f"`{type(graph).__name__}` twice. Build graph and nodes within it."
+                f"`{type(graph).__name__}` twice. Build the graph and its nodes in `make_graph`."
             )
         graph = _as_loader(graph)
         try:
@@ -118,12 +120,12 @@ def assert_resumes_exactly(
     for start in range(0, len(states), every):
         resume(states[start], start, horizon, thorough=resumes % 2 == 1)
     for start in range(0, len(states) if chain else 0, max(1, len(states) // 8)):
-        state, at = states[start], start
+        state, position = states[start], start
         for link in range(chain):
-            items = min(1 + (start + link) % 5, len(reference) - at)
-            state = resume(state, at, items)
-            at += items
-        resume(state, at, horizon)
+            items = min(1 + (start + link) % 5, len(reference) - position)
+            state = resume(state, position, items)
+            position += items
+        resume(state, position, horizon)
     return ResumeReport(steps=steps, resumes=resumes, state_bytes=largest_bytes)
 
 
@@ -144,7 +146,7 @@ def _compare(graph: Any, reference: list[Any], start: int, stop: int) -> None:
     events = _events(graph, epochs=sum(event is _END for event in reference[start:]) + 1)
     for index, expected in enumerate(reference[start:stop], start):
         if differs := difference(expected, next(events, "nothing")):
-            raise AssertionError(f"what follows {_place(reference, index)}{differs}")
+            raise AssertionError(f"the item {_place(reference, index)}{differs}")
 
 
 def _as_loader(graph: Any) -> Any:
@@ -153,7 +155,7 @@ def _as_loader(graph: Any) -> Any:
     if not hasattr(graph, "load_state_dict"):
         raise TypeError(
             f"`make_graph` must return a node or a loader, but returned {graph!r:.80} instead. "
-            "Return what is iterated."
+            "Return the object that yields the items."
         )
     return graph
 
@@ -166,56 +168,56 @@ def _close(graph: Any) -> None:
 def _saved(state: Any) -> bytes:
     try:
         from_bytes(data := to_bytes(state))
-    except Exception as error:  # of any kind: torch and pickle raise what they like
+    except Exception as error:  # torch and pickle raise errors of many types
         raise AssertionError(explain_unreadable(state)) from error
     return data
 
 
 def _load_thoroughly(graph: Any, data: bytes) -> None:
-    """Load a state, give it back, and load it again, also over an iterator that exists already."""
-    with _watched_resets(graph) as lost:
+    """Load a state, save it, and load it again, both before and after `iter`."""
+    with _watched_resets(graph) as errors:
         graph.load_state_dict(from_bytes(data))
-        again = graph.state_dict()
-        if differs := difference(from_bytes(data), again):
+        saved = graph.state_dict()
+        if differs := difference(from_bytes(data), saved):
             raise AssertionError(f"the state saved right after loading it{differs}")
-        graph.load_state_dict(again)
+        graph.load_state_dict(saved)
         iter(graph)
         graph.state_dict()
         graph.load_state_dict(from_bytes(data))
-    if lost:
-        raise AssertionError(lost[0])
+    if errors:
+        raise AssertionError(errors[0])
 
 
 @contextmanager
 def _watched_resets(graph: Any) -> Iterator[list[str]]:
-    """Give a list that gets a text for each node that is reset and then saves another state."""
-    # The state of a graph does not show it: a node that replays gives back what it was given.
-    found: list[str] = []
+    """Yield a list that gets an error for each node that, after a reset, saves another state."""
+    # The state of the whole graph cannot show this: a node that replays returns the loaded state.
+    errors: list[str] = []
     root = getattr(getattr(graph, "_loader", graph), "root", None)
     nodes = walk(root) if isinstance(root, BaseNode) else ()
     watched = [node for node in nodes if isinstance(node, StatefulNode)]
 
     def reset_and_compare(node: StatefulNode[Any, Any], reset: Any, state: Any = None) -> None:
-        # Some sources of torchdata rightly save another state than they were reset to.
+        # Not compared: sources of torchdata may save another state than they were reset to.
         hidden = {*source_fields(cast(Any, node.STATE)), "digest"}
         before = copy_state(state)
         reset(state)
         if before is None:
             return
-        own, saved = (
-            {key: value for key, value in one.items() if key not in hidden}
-            for one in (before, node.state_dict())
+        expected, saved = (
+            {key: value for key, value in fields.items() if key not in hidden}
+            for fields in (before, node.state_dict())
         )
-        if differs := difference(own, saved):
-            found.append(
+        if differs := difference(expected, saved):
+            errors.append(
                 f"`{type(node).__name__}` was reset to a state, but then saved another: state"
-                f"{differs}. Let `restore` set all that `save` returns."
+                f"{differs}. Let `restore` set all fields that `save` returns."
             )
 
     for node in watched:
         vars(node)["reset"] = partial(reset_and_compare, node, node.reset)
     try:
-        yield found
+        yield errors
     finally:
-        for node in watched:  # Else a graph that is gone would be left to the garbage collector.
+        for node in watched:  # breaks the reference cycle, which would keep the graph alive
             del vars(node)["reset"]

@@ -1,4 +1,4 @@
-"""A memory of a set size on a CPU: what autograd saves for the backward pass."""
+"""Memory of a limited size on a CPU: counts the tensors that autograd saves for `backward`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FailsIn = Literal["forward", "backward"]
 
 
 class _Saved:
-    """A tensor that autograd has saved; it counts for as long as autograd keeps it."""
+    """A tensor that autograd has saved. It counts until autograd releases it."""
 
     def __init__(self, tensor: torch.Tensor, meter: SavedTensorMeter) -> None:
-        # A result that is saved refers to its node, which would keep itself alive by it.
+        # Detached: a result refers to its node, and the node to this object: a cycle.
         self.tensor, self._meter = tensor.detach(), meter
         self._storage = tensor.untyped_storage()
         meter._take(self._storage)
@@ -29,24 +29,23 @@ class _Saved:
 class SavedTensorMeter:
     """Counts the bytes that autograd saves on a CPU, and fails above a limit as a GPU does.
 
-    It is a `MemoryMeter`, so what is made for a GPU can be tried and tested without one. It
-    measures within a `with` block, which may be entered more than once:
+    It is a `MemoryMeter`: use it to try and test code for a GPU without one. It measures within a
+    `with` block, which may be entered several times:
 
         with SavedTensorMeter(64 * 2**20) as meter:
             train_step(batch)
         print(meter.peak_bytes())
 
-    A storage counts once, however many tensors share it, until autograd has released them all.
-    Weights count where autograd saves them; gradients and the optimizer's state do not. Within
-    `torch.utils.checkpoint` without reentry only the inputs of a block count, since torch keeps
-    what it computes again out of sight.
+    Tensors that share a storage count once, until autograd has released all of them. Weights count
+    if autograd saves them; gradients and the optimizer's state do not. Within
+    `torch.utils.checkpoint` without reentry only the inputs of a block count.
 
     Args:
         limit_bytes: most bytes that may be saved at one time.
-        fails_in: where a step that takes more raises `torch.OutOfMemoryError`: in `"forward"`, or
-            in its `"backward"`.
-        backward_point: with `"backward"`, how many saved tensors the backward pass still reads
-            before it fails. Where it reads fewer, it fails at the last one that was saved.
+        fails_in: pass in which a step above the limit raises `torch.OutOfMemoryError`: `"forward"`
+            or `"backward"`.
+        backward_point: with `"backward"`, number of saved tensors that the backward pass reads
+            before it fails; at most, it fails at the last saved tensor.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -59,7 +58,7 @@ class SavedTensorMeter:
         check_choice("fails_in", fails_in, get_args(FailsIn))
         self._fails_in = fails_in
         self._backward_point = check_count("backward_point", backward_point, 0)
-        self._lock = threading.RLock()  # autograd may release from a thread of its own
+        self._lock = threading.RLock()  # autograd may release tensors in another thread
         self._holders: dict[int, int] = {}  # address of a storage -> saved tensors that share it
         self._bytes = self._peak_bytes = 0
         self._saved = self._read = 0  # tensors, in this forward pass and its backward pass
@@ -77,7 +76,7 @@ class SavedTensorMeter:
         return self._bytes
 
     def reset(self) -> None:
-        """Begin a new measurement: the peak is what is saved now."""
+        """Begin a new measurement, from the bytes that are saved now."""
         self._peak_bytes = self._bytes
         self._begin_step()
 

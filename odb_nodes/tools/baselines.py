@@ -90,8 +90,14 @@ class Baselines:
         rows = np.sort(np.concatenate(shards))  # a mixture may leave rows out, or repeat them
         if strategy == "sorted windows":
             window = self.epoch.window(job)
-            parts = [[own[at : at + window] for at in range(0, len(own), window)] for own in shards]
-            ranks = [[one for part in own for one in _cut(table, part, budget)] for own in parts]
+            parts = [
+                [shard[start : start + window] for start in range(0, len(shard), window)]
+                for shard in shards
+            ]
+            ranks = [
+                [group for part in windows for group in _cut(table, part, budget)]
+                for windows in parts
+            ]
             return measured(zip_longest(*ranks, fillvalue=()), budget)
         if strategy == "offline":
             groups = sorted(_cut(table, rows, budget), key=budget.cost, reverse=True)
@@ -125,11 +131,13 @@ def fixed_batches(
     # As Accelerate deals them out: the first samples fill up the last step of several ranks.
     if world_size > 1 and (over := len(order) % (size * world_size)):
         order += np.resize(order[: size * world_size], size * world_size - over).tolist()
-    return _in_steps([order[at : at + size] for at in range(0, len(order), size)], world_size)
+    return _in_steps(
+        [order[start : start + size] for start in range(0, len(order), size)], world_size
+    )
 
 
 def _in_steps(groups: Sequence[list[int]], ranks: int) -> list[list[list[int]]]:
-    steps = [[*groups[at : at + ranks]] for at in range(0, len(groups), ranks)]
+    steps = [[*groups[start : start + ranks]] for start in range(0, len(groups), ranks)]
     if steps:
         steps[-1] += [[]] * (ranks - len(steps[-1]))
     return steps

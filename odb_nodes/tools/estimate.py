@@ -146,10 +146,10 @@ def estimate_loader_steps(
 
     Where it knows lengths ahead, the steps are counted, and no sample is processed.
     """
-    if (known := lengths_before(dataset, options)) is not None:
+    if (lengths := lengths_before(dataset, options)) is not None:
         plan = plan_known(
-            np.arange(len(known.tokens)),
-            known.tokens,
+            np.arange(len(lengths.tokens)),
+            lengths.tokens,
             options.budget,
             world_size=options.virtual_ranks or world_size,
             window=known_window(options.window, in_order=options.shuffle is False),
@@ -166,13 +166,13 @@ def estimate_loader_steps(
 
 
 def check_can_estimate(
-    dataset: Any, remedy: str, what: str = "the steps of an epoch can be estimated"
+    dataset: Any, remedy: str, subject: str = "the steps of an epoch can be estimated"
 ) -> None:
     """Reject a dataset that cannot be looked at, on all ranks, though one rank may do so."""
     if not (is_map_style(dataset) or isinstance(dataset, JsonlSource)):
         raise TypeError(
-            f"{what} only where the dataset is map-style with a length, or a `JsonlSource`, but it "
-            f"is `{type(dataset).__name__}`. {remedy}"
+            f"{subject} only where the dataset is map-style with a length, or a `JsonlSource`, "
+            f"but it is `{type(dataset).__name__}`. {remedy}"
         )
 
 
@@ -202,9 +202,9 @@ def table_of_loader(
     """
     check_type("loader", loader, ODBDataLoader)
     options, dataset = loader.options, loader.dataset
-    for one in dataset.values() if type(dataset) is dict else [dataset]:
-        remedy = "Make a second one of it, and pass that to `observe_lengths` and `simulate`."
-        check_can_estimate(one, remedy, "an epoch can be estimated")
+    for part in dataset.values() if type(dataset) is dict else [dataset]:
+        remedy = "Make a second dataset of it, and pass that to `observe_lengths` and `simulate`."
+        check_can_estimate(part, remedy, "an epoch can be estimated")
     indices = None if options.sampler is None else [*options.sampler]
     if indices is not None:
         dataset = Subset(dataset, indices)
@@ -224,6 +224,6 @@ def table_of_loader(
         table = replace(table, sizes=tuple(size * world_size for size in table.sizes))
     if exclude := ExcludedKeys.of(options.exclude):
         rows = zip(table.sources.tolist(), table.keys.tolist(), strict=True)
-        found = (Sample(None, 1, 0, 0, table.names[number], key=key) for number, key in rows)
-        table = table.skipping(np.array([sample in exclude for sample in found]))
+        candidates = (Sample(None, 1, 0, 0, table.names[number], key=key) for number, key in rows)
+        table = table.skipping(np.array([sample in exclude for sample in candidates]))
     return table

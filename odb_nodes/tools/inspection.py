@@ -78,19 +78,21 @@ def read_inspections(path: Path) -> tuple[str, list[Inspection]]:
 
     Raises:
         OSError: there is no such file or folder.
-        StateError: it holds no state of a loader, or not that of each rank.
+        StateError: it holds no state of a loader, or lacks the state of a rank.
     """
     if path.is_dir():
         folders = CheckpointFolders(path)
         if complete := folders.complete():
             path = complete[-1]
         elif contents := folders.contents():
-            missing = {name: one.missing for name, one in contents.items()}
+            missing = {name: content.missing for name, content in contents.items()}
             raise StateError(f"`{path}` has no complete checkpoint; missing ranks: {missing}.")
         states = [*map(load_state, rank_files(path))]
     else:
         states = [load_state(path)]
-    return str(path), [one for state in states for one in _inspections(state, str(path))]
+    return str(path), [
+        inspection for state in states for inspection in _inspections(state, str(path))
+    ]
 
 
 def inspect_state(state: Any, name: str = "the state") -> Inspection:
@@ -103,7 +105,7 @@ def inspect_state(state: Any, name: str = "the state") -> Inspection:
 
 
 def _inspections(state: Any, name: str) -> Iterator[Inspection]:
-    """Yield what a state says of the rank that has saved it, or of each one that it hosted."""
+    """Yield what a state says of the rank that saved it, or of each virtual rank that it hosted."""
     loader = part_of(state, "Loader")
     if not isinstance(root := loader.get("root"), dict):
         raise StateError(f"`{name}` holds no state of a loader. Pass one that `save_state` wrote.")
@@ -112,8 +114,8 @@ def _inspections(state: Any, name: str) -> Iterator[Inspection]:
         unseal_whole(loader, "Loader", LoaderState)
     except StateError as error:
         damage = str(error)
-    for one in root["sources"].values() if root.get("node") == "VirtualRanks" else [root]:
-        nodes = [*_nodes(one)]
+    for graph in root["sources"].values() if root.get("node") == "VirtualRanks" else [root]:
+        nodes = [*_nodes(graph)]
         by_name = dict(reversed([(node["node"], node) for _, node in nodes]))
         facts, round_digest = _position(loader, by_name), 0
         content = by_name.get("WindowBucketer", {}).get("held")
@@ -142,41 +144,45 @@ def _inspections(state: Any, name: str) -> Iterator[Inspection]:
 
 def misfits(ranks: Sequence[Inspection]) -> list[str]:
     """Return the reasons why the states of all ranks do not fit together."""
-    found = [f"rank {rank}: {one.damage}" for rank, one in enumerate(ranks) if one.damage]
+    problems = [
+        f"rank {rank}: {inspection.damage}"
+        for rank, inspection in enumerate(ranks)
+        if inspection.damage
+    ]
     first = ranks[0]
-    for rank, one in enumerate(ranks):
+    for rank, inspection in enumerate(ranks):
         for fact in ("epoch", "step", "round"):
-            if one.facts.get(fact) != first.facts.get(fact):
-                mine, theirs = one.facts.get(fact), first.facts.get(fact)
-                found.append(f"rank {rank}: {fact} {mine}, but {theirs} on rank 0")
-        if one.round_digest != first.round_digest:
-            found.append(f"rank {rank}: another plan of the round than rank 0")
-        for node, config in one.config.items():
+            if inspection.facts.get(fact) != first.facts.get(fact):
+                mine, theirs = inspection.facts.get(fact), first.facts.get(fact)
+                problems.append(f"rank {rank}: {fact} {mine}, but {theirs} on rank 0")
+        if inspection.round_digest != first.round_digest:
+            problems.append(f"rank {rank}: another plan of the round than rank 0")
+        for node, config in inspection.config.items():
             if config.get("world_size") == 1 < len(ranks):
                 continue  # It reads data that its rank has for itself.
             expected = {**first.config.get(node, {})}
             if "rank" in config:
                 expected["rank"] = rank
             wrong = [name for name in config if config[name] != expected.get(name)]
-            found += [f"rank {rank}: {node} has `{name}` {config[name]!r}" for name in wrong]
-        size = one.config.get("RankAligner", {}).get("world_size", len(ranks))
+            problems += [f"rank {rank}: {node} has `{name}` {config[name]!r}" for name in wrong]
+        size = inspection.config.get("RankAligner", {}).get("world_size", len(ranks))
         if size != len(ranks):
-            found.append(f"rank {rank}: saved by {counted(size, 'rank')}, not {len(ranks)}")
-    return found
+            problems.append(f"rank {rank}: saved by {counted(size, 'rank')}, not {len(ranks)}")
+    return problems
 
 
-def differences(one: Inspection, other: Inspection) -> list[str]:
+def differences(first: Inspection, second: Inspection) -> list[str]:
     """Return what two states differ in, by the place of each value."""
     return [
-        f"{place}: {one.values.get(place, '-')} -> {other.values.get(place, '-')}"
-        for place in {**one.values, **other.values}
-        if one.values.get(place) != other.values.get(place)
+        f"{place}: {first.values.get(place, '-')} -> {second.values.get(place, '-')}"
+        for place in {**first.values, **second.values}
+        if first.values.get(place) != second.values.get(place)
     ]
 
 
 def part_of(state: Any, node: str) -> dict[str, Any]:
     """Return the state of a node that is somewhere within a state; an empty one if none is."""
-    return dict(next((one for one in sealed_states(state) if one["node"] == node), {}))
+    return dict(next((sealed for sealed in sealed_states(state) if sealed["node"] == node), {}))
 
 
 def _nodes(state: Any, source: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -202,7 +208,9 @@ def _position(loader: Mapping[str, Any], nodes: Mapping[str, Any]) -> dict[str, 
     if skipped := bucketer.get("skipped_samples"):
         facts["skipped"] = ", ".join(f"{count} {why}" for why, count in skipped.items())
     if mixer := nodes.get("SourceMixer"):
-        facts["mixture"] = ", ".join(f"{count} {of}" for of, count in mixer["samples"].items())
+        facts["mixture"] = ", ".join(
+            f"{count} {source}" for source, count in mixer["samples"].items()
+        )
     return {name: str(value) for name, value in facts.items()}
 
 
@@ -214,9 +222,11 @@ def _lengths(content: Any, *, pooled: bool) -> IntArray:
     if records is not None:
         lengths = from_records(records, is_numbered=True).tokens  # with keys, or without
     else:
-        lengths = np.array([decode_sample(one).tokens for one in payload or ()], dtype=np.int64)
-    held, waiting = from_bits(content)
-    return lengths[np.isin(held, waiting, invert=not pooled)]
+        lengths = np.array(
+            [decode_sample(sample).tokens for sample in payload or ()], dtype=np.int64
+        )
+    ordinals, waiting = from_bits(content)
+    return lengths[np.isin(ordinals, waiting, invert=not pooled)]
 
 
 def _flat(value: Any, place: str) -> Iterator[tuple[str, str]]:
@@ -226,7 +236,7 @@ def _flat(value: Any, place: str) -> Iterator[tuple[str, str]]:
         for key, inner in value.items():
             yield from _flat(inner, f"{place}.{key}")
     elif isinstance(value, (list, tuple)) and any(
-        isinstance(one, (bytes, list, tuple, dict)) for one in value
+        isinstance(element, (bytes, list, tuple, dict)) for element in value
     ):
         for number, inner in enumerate(value):
             yield from _flat(inner, f"{place}[{number}]")

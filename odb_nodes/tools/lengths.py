@@ -56,7 +56,7 @@ class LengthTable:
         targets: supervised tokens of each, (n,) int64.
         patches: image patches of each, (n,) int64.
         sources: number of its source in `names`, (n,) int64.
-        keys: which sample of its source each is, (n,) int64; -1 where nobody knows.
+        keys: which sample of its source each is, (n,) int64; -1 where it has no key.
         names: names of the sources; `("",)` where they have none.
         sizes: number of samples that each source has; more than rows where some were drawn.
         streams: names of the sources that a loader reads in their order, such as iterables.
@@ -190,16 +190,16 @@ class LengthTable:
     def drawn(self, samples: int, seed: int = 0) -> LengthTable:
         """Return a whole table of about as many samples, drawn from each source by its size.
 
-        All rows of a source come equally often, or once more: to draw each at random would add an
-        error of its own.
+        All rows of a source come equally often, or once more: to draw each at random would add a
+        sampling error.
         """
         rng = np.random.default_rng(seed)
         share = samples / self.num_samples
         rows: list[IntArray] = []
         for number, size in enumerate(self.sizes):
-            own = np.flatnonzero(self.sources == number)
-            wanted = max(1, round(size * share)) if len(own) else 0
-            rows.append(np.resize(rng.permutation(own), wanted))
+            rows_of_source = np.flatnonzero(self.sources == number)
+            wanted = max(1, round(size * share)) if len(rows_of_source) else 0
+            rows.append(np.resize(rng.permutation(rows_of_source), wanted))
         return self.rows(np.concatenate(rows), tuple(map(len, rows)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -226,8 +226,8 @@ class LengthTable:
         return read_length_file(path, _COLUMNS, cls)
 
     def _about(self) -> str:
-        known = [name for name in ("blocks", "data_id") if getattr(self, name)]
-        names = ("names", "sizes", "streams", "made_by", *known)
+        optional = [name for name in ("blocks", "data_id") if getattr(self, name)]
+        names = ("names", "sizes", "streams", "made_by", *optional)
         about = {name: getattr(self, name) for name in names}
         return json.dumps({"version": TABLE_VERSION} | about)
 
@@ -243,9 +243,9 @@ def observe_lengths(
 ) -> LengthTable:
     """Process the samples of a dataset as a loader would, and return their lengths.
 
-    Processing is seeded as in the first epoch of an `ODBDataLoader`: where all of one dataset are
-    processed, random lengths are those of that epoch. Call it in one process: it reads the
-    whole dataset, whatever the rank.
+    Processing is seeded as in the first epoch of an `ODBDataLoader`: where all samples of a dataset
+    are processed, random lengths equal that epoch's. Call it in one process: it reads the whole
+    dataset on every rank.
 
     Args:
         dataset: map-style, an iterable, or a `JsonlSource`; or a dict of those by name. An iterable
@@ -285,7 +285,7 @@ def observe_lengths(
     blocks: dict[str, tuple[list[int], int]] = {}
     sample: Any = None
     skip = Skipped("empty")
-    for place, (name, one) in enumerate(named.items()):
+    for place, (name, data) in enumerate(named.items()):
         options = LoaderOptions(
             token_budget=1,
             process_fn=functions[name],
@@ -296,22 +296,24 @@ def observe_lengths(
             sharded=True,
         )
         rng = np.random.default_rng((abs(seed), place))
-        drawn, keys, size = (one, None, None) if samples is None else _drawn(one, samples, rng)
+        drawn, keys, size = (data, None, None) if samples is None else _drawn(data, samples, rng)
         read: Counter[str] = Counter()  # samples of each source
-        for at, sample in enumerate(_processed(drawn, options, f"lengths{name and f' of {name}'}")):
+        for index, sample in enumerate(
+            _processed(drawn, options, f"lengths{name and f' of {name}'}")
+        ):
             is_skipped = isinstance(sample, Skipped)
             skip = sample if is_skipped else skip
             counts = (0, 0, 0) if is_skipped else sample[1:4]
             source = nested_name(name, sample.source) if sample.source else name
-            key = sample.key if keys is None else keys[at]
+            key = sample.key if keys is None else keys[index]
             number = numbers.setdefault(source, len(numbers))
             rows.extend((*counts, number, NO_KEY if key is None else key))
             read[source] += 1
         stands_for = 1.0 if size is None else size / max(read.total(), 1)
         sizes |= {source: count * stands_for for source, count in read.items()}
-        streams += read if keys is None and _is_stream(one) else ()
-        if samples is None and is_map_style(one) and (found := shuffle_blocks(one)):
-            blocks[name] = found
+        streams += read if keys is None and _is_stream(data) else ()
+        if samples is None and is_map_style(data) and (shuffled := shuffle_blocks(data)):
+            blocks[name] = shuffled
     columns = np.frombuffer(rows, dtype=np.int64).reshape(-1, 5).T
     if not columns[0].any():
         last = "" if sample is None else f" The last is skipped {sample.why}"
@@ -351,7 +353,7 @@ def _drawn(
             key: ItemKey | None = call_member(source, "item_key")
             drawn[place : place + 1] = [(size, item, None if key is None else key.key)]
     close_nodes(source, _STOP_TIMEOUT_S)
-    drawn.sort(key=lambda one: one[0])
+    drawn.sort(key=lambda row: row[0])
     return [item for _, item, _ in drawn], [key for _, _, key in drawn], size
 
 
@@ -375,7 +377,7 @@ def histogram(lengths: IntArray, bins: int) -> tuple[list[int], list[int]]:
 def files_read(dataset: Any) -> list[Path]:
     """Return the files of each `JsonlSource` in a dataset, a dict of them, or a graph."""
     named = dataset.values() if isinstance(dataset, dict) else [dataset]
-    nodes = [node for one in named if isinstance(one, BaseNode) for node in walk(one)]
+    nodes = [node for data in named if isinstance(data, BaseNode) for node in walk(data)]
     return [path for node in nodes if isinstance(node, JsonlSource) for path in node.paths]
 
 

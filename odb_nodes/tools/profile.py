@@ -116,8 +116,8 @@ class Comparison:
 
     def as_row(self) -> dict[str, str]:
         """Return the formatted figures as a row of a table: title -> cell."""
-        given = AUTO if self.is_auto else self.window
-        window = "" if self.window is None or given is None else shown(given, self.window)
+        chosen = AUTO if self.is_auto else self.window
+        window = "" if self.window is None or chosen is None else shown(chosen, self.window)
         return {
             "ranks": str(self.world_size),
             "batches": self.strategy,
@@ -150,28 +150,32 @@ class Profile(Shown):
 
     def parts(self) -> list[str | Rows]:
         """Return the texts and tables, in their order."""
-        lengths = [one.as_row() for one in self.lengths]
+        lengths = [summary.as_row() for summary in self.lengths]
         return [self.about, lengths, self.heading, self.rows(), _WHY]
 
     @property
     def best(self) -> tuple[Comparison, ...]:
         """The comparison to take on each number of ranks."""
         of_ranks: dict[int, list[Comparison]] = {}
-        for one in self.comparisons:
-            if one.strategy == "odb_nodes":
-                of_ranks.setdefault(one.world_size, []).append(one)
-        found = []
-        for own in of_ranks.values():
-            least = (1 - AS_GOOD) * max(one.figures.efficiency for one in own)
-            near = [one for one in own if one.figures.efficiency >= least]
-            found.append(min(near, key=lambda one: one.window or 0))
-        return tuple(found)
+        for comparison in self.comparisons:
+            if comparison.strategy == "odb_nodes":
+                of_ranks.setdefault(comparison.world_size, []).append(comparison)
+        best = []
+        for comparisons in of_ranks.values():
+            least = (1 - AS_GOOD) * max(comparison.figures.efficiency for comparison in comparisons)
+            near = [
+                comparison for comparison in comparisons if comparison.figures.efficiency >= least
+            ]
+            best.append(min(near, key=lambda comparison: comparison.window or 0))
+        return tuple(best)
 
     def rows(self) -> list[dict[str, str]]:
         """Return the comparisons as rows of a table, the best ones first and marked."""
         best = self.best
-        rows = [*best, *(one for one in self.comparisons if one not in best)]
-        return [{"": "->" if one in best else ""} | one.as_row() for one in rows]
+        rows = [*best, *(comparison for comparison in self.comparisons if comparison not in best)]
+        return [
+            {"": "->" if comparison in best else ""} | comparison.as_row() for comparison in rows
+        ]
 
     @property
     def heading(self) -> str:
@@ -192,16 +196,18 @@ class Profile(Shown):
             ImportError: the extra `report` is not installed.
         """
         groups: dict[str, dict[str, float]] = {}
-        for one in self.comparisons:
-            name = f"{one.strategy} {one.as_row()['window']}".rstrip()
-            name += " <- take" * (one in self.best)
-            groups.setdefault(counted(one.world_size, "rank"), {})[name] = one.figures.efficiency
+        for comparison in self.comparisons:
+            name = f"{comparison.strategy} {comparison.as_row()['window']}".rstrip()
+            name += " <- take" * (comparison in self.best)
+            groups.setdefault(counted(comparison.world_size, "rank"), {})[name] = (
+                comparison.figures.efficiency
+            )
         axes = ("tokens of a sample", "samples")
         return [
             levels("Efficiency by ranks, batches and window", "efficiency", groups),
             *(
-                histogram(f"Lengths of {one.source}", axes, one.counts, one.edges)
-                for one in self.lengths[:_MOST_HISTOGRAMS]
+                histogram(f"Lengths of {summary.source}", axes, summary.counts, summary.edges)
+                for summary in self.lengths[:_MOST_HISTOGRAMS]
             ),
         ]
 
@@ -222,7 +228,7 @@ class Profile(Shown):
                 ("Batches", [html_text(self.heading), chart, table]),
                 (
                     "Lengths, in tokens",
-                    [html_table([one.as_row() for one in self.lengths]), *lengths],
+                    [html_table([summary.as_row() for summary in self.lengths]), *lengths],
                 ),
             ],
         )

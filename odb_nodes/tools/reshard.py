@@ -1,4 +1,4 @@
-"""Make the files of a checkpoint those of another number of ranks."""
+"""Convert the files of a checkpoint to another number of ranks."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def reshard_folder(
                 f"`out` must have the name of `folder`, by which `Checkpoints` finds it, but is "
                 f"`{out}`. Give `{out / folder.resolve().name}`."
             )
-        found = _of_checkpoints(states, world_size)
+        resharded = _of_checkpoints(states, world_size)
     else:
-        found = reshard(states, world_size)
+        resharded = reshard(states, world_size)
     prefix, _, _ = files[0].name.rpartition("rank")
     out.mkdir(parents=True, exist_ok=True)
     files = [out / rank_file(rank, world_size, prefix) for rank in range(world_size)]
-    for state, file in zip(found, files, strict=True):
+    for state, file in zip(resharded, files, strict=True):
         save_state(state, file)
     return files
 
@@ -66,8 +66,8 @@ def reshard_folder(
 def _of_checkpoints(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
     """Return what `Checkpoints` has of each rank; rank 0 alone has replicated parts."""
     for rank, state in enumerate(states):
-        found = state if isinstance(state, Mapping) else {}
-        if not all(isinstance(found.get(name), kind) for name, kind in _FIELDS.items()):
+        fields = state if isinstance(state, Mapping) else {}
+        if not all(isinstance(fields.get(name), kind) for name, kind in _FIELDS.items()):
             raise StateError(f"the file of rank {rank} is damaged. Use an earlier checkpoint.")
     if len(states) == world_size:
         return [*states]

@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 MOST_DRAWN = 20_000
-"""Samples that stand for a dataset of which some are known, unless the windows need more."""
+"""Samples that stand for a dataset of which only some are known, unless windows need more."""
 _LEAST_WINDOWS = 8
 _COUNTS = ("steps", "samples", "rows", "real_tokens", "padded_tokens", "filler_slots")
 
@@ -67,11 +67,11 @@ def simulate(
     Args:
         lengths: tokens of each sample, (n,). Rank r has every `world_size`-th, from the r-th on, as
             `ShardedSampler(shuffle=False)` deals them out. Or a `LengthTable`, whose samples are
-            read as an `ODBDataLoader` reads them; where it has some of the dataset's samples, the
-            counts are those of the whole dataset, estimated.
-        shuffle: of a table, or with `lengths_known`: whether the samples are shuffled that are not
-            those of streams.
-        weights: of a table with several sources: how they are mixed, as for an `ODBDataLoader`.
+            read as an `ODBDataLoader` reads them. If it has only some of the dataset's samples, the
+            counts are estimates for the whole dataset.
+        shuffle: whether samples are shuffled, but for streams; for a table, or with
+            `lengths_known`.
+        weights: how the sources of a table are mixed, as for an `ODBDataLoader`.
         options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
             from the defaults `window`, `round_size`, `uneven`, `largest_first`, `diversity`,
             `window_start`, `accumulate`, `seed`, `step_time` and `lengths_known`.
@@ -115,23 +115,23 @@ def lognormal_lengths(
 
 
 def budget_code(budget: TokenBudget) -> str:
-    """Return the code that makes a budget, or its number of tokens if that is all."""
+    """Return the code that makes a budget: a number, if it has tokens alone."""
     default = vars(TokenBudget(budget.tokens))
-    given = [f"{name}={one!r}" for name, one in vars(budget).items() if one != default[name]]
-    return (
-        f"TokenBudget({', '.join([str(budget.tokens), *given])})" if given else f"{budget.tokens}"
-    )
+    fields = [f"{name}={value!r}" for name, value in vars(budget).items() if value != default[name]]
+    if not fields:
+        return str(budget.tokens)
+    return f"TokenBudget({', '.join([str(budget.tokens), *fields])})"
 
 
 class Batches(NamedTuple):
-    """What the batches of a job hold, each (steps, ranks) float64; 0 where a rank has none."""
+    """Sums over the batches of a job, each (steps, ranks) float64; 0 where a rank has none."""
 
     samples: Floats
     real: Floats  # tokens of the samples
     sample_squares: Floats  # sum of their squared lengths
     rows: Floats
     padded: Floats  # tokens, padding included
-    squares: Floats  # what attention grows with: rows x width^2; packed, `sample_squares`
+    squares: Floats  # pairs of tokens of attention: rows x width^2; packed, `sample_squares`
 
     def times(self, step_time: StepTime) -> Floats:
         """Return the time of each batch, (steps, ranks); 0 where a rank has none."""
@@ -141,20 +141,20 @@ class Batches(NamedTuple):
 
 def measured(steps: Iterable[Sequence[Sequence[int]]], budget: TokenBudget) -> Batches:
     """Return the batches of steps: the lengths of each rank's samples, in a budget's layout."""
-    found = [[_measure(lengths, budget) for lengths in step] for step in steps]
-    if not found:
+    batches = [[_measure(lengths, budget) for lengths in step] for step in steps]
+    if not batches:
         raise ValueError("there is no step: all samples are dropped, or a rank has none.")
     # Floats: a sum of squares does not fit 64-bit integers.
-    return Batches(*np.moveaxis(np.array(found, dtype=np.float64), 2, 0))
+    return Batches(*np.moveaxis(np.array(batches, dtype=np.float64), 2, 0))
 
 
 def _measure(lengths: Sequence[int], budget: TokenBudget) -> tuple[int, ...]:
     if not lengths:
         return (0,) * 6
     rows, width = budget.shape(lengths)
-    own = sum([one * one for one in lengths])
-    squares = own if budget.layout == "packed" else rows * width * width
-    return len(lengths), sum(lengths), own, rows, rows * width, squares
+    sample_squares = sum([length * length for length in lengths])
+    squares = sample_squares if budget.layout == "packed" else rows * width * width
+    return len(lengths), sum(lengths), sample_squares, rows, rows * width, squares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +230,7 @@ class SimulationReport:
         step_time: StepTime | TimeFn | None = None,
         accumulate: int = 1,
     ) -> SimulationReport:
-        """Return the report of batches under a budget, whoever has formed them.
+        """Return the report of any batches under a budget.
 
         step_time, accumulate: as for `RankAligner`.
         """
@@ -301,14 +301,14 @@ class TableEpoch:
     shuffle: bool = True
     weights: Weights | Mixing = None
     shares_rest: bool = True
-    """Whether ranks share what is left at the end, which they do not with `state="payload"`."""
+    """Whether ranks share their last samples, which they do not with `state="payload"`."""
     samples: int | None = None
-    """How many stand for the dataset. Default: all of a whole table; of others at least 20,000, and
-    8 windows on each rank."""
+    """Number of samples that stand for the dataset. Default: all of a whole table; else at least
+    20,000, and 8 windows on each rank."""
     _orders: dict[Any, tuple[LengthTable, list[IntArray]]] = field(default_factory=dict, repr=False)
 
     def order(self, job: SimulationOptions) -> tuple[LengthTable, list[IntArray]]:
-        """Return a whole table, this or one drawn from it, and the rows each rank reads in turn."""
+        """Return a whole table, this or one drawn from it, and the rows that each rank reads."""
         table, of_data = self.table, self.table.num_samples
         if job.world_size > of_data:
             raise ValueError(
@@ -321,7 +321,7 @@ class TableEpoch:
         elif samples is None:
             window = WINDOW_IN_ORDER if job.lengths_known else self.window(job)
             samples = max(MOST_DRAWN, _LEAST_WINDOWS * window * job.world_size)
-        # Jobs that differ in others read alike.
+        # Other options do not change the order.
         key = samples, job.seed, job.world_size, job.lengths_known
         if key not in self._orders:
             if not table.is_whole or samples < of_data:
@@ -350,7 +350,7 @@ class TableEpoch:
             table.costs,
             shards,
             job,
-            # Of streams, some have keys, and some have none.
+            # Some streams have no keys.
             shares_rest=self.shares_rest and not table.streams,
             knows_length=Mixing.of(self.weights).stop == "all_exhausted",
             in_order=not self.shuffle,
@@ -362,11 +362,11 @@ class TableEpoch:
         return measured(lengths, TokenBudget.of(job.budget))
 
     def scale(self, job: SimulationOptions) -> float:
-        """Return how many samples of the dataset one that is planned stands for."""
+        """Return how many samples of the dataset a planned sample stands for."""
         return self.table.num_samples / len(self.order(job)[0])
 
     def report(self, job: SimulationOptions, batches: Batches | None = None) -> SimulationReport:
-        """Return the report of batches, those of the steps unless given; of the whole dataset."""
+        """Return the report for the whole dataset. batches: default, of `steps(job)`."""
         budget = TokenBudget.of(job.budget)
         report = SimulationReport.of_batches(
             batches or self.batches(job),
@@ -410,12 +410,16 @@ def _shards(
         for number, name in enumerate(table.names)
     }
     sources = {  # the keys of a dict are an iterable that knows its length, but no sequence
-        name: dict.fromkeys(own).keys() if name in table.streams else _Rows(own, blocks.get(name))
-        for name, own in rows.items()
+        name: (
+            dict.fromkeys(numbers).keys()
+            if name in table.streams
+            else _Rows(numbers, blocks.get(name))
+        )
+        for name, numbers in rows.items()
     }
     tokens, patches = table.tokens.tolist(), table.patches.tolist()
     shards = []
-    for one in VirtualTeam(job.world_size, Exchange(), PEER_TIMEOUT_S).ranks():
+    for rank in VirtualTeam(job.world_size, Exchange(), PEER_TIMEOUT_S).ranks():
         options = LoaderOptions(
             token_budget=1,
             process_fn=lambda row: row if tokens[row] else Skipped("skipped"),
@@ -423,10 +427,10 @@ def _shards(
             shuffle=None if shuffle else False,
             seed=job.seed,
             weights=mixing,
-            process_group=one,
+            process_group=rank,
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of sizes: the loader says it
+            warnings.simplefilter("ignore", UserWarning)  # of sizes: the loader warns, too
             node: Any = sample_node(sources, options)
         read = [
             sample.data if isinstance(sample, Sample) else rows[sample.source][sample.key]
@@ -436,7 +440,7 @@ def _shards(
     return shards
 
 
-# --- what each rank's batch costs, step by step, as a picture -------------------------------------
+# --- the costs of the batches, step by step, as a picture ----------------------------------------
 
 _SHADES = " ▁▂▃▄▅▆▇█"
 _TEXT_COLUMNS, _PAGE_COLUMNS = 80, 240
@@ -446,7 +450,9 @@ def timeline_text(costs: Floats, title: str) -> str:
     """Return a line of shades for each rank; the costs are (steps, ranks), 0 where it fills."""
     shares, words = _shares(costs, _TEXT_COLUMNS)
     shades = np.rint(shares * (len(_SHADES) - 1)).astype(int).tolist()
-    ranks = [f"{rank:>5} {''.join(_SHADES[one] for one in row)}" for rank, row in enumerate(shades)]
+    ranks = [
+        f"{rank:>5} {''.join(_SHADES[shade] for shade in row)}" for rank, row in enumerate(shades)
+    ]
     return "\n".join([f"{title}, {words}", *ranks])
 
 
@@ -459,9 +465,9 @@ def timeline_page(costs: Floats, title: str) -> str:
 
 
 def _shares(costs: Floats, most: int) -> tuple[Floats, str]:
-    """Return mean costs of successive steps as shares of the highest, and what is said of all."""
+    """Return mean costs of successive steps as shares of the highest, and a summary."""
     steps, columns = len(costs), min(most, len(costs))
-    means = np.stack([one.mean(axis=0) for one in np.array_split(costs, columns)], axis=1)
+    means = np.stack([part.mean(axis=0) for part in np.array_split(costs, columns)], axis=1)
     balance = costs.mean(axis=1).sum() / costs.max(axis=1).sum()
     together = f", {steps / columns:.1f} steps a column" if steps > columns else ""
     words = (

@@ -63,7 +63,7 @@ class SourceReport:
         if dist.is_available() and dist.is_initialized():
             parts *= dist.get_world_size(process_group)
             dist.all_gather_object(parts, self._counts, group=process_group)
-        return SourceReport(add_counts(one for part in parts for one in part.items()))
+        return SourceReport(add_counts(count for part in parts for count in part.items()))
 
     def table(self, weights: Mapping[str, float] | None = None) -> str:
         """Return the counts and shares as a table in markdown.

@@ -74,15 +74,18 @@ class RemadeStep:
             f"{counted(tokens, 'token')}, {counted(targets, 'target')}"
             for source, key, tokens, targets in rows
         ]
-        out = [f"  left out: {one.source} {one.key} ({one.reason})" for one in info.left_out]
+        out = [
+            f"  left out: {sample.source} {sample.key} ({sample.reason})"
+            for sample in info.left_out
+        ]
         return "\n".join([head, *lines, *out])
 
     def as_dict(self) -> dict[str, Any]:
         """Return the step as plain data and tensors."""
         info = vars(self.info) | {
             "own_sources": sorted(self.info.own_sources),
-            "local_sources": {name: (*one,) for name, one in self.info.local_sources.items()},
-            "left_out": [(*one,) for one in self.info.left_out],
+            "local_sources": {name: (*count,) for name, count in self.info.local_sources.items()},
+            "left_out": [(*sample,) for sample in self.info.left_out],
         }
         return {
             "rank": self.rank,
@@ -101,7 +104,7 @@ def remake_from_ledger(
     Its samples are read by their keys, so no checkpoint is needed, and nothing before the step is
     made again. The loader must be the one of the run: the same data, functions, budget and seed.
     Where the ledger lacks steps of the same optimizer step, as where a run was stopped within one,
-    `loss_scale` is NaN, and the totals of the optimizer step are 0: nobody can know them.
+    `loss_scale` is NaN, and the totals of the optimizer step are 0: they are unknown.
 
     Args:
         make_loader: makes the loader of one rank, for the `process_group` that it is given.
@@ -114,20 +117,24 @@ def remake_from_ledger(
         StateError: the ledger has no such step, or a sample of it has no key.
     """
     epoch, step = check_count("epoch", epoch, 0), check_count("step", step, 0)
-    if not (found := read_steps(folder, epoch, [step])):
+    if not (recorded := read_steps(folder, epoch, [step])):
         raise StateError(f"the ledger in `{folder}` has no step {step} of epoch {epoch}.")
-    ranks = len(found[step])
+    ranks = len(recorded[step])
     with _graphs(make_loader, ranks, processes=ranks) as graphs:
         accumulate = 1 if graphs[0].aligner is None else graphs[0].aligner.accumulate
-        asked = range(step - step % accumulate, step - step % accumulate + accumulate)
-        records = read_steps(folder, epoch, asked)
-        steps = [records[one] for one in sorted(records)]
-        ends = all(one.ends_epoch for one in steps[-1])
-        is_whole = sorted(records) == [*asked[: len(steps)]] and (len(steps) == accumulate or ends)
+        optimizer_step = range(step - step % accumulate, step - step % accumulate + accumulate)
+        records = read_steps(folder, epoch, optimizer_step)
+        steps = [records[number] for number in sorted(records)]
+        ends = all(record.ends_epoch for record in steps[-1])
+        is_whole = sorted(records) == [*optimizer_step[: len(steps)]] and (
+            len(steps) == accumulate or ends
+        )
         groups: list[list[SampleBlock]] = []  # rank -> step of the optimizer step -> samples
         for rank, graph in enumerate(graphs):
             begin_epoch(graph.samples, epoch)
-            groups.append([_restored(graph, one[rank], len(graphs)) for one in steps])
+            groups.append(
+                [_restored(graph, records_of_step[rank], len(graphs)) for records_of_step in steps]
+            )
             close_nodes(graph.samples, _TIMEOUT_S)
         index = sorted(records).index(step)
         remade = [
@@ -137,7 +144,9 @@ def remake_from_ledger(
     unknown: Any = {"loss_scale": nan, "optimizer_samples": 0, "optimizer_targets": 0}
     if is_whole:
         return remade
-    return [replace(one, info=replace(one.info, **unknown)) for one in remade]
+    return [
+        replace(remade_step, info=replace(remade_step.info, **unknown)) for remade_step in remade
+    ]
 
 
 def remake_from_checkpoint(
@@ -151,8 +160,8 @@ def remake_from_checkpoint(
     Args:
         make_loader: makes the loader of one rank, for the `process_group` that it is given.
         states: the folder of a checkpoint, with a file of each rank; or the states of the ranks in
-            their order. Each is that of a loader, or holds it.
-        further: steps to go on after the first one.
+            their order: states of loaders, or dicts that hold one.
+        further: number of steps to make after the first one; the last one is returned.
 
     Raises:
         StateError: the folder has not one state of each rank, or a state does not fit the loader.
@@ -160,28 +169,30 @@ def remake_from_checkpoint(
     further = check_count("further", further, 0)
     if isinstance(states, (str, os.PathLike)):
         states = [*map(load_state, rank_files(states))]
-    found: list[Any] = []
+    collator_states: list[Any] = []
     for rank, state in enumerate(states):
         hosted = part_of(state, "VirtualRanks").get("sources", {"": state})
-        found += [part_of(one, "GroupCollator") for one in hosted.values()]
-        if not found[-1]:
+        collator_states += [
+            part_of(graph_state, "GroupCollator") for graph_state in hosted.values()
+        ]
+        if not collator_states[-1]:
             raise StateError(
                 f"the state of rank {rank} holds none of a `GroupCollator`: it is {state!r:.200}."
             )
-    with _graphs(make_loader, len(found), len(states)) as graphs:
+    with _graphs(make_loader, len(collator_states), len(states)) as graphs:
         aligners = [graph.aligner for graph in graphs if graph.aligner is not None]
-        for graph, state in zip(graphs, found, strict=True):
+        for graph, state in zip(graphs, collator_states, strict=True):
             graph.collator.reset(state)
-        for taken in range(further + 1):
+        for taken_steps in range(further + 1):
             try:
                 if aligners:  # which settle a round together
-                    prepared = [one.prepare_step() for one in aligners]
+                    prepared = [aligner.prepare_step() for aligner in aligners]
                     aligners[0].peers.drive(prepared, lambda: aligners[0].where)
                 items = [graph.collator.take_group() for graph in graphs]
             except StopIteration:
                 raise StateError(
-                    f"the epoch has {taken} steps after this state, but step {further + 1} was "
-                    "asked for."
+                    f"the epoch has {taken_steps} steps after this state, but step {further + 1} "
+                    "was asked for."
                 ) from None
         shift = 0 if aligners else further
         return [
@@ -239,11 +250,11 @@ def _graphs(make_loader: MakeLoader, ranks: int, processes: int) -> Iterator[lis
 
 
 def _only(nodes: Sequence[BaseNode[Any]], kind: type[Any]) -> Any:
-    """Return the only node of a kind."""
-    found = [node for node in nodes if isinstance(node, kind)]
-    if len(found) != 1:
-        raise ValueError(f"the graph must have one `{kind.__name__}`, but has {len(found)}.")
-    return found[0]
+    """Return the only node of a class."""
+    matching = [node for node in nodes if isinstance(node, kind)]
+    if len(matching) != 1:
+        raise ValueError(f"the graph must have one `{kind.__name__}`, but has {len(matching)}.")
+    return matching[0]
 
 
 def _restored(graph: _Graph, record: StepInfo, world_size: int) -> SampleBlock:
@@ -255,10 +266,10 @@ def _restored(graph: _Graph, record: StepInfo, world_size: int) -> SampleBlock:
             "a source of this loader cannot read items by their keys. Make the step again from a "
             "checkpoint before it: `remake_from_checkpoint`."
         )
-    own = record.own_sources
+    own_sources = record.own_sources
     wanted: list[Any] = [*zip(record.row_sources, record.keys, strict=True)]
     items = [
-        ItemKey(source, key, 1 if source in own else world_size, repeat)
+        ItemKey(source, key, 1 if source in own_sources else world_size, repeat)
         for (source, key), repeat in zip(wanted, record.row_repeats, strict=True)
     ]
     samples = list(restore_items(graph.samples, items))
@@ -266,7 +277,7 @@ def _restored(graph: _Graph, record: StepInfo, world_size: int) -> SampleBlock:
         if not isinstance(sample, Sample) or (sample.source, sample.key) != (source, key):
             raise StateError(
                 f"the sample that is read for key {key} is {sample!r:.200}: the data or the "
-                "processing changed, or keys are of your own (`Observation.key`), by which nothing "
+                "processing changed, or keys are your own (`Observation.key`), by which nothing "
                 "can be read. Make the step again from a checkpoint before it."
             )
     return SampleBlock.of(samples)

@@ -17,7 +17,7 @@ from odb_nodes._core.text import Rows, Shown, counted
 from odb_nodes.loader.options import LoaderOptions
 from odb_nodes.memory import MemoryModel
 from odb_nodes.monitor.step_times import ASSUMED, ASSUMED_ORIGIN, fitted_step_time
-from odb_nodes.planning import SimulationOptions, StepTime, TokenBudget, round_steps
+from odb_nodes.planning import SimulationOptions, StepTime, TimeFn, TokenBudget, round_steps
 from odb_nodes.planning.auto_window import AUTO, LEAST_WINDOW, MOST_WINDOW, WindowSize
 from odb_nodes.processing import ParallelProcessor, WorkerOptions
 from odb_nodes.sources import IterableSource
@@ -28,12 +28,12 @@ from odb_nodes.tools.simulate import MOST_DRAWN, TableEpoch, budget_code
 __all__ = ["Choice", "Outcome", "Tuning", "tune"]
 
 AS_FAST = 0.01
-"""Of choices whose times differ by no more than this share, the one that holds least is taken."""
+"""Of choices whose times differ by at most this share, `tune` proposes the one that holds least."""
 
 _LEAST_OF_RANK = 2_048  # samples; more where there are many ranks
 _POOLS = (8, 16, 32, 64)  # budgets that a pool holds
 _ROUNDS = (16, 32, 64)
-_MOST_BUDGETS = 5  # of at most 60 choices with 4 windows and 3 rounds, and those that are given
+_MOST_BUDGETS = 5  # at most 60 choices with 4 windows and 3 rounds, more with a given window
 _AT_ONCE = 2
 
 
@@ -56,7 +56,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Figures of one epoch under a choice. All times are estimates.
+    """Figures of one epoch under a choice. Times are estimates.
 
     Attributes:
         choice: the options.
@@ -64,9 +64,9 @@ class Outcome:
             that takes longest.
         steps: number of batches of each rank.
         padding_share: padding tokens / tokens of all batches.
-        balance: sum over the steps of the ranks' mean time / sum of that of the slowest rank.
-        held_samples: samples in memory on a rank: pool, round, batches read ahead, and as many in
-            flight as a refill of the pool takes.
+        balance: sum over the steps of the ranks' mean time / sum of the slowest rank's time.
+        held_samples: samples in memory on a rank: pool, round, batches read ahead, and one refill
+            of the pool in flight.
         replayed_samples: samples that a restore makes again, at most, where the source reads items
             by their keys: pool and round.
         samples_per_step: samples of an optimizer step over all ranks, on average.
@@ -83,11 +83,11 @@ class Outcome:
 
     @property
     def objectives(self) -> tuple[float, ...]:
-        """Time, imbalance, samples held and replay: what should be small."""
+        """Time, imbalance, samples held and replay: all should be small."""
         return self.epoch_s, -self.balance, self.held_samples, self.replayed_samples
 
     def dominates(self, other: Outcome) -> bool:
-        """Tell whether this is nowhere worse than another one, and somewhere better."""
+        """Tell whether this is worse than another outcome in nothing, and better in something."""
         pairs = zip(self.objectives, other.objectives, strict=True)
         return self.objectives != other.objectives and all(a <= b for a, b in pairs)
 
@@ -110,7 +110,7 @@ class Outcome:
 def outcome_of(
     choice: Choice, *, epoch: TableEpoch, job: SimulationOptions, step_time: StepTime
 ) -> Outcome:
-    """Plan an epoch for a choice, and return what it comes to."""
+    """Plan an epoch under a choice, and return its figures."""
     job = replace(job, **vars(choice))
     batches, scale = epoch.batches(job), epoch.scale(job)
     steps, samples, padded = len(batches.rows), batches.samples, batches.padded
@@ -141,13 +141,14 @@ class Tuning(Shown):
     """The choices that were tried, and the best of them.
 
     Attributes:
-        about: which table the lengths are of, with its digest.
+        about: the table of lengths, with its digest.
         world_size: number of ranks.
-        step_time: what a micro-step is taken to last, in seconds.
+        step_time: estimated time of a micro-step, in seconds.
         tried: all outcomes.
-        front: those that no other one is as good as in time, balance, samples held and replay.
-        best: the one that is proposed.
-        why: why that one.
+        front: outcomes that no other one equals or beats in all of time, balance, samples held and
+            replay.
+        best: the proposed outcome.
+        why: the reason, as a text.
         weights: how the sources of the table are mixed.
         job: options that were not chosen.
     """
@@ -168,8 +169,8 @@ class Tuning(Shown):
 
     def rows(self) -> list[dict[str, str]]:
         """Return the front as rows of a table, the best one first and marked: title -> cell."""
-        rows = [self.best, *(one for one in self.front if one is not self.best)]
-        return [{"": "->" if one is self.best else ""} | one.as_row() for one in rows]
+        rows = [self.best, *(outcome for outcome in self.front if outcome is not self.best)]
+        return [{"": "->" if row is self.best else ""} | row.as_row() for row in rows]
 
     def code(self) -> str:
         """Return code to paste: a loader, and the configuration of a `Trainer`."""
@@ -179,6 +180,8 @@ class Tuning(Shown):
         for name in ("uneven", "largest_first", "diversity", "window_start"):
             if (value := getattr(self.job, name)) != getattr(SimulationOptions, name):
                 options += f", {name}={value!r}"
+        if self.job.step_time is not None:
+            options += f", step_time={_time_code(self.job.step_time)}"
         order = "" if self.weights is None else f", weights={self.weights!r}"
         arguments = f"gradient_accumulation_steps={choice.accumulate}"
         if (seed := self.job.seed) != SimulationOptions.seed:
@@ -207,23 +210,25 @@ def tune(
 ) -> Tuning:
     """Simulate an epoch with up to 100 choices of options, and propose one.
 
-    Tried are budgets, with the accumulation that goes with them, windows that hold 8 to 64 budgets,
-    and rounds. Time is an estimate; the rest is what will be, for the lengths of the table.
+    It tries budgets, with the accumulation that follows from them, windows that hold 8 to 64
+    budgets, and rounds. Times are estimates. All other figures are exact for the table's lengths.
 
     Args:
         table: the lengths of the samples. Of a large dataset, some are drawn.
         world_size: number of ranks.
-        tokens_per_step: padded tokens of an optimizer step over all ranks. Default: those of one
-            batch of the limit on each rank.
-        limit: what a batch may be at most: padded tokens; a `TokenBudget`, whose other fields are
+        tokens_per_step: padded tokens of an optimizer step over all ranks. Default: one batch of
+            the limit on each rank.
+        limit: largest budget of a batch: padded tokens; a `TokenBudget`, whose other fields are
             kept, and which may drop samples that exceed it; or a `MemoryModel` and the memory of a
             device in bytes. Default: 4 times the longest sample.
-        log: what the times of micro-steps are fitted to: the folder of a `Monitor`, or a file, see
-            `fitted_step_time`.
+        log: fit the times of micro-steps to this log: the folder of a `Monitor`, or a file, see
+            `fitted_step_time`. On several ranks, all choices are planned with the fitted time as
+            `step_time`, unless `options` have one.
         weights: how the sources of the table are mixed, as for an `ODBDataLoader`.
         seed: seed of the order of the samples.
-        options: further fields of `SimulationOptions`: `uneven`, `largest_first`, `diversity` and
-            `window_start` of all choices; `window` and `round_size`, which are tried, too.
+        options: further fields of `SimulationOptions`: `uneven`, `largest_first`, `diversity`,
+            `window_start` and `step_time` of all choices; `window` and `round_size`, which are
+            tried, too.
 
     Raises:
         OSError: `log` cannot be read.
@@ -231,6 +236,9 @@ def tune(
     """
     step_time, origin = (ASSUMED, ASSUMED_ORIGIN) if log is None else fitted_step_time(log)
     world_size = check_count("world_size", world_size)
+    plans_by_log = log is not None and world_size > 1 and options.get("step_time") is None
+    if plans_by_log:
+        options["step_time"] = _in_tokens(step_time)
     about = str(table)
     if isinstance(limit, tuple):
         model, limit_bytes = limit
@@ -251,11 +259,9 @@ def tune(
     ]
     epoch.order(job)  # once, and not in each process
     tried = _outcomes(partial(outcome_of, epoch=epoch, job=job, step_time=step_time), choices)
-    unique = {one.objectives: one for one in reversed(tried)}.values()
-    best_in_something = [one for one in unique if not any(other.dominates(one) for other in unique)]
-    front = sorted(best_in_something, key=lambda one: one.epoch_s)
-    near = [one for one in front if one.epoch_s <= (1 + AS_FAST) * front[0].epoch_s]
-    best = min(near, key=lambda one: (one.held_samples, one.epoch_s))
+    front = _front(tried)
+    near = [outcome for outcome in front if outcome.epoch_s <= (1 + AS_FAST) * front[0].epoch_s]
+    best = min(near, key=lambda outcome: (outcome.held_samples, outcome.epoch_s))
     auto = replace(job, budget=best.choice.budget, window=AUTO)
     why = (
         f"{counted(len(tried), 'choice')} tried. Listed: those that no other choice equals or "
@@ -264,6 +270,16 @@ def tune(
         f"time ({len(near)}). Times are estimates ({origin}), without waiting for data. "
         f'Under its budget `window="auto"` comes to {epoch.window(auto):,} samples.'
     )
+    if plans_by_log:
+        why += (
+            " All choices are planned with the fitted time, so ranks are levelled by it: give the "
+            "loader its `step_time`."
+        )
+        if limits.layout == "padded":
+            why += (
+                " A padded step then has samples of one length, which may cost quality unless "
+                "several batches are accumulated."
+            )
     return Tuning(
         about=about,
         world_size=world_size,
@@ -275,6 +291,39 @@ def tune(
         weights=weights,
         job=job,
     )
+
+
+def _front(outcomes: list[Outcome]) -> list[Outcome]:
+    """Return the outcomes that no other one dominates, from the fastest on; of equal ones, one."""
+    unique = {outcome.objectives: outcome for outcome in reversed(outcomes)}.values()
+    undominated = [
+        outcome for outcome in unique if not any(other.dominates(outcome) for other in unique)
+    ]
+    return sorted(undominated, key=lambda outcome: outcome.epoch_s)
+
+
+def _in_tokens(step_time: StepTime) -> StepTime:
+    """Return a time of steps in the unit of a token, without what all steps take alike.
+
+    The length that attention takes half of the time for is a whole number, so that code shows it.
+    """
+    if not step_time.squares:
+        return StepTime()
+    return StepTime(squares=1 / max(1, round(step_time.half_at)))
+
+
+def _time_code(step_time: StepTime | TimeFn) -> str:
+    """Return the code that makes a `StepTime`, or the name of a function."""
+    if not isinstance(step_time, StepTime):
+        return getattr(step_time, "__name__", type(step_time).__name__)
+    default = StepTime()
+    terms = []
+    for name, value in vars(step_time).items():
+        if value == getattr(default, name):
+            continue
+        is_fraction = name == "squares" and value == 1 / round(1 / value)
+        terms.append(f"{name}=1 / {round(1 / value)}" if is_fraction else f"{name}={value!r}")
+    return f"StepTime({', '.join(terms)})"
 
 
 def _budgets(
@@ -300,13 +349,13 @@ def _budgets(
         accumulate *= 2
 
 
-def _windows(budget: TokenBudget, table: LengthTable, given: WindowSize) -> list[int]:
-    """Return numbers of samples that are some budgets, on average, and the one that is given."""
+def _windows(budget: TokenBudget, table: LengthTable, window: WindowSize) -> list[int]:
+    """Return windows that hold some numbers of budgets on average, and a given `window`."""
     lengths = table.lengths()
     mean = budget.row_cost(lengths).mean()
     windows = [2 ** round(math.log2(pool * budget.tokens / mean)) for pool in _POOLS]
-    own = () if given == AUTO else (given,)
-    return sorted({*(min(max(one, LEAST_WINDOW), MOST_WINDOW) for one in windows), *own})
+    bounded = {min(max(samples, LEAST_WINDOW), MOST_WINDOW) for samples in windows}
+    return sorted(bounded if window == AUTO else bounded | {window})
 
 
 def _outcomes(simulate: Callable[[Choice], Outcome], choices: list[Choice]) -> list[Outcome]:

@@ -1,6 +1,6 @@
 """Images and text: decoding with policies for bad images, image tokens, batches, modalities.
 
-Import it as it is: `import odb_nodes` does not. Decoding needs Pillow, and image processors come
+`import odb_nodes` does not import this package. Decoding needs Pillow, and image processors come
 from transformers: `pip install 'odb-nodes[vision]'`.
 """
 

@@ -1,4 +1,4 @@
-"""Images: decoded in little memory, or the reason why not; resized, and cut into patches."""
+"""Images: decoded in little memory, with policies for bad ones; resized; cut into patches."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ ImageSource: TypeAlias = "str | os.PathLike[str] | bytes | Image"
 MAX_ASPECT_RATIO = 200
 _ORIENTATION_TAG = 0x0112
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # orientation -> `PIL.Image.Transpose`
-_LAST_FILTER = 5  # of `PIL.Image.Resampling`
+_LAST_FILTER = 5  # largest value of `PIL.Image.Resampling`
 _URL = re.compile(r"(data:|[a-z][a-z0-9+.-]+://)", re.IGNORECASE)
-_DRAFT_GAP = 2.0  # a JPEG is decoded at this many times its final size or more, as Pillow does
+_DRAFT_GAP = 2.0  # least size of a decoded JPEG, as a multiple of the final size, as in Pillow
 
 
 class ImageError(ValueError):
@@ -46,14 +46,14 @@ class ImageError(ValueError):
 class BadImages:
     """What to do with a sample whose image cannot be used, by reason.
 
-    `"error"` raises a `SampleError`, before which nothing is lost. `"skip"` leaves the whole sample
-    out of the epoch and counts it in `skipped_samples`, by the name of the field. A file that
-    exists but cannot be read (no permission, a network file system that fails) is always an error.
+    `"error"` raises a `SampleError`; no sample before it is lost. `"skip"` skips the whole sample
+    and counts it in `skipped_samples`, by the name of the field. A file that exists but cannot be
+    read (no permission, a failing network file system) is always an error.
 
     Args:
         missing: the policy for a file that does not exist.
-        corrupt: the policy for what is no image, has no pixels, or is truncated or damaged.
-        huge: the policy for an image of more pixels than the `ImageReader` allows.
+        corrupt: the policy for data that is no image, has no pixels, or is truncated or damaged.
+        huge: the policy for an image with more pixels than the `ImageReader` allows.
         elongated: the policy for an image whose longer side is over 200 times the other, which no
             patch grid can hold.
     """
@@ -69,23 +69,23 @@ class BadImages:
 
     @classmethod
     def skipped(cls) -> BadImages:
-        """Return the policy that skips them all."""
+        """Return the policy that skips bad images for all reasons."""
         return cls(missing="skip", corrupt="skip", huge="skip", elongated="skip")
 
     def skips(self, reason: str) -> bool:
-        """Tell whether a sample is left out for this reason, the name of a field."""
+        """Tell whether a sample is skipped for this reason, the name of a field."""
         return bool(getattr(self, reason) == "skip")
 
 
 def resized_shape(
     height: int, width: int, *, multiple: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Return the (height, width) that an image is resized to: Qwen2-VL's `smart_resize`.
+    """Return the (height, width) of the resized image: Qwen2-VL's `smart_resize`.
 
     Args:
         height: height of the image, in pixels.
         width: width of the image, in pixels.
-        multiple: pixels, of which both sides become multiples; patch size times merge size.
+        multiple: both sides become multiples of this number of pixels: patch size times merge size.
         min_pixels: fewest pixels of the result.
         max_pixels: most pixels of the result; an elongated image may exceed it.
 
@@ -101,7 +101,7 @@ def resized_shape(
             f"has {width} x {height} pixels",
         )
     rows, columns = round(height / multiple), round(width / multiple)
-    if rows * columns * multiple**2 > max_pixels:  # in the order of transformers, to the last bit
+    if rows * columns * multiple**2 > max_pixels:  # rounded bitwise as in transformers
         shrink = math.sqrt((height * width) / max_pixels)
         rows = max(1, math.floor(height / shrink / multiple))
         columns = max(1, math.floor(width / shrink / multiple))
@@ -116,15 +116,16 @@ def resized_shape(
 class ImageReader:
     """Decodes an image and resizes it to the shape that a patch grid needs.
 
-    A large JPEG is decoded at a fraction of its size, at least twice that of the result, so a
-    photograph of 12 megapixels takes megabytes, not dozens of them. Orientation tags are applied.
-    What is transparent is put on white, as image processors of transformers do.
+    A large JPEG is decoded at a fraction of its size, at least twice the size of the result, so a
+    photograph of 12 megapixels takes a few megabytes. Orientation tags are applied. Transparent
+    pixels become white, as in image processors of transformers.
 
     Args:
-        multiple: pixels; height and width become multiples of it: patch size times merge size.
+        multiple: height and width become multiples of this number of pixels: patch size times merge
+            size.
         min_pixels: fewest pixels of the result.
         max_pixels: most pixels of the result.
-        max_image_pixels: most pixels of an image before it is resized. Other formats than JPEG are
+        max_image_pixels: most pixels of an image before it is resized. Formats other than JPEG are
             decoded whole, at 3 bytes a pixel or more. Pillow warns above the default, and refuses
             twice as much; raise its `PIL.Image.MAX_IMAGE_PIXELS` for larger images.
         resample: number of a Pillow filter, `PIL.Image.Resampling`, in 0..5; 3 is bicubic.
@@ -147,14 +148,14 @@ class ImageReader:
             )
 
     def __call__(self, source: ImageSource) -> Image:
-        """Return the image, RGB, in its final size."""
+        """Return the image, RGB, at its final size."""
         pillow = import_extra("PIL.Image", "vision")
         url = isinstance(source, str) and _URL.match(source)
         if url or not isinstance(source, (str, os.PathLike, bytes, pillow.Image)):
-            what = f"the URL {source!r:.60}" if url else f"`{type(source).__name__}`"
+            described = f"the URL {source!r:.60}" if url else f"`{type(source).__name__}`"
             raise SampleError(
                 "an image must be a path, the bytes of a file, or a `PIL.Image.Image`, but is "
-                f"{what} instead. Fetch or convert it before, an array with `Image.fromarray`."
+                f"{described} instead. Fetch it first, or convert an array by `Image.fromarray`."
             )
         try:
             if isinstance(source, pillow.Image):
@@ -167,12 +168,12 @@ class ImageReader:
             raise ImageError("missing", "there is no such file") from error
         except (pillow.DecompressionBombError, pillow.DecompressionBombWarning) as error:
             raise ImageError("huge", str(error)) from error
-        except pillow.UnidentifiedImageError:  # whose message has the address of the bytes
+        except pillow.UnidentifiedImageError:  # Its message has a memory address.
             message = "it is empty, or in no format that Pillow knows"
             raise ImageError("corrupt", message) from None
         except Exception as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # of the file system, and not of the decoder
+                raise  # an error of the file system
             raise ImageError("corrupt", f"{type(error).__name__}: {error}") from error
 
     def _decode(self, image: Image, *, owned: bool) -> Image:
@@ -183,7 +184,7 @@ class ImageReader:
                 f"it must have at most {self.max_image_pixels} pixels (`max_image_pixels`), but "
                 f"has {width} x {height}",
             )
-        # Before anything is decoded. Turning an image turns its final shape, and no more.
+        # Before decoding. Rotating an image later swaps the sides of its final shape.
         rows, columns = resized_shape(
             height,
             width,
@@ -193,7 +194,7 @@ class ImageReader:
         )
         if owned:
             image.draft(None, (int(_DRAFT_GAP * columns), int(_DRAFT_GAP * rows)))
-        image.load()  # which turns a TIFF upright, whose size was that from the start
+        image.load()  # It also rotates a TIFF, whose `size` was upright already.
         orientation = _orientation_of(image)
         if orientation in range(5, 9):
             rows, columns = columns, rows
@@ -212,7 +213,7 @@ class ImageReader:
 def _orientation_of(image: Image) -> Any:
     try:
         return image.getexif().get(_ORIENTATION_TAG, 1)
-    except Exception:  # tags that are damaged say nothing; the image may be good
+    except Exception:  # Damaged tags: the image itself may be good.
         return 1
 
 
@@ -230,18 +231,24 @@ def _opaque(image: Image) -> Image:
 
 _NEEDED = ("patch_size", "merge_size", "temporal_patch_size", "size", "resample")
 _SETTINGS = (
-    *("patch_size", "merge_size", "temporal_patch_size"),
-    *("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"),
+    "patch_size",
+    "merge_size",
+    "temporal_patch_size",
+    "do_rescale",
+    "rescale_factor",
+    "do_normalize",
+    "image_mean",
+    "image_std",
 )
-"""The settings that decide the patches of an image of its final size; not that size's bounds."""
+"""The settings that decide the patches of an image at its final size."""
 
 
 def check_image_processor(value: Any, remedy: str) -> None:
-    """Raise an error where `value` cannot cut images into patches."""
-    if isinstance(value, type) or not all(hasattr(value, one) for one in ("__call__", *_NEEDED)):
+    """Raise an error if `value` cannot cut images into patches."""
+    if isinstance(value, type) or not all(hasattr(value, name) for name in ("__call__", *_NEEDED)):
         raise TypeError(
             "`image_processor` must be an image processor with "
-            f"{', '.join(f'`{one}`' for one in _NEEDED)}, but is {describe(value)} instead. "
+            f"{', '.join(f'`{name}`' for name in _NEEDED)}, but is {describe(value)} instead. "
             f"{remedy}"
         )
     try:
@@ -258,27 +265,27 @@ def check_image_processor(value: Any, remedy: str) -> None:
 
 def make_patches(image_processor: Any, images: Sequence[Any]) -> dict[str, Any]:
     """Return `pixel_values` and `image_grid_thw` of RGB images that need no resizing."""
-    made = image_processor(images=list(images), do_resize=False, return_tensors="np")
+    arrays = image_processor(images=list(images), do_resize=False, return_tensors="np")
     return {
-        "pixel_values": np.ascontiguousarray(made["pixel_values"], dtype=np.float32),
-        "image_grid_thw": np.asarray(made["image_grid_thw"], dtype=np.int64),
+        "pixel_values": np.ascontiguousarray(arrays["pixel_values"], dtype=np.float32),
+        "image_grid_thw": np.asarray(arrays["image_grid_thw"], dtype=np.int64),
     }
 
 
 def settings_of(image_processor: Any) -> dict[str, str]:
-    """Return what decides which patches an image processor makes of images, by name."""
+    """Return the settings of an image processor that decide its patches, by name."""
     values = {name: getattr(image_processor, name, None) for name in _SETTINGS}
     plain = {name: str(np.asarray(value).tolist()) for name, value in values.items()}
     return {"type": type(image_processor).__name__, **plain}
 
 
 def check_settings(image_processor: Any, expected: Mapping[str, str]) -> None:
-    """Raise a `SampleError` unless an image processor makes the patches that are expected."""
-    found = settings_of(image_processor)
-    if differing := [name for name in found if found[name] != expected.get(name)]:
-        shown = (f"`{name}` ({found[name]} instead of {expected.get(name)})" for name in differing)
+    """Raise a `SampleError` unless an image processor has the expected settings."""
+    actual = settings_of(image_processor)
+    if differing := [name for name in actual if actual[name] != expected.get(name)]:
+        shown = (f"`{name}` ({actual[name]} instead of {expected.get(name)})" for name in differing)
         raise SampleError(
-            "`image_processor` of the collate function must make the patches that the samples "
-            f"were processed for, but differs in {', '.join(shown)}. Give both the same: "
+            "`image_processor` of the collate function must be the one that processed the "
+            f"samples, but differs in {', '.join(shown)}. Pass the same: "
             "`VisionLanguageCollate(..., image_processor=processor.image_processor)`."
         )

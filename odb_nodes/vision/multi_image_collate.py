@@ -1,4 +1,4 @@
-"""Collate function of text and whole images or volumes, in any number and size per sample."""
+"""Collate function for text and whole images or volumes, in any number and size per sample."""
 
 from __future__ import annotations
 
@@ -27,32 +27,31 @@ class MultiImageCollate(StepImages):
     """Pads the text of samples as `PaddingCollate` does, and pads or resizes their images.
 
     A sample with images has `pixel_values`: a sequence of images, each (C, H, W), or of volumes,
-    each (C, H, W, D); or one array of several, (n, C, H, W) or (n, C, H, W, D): of a single volume,
-    give a list. All images of a batch have the same number of dimensions, channels and dtype. Other
-    keys, such as `id` and `task`, become a tensor of B numbers or a list of B values. Beside these
-    a batch has:
+    each (C, H, W, D); or an array of several, (n, C, H, W) or (n, C, H, W, D). Put a single volume
+    into a list. All images of a batch have the same number of dimensions, channels and dtype. Other
+    keys, such as `id` and `task`, become a tensor of B numbers or a list of B values. The batch
+    also has:
 
     - `pixel_values`: (B, most images, C, H, W) or (B, most images, C, H, W, D), of the images'
-      dtype: the largest of each side, padded with 0, or the size `resize`. Left out of a batch
-      without images.
+      dtype, at the size `resize`, or padded with 0 to the largest side. A batch without images
+      lacks it.
     - `image_mask`: (B, most images) bool, True for images and False for padding.
-    - `image_sizes`: (B, most images, 2 or 3) int64, height, width and depth of the images as the
-      samples have them; 0 for padding.
+    - `image_sizes`: (B, most images, 2 or 3) int64, height, width and depth of the images in
+      the samples; 0 for padding.
 
-    B is the number of samples, unless there are `shapes`. If other ranks have images in a step and
-    this one has none, it gets one of zeros, float32, that the mask leaves out. If no rank has
-    images, those of a sample that only fills the step are left out.
+    B is the number of samples, unless there are `shapes`. If other ranks have images in a step but
+    this rank has none, it gets an image of float32 zeros, which the mask excludes. If no rank has
+    images but a filler sample, its images are removed.
 
     Args:
-        resize: the (H, W) or (H, W, D) that all images are resized to, bilinear with antialiasing,
-            or trilinear; integers and booleans are rounded. `None`: they are padded.
+        resize: the (H, W) or (H, W, D) to resize all images to, bilinear with antialiasing, or
+            trilinear; integers and booleans are rounded. `None`: images are padded.
         dummy_shape: the (C, H, W) or (C, H, W, D) of the image of zeros, which the model must
             accept; `None` for no such image.
         modality: the name of images among the `StepInfo.modalities`.
 
     Raises:
-        TypeError, ValueError: an argument is not valid, or `dummy_shape` is not of the size
-            `resize`.
+        TypeError, ValueError: an argument is not valid, or `dummy_shape` differs from `resize`.
     """
 
     draws_random_numbers: ClassVar[bool] = False
@@ -83,14 +82,13 @@ class MultiImageCollate(StepImages):
     def count_patches(self, sample: Mapping[str, Any], patch_size: int | Size) -> int:
         """Return the patches of a sample, for `Observation.patches` and `TokenBudget.max_patches`.
 
-        They are those of its images at the size that they have in a batch, without the padding:
-        that depends on the samples that it is grouped with later. With `resize`, they are all that
-        `pixel_values[image_mask]` has.
+        Images count at the size `resize`, or else at their own size: the padding depends on the
+        other samples of the group.
 
         Args:
             sample: a processed sample.
-            patch_size: pixels of a side of a patch, or of each side. A part of a patch counts as
-                one.
+            patch_size: side of a patch in pixels, or one number for each side. A partial patch
+                counts as a whole one.
 
         Raises:
             SampleError: an image is not (C, H, W) or (C, H, W, D).
@@ -123,41 +121,42 @@ class MultiImageCollate(StepImages):
         return batch
 
     def _dimensions(self) -> int | None:
-        """Return the dimensions of an image's size, if they are known beforehand."""
+        """Return the dimensions of an image's size if `resize` or `dummy_shape` tells them."""
         return len(self.resize or (self.dummy_shape or ())[1:]) or None
 
     def _images(self, samples: Sequence[Mapping[str, Any]]) -> list[list[Array]]:
-        """Return the images of each sample, which are alike, so that one tensor can hold them."""
-        made = {"image_mask", "image_sizes"}
-        found: list[list[Array]] = []
+        """Return the images of each sample, checked to fit into one tensor."""
+        batch_keys = {"image_mask", "image_sizes"}
+        images: list[list[Array]] = []
         first: Array | None = None
         for index, sample in enumerate(samples):
             try:
-                for key in made & sample.keys():
+                for key in batch_keys & sample.keys():
                     raise SampleError(
-                        f"its key {key!r} is one that `{type(self).__name__}` gives the batch. "
-                        "Rename it in processing."
+                        f"`{type(self).__name__}` adds {key!r} to the batch, but the sample has "
+                        "this key. Rename it in processing."
                     )
-                found.append(self._images_of(sample))
-                for image in found[-1]:
+                images.append(self._images_of(sample))
+                for image in images[-1]:
                     first = image if first is None else first
                     _check_alike(first, image)
             except SampleError as error:
                 raise of_group(error, index) from error
-        return found
+        return images
 
     def _images_of(self, sample: Mapping[str, Any]) -> list[Array]:
         dimensions, images = self._dimensions(), []
         allowed = (2, 3) if dimensions is None else (dimensions,)
-        for given in () if (found := sample.get("pixel_values")) is None else found:
-            if hasattr(given, "getbands"):  # a Pillow image, (H, W, C) as an array
+        values = sample.get("pixel_values")
+        for value in () if values is None else values:
+            if hasattr(value, "getbands"):  # a Pillow image, (H, W, C) as an array
                 raise SampleError(
-                    "an image of `pixel_values` must be an array, (C, H, W), but is a Pillow image "
-                    "instead, whose channels come last. Convert it in processing: "
+                    "an image of `pixel_values` must be an array, (C, H, W), but is a Pillow "
+                    "image, whose channels come last. Convert it in processing: "
                     '`np.asarray(image.convert("RGB")).transpose(2, 0, 1)`.'
                 )
             try:
-                image = np.asarray(given)
+                image = np.asarray(value)
             except (TypeError, ValueError, RuntimeError) as error:  # ragged, or with a graph
                 raise SampleError(
                     f"an image of `pixel_values` cannot become an array: {error}"
@@ -167,17 +166,16 @@ class MultiImageCollate(StepImages):
                 shapes = " or ".join(f"(C, {', '.join(_AXES[:axes])})" for axes in allowed)
                 raise SampleError(
                     f"an image of `pixel_values` must be {shapes}, with pixels that are real "
-                    f"numbers, but is {image.shape} of {image.dtype} instead. A sample has a list "
-                    "of images: of one, `[image]`. One without an axis of channels gets it by "
-                    "`image[None]`."
+                    f"numbers, but is {image.shape} of {image.dtype} instead. Put a single image "
+                    "into a list, `[image]`, and add a missing channel axis by `image[None]`."
                 )
             images.append(image)
         return images
 
     def _joined(self, images: Sequence[list[Array]]) -> dict[str, torch.Tensor]:
-        counts = np.array([len(of_row) for of_row in images])
+        counts = np.array(list(map(len, images)))
         mask = np.arange(counts.max()) < counts[:, None]
-        every = [image for of_row in images for image in of_row]
+        every = [image for row_images in images for image in row_images]
         axes = every[0].ndim - 1 if every else self._dimensions() or 2
         sizes = np.zeros((*mask.shape, axes), np.int64)
         arrays = {"image_mask": mask, "image_sizes": sizes}
@@ -204,20 +202,20 @@ def _check_alike(first: Array, image: Array) -> None:
     if (image.ndim, len(image), image.dtype) != (first.ndim, len(first), first.dtype):
         raise SampleError(
             "the images of a group must have the same dimensions, channels and dtype, but this is "
-            f"{image.shape} of {image.dtype}, and one before is {first.shape} of {first.dtype}. "
+            f"{image.shape} of {image.dtype}, and an earlier image {first.shape} of {first.dtype}. "
             "Convert them in processing; among volumes, give images a depth of 1 "
             "(`image[..., None]`)."
         )
 
 
 def resized(image: Array, size: Size) -> Array:
-    """Return an image or a volume at another size, of its own dtype, computed in floating point."""
+    """Return an image or volume at another size, computed in floating point, in its dtype."""
     if image.shape[1:] == size:
         return image
     values = torch.from_numpy(image.astype(np.result_type(image.dtype, np.float32)))[None]
     if len(size) == 2:
-        made = torch.nn.functional.interpolate(values, size, mode="bilinear", antialias=True)
+        scaled = torch.nn.functional.interpolate(values, size, mode="bilinear", antialias=True)
     else:
-        made = torch.nn.functional.interpolate(values, size, mode="trilinear")
-    pixels = made[0].numpy()
+        scaled = torch.nn.functional.interpolate(values, size, mode="trilinear")
+    pixels = scaled[0].numpy()
     return (np.rint(pixels) if image.dtype.kind in "biu" else pixels).astype(image.dtype)

@@ -1,4 +1,4 @@
-"""A conversation with images as a sample: the `process_fn` of a vision-language model."""
+"""The `process_fn` of a vision-language model: a conversation with images becomes a sample."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Part(NamedTuple):
     """A part of a rendered conversation.
 
     Attributes:
-        kind: `"text"` to tokenize, a `"special"` token, or an `"image"`.
+        kind: `"text"`, a `"special"` token, or an `"image"`.
         content: the text, the token's name, or the image.
-        supervised: whether the model learns to write it.
+        supervised: whether the model is trained to write it.
     """
 
     kind: Literal["text", "special", "image"]
@@ -47,11 +47,11 @@ class ChatTemplate:
     Only the assistant's text and the token that ends it are supervised.
 
     Args:
-        system: the system message of a conversation that has none; `None` to add none.
+        system: the system message for conversations without one; `None` to add none.
         start: the token that begins a message.
         end: the token that ends a message.
         image_start: the token before an image.
-        image_token: the token that stands for one merged patch of an image.
+        image_token: the token of one merged patch of an image.
         image_end: the token after an image.
     """
 
@@ -65,36 +65,38 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any] = ()
     ) -> list[Part]:
-        """Return the parts of a conversation, text that belongs together joined.
+        """Return the parts of a conversation, with adjacent texts joined.
 
         Args:
             messages: one or more, each with `role`, `"system"`, `"user"` or `"assistant"`, and
                 `content`: a string, or a list of `{"type": "text", "text": ...}` and
                 `{"type": "image", "image": ...}`.
-            images: the images of the image parts without `image`, in order.
+            images: the images for image parts without `image`, in order.
 
         Raises:
-            SampleError: a message is not like that, there is none, or there are more or fewer
-                images than parts.
+            SampleError: a message has another form, there is none, or the number of images differs
+                from the number of parts.
         """
         if not _is_list(messages) or not messages:
             raise _wrong_messages(messages)
         if not _is_list(images):
             raise SampleError(
                 f"`images` must be a list of images, but is {describe(images)} instead. Put a "
-                "single one in a list: `[image]`."
+                "single image into a list: `[image]`."
             )
         parts = _joined(self._parts(messages))
-        without = [
-            at for at, one in enumerate(parts) if one.kind == "image" and one.content is None
+        missing = [
+            number
+            for number, part in enumerate(parts)
+            if part.kind == "image" and part.content is None
         ]
-        if len(without) != len(images):
+        if len(missing) != len(images):
             raise SampleError(
-                f"`images` must have one image per image part without an `image` ({len(without)}), "
+                f"`images` must have one image per image part without an `image` ({len(missing)}), "
                 f'but has {len(images)}. Put {{"type": "image"}} where they belong, or add them.'
             )
-        for at, image in zip(without, images, strict=True):
-            parts[at] = Part("image", image)
+        for number, image in zip(missing, images, strict=True):
+            parts[number] = Part("image", image)
         return parts
 
     def _parts(self, messages: Sequence[Any]) -> Iterator[Part]:
@@ -132,50 +134,50 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
-def _wrong_messages(found: Any) -> SampleError:
+def _wrong_messages(value: Any) -> SampleError:
     return SampleError(
         '`messages` must be a list of {"role": "system", "user" or "assistant", "content": ...}, '
         'with a string or a list of {"type": "text", "text": ...} and {"type": "image", "image": '
-        f"...}} as `content`, but {found!r:.100} is not. Mend it, or leave it out."
+        f"...}} as `content`, but {value!r:.100} is not. Correct it, or leave it out."
     )
 
 
 def _joined(parts: Iterable[Part]) -> list[Part]:
-    """Join neighbouring texts, so that they are tokenized as what they are: one text."""
+    """Join adjacent texts, which must be tokenized as one."""
     joined: list[Part] = []
-    for (kind, supervised), alike in groupby(parts, lambda part: (part.kind, part.supervised)):
+    for (kind, supervised), run in groupby(parts, lambda part: (part.kind, part.supervised)):
         if kind == "text":
-            joined.append(Part(kind, "".join(part.content for part in alike), supervised))
+            joined.append(Part(kind, "".join(part.content for part in run), supervised))
         else:
-            joined += alike
+            joined += run
     return joined
 
 
 @dataclass(frozen=True)
 class VisionLanguageProcessor:
-    """Turns a record into a sample for Qwen2-VL and models like it; runs in the workers.
+    """Turns a record into a sample for Qwen2-VL and similar models; runs in the workers.
 
-    A record is a mapping with `messages` (see `ChatTemplate.render`), one of the assistant or more,
-    `images` for the image parts without one of their own, and `id`, which errors name. An image is
-    a path, the bytes of a file, or a Pillow image. The text is tokenized part by part, so no text
-    can pass for a special token, and each image becomes `grid.prod() / merge_size**2` image tokens.
-    Nothing is cut off: the `TokenBudget` says what becomes of long samples.
+    A record is a mapping with `messages` (see `ChatTemplate.render`), at least one by the
+    assistant, `images` for image parts without `image`, and an `id` for errors. An image is a path,
+    the bytes of a file, or a Pillow image. The text is tokenized part by part, so text is never
+    read as a special token, and each image becomes `grid.prod() / merge_size**2` image tokens.
+    Nothing is truncated: see `TokenBudget` for long samples.
 
     Args:
         tokenizer: a tokenizer of transformers.
         image_processor: the image processor of the model, `Qwen2VLImageProcessorPil` of
-            transformers (before version 5, `Qwen2VLImageProcessor`) or one like it, which
-            rescales, normalizes and cuts patches. `ImageReader` decodes and resizes for it.
-        template: the form of the conversation, which also says which tokens are supervised.
-        bad_images: the treatment of samples whose images cannot be used.
+            transformers (before version 5, `Qwen2VLImageProcessor`) or a similar one, which
+            rescales, normalizes and cuts patches after an `ImageReader` decodes and resizes.
+        template: the format of the conversation, which also decides the supervised tokens.
+        bad_images: the policies for samples whose images cannot be used.
         max_image_pixels: most pixels of an image before it is resized.
-        keep: the keys of a record that its sample keeps, if the record has them.
-        late_patches: whether samples carry `images`, one byte a value, of which the
-            `image_processor` of the `VisionLanguageCollate` makes `pixel_values`. This takes an
-            eighth of the memory, in the pool and between processes, and more work per batch.
+        keep: keys that a sample keeps from its record.
+        late_patches: whether samples carry `images`, one byte a value, and the `image_processor` of
+            the `VisionLanguageCollate` makes their `pixel_values`. This takes an eighth of the
+            memory, in the pool and between processes, and more work per batch.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has a wrong type.
         ValueError: the tokenizer lacks a token of the template.
     """
 
@@ -209,14 +211,14 @@ class VisionLanguageProcessor:
 
     def _check(self) -> None:
         needed = ("__call__", "__len__", "convert_tokens_to_ids")
-        found = self.tokenizer
-        if isinstance(found, type) or not all(hasattr(found, one) for one in needed):
+        tokenizer = self.tokenizer
+        if isinstance(tokenizer, type) or not all(hasattr(tokenizer, name) for name in needed):
             raise TypeError(
-                f"`tokenizer` must be a tokenizer of transformers, but is {describe(found)} "
+                f"`tokenizer` must be a tokenizer of transformers, but is {describe(tokenizer)} "
                 f"instead. {_ORDER} `AutoTokenizer.from_pretrained(...)` makes the tokenizer."
             )
-        made = "`AutoImageProcessor.from_pretrained(...)` makes that of a model."
-        check_image_processor(self.image_processor, f"{_ORDER} {made}")
+        remedy = "`AutoImageProcessor.from_pretrained(...)` makes the image processor."
+        check_image_processor(self.image_processor, f"{_ORDER} {remedy}")
         check_type("template", self.template, ChatTemplate, "Pass `ChatTemplate(...)`.")
         remedy = 'Pass `BadImages(corrupt="skip")`, or `BadImages.skipped()` for all reasons.'
         check_type("bad_images", self.bad_images, BadImages, remedy)
@@ -225,7 +227,7 @@ class VisionLanguageProcessor:
 
     @property
     def fingerprint_name(self) -> str:
-        """The settings that decide the samples, which the state of a graph is checked against."""
+        """The settings that decide the samples, for the fingerprint in states."""
         parts = (
             tokenizer_name(self.tokenizer),
             self._special,
@@ -245,16 +247,16 @@ class VisionLanguageProcessor:
             `input_ids`, `labels` (-100 where not supervised) and `mm_token_type_ids` (1 for image
             tokens), (L,) int64. With images, `pixel_values`: (patches, C x temporal x height x
             width of a patch) float32, and `image_grid_thw`: (images, 3) int64; with `late_patches`
-            `images` instead of `pixel_values`: a list of (H, W, 3) uint8, and `image_settings`: how
-            patches are to be made of them, as strings. And what `keep` names. Or `Skipped`,
-            by `bad_images`.
+            `images` instead of `pixel_values`: a list of (H, W, 3) uint8, and `image_settings`: the
+            settings for their patches, as strings. The keys in `keep`. Or `Skipped`, by
+            `bad_images`.
         """
         if not isinstance(record, Mapping):
             raise SampleError(
                 f"a record must be a mapping with `messages`, but is {record!r:.100} instead."
             )
-        named = [f"{key} {record[key]!r:.100}" for key in ("source", "id") if key in record]
-        blame = f"the sample{' with ' * bool(named)}{', '.join(named)} cannot be used:"
+        names = [f"{key} {record[key]!r:.100}" for key in ("source", "id") if key in record]
+        blame = f"the sample{' with ' * bool(names)}{', '.join(names)} cannot be used:"
         try:
             parts = self._parts(record)
             vision = self._vision([part.content for part in parts if part.kind == "image"])
@@ -264,7 +266,7 @@ class VisionLanguageProcessor:
             if self.bad_images.skips(error.reason):
                 return Skipped(error.reason, f"{blame} {error}.")
             raise SampleError(
-                f"{blame} {error}. Mend or remove the image, or leave such samples out with "
+                f"{blame} {error}. Repair or remove the image, or skip such samples with "
                 f'`bad_images=BadImages({error.reason}="skip")`.'
             ) from error
         except SampleError as error:
@@ -291,13 +293,13 @@ class VisionLanguageProcessor:
         parts = self.template.render(record["messages"], () if images is None else images)
         if not any(part.supervised for part in parts):
             raise SampleError(
-                "`messages` must have one of the assistant, but have none, so there is nothing to "
-                "learn from them. Leave such records out of the data, or return `Skipped` for them."
+                "`messages` must have one of the assistant, but have none, so no token is "
+                "supervised. Leave such records out of the data, or return `Skipped` for them."
             )
         return parts
 
     def _vision(self, sources: list[Any]) -> dict[str, Any]:
-        """Return what the images of a record add to its sample."""
+        """Return the keys of a sample that hold its images."""
         images = []
         for number, source in enumerate(sources):
             where = f"image {number} ({_describe(source)})"
@@ -307,14 +309,14 @@ class VisionLanguageProcessor:
                 raise ImageError(error.reason, f"{where}: {error}") from error
             except OSError as error:
                 raise SampleError(
-                    f"{where} cannot be read: {error}. The file is there, so the sample is not "
+                    f"{where} cannot be read: {error}. The file exists, so the sample is not "
                     "skipped."
                 ) from error
         if not images:
             return {}
         if not self.late_patches:
             return make_patches(self.image_processor, images)
-        arrays = [np.array(image) for image in images]  # writable, as torchvision wants them
+        arrays = [np.array(image) for image in images]  # writable, for torchvision
         side = self.image_processor.patch_size
         grids = [(1, array.shape[0] // side, array.shape[1] // side) for array in arrays]
         return {
@@ -339,8 +341,8 @@ class VisionLanguageProcessor:
                 )["input_ids"]
                 if image_id in added:
                     raise SampleError(
-                        f"the text {part.content!r:.100} has {self.template.image_token!r}, and "
-                        "this tokenizer takes it for an image. Remove it from the text."
+                        f"the text {part.content!r:.100} has {self.template.image_token!r}, which "
+                        "this tokenizer reads as an image. Remove it from the text."
                     )
             ids += added
             supervised += [part.supervised] * len(added)
@@ -353,13 +355,13 @@ class VisionLanguageProcessor:
 
 
 def _token_id(tokenizer: Any, name: str, token: str) -> int:
-    found = tokenizer.convert_tokens_to_ids(token)
-    if found is None or found == getattr(tokenizer, "unk_token_id", None):
+    token_id = tokenizer.convert_tokens_to_ids(token)
+    if token_id is None or token_id == getattr(tokenizer, "unk_token_id", None):
         raise ValueError(
             f"`tokenizer` must have the token {token!r} (`{name}` of the template), but lacks it. "
-            "Add it as a special token, or pass a `ChatTemplate` with those that it has."
+            "Add it as a special token, or pass a `ChatTemplate` with the tokenizer's tokens."
         )
-    return int(found)
+    return int(token_id)
 
 
 def _describe(source: Any) -> str:

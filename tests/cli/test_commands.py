@@ -449,7 +449,7 @@ def test_parquet_is_read_and_batches_have_a_multiple_of_rows(tmp_path, capsys):
 
 def test_samples_that_exceed_the_budget_are_counted(capsys, table):
     over = sum(length > 300 for length in LENGTHS)
-    for command, becomes in (("simulate", "dropped"), ("profile", "have a batch of their own")):
+    for command, becomes in (("simulate", "dropped"), ("profile", "have a batch each")):
         options = ["--oversize", "drop"] if command == "simulate" else []
         assert run(command, "--lengths", table, "--budget", 300, "--window", 64, *options) == 0
         out = capsys.readouterr().out

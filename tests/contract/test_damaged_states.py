@@ -11,7 +11,9 @@ from in_process import InProcessHub
 from jobs import KINDS, TIMEOUT_S
 
 from odb_nodes import DistributedState, StateError
+from odb_nodes.alignment.aligned_round import ordinals_of, totals_from_bytes
 from odb_nodes.contract import EpochNode, EpochState
+from odb_nodes.nodes.exclusions import ExcludedKeys
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(skipped|exceed):UserWarning")
 
@@ -119,7 +121,7 @@ def test_a_node_refuses_what_no_run_has_saved(what, tmp_path):
         root = loader.root
         state = root.state_dict()
         root.reset(resealed(changed(state, node, lambda _: {})))
-        with pytest.raises(StateError, match=r"damaged|cannot go on|ended before|keys"):
+        with pytest.raises(StateError, match=r"damaged|cannot resume|ended before|keys"):
             root.reset(resealed(changed(state, node, change)))
         root.reset(state)
 
@@ -196,3 +198,16 @@ def test_a_node_whose_reset_failed_stands_nowhere():
         node.state_dict()
     node.reset(state)
     assert next(node) == (1, 0)
+
+
+CUT = {
+    "totals": totals_from_bytes,
+    "groups": lambda data: ordinals_of(([1], data)),
+    "excluded": lambda data: ExcludedKeys.from_state({"": data}),
+}
+
+
+@pytest.mark.parametrize("field", CUT)
+def test_a_field_that_was_cut_within_a_number_is_named(field):
+    with pytest.raises(StateError, match=f"`{field}` of a state is damaged"):
+        CUT[field](bytes(15))

@@ -443,7 +443,7 @@ def test_an_order_that_is_not_seeded_is_an_error_that_says_so(kind, between):
     state = node.state_dict()
     node = pool_of(Reordered(), between=between)
     with pytest.raises(
-        StateError, match=r"cannot go on .*sample \d+ of the epoch.* order of the source is not"
+        StateError, match=r"cannot resume .*sample \d+ of the epoch.* order of the source is not"
     ):
         node.reset(state)
         list(node)
@@ -457,7 +457,7 @@ def test_a_source_that_has_become_shorter_is_found_by_the_restore(state, groups)
     numbers_of(node, groups) if groups else next(node)
     saved = node.state_dict()
     shorter = pool_of(Letters(saved["pulled"] - 3), state=state)
-    with pytest.raises(StateError, match="ParallelProcessor cannot go on .* the source ended"):
+    with pytest.raises(StateError, match="ParallelProcessor cannot resume .* the source ended"):
         shorter.reset(saved)
 
 
@@ -507,7 +507,7 @@ def test_an_error_of_a_sample_without_a_key_says_its_number(fault, message):
 
 
 @pytest.mark.parametrize("eagerly", [{"makes_all": True}, {"may_differ": True}, {}])
-@pytest.mark.filterwarnings("ignore:sample .* Further ones are not named")
+@pytest.mark.filterwarnings("ignore:sample .* Further changed samples are not named")
 def test_what_changed_is_found_at_once_or_before_its_group(eagerly):
     make = SOURCES["iterable"]
     node = pool_of(make(None))

@@ -188,7 +188,10 @@ DEFAULT = "dropped_samples: int = 0", "dropped_samples: int"
 MISTAKES = {  # what replaces a piece of the node -> the error, when it is made or asked for a state
     "another STATE": (("    STATE = FilterState\n", ""), r"lacks one for \['source'\]"),
     "no source": (("    source: SourceState\n", ""), r"lacks one for \['source'\]"),
-    "no STATE": (("    STATE = FilterState\n", ""), "must define `begin_epoch`, or declare as `ST"),
+    "no STATE": (
+        ("    STATE = FilterState\n", ""),
+        "must define `begin_epoch`, or declare its state",
+    ),
     "no default": (DEFAULT, "`dropped_samples` of `FilterState` must have a default"),
     "nothing saved": (("return FilterState(", "FilterState("), "but returned None"),
     "slots": (("kw_only=True", "kw_only=True, slots=True"), "without `slots`"),
@@ -320,7 +323,7 @@ GRAPHS |= {
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_a_plain_node_without_a_state_is_refused_before_its_items_are_lost(graph, state):
     named = "`Forgetful`" if graph in ("root", "below a Mapper") else ".*"
-    said = rf"`get_state` of {named} must return where .* returned ({{}}|None).*position"
+    said = rf"`get_state` of {named} must return its position.* returned ({{}}|None).*position"
     with pytest.raises((TypeError, StateError), match=said):
         list(Loader(GRAPHS[graph](Forgetful(state))))
 

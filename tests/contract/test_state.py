@@ -214,8 +214,8 @@ def nested():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (lambda: 0, "plain data and tensors only, but holds what is"),
-        (threading.Lock(), "plain data and tensors only, but holds what is"),
+        (lambda: 0, "plain data and tensors only, but pickle refused"),
+        (threading.Lock(), "plain data and tensors only, but pickle refused"),
         (print, "but holds `print`"),
         (Path("x"), "but holds `pathlib"),
         (np.float64(1), "but holds `numpy"),

@@ -292,7 +292,7 @@ def test_epochs_of_a_stream_need_their_steps(tmp_path):
         t.make_trainer(tmp_path, train_dataset=Stream())
     whole = t.make_trainer(tmp_path, save_steps=5, **options)
     assert whole.args.max_steps == -1
-    with pytest.warns(UserWarning, match="goes on after"):
+    with pytest.warns(UserWarning, match="continues after"):
         whole.train()
     entries = entries_of(tmp_path)
     assert whole.state.epoch == 2
@@ -301,7 +301,7 @@ def test_epochs_of_a_stream_need_their_steps(tmp_path):
     assert progress[:3] == pytest.approx([0.1, 0.2, 0.3])
     assert progress == sorted(progress)
     assert 1 not in progress  # The end of an epoch is seen after its last step.
-    with pytest.warns(UserWarning, match="goes on after"):
+    with pytest.warns(UserWarning, match="continues after"):
         rest, resumed = resume(tmp_path, "resumed", 15, **options)
     assert rest == entries[15:]
     assert torch.equal(lm.weights_of(resumed.model), lm.weights_of(whole.model))
@@ -347,13 +347,13 @@ def test_the_length_of_a_dict_of_datasets_is_not_that_of_their_samples(tmp_path)
         options = {"num_train_epochs": 1, "train_dataset": halves, "odb": odb}
         t.make_trainer(tmp_path, name, **options).train()
 
-    with pytest.warns(UserWarning, match="goes on after"):
+    with pytest.warns(UserWarning, match="continues after"):
         run("run", steps_per_epoch=3)
     assert sorted(ids_of(entries_of(tmp_path))) == list(range(SIZE))
     assert entries_of(tmp_path)[-1]["progress"] < 1.01
     with pytest.raises(TypeError, match=r"it is `dict`. Give `steps_per_epoch`"):
         run("none")
-    with pytest.raises(ValueError, match="as `dict` does not"):
+    with pytest.raises(ValueError, match="as of a `dict`"):
         run("samples", steps_per_epoch=3, schedule="samples")
 
 
@@ -370,7 +370,7 @@ def test_a_schedule_by_samples_ends_with_the_last_sample_and_resumes(tmp_path):
     assert resume(tmp_path, "resumed", 8, odb=odb)[0] == entries[8:]
 
 
-@pytest.mark.parametrize("steps_per_epoch, words", [(5, "goes on after"), (100, "ends after")])
+@pytest.mark.parametrize("steps_per_epoch, words", [(5, "continues after"), (100, "ends after")])
 def test_a_schedule_that_does_not_end_with_the_run_is_warned_of_once(
     tmp_path, steps_per_epoch, words
 ):
@@ -509,7 +509,10 @@ def test_raw_samples_of_evaluation_are_processed_as_those_of_training(tmp_path, 
     ("process_fn", "match"),
     [
         (lambda raw: Skipped("empty"), "must process all raw samples of evaluation, .*'empty'"),
-        ({"a": tokenize, "b": tokenize}, "has None for .*'tokens': .*a dict with the same names"),
+        (
+            {"a": tokenize, "b": tokenize},
+            "returned None for .*'tokens': .*a dict with the same names",
+        ),
     ],
 )
 def test_what_evaluation_cannot_process_is_refused_by_name(tmp_path, process_fn, match):
@@ -604,7 +607,7 @@ def test_a_search_over_what_the_batches_are_made_of_is_refused(tmp_path, name):
     trainer = t.make_trainer(tmp_path)
     trainer.hp_search_backend = HPSearchBackend.OPTUNA
     trainer.hp_space = lambda trial: {"learning_rate": 0.1, name: 5}
-    with pytest.raises(ValueError, match=f"`{name}` must stay as it was"):
+    with pytest.raises(ValueError, match=f"`{name}` must not change after"):
         trainer.train(trial=SimpleNamespace(params={}))
 
 
@@ -706,7 +709,7 @@ def test_a_run_that_is_done_sees_that_its_data_differ(tmp_path):
 def test_a_new_run_beside_the_checkpoints_of_another_warns(tmp_path):
     options = {"max_steps": 4, "save_steps": 2}
     t.make_trainer(tmp_path, **options).train()
-    with pytest.warns(UserWarning, match="earlier run, up to `checkpoint-4`, and this run begins"):
+    with pytest.warns(UserWarning, match="earlier run, up to `checkpoint-4`, but this run begins"):
         t.make_trainer(tmp_path, **options).train()
 
 
@@ -720,7 +723,7 @@ def test_without_a_complete_checkpoint_the_newest_is_refused(tmp_path):
         t.make_trainer(tmp_path, "rest", output_dir=str(tmp_path / newest)).train(True)
 
 
-@pytest.mark.filterwarnings("ignore:(the run goes on|no token of):UserWarning")
+@pytest.mark.filterwarnings("ignore:(the run continues|no token of):UserWarning")
 def test_a_run_resumes_with_a_smaller_budget_where_the_config_allows_it(tmp_path):
     t.make_trainer(tmp_path, save_steps=3, num_train_epochs=1).train()
     with pytest.raises(StateError, match="`change_budget` is a field of the `ODBConfig`"):
@@ -741,7 +744,7 @@ def test_a_trainer_that_makes_its_own_batches_is_refused(tmp_path):
     given = (lm.Normalizing(), t.arguments(tmp_path, max_steps=1))
     for kind, message in (
         (stock, "`Stock` must not override `get_train_dataloader`: "),
-        (type("Derived", (stock,), {}), r"`Derived` must not .* base class `Stock` does"),
+        (type("Derived", (stock,), {}), "`Stock` must not override"),
     ):
         trainer = kind(*given, train_dataset=lm.Texts(SIZE))
         with pytest.raises(ValueError, match=message):

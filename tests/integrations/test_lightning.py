@@ -311,7 +311,7 @@ REFUSALS = {
     "made before": (
         lambda: t.lightning_trainer(odb := ODBCallback()).fit(t.Module(), odb.batches(loader_of())),
         RuntimeError,
-        "What was made before `fit`",
+        "A loader made before `fit`",
     ),
     "accumulate": (
         with_batches(lambda odb: odb.batches(loader_of()), accumulate_grad_batches=3),

@@ -63,7 +63,7 @@ def test_neat_packing_becomes_a_packed_budget_over_whole_samples():
 
 REFUSED = [
     ({"packing": True}, "`packing` must be False, or `neat_packing` True"),
-    ({"packing": False, "neat_packing": True}, "`packing` must not be False where"),
+    ({"packing": False, "neat_packing": True}, "`packing` must not be False if"),
     ({"stage": "pt"}, "`packing` must be given"),
     ({"stage": "dpo"}, "`stage` must be one of"),
     ({"group_by_length": True}, "`group_by_length` must be False"),
@@ -139,7 +139,7 @@ def test_packed_batches_are_made_by_our_collator(configured):
     assert trainer.data_collator is not collate  # which evaluation uses
     text = {"input_ids": [1, 2], "labels": [1, 2], "images": None, "videos": [], "audios": None}
     assert not {"images", "videos", "audios"} & {*collate([text, text])}
-    with pytest.raises(ValueError, match="must be False where samples have `images`"):
+    with pytest.raises(ValueError, match="must be False if samples have `images`"):
         collate([text, {**text, "images": ["a.png"]}])
 
     other = PackedCollate()

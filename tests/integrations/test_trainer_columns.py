@@ -222,7 +222,9 @@ def test_images_of_one_size_are_stacked_by_the_default_collator(tmp_path, keeps_
     for collate in (None, default_data_collator, DefaultDataCollator()):
         assert torch.equal(weights(collate), expected)
     other = [{"pixel_values": torch.zeros(1, 2, n + 1), "label": 0} for n in range(20)]
-    with pytest.raises(ValueError, match="must have one size.*Give it a `data_collator`"):
+    with pytest.raises(
+        ValueError, match="must have the same size.*Give the trainer a `data_collator`"
+    ):
         weights(None, other)
 
 

@@ -226,7 +226,7 @@ def test_a_sample_that_does_not_fit_alone_is_an_error_or_left_out(trainer, tmp_p
 # --- ranks ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:the run (goes on|ends) after:UserWarning")
+@pytest.mark.filterwarnings("ignore:the run (continues|ends) after:UserWarning")
 def test_ranks_train_exactly_and_go_on_after_a_kill_on_any_number_of_ranks(trainer, tmp_path):
     size, few = 37, tmp_path / "few"
     given = {"folder": tmp_path / "run", "size": size, "accumulate": 2, "epochs": 2}

@@ -326,12 +326,12 @@ def test_a_loss_is_checked_once_by_two_of_them_without_training(tmp_path, model,
 
 
 def test_a_loss_that_cannot_be_divided_is_not_said_to_be(tmp_path):
-    with pytest.raises(ValueError, match="takes no `num_items_in_batch`"):
+    with pytest.raises(ValueError, match="for `num_items_in_batch`"):
         t.make_trainer(tmp_path, model="Averaging", odb={"loss_is": "divided"})
     args, odb = t.arguments(tmp_path), t.config(loss_is="divided")
     data = [{"input_ids": sample["input_ids"]} for sample in map(lm.sample_of, range(SIZE))]
     trainer = ODBTrainer(lm.Normalizing(), args, train_dataset=data, odb=odb)
-    with pytest.raises(ValueError, match='"divided" where the batches have no `labels`'):
+    with pytest.raises(ValueError, match='"divided" if the batches have no `labels`'):
         trainer.train()
 
 

@@ -20,7 +20,7 @@ from odb_nodes.sample import Observation
 pytestmark = [
     pytest.mark.filterwarnings(t.OF_TRANSFORMERS),
     pytest.mark.filterwarnings("ignore:no token of the optimizer step:UserWarning"),
-    pytest.mark.filterwarnings("ignore:the run (goes on|ends) after:UserWarning"),
+    pytest.mark.filterwarnings("ignore:the run (continues|ends) after:UserWarning"),
 ]
 
 SIZE = 40
@@ -269,7 +269,7 @@ class Copying(ODBTrainer):
 
 
 REFUSED = {
-    "copies": (never, {"kind": Copying}, ValueError, "`Copying` passes on another one"),
+    "copies": (never, {"kind": Copying}, ValueError, "`Copying` passes another batch"),
     "lomo": (never, {"optim": "lomo"}, ValueError, '`optim` must not be "lomo"'),
     "layerwise": (never, {"optim": "galore_adamw_layerwise"}, ValueError, "layerwise"),
     "shrink": (never, {"odb": {"on_oom": None, "shrink": 0.9}}, ValueError, "`shrink` must be"),

@@ -25,7 +25,7 @@ from odb_nodes.tasks import GradNorm, PCGrad, TaskWeights
 pytestmark = [
     pytest.mark.filterwarnings(t.OF_TRANSFORMERS),
     pytest.mark.filterwarnings(t.OF_LIGHTNING),
-    pytest.mark.filterwarnings("ignore:the run (goes on|ends) after:UserWarning"),
+    pytest.mark.filterwarnings("ignore:the run (continues|ends) after:UserWarning"),
 ]
 
 SIZE, EPOCHS, TASKS = 40, 2, ("even", "odd")
@@ -185,7 +185,7 @@ REFUSED = {
         "returned a single number",
     ),
     "no logits": ("TaskWeights", {"model": Unlabelled}, ValueError, "`compute_loss_func` must be"),
-    "needed": ("TaskWeights", {"model": NeedsLabels}, ValueError, "where `forward` .* `labels`"),
+    "needed": ("TaskWeights", {"model": NeedsLabels}, ValueError, "if `forward` .* `labels`"),
     "labels": ("TaskWeights", {"data_collator": Masked()}, ValueError, "supervised tokens, but"),
 }
 

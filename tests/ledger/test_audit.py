@@ -28,7 +28,7 @@ def test_the_report_reads_well(tmp_path):
     write_run(tmp_path, 2, epochs=1, kills=(5,))
     report = str(audit(tmp_path, SIZE)).splitlines()
     assert report[0] == f"{tmp_path}: OK"
-    assert report[1] == "ranks 0, 1: 2 attempts, from epoch 0 step 0, epoch 0 step 2"
+    assert report[1] == "ranks 0 and 1: 2 attempts, from epoch 0 step 0, epoch 0 step 2"
     assert report[2] == (
         "epoch 0: complete; 8 steps; 82 trained, 4 dropped, 4 skipped (empty); 0 filler steps"
     )
@@ -215,11 +215,11 @@ NOTES = {
     "begins anew": ([STEPS[:5], STEPS], "rank 0: attempt 2 begins at epoch 0 step 0"),
     "another run": (  # or a resume with another configuration
         [STEPS[:6], OTHER, STEPS[3:]],
-        "epoch 0: rank 0: an earlier attempt had other samples at step 4: it is of another run",
+        "epoch 0: rank 0: an earlier attempt had other samples at step 4: ",
     ),
     "cycles": ([[*CYCLES, info_of(2, [1], repeats=[2], ends=True)]], "3 keys come more than once"),
     "no keys": ([NO_KEYS], "epoch 0: 2 samples of source 'x' have no key: they are only counted."),
-    "late": ([STEPS[3:]], "epoch 0: what was before step 3 is not recorded."),
+    "late": ([STEPS[3:]], "epoch 0: the steps before step 3 are not recorded."),
     "no `RankAligner`": (
         [[*STEPS[:4], info_of(0, [1], epoch=1)]],
         "graph has no `RankAligner`",

@@ -111,7 +111,7 @@ REFUSALS = [
     (lambda folder: Ledger(3), TypeError, "`folder` must be"),
     (lambda folder: Ledger(folder / "file"), ValueError, "file` is a file"),
     (lambda folder: Ledger(folder / "file" / "ledger"), OSError, "file"),
-    (lambda folder: [Ledger(folder), Ledger(folder)], RuntimeError, "folder of its own"),
+    (lambda folder: [Ledger(folder), Ledger(folder)], RuntimeError, "its own folder"),
 ]
 
 
@@ -240,7 +240,7 @@ def test_a_file_that_is_deleted_is_noticed_and_made_anew(tmp_path, what, syncs):
     ledger.close()
     found = audit(folder)
     assert found.problems[0].startswith("rank 0: 1 step from epoch 0 step 3 on could not be")
-    assert "epoch 0: what was before step 3 is not recorded." in found.notes
+    assert "epoch 0: the steps before step 3 are not recorded." in found.notes
     ledger = Ledger(folder)
     ledger.record(steps[0])
     ledger.path.unlink()

@@ -187,7 +187,7 @@ def test_an_epoch_that_contradicts_a_loaded_state_leaves_out_no_batch():
     one, again = sampler(), sampler()
     next(iter(one))
     again.load_state_dict(one.state_dict())
-    with pytest.raises(StateError, match=r"be given 0, .* got 1, .* `set_epoch\(0\)` to go on"):
+    with pytest.raises(StateError, match=r"be given 0, .* got 1, .* `set_epoch\(0\)` to continue"):
         again.set_epoch(1)
     assert [*again] == expected[0][1:]
     again.load_state_dict(sampler().state_dict())  # before the first batch

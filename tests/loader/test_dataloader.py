@@ -512,7 +512,7 @@ def test_rows_that_cannot_be_read_together_are_read_alone():
 @pytest.mark.parametrize(
     ("options", "fate"),
     [
-        ({}, "'small' is read up after 18.2% of the epoch"),
+        ({}, "'small' is exhausted after 18.2% of the epoch"),
         ({"weights": Mixing(stop="first_exhausted")}, "ends the epoch .* after 18.2%"),
         ({"weights": Mixing(stop="cycle")}, "'small' is read 10 times for each"),
         ({"weights": {"large": 1, "small": 1}}, None),

@@ -300,7 +300,7 @@ def alone(exclude=None, above=lambda node: node):
 )
 def test_a_node_that_takes_batches_once_more_is_refused_above(above):
     alone(None, above=above)
-    with pytest.raises(ValueError, match="`exclude` must be empty below a `.*` that takes items"):
+    with pytest.raises(ValueError, match="`exclude` must be empty below a `.*` that reads items"):
         alone({3}, above=above)
 
 

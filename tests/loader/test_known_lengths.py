@@ -507,6 +507,21 @@ def test_ranks_stand_at_the_same_step_after_an_error_of_one():
     assert len({*on_ranks(2, run)}) == 1
 
 
+def test_lengths_that_one_rank_alone_has_are_an_error_that_names_the_option():
+    def run(exchange):
+        lengths = LENGTHS if exchange.rank else None
+        loader = loader_of(lengths=lengths, process_group=exchange, timeout_s=20.0)
+        with pytest.raises(StateError) as caught:
+            next(iter(loader))
+        return str(caught.value)
+
+    (error,) = {*on_ranks(2, run)}
+    difference = '`lengths` is "observed" on rank 0, "known before samples are read" on rank 1'
+    assert difference in error
+    assert "`PlannedGroups` is absent on rank 0" in error
+    assert "`ShardedSampler` is absent on rank 1" in error
+
+
 @pytest.mark.filterwarnings("ignore:.*(skipped).*")
 def test_orders_are_those_of_all_ranks_and_depend_on_their_number():
     whole, shared = steps_of_ranks(1), steps_of_ranks(2)
@@ -663,7 +678,9 @@ def test_lengths_that_mostly_lie_are_refused_as_soon_as_that_is_sure():
     rng = np.random.default_rng(0)
     lengths = rng.integers(2, 60, 1_300).tolist()
     loader, seen = loader_of(Rows(lengths), rng.permutation(lengths).tolist()), 0
-    with pytest.raises(SampleError, match=r"`lengths` must be those of processed samples, but of"):
+    with pytest.raises(
+        SampleError, match=r"`lengths` must be the lengths of processed samples, but of"
+    ):
         for batch in loader:
             seen += len(batch["id"])
     assert seen <= 1_100

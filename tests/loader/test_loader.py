@@ -358,7 +358,9 @@ def test_an_epoch_other_than_that_of_a_state_leaves_out_items_only_where_that_is
     loader = resumed(state_after(1))
     loader.set_epoch(1)
     for _ in range(2):
-        with pytest.raises(StateError, match=r"be given 0, .* got 1.* `set_epoch\(0\)` to go on"):
+        with pytest.raises(
+            StateError, match=r"be given 0, .* got 1.* `set_epoch\(0\)` to continue"
+        ):
             iter(loader)
     loader.set_epoch(0)
     iter(loader)

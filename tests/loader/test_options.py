@@ -150,7 +150,9 @@ def test_a_pool_of_a_graph_of_nodes_may_be_as_many_as_a_small_integer_of_numpy()
 def test_no_option_of_a_made_loader_can_be_set():
     loader = ODBDataLoader([{"input_ids": [1]}], token_budget=64)
     for name in ("dataset", *(one.name for one in fields(LoaderOptions))):
-        with pytest.raises(AttributeError, match=f"`{name}` cannot be set .* Make another with"):
+        with pytest.raises(
+            AttributeError, match=f"`{name}` cannot be set .* Make another loader with"
+        ):
             setattr(loader, name, 5)
     loader.note = 5
     assert loader.note == 5

@@ -29,8 +29,12 @@ class Rows:
         return self.size
 
     def __getitem__(self, index):
-        length = 10 + index * 31 % 300
+        length = length_of(index)
         return {"input_ids": np.full(length, index), "labels": np.arange(length)}
+
+
+def length_of(index):
+    return 10 + index * 31 % 300
 
 
 def kill_a_worker(loader, rng):
@@ -47,15 +51,16 @@ def held():
     return me.num_fds() + mapped + me.num_threads() + len(me.children(recursive=True))
 
 
-@pytest.mark.parametrize("collate_in", ["workers", "main"])
-def test_every_sample_comes_once_whatever_happens(collate_in, tmp_path, exhaustive):
+@pytest.mark.parametrize("are_known", [False, True], ids=["trainer collates", "workers collate"])
+def test_every_sample_comes_once_whatever_happens(are_known, tmp_path, exhaustive):
     size, epochs = (50_000, 4) if exhaustive else (3_000, 2)
     rng = random.Random(5)
     ledger = Ledger(tmp_path)
 
     def make():
         workers = WorkerOptions(num_workers=2, start_method="fork", timeout_s=60)
-        given = {"token_budget": 4096, "window": 256, "collate_in": collate_in}
+        lengths = [*map(length_of, range(size))] if are_known else None
+        given = {"token_budget": 4096, "window": 256, "lengths": lengths}
         return ODBDataLoader(Rows(size), workers=workers, **given)
 
     loader, seen, counts, grown = make(), Counter(), Counter(), []

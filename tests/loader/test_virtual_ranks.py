@@ -283,7 +283,7 @@ def test_virtual_ranks_that_do_not_stand_at_the_same_step_are_named():
     node = hosted().root
     node.reset(states[0])
     with pytest.raises(
-        StateError, match="virtual ranks .* do not go on from .*they differ in .*step"
+        StateError, match="virtual ranks .* do not continue from .*they differ in .*step"
     ):
         next(node)
 

@@ -449,7 +449,7 @@ def checkpointed():
 
 
 REFUSED = [
-    ({"widths": []}, "`widths` must have one length or more"),
+    ({"widths": []}, "`widths` must have at least one length"),
     ({"widths": [0]}, "`widths` must be in 1"),
     ({"widths": 512}, "`widths` must be .*Pass a list of lengths"),
     ({"meter": None}, "`meter` must have"),
@@ -463,7 +463,7 @@ OF_FIND = [
     ({"max_trials": 3}, "`max_trials` must be in 4"),
     ({"checkpointing": True}, "`checkpointing` must be"),
     ({"checkpointing": checkpointed()}, "`SmallLM` is checkpointed already"),
-    ({"checkpointing": torch.nn.Linear(2, 2)}, "its blocks are not known"),
+    ({"checkpointing": torch.nn.Linear(2, 2)}, "its blocks cannot be chosen"),
 ]
 OF_PREFLIGHT = [
     ({"budget": 0}, "`budget` must be in 1"),

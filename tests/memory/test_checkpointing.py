@@ -146,10 +146,10 @@ def test_a_models_own_method_is_preferred(kind):
 LINEAR = nn.Linear(2, 2)
 REFUSALS = [
     (LINEAR, {}, "`Linear` has no `ModuleList` .* Pass `blocks=`"),
-    (nn.Sequential(nn.Linear(2, 2), nn.GELU()), {}, "its blocks are not known"),
+    (nn.Sequential(nn.Linear(2, 2), nn.GELU()), {}, "its blocks cannot be chosen"),
     (None, {}, "`model` must be a `Module`"),
-    (LINEAR, {"blocks": [nn.Linear(2, 2)]}, "`blocks` must be modules of `model`"),
-    (LINEAR, {"blocks": []}, "`blocks` must be modules of `model`, one or more"),
+    (LINEAR, {"blocks": [nn.Linear(2, 2)]}, "`blocks` must be one or more modules of `model`"),
+    (LINEAR, {"blocks": []}, "`blocks` must be one or more modules of `model`"),
     (LINEAR, {"blocks": nn.Linear(2, 2)}, "`blocks` must be .* Pass a list"),
     *[(Library(kind, is_enabled=True), {}, "is checkpointed already") for kind in KINDS],
     (Library(KINDS[1], is_supported=False), {}, "`Library` does not support"),

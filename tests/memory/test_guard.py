@@ -406,7 +406,7 @@ def test_what_is_not_for_a_step_is_refused():
         def backward(self, loss):
             """As DeepSpeed's has."""
 
-    with pytest.raises(TypeError, match="`Engine` has a `backward` of its own"):
+    with pytest.raises(TypeError, match="`Engine` overrides `backward`"):
         next(steps).backward(Engine(1, 1), loss_of(model))
     batches = iter(loader := loader_of(accumulate=3))
     next(batches)

@@ -180,11 +180,12 @@ model.norm = nn.SyncBatchNorm(2)  # so that the ranks compute together, by what 
 model.eval()
 odb_nodes.memory.guard.runs_ahead = lambda: True  # as on a GPU
 guard = OomGuard(ODBDataLoader(samples_of(rank, 40), timeout_s=3, **options), guard_above=1.0)
+# Steps 3 to 5 are one round: rank 0 has step 4 without waiting for rank 1, and raises there.
 for number, step in enumerate(guard):
-    model.fails = lambda rows, width: rank == 1 and number == 2
+    model.fails = lambda rows, width: rank == 1 and number == 3
     try:
         step.backward(model, loss_of(model))
-        if number == 2:
+        if number == 3:
             # As for a kernel that waits for the other rank.
             time.sleep(60 if how["waits"] else 1.5)
     except StepMemoryError as error:
@@ -200,7 +201,7 @@ for number, step in enumerate(guard):
 def test_a_rank_that_waits_after_the_step_is_got_out(tmp_path, waits):
     ends = ends_of(tmp_path, WAITS, waits=waits)
     assert [code for code, _ in ends] == [70 if waits else 3, 3]
-    assert all("rank 1 ran out of memory in step 2 of epoch 0" in text for _, text in ends)
+    assert all("rank 1 ran out of memory in step 3 of epoch 0" in text for _, text in ends)
 
 
 COLLATE = (

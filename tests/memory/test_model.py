@@ -206,8 +206,8 @@ def test_what_is_no_model_is_refused(text):
 
 test_points_are_checked = refuses(
     [
-        (lambda: model_of([(1, 16, 0, 10**6)]).fit(), "2 points or more, but there are 1"),
-        (lambda: MemoryModel().predict(1, 1), "but there are 0"),
+        (lambda: model_of([(1, 16, 0, 10**6)]).fit(), "2 points or more, but has 1"),
+        (lambda: MemoryModel().predict(1, 1), "but has 0"),
         (lambda: MemoryModel().add(0, 1, 0, 1), "`rows`"),
         (lambda: MemoryModel().add(1, 0, 0, 1), "`width`"),
         (lambda: MemoryModel().add(1, 1, -1, 1), "`patches`"),

@@ -73,6 +73,9 @@ def test_ranks_are_as_level_in_time_as_what_a_step_takes_says():
     assert whole.sums["longest_times"] == 2 * (168 + 168)
     assert whole.sums["slowest_squares"] == 512
     assert whole.groups()["mean"]["time_balance"] == sum(map(sum, times)) / (4 * 168)
+    by_function = Counts.over_ranks(ranks, None)
+    assert "time_balance" not in by_function.groups()["mean"]
+    assert by_function.sums["slowest_squares"] == 512
 
 
 @pytest.mark.parametrize(
@@ -162,7 +165,7 @@ LATE = [
     [
         (WAITS, "rank 1 waits for batches 60% of its time"),
         (WAITS[:1] * 2, None),
-        (LATE, "rank 1 is slower than the others"),
+        (LATE, "rank 1 is slower than the other ranks"),
     ],
 )
 def test_a_rank_that_the_others_wait_for_is_named(shares, said):

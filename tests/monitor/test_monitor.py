@@ -23,6 +23,7 @@ import odb_nodes
 from odb_nodes import JsonlSource, ODBDataLoader, TokenBudget, pop_step_info
 from odb_nodes._core import progress
 from odb_nodes.monitor import Monitor, StepMeter, read_run, summarize
+from odb_nodes.planning import StepTime
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")
 
@@ -311,6 +312,17 @@ def test_a_record_has_the_squares_of_the_lengths_that_attend(tmp_path, layout):
     (one,) = read_run(tmp_path).steps
     assert one["sum"]["slowest_squares"] == expected
     assert one["sum"]["slowest_tokens"] == one["sum"]["padded_tokens"]
+
+
+def test_times_are_left_out_where_a_function_says_them(tmp_path):
+    for step_time in (None, StepTime(squares=0.5), len):
+        folder = tmp_path / str(step_time)
+        loader = ODBDataLoader(DATA["web"], token_budget=96, window=12, step_time=step_time)
+        with Monitor(folder) as monitor:
+            train(monitor, loader, steps=2)
+        run = read_run(folder)
+        assert ("time_balance" in run.steps[0]["mean"]) == (step_time is not len)
+        assert (run.attempts[0]["step_time"] is None) == (step_time is len)
 
 
 # --- metrics --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ def steps_of(folder):
 def test_a_folder_has_one_monitor_and_a_run_that_begins_anew_says_so(tmp_path):
     with Monitor(tmp_path, every=1) as monitor:
         train(monitor, loader_of(), steps=2)
-        with pytest.raises(RuntimeError, match="Give each run a folder of its own"):
+        with pytest.raises(RuntimeError, match="Give each run its own folder"):
             train(Monitor(tmp_path, every=1), loader_of(), steps=1)
     with pytest.warns(UserWarning, match="begins anew"), Monitor(tmp_path, every=1) as monitor:
         train(monitor, loader_of(), steps=3)

@@ -162,6 +162,16 @@ def test_a_run_that_went_on_otherwise_says_so_by_stretch(tmp_path, runs):
     assert [one.x0 for one in drawn["Learning rate"].layout.shapes] == [3]
 
 
+def test_a_run_without_planned_step_times_has_a_report_without_them(tmp_path, runs):
+    first, *records = (runs[1] / "monitor.jsonl").read_text().splitlines()
+    attempt = json.loads(first) | {"world_size": 2}
+    del attempt["crc"], attempt["step_time"]
+    lines = [line_of(attempt).rstrip(), *records]
+    (tmp_path / "monitor.jsonl").write_text("\n".join(lines) + "\n")
+    facts = report(tmp_path).runs[0].facts()
+    assert facts["ranks"] == "2" and not any("planned" in name for name in facts)
+
+
 def test_a_ledger_beside_several_runs_is_of_none_of_them(tmp_path):
     def audits(*names):
         return [report(tmp_path / name).runs[0].audit for name in names]

@@ -99,8 +99,8 @@ WEIGHED = {"accumulate": 3}  # One batch of one rank weighs 1 anyway.
         (TEXT, {"collate_fn": masked, **WEIGHED}, "Observation"),
         (NOTED, WEIGHED, "has a number as `label`.*name it `labels`"),
         (NOTED, {"collate_fn": causal, **WEIGHED}, "the samples have one label each"),
-        (SHORT, {"collate_fn": seq2seq, **WEIGHED}, "as those of an encoder-decoder"),
-        (SHORT, {"collate_fn": with_decoder, **WEIGHED}, "as those of an encoder-decoder"),
+        (SHORT, {"collate_fn": seq2seq, **WEIGHED}, "as for an encoder-decoder"),
+        (SHORT, {"collate_fn": with_decoder, **WEIGHED}, "as for an encoder-decoder"),
         (
             [*LABELS[:75], *({**one, "labels": 1} for one in TEXT[:75])],
             {"collate_fn": lambda group: {"ids": [*map(len, group)]}},

@@ -139,7 +139,7 @@ def test_records_that_contradict_the_samples_are_an_error():
     root = {key: value for key, value in state.items() if key != "digest"}
     node = pool_of(Process())
     node.reset({**root, "held": (*bits, (tokens.tobytes(), *others), payload)})
-    with pytest.raises(StateError, match=r"what the state says of a sample.* is damaged"):
+    with pytest.raises(StateError, match=r"the record of a sample.* in the state is damaged"):
         steps_of(node)
 
 

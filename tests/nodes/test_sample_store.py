@@ -1,4 +1,4 @@
-"""Samples by their ordinals, from when they are pulled until they are given out."""
+"""Samples by their ordinals, from when they are pulled until they are yielded."""
 
 import numpy as np
 import pytest

@@ -8,7 +8,7 @@ from pools import LIMITS, lognormal, run, streams, table_of
 
 from odb_nodes import TokenBudget
 from odb_nodes.planning import StepTime
-from odb_nodes.planning.aimed_packing import LEAST_ROWS, cheap_samples, flat_targets
+from odb_nodes.planning.aimed_packing import LEAST_ROWS, flat_targets, profile_of
 from odb_nodes.planning.caps import costs_of, joined_costs, times_of
 from odb_nodes.planning.packing import Packing
 from odb_nodes.planning.table import ORDINALS, PATCHES, TOKENS
@@ -41,6 +41,13 @@ def aimed(samples, budget, step_time, target, *, is_due=False):
 
 @given(streams.filter(len), packed, step_times, st.integers(0, 4_000), st.booleans())
 @example([(300, 0, 0)] * 3, TokenBudget(100, layout="packed"), StepTime(squares=1), 0, False)
+@example(
+    [(1, 2, 0)],
+    TokenBudget(16, max_patches=1, layout="packed"),
+    StepTime(squares=0.001),
+    1584,
+    False,
+)
 @few
 def test_a_row_is_within_every_limit_and_holds_the_sample_that_is_due(
     samples, budget, step_time, target, is_due
@@ -178,11 +185,11 @@ def test_an_offer_is_of_targets_under_the_budget_and_none_of_tokens_alone():
     assert not len(Packing(budget, StepTime(squares=0.01)).offer(table[:, :7], 3))
 
 
-def test_the_least_time_of_a_row_with_a_sample_is_its_own_and_that_of_cheap_ones():
+def test_the_least_time_of_a_row_with_a_sample_is_its_own_and_that_of_light_ones():
     budget, step_time = TokenBudget(100, layout="packed"), StepTime(squares=0.1)
     table = table_of([(10, 0)] * 9 + [(40, 0)])
-    assert cheap_samples(table[TOKENS], step_time.extra(table[TOKENS], table[PATCHES]))[0] == 10
+    assert profile_of(table[TOKENS], step_time.extra(table[TOKENS], table[PATCHES])).heavy == 10
     packing = Packing(budget, step_time)
-    assert packing.least_time(table, 9) == 160 + 60
-    assert packing.least_time(table, 0) == 10 + 90
-    assert packing.least_time(table_of([(10, 0)] * 9 + [(200, 0)]), 9) == 4_000  # oversize
+    assert packing.least_cap_time(table, 9) == 160 + 60
+    assert packing.least_cap_time(table, 0) == 10 + 90
+    assert packing.least_cap_time(table_of([(10, 0)] * 9 + [(200, 0)]), 9) == 4_000  # oversize

@@ -98,7 +98,10 @@ def test_a_row_of_attention_tokens_costs_twice_its_tokens():
     budget = TokenBudget(6000, attention_tokens=1000)
     assert [budget.row_cost(width) for width in (1, 31, 32, 1000, 2000)] == [1, 31, 33, 2000, 6000]
     assert budget.batch_cost((2, 2000), [997, 300]) == 12_000
-    assert "`tokens` is 6000, with `attention_tokens=1000` that of" in budget.limit_of(2001)
+    assert (
+        "`tokens` is 6000, the cost of a row of 2000 with `attention_tokens=1000`"
+        in budget.limit_of(2001)
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,7 +224,7 @@ def test_multiples_of_a_number_of_rows_are_allowed_and_may_be_none():
         (
             {"attention_tokens": 10},
             28,
-            "`tokens` is 100, with `attention_tokens=10` that of a row of 27",
+            "`tokens` is 100, the cost of a row of 27 with `attention_tokens=10`",
         ),
     ],
 )

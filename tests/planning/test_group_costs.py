@@ -166,11 +166,30 @@ def test_more_modalities_than_flags_are_refused():
         estimator(modalities={**functions, "more": bool})
 
 
-@pytest.mark.parametrize("time", [-1, 2.5, None, 2**31])
-def test_a_time_that_is_no_integer_of_31_bits_is_refused(time):
-    with pytest.raises((TypeError, ValueError), match="^`step_time` must be"):
-        estimator(None, lambda group: time)(block(Sample(None, 5, 4)))
-    assert estimator(None, lambda group: 0)(block(Sample(None, 5, 4))).time == 0
+@pytest.mark.parametrize(
+    ("time", "error"),
+    [
+        (-1, ValueError),
+        (2**31, ValueError),
+        (2.5, TypeError),
+        (float("nan"), TypeError),
+        ("9", TypeError),
+        (None, TypeError),
+    ],
+)
+def test_a_time_that_is_no_integer_of_31_bits_is_refused(time, error):
+    def seconds(group):
+        return time
+
+    group = block(Sample(None, 5, 4), Sample(None, 9, 4))
+    with pytest.raises(
+        error, match=r"`step_time` must return an integer in 0\.\.2147483647"
+    ) as raised:
+        estimator(None, seconds)(group)
+    told = f"the function `seconds` returned {time!r} for a group of 2 samples and 14 tokens"
+    assert told in str(raised.value)
+    assert "the longest sample has 9" in str(raised.value)
+    assert estimator(None, lambda group: 0)(group).time == 0
 
 
 def test_the_best_filler_has_targets_then_few_patches_then_few_tokens():

@@ -135,6 +135,21 @@ def test_a_window_holds_the_samples_that_come_first(tokens, budget, ranks, optio
     assert [*map(min, windows)] == sorted(map(min, windows))
 
 
+@pytest.mark.parametrize(("ranks", "window"), [(1, 34), (2, 17), (3, 12)])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_very_long_epoch_is_planned_in_windows_of_equal_size(layout, ranks, window, monkeypatch):
+    tokens, budget = drawn_lengths(100, 0, 30), TokenBudget(60, layout=layout)
+    whole = planned(tokens, budget, ranks)
+    monkeypatch.setattr(known_lengths, "SAMPLES_TOGETHER", 40)
+    in_windows = planned(tokens, budget, ranks)
+    assert in_windows == planned(tokens, budget, ranks, window=window) != whole
+    assert sorted(place for step in in_windows for group in step for place in group) == [
+        *range(100)
+    ]
+    monkeypatch.setattr(known_lengths, "SAMPLES_TOGETHER", 100)
+    assert planned(tokens, budget, ranks) == whole
+
+
 @given(samples.filter(len), budgets, world_sizes, st.fixed_dictionaries(options))
 @few
 def test_the_longest_samples_come_first_where_that_is_asked_for(tokens, budget, ranks, options):

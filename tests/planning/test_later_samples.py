@@ -64,7 +64,7 @@ def test_the_samples_of_several_states_are_one_and_parts_of_them_others():
 def test_a_state_of_other_data_is_refused(rows):
     later = LaterSamples()
     later.add(np.array(rows), np.array([5]), np.array([0]))
-    with pytest.raises(ValueError, match="a sample that there is not"):
+    with pytest.raises(ValueError, match="a sample that does not exist"):
         LaterSamples.of_states(later.to_state(), samples=200)
     with pytest.raises(ValueError, match="reshape"):
         LaterSamples.of_states(bytes(8))

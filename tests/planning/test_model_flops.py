@@ -271,6 +271,27 @@ test_what_cannot_be_counted_is_refused = refuses(
         (({**GROUPED, "mamba_expand": 2},), ValueError, "`config` .* has no layer_types"),
         (({**GROUPED, "vision_config": {"depth": 3}},), ValueError, "`config.vision_config` .* no"),
         (({"text_config": MISSING},), ValueError, "`config.text_config` must"),
+        *(
+            (({**GROUPED, name: "x"},), TypeError, f"`{name}` must be .* but is 'x'")
+            for name in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim")
+        ),
+        (({**GROUPED, "num_attention_heads": [4]},), TypeError, "`num_attention_heads` must be"),
+        (({**GROUPED, "hidden_size": -48},), ValueError, "`hidden_size` must be in"),
+        (({**GROUPED, "num_hidden_layers": 2.5},), TypeError, "`num_hidden_layers` must be"),
+        (({**GROUPED, "intermediate_size": "x"},), TypeError, "`intermediate_size` must be"),
+        (({**GROUPED, "intermediate_size": [80]},), ValueError, "`intermediate_size` .* 3 layers"),
+        (({**GROUPED, "layer_types": 3},), TypeError, "`layer_types` must be"),
+        (({**GROUPED, "kv_lora_rank": 4},), ValueError, "has no v_head_dim"),
+        (
+            ({**GROUPED, "linear_num_value_heads": 4, "layer_types": ["linear_attention"] * 3},),
+            ValueError,
+            "has no linear_value_head_dim",
+        ),
+        (
+            ({**GROUPED, "vision_config": {"hidden_size": 8, "depth": 2, "patch_size": "x"}},),
+            TypeError,
+            "`patch_size` must be",
+        ),
     ],
     lambda arguments: StepTime.of_config(*arguments),
 )

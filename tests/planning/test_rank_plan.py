@@ -14,9 +14,9 @@ from odb_nodes.planning.budget import Limits
 from odb_nodes.planning.caps import joined_costs
 from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.group_planner import GivenGroups, GroupPlanner, RoundSettings
-from odb_nodes.planning.levelling import UNKNOWN_LEFT
 from odb_nodes.planning.options import JobOptions
 from odb_nodes.planning.rank_plan import LastRound, RankPlan, SettledRound
+from odb_nodes.planning.rounds import UNKNOWN_REMAINING
 
 few = settings(max_examples=max(20, settings.default.max_examples // 5))
 fewer = settings(max_examples=max(10, settings.default.max_examples // 5))
@@ -592,7 +592,7 @@ def test_a_rank_can_fill_if_it_has_a_group_or_has_had_one(lengths, before, expec
     ("lengths", "columns", "options", "left"),
     [
         ([50] * 10, {}, {}, 100 - 2 * 4),
-        ([50] * 10, {}, {"epoch_samples": None}, UNKNOWN_LEFT),
+        ([50] * 10, {}, {"epoch_samples": None}, UNKNOWN_REMAINING),
         ([50] * 10, {"sharers": 1}, {}, -1),  # other ranks cannot make them
         ([50] * 10, {"sharers": [2] * 9 + [1]}, {}, -1),
         ([50] * 10, {"sharers": [1] * 8 + [2] * 2}, {}, 100 - 2 * 4),
@@ -615,7 +615,7 @@ def test_a_rank_tells_what_it_has_after_the_round_where_it_can_share_it(
     if len(lengths) < 10:
         planner.end()
     assert plan.lacks() == 0
-    assert plan.report().left == left
+    assert plan.report().remaining == left
 
 
 def test_each_epoch_chooses_an_auto_window_by_its_own_lengths():
@@ -750,7 +750,7 @@ def test_a_rank_with_groups_of_a_users_node_tells_of_nothing_left_and_of_no_pool
     ranks = Ranks([[[5, 6]] * 9] * 2, GivenRank)
     next(ranks.steps())
     report = ranks.plans[0].report()
-    assert (report.left, len(report.pool.offer), report.pool.lengths) == (-1, 0, (0, 0))
+    assert (report.remaining, len(report.pool.offer), report.pool.lengths) == (-1, 0, (0, 0))
 
 
 def test_a_rank_whose_data_has_ended_uses_the_settings_of_a_round_that_it_has_no_group_for():

@@ -116,5 +116,5 @@ def test_what_no_epoch_has_is_refused():
     for waiting in (waiting_of([SIZE], [3]), waiting_of([-1], [3]), b"\1"):
         with pytest.raises(ValueError):
             plans_of(1, earlier=[EarlierRanks([progress_of(plan)], LIMITS, waiting)])
-    with pytest.raises(ValueError, match="a sample that there is not"):
+    with pytest.raises(ValueError, match="a sample that does not exist"):
         plans_of(1, np.array([SIZE]), is_alone=True)

@@ -14,10 +14,10 @@ from odb_nodes.planning import CostReport, GroupCost, plan_round, round_steps
 from odb_nodes.planning.caps import NO_CAPS, joined_costs
 from odb_nodes.planning.facts import Facts
 from odb_nodes.planning.group_planner import GroupPlanner, PoolReport, RoundSettings
-from odb_nodes.planning.levelling import UNKNOWN_LEFT
 from odb_nodes.planning.rounds import (
     COLUMNS,
     FILLER,
+    UNKNOWN_REMAINING,
     SplitLadder,
     begins_last_round,
     cut_by_length,
@@ -76,7 +76,7 @@ def ladder_and_report(groups, most, **options):
     """The ladder of groups, and the report of it."""
     ladder = SplitLadder(groups, measure)
     options = {"has_ended": True, "may_split": True, "pool": PoolReport()} | options
-    return ladder, report_of(ladder, most, left=-1, tasks=TASKS, **options)
+    return ladder, report_of(ladder, most, remaining=-1, tasks=TASKS, **options)
 
 
 def round_of(lengths, most=None, *, uneven="fill", key=0):
@@ -403,7 +403,7 @@ def test_the_group_that_takes_longest_is_split_by_all_ranks_alike_whatever_it_co
     groups = [group_of(40, 40), group_of(3, 2, 1), group_of(9)]
     ladder = SplitLadder(groups, timed)
     report = report_of(
-        ladder, 5, has_ended=True, may_split=True, left=-1, pool=PoolReport(), tasks=TASKS
+        ladder, 5, has_ended=True, may_split=True, remaining=-1, pool=PoolReport(), tasks=TASKS
     )
     assert [len(group) for group in ladder.groups(1)] == [2, 2, 1, 1]
     other = [group_of(5)] * 5
@@ -412,7 +412,7 @@ def test_the_group_that_takes_longest_is_split_by_all_ranks_alike_whatever_it_co
         5,
         has_ended=True,
         may_split=True,
-        left=-1,
+        remaining=-1,
         pool=PoolReport(),
         tasks=TASKS,
     )
@@ -477,7 +477,7 @@ reports = st.builds(
     ended=st.booleans(),
     has_filler=st.booleans(),
     max_tokens=counts,
-    left=st.sampled_from([-1, 0, 5, UNKNOWN_LEFT]),
+    remaining=st.sampled_from([-1, 0, 5, UNKNOWN_REMAINING]),
     pool=st.builds(
         PoolReport,
         st.lists(counts, max_size=7).map(lambda costs: np.array(costs, np.int64)),
@@ -495,7 +495,7 @@ def test_a_report_comes_back_out_of_the_message_that_begins_with_it(report, padd
     assert again.table.tolist() == report.table.tolist()
     assert again.pool.offer.tolist() == report.pool.offer.tolist()
     assert again.pool.lengths == report.pool.lengths
-    for name in ("groups", "ended", "has_filler", "max_tokens", "left"):
+    for name in ("groups", "ended", "has_filler", "max_tokens", "remaining"):
         value = getattr(again, name)
         assert value == getattr(report, name) and type(value) is type(getattr(report, name))
 
@@ -546,10 +546,10 @@ def settings_after(reports, present, steps, planned_steps=0):
     )
 
 
-def report(lengths=(0, 0), offer=NO_CAPS, max_tokens=0, left=-1):
+def report(lengths=(0, 0), offer=NO_CAPS, max_tokens=0, remaining=-1):
     table = np.array([row_of(GroupCost(10, 10, 10))] * 4)
     pool = PoolReport(np.array(offer, np.int64), lengths)
-    return CostReport(table, 4, ended=False, max_tokens=max_tokens, left=left, pool=pool)
+    return CostReport(table, 4, ended=False, max_tokens=max_tokens, remaining=remaining, pool=pool)
 
 
 @pytest.mark.parametrize(
@@ -579,16 +579,16 @@ def test_caps_are_agreed_on_anew_for_each_round_as_many_as_it_has_steps():
 
 
 def test_settings_of_the_next_round_say_whether_it_is_the_last():
-    many, few = report(left=1000), report(left=10)
+    many, few = report(remaining=1000), report(remaining=10)
     assert not settings_after([many, many], RoundSettings(), 8).is_last
     assert settings_after([few, few], RoundSettings(), 8).is_last
 
 
 def test_the_last_round_shares_out_about_as_much_as_the_epoch_has_had_up_to_full_rounds():
-    some = report(left=300)  # 30 steps of 10 samples
+    some = report(remaining=300)  # 30 steps of 10 samples
     planned = {steps: settings_after([some] * 2, RoundSettings(), 8, steps) for steps in (0, 7, 8)}
     assert [one.is_last for one in planned.values()] == [False, False, True]
-    assert not settings_after([report(left=640)] * 2, RoundSettings(), 8, 10_000).is_last
+    assert not settings_after([report(remaining=640)] * 2, RoundSettings(), 8, 10_000).is_last
 
 
 offering = st.builds(
@@ -596,7 +596,7 @@ offering = st.builds(
     lengths=st.tuples(st.integers(0, 99), st.integers(0, 2**24)),
     offer=st.sampled_from([[], [100, 90, 60], [100, 80, 50], [90, 80, 50]]),
     max_tokens=st.integers(0, 99),
-    left=st.sampled_from([-1, 0, 5, 99, UNKNOWN_LEFT]),
+    remaining=st.sampled_from([-1, 0, 5, 99, UNKNOWN_REMAINING]),
 )
 
 
@@ -609,27 +609,27 @@ def test_the_next_settings_do_not_depend_on_which_rank_reports_what(reports, ste
     assert all(type(cap) is int for cap in chosen.caps)
 
 
-def report_with(left, groups=4, samples=10):
+def report_with(remaining, groups=4, samples=10):
     table = np.zeros((groups, 5), dtype=np.int64)
     table[:, 0] = samples
-    return CostReport(table, groups, ended=not left, left=left)
+    return CostReport(table, groups, ended=not remaining, remaining=remaining)
 
 
 @pytest.mark.parametrize(
-    ("left", "begins"),
+    ("remaining", "begins"),
     [
         ([400, 639], True),  # 10 samples a step: less than 2 rounds of 32 steps on one rank,
         ([640, 640], False),
         ([0, 1_280], True),  # and no more than 4 rounds on any.
         ([0, 1_281], False),
-        ([100, UNKNOWN_LEFT], False),
+        ([100, UNKNOWN_REMAINING], False),
         ([100, -1], False),  # one cannot give
-        ([0, 0], False),  # nothing is left
+        ([0, 0], False),  # nothing is remaining
         ([100], False),  # nobody to share with
     ],
 )
-def test_the_last_round_begins_when_a_rank_has_little_left_and_none_has_much(left, begins):
-    assert begins_last_round([report_with(one) for one in left], steps=32) is begins
+def test_the_last_round_begins_when_a_rank_has_little_left_and_none_has_much(remaining, begins):
+    assert begins_last_round([report_with(one) for one in remaining], steps=32) is begins
 
 
 def test_a_round_without_groups_is_followed_by_no_last_one():

@@ -293,7 +293,7 @@ def test_times_of_runs_are_those_of_their_batches(samples, step_time, budget):
         assert abs(told - time) <= 0.5 * (stop - first + 1)  # Patches are rounded.
     for column in range(len(samples)):
         alone = time_of(table, [column], step_time, budget)
-        assert abs(runs.least_time(table, column) - alone) <= 1
+        assert abs(runs.least_cap_time(table, column) - alone) <= 1
 
 
 def test_a_pool_offers_the_times_and_costs_of_its_full_groups():

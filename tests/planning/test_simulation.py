@@ -25,9 +25,8 @@ from odb_nodes.planning import (
 )
 from odb_nodes.planning.caps import costs_of
 from odb_nodes.planning.group_planner import RoundSettings
-from odb_nodes.planning.levelling import UNKNOWN_LEFT
 from odb_nodes.planning.rank_plan import RankPlan
-from odb_nodes.planning.rounds import COSTS, FILLER, SAMPLES, next_settings
+from odb_nodes.planning.rounds import COSTS, FILLER, SAMPLES, UNKNOWN_REMAINING, next_settings
 from odb_nodes.planning.sample_costs import SampleCosts
 from odb_nodes.planning.simulation import plan_steps
 
@@ -206,7 +205,7 @@ def test_a_rank_knows_how_many_samples_it_has_after_a_round(samples, job):
         left = [before - samples_in(one) for before, one in zip(left, reports, strict=True)]
         if next_round is None:
             return  # after ranks have shared out the rest
-        assert [report.left for report in reports] == left
+        assert [report.remaining for report in reports] == left
 
 
 def test_a_rank_that_shares_nothing_tells_so_and_one_that_does_not_know_its_end_too():
@@ -214,14 +213,14 @@ def test_a_rank_that_shares_nothing_tells_so_and_one_that_does_not_know_its_end_
 
     def left(**options):
         rounds = rounds_of(samples, options.pop("job", job), **options)
-        return {report.left for one in rounds for report in one.reports}
+        return {report.remaining for one in rounds for report in one.reports}
 
     assert left(shares_rest=False) == {-1}
     assert left(job=replace(job, uneven="stop")) == {-1}
     # Until its source has ended.
-    known = {report for report in left(knows_length=False) if report != UNKNOWN_LEFT}
-    assert UNKNOWN_LEFT in left(knows_length=False) and all(0 <= one < 200 for one in known)
-    assert UNKNOWN_LEFT not in left()
+    known = {report for report in left(knows_length=False) if report != UNKNOWN_REMAINING}
+    assert UNKNOWN_REMAINING in left(knows_length=False) and all(0 <= one < 200 for one in known)
+    assert UNKNOWN_REMAINING not in left()
 
 
 @pytest.mark.parametrize("knows_length", [True, False])

@@ -43,9 +43,18 @@ def test_each_term_is_rounded_for_each_sample_so_that_sums_have_no_order():
 
 
 def test_no_time_is_above_31_bits():
-    times = StepTime(squares=1e9, patches=1e18, base=1e300)
+    times = StepTime(squares=1e9, patches=2**31 - 1, base=2**31 - 1)
     assert times.extra(ints(2**20, 1), ints(0, 5)).tolist() == [2**31 - 1] * 2
     assert times.of_group([2**20], [5], PADDED) == 2**31 - 1
+
+
+@pytest.mark.parametrize("unit", [5e-324, 1e-300, 1, 1e100])
+def test_times_are_numbers_in_any_unit(unit):
+    for times in (StepTime(tokens=unit), StepTime(tokens=unit, squares=unit * 2**30)):
+        assert times.extra(ints(0, 2**31 - 1), ints(0, 0)).min() >= 0
+        assert 1 <= times.of_group([3], [0], PADDED) <= 2**31 - 1
+        assert 0 < times.seconds_of(2.0**31, 2.0**62) < float("inf")
+    assert not np.isnan(times.half_at)
 
 
 def test_padded_rows_attend_over_their_whole_width():
@@ -152,7 +161,15 @@ def test_fields_are_numbers_and_are_known_by_their_values():
 
 test_arguments_that_are_not_valid_are_named = refuses(
     [
-        ({"tokens": 0}, ValueError, r"`tokens` must be in \(0, inf\), but is 0"),
+        ({"tokens": 0}, ValueError, r"`tokens` must be in \(0, 1e100\], but is 0"),
+        ({"tokens": 1e200}, ValueError, "`tokens` must be in .* but is 1e.200"),
+        (
+            {"squares": 1e10},
+            ValueError,
+            r"`squares` must be at most 2147483647 times `tokens` \(1\)",
+        ),
+        ({"tokens": 1e-300, "base": 1e300}, ValueError, "`base` must be .* but is 1e.300"),
+        ({"tokens": 1e-9, "patches": 9}, ValueError, "`patches` must be at most"),
         ({"tokens": -1.0}, ValueError, "`tokens`"),
         ({"squares": -0.1}, ValueError, r"`squares` must be in \[0, inf\), but is -0.1"),
         ({"squares": float("inf")}, ValueError, "`squares`"),

@@ -70,7 +70,7 @@ class Workers:
 def test_what_is_waited_for_comes_first_then_planned_items_then_new_ones_then_the_rest():
     workers, later = Workers(), Later("old", 6)
     backlog = workers.backlog
-    backlog.add_rest(later)
+    backlog.add_later(later)
     assert workers.items == []  # nobody has asked for anything yet
     backlog.add(task("new0"))
     assert workers.items == [
@@ -87,7 +87,7 @@ def test_what_is_waited_for_comes_first_then_planned_items_then_new_ones_then_th
 
 def test_new_items_that_are_waited_for_come_before_planned_ones():
     workers, later = Workers(), Later("old", 9)
-    workers.backlog.add_rest(later)
+    workers.backlog.add_later(later)
     workers.backlog.plan(later, range(9))
     new = workers.backlog.add(task("new"))
     workers.backlog.hurry(new)
@@ -102,7 +102,7 @@ def test_new_items_that_are_waited_for_come_before_planned_ones():
 
 def test_workers_have_little_ahead_while_items_are_to_be_made_again_and_all_afterwards():
     workers = Workers(num_workers=2, chunk_items=1)
-    workers.backlog.add_rest(Later("old", 40))
+    workers.backlog.add_later(Later("old", 40))
     new = [workers.backlog.add(task(number)) for number in range(100)]
     assert len(workers.sent) == 4
     workers.finish(seconds=0.01)  # 0.15 s of work a worker are 15 such items
@@ -117,7 +117,7 @@ def test_workers_have_little_ahead_while_items_are_to_be_made_again_and_all_afte
 
 def test_no_more_than_a_chunk_waits_where_a_chunk_takes_long():
     workers = Workers(num_workers=2)
-    workers.backlog.add_rest(Later("old", 40))
+    workers.backlog.add_later(Later("old", 40))
     workers.backlog.add(task("new"))
     for done in range(4, 10):
         workers.finish(seconds=10.0)
@@ -127,7 +127,7 @@ def test_no_more_than_a_chunk_waits_where_a_chunk_takes_long():
 def test_chunks_of_planned_items_have_as_many_as_others():
     workers, first, second = Workers(chunk_items=3), Later("a", 5), Later("b", 5)
     for later in first, second:
-        workers.backlog.add_rest(later)
+        workers.backlog.add_later(later)
     workers.backlog.plan(first, [0, 1])
     workers.backlog.plan(second, [4, 0, 1, 2])
     assert not workers.sent
@@ -142,7 +142,7 @@ def test_chunks_of_planned_items_have_as_many_as_others():
 def test_whoever_waits_for_a_chunk_hears_how_it_ended(how):
     workers, later = Workers(), Later("old", 9)
     backlog = workers.backlog
-    backlog.add_rest(later)
+    backlog.add_later(later)
     queued = [backlog.add(task(number), urgent=number == 2) for number in range(5)]
     if how == "closed":
         backlog.fail(WorkerError(how))
@@ -167,7 +167,7 @@ def test_workers_that_take_no_chunk_are_closed_where_a_result_is_waited_for(monk
     runner = ChunkRunner(None, WorkerOptions(num_workers=1, method="thread"), "a node")
     runner._pool = Refusing()
     backlog = runner.backlog()
-    backlog.add_rest(Later("old", 9))
+    backlog.add_later(Later("old", 9))
     monkeypatch.setattr(backlog, "_is_full", lambda: True)
     chunk = runner.submit(task("new"))
     monkeypatch.undo()  # There is room, and nobody has used it yet.

@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import errno
+import mmap
 import os
 import pickle
 import socket
@@ -25,19 +26,14 @@ from sampling import fewer
 from worker_functions import processor, same
 
 from odb_nodes import IterableSource, Sample
-from odb_nodes.processing import transport
 from odb_nodes.processing.chunk import ChunkTask, runs_of
-from odb_nodes.processing.observation import observe_sample
 from odb_nodes.processing.transport import (
     SHARED_BYTES,
-    FilePool,
     PageFile,
-    SharedFiles,
     dumps,
     pack,
     receive,
     send,
-    split_parts,
     unpack,
 )
 from odb_nodes.sample import ItemKey
@@ -323,63 +319,20 @@ def test_all_arrives_from_a_worker_and_large_buffers_are_gone_with_their_samples
     assert_same(through_a_worker(range(len(ONE_BY_ONE)), ONE_BY_ONE.__getitem__), ONE_BY_ONE)
 
 
-def text(index):
-    """A sample whose chunk comes in a file that stays mapped."""
-    return observe_sample({"input_ids": np.full(2000 + index % 7, index)})
-
-
-def unchanged(samples):
-    return all((one.data["input_ids"] == index).all() for index, one in samples.items())
-
-
-@pytest.mark.slow
-def test_a_file_is_written_again_only_when_nobody_reads_it_and_a_forked_child_has_its_own():
-    before, kept, most = held(), {}, 0
-    node = processor(text, source=IterableSource(range(600), 0, 1), num_workers=2, chunk_size=8)
-    node.reset(None)
-    child, (go, begin) = None, os.pipe()
-    for index, sample in enumerate(node):
-        if index % 50 == 3:
-            kept[index] = sample
-        most = max(most, held()[0])
-        if index == 200:
-            if not (child := os.fork()):
-                kept[3].data["input_ids"][:] = 9
-                os.read(go, 1)  # The trainer has read on, and dropped its samples, meanwhile.
-                del kept[3]
-                os._exit(0 if unchanged(kept) else 1)
-            few = {at: kept.pop(at) for at in (53, 103)}
-            assert unchanged(few)
-            kept[153].data["input_ids"][:] = 9  # which the child must not see
-            del few, sample
-    os.write(begin, b"x")
-    assert os.waitpid(child, 0)[1] == 0
-    assert kept.pop(153).data["input_ids"][0] == 9
-    assert unchanged(kept) and kept[3].data["input_ids"][0] == 3
-    assert most - before[0] < 45  # of 75 chunks: those in flight, and those kept
-    node.close()
-    del node
-    del sample
-    assert held()[0] == before[0] + len(kept)
-    kept.clear()
-    os.close(go), os.close(begin)
-    assert held() == before
-
-
 def refuse(*_):
     raise OSError(errno.ENOMEM, "no memory or descriptors left")
 
 
-def write_some(file, parts, at):
-    if at > SHARED_BYTES // 2:
+def write_some(file, content, offset, pwrite=os.pwrite):
+    if offset > SHARED_BYTES // 2:
         refuse()
-    return os.pwrite(file, parts[0][: len(parts[0]) // 2], at)
+    return pwrite(file, content[: len(content) // 2], offset)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name", "fault"),
-    [(os, "memfd_create", refuse), (transport, "_Mapping", refuse), (os, "pwritev", write_some)],
+    [(os, "memfd_create", refuse), (mmap, "mmap", refuse), (os, "pwrite", write_some)],
 )
 def test_large_buffers_go_the_old_way_where_there_can_be_no_pages(module, name, fault, monkeypatch):
     before = held()
@@ -388,35 +341,10 @@ def test_large_buffers_go_the_old_way_where_there_can_be_no_pages(module, name, 
     assert held() == before
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memfd_create")
-def test_files_that_are_mapped_or_free_have_a_limit():
-    pool, before, returned = FilePool(), held(), []
-    files = SharedFiles(returned.append)
-    lent = []
-    for value in range(70):
-        file, number = pool.join([memoryview(bytes([value]) * (2 << 20))], 0)
-        assert not pool.is_known(number)
-        lent.append(files.open(number, file, len(file)))
-    del file
-    assert [split_parts(one)[0][-1] for one in lent] == [*range(70)]
-    assert held()[0] - before[0] == 64  # Those beyond were copied, and are not written again.
-    assert sum(one < 0 for one in returned) == 6
-    lent.clear()
-    pool.take_back(returned)
-    gone = pool.gone()
-    assert 64 - len(gone) == 31 == len(pool._free)  # of 2 MB and a table each: below 64 MB
-    files.drop(gone)
-    file, number = pool.join([memoryview(bytes(2 << 20))], 0)
-    assert pool.is_known(number)
-    files.close()
-    del pool, file
-    assert held() == before
-
-
 def test_what_there_is_no_memory_for_is_said_in_bytes(monkeypatch):
     size_bytes = 1 << 62
     file = PageFile(os.memfd_create("odb_nodes"), size_bytes)
-    monkeypatch.setattr(transport, "_Mapping", refuse)
+    monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(MemoryError, match=rf"no {size_bytes} bytes .* `in_flight_bytes`"):
         file.pages()
 
@@ -430,8 +358,7 @@ def send_many(connection, count):
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     version_3, no_capabilities = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert ctypes.CDLL(None).capset(version_3, no_capabilities) == 0
-    pages = PageFile(os.memfd_create("odb_nodes"), 0)
-    assert pages.write([bytes(8)])
+    pages = PageFile.of(bytes(8))
     for _ in range(count):
         send(connection, [pages])
 

@@ -1162,7 +1162,7 @@ def no_memory(*_):
 @pytest.mark.parametrize(
     ("module", "name", "message"),
     [
-        (process_pool.WorkerProcess, "_take_reply", "out of memory: lower `in_flight_bytes`"),
+        (process_pool.WorkerProcess, "_take", "out of memory: lower `in_flight_bytes`"),
         (process_pool, "write", "could not send it a chunk: MemoryError"),
         (process_pool.WorkerProcess, "read", "the thread that reads results has failed"),
     ],

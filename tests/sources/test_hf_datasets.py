@@ -6,8 +6,10 @@ import random
 import pytest
 from aligned_ranks import on_ranks
 from refusals import refuses
+from torch.utils.data import Subset
 
 from odb_nodes import IterableSource, Loader, ODBDataLoader, StateError
+from odb_nodes.sources.datasets import holds_no_generators
 from odb_nodes.testing import assert_resumes_exactly
 
 datasets = pytest.importorskip("datasets")
@@ -301,6 +303,13 @@ def test_a_table_of_plain_values_is_read_many_rows_at_once(change, reads, monkey
     assert bool(calls) is reads
     if reads:
         assert sorted(at for places in calls for at in places) == [*range(len(table))]
+
+
+def test_a_table_is_looked_through_for_generators_only_if_a_transform_may_hold_one():
+    table = datasets.Dataset.from_list(ROWS)
+    assert holds_no_generators(table) and holds_no_generators(Subset(table, [1, 0]))
+    assert not holds_no_generators(table.with_transform(lambda rows: rows))
+    assert not holds_no_generators(ROWS)
 
 
 def test_a_transform_that_is_set_later_draws_the_numbers_of_each_row():

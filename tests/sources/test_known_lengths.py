@@ -1,5 +1,6 @@
 """Lengths that are known ahead: what an observer would say of each sample, from elsewhere."""
 
+import json
 import tracemalloc
 from collections import UserList
 from dataclasses import replace
@@ -389,7 +390,7 @@ test_lengths_that_are_none_are_refused_by_name = refuses(
         ([{"n": 1}, {"m": 1}], "n", ValueError, "row 1 has no value in the column 'n'"),
         (Subset([{"n": 1}, {"n": -1}], [0, 1]), "n", ValueError, "row 1 has -1 in the column 'n'"),
         (ConcatDataset([DICTS, [{"n": 1}]]), "n", ValueError, r"the columns are \[\]"),
-        (range(3), "n", ValueError, "a `range` has no columns that are read by themselves"),
+        (range(3), "n", ValueError, "a `range` has no columns, as a"),
         (Stream(DICTS), LENGTHS, TypeError, "`lengths` must be None for a `Stream`"),
         ({"a": DICTS}, [1], TypeError, "`lengths` must be None for a `dict`"),
     ],
@@ -441,8 +442,17 @@ NOT_OF_THE_ROWS = {
 @pytest.mark.parametrize("why", NOT_OF_THE_ROWS)
 def test_a_file_that_is_not_of_the_rows_is_refused(why, tmp_path):
     NOT_OF_THE_ROWS[why].save(tmp_path / "lengths.npz")
-    with pytest.raises(ValueError, match=f"rows of this dataset, but in the file .*{why}.*anew"):
+    with pytest.raises(ValueError, match=f"rows of this dataset, but in the file .*{why}.*Profile"):
         told(DICTS, tmp_path / "lengths.npz")
+
+
+def test_a_file_of_json_lines_is_refused_for_a_table_of_the_same_rows(datasets, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in DICTS))
+    observe_lengths(JsonlSource(tmp_path / "rows.jsonl")).save(tmp_path / "lengths.npz")
+    table = datasets.Dataset.from_list(DICTS)
+    with pytest.raises(ValueError, match="byte offsets of JSON Lines.*profile module:function"):
+        told(table, tmp_path / "lengths.npz")
+    assert told(table, LengthTable.load(tmp_path / "lengths.npz").tokens) == LENGTHS
 
 
 def test_a_file_of_other_parquet_files_is_refused(tmp_path):

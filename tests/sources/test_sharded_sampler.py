@@ -144,7 +144,7 @@ def test_a_dataset_of_another_length_in_a_later_epoch_is_refused(size):
     node = sampler(data)
     assert sorted(epoch_of(node)) == data
     data[:] = range(size)
-    with pytest.raises(ValueError, match=f"in each epoch, 10 as .*, but has {size} now"):
+    with pytest.raises(ValueError, match=f"number of samples, 10 when .*, but has {size} now"):
         epoch_of(node)
 
 

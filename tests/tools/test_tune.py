@@ -161,6 +161,33 @@ def test_a_log_decides_the_times(tmp_path, tuned):
     assert all(one.epoch_s > by_choice[one.choice].epoch_s for one in fitted.tried)
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_with_a_log_the_choices_are_planned_by_the_fitted_time(tmp_path, layout):
+    log = tmp_path / "steps.jsonl"
+    write_log(log, 100)
+    options = {"limit": TokenBudget(3000, layout=layout), "round_size": 16}
+    fitted = tune(TABLE, world_size=2, log=log, **options)
+    half_at = round(TRUE.tokens / TRUE.squares)
+    step_time = StepTime(squares=1 / half_at)
+    assert fitted.job.step_time == step_time
+    assert f", step_time=StepTime(squares=1 / {half_at})" in fitted.code()
+    assert "planned with the fitted time" in fitted.why
+    assert ("samples of one length" in fitted.why) == (layout == "padded")
+    for outcome in fitted.tried[::9]:
+        report = simulate(TABLE, world_size=2, step_time=step_time, **vars(outcome.choice))
+        assert (outcome.steps, outcome.padding_share) == (
+            report.steps,
+            pytest.approx(report.padding_share),
+        )
+    # What the caller gives counts, and a lone rank waits for none.
+    given = tune(TABLE, world_size=2, log=log, step_time=StepTime(squares=0.5, base=2), **options)
+    assert given.job.step_time == StepTime(squares=0.5, base=2)
+    assert ", step_time=StepTime(squares=1 / 2, base=2.0)" in given.code()
+    alone = tune(TABLE, world_size=1, log=log, **options)
+    assert alone.job.step_time is None and "step_time" not in alone.code()
+    assert "planned with the fitted time" not in alone.why + given.why
+
+
 @pytest.mark.slow
 def test_of_a_large_dataset_some_samples_are_drawn_and_skipped_ones_do_not_count():
     lengths = lognormal_lengths(60_000, cv=1.0, mean_tokens=90, longest_tokens=700)

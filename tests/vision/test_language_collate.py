@@ -205,7 +205,7 @@ def test_late_patches_are_the_same_in_an_eighth_of_the_memory():
     assert 8 * sum(image.nbytes for image in carried[-1]["images"]) == early["pixel_values"].nbytes
     without = collate.collate_step([carried[-1]], step(is_filler=True))
     assert not {"pixel_values", "images", "image_settings"} & without.keys()
-    with pytest.raises(SampleError, match="pass `image_processor=processor.image_processor`, whic"):
+    with pytest.raises(SampleError, match="pass `image_processor=processor.image_processor`"):
         VisionLanguageCollate(dummy=None)(carried)
 
 
@@ -219,7 +219,7 @@ def test_late_patches_are_the_same_in_an_eighth_of_the_memory():
 )
 def test_late_patches_are_made_as_the_processor_would_make_them(name, value, shown):
     other = Qwen2VLImageProcessorPil(**{name: value})
-    with pytest.raises(SampleError, match=f"but differs in `{name}` .{shown}.*Give both the same"):
+    with pytest.raises(SampleError, match=f"but differs in `{name}` .{shown}.*Pass the same"):
         VisionLanguageCollate(dummy=None, image_processor=other)([late(record(1))])
     bounded = Qwen2VLImageProcessorPil(max_pixels=28 * 28 * 5)  # of no account
     batch = VisionLanguageCollate(dummy=None, image_processor=bounded)([late(record(1))])

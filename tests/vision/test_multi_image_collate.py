@@ -222,15 +222,15 @@ GRAPH = torch.ones(1, 2, 2, requires_grad=True)
 MADE = ("image_mask", "image_sizes")
 SHAPE = "must be .C, H, W. or .C, H, W, D., with pixels that are real numbers"
 MISFITS = [
-    *(({key: 1}, f"its key '{key}' is one that `MultiImageCollate` gives") for key in MADE),
-    ({"pixel_values": np.ones((2, 4, 4))}, r"without an axis of channels .* `image\[None\]`"),
+    *(({key: 1}, f"`MultiImageCollate` adds '{key}' to the batch") for key in MADE),
+    ({"pixel_values": np.ones((2, 4, 4))}, r"missing channel axis by `image\[None\]`"),
     ({"pixel_values": [np.ones((1, 2, 2), object)]}, SHAPE + ", but is .1, 2, 2. of object"),
     ({"pixel_values": [np.zeros((3, 0, 4))]}, SHAPE),
     ({"pixel_values": [np.zeros((1, 1, 2, 2, 2))]}, SHAPE),
-    ({"pixel_values": [Image.new("RGB", (4, 4))]}, "is a Pillow image instead, whose channels"),
+    ({"pixel_values": [Image.new("RGB", (4, 4))]}, "is a Pillow image, whose channels"),
     ({"pixel_values": [GRAPH]}, "cannot become an array: .* requires grad"),
     ({"pixel_values": [[[[1.0], [1.0, 2.0]]]]}, "cannot become an array"),
-    ({"pixel_values": [np.zeros((1, 4, 4), np.uint8)]}, "is .1, 4, 4. of uint8, and one bef"),
+    ({"pixel_values": [np.zeros((1, 4, 4), np.uint8)]}, "is .1, 4, 4. of uint8, and an earlier"),
     ({"pixel_values": [np.zeros((3, 4, 4), np.int16)]}, "the same dimensions, channels and dty"),
     ({"pixel_values": [np.zeros((3, 2, 2, 2), np.uint8)]}, "the same dimensions, channels and"),
     ({"id": 2**63}, "`id` must be a number .* but is 9223372036854775808"),

@@ -273,7 +273,7 @@ def packed_for(dummy=None, shapes=None, **model):
 
 REFUSED = [
     (packed_for, "`model` must be the model of"),
-    (lambda: packed_for(model=network_of("PaliGemma")), '"paligemma", is not known to'),
+    (lambda: packed_for(model=network_of("PaliGemma")), '"paligemma", no test shows'),
     (lambda: packed_for(model=torch.nn.Linear(1, 1)), "must be a model of transformers.*`Linear`"),
     (lambda: VisionLanguageCollate(dummy=None, model=network_of("Llava"), side="left"), "`side`"),
     (lambda: packed_for(dummy=DUMMY, model=network_of("Qwen2VL"), shapes=1), "`shapes` must be"),

@@ -151,7 +151,7 @@ def test_text_cannot_pass_for_an_image_or_end_a_message():
         def __call__(self, text, **options):
             return processor().tokenizer(text, add_special_tokens=False)
 
-    with pytest.raises(SampleError, match="and this tokenizer takes it for an image"):
+    with pytest.raises(SampleError, match="which this tokenizer reads as an image"):
         VisionLanguageProcessor(Careless(), processor().image_processor)(asked(question=text))
 
 
@@ -232,7 +232,7 @@ RECORDS = [
     (IMAGE, r"per image part .* \(1\), but has 0"),
     ({**said("x"), "images": [b"", b""]}, r"per image part .* \(0\), but has 2"),
     ({**IMAGE, "images": "/a.jpg"}, "`images` must be a list of images, but is '/a.j"),
-    ({**IMAGE, "images": np.asarray(noise(9, 9))}, "Put a single one in a list"),
+    ({**IMAGE, "images": np.asarray(noise(9, 9))}, "Put a single image into a list"),
     ({**IMAGE, "images": [7]}, "an image must be a path, .* is `int`"),
 ]
 

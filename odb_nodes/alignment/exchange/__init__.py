@@ -1,6 +1,6 @@
-"""Exchange integers among ranks over torch.distributed, whatever they mean."""
+"""Exchange integers between ranks, over gloo."""
 
-from odb_nodes.alignment.exchange.base import Exchange, Interrupted
+from odb_nodes.alignment.exchange.base import Exchange, Interrupted, KnownRank, ProcessGroupLike
 from odb_nodes.alignment.exchange.channel import Channel, Meeting
 from odb_nodes.alignment.exchange.gloo import GlooExchange, group_rank, resolve_exchange
 from odb_nodes.alignment.exchange.watch import FailureWatch
@@ -11,7 +11,9 @@ __all__ = [
     "FailureWatch",
     "GlooExchange",
     "Interrupted",
+    "KnownRank",
     "Meeting",
+    "ProcessGroupLike",
     "group_rank",
     "resolve_exchange",
 ]

@@ -1,11 +1,17 @@
-"""The interface of an exchange among ranks, which itself is that of a rank that is alone."""
+"""`Exchange`: an all-gather between ranks; and the types that name the ranks of a loader."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 IntArray = NDArray[np.int64]
 
@@ -14,43 +20,62 @@ class Interrupted(RuntimeError):
     """A wait was given up because the graph is reset or closed."""
 
 
-class Exchange:
-    """An all-gather among ranks; here of one rank, with nobody to wait for.
+class KnownRank(ABC):
+    """A rank that knows its number and the number of ranks without torch.distributed."""
 
-    The n-th call of one rank meets the n-th call of every other. A call that was interrupted still
-    counts: the others receive what it sent, and the next call of the rank meets their next one.
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """Number of the rank."""
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+
+ProcessGroupLike: TypeAlias = "ProcessGroup | DeviceMesh | KnownRank | None"
+"""The type of a `process_group` argument; `None` is all ranks of the job."""
+
+
+class Exchange(KnownRank):
+    """All-gather between ranks. The base class is the single-rank case.
+
+    The n-th call of one rank meets the n-th call of every other rank. An interrupted call still
+    counts: the other ranks receive its row, and the next call of the rank meets their next call.
     """
 
-    rank, world_size = 0, 1
+    rank: int = 0
+    world_size: int = 1
     ranks: Sequence[int] = (0,)  # their numbers in the whole job, for errors
     timeout_s = 0.0  # until a call gives up
 
     def connect(self, size: int) -> None:
-        """Connect to the other ranks, whose rows have as many integers; later calls do nothing.
+        """Connect to the other ranks, whose rows have `size` integers; later calls do nothing.
 
         Raises:
-            PeerError: a rank did not come within `timeout_s`.
-            StateError: a rank came with another size.
+            PeerError: a rank did not connect within `timeout_s`.
+            StateError: a rank has another size.
         """
 
     def all_gather(self, row: IntArray) -> IntArray:
         """Return the rows of all ranks: (n,) int64 -> (world_size, n) int64.
 
         Raises:
-            PeerError: a rank was lost, or did not come within `timeout_s`.
+            PeerError: a rank was lost, or did not answer within `timeout_s`.
             Interrupted: `interrupt` was called.
         """
         return row[None]
 
     def publish(self, key: str, text: str) -> None:
-        """Leave a text under a key, for ranks that wait for this one elsewhere; raises nothing."""
+        """Store a text under a key, for ranks that wait elsewhere; raises nothing."""
 
     def published(self, key: str) -> str | None:  # noqa: ARG002
-        """Return the text that a rank has left under a key; `None` while there is none."""
+        """Return the text that a rank has stored under a key, or `None`."""
         return None
 
     def interrupt(self) -> None:
-        """Make every call raise until `resume`, one that waits on another thread included."""
+        """Make every call raise until `resume`, including a call that waits on another thread."""
 
     def resume(self) -> None:
-        """Take `interrupt` back."""
+        """Undo `interrupt`."""

@@ -1,4 +1,4 @@
-"""Messages among ranks, which tell a beginning, a round and a failure apart."""
+"""Messages between ranks: a hello, a round or a failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_nodes.alignment.exchange.base import Exchange, IntArray, Interrupted
+from odb_nodes.alignment.exchange.base import Exchange, IntArray, Interrupted, ProcessGroupLike
 from odb_nodes.alignment.exchange.gloo import resolve_exchange
 from odb_nodes.errors import PeerError, StateError
 
@@ -20,18 +20,18 @@ _KIND, _LENGTH, _GENERATION, _HEADER = 0, 1, 2, 3  # columns of a message; its p
 _MIN_CAPACITY = 64  # integers, so that the text of an error fits
 _CAPACITY_OF_MEETING = 512  # integers of a message
 _PAUSE_S = 0.02  # between two greetings
-_SETTLED_S = 2.0  # greetings that stay the same for so long are accepted
-_DOUBTFUL_S = 60.0  # the same, if to accept them is an error
+_SETTLED_S = 2.0  # greetings that do not change for so long are accepted
+_DOUBTFUL_S = 60.0  # the limit if accepting them is an error
 
 
 class Channel:
-    """Rounds of messages among ranks, all of one size.
+    """Rounds of messages between ranks, all of one size.
 
-    A message that was sent cannot be taken back, even if its rank begins anew before the others
-    have answered. Two things make that harmless. All messages have one size, so a message that was
-    given up can meet any message of the others. And each carries its *generation*, which a rank
-    counts up whenever it begins anew, so every rank sees what met, and a rank whose hello met an
-    older message says hello again.
+    A sent message cannot be taken back, even if its rank begins anew before the other ranks have
+    answered. Two rules make this harmless. All messages have one size, so an abandoned message can
+    meet any message of the other ranks. And each message carries a *generation*, which a rank
+    counts up when it begins anew. So every rank sees which messages met, and a rank whose hello met
+    an older message says hello again.
     """
 
     def __init__(self, exchange: Exchange, capacity: int) -> None:
@@ -41,9 +41,11 @@ class Channel:
         self._use(exchange)
 
     def _use(self, exchange: Exchange) -> None:
-        self._exchange, self._generation = exchange, 0
+        self._exchange = exchange
+        self._generation = 0
         self.timeout_s = exchange.timeout_s
-        self.rank, self.world_size = exchange.rank, exchange.world_size
+        self.rank = exchange.rank
+        self.world_size = exchange.world_size
 
     @property
     def capacity(self) -> int:
@@ -51,12 +53,12 @@ class Channel:
         return self._size - _HEADER
 
     def begin(self) -> None:
-        """Begin anew: the ranks have to `agree` again."""
+        """Begin anew: the ranks must `agree` again."""
         self._generation += 1
         self.agreed = False
 
     def agree(self, config: Mapping[str, Any]) -> None:
-        """Make sure, after `begin`, that all ranks go on from the same place."""
+        """Raise an error on all ranks unless all have an equal `config`; call it after `begin`."""
         text = json.dumps(config, sort_keys=True, default=str).encode()
         digest = int.from_bytes(hashlib.sha1(text).digest()[:7], "little")
         rows = self._greet(_HELLO, np.array([digest]), "the first exchange after a reset")
@@ -65,30 +67,30 @@ class Channel:
             raise PeerError(f"rank {stay} stays in an epoch that the other ranks have left.")
         self.agreed = True
         if len({*rows[:, _HEADER].tolist()}) > 1:
-            texts = self.gather_bytes(text, "comparing what the ranks have in common")
+            texts = self.gather_bytes(text, "comparing the configurations of ranks")
+            differences = self._differences([json.loads(text) for text in texts])
             raise StateError(
-                "the ranks do not go on from the same place: "
-                f"{'; '.join(self._differences(list(map(json.loads, texts))))}. Build the same "
-                "graph on all ranks, and load states that were saved at the same step."
+                f"the ranks do not continue from the same place: {'; '.join(differences)}. Build "
+                "the same graph on all ranks, and load states that were saved at the same step."
             )
 
     def gather(self, payload: IntArray | Sequence[int], where: str) -> IntArray:
-        """Return the payloads of all ranks, of as many integers each: (world_size, n) int64."""
+        """Return the payloads of all ranks, n integers each: (world_size, n) int64."""
         return self._gather(np.asarray(payload), where)[:, : len(payload)]
 
     def _gather(self, payload: IntArray, where: str) -> IntArray:
         """Return the payloads of all ranks: (n,) int64 -> (world_size, capacity) int64."""
         rows = self._send(_ROUND, payload, where)
         self._raise_failures(rows)
-        if left := self._ranks_that(rows[:, _KIND] == _HELLO):
+        if restarted := self._ranks_that(rows[:, _KIND] == _HELLO):
             raise PeerError(
-                f"{where}: rank {left} has left it and begun anew. All ranks must iterate, break "
-                "and load alike."
+                f"{where}: rank {restarted} has left it and begun anew. All ranks must iterate, "
+                "break and load alike."
             )
         return rows[:, _HEADER:]
 
     def gather_bytes(self, data: bytes, where: str) -> list[bytes]:
-        """Return the bytes of all ranks, in as many rounds as the longest needs."""
+        """Return the bytes of all ranks. The longest bytes decide the number of rounds."""
         sizes = self.gather([len(data)], where)[:, 0].tolist()
         integers = _as_integers(data)
         parts = [
@@ -99,7 +101,7 @@ class Channel:
         return [_as_bytes(row)[:size] for row, size in zip(whole, sizes, strict=True)]
 
     def fail(self, error: BaseException, where: str) -> None:
-        """Tell the other ranks why this one fails; raises nothing of theirs."""
+        """Send the error of this rank to the other ranks; raises none of their errors."""
         text = f"{where}: {type(error).__name__}: {error}".encode()[: 8 * self.capacity]
         try:
             if self.agreed:
@@ -110,41 +112,43 @@ class Channel:
             return
 
     def publish(self, text: str) -> None:
-        """Leave a text for ranks that wait for this one elsewhere than in an exchange."""
+        """Publish a text for ranks that wait outside an exchange."""
         self._exchange.publish(str(self._generation), text)
 
     def published(self) -> str | None:
-        """Return what a rank has left since all have agreed; `None` while there is nothing."""
+        """Return the text that a rank has published since all have agreed, or `None`."""
         return self._exchange.published(str(self._generation))
 
     def _greet(self, kind: int, payload: IntArray, where: str) -> IntArray:
         """Send the first message of a generation until all ranks do, and return their messages."""
-        # Why all ranks end together: a call returns the same rows on every rank, and a rank that
-        # enters the loop changes its own (another generation or kind), so all ranks count the same
-        # rows as unchanged, and leave after the same call.
+        # Why all ranks leave the loop together: a call returns the same rows on every rank, and a
+        # rank that enters the loop changes its row (another generation or kind). So all ranks count
+        # the same rows as unchanged, and leave after the same call.
         #
-        # When they end: usually once all greet in one generation. A lower generation is either a
-        # message that its rank has given up, which the next call replaces, or the present one of a
-        # rank that has begun less often (this one was asked for a state in between, say). Only time
-        # tells these apart: rows that stay the same are present. They are waited for longer if they
-        # mean an error, since a thread that reads ahead may be about to leave what it says.
+        # When they leave: usually once all greet in one generation. A lower generation is either an
+        # abandoned message, which the next call replaces, or the present message of a rank that has
+        # begun less often (for example because a state was taken from this rank in between). Only
+        # time distinguishes the two cases: rows that do not change are present. If accepting them
+        # is an error, the limit is longer, because a read-ahead thread may be about to leave.
         #
-        # Why it ends at all: rows change only when a rank begins anew, fails or takes part in a
-        # round, and without a change the count of equal rows reaches the limit. A rank that sends
-        # nothing makes the exchange raise.
+        # Why the loop ends: rows change only when a rank begins anew, fails or takes part in a
+        # round, and without a change the count of equal rows reaches the limit. If a rank sends
+        # nothing, the exchange raises.
         self._exchange.connect(self._size)
-        before, unchanged = np.empty(0, dtype=np.int64), 0
+        previous = np.empty(0, dtype=np.int64)
+        unchanged = 0
         while True:
             rows = self._send(kind, payload, where)
             hellos = rows[rows[:, _KIND] == _HELLO]
-            met = bool((rows[:, _KIND] != _ROUND).all())
-            if met and len({*rows[:, _GENERATION].tolist()}) == 1:
+            all_greet = bool((rows[:, _KIND] != _ROUND).all())
+            if all_greet and len({*rows[:, _GENERATION].tolist()}) == 1:
                 break
-            unchanged = unchanged + 1 if np.array_equal(rows, before) else 0
-            before = rows
-            alike = met and len({*hellos[:, _HEADER].tolist()}) <= 1
+            unchanged = unchanged + 1 if np.array_equal(rows, previous) else 0
+            previous = rows
+            are_alike = all_greet and len({*hellos[:, _HEADER].tolist()}) <= 1
             doubtful_s = min(_DOUBTFUL_S, self._exchange.timeout_s / 2)
-            if unchanged * _PAUSE_S >= (_SETTLED_S if alike else max(doubtful_s, _SETTLED_S)):
+            limit_s = _SETTLED_S if are_alike else max(doubtful_s, _SETTLED_S)
+            if unchanged * _PAUSE_S >= limit_s:
                 break
             time.sleep(_PAUSE_S)
         self._generation = int(rows[:, _GENERATION].max())
@@ -153,7 +157,9 @@ class Channel:
     def _send(self, kind: int, payload: IntArray, where: str) -> IntArray:
         """Return the messages of all ranks."""
         row = np.zeros(self._size, dtype=np.int64)
-        row[_KIND], row[_LENGTH], row[_GENERATION] = kind, len(payload), self._generation
+        row[_KIND] = kind
+        row[_LENGTH] = len(payload)
+        row[_GENERATION] = self._generation
         row[_HEADER : _HEADER + len(payload)] = payload
         start = time.perf_counter()
         try:
@@ -164,50 +170,63 @@ class Channel:
             self.wait_s += time.perf_counter() - start
 
     def _raise_failures(self, rows: IntArray) -> None:
-        """Raise a `PeerError` if a rank has sent that it failed, whatever the cause is."""
-        failed = np.flatnonzero(rows[:, _KIND] == _FAILED).tolist()
-        if not failed:
-            return
-        causes = "; ".join(
-            f"rank {self._exchange.ranks[index]} failed in {_text(rows[index])}" for index in failed
-        )
-        raise PeerError(causes)
+        """Raise a `PeerError` if a rank has failed, with the causes."""
+        causes = [
+            f"rank {self._exchange.ranks[index]} failed in {_text(rows[index])}"
+            for index in np.flatnonzero(rows[:, _KIND] == _FAILED).tolist()
+        ]
+        if causes:
+            raise PeerError("; ".join(causes))
 
     def _differences(self, configs: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return a text for each field that differs: its values, and the ranks that have each."""
-        flat = list(map(_flat, configs))
-        found = []
-        for name in dict.fromkeys(name for one in flat for name in one):
-            values = [one.get(name, "absent") for one in flat]
+        """Return a text for each node that some ranks lack, and for each field that differs."""
+        differences = []
+        for name in dict.fromkeys(name for config in configs for name in config):
+            lacking = np.array([name not in config for config in configs])
+            if lacking.any():
+                differences.append(f"`{name}` is absent on rank {self._ranks_that(lacking)}")
+                configs = [
+                    {key: config[key] for key in config if key != name} for config in configs
+                ]
+        by_rank = [_flat(config) for config in configs]
+        for name in dict.fromkeys(name for config in by_rank for name in config):
+            values = np.array([config.get(name, "absent") for config in by_rank])
             by_value = [
-                f"{value} on rank {self._ranks_that(np.array([one == value for one in values]))}"
-                for value in dict.fromkeys(values)
+                f"{value} on rank {self._ranks_that(values == value)}"
+                for value in dict.fromkeys(values.tolist())
             ]
             if len(by_value) > 1:
-                found.append(f"`{name}` is {', '.join(by_value)}")
-        return found
+                differences.append(f"`{name}` is {', '.join(by_value)}")
+        return differences
 
-    def _ranks_that(self, do: NDArray[np.bool_]) -> str:
+    def _ranks_that(self, mask: NDArray[np.bool_]) -> str:
         """Return the ranks, as the job numbers them, where a mask is true."""
-        return ", ".join(str(self._exchange.ranks[index]) for index in np.flatnonzero(do).tolist())
+        indices = np.flatnonzero(mask).tolist()
+        return ", ".join(str(self._exchange.ranks[index]) for index in indices)
 
 
 class Meeting(Channel):
-    """Meets outside the loader's rounds, for a monitor, say: with equal settings, or a `remedy`."""
+    """A channel outside the loader's rounds, for example of a monitor.
+
+    Unless all ranks have equal settings, `agree` raises an error that ends with `remedy`.
+    """
 
     def __init__(
-        self, name: str, process_group: Any, timeout_s: float, *, remedy: str = ""
+        self, name: str, process_group: ProcessGroupLike, timeout_s: float, *, remedy: str = ""
     ) -> None:
         super().__init__(Exchange(), _CAPACITY_OF_MEETING)
-        self._name, self._remedy = name, remedy
-        self._place: tuple[Any, float] | None = (process_group, timeout_s)
+        self._name = name
+        self._remedy = remedy
+        self._process_group = process_group
+        self._timeout_s = timeout_s
+        self._is_connected = False
 
     def agree(self, config: Mapping[str, Any]) -> None:
-        """Make sure, once after `begin`, that the settings are the same on all ranks."""
-        if self._place is not None:
-            # Not before the first step: only then is the process group sure to be there.
-            self._use(resolve_exchange(*self._place))
-            self._place = None
+        """Raise an error, once after `begin`, unless the settings are equal on all ranks."""
+        if not self._is_connected:
+            # Not earlier: the process group may be created until the first step.
+            self._use(resolve_exchange(self._process_group, self._timeout_s))
+            self._is_connected = True
             self.begin()
         if not self.agreed:
             try:
@@ -231,8 +250,10 @@ def _as_bytes(integers: IntArray) -> bytes:
 
 def _flat(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the values as JSON text by `name`, or by `name.field` for those in a mapping."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name, value in config.items():
-        fields = value.items() if isinstance(value, Mapping) else [("", value)]
-        found |= {f"{name}.{key}" if key else name: json.dumps(one) for key, one in fields}
-    return found
+        if isinstance(value, Mapping):
+            texts |= {f"{name}.{key}": json.dumps(field) for key, field in value.items()}
+        else:
+            texts[name] = json.dumps(value)
+    return texts

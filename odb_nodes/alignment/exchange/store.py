@@ -1,4 +1,4 @@
-"""The store of the job, of which no call can hang a rank."""
+"""The store of the job, with time limits for all calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from odb_nodes._compat import torch_distributed as compat
 
-_LOOK_S = 0.05  # between two looks at whether a wait is to be given up
-_LATE_S = 1.0  # for gloo to raise an error of its own, which says more
+_LOOK_S = 0.05  # between two checks whether to give up a wait
+_LATE_S = 1.0  # extra time for gloo to raise its error, which says more
 
 _under_way: set[Future[Any]] = set()
 
@@ -27,12 +27,12 @@ class StoreLost(Exception):
 
 
 class BoundedStore:
-    """A connection to the store of the job, of its own."""
+    """A separate connection to the store of the job."""
 
-    # Why threads: in C++, a call into the store of a host that is stopped never returns, and one of
-    # a host that is gone returns when the timeout of the whole job is over. So each call has a
-    # daemon thread, which is left behind where the call is given up. A store serves one call at a
-    # time: each thread first waits for the one before it, so calls keep their order.
+    # Why threads: in C++, a call into the store of a stopped host never returns, and a call into
+    # the store of a lost host returns only at the timeout of the whole job. So each call has a
+    # daemon thread, which is abandoned with the call. A store serves one call at a time: each
+    # thread first waits for the previous call, so calls keep their order.
 
     def __init__(self, limit_s: float) -> None:
         self._last: Future[Any] | None = None
@@ -41,28 +41,34 @@ class BoundedStore:
         self._store = self._answer(self.begin(compat.job_store), limit_s)
 
     def use_prefix(self, prefix: str) -> None:
-        """Let all keys from now on stand below a prefix."""
+        """Put all keys from now on below a prefix."""
         self._store = dist.PrefixStore(prefix, self._store)
 
     def call(
         self, name: str, *arguments: Any, limit_s: float, check: Callable[[], None] = lambda: None
     ) -> Any:
-        """Call a method of the store, and return what it returns."""
+        """Call a method of the store, and return its result.
+
+        check: called repeatedly while waiting; it may raise.
+        """
         return self._answer(self.begin(name, *arguments), limit_s, check)
 
     def begin(self, function: str | Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Call a method of the store, or another function, after all calls before; do not wait."""
+        """Call a method of the store, or another function, after all earlier calls; do not wait."""
         called = getattr(self._store, function) if isinstance(function, str) else function
         call: Future[Any] = Future()
         _under_way.add(call)
         with self._queue:
-            before, self._last = self._last, call
-        job = (None if before is None or before.done() else before, call, called, arguments)
+            previous = self._last
+            self._last = call
+        if previous is not None and previous.done():
+            previous = None
+        job = (previous, call, called, arguments)
         threading.Thread(target=_run, args=job, name="odb_nodes-store", daemon=True).start()
         return call
 
     def make_group(self, prefix: str, rank: int, world_size: int, limit_s: float) -> Any:
-        """Return the gloo group of the ranks that meet below a prefix; see `compat.gloo_group`."""
+        """Return a gloo group of the ranks that use the same prefix; see `compat.gloo_group`."""
         store = dist.PrefixStore(prefix, self._store)
         call = self.begin(compat.gloo_group, store, rank, world_size, limit_s)
         if not wait([call], limit_s + _LATE_S).done:
@@ -81,13 +87,13 @@ class BoundedStore:
 
 
 def _run(
-    before: Future[Any] | None,
+    previous: Future[Any] | None,
     call: Future[Any],
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    if before is not None:
-        wait([before])
+    if previous is not None:
+        wait([previous])
     try:
         call.set_result(function(*arguments))
     except Exception as error:
@@ -96,22 +102,22 @@ def _run(
 
 
 def settle_calls(limit_s: float) -> None:
-    """Wait until no call is under way, also of a store that is gone, but no longer than that."""
+    """Wait until no call of any store is under way, at most `limit_s`."""
     wait(list(_under_way), limit_s)
 
 
 def answer_of(call: Future[Any]) -> Any:
-    """Return the result of a call of the store that is done."""
+    """Return the result of a finished call of the store."""
     try:
         return call.result()
-    except Exception as error:  # of any kind: it is another process that is gone
+    except Exception as error:  # of any kind: the process of the store has ended
         raise StoreLost(
             f"{_HOSTS.format(compat.store_host())} is gone ({first_line(error)})"
         ) from error
 
 
 def first_line(error: Exception) -> str:
-    """Return what an error says, without the stack of C++ that torch adds."""
+    """Return the text of an error, without the C++ stack that torch adds."""
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
 
 

@@ -1,4 +1,4 @@
-"""Notice, while the model's own collectives run, that another rank has failed."""
+"""Notice, while collectives of the model run, that another rank has failed."""
 
 from __future__ import annotations
 
@@ -11,55 +11,57 @@ from odb_nodes._compat.torch_distributed import abort_groups
 from odb_nodes.alignment.exchange.channel import Channel
 from odb_nodes.errors import PeerError, StepMemoryError
 
-_POLL_S = 0.5  # between two looks
-_READ_S = 2.0  # for a text to arrive, where a collective has failed already
-_GRACE_S = 2.0  # for a collective to fail by itself, before it is aborted
+_POLL_S = 0.5  # between two looks for an error
+_READ_S = 2.0  # limit for a text to arrive after a collective has failed
+_GRACE_S = 2.0  # limit for a collective to fail before connections are aborted
 _EXIT_CODE = 70
-_KINDS: dict[str, type[Exception]] = {one.__name__: one for one in (StepMemoryError, PeerError)}
+_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (StepMemoryError, PeerError)}
 
 
 class FailureWatch:
-    """Gets this rank out of a collective of the model in which another rank has failed.
+    """Ends a collective of the model in which this rank waits, after another rank has failed.
 
-    The rank that fails publishes why, through the channel. From `enter` to `leave`, a thread looks
-    for that. The collective fails once the process that failed ends; after a while the
-    connections are aborted; and where that does not help within `timeout_s`, this process ends with
-    the text. Collectives of a GPU are waited for only where the loop needs what comes of them, so
-    there a rank stays inside until its loop is over.
+    The failing rank publishes its error through the channel. Between `enter` and `leave`, a thread
+    looks for it. The collective fails when the failed process ends; after a while this process
+    aborts its connections; and if that does not help within `timeout_s`, it exits with the text of
+    the error. A GPU loop waits for a collective only where it needs the result, so its rank stays
+    inside until the loop is over.
     """
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._inside, self._closed = threading.Event(), threading.Event()
-        self._told: Exception | None = None
+        self._inside = threading.Event()
+        self._closed = threading.Event()
+        self._peer_error: Exception | None = None
         threading.Thread(target=self._look, name="odb_nodes-watch", daemon=True).start()
 
     def publish(self, error: StepMemoryError | PeerError) -> None:
-        """Leave an error for all other ranks to raise."""
+        """Publish an error for all other ranks to raise."""
         self._channel.publish(f"{type(error).__name__} {error}")
 
     def read(self, wait_s: float = _READ_S) -> Exception | None:
         """Return the error that another rank has published, or publishes within `wait_s`."""
         deadline = time.monotonic() + wait_s
-        while self._told is None:
-            if (text := self._channel.published()) is not None:
+        while self._peer_error is None:
+            text = self._channel.published()
+            if text is not None:
                 kind, _, message = text.partition(" ")
-                self._told = _KINDS[kind](message)
+                self._peer_error = _KINDS[kind](message)
             elif time.monotonic() >= deadline:
                 break
             else:
                 time.sleep(0.05)
-        return self._told
+        return self._peer_error
 
     def enter(self) -> None:
-        """From now on this rank is got out; raises what another rank has published before."""
-        if self._told is not None:
+        """Begin to watch, or raise the error that another rank has published before."""
+        if self._peer_error is not None:
             self.leave()
-            raise self._told
+            raise self._peer_error
         self._inside.set()
 
     def leave(self) -> None:
-        """From now on it is not, until `enter`."""
+        """Stop watching until `enter`."""
         self._inside.clear()
 
     def close(self) -> None:
@@ -73,7 +75,8 @@ class FailureWatch:
                 continue
             if self._is_out_within(_GRACE_S):
                 continue
-            print(self._told, file=sys.stderr, flush=True)  # What fails now does not say why.
+            # The collective then fails with an error that does not name the cause.
+            print(self._peer_error, file=sys.stderr, flush=True)
             abort_groups()
             if not self._is_out_within(self._channel.timeout_s):
                 os._exit(_EXIT_CODE)  # Nothing else ends a collective that hangs.

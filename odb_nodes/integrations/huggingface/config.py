@@ -1,4 +1,4 @@
-"""What a `Trainer` is told beside its own arguments, and what its arguments must not be."""
+"""The options of dynamic batches for a `Trainer`, and checks of the trainer's own arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from odb_nodes.tasks.task_gradients import AnyWeights, check_task_weights, task_
 from odb_nodes.tools.estimate import LOOKED_AT
 
 AUTO = "auto"
-"""The `token_budget` that is found by trying."""
+"""The `token_budget` that trial steps find."""
 
 Schedule = Literal["steps", "samples"]
 LossKind = Literal["divided", "token_mean", "sample_mean"]
@@ -42,60 +42,59 @@ class ODBConfig(BatchOptions):
     """Dynamic batches of a `Trainer`. Dataset, collator, seed and workers come from the `Trainer`.
 
     Args:
-        token_budget: padded tokens of a batch on one rank, or a `TokenBudget`; or `"auto"`: the
-            largest budget whose steps fit into memory on all ranks, which is found by steps of the
-            trainer's own before its first one, and kept by its checkpoints. It replaces
-            `per_device_train_batch_size`, which is not used.
-        collate_fn: the collate function for training, in place of the trainer's `data_collator`,
-            which evaluation uses.
+        token_budget: padded tokens of a batch on one rank, in place of
+            `per_device_train_batch_size`; or a `TokenBudget`; or `"auto"`: the largest budget whose
+            steps fit into memory on all ranks. Trial steps find it before training, and checkpoints
+            keep it.
+        collate_fn: the collate function for training. Default: the trainer's `data_collator`.
         window, process_fn, observe, state, workers, prefetch: as in `ODBDataLoader`.
-        round_size, timeout_s, exclude, largest_first, diversity, window_start: likewise.
-        step_time: what a step takes, by which ranks are levelled; see `RankAligner`. Default, where
-            groups are packed: `StepTime.of_config` of the model.
+        round_size, timeout_s, exclude, largest_first, diversity, window_start: as in
+            `ODBDataLoader`.
+        step_time: the time of a step, by which ranks are levelled; see `RankAligner`. Default for
+            packed groups: `StepTime.of_config` of the model.
         uneven: `"fill"` or `"stop"`; see `RankAligner`.
         shift_labels: whether the model predicts `labels[..., 1:]`, so that the first label is no
-            target. Default: what the loss of the model does, or True where that is unknown.
-        loss_is: what the loss of a batch is. `"divided"`: a sum, divided by the
-            `num_items_in_batch` that it is told. `"token_mean"`: a mean over the supervised tokens
-            of the batch; without labels, over `Observation.targets`. `"sample_mean"`: a mean over
-            its samples, such as pairs. Default: what the labels, the first step and, for CTC, the
-            config of the model show.
+            target. Default: as the model's loss does, or True if that is unknown.
+        loss_is: the reduction of a batch's loss. `"divided"`: a sum divided by
+            `num_items_in_batch`. `"token_mean"`: a mean over the supervised tokens of the batch;
+            without labels, over `Observation.targets`. `"sample_mean"`: a mean over samples, such
+            as pairs. Default: derived from the labels, the first step and, for CTC, the model's
+            config.
         task_weights: weighs the loss of each task: `TaskWeights`, or a `GradNorm` or `PCGrad` of
-            parameters of the model. Names `tasks`. Each token then needs a loss of its own: the
-            cross entropy of the model's `logits`, or what `compute_loss_func` of the trainer
-            returns, which see `TaskWeights.loss`. Default: all supervised tokens weigh the same.
-        steps_per_epoch: optimizer steps of an epoch, about. With `num_train_epochs` the learning
-            rate, the progress bar and the arguments that are shares of the whole run need it.
+            parameters of the model. It names `tasks`, and needs a loss for each token: the cross
+            entropy of the model's `logits`, or the result of the trainer's `compute_loss_func`, see
+            `TaskWeights.loss`. Default: all supervised tokens weigh the same.
+        steps_per_epoch: approximate optimizer steps of an epoch, which the learning rate, the
+            progress bar and arguments that are shares of the run need with `num_train_epochs`.
             Default: estimated from the lengths of `estimate_samples` samples.
         estimate_samples: number of samples that the estimate processes.
         schedule: what the learning-rate schedule follows: `"steps"`, or `"samples"`, so that it
-            ends with the last sample of the last epoch whatever the estimate was.
-        lr_scaling: how the learning rate follows the samples of a step. Default: not at all.
+            ends with the last sample even if the estimate was wrong.
+        lr_scaling: scales the learning rate by the samples of a step. Default: no scaling.
         log_metrics: whether to log `odb/*` beside the loss.
-        ledger: the folder of a `Ledger` of the samples that were trained on; default: none is kept.
-            The same for all restarts of a run, and for no other run.
-        monitor: a `Monitor` of the run, which its checkpoints resume, or the folder of one, with a
-            record every 10 optimizer steps; default: none.
-        on_oom: what happens where forward or backward runs out of memory. `"split"`: the optimizer
-            step is computed again, in parts; a sample that does not fit alone is an error.
-            `"skip"`: such a sample is left out, the mean is over the others. `None`: the error is
+        ledger: the folder of a `Ledger` of the trained samples, shared by all restarts of this run
+            only. Default: no ledger.
+        monitor: a `Monitor` of the run, which its checkpoints resume; or a folder for a `Monitor`
+            with a record every 10 optimizer steps. Default: no monitor.
+        on_oom: what happens if forward or backward runs out of memory. `"split"`: the optimizer
+            step is recomputed in parts; a sample that does not fit alone is an error. `"skip"`:
+            such a sample is skipped, and the mean is over the other samples. `None`: the error is
             raised. See `odb_nodes.memory.OomGuard`.
-        guard_above: under DDP, share of the budget that the largest batch of a step must cost for
-            the step to be computed so that `on_oom` can take it back.
-        shrink: share of the cost that ran out of memory, above 0 and below 1, that all ranks form
-            their groups under from then on. `None`: the budget stays. For `on_oom` alone.
+        guard_above: under DDP, share of the budget above which the largest batch of a step makes
+            `on_oom` guard the step.
+        shrink: with `on_oom`, the new budget of all ranks after memory ran out, as a share of the
+            failed batch's cost, above 0 and below 1. `None`: the budget stays.
         change_budget: whether a run may resume with a smaller `token_budget` than its checkpoint
-            was saved with; see `Loader.load_state_dict`.
-        memory_share: share of the memory that this process could have of its GPU, above 0 and at
-            most 1, that steps may take: the limit that `"auto"` goes by, and that peaks are
-            compared with. See `odb_nodes.memory.CudaMeter`.
-        memory_meter: measures in place of a `CudaMeter`, with a limit of its own. A meter that is a
-            context manager is entered where it measures.
-        empty_cache: when memory that torch's allocator caches is given back: after each `"epoch"`,
-            or then and before and after each `"evaluate"`. `None`: never.
+            has; see `Loader.load_state_dict`.
+        memory_share: share of the GPU memory available to this process that steps may take, above 0
+            and at most 1: the limit for `"auto"` and for measured peaks. See
+            `odb_nodes.memory.CudaMeter`.
+        memory_meter: measures memory, with its own limit, in place of a `CudaMeter`.
+        empty_cache: when to release the memory that torch's allocator caches: after each `"epoch"`,
+            or, with `"evaluate"`, also before and after each evaluation. `None`: never.
 
     Raises:
-        TypeError, ValueError: a field is not what is said above.
+        TypeError, ValueError: a field is not valid.
     """
 
     token_budget: int | TokenBudget | Literal["auto"]  # type: ignore[assignment]
@@ -143,7 +142,7 @@ class ODBConfig(BatchOptions):
         if self.shrink is not None:
             check_number("shrink", self.shrink, "(0, 1)")
             if self.on_oom is None:
-                raise ValueError("`shrink` must be None where `on_oom` is None. Give both.")
+                raise ValueError("`shrink` must be None if `on_oom` is None. Give both.")
         check_number("memory_share", self.memory_share, "(0, 1]")
         if self.memory_meter is not None:
             check_meter(self.memory_meter, "memory_meter")
@@ -157,7 +156,7 @@ class ODBConfig(BatchOptions):
 
     @property
     def finds_budget(self) -> bool:
-        """Whether the budget is found by trying."""
+        """Whether trial steps find the budget."""
         return self.token_budget == AUTO
 
 
@@ -169,80 +168,77 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
         "train_sampling_strategy",
         compat.sampling_strategy(args),
         ("random", "sequential"),
-        "Dynamic batches already group samples of like length.",
+        "Dynamic batches already group samples of similar length.",
     )
     for name, size in compat.parallel_sizes(trainer).items():
         if size > 1:
             raise ValueError(
-                f"`{name}()` must be 1, but is {size}: ranks that work on the same samples need a "
-                "training loop of your own, with `ODBDataLoader(process_group=...)`: see "
-                "docs/distributed.md."
+                f"`{name}()` must be 1, but is {size}: ranks that share samples need a training "
+                "loop with `ODBDataLoader(process_group=...)`: see docs/distributed.md."
             )
     cannot_pad = config.collate_fn is None and compat.is_default_collator(trainer.data_collator)
     # Between the trials of a hyperparameter search there is no model; it was checked before.
-    has_pairs = trainer.model is not None and compat.is_encoder_decoder(trainer.model)
-    takes_back = config.on_oom is not None or config.finds_budget
+    has_decoder = trainer.model is not None and compat.is_encoder_decoder(trainer.model)
+    recomputes = config.on_oom is not None or config.finds_budget
     weighs_tasks = config.task_weights is not None
     refused = {
         f"`args.n_gpu` must be at most 1, but is {args.n_gpu}: `DataParallel` would split each "
         "batch again. Start one process per GPU with torchrun.": args.n_gpu > 1,
         "`auto_find_batch_size` must be False, but is True: dynamic batches have no fixed size to "
         "search for. Lower `token_budget` instead.": args.auto_find_batch_size,
-        "`max_steps` must be given where the DeepSpeed config has a `scheduler`, since DeepSpeed "
-        "would plan it for an upper bound of the steps. Or remove the `scheduler`: then the "
-        "`Trainer` makes one.": by_epochs and compat.deepspeed_has_scheduler(trainer),
-        f'`optim` must not be "{args.optim.value}" where `on_oom` is given, or `token_budget` is '
-        '"auto": its steps are within the backward, and cannot be taken back where memory runs '
-        "out. Leave one out.": takes_back and compat.steps_within_backward(args),
-        "`data_collator` must be given for an encoder-decoder model, whose labels have lengths of "
-        "their own: `DataCollatorForSeq2Seq(tokenizer, model=model)`, or for speech and images a "
-        "function that pads the labels with -100.": cannot_pad and has_pairs,
-        '`loss_is` must not be "divided" where the model takes no `num_items_in_batch`, which its '
-        "`forward` shows by `**kwargs`, and there is no `compute_loss_func`.": (
+        "`max_steps` must be given if the DeepSpeed config has a `scheduler`, since DeepSpeed "
+        "would plan it for an upper bound of the steps. Or remove the `scheduler`: the `Trainer` "
+        "makes one.": by_epochs and compat.deepspeed_has_scheduler(trainer),
+        f'`optim` must not be "{args.optim.value}" with `on_oom` or a `token_budget` of "auto": '
+        "it steps within backward, which cannot be recomputed if memory runs out. Leave one "
+        "out.": recomputes and compat.steps_within_backward(args),
+        "`data_collator` must be given for an encoder-decoder model, whose labels differ in length "
+        "from the inputs: `DataCollatorForSeq2Seq(tokenizer, model=model)`, or for speech and "
+        "images a function that pads the labels with -100.": cannot_pad and has_decoder,
+        '`loss_is` must not be "divided" if the `forward` of the model has no `**kwargs` for '
+        "`num_items_in_batch`, and there is no `compute_loss_func`.": (
             config.loss_is == "divided" and not compat.takes_num_items(trainer)
         ),
-        "`compute_loss_func` must be given with `task_weights` where `forward` of the model needs "
+        "`compute_loss_func` must be given with `task_weights` if `forward` of the model needs "
         "`labels`: it is called without them, to return `logits`.": (
             weighs_tasks and trainer.compute_loss_func is None and compat.needs_labels(trainer)
         ),
         '`loss_is` and `on_oom="skip"` must not be given together with `task_weights`.': (
             weighs_tasks and (config.loss_is is not None or config.on_oom == "skip")
         ),
-        '`schedule` must be "steps" where `max_steps` is given, since the number of samples of '
-        "such a run is not known. Give `num_train_epochs` instead.": (
+        '`schedule` must be "steps" if `max_steps` is given: the number of samples of such a run '
+        "is unknown. Give `num_train_epochs` instead.": (
             config.schedule == "samples" and not by_epochs
         ),
     }
     if (tasks := config.task_weights) is not None and tasks.needs_gradients:
-        for what, applies in {
+        for conflict, applies in {
             "FSDP, which shards parameters": trainer.is_fsdp_enabled,
             "DeepSpeed, which computes gradients itself": trainer.is_deepspeed_enabled,
             "`fp16`, which scales losses; use `bf16`": args.fp16,
-            '`on_oom` or a `token_budget` of "auto", which compute steps again': takes_back,
+            '`on_oom` or a `token_budget` of "auto", which compute steps again': recomputes,
             "`model_init`, which makes the model only later": trainer.model_init is not None,
         }.items():
-            refused[f"`{type(tasks).__name__}` must not be given with {what}."] = applies
+            refused[f"`{type(tasks).__name__}` must not be given with {conflict}."] = applies
     refuse(refused)
 
 
 def check_overrides(kinds: Iterable[type]) -> None:
-    """Reject a class of trainers that makes its own batches, since they would not be used."""
-    kinds = [*kinds]
+    """Reject a class of trainers that makes its own batches, which would not be used."""
     for kind in kinds:
         if "get_train_dataloader" in vars(kind) and kind is not Trainer:
-            where = "" if kind is kinds[0] else f", as its base class `{kind.__name__}` does"
             raise ValueError(
-                f"`{kinds[0].__name__}` must not override `get_train_dataloader`{where}: it would "
-                "never be called, since dynamic batches are made of `train_dataset`, with "
-                "`data_collator` and `ODBConfig.process_fn`. If the class is yours, leave out the "
-                "method. Otherwise write a loop with `ODBDataLoader`: see docs/pytorch.md."
+                f"`{kind.__name__}` must not override `get_train_dataloader`: it would never be "
+                "called, since dynamic batches are made of `train_dataset`, with `data_collator` "
+                "and `ODBConfig.process_fn`. If the class is yours, leave out the method. Else "
+                "write a loop with `ODBDataLoader`: see docs/pytorch.md."
             )
 
 
 @contextmanager
-def allow_streams(trainer: Any, odb: Any, dataset: Any, given: Iterable[Any]) -> Iterator[None]:
+def allow_streams(trainer: Any, odb: Any, dataset: Any, arguments: Iterable[Any]) -> Iterator[None]:
     """Let a trainer be made for epochs without a length; a `JsonlSource` counts its records."""
-    args = next((one for one in given if isinstance(one, TrainingArguments)), None)
+    args = next((value for value in arguments if isinstance(value, TrainingArguments)), None)
     has_steps = args is not None and args.max_steps > 0
     if dataset is None or has_steps or has_length(dataset):
         yield
@@ -251,7 +247,7 @@ def allow_streams(trainer: Any, odb: Any, dataset: Any, given: Iterable[Any]) ->
     if args is None or not is_counted:
         raise ValueError(
             "`max_steps`, or `steps_per_epoch` of the `ODBConfig` together with "
-            "`num_train_epochs`, must be given where `train_dataset` has no length, as "
+            "`num_train_epochs`, must be given if `train_dataset` has no length, as "
             f"`{type(dataset).__name__}` has none."
         )
     with compat.constructed_without_length(trainer, args):

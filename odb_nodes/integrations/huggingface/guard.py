@@ -1,4 +1,4 @@
-"""Optimizer steps of a `Trainer` that are computed in parts where memory runs out."""
+"""Optimizer steps of a `Trainer` that are computed in parts if memory runs out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from odb_nodes.loader.dataloader import ODBDataLoader
 from odb_nodes.memory.gradients import (
     check_no_gradients,
     has_collectives,
-    has_own_backward,
+    overrides_backward,
     scale_gradients,
 )
 from odb_nodes.memory.guard import GuardedStep, OomGuard, Run, StepBatch
@@ -26,9 +26,9 @@ from odb_nodes.memory.parts import Part
 from odb_nodes.step_info import StepInfo
 
 GATHERS = (
-    "`compute_loss` of `{}` gathers from other ranks, which compute another number of parts where "
-    "memory runs out. Leave out `on_oom`; or give `guard_above=1`, with which no step that the "
-    "budget allows is computed in parts."
+    "`compute_loss` of `{}` gathers from other ranks, which compute another number of parts if "
+    "memory runs out. Leave out `on_oom`; or give `guard_above=1`, so that no step within the "
+    "budget is computed in parts."
 )
 
 Compute = Callable[[dict[str, Any], MicroStep], torch.Tensor]
@@ -36,7 +36,7 @@ Compute = Callable[[dict[str, Any], MicroStep], torch.Tensor]
 
 
 class RunGuard:
-    """Computes the optimizer steps of a run, in parts where memory runs out."""
+    """Computes the optimizer steps of a run, in parts if memory runs out."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class RunGuard:
         )
         self.guard.collator.keep_samples()
         self._has_met = self._has_guarded = False
-        self.batches: list[dict[str, Any]] = []  # once computed, without what was left out
+        self.batches: list[dict[str, Any]] = []  # of the step; in the end without skipped samples
         self._step = GuardedStep(self.guard, [])
-        self._returned: list[torch.Tensor] = []  # loss of each batch, as the `Trainer` has it
+        self._returned: list[torch.Tensor] = []  # the loss of each batch, as `compute` returned it
         self._is_alone = False
 
     @property
     def infos(self) -> list[StepInfo]:
-        """The `StepInfo` of each batch; of a step that is done, without what was left out."""
+        """The `StepInfo` of each batch; in the end without skipped samples."""
         return self._step.infos
 
     def begin_step(self, batches: list[dict[str, Any]], infos: Sequence[StepInfo]) -> None:
@@ -74,8 +74,8 @@ class RunGuard:
         self.batches, self._returned = [*batches], []
         take = self.guard.collator.take_samples
         pairs = zip(batches, infos, strict=True)
-        taken = [StepBatch(batch, take(info), info) for batch, info in pairs]
-        self._step = GuardedStep(self.guard, taken)
+        step_batches = [StepBatch(batch, take(info), info) for batch, info in pairs]
+        self._step = GuardedStep(self.guard, step_batches)
 
     def compute(
         self, model: nn.Module, inputs: dict[str, Any], weight: MicroStep, compute: Compute
@@ -84,10 +84,9 @@ class RunGuard:
         number, step, model = len(self._returned), self._step, uncompiled(model)
         if inputs is not self.batches[number]:
             raise ValueError(
-                "`training_step` must be given a batch as `get_batch_samples` returned it, but "
-                f"`{type(self._trainer).__name__}` passes on another one, which the parts of a "
-                "batch would differ from. Change batches in `_prepare_inputs`, or leave out "
-                "`on_oom`."
+                "`training_step` must get the batches that `get_batch_samples` returned, but "
+                f"`{type(self._trainer).__name__}` passes another batch, which parts of the batch "
+                "would not match. Change batches in `_prepare_inputs`, or leave out `on_oom`."
             )
 
         def run(part: Part, batch: Any) -> torch.Tensor:
@@ -112,8 +111,8 @@ class RunGuard:
         return loss
 
     def _is_computed_alone(self, model: nn.Module) -> bool:
-        """Tell whether this rank computes the step without the others, and can take it back."""
-        if has_own_backward(model) or has_collectives(model):
+        """Tell whether this rank computes the step alone, and so can recompute it."""
+        if overrides_backward(model) or has_collectives(model):
             return False
         if self.guard.channel is None:
             return True
@@ -123,32 +122,32 @@ class RunGuard:
         step: GuardedStep = self._step
         checks: AbstractContextManager[Any] = nullcontext()
         if self.guard.channel is not None and not self._has_guarded:
-            # Checked once, since it looks at each operation of torch.
+            # Once: the check intercepts each operation of torch.
             checks = RefusingCollectives(GATHERS.format(type(self._trainer).__name__))
         with checks:
             step.compute(number, model, run)
         self._has_guarded = True
-        # After each batch: between them, the `Trainer` may have the ranks wait for each other.
+        # After each batch: between batches, the `Trainer` may run collectives.
         left_out, loss = step.agree(), step.losses[number]
         if number < len(self.batches) - 1:
             return loss
         if step.settle(left_out):
-            factor = self._factor_of_rest()
+            factor = self._remove_skipped()
             scale_gradients(model, factor)
-            # The `Trainer` adds this to the losses of the batches before.
+            # The `Trainer` adds the returned loss to the losses of earlier batches.
             loss = torch.stack(step.losses).sum() * factor - sum(self._returned)
         step.join(model)
         return loss
 
-    def _factor_of_rest(self) -> float:
-        """Take samples out that were left out, and return what the gradients are multiplied by."""
-        parts, lost = self._step.parts, 0
-        for part, kept in parts.skipped_parts():
-            lost += self._losses.units(self._collate(part), part.info)
+    def _remove_skipped(self) -> float:
+        """Remove skipped samples from the batches, and return the factor of the gradients."""
+        units = 0
+        for part, kept in self._step.parts.skipped_parts():
+            units += self._losses.units(self._collate(part), part.info)
             if kept is not None:
                 self.batches[part.batch] = self._collate(kept)
-        own = torch.tensor([lost], device=self._trainer.args.device)
-        return self._losses.factor_without(int(self._trainer.accelerator.gather(own).sum()))
+        skipped = torch.tensor([units], device=self._trainer.args.device)
+        return self._losses.factor_without(int(self._trainer.accelerator.gather(skipped).sum()))
 
     def _collate(self, part: Part) -> dict[str, Any]:
         return self._model_batch(self.guard.collate(part))

@@ -1,4 +1,4 @@
-"""Weighs the loss of each batch by its share of the optimizer step, exactly once."""
+"""Weighs the loss of each batch by its share of the optimizer step."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from odb_nodes.sample import IGNORE_INDEX
 from odb_nodes.step_info import StepInfo
 from odb_nodes.tasks.task_gradients import AnyWeights
 
-SAME = 5e-2  # relative tolerance of a mean that stays the same; leaves room for half precision
+TOLERANCE = 5e-2  # relative difference of two equal losses, in half precision
 
-LABELS, TARGETS, SAMPLES, HAS_LABELS = range(4)  # what ranks tell each other, of each micro-step
+LABELS, TARGETS, SAMPLES, HAS_LABELS = range(4)  # columns that ranks gather for each micro-step
 
 
 @dataclass(kw_only=True)
@@ -32,69 +32,70 @@ class MicroStep:
     """A batch on its way through the `Trainer`."""
 
     info: StepInfo
-    items: torch.Tensor | None  # the `num_items_in_batch` that its loss is told: its own targets
+    items: torch.Tensor | None  # `num_items_in_batch` of its loss: the targets of this batch
     factor: float  # of its loss, a mean over the batch
-    tasks: AnyWeights | None = None  # of the losses of its tokens
+    tasks: AnyWeights | None = None  # weigh the losses of its tokens
     is_scaled: bool = False
 
     def scale(self, loss: torch.Tensor, position_ids: Any) -> torch.Tensor:
-        """Return the loss that `compute_loss` returned, scaled."""
+        """Return the weighed loss."""
         self.is_scaled = True
         if self.tasks is None:
             return loss * self.factor
         if loss.ndim == 0:
             raise ValueError(
                 "`compute_loss` must return the loss of each token, (B, T), or the sum of each "
-                "sample, (B,), where `task_weights` are given, but returned a single number. Give "
-                "the trainer a `compute_loss_func` that returns them."
+                "sample, (B,), with `task_weights`, but returned a single number. Give the "
+                "trainer a `compute_loss_func` that returns them."
             )
         is_packed = len(loss) != len(self.info.row_tasks) and not self.info.is_filler
-        given = position_ids if is_packed else None
-        return self.tasks.loss(loss, self.info, position_ids=given) * self.factor
+        if not is_packed:
+            position_ids = None
+        return self.tasks.loss(loss, self.info, position_ids=position_ids) * self.factor
 
 
 class LossWeigher:
-    """Makes the gradient of an optimizer step that of the mean over all its targets or samples.
+    """Weighs losses so that a step minimizes the mean over all of its targets, or samples.
 
-    Each loss is a mean over its own batch, of whose targets alone it is told, and is multiplied by
-    the share of the batch in the step.
+    The loss of each batch is a mean over that batch, times the batch's share of the step.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._unit = LABELS  # what the loss of the optimizer step is a mean over
-        self._total = self._ranks = 1  # how many of these all ranks have
+        self._unit = LABELS  # the column whose mean is the loss of the optimizer step
+        self._total = 1  # units of all ranks in the step
+        self._ranks = 1
         self.tasks = trainer.odb.task_weights
-        self._packs = trainer.odb_budget.layout == "packed"  # until it is tried
-        is_known = trainer.odb.loss_is is not None or not compat.takes_num_items(trainer)
-        self._is_checked = self._packs or is_known
+        self._packs = trainer.odb_budget.layout == "packed"  # False once it is checked
+        is_declared = trainer.odb.loss_is is not None or not compat.takes_num_items(trainer)
+        self._is_checked = self._packs or is_declared
         self._is_warned = False
         self.waiting: deque[MicroStep | None] = deque()
-        """Of the batches to come; `None` of one that only fills up the optimizer step."""
+        """The batches to come of the step; `None` for a copy that fills up the step."""
         self.active: MicroStep | None = None
 
     @cached_property
     def _loss_is(self) -> str | None:
-        """What the configuration says of the loss, or else what is known of it."""
+        """`loss_is` of the configuration, or else the kind that the model implies."""
         trainer = self._trainer
-        given: str | None = trainer.odb.loss_is
-        reduction = None if given else compat.ctc_reduction(trainer)
+        declared: str | None = trainer.odb.loss_is
+        reduction = None if declared else compat.ctc_reduction(trainer)
         if reduction not in (None, "mean"):
             raise ValueError(
                 '`ctc_loss_reduction` of the config of the model must be "mean", but is '
-                f"{reduction!r}: a sum is no mean, and is not divided by `num_items_in_batch`. Set "
+                f"{reduction!r}: a sum is neither a mean nor divided by `num_items_in_batch`. Set "
                 '`model.config.ctc_loss_reduction = "mean"`.'
             )
-        is_of_samples = reduction == "mean" or (given is None and has_pairs(trainer))
-        return "sample_mean" if is_of_samples else given
+        is_of_samples = reduction == "mean" or (declared is None and has_pairs(trainer))
+        return "sample_mean" if is_of_samples else declared
 
     # --- an optimizer step ------------------------------------------------------------------------
 
     def weigh(self, batches: list[dict[str, Any]], infos: list[StepInfo], fills: int = 0) -> None:
-        """Settle the weights of the batches of a step, before which come some that fill it up."""
+        """Set the weights of the batches of a step, which `fills` copies precede."""
         trainer, device = self._trainer, self._trainer.args.device
         counts = [self._targets(batch) for batch in batches]
-        mine = [
+        rows = [
             [
                 0 if info.is_filler else count or 0,
                 info.local_targets,
@@ -103,42 +104,43 @@ class LossWeigher:
             ]
             for count, info in zip(counts, infos, strict=True)
         ]
-        # (R, S, 4), one message: ranks decide alike, whatever their own batches are.
-        of_ranks = trainer.accelerator.gather(torch.tensor([mine], device=device))
+        # (R, S, 4): all ranks decide from the same counts.
+        of_ranks = trainer.accelerator.gather(torch.tensor([rows], device=device))
         if self._packs:
             self._check_packing(batches, of_ranks[..., SAMPLES])
         if self.tasks is not None:
-            pairs = zip(batches, infos, strict=True)
-            self.waiting = deque([*[None] * fills, *(self._of_tasks(*one) for one in pairs)])
+            self.waiting = deque([None] * fills)
+            self.waiting += map(self._task_step, batches, infos)
             return
         self._unit = unit = self._unit_of(of_ranks[..., HAS_LABELS] > 0)
-        self._ranks, self._total = len(of_ranks), max(1, int(of_ranks[..., unit].sum()))
+        self._ranks = len(of_ranks)
+        self._total = max(1, int(of_ranks[..., unit].sum()))
         if unit == LABELS and not self._is_checked:
             self._check(batches, of_ranks[..., LABELS])
-        steps = zip(batches, infos, mine, strict=True)
-        weights = [self._micro_step(batch, info, own[unit]) for batch, info, own in steps]
-        self.waiting = deque([*[None] * fills, *weights])
+        self.waiting = deque([None] * fills)
+        for batch, info, row in zip(batches, infos, rows, strict=True):
+            self.waiting.append(self._micro_step(batch, info, row[unit]))
 
     def weigh_part(self, batch: dict[str, Any], info: StepInfo) -> MicroStep:
-        """Return the weight of a batch or a part of one of the step, and give it targets."""
+        """Return the weight of a batch of the step, or of a part, and give it targets."""
         if self.tasks is not None:
-            return self._of_tasks(batch, info)
+            return self._task_step(batch, info)
         return self._micro_step(batch, info, self.units(batch, info))
 
     def units(self, batch: dict[str, Any], info: StepInfo) -> int:
-        """Return how many a batch has of what the loss of the optimizer step is a mean over."""
+        """Return how many units of the step's mean a batch has: targets or samples."""
         if self._unit == LABELS:
             return self._targets(batch) or 0
         return info.local_targets if self._unit == TARGETS else info.local_samples
 
     def factor_without(self, units: int) -> float:
-        """Return what a loss is multiplied by where the mean is over so many less, on all ranks."""
-        rest = self._total - units
-        return self._total / rest if rest > 0 else 0.0
+        """Return the factor of losses once all ranks together have skipped `units` units."""
+        kept = self._total - units
+        return self._total / kept if kept > 0 else 0.0
 
     @contextmanager
     def computing(self, micro_step: MicroStep) -> Iterator[None]:
-        """Within the block, `compute_loss` weighs its loss by that of a batch."""
+        """Within the block, `compute_loss` applies the weight of this micro-step."""
         self.active = micro_step
         try:
             with gathering_rows(self._trainer.accelerator):
@@ -147,9 +149,9 @@ class LossWeigher:
             self.active = None
         if not micro_step.is_scaled:
             raise ValueError(
-                "`compute_loss` must call that of `ODBTrainerMixin`, which weighs the loss, but "
-                f"`{type(self._trainer).__name__}` overrides it. Call `super().compute_loss`, or "
-                "give dynamic batches to a `Trainer` that has it: `configure_trainer`."
+                "`compute_loss` must call `super().compute_loss`, in which `ODBTrainerMixin` "
+                f"weighs the loss, but `{type(self._trainer).__name__}` overrides it without that "
+                "call. Add it, or pass a `Trainer` with this method to `configure_trainer`."
             )
 
     def _targets(self, batch: Mapping[str, Any]) -> int | None:
@@ -157,31 +159,31 @@ class LossWeigher:
         return count_targets(batch, shift=shifts(self._trainer), names=names)
 
     def _micro_step(self, batch: dict[str, Any], info: StepInfo, units: int) -> MicroStep:
-        """Return the weight of a batch, which makes up for the scale that the `Trainer` gives."""
+        """Return the weight of a batch, which undoes the scale of the `Trainer`."""
         trainer, items, targets = self._trainer, None, self._targets(batch)
-        # The `Trainer` tells nothing of labels by other names.
-        is_told = self._unit == LABELS and bool({"labels", "shift_labels"} & {*batch})
-        if is_told and compat.takes_num_items(trainer):
+        # The `Trainer` passes no `num_items_in_batch` for labels under other names.
+        has_items = self._unit == LABELS and bool({"labels", "shift_labels"} & {*batch})
+        if has_items and compat.takes_num_items(trainer):
             items = torch.tensor(max(1, targets or 0), device=trainer.args.device)
         if self._unit != SAMPLES and targets == 0:
-            give_targets(batch)  # A sample without targets is one, and its loss is its own.
+            give_targets(batch)
         share = 0.0 if info.is_filler else units * self._ranks / self._total
         scale = compat.loss_scale(trainer, is_told=items is not None)
         return MicroStep(info=info, items=items, factor=share / scale)
 
-    def _of_tasks(self, batch: dict[str, Any], info: StepInfo) -> MicroStep:
+    def _task_step(self, batch: dict[str, Any], info: StepInfo) -> MicroStep:
         targets = self._targets(batch)
         if targets not in (None, info.local_targets) and not info.is_filler:
             raise ValueError(
                 f"the batch of step {info.step} has {targets} supervised tokens, but its samples "
-                f"have {info.local_targets}, by which `task_weights` weigh it. Let `observe` "
-                "return `Observation(tokens, targets, task=...)`, and the collator leave labels."
+                f"have {info.local_targets}, which `task_weights` use. Let `observe` return "
+                "`Observation(tokens, targets, task=...)`, and the collator keep the labels."
             )
         scale = compat.loss_scale(self._trainer, is_told=False)
         return MicroStep(info=info, items=None, factor=1 / scale, tasks=self.tasks)
 
     def _unit_of(self, has_labels: torch.Tensor) -> int:
-        """Return which of the counts the loss is a mean over."""
+        """Return the column of counts that the loss is a mean over."""
         if self._loss_is == "sample_mean":
             return SAMPLES
         if has_labels.all():
@@ -189,11 +191,11 @@ class LossWeigher:
         if has_labels.any():
             raise ValueError(
                 "all batches of an optimizer step must have labels, or none, but only some have. "
-                "Give `loss_is` to the `ODBConfig`: what the loss of each batch is a mean over."
+                "Give `loss_is` to the `ODBConfig`."
             )
         if self._loss_is == "divided":
             raise ValueError(
-                '`loss_is` must not be "divided" where the batches have no `labels`, which '
+                '`loss_is` must not be "divided" if the batches have no `labels`, which '
                 "`num_items_in_batch` counts."
             )
         if self._loss_is == "token_mean":
@@ -202,38 +204,39 @@ class LossWeigher:
             self._is_warned = True
             warn_user(
                 "the batches have no labels (`label_names` of the arguments are "
-                f"{list(self._trainer.label_names or ())}), so that each loss is taken for a mean "
+                f"{list(self._trainer.label_names or ())}), so each loss is assumed to be a mean "
                 'over the samples of its batch. If it is, give `loss_is="sample_mean"` to the '
-                '`ODBConfig`. If it is a mean over tokens, give `loss_is="token_mean"`, and their '
-                "numbers by `observe`."
+                '`ODBConfig`. If it is a mean over tokens, give `loss_is="token_mean"`, and let '
+                "`observe` count these."
             )
         return SAMPLES
 
     # --- whether the loss is a mean ---------------------------------------------------------------
 
     def _check(self, batches: list[dict[str, Any]], of_ranks: torch.Tensor) -> None:
-        """Reject a loss that changes where a sample is given twice; of_ranks (R, S) are targets."""
+        """Reject a loss that changes if a sample comes twice; of_ranks (R, S) are targets."""
         trainer = self._trainer
-        # All ranks compute, and the same micro-step: sharded models wait for each other, and only
-        # the batches of one step agree on whether they have images.
+        # All ranks compute the same micro-step: sharded models need each other, and batches of the
+        # same step agree on whether they have images.
         with_targets = (of_ranks > 0).sum(dim=0)
         if not with_targets.any():
             return
         self._is_checked = True
-        # Ranks have batches of one kind. Of images no sample can be cut out: each loss is computed
-        # all the same, since other ranks may wait in the model.
-        once = twice = self._sample_of(batch := batches[int(with_targets.argmax())])
-        if once is not None:
-            twice = {key: torch.cat((value, value)) for key, value in once.items()}
-        first, second = (self._loss_of(batch if one is None else one) for one in (once, twice))
-        changes = abs(first - second) > SAME * max(abs(first), abs(second))
-        own = torch.tensor([changes], device=trainer.args.device)
-        if trainer.accelerator.gather(own).any():
+        batch = batches[int(with_targets.argmax())]
+        sample = self._sample_of(batch)
+        if sample is None:  # No sample can be cut out, but other ranks may wait in the model.
+            once = twice = batch
+        else:
+            once = sample
+            twice = {key: torch.cat((value, value)) for key, value in sample.items()}
+        first, second = self._loss_of(once), self._loss_of(twice)
+        changes = abs(first - second) > TOLERANCE * max(abs(first), abs(second))
+        if trainer.accelerator.gather(torch.tensor([changes], device=trainer.args.device)).any():
             name = "compute_loss_func" if trainer.compute_loss_func is not None else "model"
             raise ValueError(
                 f"the loss of `{name}` must be a mean over targets, or their sum divided by "
-                f"`num_items_in_batch`, but is neither: given a sample twice, it is {second:.4g} "
-                f"in place of {first:.4g}. It is scaled twice, or not at all. Divide by "
+                f"`num_items_in_batch`, but is neither: for a sample twice, it is {second:.4g} "
+                f"instead of {first:.4g}. It is scaled twice, or not at all. Divide by "
                 "`num_items_in_batch`, and by nothing else. Or, if it is a mean after all, give "
                 '`loss_is="token_mean"` or `"sample_mean"` to the `ODBConfig`.'
             )
@@ -245,13 +248,13 @@ class LossWeigher:
             return
         self._packs = False  # All ranks compute the same micro-step, once.
         batch = batches[int(several.to(torch.uint8).argmax())]
-        found = leak(self._trainer.model, batch, lambda: self._loss_of(batch)) or 0.0
-        own = torch.tensor([not found <= MOST_LEAK], device=self._trainer.args.device)
-        if self._trainer.accelerator.gather(own).any():
+        change = leak(self._trainer.model, batch, lambda: self._loss_of(batch)) or 0.0
+        leaks = torch.tensor([not change <= MOST_LEAK], device=self._trainer.args.device)
+        if self._trainer.accelerator.gather(leaks).any():
             raise mixing_error(self._trainer.model)
 
     def _sample_of(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return a batch of one sample that has targets, where a batch has a row for each."""
+        """Return a batch of the first sample with targets; `None` unless each sample has a row."""
         if not all(isinstance(value, torch.Tensor) and value.ndim for value in batch.values()):
             return None
         rows = {len(value) for value in batch.values()}
@@ -262,7 +265,7 @@ class LossWeigher:
         return None
 
     def _loss_of(self, batch: Mapping[str, Any]) -> float:
-        """Return a loss without gradients, and leave torch's generators as they were."""
+        """Return a loss without gradients; torch's generators do not advance."""
         trainer, device = self._trainer, self._trainer.args.device
         model = trainer.model_wrapped
         model.eval()  # The `Trainer` sets it to training at each step.
@@ -276,9 +279,9 @@ class LossWeigher:
 def count_targets(
     batch: Mapping[str, Any], *, shift: bool, names: Sequence[str] = ()
 ) -> int | None:
-    """Return over how many targets a mean loss of the batch is, or None where it has no labels."""
-    given = (batch.get(name) for name in ("shift_labels", "labels", *names))
-    labels = next((one for one in given if isinstance(one, torch.Tensor)), None)
+    """Return the number of targets of a batch; `None` if it has no labels."""
+    values = (batch.get(name) for name in ("shift_labels", "labels", *names))
+    labels = next((value for value in values if isinstance(value, torch.Tensor)), None)
     if labels is None:
         return None
     if labels.is_floating_point():  # a regression, or several labels per sample
@@ -292,18 +295,18 @@ def count_targets(
 
 def shifts(trainer: Any) -> bool:
     """Return whether the first label of a row is no target."""
-    given: bool | None = trainer.odb.shift_labels
-    if given is None:
-        given = compat.smoother_shifts(trainer)
-    return compat.shifts_labels(trainer.model) if given is None else given
+    declared: bool | None = trainer.odb.shift_labels
+    if declared is None:
+        declared = compat.smoother_shifts(trainer)
+    return compat.shifts_labels(trainer.model) if declared is None else declared
 
 
 def token_losses(trainer: Any, outputs: Any, labels: Any, **_: Any) -> torch.Tensor:
-    """Return the cross entropy of each label, (B, T), without the first where it is none."""
+    """Return the cross entropy of each label, (B, T), or (B, T - 1) if labels are shifted."""
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
     if logits is None or labels is None or labels.is_floating_point():
         raise ValueError(
-            "`compute_loss_func` must be given with `task_weights` where the model does not "
+            "`compute_loss_func` must be given with `task_weights` if the model does not "
             "return the `logits` of integer `labels`. It returns the loss of each token, "
             "(B, T), 0 where it is not supervised, or the sum of each sample, (B,)."
         )
@@ -318,7 +321,7 @@ def token_losses(trainer: Any, outputs: Any, labels: Any, **_: Any) -> torch.Ten
 
 
 def give_targets(batch: MutableMapping[str, Any]) -> None:
-    """Give a batch without targets some, so that its mean loss, weighed by 0, is not NaN."""
+    """Give a batch without targets some: its loss has weight 0, but must not be NaN."""
     for key in ("labels", "shift_labels"):
         if isinstance(labels := batch.get(key), torch.Tensor):
             batch[key] = torch.zeros_like(labels)

@@ -1,4 +1,4 @@
-"""The samples of a `Trainer`: their cost, the keys that collator and model get, their loader."""
+"""The samples of a `Trainer`: their lengths, their columns, their collate function."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from odb_nodes.step_info import StepInfo
 
 logger = logging.getLogger("odb_nodes")
 
-OURS = (PaddingCollate, PackedCollate)  # They pass on all keys of the samples.
+OURS = (PaddingCollate, PackedCollate)  # They keep all keys of the samples.
 
 PAIRS = (
     ("chosen_ids", "rejected_ids", "prompt_ids"),
     ("chosen_input_ids", "rejected_input_ids", "prompt_input_ids"),
     ("input_ids_chosen", "input_ids_rejected", None),
 )
-"""Columns of the preference trainers of TRL, by version: two answers, and a prompt before both."""
+"""Columns of TRL's preference trainers, by version: chosen, rejected, and the prompt of both."""
 
 
 def loader_options(trainer: Any) -> LoaderOptions:
-    """Return the options of the loader: the config's, and what the `Trainer` decides."""
+    """Return the options of the loader, from the config and the trainer's arguments."""
     config, args = trainer.odb, trainer.args
     observe = config.observe
     if observe is None and "input_ids" not in compat.collator_columns(trainer):
@@ -57,24 +57,21 @@ def loader_options(trainer: Any) -> LoaderOptions:
 
 
 def _step_time_of_model(trainer: Any) -> StepTime | None:
-    """Return what steps of the model take, where ranks are levelled by it without being asked to.
-
-    A model whose layers are not known is taken to be a typical one.
-    """
+    """Return the default step time: of the model, or a typical one for an unknown config."""
     typical = step_time_of(None, loader_budget(trainer))
     if not isinstance(typical, StepTime):
         return None
     model_config = getattr(trainer.model, "config", None)
     try:
-        found = typical if model_config is None else StepTime.of_config(model_config)
+        step_time = typical if model_config is None else StepTime.of_config(model_config)
     except (TypeError, ValueError) as error:
         logger.info("ranks are levelled by %s: %s", typical, error)
         return typical
-    logger.info("ranks are levelled by %s", found)
-    return found
+    logger.info("ranks are levelled by %s", step_time)
+    return step_time
 
 
-def given_dataset(trainer: Any) -> Any:
+def train_dataset(trainer: Any) -> Any:
     """Return the dataset to train on."""
     if trainer.train_dataset is None:
         raise ValueError("`train_dataset` must be given to train, but is None.")
@@ -82,11 +79,11 @@ def given_dataset(trainer: Any) -> Any:
 
 
 def loader_budget(trainer: Any) -> TokenBudget:
-    """Return the budget of the batches; while none is found, one like it without a limit."""
+    """Return the budget of the batches; before `"auto"` has found it, a budget without a limit."""
     budget: TokenBudget | None = trainer.odb_budget
     if budget is None:
-        given = given_collate(trainer)
-        multiple = given.pad_to_multiple_of if isinstance(given, PaddingCollate) else 1
+        collate = user_collate(trainer)
+        multiple = collate.pad_to_multiple_of if isinstance(collate, PaddingCollate) else 1
         budget = TokenBudget(MAX_COUNT // multiple * multiple, pad_to_multiple_of=multiple)
     return budget
 
@@ -101,13 +98,13 @@ def has_pairs(trainer: Any) -> bool:
 
 
 class ObserveTokens:
-    """Counts `input_ids`, or those of a pair, and says what to do where samples have neither."""
+    """Counts the `input_ids` of a sample or a pair; the error without them names the remedy."""
 
     def __init__(self, trainer: str) -> None:
         self._trainer = trainer
 
     def __call__(self, sample: Any) -> Observation:
-        """Return the tokens of a sample; a pair takes two rows."""
+        """Return the tokens of a sample; a pair has two rows."""
         keys = sorted(map(str, sample)) if isinstance(sample, Mapping) else []
         if "input_ids" in keys:
             return Observation(_tokens(sample, "input_ids"))
@@ -117,10 +114,10 @@ class ObserveTokens:
                 before = _tokens(sample, prompt) if prompt in keys else 0
                 return Observation(2 * (before + answer))
         raise SampleError(
-            f"a sample of `{self._trainer}` has no `input_ids`, so that its tokens are unknown. "
-            f"Its keys are {keys}. Give the `ODBConfig` an `observe`, a function of such a sample "
-            "that returns the padded tokens that it takes in a batch: for frames of speech, one "
-            'per 320 values, `observe=lambda s: len(s["input_values"]) // 320`; for patches of '
+            f"a sample of `{self._trainer}` has no `input_ids`, so its tokens are unknown. Its "
+            f"keys are {keys}. Give the `ODBConfig` an `observe`, which returns the padded tokens "
+            "of such a sample: for frames of speech, one per 320 values, "
+            ' `observe=lambda s: len(s["input_values"]) // 320`; for patches of '
             'an image, `observe=lambda s: s["pixel_values"].shape[-2] * '
             's["pixel_values"].shape[-1] // 16**2`.'
         )
@@ -134,28 +131,26 @@ def _tokens(sample: Mapping[str, Any], key: Any) -> int:
 
 
 def evaluated(trainer: Any, dataset: Any, name: str | None) -> Any:
-    """Return a dataset whose raw samples are processed; `name`: its key in a dict of datasets."""
+    """Return a dataset that processes raw samples; `name` is its key in a dict of datasets."""
     process_fn = trainer.odb.process_fn
     if process_fn is None:
         return dataset
     if isinstance(process_fn, Mapping):
         process_fn = process_fn.get(name)
-    made = {"input_ids", *compat.collator_columns(trainer)}
-    made -= {*CLASS_KEYS, "labels", *(trainer.label_names or ())}
-    if not made.isdisjoint(getattr(dataset, "column_names", None) or ()):
-        return dataset  # The `Trainer` takes columns out of a table by itself.
+    processed_keys = {"input_ids", *compat.collator_columns(trainer)}
+    processed_keys -= {*CLASS_KEYS, "labels", *(trainer.label_names or ())}
+    if not processed_keys.isdisjoint(getattr(dataset, "column_names", None) or ()):
+        return dataset  # The `Trainer` removes columns of a table.
     kind = ProcessedStream if isinstance(dataset, IterableDataset) else ProcessedSamples
-    return kind(dataset, process_fn, made)
+    return kind(dataset, process_fn, processed_keys)
 
 
 class ProcessedSamples(Dataset[Any]):
-    """A map-style dataset for evaluation, whose samples are processed if they have none of `made`.
+    """A map-style dataset for evaluation that processes samples without `processed_keys`."""
 
-    `made`: keys of what processing makes.
-    """
-
-    def __init__(self, dataset: Any, process_fn: Any, made: set[str]) -> None:
-        self._dataset, self._process_fn, self._made = dataset, process_fn, made
+    def __init__(self, dataset: Any, process_fn: Any, processed_keys: set[str]) -> None:
+        self._dataset, self._process_fn = dataset, process_fn
+        self._processed_keys = processed_keys
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -164,13 +159,13 @@ class ProcessedSamples(Dataset[Any]):
         return self._process(self._dataset[index])
 
     def _process(self, sample: Any) -> Any:
-        if isinstance(sample, Mapping) and not self._made.isdisjoint(sample):
+        if isinstance(sample, Mapping) and not self._processed_keys.isdisjoint(sample):
             return sample
         processed = None if self._process_fn is None else self._process_fn(sample)
         if processed is None or isinstance(processed, Skipped):
             raise ValueError(
-                "`process_fn` must process all raw samples of evaluation, but has "
-                f"{processed} for {describe(sample)}. Leave it out of `eval_dataset`; where "
+                "`process_fn` must process all raw samples of evaluation, but returned "
+                f"{processed} for {describe(sample)}. Leave this sample out of `eval_dataset`; if "
                 "`process_fn` is a dict, give `eval_dataset` as a dict with the same names."
             )
         return processed
@@ -186,8 +181,8 @@ class ProcessedStream(ProcessedSamples, IterableDataset[Any]):
 # --- collating ------------------------------------------------------------------------------------
 
 
-def given_collate(trainer: Any, config: ODBConfig | None = None) -> Any:
-    """Return the collate function that a config, or else its trainer, was given; `None` if none."""
+def user_collate(trainer: Any, config: ODBConfig | None = None) -> Any:
+    """Return the user's collate function, of the config or else the trainer; `None` if none."""
     config = config or trainer.odb
     if config.collate_fn is not None:
         return config.collate_fn
@@ -195,33 +190,33 @@ def given_collate(trainer: Any, config: ODBConfig | None = None) -> Any:
 
 
 def training_collate(trainer: Any) -> Any:
-    """Return the collate function for training, or None for the one that fits the budget."""
-    config, given = trainer.odb, given_collate(trainer)
-    if given is not None:
-        collate_for(loader_budget(trainer), given)  # checks its layout
-    if given is None or type(given) in OURS:
-        return given
+    """Return the collate function for training; `None` for the default of the budget."""
+    collate = user_collate(trainer)
+    if collate is not None:
+        collate_for(loader_budget(trainer), collate)  # checks its layout
+    if collate is None or type(collate) in OURS:
+        return collate
     columns = compat.sample_columns(trainer)
-    if columns is None and not compat.is_default_collator(given):
-        return given
-    return TrainerCollate(given, columns, selects_before=config.collate_fn is None)
+    if columns is None and not compat.is_default_collator(collate):
+        return collate
+    return TrainerCollate(collate, columns, selects_before=trainer.odb.collate_fn is None)
 
 
 class TrainerPadding:
-    """The `data_collator` in place of a trainer's own that cannot pad; training pads like it."""
+    """The `data_collator` in place of transformers' default, which cannot pad."""
 
     def __init__(self, trainer: Any, config: ODBConfig) -> None:
         multiple = 1 if config.finds_budget else config.budget.pad_to_multiple_of
         self._collate = PaddingCollate(pad_to_multiple_of=multiple)
-        self._taken = compat.model_inputs(trainer.model)
+        self._model_inputs = compat.model_inputs(trainer.model)
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        """Return the batch of `samples`, as evaluation has it."""
-        return rename_labels(self._collate(samples), self._taken)
+        """Return the batch of `samples`, for evaluation."""
+        return rename_labels(self._collate(samples), self._model_inputs)
 
 
 class TrainerCollate:
-    """A collate function that is not ours, which gets, or whose batch has, keys of some columns."""
+    """Calls a user's collate function, and drops unused columns before or after it."""
 
     def __init__(self, collate: Any, columns: set[str] | None, *, selects_before: bool) -> None:
         self._collate, self._columns = collate, columns
@@ -230,18 +225,20 @@ class TrainerCollate:
         self.draws_random_numbers = False if self._stacks else declares_draws(collate)
 
     def __call__(self, samples: list[Any], info: StepInfo | None = None) -> Any:
-        """Return the batch of `samples`; a collate function may take the step, too."""
+        """Return the batch of `samples`; a collate function may also take the `StepInfo`."""
         dropped: set[str] = set()
         if self._columns is not None:
             if self._selects_before:
                 samples = [
-                    {key: one[key] for key in one if key in self._columns}
-                    if isinstance(one, Mapping)
-                    else one
-                    for one in samples
+                    {key: sample[key] for key in sample if key in self._columns}
+                    if isinstance(sample, Mapping)
+                    else sample
+                    for sample in samples
                 ]
-            else:  # known before the function takes keys out
-                dropped = {key for one in samples if isinstance(one, Mapping) for key in one}
+            else:  # read before the function removes keys from samples
+                for sample in samples:
+                    if isinstance(sample, Mapping):
+                        dropped.update(sample)
                 dropped -= self._columns
         try:
             batch = collate_group(self._collate, samples, info)  # type: ignore[arg-type]
@@ -249,8 +246,8 @@ class TrainerCollate:
             if not self._stacks:
                 raise
             raise ValueError(
-                "samples without `input_ids` must have one size, to be stacked by the default "
-                f"collator of the trainer, but: {error}. Give it a `data_collator` that pads them."
+                "samples without `input_ids` must have the same size, since the default collator "
+                f"stacks them, but: {error}. Give the trainer a `data_collator` that pads them."
             ) from error
         for key in dropped:
             batch.pop(key, None)
@@ -260,18 +257,19 @@ class TrainerCollate:
 
 
 def model_batch(trainer: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """Return what makes a batch that for `compute_loss`: ours pass on all keys of the samples."""
-    given, columns = given_collate(trainer), compat.sample_columns(trainer)
-    if given is not None and type(given) not in OURS:
+    """Return a function that keeps the keys of a batch that `compute_loss` takes."""
+    collate, columns = user_collate(trainer), compat.sample_columns(trainer)
+    if collate is not None and type(collate) not in OURS:
         return dict
 
     def select(batch: Mapping[str, Any]) -> dict[str, Any]:
-        kept, taken = dict(batch), compat.model_inputs(trainer.model)  # which may be made late
-        if given is None:
-            kept = rename_labels(kept, taken)
+        kept = dict(batch)
+        inputs = compat.model_inputs(trainer.model)  # Not before: `model_init` makes models late.
+        if collate is None:
+            kept = rename_labels(kept, inputs)
         if columns is None:
             return kept
-        selected = {key: kept[key] for key in kept if key in columns or key in taken}
+        selected = {key: kept[key] for key in kept if key in columns or key in inputs}
         if "position_ids" in kept and not {"position_ids", "attention_mask"} & {*selected}:
             raise ValueError(
                 "the samples of a packed row must not see each other, but in a "
@@ -284,12 +282,12 @@ def model_batch(trainer: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     return select
 
 
-def rename_labels(batch: dict[str, Any], taken: set[str]) -> dict[str, Any]:
-    """Return a batch whose `label` or `label_ids` is `labels`, as the default collator has it."""
+def rename_labels(batch: dict[str, Any], model_inputs: set[str]) -> dict[str, Any]:
+    """Rename `label` or `label_ids` of a batch to `labels`, as the default collator does."""
     for key in ("label", "label_ids"):
-        if key not in batch or key in taken or "labels" in batch:
+        if key not in batch or key in model_inputs or "labels" in batch:
             continue
-        rest = {name: value for name, value in batch.items() if name != key}
+        renamed = {name: value for name, value in batch.items() if name != key}
         try:
             labels = torch.as_tensor(batch[key])
         except (TypeError, ValueError) as error:
@@ -298,7 +296,7 @@ def rename_labels(batch: dict[str, Any], taken: set[str]) -> dict[str, Any]:
                 f"`labels` of a batch, but is {batch[key]!r:.100}. Give one label per token as "
                 "`labels`, or pass a `data_collator`."
             ) from error
-        # As the stock collator makes them: the losses of models in fp32 take no fp64.
-        rest["labels"] = labels.float() if labels.dtype == torch.float64 else labels
-        return rest
+        # As the default collator does: losses of fp32 models take no fp64.
+        renamed["labels"] = labels.float() if labels.dtype == torch.float64 else labels
+        return renamed
     return batch

@@ -44,12 +44,11 @@ AnyTrainer = TypeVar("AnyTrainer", bound=Trainer)
 class ODBTrainerMixin(_Mixed):
     """Gives dynamic batches to a class of trainers: `class MyTrainer(ODBTrainerMixin, Trainer)`.
 
-    A batch has as many samples as `odb.token_budget` allows; on every rank,
-    `gradient_accumulation_steps` batches make an optimizer step. Its gradient is that of the mean
-    over the supervised tokens of all these batches, whether the loss is divided by
-    `num_items_in_batch` or is a mean. Evaluation stays as it is, except that it pads like training
-    where the trainer was given no `data_collator`, and that samples which lack what the model takes
-    go through `ODBConfig.process_fn`.
+    A batch has as many samples as `odb.token_budget` allows; `gradient_accumulation_steps` batches
+    on every rank make an optimizer step, which minimizes the mean loss over the supervised tokens
+    of all these batches, whether a loss is divided by `num_items_in_batch` or is a mean. Evaluation
+    does not change, except that it pads like training if the trainer has no `data_collator`, and
+    that `ODBConfig.process_fn` processes raw samples.
 
     `max_steps` counts optimizer steps. With `num_train_epochs` every sample comes once per epoch,
     and the number of steps is known only at the end: see `ODBConfig.steps_per_epoch`.
@@ -59,8 +58,8 @@ class ODBTrainerMixin(_Mixed):
         args, kwargs: the arguments of the trainer.
 
     Attributes:
-        odb_budget: the budget of the batches; where it is found by trying, of the last call of
-            `train`, and `None` before.
+        odb_budget: the budget of the batches. For `"auto"`, the budget of the last call of `train`,
+            and `None` before.
 
     Raises:
         TypeError, ValueError: an argument of the trainer cannot be used with dynamic batches.
@@ -70,7 +69,7 @@ class ODBTrainerMixin(_Mixed):
     odb_budget: TokenBudget | None
     odb_run: Run | None = None
     lr_scheduler: Any
-    _odb_weights: str  # folder that weights are loaded from
+    _odb_weights: str  # folder of the weights that are being loaded
 
     def __init__(self, *args: Any, odb: ODBConfig, **kwargs: Any) -> None:
         kinds = type(self).__mro__
@@ -83,18 +82,18 @@ class ODBTrainerMixin(_Mixed):
         _check(self, odb)
         self.odb = odb
         self.odb_budget = None if odb.finds_budget else odb.budget
-        compat.collator_columns(self)  # while there is a model; a search has none between trials
+        compat.collator_columns(self)  # now: between the trials of a search there is no model
         if odb.collate_fn is None and compat.pads_by_default(self):
             self.data_collator = TrainerPadding(self, odb)
         if odb.task_weights is not None and self.compute_loss_func is None:
             self.compute_loss_func = partial(token_losses, self)
-        # Before the others, so that they see the epoch, and checkpoints with our file in them.
+        # First, so that other callbacks see the epoch, and checkpoints with our file in them.
         self.callback_handler.callbacks.insert(0, RunCallback(self))
 
     # --- batches ----------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """Return the batches of the run; outside of `train`, those of a run from its beginning.
+        """Return the batches of the run; outside of `train`, the batches of a new run.
 
         Raises:
             ValueError: an argument has changed since the run was made.
@@ -107,24 +106,24 @@ class ODBTrainerMixin(_Mixed):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> Any:
-        """Return the batches of an optimizer step; each loss is told the targets of its own."""
+        """Return the batches of an optimizer step, and `None`: each batch counts its own items."""
         run, state = self.odb_run, self.state
         if run is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         is_over = state.global_step >= state.max_steps  # The checkpoint is from the very end.
-        taken = [] if is_over else run.take(epoch_iterator, num_batches)
+        batches = [] if is_over else run.take(epoch_iterator, num_batches)
         is_done = run.batches.is_done
-        if not taken:
+        if not batches:
             compat.stop_epoch(self, ends_training=is_over or is_done)
         if run.by_epochs:
             # The `Trainer` ends the run, and saves and evaluates at its end, by `max_steps`.
             next_step = state.global_step + 1
-            run.check_estimate(state.global_step + bool(taken), ends=is_done)
+            run.check_estimate(state.global_step + bool(batches), ends=is_done)
             state.max_steps = next_step if is_done else max(run.total_steps, next_step + 1)
-        return taken, None
+        return batches, None
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of evaluation or prediction: the `Trainer` has this for both."""
+        """Return the batches of evaluation or prediction, with raw samples processed."""
         dataset = evaluated(self, dataset, kwargs.get("dataloader_key"))
         return super()._get_dataloader(dataset, *args, **kwargs)
 
@@ -133,11 +132,11 @@ class ODBTrainerMixin(_Mixed):
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None, *args: Any
     ) -> Any:
-        """Compute the loss and the gradient of a batch, normalized once.
+        """Compute the weighed loss and the gradient of a batch.
 
         Raises:
-            ValueError: a `compute_loss` of a subclass does not call that of this class.
-            StepMemoryError: memory ran out, and `ODBConfig.on_oom` can do nothing about it.
+            ValueError: a subclass overrides `compute_loss` without calling `super().compute_loss`.
+            StepMemoryError: memory ran out, and `ODBConfig.on_oom` cannot make the step fit.
         """
         run, training_step = self.odb_run, super().training_step
         if run is None or not run.losses.waiting:
@@ -160,16 +159,16 @@ class ODBTrainerMixin(_Mixed):
         return loss
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss; in training, weighed by its share of the optimizer step."""
+        """Return the loss; in training, weighed by the batch's share of the optimizer step."""
         micro_step = None if self.odb_run is None else self.odb_run.losses.active
-        before = dict(inputs)  # The `Trainer` takes the labels out.
+        original = dict(inputs)  # The `Trainer` removes the labels.
         result = super().compute_loss(model, inputs, *args, **kwargs)
         loss, *outputs = result if isinstance(result, tuple) else (result,)
         if micro_step is not None:
-            loss = micro_step.scale(loss, before.get("position_ids"))
+            loss = micro_step.scale(loss, original.get("position_ids"))
         elif self.odb.task_weights is not None and loss.ndim:
             names = self.label_names or ()
-            loss = loss.sum() / (count_targets(before, shift=shifts(self), names=names) or 1)
+            loss = loss.sum() / (count_targets(original, shift=shifts(self), names=names) or 1)
         return (loss, *outputs) if outputs else loss
 
     # --- the run ----------------------------------------------------------------------------------
@@ -181,9 +180,9 @@ class ODBTrainerMixin(_Mixed):
 
         Raises:
             FileNotFoundError, StateError: the checkpoint has no state of this rank's batches.
-            ShapeTooLargeError: a budget is to be found, but one sample alone does not fit.
-            ValueError: the loss is no mean, even when told `num_items_in_batch`, or a
-                hyperparameter search changes an argument that the batches were made with.
+            ShapeTooLargeError: with `token_budget="auto"`, a single sample does not fit.
+            ValueError: the loss is neither a mean nor divided by `num_items_in_batch`, or a
+                hyperparameter search changes an argument that batches depend on.
         """
         _check(self, self.odb)
         checkpoint = None
@@ -191,7 +190,7 @@ class ODBTrainerMixin(_Mixed):
             checkpoint = agreed_checkpoint(self.args, resume_from_checkpoint)
         else:
             warn_of_other_checkpoints(self.args)
-        self.odb_run = None  # while a budget is found
+        self.odb_run = None  # Trial steps are not part of a run.
         if self.odb.finds_budget:
             self.odb_budget = None
         self.odb_run = run = Run(self, checkpoint)
@@ -204,18 +203,18 @@ class ODBTrainerMixin(_Mixed):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
-        """Make the learning-rate schedule, by steps or by samples as `ODBConfig.schedule` says.
+        """Make the learning-rate schedule, by steps or by samples: see `ODBConfig.schedule`.
 
         Raises:
-            ValueError: a schedule by samples is asked for, but the trainer was given a scheduler.
+            ValueError: `schedule` is `"samples"`, but the trainer was given a scheduler.
         """
         run, is_given = self.odb_run, self.lr_scheduler is not None
         if run is None:
             return super().create_scheduler(num_training_steps, optimizer)
         if self.odb.schedule == "samples" and is_given:
             raise ValueError(
-                '`schedule` must be "steps" where the trainer is given a scheduler. To make that '
-                "one follow samples, see `odb_nodes.integrations.learning_rate.follow`."
+                '`schedule` must be "steps" if the trainer is given a scheduler. To make that '
+                "scheduler follow samples, see `odb_nodes.integrations.learning_rate.follow`."
             )
         total = run.schedule_steps
         if run.by_epochs:  # The `Trainer` knows only the upper bound.
@@ -230,7 +229,7 @@ class ODBTrainerMixin(_Mixed):
         return scheduler
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate, and give back cached memory where `ODBConfig.empty_cache` says so."""
+        """Evaluate; with `ODBConfig.empty_cache="evaluate"`, release cached memory around it."""
         if self.odb.empty_cache != "evaluate":
             return super().evaluate(*args, **kwargs)
         free_memory()
@@ -239,13 +238,13 @@ class ODBTrainerMixin(_Mixed):
         return metrics
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log `odb/*` beside the loss, and the speed by the samples that were trained on."""
+        """Log `odb/*` beside the loss, and the true samples per second."""
         run = self.odb_run
         if run is not None:
             if "loss" in logs and self.odb.log_metrics:
                 gather = self.accelerator.gather
                 logs.update(run.recorder.take_metrics(gather, self.args.device))
-            if "train_samples_per_second" in logs:  # which assumes batches of one size
+            if "train_samples_per_second" in logs:  # The `Trainer` assumes a fixed batch size.
                 per_second = run.batches.samples_seen / max(logs["train_runtime"], 1e-9)
                 logs["train_samples_per_second"] = round(per_second, 3)
         super().log(logs, *args, **kwargs)
@@ -253,22 +252,22 @@ class ODBTrainerMixin(_Mixed):
     # --- weights ----------------------------------------------------------------------------------
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        """Load the weights of a checkpoint, all of them, or raise a `StateError`."""
+        """Load all weights of a checkpoint, or raise a `StateError`."""
         self._odb_weights = resume_from_checkpoint
         super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
 
     def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint, all of them, or raise a `StateError`."""
+        """Load all weights of the best checkpoint, or raise a `StateError`."""
         self._odb_weights = str(self.state.best_model_checkpoint)
         super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Load the weights that the `Trainer` left out, which it would only warn of."""
+        """Load the weights that the `Trainer` has skipped with a warning."""
         compat.load_rest(self.model, self._odb_weights, load_result)
 
 
 class RunCallback(TrainerCallback):
-    """Keeps the run of a trainer and the state of the `Trainer` in step, and records it."""
+    """Keeps the state of the `Trainer` in step with the run, and records the run."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -280,49 +279,49 @@ class RunCallback(TrainerCallback):
         return self._trainer.odb_run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Show the epochs that were asked for, not those that bound the loop."""
+        """Show the epochs of the arguments, not the bound of the loop."""
         run = self._run
         run.check_step(state.global_step)
         self._has_stepped = False
         run.recorder.start_clock()
         if run.by_epochs:
-            # Before version 5, the `Trainer` sets its bound after the scheduler is made. Later it
-            # does not, and a resumed run keeps the number of its checkpoint.
+            # Before version 5, the `Trainer` sets the bound after it has made the scheduler. In
+            # version 5, a resumed run keeps the number of its checkpoint.
             if state.max_steps == run.most_steps:
                 compat.plan_steps(self._trainer, run.total_steps)
             state.num_train_epochs = math.ceil(args.num_train_epochs)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Scale the learning rate of this step."""
-        scaling, optimizer = self._trainer.odb.lr_scaling, given["optimizer"]
+        scaling, optimizer = self._trainer.odb.lr_scaling, objects["optimizer"]
         if scaling is not None:
-            samples = self._run.computed().infos[0].optimizer_samples  # without those left out
+            samples = self._run.computed().infos[0].optimizer_samples  # without skipped samples
             self._scaled.enter_context(scaling.applied(optimizer, samples))
         self._run.recorder.at_step = {"lr": float(optimizer.param_groups[0]["lr"])}
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the learning rate, which the schedule goes on from."""
+        """Restore the learning rate, from which the schedule continues."""
         self._scaled.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the step, and set the epoch, with the share of it that is done."""
+        """Record the step, and set the epoch with its fraction."""
         self._run.record_step()
         state.epoch = self._run.epoch
         self._has_stepped = True
 
-    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Give the monitor the norm of the gradients, which only a log has."""
+    def on_log(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Give the monitor the gradient norm, which only logs have."""
         if self._run is not None:
-            self._run.recorder.tell_monitor(given["logs"].get("grad_norm"))
+            self._run.recorder.tell_monitor(objects["logs"].get("grad_norm"))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Abandon an epoch that another callback has stopped; finish a run whose end was late."""
+        """Leave an epoch that another callback has stopped; finish a run that ended early."""
         if control.should_epoch_stop:
             self._run.batches.abandon_epoch()
         state.epoch = self._run.epoch
-        # Where samples were dropped, the last step was not known to be the last.
-        is_late = state.global_step < state.max_steps
-        if self._has_stepped and self._run.batches.is_done and is_late:
+        # If samples were dropped, nothing told the last step that it was the last.
+        is_early = state.global_step < state.max_steps
+        if self._has_stepped and self._run.batches.is_done and is_early:
             compat.finish_at_this_step(args, state, control)
         if self._trainer.odb.empty_cache is not None:
             free_memory()
@@ -330,7 +329,7 @@ class RunCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the state of this rank into the checkpoint."""
         if not (args.save_only_model or state.is_hyper_param_search):
-            # The name that `Trainer._save_checkpoint` gives outside of hyperparameter searches.
+            # The folder of `Trainer._save_checkpoint` outside of hyperparameter searches.
             name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             self._run.save(os.path.join(args.output_dir, name))
 
@@ -348,7 +347,7 @@ def configure_trainer(
 ) -> AnyTrainer:
     """Give dynamic batches to an existing trainer of any class, and return it.
 
-    Its class becomes a subclass of `ODBTrainerMixin` and of the class that it was.
+    Its class becomes a subclass of `ODBTrainerMixin` and of its previous class.
 
     Args:
         trainer: a trainer that is not training.
@@ -366,7 +365,7 @@ def configure_trainer(
     _check(trainer, config)
     check_overrides(type(trainer).__mro__)
     kind = type(trainer)
-    # A `Trainer` is extended by methods alone, and this one is made: docs/upstream_faults.md.
+    # Methods of an existing object change only with its class: see docs/upstream_faults.md.
     trainer.__class__ = type(f"ODB{kind.__name__}", (ODBTrainerMixin, kind), {})
     ODBTrainerMixin._configure(trainer, config)  # type: ignore[arg-type]
     return trainer

@@ -4,7 +4,7 @@
     trainer = Trainer(callbacks=[ODBCallback()])
     trainer.fit(model, datamodule=data, ckpt_path="last")
 
-With a data module of your own, `ODBCallback.batches` makes what `train_dataloader` returns.
+In your own data module, return `ODBCallback.batches(loader)` from `train_dataloader`.
 """
 
 from odb_nodes._core.checks import import_extra

@@ -1,4 +1,4 @@
-"""The callback that weighs losses, saves states, and checks what Lightning does."""
+"""The callback that weighs losses, saves states, and checks Lightning's steps."""
 
 from __future__ import annotations
 
@@ -42,22 +42,23 @@ class ODBCallback(Callback):
 
     `training_step` returns the mean loss over the supervised tokens of its batch. The callback
     weighs the gradient of that loss, and undoes the division by `accumulate_grad_batches`, so that
-    the gradient of an optimizer step is that of the mean over the supervised tokens of all its
-    batches, on all ranks.
+    an optimizer step minimizes the mean over the supervised tokens of all its batches, on all
+    ranks.
 
-    A checkpoint resumes after the last optimizer step that was taken before it was written. It
-    holds the loaders' states of all ranks, and those of the generators of torch, numpy and Python.
+    A checkpoint resumes after the last optimizer step before it was written. It holds the states of
+    the loaders of all ranks, and of the random generators of torch, numpy and Python.
 
     Args:
         log_metrics: whether to log `odb/*`, every `log_every_n_steps` optimizer steps.
-        ledger: the folder of a `Ledger` of the samples that were trained on; default: none is kept.
-            The same for all restarts of a run, and for no other run.
-        monitor: a `Monitor` of the run, which its checkpoints resume; default: none.
+        ledger: the folder of a `Ledger` of the trained samples, shared by all restarts of this run
+            only. Default: no ledger.
+        monitor: a `Monitor` of the run, which its checkpoints resume. Default: no monitor.
         task_weights: `TaskWeights`, or a `GradNorm` or `PCGrad` of parameters of the module, which
-            checkpoints keep: `training_step` returns `task_loss` of its losses. Default: none.
+            checkpoints keep: `training_step` returns `task_loss` of its losses. Default: all
+            supervised tokens weigh the same.
     """
 
-    STATE_KEY = "odb_nodes"  # of a checkpoint, where it holds a state of each rank
+    STATE_KEY = "odb_nodes"  # in a checkpoint: the list of the states of all ranks
 
     def __init__(
         self,
@@ -76,38 +77,40 @@ class ODBCallback(Callback):
     def _begin_run(self, run: Run, recorder: StepRecorder) -> None:
         self._run, self._recorder = run, recorder
         self._batches: TrainBatches | None = None
-        self._unrecorded: list[Fetched] = []  # batches of an optimizer step that is not taken yet
+        self._unrecorded: list[Fetched] = []  # batches of the current optimizer step
 
     def batches(self, loader: ODBDataLoader | OomGuard) -> TrainBatches:
-        """Return what `train_dataloader` of a module or data module must return.
+        """Return the batches for `train_dataloader` of a module or data module.
 
         Args:
             loader: a loader made in that hook, when the process group exists, with
-                `accumulate=trainer.accumulate_grad_batches`; with virtual ranks that over the
-                number of those that a rank hosts. Or an `OomGuard` of one, whose steps
-                `training_step` gets, for manual optimization.
+                `accumulate=trainer.accumulate_grad_batches`, divided by the virtual ranks that a
+                rank hosts. Or an `OomGuard` of such a loader: `training_step` then gets its steps,
+                for manual optimization.
         """
-        start, guard = self._run.start, loader if isinstance(loader, OomGuard) else None
-        given: Any = loader if guard is None else guard.loader
-        check_type("loader", given, ODBDataLoader)
+        start, guard = self._run.start, None
+        train_loader: Any = loader
+        if isinstance(loader, OomGuard):
+            guard, train_loader = loader, loader.loader
+        check_type("loader", train_loader, ODBDataLoader)
         if start.loader is not None:
-            given.load_state_dict(start.loader)
+            train_loader.load_state_dict(start.loader)
         elif start.epoch:
-            given.set_epoch(start.epoch)
-        self._batches = TrainBatches(given, guard)
+            train_loader.set_epoch(start.epoch)
+        self._batches = TrainBatches(train_loader, guard)
         return self._batches
 
     def task_loss(
         self, losses: torch.Tensor, *, position_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return what `training_step` returns where `task_weights` are given.
+        """Return the loss for `training_step` to return, if the callback has `task_weights`.
 
         Args:
-            losses: of each token or sample of the batch, see `TaskWeights.loss`.
-            position_ids: of a packed batch.
+            losses: losses of the tokens or samples of the batch, see `TaskWeights.loss`.
+            position_ids: the `position_ids` of a packed batch.
 
         Raises:
-            RuntimeError: no training step has begun, or no `task_weights` are given.
+            RuntimeError: no training step has begun, or the callback has no `task_weights`.
         """
         info = self.step_info
         if self.task_weights is None:
@@ -117,13 +120,13 @@ class ODBCallback(Callback):
 
     @property
     def step_info(self) -> StepInfo:
-        """Counts of the step that is trained on. Its `loss_scale` is 1: the callback weighs losses.
+        """Counts of the current step. Its `loss_scale` is 1: the callback weighs losses.
 
         Raises:
             RuntimeError: no step has begun.
         """
         if self._run.current is None:
-            raise RuntimeError("`step_info` is known only once a training step has begun.")
+            raise RuntimeError("`step_info` exists only once a training step has begun.")
         return replace(self._run.current.last_info, loss_scale=1.0)
 
     # --- a run --------------------------------------------------------------------------------
@@ -145,10 +148,11 @@ class ODBCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the loader, and begin the monitor."""
         batches = self._required_batches()
-        if isinstance(given := trainer.train_dataloader, (list, tuple, Mapping)):
+        loaders = trainer.train_dataloader
+        if isinstance(loaders, (list, tuple, Mapping)):
             raise ValueError(
                 "`train_dataloader` must return one `callback.batches(loader)`, but returned a "
-                f"`{type(given).__name__}` instead. To train on several datasets, give one "
+                f"`{type(loaders).__name__}` instead. To train on several datasets, give one "
                 "`ODBDataLoader` a dict of them."
             )
         if self.task_weights is not None:
@@ -162,7 +166,7 @@ class ODBCallback(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin the batch: find its `StepInfo` and the loader's state after it."""
+        """Take the batch's `StepInfo` and the loader's state after it."""
         fetched = self._run.begin(self._required_batches(), batch_idx)
         if fetched.infos[0].micro_step == 0:
             self._unrecorded = []
@@ -178,21 +182,21 @@ class ODBCallback(Callback):
             return
         if self.task_weights is not None and not self._weighs_tasks:
             raise RuntimeError(
-                "`training_step` must return `callback.task_loss(losses)`, where `ODBCallback` has "
+                "`training_step` must return `callback.task_loss(losses)` if `ODBCallback` has "
                 "`task_weights`, but returned another loss, whose tasks were not weighed."
             )
         weight = self._run.current.last_info.loss_scale if self.task_weights is None else 1.0
-        # The gradient is scaled, since a hook cannot return another loss.
+        # This hook of Lightning cannot return another loss, so the gradient is scaled.
         factor = weight * compat.loss_divisor(trainer, pl_module)
         loss.register_hook(lambda gradient: gradient * factor)
         self._run.backwards += 1
-        if weight:  # else it may be NaN
+        if weight:  # A loss without targets may be NaN.
             self._recorder.losses.append(compat.mean_loss(trainer, pl_module, loss) * weight)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """End the step of the tasks; take gradient norm and learning rate for the monitor."""
+        """Step the task weights; take gradient norm and learning rate for the monitor."""
         ends = self._run.current is not None and self._run.current.last_info.ends_optimizer_step
         if ends and self.task_weights is not None:
             self.task_weights.step()
@@ -217,20 +221,20 @@ class ODBCallback(Callback):
             self._log(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: LightningModule) -> None:
-        """Reject leaving an epoch before its end, except to end the run."""
+        """Raise if an epoch was left before its end, except to end the run."""
         is_over = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
         if (
             not (is_over or trainer.fast_dev_run)
             and self._run.state_after(self._required_batches()) is None
         ):
             raise RuntimeError(
-                "the epoch was left before its end, and the rest of its samples would never be "
+                "the epoch was left before its end, and its remaining samples would never be "
                 "trained on. Do not return -1 from `on_train_batch_start`; to end the run, set "
                 "`trainer.should_stop`."
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have the monitor write what it has counted, while all ranks are there."""
+        """Let the monitor write its last record, while all ranks are running."""
         self._recorder.close()
 
     def on_exception(
@@ -251,7 +255,7 @@ class ODBCallback(Callback):
         """Put the states of all ranks into the checkpoint. All ranks call it.
 
         Raises:
-            StateError: this version of Lightning writes its progress under other names.
+            StateError: this version of Lightning saves its progress under other names.
         """
         if self._batches is None:
             return  # Nothing was trained here.
@@ -272,22 +276,22 @@ class ODBCallback(Callback):
         """Continue from the position of the checkpoint.
 
         Raises:
-            StateError: it has no state of a loader, is damaged, or was saved by another number of
-                ranks and cannot be resharded.
+            StateError: the checkpoint has no state of a loader, is damaged, or was saved by another
+                number of ranks and cannot be resharded.
         """
         if not compat.is_fitting(trainer):
             return
         if (states := checkpoint.get(self.STATE_KEY)) is None:
             raise StateError(
                 "the checkpoint has no state of a loader: it was saved without `ODBCallback`. To "
-                "begin a run with its weights, load them with `load_from_checkpoint`."
+                "begin a run with its weights, use `load_from_checkpoint`."
             )
         if not isinstance(states, list) or not states:
             raise StateError(
                 "the checkpoint must have a list of the states of all ranks, but has "
                 f"{states!r:.80} instead: it is damaged. Use an earlier checkpoint."
             )
-        runs = [unseal_whole(one, ODBCallback.__name__, RunState) for one in states]
+        runs = [unseal_whole(state, ODBCallback.__name__, RunState) for state in states]
         start = position_of_rank(runs, trainer.global_rank, trainer.world_size)
         if len(runs) != trainer.world_size:
             compat.set_progress(compat.loop_progress(checkpoint), start)
@@ -296,7 +300,7 @@ class ODBCallback(Callback):
             self.task_weights.load_state_dict(start.tasks)
         if self._batches is None:
             return
-        # Some strategies load a checkpoint only after the module has made the optimizers.
+        # Some strategies load a checkpoint after `configure_optimizers`.
         if self._batches.start_state is not None:
             raise StateError(
                 "`trainer.estimated_stepping_batches` has read batches before "
@@ -306,14 +310,14 @@ class ODBCallback(Callback):
         if start.loader is not None:
             self._batches.loader.load_state_dict(start.loader)
 
-    # --- parts --------------------------------------------------------------------------------
+    # --- checks and records -----------------------------------------------------------------
 
     def _required_batches(self) -> TrainBatches:
         if self._batches is None:
             raise RuntimeError(
                 "`ODBCallback` has no batches: `train_dataloader` of the module or data module "
-                "must call `callback.batches(loader)` and return that, as `ODBDataModule` does. "
-                "What was made before `fit`, and given to it, cannot resume a run."
+                "must return `callback.batches(loader)`, as `ODBDataModule` does. A loader made "
+                "before `fit` and passed to it cannot resume a run."
             )
         return self._batches
 
@@ -324,11 +328,11 @@ class ODBCallback(Callback):
             return
         info, has_stepped = run.current.last_info, run.has_stepped
         if has_stepped != info.ends_optimizer_step:
-            found, expected = ("", "not ") if has_stepped else ("not ", "")
+            actual, expected = ("", "not ") if has_stepped else ("not ", "")
             share = "" if info.batches_per_step == 1 else f" // {info.batches_per_step}"
             raise RuntimeError(
                 f"the optimizer must {expected}step after batch {info.step} of the epoch, but did "
-                f"{found}step: the loader weighs the losses of {info.micro_steps} batches as one "
+                f"{actual}step: the loader weighs the losses of {info.micro_steps} batches as one "
                 f"step. Make the loader with `accumulate=trainer.accumulate_grad_batches{share}`. "
                 f"`accumulate_grad_batches` is {trainer.accumulate_grad_batches}: do not change "
                 "that during the run."
@@ -345,17 +349,19 @@ class ODBCallback(Callback):
             )
 
     def _record(self) -> None:
-        """Tell ledger and monitor of the batches of an optimizer step, once it is taken."""
-        taken = self._unrecorded  # of which a checkpoint may be saved before the step is taken
-        if not (taken and taken[-1].last_info.ends_optimizer_step and self._run.has_stepped):
+        """Record the batches of an optimizer step in ledger and monitor, once it is taken."""
+        step_batches = self._unrecorded
+        is_whole = step_batches and step_batches[-1].last_info.ends_optimizer_step
+        if not (is_whole and self._run.has_stepped):
             return
-        if (step := taken[-1].step) is not None and step.loss is not None:
+        step = step_batches[-1].step
+        if step is not None and step.loss is not None:
             self._recorder.losses = [step.loss]
         self._unrecorded = []
         rows = (
-            (batch, info, one.wait_s)
-            for one in taken
-            for batch, info in zip(one.batches, one.infos, strict=True)
+            (batch, info, fetched.wait_s)
+            for fetched in step_batches
+            for batch, info in zip(fetched.batches, fetched.infos, strict=True)
         )
         self._recorder.record(rows, meter=self._log_metrics)
         self._recorder.tell_monitor()
@@ -386,14 +392,14 @@ def _of_all_ranks(trainer: Trainer, value: Any) -> list[Any]:
 
 
 def _is_ddp(strategy: Any) -> bool:
-    others = (DeepSpeedStrategy, XLAStrategy)  # derived from DDP's
-    return isinstance(strategy, DDPStrategy) and not isinstance(strategy, others)
+    derived = (DeepSpeedStrategy, XLAStrategy)
+    return isinstance(strategy, DDPStrategy) and not isinstance(strategy, derived)
 
 
 def _check_guard(trainer: Any, guard: OomGuard, tasks: AnyWeights | None) -> None:
-    """Reject what a guard could not take back a step of, or would not weigh."""
+    """Reject a trainer whose steps a guard could not recompute or weigh."""
     strategy, is_ddp = trainer.strategy, _is_ddp(trainer.strategy)
-    is_known = is_ddp or isinstance(strategy, (SingleDeviceStrategy, ModelParallelStrategy))
+    is_supported = is_ddp or isinstance(strategy, (SingleDeviceStrategy, ModelParallelStrategy))
     refuse(
         {
             "the module must have `self.automatic_optimization = False` with an `OomGuard`, whose "
@@ -401,13 +407,13 @@ def _check_guard(trainer: Any, guard: OomGuard, tasks: AnyWeights | None) -> Non
                 trainer.lightning_module.automatic_optimization
             ),
             f"an `OomGuard` computes no steps under `{type(strategy).__name__}`. Train on one "
-            "device, with DDP, or with FSDP2, the `ModelParallelStrategy`.": not is_known,
+            "device, with DDP, or with FSDP2, the `ModelParallelStrategy`.": not is_supported,
             "`guard_above` of the `OomGuard` must be 0.0 under DDP: in a `training_step` DDP "
-            "averages no gradients, so each step is to be computed on each rank first.": (
+            "averages no gradients, so each rank must compute each step alone first.": (
                 is_ddp and guard.guard_above > 0
             ),
-            "`task_weights` must not be given with an `OomGuard`, which weighs all supervised "
-            "tokens alike. Leave one out, or use `ODBTrainer`.": tasks is not None,
+            "`task_weights` must not be given with an `OomGuard`, which gives all supervised "
+            "tokens the same weight. Leave one out, or use `ODBTrainer`.": tasks is not None,
         }
     )
 

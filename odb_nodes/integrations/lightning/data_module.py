@@ -22,17 +22,16 @@ from odb_nodes.tools.estimate import (
 
 
 class ODBDataModule(LightningDataModule):
-    """Makes the loader of a rank, once the ranks know of each other.
+    """Makes the loader of each rank, once the process group exists.
 
-    The trainer must have an `ODBCallback`. Validation batches come from the `val_dataloader` of a
-    subclass: where there is a data module, Lightning does not ask the module.
+    The trainer must have an `ODBCallback`. For validation, add `val_dataloader` in a subclass: with
+    a data module, Lightning ignores `val_dataloader` of the module.
 
     Args:
         dataset: the dataset to train on; see `ODBDataLoader`.
         token_budget: padded tokens of a batch on one rank, or a `TokenBudget`.
-        options: further arguments of `ODBDataLoader`, except `accumulate`, which is that of the
-            trainer: its `accumulate_grad_batches`, over the virtual ranks of a rank if there are
-            some.
+        options: further arguments of `ODBDataLoader`, except `accumulate`: it follows from the
+            trainer's `accumulate_grad_batches`, divided by the virtual ranks that a rank hosts.
 
     Raises:
         TypeError, ValueError: an option is not valid, or `accumulate` or `on_oom` is given.
@@ -42,12 +41,12 @@ class ODBDataModule(LightningDataModule):
         super().__init__()
         if "accumulate" in options:
             raise ValueError(
-                "`accumulate` must not be given: it is `accumulate_grad_batches` of the trainer."
+                "`accumulate` must not be given: it follows from `accumulate_grad_batches`."
             )
         if "on_oom" in options:
             raise ValueError(
-                "`on_oom` must not be given: automatic optimization computes a batch whole, and "
-                "once. Let `train_dataloader` of the module return "
+                "`on_oom` must not be given: automatic optimization cannot recompute a batch in "
+                "parts. Let `train_dataloader` of the module return "
                 "`callback.batches(OomGuard(loader))`, and optimize by hand: see docs/lightning.md."
             )
         self._dataset = dataset
@@ -61,12 +60,14 @@ class ODBDataModule(LightningDataModule):
             ValueError: `accumulate_grad_batches` does not fit `virtual_ranks`.
         """
         trainer = self._trainer_of("train_dataloader")
-        callbacks = [each for each in trainer.callbacks if isinstance(each, ODBCallback)]
+        callbacks = [
+            callback for callback in trainer.callbacks if isinstance(callback, ODBCallback)
+        ]
         if len(callbacks) != 1:
             raise RuntimeError(
                 f"the trainer must have one `ODBCallback`, but has {len(callbacks)}. Make it with "
-                "`Trainer(callbacks=[ODBCallback()])`. (A `Tuner` takes callbacks away while it "
-                "searches: `lr_find` and `scale_batch_size` are not possible with dynamic batches.)"
+                "`Trainer(callbacks=[ODBCallback()])`. (A `Tuner` removes callbacks while it "
+                "searches: `lr_find` and `scale_batch_size` do not work with dynamic batches.)"
             )
         options = self._options_of(trainer)
         if (tasks := callbacks[0].task_weights) is not None:
@@ -74,11 +75,11 @@ class ODBDataModule(LightningDataModule):
         return callbacks[0].batches(ODBDataLoader(self._dataset, **vars(options)))
 
     def estimated_steps(self, looked_at: int = LOOKED_AT) -> int:
-        """Return about how many optimizer steps the run will have, the same on all ranks.
+        """Return an estimate of the optimizer steps of the run, the same on all ranks.
 
         Call it for a schedule, in `configure_optimizers`, on all ranks. Lightning's
-        `trainer.estimated_stepping_batches` is `max_steps` where batches cannot be counted: -1
-        where none is given.
+        `trainer.estimated_stepping_batches` cannot count dynamic batches: it is `max_steps`, -1 by
+        default.
 
         Args:
             looked_at: number of samples of the dataset to process for the estimate.
@@ -92,9 +93,9 @@ class ODBDataModule(LightningDataModule):
         max_epochs, max_steps = trainer.max_epochs, int(trainer.max_steps)
         if max_epochs is None or max_epochs < 0:
             if max_steps < 0:
-                raise ValueError("`max_epochs` or `max_steps` must be given, to have an end.")
+                raise ValueError("`max_epochs` or `max_steps` must be given, so that the run ends.")
             return max_steps
-        check_can_estimate(self._dataset, "Make the schedule for a number that you know.")
+        check_can_estimate(self._dataset, "Make the schedule for a fixed number of steps.")
         steps = 0
         if trainer.is_global_zero:
             steps = max_epochs * estimate_loader_steps(
@@ -107,16 +108,15 @@ class ODBDataModule(LightningDataModule):
         return agreed if max_steps < 0 else min(agreed, max_steps)
 
     def _options_of(self, trainer: Any) -> LoaderOptions:
-        taken = trainer.accumulate_grad_batches
+        batches = trainer.accumulate_grad_batches
         hosted = max(1, (self._options.virtual_ranks or 1) // trainer.world_size)
-        if taken % hosted:
+        if batches % hosted:
             raise ValueError(
                 f"`accumulate_grad_batches` must be a multiple of {hosted}, the number of virtual "
-                f"ranks that each of {trainer.world_size} ranks hosts, but is {taken}: it counts "
-                "the batches of an optimizer step on a rank. With another number of ranks it is "
-                "another."
+                f"ranks that each of {trainer.world_size} ranks hosts, but is {batches}: it counts "
+                "the batches of an optimizer step on a rank, so it depends on the number of ranks."
             )
-        return replace(self._options, accumulate=taken // hosted)
+        return replace(self._options, accumulate=batches // hosted)
 
     def _trainer_of(self, name: str) -> Any:
         if self.trainer is None:

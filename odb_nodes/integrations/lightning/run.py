@@ -1,4 +1,4 @@
-"""The batches of a run, and its position: what the optimizer has taken of them."""
+"""The batches of a run, and its position after the last optimizer step."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from odb_nodes.step_info import StepInfo, pop_step_info
 from odb_nodes.tasks.task_gradients import AnyWeights
 
 CHANGED = CHANGED_ARGUMENTS.format(
-    names="`accumulate` is `accumulate_grad_batches`, the others are those of the `ODBDataModule` "
-    "or of your `ODBDataLoader`",
+    names="`accumulate` is `accumulate_grad_batches`, the other arguments belong to the "
+    "`ODBDataModule` or to your `ODBDataLoader`",
     load="load_from_checkpoint",
     leave_out="ckpt_path",
     smaller="no `change_budget`",
@@ -34,11 +34,11 @@ CHANGED = CHANGED_ARGUMENTS.format(
 
 
 class Fetched(NamedTuple):
-    """A batch that Lightning has read, and may not have trained on yet; or a guard's step."""
+    """A batch, or a guard's step, that Lightning has read and may not have trained on yet."""
 
-    batch_idx: int  # of those that Lightning has read in the epoch, from 0
-    batches: list[Any]  # as they were collated, before they were moved to a device
-    # Taken out, as Lightning cannot move a frozen dataclass to a device.
+    batch_idx: int  # in the epoch, from 0
+    batches: list[Any]  # before they are moved to a device
+    # Not in the batches: Lightning cannot move a frozen dataclass to a device.
     planned_infos: list[StepInfo]
     state: dict[str, Any]  # of the loader after this batch
     wait_s: float  # for each of `batches`
@@ -46,7 +46,7 @@ class Fetched(NamedTuple):
 
     @property
     def infos(self) -> list[StepInfo]:
-        """The `StepInfo` of each batch; of a guarded step that is done, as it was computed."""
+        """The `StepInfo` of each batch; after a guarded step, without skipped samples."""
         return self.planned_infos if self.step is None else self.step.infos
 
     @property
@@ -58,7 +58,8 @@ class Fetched(NamedTuple):
 class TrainBatches:
     """Yields the batches of one epoch per `iter()`, and keeps the info and the state of each.
 
-    Lightning would take a `len()` for exact, and save a `state_dict` after a batch read ahead.
+    It has no `len()`, which Lightning would take for exact, and no `state_dict`, which Lightning
+    would save after the batch that it reads ahead.
     """
 
     def __init__(self, loader: ODBDataLoader, guard: OomGuard | None = None) -> None:
@@ -66,13 +67,13 @@ class TrainBatches:
         if guard is not None:
             guard.collator.keep_samples()
         self.start_state: dict[str, Any] | None = None  # before the most recent `iter()`
-        self.end_state: dict[str, Any] | None = None  # after the epoch that ended most recently
-        self.last: Fetched | None = None  # of that epoch; `None` where a resumed one had none left
+        self.end_state: dict[str, Any] | None = None  # after the last epoch that ended
+        self.last: Fetched | None = None  # batch of that epoch; `None` if it yielded none
         self._waiting: deque[Fetched] = deque()
-        self._has_taken = False  # a batch of the most recent `iter()`
+        self._has_taken = False  # whether a batch of the last `iter()` was taken
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the next epoch, or continue from a loaded state, once a batch is asked for."""
+        """Begin the next epoch, or continue from a loaded state, at the first `next`."""
         # In a second `fit`, Lightning iterates twice before it trains.
         if self.start_state is not None and self._waiting and not self._has_taken:
             self.loader.load_state_dict(self.start_state)
@@ -80,7 +81,8 @@ class TrainBatches:
         self._has_taken = False
         batches = begin_or_resume(self.loader, CHANGED)
         self.start_state = self.loader.state_dict()
-        last, items = None, batches if self.guard is None else self.guard.steps(batches)
+        last = None
+        items = batches if self.guard is None else self.guard.steps(batches)
         for item, wait_s in timed(items):
             last = self._fetched(item, wait_s)
             self._waiting.append(last)
@@ -96,17 +98,17 @@ class TrainBatches:
         return Fetched(batch_idx, batches, infos, state, wait_s / len(batches), step)
 
     def close(self) -> None:
-        """Stop the workers; other ranks are not waited for any more."""
+        """Stop the workers and the guard's watch."""
         if self.guard is not None:
             self.guard.leave()
         self.loader.close()
 
     def take(self) -> Fetched:
-        """Return the oldest batch that was not taken yet."""
+        """Return the oldest batch that was not taken."""
         if not self._waiting:
             raise RuntimeError(
                 "Lightning trains on a batch that was not read from `ODBCallback.batches`. Return "
-                "that object itself from `train_dataloader`, not inside of another loader, and let "
+                "that object from `train_dataloader`, not inside another loader, and let "
                 "`training_step` take a batch, not a `dataloader_iter`."
             )
         self._has_taken = True
@@ -115,12 +117,12 @@ class TrainBatches:
 
 @dataclass(kw_only=True)
 class RunState(NodeState):
-    """The position of a run on one rank, between two optimizer steps. It is never changed."""
+    """The position of a run on one rank, between two optimizer steps. Treat it as immutable."""
 
     epoch: int = 0  # epochs that have ended
-    steps: int = 0  # micro-steps of the present epoch that are done
-    total_steps: int = 0  # those of the run
-    samples: int = 0  # of this rank, done in the present epoch
+    steps: int = 0  # micro-steps of the current epoch that are done
+    total_steps: int = 0  # micro-steps of the run that are done
+    samples: int = 0  # of this rank, done in the current epoch
     loader: SourceState | None = None  # None before the first batch of a run
     rngs: dict[str, Any] | None = None  # see `save_rngs`; None before the first optimizer step
     monitor: dict[str, Any] | None = None
@@ -128,19 +130,22 @@ class RunState(NodeState):
 
 
 def position_of_rank(runs: Sequence[RunState], rank: int, world_size: int) -> RunState:
-    """Return the position of a rank, out of those of all ranks, however many have saved them."""
+    """Return the position of a rank from the saved positions, resharded if necessary."""
     if len(runs) == world_size:
         return runs[rank]
-    before = runs[rank % len(runs)]
-    samples = Ranks(len(runs), world_size).split(sum(one.samples for one in runs))[rank]
-    alike, own = ("epoch", "steps", "total_steps", "tasks"), {"rngs": before.rngs}
-    found = resharded_run(runs, rank, world_size, alike, samples=samples, **own)
-    if before.loader is None or found.loader is None:
-        return found
-    # A rank that hosts more virtual ranks than before has as many times the batches.
-    was, now = batches_per_step(before.loader), batches_per_step(found.loader)
-    steps, total_steps = found.steps * now // was, found.total_steps * now // was
-    return replace(found, steps=steps, total_steps=total_steps)
+    old = runs[rank % len(runs)]
+    samples = Ranks(len(runs), world_size).split(sum(run.samples for run in runs))[rank]
+    shared = ("epoch", "steps", "total_steps", "tasks")
+    new = resharded_run(runs, rank, world_size, shared, samples=samples, rngs=old.rngs)
+    if old.loader is None or new.loader is None:
+        return new
+    # A rank that hosts twice as many virtual ranks has twice as many batches.
+    old_batches, new_batches = batches_per_step(old.loader), batches_per_step(new.loader)
+    return replace(
+        new,
+        steps=new.steps * new_batches // old_batches,
+        total_steps=new.total_steps * new_batches // old_batches,
+    )
 
 
 class Run:
@@ -149,18 +154,19 @@ class Run:
     def __init__(self, trainer: Any, start: RunState, tasks: AnyWeights | None = None) -> None:
         self._trainer, self._tasks = trainer, tasks
         self.start = self._settled = self.after = start
-        """`after` is the position after the current batch, if its optimizer step is taken."""
+        """`after`: the position after the current batch, once the optimizer has stepped."""
         self.current: Fetched | None = None
-        """The batch that is being trained on, or was last."""
+        """The batch that is trained on, or the last one."""
         self.backwards = 0
-        """Losses of this optimizer step that were weighed."""
+        """Number of weighed losses of this optimizer step."""
         self._optimizer_steps = 0  # before the current batch
 
     def begin(self, batches: TrainBatches, batch_idx: int) -> Fetched:
         """Make the next batch the current one, and return it."""
         if self.current is None and self.start.rngs is not None:
             load_rngs(self.start.rngs)
-        settled, fetched = self.settle(), batches.take()
+        settled = self.settle()
+        fetched = batches.take()
         info, epoch = fetched.infos[0], self._trainer.current_epoch
         if fetched.batch_idx != batch_idx:
             raise StateError(
@@ -170,8 +176,15 @@ class Run:
             )
         total, samples = compat.batches_begun(self._trainer), self.after.samples
         if info.step == 0:
-            samples, begun = 0, {"epoch": epoch, "total_steps": total - 1}
-            settled = replace(settled, **begun, steps=0, samples=0, loader=batches.start_state)
+            samples = 0
+            settled = replace(
+                settled,
+                epoch=epoch,
+                total_steps=total - 1,
+                steps=0,
+                samples=0,
+                loader=batches.start_state,
+            )
         if info.micro_step == 0:
             self.backwards = 0
         self._settled, self.current = settled, fetched
@@ -180,19 +193,19 @@ class Run:
             epoch=epoch,
             steps=fetched.batch_idx + 1,
             total_steps=total,
-            samples=samples + sum(one.local_samples for one in fetched.infos),
+            samples=samples + sum(info.local_samples for info in fetched.infos),
             loader=fetched.state,
         )
         return fetched
 
     @property
     def has_stepped(self) -> bool:
-        """Whether the optimizer has taken the current batch."""
+        """Whether the optimizer has stepped since the current batch began."""
         return bool(self._trainer.global_step > self._optimizer_steps)
 
     def settle(self) -> RunState:
-        """Return the position after the last step of the optimizer, whatever hooks have run."""
-        # Another callback may save before our hook is called, or after an exception.
+        """Return the position after the last optimizer step."""
+        # Another callback may save before our hooks are called, or after an exception.
         current = self.current
         if current is None or not (current.last_info.ends_optimizer_step and self.has_stepped):
             return self._settled

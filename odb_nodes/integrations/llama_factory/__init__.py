@@ -1,8 +1,8 @@
 """Dynamic batches for LLaMA-Factory.
 
 `python -m odb_nodes.integrations.llama_factory run.yaml` takes the same YAML as
-`llamafactory-cli train`, and runs LLaMA-Factory's own training with dynamic batches. In a program
-of one's own, `DynamicBatches` gives them to its trainer.
+`llamafactory-cli train`, and runs LLaMA-Factory's training with dynamic batches. In your own
+program, `DynamicBatches` configures its trainer.
 """
 
 from odb_nodes.integrations.llama_factory.run import DynamicBatches, main

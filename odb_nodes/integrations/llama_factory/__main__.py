@@ -2,5 +2,5 @@
 
 from odb_nodes.integrations.llama_factory.run import main
 
-if __name__ == "__main__":  # Workers that are spawned import this module, too.
+if __name__ == "__main__":  # Spawned workers also import this module.
     main()

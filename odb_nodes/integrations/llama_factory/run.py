@@ -4,7 +4,7 @@
     ...  # load the dataset with `batches.data_args`, make the trainer
     batches.configure(trainer)
 
-For these, only the names of the arguments count: LLaMA-Factory is not imported.
+`DynamicBatches` reads arguments by name: it does not import LLaMA-Factory.
 """
 
 from __future__ import annotations
@@ -23,23 +23,30 @@ from odb_nodes.planning import TokenBudget
 from odb_nodes.processing import WorkerOptions
 
 _READ = (
-    *("cutoff_len", "per_device_train_batch_size", "gradient_accumulation_steps", "packing"),
-    *("neat_packing", "stage", "disable_shuffling", "group_by_length", "dataloader_drop_last"),
+    "cutoff_len",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "packing",
+    "neat_packing",
+    "stage",
+    "disable_shuffling",
+    "group_by_length",
+    "dataloader_drop_last",
 )
 _MEDIA = ("images", "videos", "audios")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicBatches:
-    """Dynamic batches that a set of arguments describes; made by `of`.
+    """Dynamic batches for LLaMA-Factory's arguments; made by `of`.
 
     Attributes:
         budget: the budget of a batch on one rank: `cutoff_len` x `per_device_train_batch_size`
             tokens, which need at most the memory of the fixed batches. Packed with `neat_packing`.
         accumulate: batches per optimizer step.
         shuffle: whether to shuffle the training data.
-        data_args: the arguments to load the dataset with: a copy without packing, which is done
-            here while training.
+        data_args: a copy of the arguments to load the dataset with, without packing: the loader
+            packs during training.
     """
 
     budget: TokenBudget
@@ -49,7 +56,7 @@ class DynamicBatches:
 
     @classmethod
     def of(cls, *arguments: Any, token_budget: int | None = None) -> DynamicBatches:
-        """Return the dynamic batches that the arguments describe.
+        """Return the dynamic batches for LLaMA-Factory's arguments.
 
         Args:
             arguments: `data_args`, `training_args` and `finetuning_args`, or one mapping of a YAML
@@ -60,35 +67,35 @@ class DynamicBatches:
             token_budget: tokens of a batch on one rank, in place of the product.
 
         Raises:
-            TypeError, ValueError: an argument is missing, is not what it must be, contradicts
-                another one, or cannot be used with dynamic batches; names it and what to do.
+            TypeError, ValueError: an argument is missing or not valid, contradicts another
+                argument, or cannot be used with dynamic batches.
         """
-        given = _merged(arguments)
-        cutoff = check_count("cutoff_len", _required(given, "cutoff_len"))
+        options = _merged(arguments)
+        cutoff = check_count("cutoff_len", _required(options, "cutoff_len"))
         if token_budget is not None:
             tokens = check_count("token_budget", token_budget)
             if tokens < cutoff:
                 raise ValueError(
                     f"`token_budget` must be at least `cutoff_len` ({cutoff}), but is {tokens}: "
-                    "the longest samples would exceed it on their own."
+                    "a sample of that length would exceed it."
                 )
         else:
             name = "per_device_train_batch_size"
-            tokens = cutoff * check_count(name, _required(given, name))
-        _check_kind(given)
+            tokens = cutoff * check_count(name, _required(options, name))
+        _check_kind(options)
         name = "gradient_accumulation_steps"
         return cls(
-            budget=TokenBudget(tokens, layout="packed" if _is_packed(given) else "padded"),
-            accumulate=check_count(name, given.get(name, 1)),
-            shuffle=not _flag(given, "disable_shuffling"),
+            budget=TokenBudget(tokens, layout="packed" if _is_packed(options) else "padded"),
+            accumulate=check_count(name, options.get(name, 1)),
+            shuffle=not _flag(options, "disable_shuffling"),
             data_args=_without_packing(arguments),
         )
 
     def configure(self, trainer: Any, **options: Any) -> Any:
-        """Give these dynamic batches to a trainer of transformers, and return it.
+        """Configure a trainer of transformers with these dynamic batches, and return it.
 
         Args:
-            trainer: a trainer of any class, made with the same arguments, that is not training.
+            trainer: a trainer of any class, made with the same arguments, before it trains.
             options: further fields of `ODBConfig`.
 
         Raises:
@@ -111,7 +118,7 @@ class DynamicBatches:
         return integration.configure_trainer(trainer, token_budget=budget, **options)
 
     def _padded_as(self, collator: Any) -> TokenBudget:
-        """Return the budget, rounded up to a multiple of what the collator pads to."""
+        """Return the budget, rounded up to the multiple that the collator pads to."""
         multiple = getattr(collator, "pad_to_multiple_of", None) or 1
         if self.budget.layout == "packed" or multiple == 1:
             return self.budget
@@ -120,7 +127,7 @@ class DynamicBatches:
 
 
 class _PackedText:
-    """Packs text, in rows that have empty columns for media."""
+    """Packs text, whose rows have empty columns for media."""
 
     draws_random_numbers = False
 
@@ -132,7 +139,7 @@ class _PackedText:
         for name in _MEDIA:
             if any(sample.get(name) for sample in samples):
                 raise ValueError(
-                    f"`neat_packing` must be False where samples have `{name}`: only text is "
+                    f"`neat_packing` must be False if samples have `{name}`: only text is "
                     "packed. Without it, short samples share a batch anyway."
                 )
         rows = ({key: row[key] for key in row if key not in _MEDIA} for row in samples)
@@ -146,60 +153,58 @@ def _fields(holder: Any) -> Mapping[str, Any]:
 
 
 def _merged(holders: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the arguments of several objects or mappings, which agree where both have one."""
-    given: dict[str, Any] = {}
+    """Return the arguments of several objects or mappings, which must agree."""
+    merged: dict[str, Any] = {}
     for holder in map(_fields, holders):
         for name in _READ:
-            if name in holder and given.setdefault(name, holder[name]) != holder[name]:
-                values = f"{given[name]!r} and as {holder[name]!r}"
+            if name in holder and merged.setdefault(name, holder[name]) != holder[name]:
+                values = f"{merged[name]!r} and as {holder[name]!r}"
                 raise ValueError(f"`{name}` is given twice, as {values}.")
-    return given
+    return merged
 
 
-def _required(given: Mapping[str, Any], name: str) -> Any:
-    if name not in given:
+def _required(options: Mapping[str, Any], name: str) -> Any:
+    if name not in options:
         raise ValueError(
             f"`{name}` must be given: pass all of `data_args`, `training_args` and "
             "`finetuning_args`, or one mapping with their fields."
         )
-    return given[name]
+    return options[name]
 
 
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    value = given.get(name)
+def _flag(options: Mapping[str, Any], name: str) -> bool:
+    value = options.get(name)
     return False if value is None else check_bool(name, value)
 
 
-def _check_kind(given: Mapping[str, Any]) -> None:
+def _check_kind(options: Mapping[str, Any]) -> None:
     """Reject kinds of training and of batches that cannot be dynamic."""
     check_choice(
         "stage",
-        given.get("stage", "sft"),
+        options.get("stage", "sft"),
         ("pt", "sft"),
         "In other stages a sample has several sequences, which a token budget does not count.",
     )
     for name, reason in (
-        ("group_by_length", "dynamic batches already group samples of like length"),
-        ("dataloader_drop_last", "no batch is short of a fixed size, and every sample is used"),
+        ("group_by_length", "dynamic batches already group samples of similar length"),
+        ("dataloader_drop_last", "batches have no fixed size, and every sample is used"),
     ):
-        if _flag(given, name):
+        if _flag(options, name):
             raise ValueError(f"`{name}` must be False, but is True: {reason}.")
 
 
-def _is_packed(given: Mapping[str, Any]) -> bool:
-    packing, is_neat = given.get("packing"), _flag(given, "neat_packing")
+def _is_packed(options: Mapping[str, Any]) -> bool:
+    packing, is_neat = options.get("packing"), _flag(options, "neat_packing")
     if is_neat and packing is False:
-        raise ValueError(
-            "`packing` must not be False where `neat_packing` is True. Drop one of them."
-        )
-    if not is_neat and _flag(given, "packing"):
+        raise ValueError("`packing` must not be False if `neat_packing` is True. Drop one of them.")
+    if not is_neat and _flag(options, "packing"):
         raise ValueError(
             "`packing` must be False, or `neat_packing` True: with `packing` alone, the samples of "
             "a row attend to each other. Without either, short samples share a batch anyway."
         )
-    if not is_neat and packing is None and given.get("stage", "sft") == "pt":
+    if not is_neat and packing is None and options.get("stage", "sft") == "pt":
         raise ValueError(
-            '`packing` must be given where `stage` is "pt", since it is True by default there: '
+            '`packing` must be given if `stage` is "pt", where it is True by default: '
             "set it to False for dynamic batches, or `neat_packing` to True for packed ones."
         )
     return is_neat
@@ -207,7 +212,7 @@ def _is_packed(given: Mapping[str, Any]) -> bool:
 
 def _without_packing(holders: tuple[Any, ...]) -> Any:
     """Return a copy of the arguments of the data, with packing off."""
-    data_args = next(one for one in holders if "cutoff_len" in _fields(one))
+    data_args = next(holder for holder in holders if "cutoff_len" in _fields(holder))
     if isinstance(data_args, Mapping):
         return {**data_args, "packing": False, "neat_packing": False}
     changed = copy.copy(data_args)
@@ -218,8 +223,8 @@ def _without_packing(holders: tuple[Any, ...]) -> Any:
 def _check_not_packed(dataset: Any) -> None:
     """Reject a dataset whose rows hold several samples."""
     if isinstance(dataset, Mapping):  # several to mix
-        for one in dataset.values():
-            _check_not_packed(one)
+        for part in dataset.values():
+            _check_not_packed(part)
         return
     row = _first_row(dataset)
     names = getattr(dataset, "column_names", None) or [*row]
@@ -232,7 +237,7 @@ def _check_not_packed(dataset: Any) -> None:
 
 
 def _first_row(dataset: Any) -> Mapping[str, Any]:
-    """Return the first row of a dataset, also of a stream; an empty one where none can be had."""
+    """Return the first row of a dataset or stream; an empty row if it cannot be read."""
     if isinstance(dataset, Sized):  # A stream of `datasets` has `__getitem__`, but no length.
         row = dataset[0] if len(dataset) and hasattr(dataset, "__getitem__") else {}
     else:
@@ -260,25 +265,25 @@ def main(args: Mapping[str, Any] | None = None) -> None:
         TypeError, ValueError: an argument is not valid, or cannot be used with dynamic batches.
     """
     tuner = compat.import_tuner()
-    given = tuner.read_args(args)
-    if not isinstance(given, Mapping):
+    arguments = tuner.read_args(args)
+    if not isinstance(arguments, Mapping):
         raise ValueError(
-            f"the first argument must be a YAML file, but the arguments are {given}. Run: "
+            f"the first argument must be a YAML file, but the arguments are {arguments}. Run: "
             "python -m odb_nodes.integrations.llama_factory run.yaml [name=value ...]"
         )
-    rest = {name: value for name, value in given.items() if name != ODB_KEY}
-    if tuner.get_ray_args(rest).use_ray:
+    run = _DynamicRun(arguments.get(ODB_KEY))
+    factory_arguments = {name: value for name, value in arguments.items() if name != ODB_KEY}
+    if tuner.get_ray_args(factory_arguments).use_ray:
         raise ValueError(
             "`USE_RAY` must not be set: the processes of Ray would train with fixed batches. Start "
             "one process per GPU with torchrun."
         )
-    run = _DynamicRun(given.get(ODB_KEY))
     with compat.changed(run.parsed, run.configured):
-        tuner.run_exp(rest, callbacks=[run.check()])
+        tuner.run_exp(factory_arguments, callbacks=[run.check()])
 
 
 class _DynamicRun:
-    """What is changed of a run of LLaMA-Factory."""
+    """Changes the arguments and the trainer of a run of LLaMA-Factory."""
 
     def __init__(self, odb: Any) -> None:
         check_type(ODB_KEY, odb, Mapping | None, "Give it fields of `ODBConfig`: `window: 1024`.")
@@ -291,7 +296,7 @@ class _DynamicRun:
                 self._options[name] = kind(**value)
         self._token_budget = self._options.pop("token_budget", None)
         self._batches: DynamicBatches | None = None
-        self._made = False  # a trainer, where 0.9.5 makes one
+        self._has_trainer = False  # whether LLaMA-Factory has made its trainer through `configured`
 
     def parsed(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments to train with, before anything is loaded."""
@@ -302,30 +307,30 @@ class _DynamicRun:
         self._batches = batches = DynamicBatches.of(
             data_args, training_args, finetuning_args, token_budget=self._token_budget
         )
-        self._config(token_budget=batches.budget, **self._options)  # says what is wrong with them
+        self._config(token_budget=batches.budget, **self._options)  # validates them
         return model_args, batches.data_args, training_args, finetuning_args, generating_args
 
     def configured(self, trainer: Any) -> Any:
         """Return the trainer with dynamic batches."""
         assert self._batches is not None
-        self._made = True
+        self._has_trainer = True
         return self._batches.configure(trainer, **self._options)
 
     def check(self) -> Any:
-        """Return a callback that raises where training begins with another trainer."""
+        """Return a callback that raises if training begins with another trainer."""
         run = self
 
         class Check(import_module("transformers").TrainerCallback):  # type: ignore[misc]
             def on_train_begin(self, *_: Any, **__: Any) -> None:
-                if not run._made:
+                if not run._has_trainer:
                     raise RuntimeError(f"Training would have fixed batches. {compat.OTHER_VERSION}")
 
         return Check()
 
 
-def _check_names(where: str, given: Mapping[str, Any], kind: Any) -> None:
+def _check_names(where: str, options: Mapping[str, Any], kind: Any) -> None:
     names = sorted(field.name for field in fields(kind))
-    if unknown := sorted(map(str, {*given}.difference(names))):
+    if unknown := sorted(map(str, {*options}.difference(names))):
         raise ValueError(
             f"`{where}` must have fields of `{kind.__name__}` alone, but has {unknown}. There are: "
             f"{', '.join(names)}."

@@ -206,7 +206,8 @@ def test_other_places_and_configurations_are_the_same_error_on_all_ranks():
     assert "`step` is 0 on rank 0, 1, 1 on rank 2" in error
     assert "`RankAligner.seed` is 0 on rank 0, 2, 1 on rank 1" in error
     assert '`JsonlSource.files` is ["files/0/0", ' in error
-    assert "`ShardedSampler.size` is 9 on rank 0, absent on rank 1, 2" in error
+    assert "`ShardedSampler` is absent on rank 1, 2" in error
+    assert "ShardedSampler.size" not in error
 
 
 @pytest.mark.parametrize("sizes", [[0, 0], [3, 1000], [4096, 1]])

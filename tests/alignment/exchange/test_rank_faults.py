@@ -164,9 +164,7 @@ def test_a_rank_that_arrives_when_the_others_have_given_up(job):
     run = job(FIRST_EXCHANGE, 2, json.dumps(["", "6"]), "late")
     (first, _), (second, seconds) = [out.splitlines() for _, out, _ in run.results(EXIT_LIMIT_S)]
     assert "PeerError rank 1 did not come to the first exchange within 3" in first
-    assert (
-        "A rank that has died says why in its output; else it is late. Build and iterate" in first
-    )
+    assert "A missing rank has crashed (see its output) or is late. Build and iterate" in first
     assert "PeerError rank 0 had given up waiting" in second
     assert float(seconds) < 3
 

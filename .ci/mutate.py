@@ -22,7 +22,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ["planning", "nodes", "alignment", "processing", "loader", "checkpoints"]
+ROOMS = ["core/planning", "core/nodes", "core/alignment", "core/processing", "core/loader"]
+ROOMS += ["training/checkpoints"]
 RESUME = "tests/test_resume_machine.py"
 LIMIT_S = 900
 

@@ -58,9 +58,6 @@ PUBLIC = {
 }
 """Modules whose `__all__` is public, and what their section of `api.md` begins with."""
 
-ONLY = {"odb_nodes.planning": ["StepTime", "plan_epoch"]}
-"""Of a module that also serves the package, the names that are public."""
-
 ALIASES = {
     "LOOKED_AT": "How many samples `estimate_steps` looks at.",
     "Strategy": "The type of a name in `STRATEGIES`.",
@@ -89,7 +86,7 @@ def with_code_blocks(lines: list[str]) -> Iterator[str]:
 
 def public_names(module: str) -> list[str]:
     """Return the public names of a module, in the order of the alphabet."""
-    names = ONLY.get(module, importlib.import_module(module).__all__)
+    names = importlib.import_module(module).__all__
     return [name for name in sorted(names, key=str.lower) if not name.startswith("_")]
 
 
@@ -182,7 +179,7 @@ def setup(app: Any) -> None:
         lines[:] = with_code_blocks(lines)
 
     def of_page(_app: Any, name: str, text: list[str]) -> None:
-        text[0] = text[0].replace("(../CHANGELOG.md)", "(changelog.md)")
+        text[0] = text[0].replace("../CHANGELOG.md)", "changelog.md)")
         if name == "reference":
             text[0] = reference_page()
         if name == "tutorial":

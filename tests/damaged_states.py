@@ -1,6 +1,6 @@
 """What damage can do to a state."""
 
-from odb_nodes.contract.state import add_digest
+from odb_nodes.core.contract.state import add_digest
 
 MISSING = object()
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from odb_nodes.alignment.exchange.base import Exchange, IntArray, Interrupted
+from odb_nodes.core.alignment.exchange.base import Exchange, IntArray, Interrupted
 from odb_nodes.errors import PeerError, StateError
 
 

@@ -38,8 +38,8 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
-from odb_nodes.contract.graph import walk
-from odb_nodes.planning import StepTime
+from odb_nodes.core.contract.graph import walk
+from odb_nodes.core.planning import StepTime
 
 SAMPLES = 110
 LONG, TIMEOUT_S = 90, 20.0

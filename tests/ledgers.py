@@ -5,8 +5,8 @@ from itertools import pairwise
 import numpy as np
 
 from odb_nodes import Ledger, LeftOut, StepInfo, audit
-from odb_nodes.ledger.history import Run
-from odb_nodes.ledger.records import END_ROW, MAGIC, MARK, ROW_BYTES
+from odb_nodes.training.ledger.history import Run
+from odb_nodes.training.ledger.records import END_ROW, MAGIC, MARK, ROW_BYTES
 
 SIZE = 90
 

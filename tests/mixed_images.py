@@ -8,7 +8,7 @@ import numpy as np
 from pictures import asked, augmented, noise, processor
 
 from odb_nodes import JsonlSource, ODBDataLoader, TokenBudget
-from odb_nodes.vision import VisionLanguageCollate
+from odb_nodes.training.vision import VisionLanguageCollate
 from tiny_vlm import Pictures
 
 SIZES = {"chats": 12, "captions": 16, "scans": 8}

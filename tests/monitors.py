@@ -12,7 +12,7 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
-from odb_nodes.monitor import read_run
+from odb_nodes.training.monitor import read_run
 
 DATA = {
     "web": [{"input_ids": [1] * (n % 20 + 2)} for n in range(60)],

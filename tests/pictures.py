@@ -14,7 +14,7 @@ from PIL import Image
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from odb_nodes import ODBDataLoader, StepInfo, pop_step_info
-from odb_nodes.vision import VisionLanguageCollate
+from odb_nodes.training.vision import VisionLanguageCollate
 from tiny_vlm import Pictures, Qwen2VLImageProcessorPil, build_model, build_processor
 
 __all__ = ["Pictures", "Qwen2VLImageProcessorPil", "build_model"]

@@ -3,10 +3,10 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from odb_nodes.planning import RollingPool, TokenBudget
-from odb_nodes.planning.caps import NO_CAPS
-from odb_nodes.planning.facts import Facts
-from odb_nodes.planning.table import TOKENS
+from odb_nodes.core.planning import RollingPool, TokenBudget
+from odb_nodes.core.planning.caps import NO_CAPS
+from odb_nodes.core.planning.facts import Facts
+from odb_nodes.core.planning.table import TOKENS
 
 LIMITS = {
     "max_samples": st.none() | st.integers(1, 9),

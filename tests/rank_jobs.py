@@ -21,7 +21,7 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
-from odb_nodes.nodes.read_ahead import ReadAhead
+from odb_nodes.core.nodes.read_ahead import ReadAhead
 
 WARM = ("torch.distributed.checkpoint", "torchdata.nodes", "odb_nodes", "psutil")
 """What every program of ranks imports."""

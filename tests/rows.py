@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from odb_nodes.sample import ItemKey
+from odb_nodes.core.sample import ItemKey
 
 ROWS_OF_INTEGERS = {
     "array": lambda row: np.array(row, np.int64),

@@ -5,7 +5,7 @@ from aligned_ranks import on_ranks
 from torch import nn
 
 from odb_nodes import Observation, ODBDataLoader, pop_step_info
-from odb_nodes.tasks import GradNorm, PCGrad, TaskWeights
+from odb_nodes.training.tasks import GradNorm, PCGrad, TaskWeights
 
 NEAR_FAR = ("near", "far")
 NEAR_FAR_WEIGHTS = {"near": 1.5, "far": 0.5}

@@ -20,25 +20,33 @@ PACKAGE = "odb_nodes"
 ROOMS = (
     "errors",
     "_compat",  # what we rely on inside of other libraries
-    "_core",
-    "sample",
-    "sample_block",
-    "planning",
-    "step_info",
-    "ledger",
-    "contract",
-    "sources",
-    "processing",
-    "collate",
-    "nodes",
-    "alignment.exchange",
-    "alignment",
-    "loader",
-    "memory",
-    "tasks",
+    "_support",
+    "core.sample",
+    "core.sample_block",
+    "core.planning",
+    "core.step_info",
+    "core.contract",
+    "core.sources",
+    "core.processing",
+    "core.collate",
+    "core.nodes",
+    "core.alignment.exchange",
+    "core.alignment",
+    "core.loader",
+    "core",
+    "training.ledger",
+    "training.memory",
+    "training.tasks",
     "testing",
+    "training.monitor",
+    "training.checkpoints",
+    "training.vision",
+    "training",
+    "contract",  # from here on: public paths
+    "memory",
     "monitor",
-    "checkpoints",
+    "planning",
+    "tasks",
     "vision",
     "tools",
     "integrations",
@@ -50,23 +58,25 @@ ROOMS = (
 """The rooms: each imports from those before it, and from itself."""
 
 FRAMEWORKS = {
-    "PIL": ("_compat", "integrations", "vision"),
+    "PIL": ("_compat", "integrations", "training.vision"),
     "accelerate": ("_compat", "integrations"),
     "datasets": ("_compat", "cli", "integrations"),
     "lightning": ("_compat", "integrations"),
     "llamafactory": ("_compat", "integrations"),
-    "mlflow": ("monitor",),
-    "plotly": ("monitor",),
-    "ray": ("processing",),
+    "mlflow": ("training.monitor",),
+    "plotly": ("training.monitor",),
+    "ray": ("core.processing",),
     "tokenizers": ("cli",),
-    "transformers": ("_compat", "cli", "integrations", "vision"),
-    "wandb": ("monitor",),
+    "transformers": ("_compat", "cli", "integrations", "training.vision"),
+    "wandb": ("training.monitor",),
 }
 """Optional package -> the rooms that may import it."""
 
-PURE = "planning"
+PURE = "core.planning"
 PURE_NEEDS = {"numpy", "typing_extensions", *sys.stdlib_module_names}  # the second for types alone
-PRIVATE = re.compile(rf"{PACKAGE}\.(_core|_compat)\b|from {PACKAGE} import .*\b(_core|_compat)\b")
+PRIVATE = re.compile(
+    rf"{PACKAGE}\.(_support|_compat)\b|from {PACKAGE} import .*\b(_support|_compat)\b"
+)
 
 
 class Import(NamedTuple):
@@ -198,7 +208,7 @@ def test_examples_use_no_private_room():
 
 def test_code_blocks_of_the_documents_use_no_private_room():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    pages.remove(ROOT / "docs/contributing.md")  # whose recipes are code of the package
+    pages.remove(ROOT / "docs/internals/contributing.md")  # whose recipes are code of the package
     blocks = [
         (page, block)
         for page in pages
@@ -212,12 +222,18 @@ def test_code_blocks_of_the_documents_use_no_private_room():
 @pytest.mark.parametrize(
     ("changed", "expected"),
     [
-        ({"nodes.batcher": "from odb_nodes.loader import Loader"}, "later room 'loader'"),
-        ({"nodes.batcher": "def f():\n    import odb_nodes.loader"}, "batcher, line 2"),
-        ({"nodes.batcher": "from .. import loader"}, "later room 'loader'"),
-        ({"alignment.exchange": "import odb_nodes.alignment"}, "later room 'alignment'"),
-        ({"planning": "import torch"}, "may import numpy alone"),
-        ({"loader": 'importlib.import_module("datasets.x")'}, "which only ('_compat', 'cli',"),
+        (
+            {"core.nodes.batcher": "from odb_nodes.core.loader import Loader"},
+            "later room 'core.loader'",
+        ),
+        ({"core.nodes.batcher": "def f():\n    import odb_nodes.core.loader"}, "batcher, line 2"),
+        ({"core.nodes.batcher": "from .. import loader"}, "later room 'core.loader'"),
+        (
+            {"core.alignment.exchange": "import odb_nodes.core.alignment"},
+            "later room 'core.alignment'",
+        ),
+        ({"core.planning": "import torch"}, "may import numpy alone"),
+        ({"core.loader": 'importlib.import_module("datasets.x")'}, "which only ('_compat', 'cli',"),
     ],
 )
 def test_an_import_that_goes_the_wrong_way_is_named(changed, expected):
@@ -226,13 +242,16 @@ def test_an_import_that_goes_the_wrong_way_is_named(changed, expected):
 
 
 def test_circles_ways_round_and_strangers_are_found():
-    changed = {"nodes.a": "import odb_nodes.nodes.b", "nodes.b": "from odb_nodes.nodes import a"}
-    assert {*circle(package_with(changed))} == {"odb_nodes.nodes.a", "odb_nodes.nodes.b"}
-    changed = {"planning": "import odb_nodes._core", "_core": "import torch"}
-    assert needed_by_room("planning", package_with(changed)) == {"torch": "odb_nodes._core"}
+    changed = {
+        "core.nodes.a": "import odb_nodes.core.nodes.b",
+        "core.nodes.b": "from odb_nodes.core.nodes import a",
+    }
+    assert {*circle(package_with(changed))} == {"odb_nodes.core.nodes.a", "odb_nodes.core.nodes.b"}
+    changed = {"core.planning": "import odb_nodes._support", "_support": "import torch"}
+    assert needed_by_room("core.planning", package_with(changed)) == {"torch": "odb_nodes._support"}
     with pytest.raises(ValueError, match="`odb_nodes.attic` is in no room"):
         upward_imports(package_with({"attic": ""}))
-    for line in ("from odb_nodes._core.checks import x", "from odb_nodes import _compat"):
+    for line in ("from odb_nodes._support.checks import x", "from odb_nodes import _compat"):
         assert private_uses(f"import torch\n{line}\n") == [line]
 
 

@@ -21,8 +21,8 @@ def run(code, *arguments, without=()):
 
 ALONE = f"""
 from odb_nodes import *
-import odb_nodes.integrations, odb_nodes.testing, odb_nodes.vision
-import odb_nodes.monitor, odb_nodes.integrations.learning_rate
+import odb_nodes.integrations, odb_nodes.testing, odb_nodes.training.vision
+import odb_nodes.training.monitor, odb_nodes.integrations.learning_rate
 import odb_nodes.tools.estimate
 print(sorted({FRAMEWORKS} & {{*sys.modules}}))
 """
@@ -45,7 +45,11 @@ def test_no_framework_is_imported_that_is_not_asked_for(code):
         ("import odb_nodes.integrations.huggingface", "accelerate", "'odb-nodes[hf]'"),
         ("import odb_nodes.integrations.accelerate", "accelerate", "'odb-nodes[accelerate]'"),
         ("import odb_nodes.integrations.lightning", "lightning.pytorch", "'odb-nodes[lightning]'"),
-        ("import odb_nodes.vision as v; v.ImageReader()(b'')", "PIL.Image", "'odb-nodes[vision]'"),
+        (
+            "import odb_nodes.training.vision as v; v.ImageReader()(b'')",
+            "PIL.Image",
+            "'odb-nodes[vision]'",
+        ),
         (
             "import odb_nodes.integrations.llama_factory as m; m.main({'stage': 'sft'})",
             "llamafactory",
@@ -93,7 +97,7 @@ for line in ("--help", "profile --help", "step --help", "audit --help", "profile
 import odb_nodes
 assert odb_nodes.__version__ and "torch" not in sys.modules
 assert {"Loader", "__version__"} <= {*dir(odb_nodes)} and not hasattr(odb_nodes, "Nothing")
-assert odb_nodes.Loader is odb_nodes.loader.Loader and "torch" in sys.modules
+assert odb_nodes.Loader is odb_nodes.core.loader.Loader and "torch" in sys.modules
 """
 
 

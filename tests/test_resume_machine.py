@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 from jobs import KINDS, Given, Job, by_virtual_rank, check_counts, keys_of, left_out_of
 
 from odb_nodes import StateError, reshard
-from odb_nodes.contract import copy_state, snapshot
+from odb_nodes.core.contract import copy_state, snapshot
 
 pytestmark = pytest.mark.filterwarnings(*LEFT_OUT, ENDED_EARLY, "ignore:`weights` are not given")
 LEFT = 8  # samples of each rank that `exclude_more` leaves at least

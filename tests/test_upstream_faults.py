@@ -1,11 +1,11 @@
-"""docs/upstream_faults.md names tests and files that exist."""
+"""docs/internals/upstream_faults.md names tests and files that exist."""
 
 import ast
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "upstream_faults.md").read_text()
+PAGE = (ROOT / "docs/internals/upstream_faults.md").read_text()
 TRAINERS = ("accelerate", "transformers", "lightning")
 
 

@@ -18,9 +18,9 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
-from odb_nodes.vision import VisionLanguageCollate
+from odb_nodes.training.vision import VisionLanguageCollate
 
-WARM = ("transformers.models.qwen2_vl.modeling_qwen2_vl", "odb_nodes.vision")
+WARM = ("transformers.models.qwen2_vl.modeling_qwen2_vl", "odb_nodes.training.vision")
 TEXTS = list(range(0, 48, 3))
 INDICES = {
     "some": ([0, 1, 2, 4, 5, 7, 3, 8], TEXTS[:8]),

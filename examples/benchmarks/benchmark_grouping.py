@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from torchdata.nodes import Mapper
 
 from odb_nodes import LengthObserver, Loader, ShardedSampler, TokenBudget, WindowBucketer
-from odb_nodes.planning import RollingPool, SimulationOptions
+from odb_nodes.core.planning import RollingPool, SimulationOptions
 from odb_nodes.tools.baselines import Baselines
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import SimulationReport, TableEpoch, lognormal_lengths

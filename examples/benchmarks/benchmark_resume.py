@@ -43,8 +43,8 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
-from odb_nodes.contract.config import sealed_states
-from odb_nodes.planning.auto_window import WindowStart
+from odb_nodes.core.contract.config import sealed_states
+from odb_nodes.core.planning.auto_window import WindowStart
 from odb_nodes.tools.simulate import lognormal_lengths
 
 BUDGET_TOKENS = 16_384

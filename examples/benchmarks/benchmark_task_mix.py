@@ -17,10 +17,10 @@ from statistics import fmean, median
 
 import numpy as np
 
-from odb_nodes.planning import RollingPool, SimulationOptions, TokenBudget
-from odb_nodes.planning.sample_costs import SampleCosts
-from odb_nodes.planning.simulation import plan_steps
-from odb_nodes.planning.table import IntArray
+from odb_nodes.core.planning import RollingPool, SimulationOptions, TokenBudget
+from odb_nodes.core.planning.sample_costs import SampleCosts
+from odb_nodes.core.planning.simulation import plan_steps
+from odb_nodes.core.planning.table import IntArray
 from odb_nodes.tools.simulate import SimulationReport, lognormal_lengths, markdown_table
 
 BUDGET_TOKENS = 16_384

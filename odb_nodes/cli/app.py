@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from odb_nodes.cli import commands
+from odb_nodes.core.planning.auto_window import parse_window
+from odb_nodes.core.planning.options import JobOptions
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
-from odb_nodes.planning.auto_window import parse_window
-from odb_nodes.planning.options import JobOptions
 
 _EXPECTED = (
     ImportError,

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from odb_nodes._core.text import counted
+from odb_nodes._support.text import counted
 from odb_nodes.cli.data import (
     BUDGET_TOKENS,
     Data,
@@ -19,13 +19,13 @@ from odb_nodes.cli.data import (
     file_of,
     load_function,
 )
+from odb_nodes.core.planning import SimulationOptions
+from odb_nodes.core.planning.auto_window import shown
+from odb_nodes.core.planning.step_time import known_time
 from odb_nodes.errors import StateError
-from odb_nodes.planning import SimulationOptions
-from odb_nodes.planning.auto_window import shown
-from odb_nodes.planning.step_time import known_time
 
 if TYPE_CHECKING:
-    from odb_nodes.planning import TokenBudget
+    from odb_nodes.core.planning import TokenBudget
     from odb_nodes.tools.lengths import LengthTable
 
 __all__ = ["BUDGET_TOKENS", "UsageError"]
@@ -49,7 +49,7 @@ def audit(args: Namespace) -> int:
         if not number.isdecimal():
             raise UsageError(f"--size must be a number, or source=number, but is {text!r}")
         sizes[name] = int(number)
-    from odb_nodes.ledger import audit as audit_ledger
+    from odb_nodes.training.ledger import audit as audit_ledger
 
     result = audit_ledger(args.folder, sizes[""] if [*sizes] == [""] else sizes or None)
     print(result)
@@ -160,8 +160,8 @@ def report(args: Namespace) -> None:
     read = [
         file for folder in args.folders for end in _REPORT_READS for file in Path(folder).glob(end)
     ]
-    from odb_nodes.monitor import report as make_report
-    from odb_nodes.monitor.reports import MARKS
+    from odb_nodes.training.monitor import report as make_report
+    from odb_nodes.training.monitor.reports import MARKS
 
     check_outputs(args, [*MARKS], read, MARKS)
 
@@ -191,7 +191,7 @@ def simulate(args: Namespace) -> None:
             args.ranks or [data.options.virtual_ranks or 1], plans
         )
     ]
-    from odb_nodes._core.text import markdown_table
+    from odb_nodes._support.text import markdown_table
     from odb_nodes.tools.simulate import TableEpoch, timeline_page, timeline_text
 
     table = data.table()
@@ -248,7 +248,7 @@ def tune(args: Namespace) -> None:
 
 
 def _budget_of_model(path: Path, gib: float, of_loader: TokenBudget | None) -> TokenBudget:
-    from odb_nodes.memory import MemoryModel
+    from odb_nodes.training.memory import MemoryModel
 
     kept = {name: getattr(of_loader, name) for name in _KEPT} if of_loader else {}
     try:

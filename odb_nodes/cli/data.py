@@ -13,10 +13,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from odb_nodes._core.checks import import_extra
-from odb_nodes.planning import TokenBudget
-from odb_nodes.planning.options import JobOptions
-from odb_nodes.sample import Skipped
+from odb_nodes._support.checks import import_extra
+from odb_nodes.core.planning import TokenBudget
+from odb_nodes.core.planning.options import JobOptions
+from odb_nodes.core.sample import Skipped
 
 if TYPE_CHECKING:
     from odb_nodes.tools.lengths import LengthTable
@@ -43,7 +43,7 @@ def check_outputs(
 
     `marks`: of an option, what the beginning of a file has that may be replaced without `--force`.
     """
-    from odb_nodes.sources.data_files import listed, matches
+    from odb_nodes.core.sources.data_files import listed, matches
 
     names = [str(path) for path in inputs if path is not None]
     named = [*names, *(match for path in names for name in listed(path) for match in matches(name))]
@@ -98,7 +98,7 @@ class Data:
                 "--workers, and --samples of a file."
             )
         dataset: Any = None if args.data is None else _dataset_of(args.data)
-        from odb_nodes.loader import ODBDataLoader
+        from odb_nodes.core.loader import ODBDataLoader
         from odb_nodes.tools.lengths import files_read
         from odb_nodes.tools.simulate import budget_code
 
@@ -125,7 +125,7 @@ class Data:
     @property
     def options(self) -> Any:
         """The options of the loader, or the defaults of one."""
-        from odb_nodes.loader.options import LoaderOptions
+        from odb_nodes.core.loader.options import LoaderOptions
 
         return self._options or LoaderOptions(token_budget=BUDGET_TOKENS)
 
@@ -155,7 +155,7 @@ class Data:
 
     def table(self) -> LengthTable:
         """Return the lengths of the data; `--save-lengths` saves them, too."""
-        from odb_nodes.processing import WorkerOptions
+        from odb_nodes.core.processing import WorkerOptions
         from odb_nodes.tools.estimate import table_of_loader
         from odb_nodes.tools.lengths import LengthTable, observe_lengths
         from odb_nodes.tools.simulate import lognormal_lengths
@@ -185,7 +185,7 @@ class _Tokenization:
     def __init__(self, name: str | None, field: str | None) -> None:
         self._name, self._tokenizer = name, None if name is None else _tokenizer(name)
         self._fields, self._takes_ids = _FIELDS if field is None else (field,), field is None
-        from odb_nodes.collate import PaddingCollate
+        from odb_nodes.core.collate import PaddingCollate
 
         self._check = PaddingCollate().prepare  # as a loader does by default
 
@@ -258,8 +258,8 @@ def _dataset_of(data: str) -> Any:
         return saved
     if not glob.has_magic(data) and "{" not in data and not path.exists():
         raise FileNotFoundError(f"there is no `{data}`: pass a file or folder that exists.")
-    from odb_nodes.sources import JsonlSource, ParquetDataset
-    from odb_nodes.sources.data_files import JSON_LINES, PARQUET, has_files
+    from odb_nodes.core.sources import JsonlSource, ParquetDataset
+    from odb_nodes.core.sources.data_files import JSON_LINES, PARQUET, has_files
 
     folder = Path(data.removesuffix("**"))
     has_parquet = folder.is_dir() and has_files(folder, PARQUET)

@@ -22,15 +22,15 @@ from typing import Any
 from weakref import WeakSet
 
 from odb_nodes._compat import accelerate as compat
-from odb_nodes._core.checks import check_type, import_extra
-from odb_nodes.checkpoints.rank_states import load_rank_state, save_rank_state
-from odb_nodes.checkpoints.resharding import reshard
+from odb_nodes._support.checks import check_type, import_extra
+from odb_nodes.core.loader.dataloader import ODBDataLoader
+from odb_nodes.core.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.recording import StepRecorder
 from odb_nodes.integrations.resuming import begin_or_resume, load_saved_states
-from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.monitor import Monitor, timed
-from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
+from odb_nodes.training.checkpoints.rank_states import load_rank_state, save_rank_state
+from odb_nodes.training.checkpoints.resharding import reshard
+from odb_nodes.training.monitor import Monitor, timed
 
 import_extra("accelerate", "accelerate")
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from odb_nodes._core.checks import check_choice, keep_count
+from odb_nodes._support.checks import check_choice, keep_count
 
 __all__ = ["LrScaling", "follow"]
 

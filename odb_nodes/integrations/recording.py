@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from odb_nodes.ledger import Ledger
-from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.memory.guard import OomGuard
-from odb_nodes.monitor import Monitor, StepMeter
-from odb_nodes.step_info import StepInfo
-from odb_nodes.tasks.task_gradients import AnyWeights
+from odb_nodes.core.loader.dataloader import ODBDataLoader
+from odb_nodes.core.step_info import StepInfo
+from odb_nodes.training.ledger import Ledger
+from odb_nodes.training.memory.guard import OomGuard
+from odb_nodes.training.monitor import Monitor, StepMeter
+from odb_nodes.training.tasks.task_gradients import AnyWeights
 
 
 class StepRecorder:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from odb_nodes.checkpoints.rank_states import saved_states
-from odb_nodes.checkpoints.resharding import reshard
-from odb_nodes.contract import NodeState
+from odb_nodes.core.contract import NodeState
+from odb_nodes.core.loader.dataloader import ODBDataLoader
+from odb_nodes.core.loader.reshard_nodes import check_same
 from odb_nodes.errors import PositionError, StateError
-from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.loader.reshard_nodes import check_same
-from odb_nodes.monitor import Monitor
+from odb_nodes.training.checkpoints.rank_states import saved_states
+from odb_nodes.training.checkpoints.resharding import reshard
+from odb_nodes.training.monitor import Monitor
 
 S = TypeVar("S", bound=NodeState)
 

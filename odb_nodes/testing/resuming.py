@@ -10,12 +10,12 @@ from typing import Any, cast
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_count
-from odb_nodes._core.content import difference, explain_unreadable, from_bytes, to_bytes
-from odb_nodes.contract import StatefulNode, copy_state
-from odb_nodes.contract.graph import walk
-from odb_nodes.contract.state import source_fields
-from odb_nodes.loader.loader import Loader
+from odb_nodes._support.checks import check_count
+from odb_nodes._support.content import difference, explain_unreadable, from_bytes, to_bytes
+from odb_nodes.core.contract import StatefulNode, copy_state
+from odb_nodes.core.contract.graph import walk
+from odb_nodes.core.contract.state import source_fields
+from odb_nodes.core.loader.loader import Loader
 
 _END = "end of epoch"
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from odb_nodes._core.checks import check_choice, check_count
+from odb_nodes._support.checks import check_choice, check_count
 
 FailsIn = Literal["forward", "backward"]
 

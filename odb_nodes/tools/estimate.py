@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Subset
 
-from odb_nodes._core.checks import check_type
-from odb_nodes._core.text import counted
-from odb_nodes.alignment.exchange import group_rank
-from odb_nodes.contract.graph import walk
-from odb_nodes.loader import ODBDataLoader
-from odb_nodes.loader.options import LoaderOptions
-from odb_nodes.loader.pipeline import lengths_before
-from odb_nodes.nodes.exclusions import ExcludedKeys
-from odb_nodes.nodes.planned_groups import PlannedGroups
-from odb_nodes.planning import SimulationOptions
-from odb_nodes.planning.known_epochs import known_window
-from odb_nodes.planning.known_lengths import plan_known
-from odb_nodes.planning.options import JobOptions
-from odb_nodes.planning.simulation import SimulationKeywords
-from odb_nodes.processing import WorkerOptions
-from odb_nodes.sample import Observe, Sample
-from odb_nodes.sources import JsonlSource
+from odb_nodes._support.checks import check_type
+from odb_nodes._support.text import counted
+from odb_nodes.core.alignment.exchange import group_rank
+from odb_nodes.core.contract.graph import walk
+from odb_nodes.core.loader import ODBDataLoader
+from odb_nodes.core.loader.options import LoaderOptions
+from odb_nodes.core.loader.pipeline import lengths_before
+from odb_nodes.core.nodes.exclusions import ExcludedKeys
+from odb_nodes.core.nodes.planned_groups import PlannedGroups
+from odb_nodes.core.planning import SimulationOptions
+from odb_nodes.core.planning.known_epochs import known_window
+from odb_nodes.core.planning.known_lengths import plan_known
+from odb_nodes.core.planning.options import JobOptions
+from odb_nodes.core.planning.simulation import SimulationKeywords
+from odb_nodes.core.processing import WorkerOptions
+from odb_nodes.core.sample import Observe, Sample
+from odb_nodes.core.sources import JsonlSource
 from odb_nodes.tools.lengths import LengthTable, is_map_style, observe_lengths
 from odb_nodes.tools.simulate import MOST_DRAWN, SimulationReport, TableEpoch
 

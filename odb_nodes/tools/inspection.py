@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from odb_nodes._core.text import counted
-from odb_nodes.alignment.aligned_round import digest_of_totals, totals_from_bytes
-from odb_nodes.checkpoints.checkpoint_folders import CheckpointFolders
-from odb_nodes.checkpoints.rank_states import rank_files
-from odb_nodes.contract.config import sealed_states
-from odb_nodes.contract.state import unseal_whole
-from odb_nodes.contract.state_file import load_state
+from odb_nodes._support.text import counted
+from odb_nodes.core.alignment.aligned_round import digest_of_totals, totals_from_bytes
+from odb_nodes.core.contract.config import sealed_states
+from odb_nodes.core.contract.state import unseal_whole
+from odb_nodes.core.contract.state_file import load_state
+from odb_nodes.core.loader.loader import LoaderState
+from odb_nodes.core.nodes.sample_records import decode_sample, from_records
+from odb_nodes.core.nodes.sample_store import from_bits
+from odb_nodes.core.planning.table import IntArray
 from odb_nodes.errors import StateError
-from odb_nodes.loader.loader import LoaderState
-from odb_nodes.nodes.sample_records import decode_sample, from_records
-from odb_nodes.nodes.sample_store import from_bits
-from odb_nodes.planning.table import IntArray
 from odb_nodes.tools.lengths import histogram
+from odb_nodes.training.checkpoints.checkpoint_folders import CheckpointFolders
+from odb_nodes.training.checkpoints.rank_states import rank_files
 
 __all__ = ["Inspection", "differences", "inspect_state", "misfits", "read_inspections"]
 

@@ -18,27 +18,27 @@ import numpy.typing as npt
 from torch.utils.data import IterableDataset, Subset
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_count, check_integer
-from odb_nodes._core.files import replacing
-from odb_nodes._core.hashing import stable_name
-from odb_nodes._core.progress import Bar
-from odb_nodes._core.text import counted, html_table, html_text
-from odb_nodes._core.user_warning import warn_user
-from odb_nodes.contract.graph import close_nodes, known_length_of, walk
-from odb_nodes.contract.node import call_member
-from odb_nodes.loader.options import LoaderOptions, ProcessFn
-from odb_nodes.loader.pipeline import check_no_columns, sample_node
-from odb_nodes.planning import TokenBudget
-from odb_nodes.planning.sample_costs import SampleCosts, check_lengths
-from odb_nodes.planning.table import IntArray
-from odb_nodes.processing import WorkerOptions
-from odb_nodes.processing.observation import observe_sample
-from odb_nodes.sample import ItemKey, Observation, Observe, Sample, Skipped, nested_name
-from odb_nodes.sources.datasets import source_of
-from odb_nodes.sources.jsonl_source import JsonlSource
-from odb_nodes.sources.known_lengths import TABLE_VERSION, data_id_of, read_length_file
-from odb_nodes.sources.mixing import check_names
-from odb_nodes.sources.sharded_sampler import shuffle_blocks
+from odb_nodes._support.checks import check_count, check_integer
+from odb_nodes._support.files import replacing
+from odb_nodes._support.hashing import stable_name
+from odb_nodes._support.progress import Bar
+from odb_nodes._support.text import counted, html_table, html_text
+from odb_nodes._support.user_warning import warn_user
+from odb_nodes.core.contract.graph import close_nodes, known_length_of, walk
+from odb_nodes.core.contract.node import call_member
+from odb_nodes.core.loader.options import LoaderOptions, ProcessFn
+from odb_nodes.core.loader.pipeline import check_no_columns, sample_node
+from odb_nodes.core.planning import TokenBudget
+from odb_nodes.core.planning.sample_costs import SampleCosts, check_lengths
+from odb_nodes.core.planning.table import IntArray
+from odb_nodes.core.processing import WorkerOptions
+from odb_nodes.core.processing.observation import observe_sample
+from odb_nodes.core.sample import ItemKey, Observation, Observe, Sample, Skipped, nested_name
+from odb_nodes.core.sources.datasets import source_of
+from odb_nodes.core.sources.jsonl_source import JsonlSource
+from odb_nodes.core.sources.known_lengths import TABLE_VERSION, data_id_of, read_length_file
+from odb_nodes.core.sources.mixing import check_names
+from odb_nodes.core.sources.sharded_sampler import shuffle_blocks
 
 __all__ = ["LengthTable", "files_read", "observe_lengths"]
 

@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from odb_nodes._core.checks import check_type
-from odb_nodes._core.progress import Bar
-from odb_nodes._core.text import Rows, Shown, counted, html_table, html_text
-from odb_nodes.monitor.figures import Figure, histogram, levels, page
-from odb_nodes.planning import SimulationOptions, TokenBudget
-from odb_nodes.planning.auto_window import AUTO, WindowSize, shown
-from odb_nodes.planning.table import IntArray
-from odb_nodes.sources import Mixing
-from odb_nodes.sources.mixing import Weights
+from odb_nodes._support.checks import check_type
+from odb_nodes._support.progress import Bar
+from odb_nodes._support.text import Rows, Shown, counted, html_table, html_text
+from odb_nodes.core.planning import SimulationOptions, TokenBudget
+from odb_nodes.core.planning.auto_window import AUTO, WindowSize, shown
+from odb_nodes.core.planning.table import IntArray
+from odb_nodes.core.sources import Mixing
+from odb_nodes.core.sources.mixing import Weights
 from odb_nodes.tools.baselines import STRATEGIES, WINDOWED, Baselines, Strategy, is_available
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.lengths import histogram as count_lengths
 from odb_nodes.tools.simulate import SimulationReport, TableEpoch, budget_code
+from odb_nodes.training.monitor.figures import Figure, histogram, levels, page
 
 __all__ = ["Comparison", "LengthSummary", "Profile", "profile"]
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from odb_nodes._core.checks import check_count
-from odb_nodes.checkpoints.checkpoints import reshard_files
-from odb_nodes.checkpoints.rank_states import names_in, rank_file, rank_files
-from odb_nodes.checkpoints.resharding import reshard, reshard_parts
-from odb_nodes.contract.state_file import load_state, save_state
+from odb_nodes._support.checks import check_count
+from odb_nodes.core.contract.state_file import load_state, save_state
 from odb_nodes.errors import StateError
+from odb_nodes.training.checkpoints.checkpoints import reshard_files
+from odb_nodes.training.checkpoints.rank_states import names_in, rank_file, rank_files
+from odb_nodes.training.checkpoints.resharding import reshard, reshard_parts
 
 __all__ = ["reshard_folder"]
 

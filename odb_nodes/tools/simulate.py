@@ -12,24 +12,24 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
-from odb_nodes._core.checks import check_number
-from odb_nodes._core.text import counted, html_table, html_text, markdown_table
-from odb_nodes.alignment.exchange import Exchange
-from odb_nodes.alignment.peers import PEER_TIMEOUT_S, VirtualTeam
-from odb_nodes.loader.options import LoaderOptions
-from odb_nodes.loader.pipeline import sample_node
-from odb_nodes.monitor.figures import heat_map, page
-from odb_nodes.planning import SimulationOptions, StepTime, TimeFn, TokenBudget, simulate_steps
-from odb_nodes.planning.auto_window import window_samples
-from odb_nodes.planning.known_epochs import WINDOW_IN_ORDER, known_window
-from odb_nodes.planning.simulation import SimulationKeywords, Step, plan_steps
-from odb_nodes.planning.step_time import known_time
-from odb_nodes.planning.table import IntArray
-from odb_nodes.sample import Observation, Sample, Skipped
-from odb_nodes.sample_block import SampleBlock
-from odb_nodes.sources import Mixing, ShardedSampler
-from odb_nodes.sources.mixing import Weights
+from odb_nodes._support.checks import check_number
+from odb_nodes._support.text import counted, html_table, html_text, markdown_table
+from odb_nodes.core.alignment.exchange import Exchange
+from odb_nodes.core.alignment.peers import PEER_TIMEOUT_S, VirtualTeam
+from odb_nodes.core.loader.options import LoaderOptions
+from odb_nodes.core.loader.pipeline import sample_node
+from odb_nodes.core.planning import SimulationOptions, StepTime, TimeFn, TokenBudget, simulate_steps
+from odb_nodes.core.planning.auto_window import window_samples
+from odb_nodes.core.planning.known_epochs import WINDOW_IN_ORDER, known_window
+from odb_nodes.core.planning.simulation import SimulationKeywords, Step, plan_steps
+from odb_nodes.core.planning.step_time import known_time
+from odb_nodes.core.planning.table import IntArray
+from odb_nodes.core.sample import Observation, Sample, Skipped
+from odb_nodes.core.sample_block import SampleBlock
+from odb_nodes.core.sources import Mixing, ShardedSampler
+from odb_nodes.core.sources.mixing import Weights
 from odb_nodes.tools.lengths import LengthTable
+from odb_nodes.training.monitor.figures import heat_map, page
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from odb_nodes._core.checks import check_type
-from odb_nodes._core.text import markdown_table
-from odb_nodes.sources.mixing import check_names
-from odb_nodes.step_info import SourceCount, StepInfo, add_counts
+from odb_nodes._support.checks import check_type
+from odb_nodes._support.text import markdown_table
+from odb_nodes.core.sources.mixing import check_names
+from odb_nodes.core.step_info import SourceCount, StepInfo, add_counts
 
 __all__ = ["SourceReport"]
 

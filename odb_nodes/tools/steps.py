@@ -12,27 +12,27 @@ from typing import Any, NamedTuple
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._core.checks import check_count, check_type
-from odb_nodes._core.text import counted
-from odb_nodes.alignment import RankAligner
-from odb_nodes.alignment.aligned_round import info_of_step
-from odb_nodes.alignment.exchange import Exchange
-from odb_nodes.alignment.peers import VirtualTeam
-from odb_nodes.checkpoints.rank_states import rank_files
-from odb_nodes.contract.again import restore_items
-from odb_nodes.contract.graph import begin_epoch, close_nodes, walk
-from odb_nodes.contract.node import can_restore
-from odb_nodes.contract.state_file import load_state
+from odb_nodes._support.checks import check_count, check_type
+from odb_nodes._support.text import counted
+from odb_nodes.core.alignment import RankAligner
+from odb_nodes.core.alignment.aligned_round import info_of_step
+from odb_nodes.core.alignment.exchange import Exchange
+from odb_nodes.core.alignment.peers import VirtualTeam
+from odb_nodes.core.contract.again import restore_items
+from odb_nodes.core.contract.graph import begin_epoch, close_nodes, walk
+from odb_nodes.core.contract.node import can_restore
+from odb_nodes.core.contract.state_file import load_state
+from odb_nodes.core.loader import Loader, ODBDataLoader
+from odb_nodes.core.nodes import GroupCollator, PlannedGroups, WindowBucketer
+from odb_nodes.core.planning.rank_plan import SettledRound
+from odb_nodes.core.planning.rounds import GroupCost, step_totals
+from odb_nodes.core.sample import ItemKey, Sample
+from odb_nodes.core.sample_block import NO_SAMPLES, SampleBlock
+from odb_nodes.core.step_info import STEP_INFO_KEY, StepInfo
 from odb_nodes.errors import StateError
-from odb_nodes.ledger.history import read_steps
-from odb_nodes.loader import Loader, ODBDataLoader
-from odb_nodes.nodes import GroupCollator, PlannedGroups, WindowBucketer
-from odb_nodes.planning.rank_plan import SettledRound
-from odb_nodes.planning.rounds import GroupCost, step_totals
-from odb_nodes.sample import ItemKey, Sample
-from odb_nodes.sample_block import NO_SAMPLES, SampleBlock
-from odb_nodes.step_info import STEP_INFO_KEY, StepInfo
 from odb_nodes.tools.inspection import part_of, read_inspections
+from odb_nodes.training.checkpoints.rank_states import rank_files
+from odb_nodes.training.ledger.history import read_steps
 
 __all__ = ["RemadeStep", "remake_from_checkpoint", "remake_from_ledger"]
 

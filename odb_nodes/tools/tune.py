@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from odb_nodes._core.checks import check_count
-from odb_nodes._core.progress import Bar
-from odb_nodes._core.text import Rows, Shown, counted
-from odb_nodes.loader.options import LoaderOptions
-from odb_nodes.memory import MemoryModel
-from odb_nodes.monitor.step_times import ASSUMED, ASSUMED_ORIGIN, fitted_step_time
-from odb_nodes.planning import SimulationOptions, StepTime, TimeFn, TokenBudget, round_steps
-from odb_nodes.planning.auto_window import AUTO, LEAST_WINDOW, MOST_WINDOW, WindowSize
-from odb_nodes.processing import ParallelProcessor, WorkerOptions
-from odb_nodes.sources import IterableSource
-from odb_nodes.sources.mixing import Mixing, Weights
+from odb_nodes._support.checks import check_count
+from odb_nodes._support.progress import Bar
+from odb_nodes._support.text import Rows, Shown, counted
+from odb_nodes.core.loader.options import LoaderOptions
+from odb_nodes.core.planning import SimulationOptions, StepTime, TimeFn, TokenBudget, round_steps
+from odb_nodes.core.planning.auto_window import AUTO, LEAST_WINDOW, MOST_WINDOW, WindowSize
+from odb_nodes.core.processing import ParallelProcessor, WorkerOptions
+from odb_nodes.core.sources import IterableSource
+from odb_nodes.core.sources.mixing import Mixing, Weights
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import MOST_DRAWN, TableEpoch, budget_code
+from odb_nodes.training.memory import MemoryModel
+from odb_nodes.training.monitor.step_times import ASSUMED, ASSUMED_ORIGIN, fitted_step_time
 
 __all__ = ["Choice", "Outcome", "Tuning", "tune"]
 

@@ -21,7 +21,7 @@ from odb_nodes._compat.datasets import (
 pytestmark = pytest.mark.slow  # importing it takes seconds
 
 
-def canary(what, used_in="sources/iterable_source.py"):
+def canary(what, used_in="core/sources/iterable_source.py"):
     return relies_on("datasets", what, f"_compat/datasets.py (`{used_in}`)")
 
 
@@ -88,7 +88,7 @@ def test_a_split_is_seen_and_a_state_can_be_taken_back(stream):
     assert [row["n"] for row in stream] == list(range(12))
 
 
-@canary("Dataset._indices, Dataset.data or Dataset._fingerprint", "sources/known_lengths.py")
+@canary("Dataset._indices, Dataset.data or Dataset._fingerprint", "core/sources/known_lengths.py")
 def test_rows_of_a_table_are_places_in_a_column_of_arrow(datasets):
     table = datasets.Dataset.from_dict({"ids": [[1], [2, 2], [3]]})
     assert is_table(table) and not is_table(table.to_iterable_dataset())
@@ -100,7 +100,7 @@ def test_rows_of_a_table_are_places_in_a_column_of_arrow(datasets):
     assert all(prints) and len({*prints}) == 3
 
 
-@canary("Dataset.format, or require_decoding", "sources/known_lengths.py")
+@canary("Dataset.format, or require_decoding", "core/sources/known_lengths.py")
 def test_the_columns_of_rows_are_known_unless_something_else_is_made_of_them(datasets):
     table = datasets.Dataset.from_dict({"ids": [[1]], "n": [1], "rows": [[[1]]]})
     formatted = {"columns": ["ids"], "output_all_columns": True}

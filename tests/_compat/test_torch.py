@@ -36,7 +36,7 @@ def test_pin_memory_reaches_into_any_nesting_and_leaves_the_rest():
     assert type(pinned["c"]) is Pair, pinned
 
 
-@relies_on("torch", "torch.default_generator", "_core/seeds.py")
+@relies_on("torch", "torch.default_generator", "_support/seeds.py")
 def test_the_default_generator_is_the_one_that_is_seeded():
     with torch.random.fork_rng([]):
         torch.default_generator.manual_seed(7)

@@ -128,7 +128,7 @@ class Counting(BaseNode):
         return {"count": self.count}
 
 
-@canary('the "snapshot" of Prefetcher.state_dict(), or its one reset', "nodes/read_ahead.py")
+@canary('the "snapshot" of Prefetcher.state_dict(), or its one reset', "core/nodes/read_ahead.py")
 def test_a_prefetcher_resets_its_source_once_and_has_its_state_after_the_last_item():
     source = Counting()
     node = started(Prefetcher(source, 2))

@@ -11,8 +11,8 @@ from monitors import loader_of, train
 
 from odb_nodes.cli import main
 from odb_nodes.cli.app import COMMANDS as FUNCTIONS
-from odb_nodes.monitor import Monitor
 from odb_nodes.tools.lengths import LengthTable
+from odb_nodes.training.monitor import Monitor
 
 COMMANDS = [function.__name__ for function in FUNCTIONS]
 

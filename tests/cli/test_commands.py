@@ -15,14 +15,14 @@ from step_logs import write_log
 
 from odb_nodes import ODBDataLoader, TokenBudget, audit, save_rank_state, save_state
 from odb_nodes.cli import main
-from odb_nodes.memory import MemoryModel
-from odb_nodes.monitor import Monitor, report
 from odb_nodes.tools.estimate import table_of_loader
 from odb_nodes.tools.inspection import read_inspections
 from odb_nodes.tools.lengths import LengthTable, observe_lengths
 from odb_nodes.tools.profile import profile
 from odb_nodes.tools.simulate import lognormal_lengths, simulate
 from odb_nodes.tools.tune import tune
+from odb_nodes.training.memory import MemoryModel
+from odb_nodes.training.monitor import Monitor, report
 
 LENGTHS = lognormal_lengths(300, cv=1.0, mean_tokens=90, longest_tokens=700).tolist()
 DATASET = [{"input_ids": [1] * length} for length in LENGTHS]

@@ -18,8 +18,8 @@ from refusals import refuses
 
 from odb_nodes import ODBDataLoader, StateError, load_rank_state, pop_step_info
 from odb_nodes.integrations.accelerate import configure_accelerator
-from odb_nodes.memory import OomGuard
-from odb_nodes.monitor import Monitor
+from odb_nodes.training.memory import OomGuard
+from odb_nodes.training.monitor import Monitor
 
 SIZE = 40
 

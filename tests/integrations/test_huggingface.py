@@ -44,7 +44,7 @@ from odb_nodes.integrations.huggingface import (
     configure_trainer,
 )
 from odb_nodes.integrations.huggingface.config import check_trainer
-from odb_nodes.monitor import Monitor, read_run
+from odb_nodes.training.monitor import Monitor, read_run
 
 SIZE = 40
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from odb_nodes import ODBDataLoader, StateError, pop_step_info
 from odb_nodes.integrations.lightning import ODBCallback, ODBDataModule
 from odb_nodes.integrations.lightning.callback import _check_guard
-from odb_nodes.tasks import TaskWeights
+from odb_nodes.training.tasks import TaskWeights
 
 pytestmark = [
     pytest.mark.filterwarnings(t.OF_LIGHTNING),

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_nodes import ODBDataLoader, StateError, save_state
-from odb_nodes._core.content import difference
-from odb_nodes.checkpoints.rank_states import rank_file
+from odb_nodes._support.content import difference
 from odb_nodes.integrations.huggingface import run as huggingface
 from odb_nodes.integrations.lightning import ODBCallback
 from odb_nodes.integrations.lightning import run as lightning
+from odb_nodes.training.checkpoints.rank_states import rank_file
 
 pytestmark = pytest.mark.filterwarnings(t.OF_LIGHTNING)
 

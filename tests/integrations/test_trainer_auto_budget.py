@@ -11,8 +11,8 @@ from test_huggingface import Stream, decoder
 
 from odb_nodes import JsonlSource, PackedCollate, PaddingCollate, TokenBudget
 from odb_nodes.integrations.huggingface import auto_budget
-from odb_nodes.memory import ShapeTooLargeError
 from odb_nodes.testing import SavedTensorMeter
+from odb_nodes.training.memory import ShapeTooLargeError
 
 pytestmark = [
     pytest.mark.filterwarnings(t.OF_TRANSFORMERS),

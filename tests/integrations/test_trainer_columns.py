@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from odb_nodes import PackedCollate, PaddingCollate, SampleError, TokenBudget
-from odb_nodes.collate.protocol import collate_group
+from odb_nodes.core.collate.protocol import collate_group
 from odb_nodes.integrations.huggingface import ODBTrainer, ODBTrainerMixin, configure_trainer
 from odb_nodes.integrations.huggingface.run import TrainBatches
 from odb_nodes.integrations.huggingface.samples import TrainerCollate, rename_labels

@@ -11,7 +11,7 @@ from ledgers import check_ledger, rows_of
 from monitors import records_of
 
 from odb_nodes import StepMemoryError, audit
-from odb_nodes.monitor import read_run
+from odb_nodes.training.monitor import read_run
 
 pytestmark = pytest.mark.filterwarnings(t.OF_LIGHTNING)
 

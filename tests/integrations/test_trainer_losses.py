@@ -18,15 +18,15 @@ from transformers import (
 )
 
 from odb_nodes import TokenBudget
+from odb_nodes.core.sample import Observation
 from odb_nodes.integrations.huggingface import (
     ODBTrainer,
     ODBTrainerMixin,
     configure_trainer,
 )
 from odb_nodes.integrations.huggingface.loss import count_targets
-from odb_nodes.sample import Observation
-from odb_nodes.tasks import TaskWeights
-from odb_nodes.vision import VisionLanguageCollate
+from odb_nodes.training.tasks import TaskWeights
+from odb_nodes.training.vision import VisionLanguageCollate
 
 SIZE = 40
 SAID = {"loss_is": "sample_mean"}

@@ -14,8 +14,8 @@ from test_huggingface import decoder
 from transformers import TrainerCallback
 
 from odb_nodes import TokenBudget, audit
+from odb_nodes.core.sample import Observation
 from odb_nodes.integrations.huggingface import ODBTrainer
-from odb_nodes.sample import Observation
 
 pytestmark = [
     pytest.mark.filterwarnings(t.OF_TRANSFORMERS),

@@ -20,7 +20,7 @@ from odb_nodes import Observation, ODBDataLoader, PaddingCollate, TokenBudget, p
 from odb_nodes.integrations.huggingface import ODBTrainer, configure_trainer
 from odb_nodes.integrations.huggingface.config import check_trainer
 from odb_nodes.integrations.lightning import ODBCallback, ODBDataModule
-from odb_nodes.tasks import GradNorm, PCGrad, TaskWeights
+from odb_nodes.training.tasks import GradNorm, PCGrad, TaskWeights
 
 pytestmark = [
     pytest.mark.filterwarnings(t.OF_TRANSFORMERS),

@@ -37,9 +37,9 @@ from odb_nodes.integrations.accelerate import configure_accelerator
 from odb_nodes.integrations.huggingface import ODBConfig, ODBTrainer
 from odb_nodes.integrations.lightning import ODBCallback, ODBDataModule
 from odb_nodes.integrations.llama_factory import DynamicBatches
-from odb_nodes.memory import OomGuard
-from odb_nodes.monitor import Monitor, StepMeter
 from odb_nodes.tools.estimate import estimate_steps
+from odb_nodes.training.memory import OomGuard
+from odb_nodes.training.monitor import Monitor, StepMeter
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", module="lightning")

@@ -15,7 +15,7 @@ from odb_nodes import (
     StatefulNode,
     WindowBucketer,
 )
-from odb_nodes.contract import NodeState, SourceState
+from odb_nodes.core.contract import NodeState, SourceState
 from odb_nodes.testing import assert_resumes_exactly
 
 

@@ -5,8 +5,8 @@ import torch
 from refusals import refuses
 from torch.utils.checkpoint import checkpoint
 
-from odb_nodes.memory import MemoryMeter, free_memory
 from odb_nodes.testing import SavedTensorMeter
+from odb_nodes.training.memory import MemoryMeter, free_memory
 
 MIB = 2**20
 

@@ -7,7 +7,7 @@ from in_process import InProcessHub
 from refusals import refuses
 
 from odb_nodes import IterableSource, JsonlSource, ODBDataLoader, TokenBudget
-from odb_nodes.loader.options import LoaderOptions
+from odb_nodes.core.loader.options import LoaderOptions
 from odb_nodes.tools.estimate import (
     estimate_epoch,
     estimate_loader_steps,

@@ -147,7 +147,7 @@ def test_what_is_no_table_is_refused(tmp_path, monkeypatch):
         except StateError:
             pass
     path.write_bytes(content)
-    monkeypatch.setattr("odb_nodes.sources.known_lengths.TABLE_VERSION", 2)
+    monkeypatch.setattr("odb_nodes.core.sources.known_lengths.TABLE_VERSION", 2)
     with pytest.raises(StateError, match="of version 2"):
         LengthTable.load(path)
 

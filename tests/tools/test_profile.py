@@ -8,8 +8,8 @@ import torch
 from refusals import refuses
 
 from odb_nodes import TokenBudget
-from odb_nodes.planning import SimulationOptions
-from odb_nodes.sources import Mixing
+from odb_nodes.core.planning import SimulationOptions
+from odb_nodes.core.sources import Mixing
 from odb_nodes.tools.baselines import _SAMPLERS, STRATEGIES, Baselines, fixed_batches
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.profile import LengthSummary, profile

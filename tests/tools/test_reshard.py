@@ -18,9 +18,9 @@ from odb_nodes import (
     save_state,
 )
 from odb_nodes.cli import main
-from odb_nodes.contract.state import ENVELOPE, add_digest
-from odb_nodes.monitor import Monitor
+from odb_nodes.core.contract.state import ENVELOPE, add_digest
 from odb_nodes.tools.reshard import reshard_folder
+from odb_nodes.training.monitor import Monitor
 
 pytestmark = pytest.mark.filterwarnings(*LEFT_OUT)
 

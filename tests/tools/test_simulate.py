@@ -27,7 +27,7 @@ from odb_nodes import (
     WindowBucketer,
     pop_step_info,
 )
-from odb_nodes.planning import SimulationOptions, StepTime
+from odb_nodes.core.planning import SimulationOptions, StepTime
 from odb_nodes.tools.lengths import LengthTable, observe_lengths
 from odb_nodes.tools.simulate import (
     TableEpoch,

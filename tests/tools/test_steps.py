@@ -29,10 +29,10 @@ from odb_nodes import (
     pop_step_info,
     save_state,
 )
-from odb_nodes.alignment.exchange.base import Exchange
-from odb_nodes.checkpoints.rank_states import rank_file
 from odb_nodes.cli import main
+from odb_nodes.core.alignment.exchange.base import Exchange
 from odb_nodes.tools.steps import remake_from_checkpoint, remake_from_ledger
+from odb_nodes.training.checkpoints.rank_states import rank_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*skipped", "ignore:.*dropped")
 

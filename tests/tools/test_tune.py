@@ -7,13 +7,13 @@ from refusals import refuses
 from step_logs import TRUE, write_log, write_records
 
 from odb_nodes import ODBDataLoader, TokenBudget
+from odb_nodes.core.planning import SimulationOptions, StepTime
+from odb_nodes.core.sources import Mixing
 from odb_nodes.integrations.learning_rate import LrScaling
-from odb_nodes.monitor import fitted_step_time
-from odb_nodes.planning import SimulationOptions, StepTime
-from odb_nodes.sources import Mixing
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import TableEpoch, lognormal_lengths, simulate
 from odb_nodes.tools.tune import AS_FAST, Choice, outcome_of, tune
+from odb_nodes.training.monitor import fitted_step_time
 
 LENGTHS = lognormal_lengths(1_200, cv=1.0, mean_tokens=90, longest_tokens=700)
 TABLE = LengthTable.of(LENGTHS)

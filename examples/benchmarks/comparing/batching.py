@@ -13,7 +13,7 @@ import numpy as np
 
 from comparing.common import rival
 from odb_nodes import TokenBudget
-from odb_nodes.planning import SimulationOptions, StepTime, plan_epoch
+from odb_nodes.core.planning import SimulationOptions, StepTime, plan_epoch
 from odb_nodes.tools.baselines import fixed_batches
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import TableEpoch

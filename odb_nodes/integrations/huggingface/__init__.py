@@ -6,7 +6,7 @@
 `configure_trainer` gives dynamic batches to an existing trainer.
 """
 
-from odb_nodes._core.checks import import_extra
+from odb_nodes._support.checks import import_extra
 
 for module in ("transformers", "accelerate"):
     import_extra(module, "hf")

@@ -17,11 +17,17 @@ from torchdata.nodes import IterableWrapper
 
 from odb_nodes._compat import transformers as compat
 from odb_nodes._compat.torch_distributed import RefusingCollectives
-from odb_nodes._core.checks import refuse
-from odb_nodes._core.seeds import preserved_rngs
-from odb_nodes.alignment.exchange import Channel, resolve_exchange
-from odb_nodes.collate.token_rows import TokenRows
-from odb_nodes.contract.config import sealed_states
+from odb_nodes._support.checks import refuse
+from odb_nodes._support.seeds import preserved_rngs
+from odb_nodes.core.alignment.exchange import Channel, resolve_exchange
+from odb_nodes.core.collate.token_rows import TokenRows
+from odb_nodes.core.contract.config import sealed_states
+from odb_nodes.core.nodes import GroupCollator
+from odb_nodes.core.planning import TokenBudget
+from odb_nodes.core.processing.observation import sample_of
+from odb_nodes.core.sample import Sample
+from odb_nodes.core.sources import JsonlSource
+from odb_nodes.core.step_info import pop_step_info
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.huggingface.config import ODBConfig
 from odb_nodes.integrations.huggingface.samples import (
@@ -31,17 +37,11 @@ from odb_nodes.integrations.huggingface.samples import (
     train_dataset,
     user_collate,
 )
-from odb_nodes.memory.calibration import Calibration, find_budget
-from odb_nodes.memory.gradients import give_gradients, has_collectives
-from odb_nodes.memory.meter import CudaMeter, MemoryMeter, free_memory
-from odb_nodes.nodes import GroupCollator
-from odb_nodes.planning import TokenBudget
-from odb_nodes.processing.observation import sample_of
-from odb_nodes.sample import Sample
-from odb_nodes.sources import JsonlSource
-from odb_nodes.step_info import pop_step_info
 from odb_nodes.tools.estimate import check_can_estimate
 from odb_nodes.tools.lengths import observe_lengths
+from odb_nodes.training.memory.calibration import Calibration, find_budget
+from odb_nodes.training.memory.gradients import give_gradients, has_collectives
+from odb_nodes.training.memory.meter import CudaMeter, MemoryMeter, free_memory
 
 logger = logging.getLogger("odb_nodes")
 

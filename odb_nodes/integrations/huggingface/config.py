@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from odb_nodes._compat import transformers as compat
-from odb_nodes._core.checks import (
+from odb_nodes._support.checks import (
     check_bool,
     check_choice,
     check_number,
@@ -20,15 +20,15 @@ from odb_nodes._core.checks import (
     keep_count,
     refuse,
 )
+from odb_nodes.core.loader.options import BatchOptions
+from odb_nodes.core.planning import TokenBudget
+from odb_nodes.core.sources import JsonlSource
 from odb_nodes.integrations.learning_rate import LrScaling
-from odb_nodes.loader.options import BatchOptions
-from odb_nodes.memory.guard import GUARD_ABOVE
-from odb_nodes.memory.meter import MemoryMeter, check_meter
-from odb_nodes.monitor import Monitor
-from odb_nodes.planning import TokenBudget
-from odb_nodes.sources import JsonlSource
-from odb_nodes.tasks.task_gradients import AnyWeights, check_task_weights, task_names
 from odb_nodes.tools.estimate import LOOKED_AT
+from odb_nodes.training.memory.guard import GUARD_ABOVE
+from odb_nodes.training.memory.meter import MemoryMeter, check_meter
+from odb_nodes.training.monitor import Monitor
+from odb_nodes.training.tasks.task_gradients import AnyWeights, check_task_weights, task_names
 
 AUTO = "auto"
 """The `token_budget` that trial steps find."""

@@ -12,18 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from odb_nodes._compat.torch import uncompiled
 from odb_nodes._compat.torch_distributed import RefusingCollectives
+from odb_nodes.core.loader.dataloader import ODBDataLoader
+from odb_nodes.core.step_info import StepInfo
 from odb_nodes.integrations.huggingface.auto_budget import meter_of
 from odb_nodes.integrations.huggingface.loss import LossWeigher, MicroStep
-from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.memory.gradients import (
+from odb_nodes.training.memory.gradients import (
     check_no_gradients,
     has_collectives,
     overrides_backward,
     scale_gradients,
 )
-from odb_nodes.memory.guard import GuardedStep, OomGuard, Run, StepBatch
-from odb_nodes.memory.parts import Part
-from odb_nodes.step_info import StepInfo
+from odb_nodes.training.memory.guard import GuardedStep, OomGuard, Run, StepBatch
+from odb_nodes.training.memory.parts import Part
 
 GATHERS = (
     "`compute_loss` of `{}` gathers from other ranks, which compute another number of parts if "

@@ -15,12 +15,12 @@ from torch.nn.functional import cross_entropy
 
 from odb_nodes._compat import transformers as compat
 from odb_nodes._compat.accelerate import gathering_rows
-from odb_nodes._core.user_warning import warn_user
-from odb_nodes.collate.check_packing import MOST_LEAK, leak, mixing_error, pretrained
+from odb_nodes._support.user_warning import warn_user
+from odb_nodes.core.collate.check_packing import MOST_LEAK, leak, mixing_error, pretrained
+from odb_nodes.core.sample import IGNORE_INDEX
+from odb_nodes.core.step_info import StepInfo
 from odb_nodes.integrations.huggingface.samples import has_pairs
-from odb_nodes.sample import IGNORE_INDEX
-from odb_nodes.step_info import StepInfo
-from odb_nodes.tasks.task_gradients import AnyWeights
+from odb_nodes.training.tasks.task_gradients import AnyWeights
 
 TOLERANCE = 5e-2  # relative difference of two equal losses, in half precision
 

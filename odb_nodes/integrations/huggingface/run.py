@@ -18,11 +18,13 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchdata.nodes import BaseNode
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from odb_nodes._core.user_warning import warn_user
-from odb_nodes.checkpoints.rank_states import PREFIX, names_in, rank_files, save_rank_state
-from odb_nodes.contract import NodeState, SourceState
-from odb_nodes.contract.state import seal_whole, unseal_whole
-from odb_nodes.contract.state_file import load_state
+from odb_nodes._support.user_warning import warn_user
+from odb_nodes.core.contract import NodeState, SourceState
+from odb_nodes.core.contract.state import seal_whole, unseal_whole
+from odb_nodes.core.contract.state_file import load_state
+from odb_nodes.core.loader.dataloader import ODBDataLoader
+from odb_nodes.core.sources import JsonlSource
+from odb_nodes.core.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 from odb_nodes.errors import StateError, TornStateError
 from odb_nodes.integrations.huggingface.auto_budget import find_for, saved_budget
 from odb_nodes.integrations.huggingface.guard import RunGuard
@@ -36,11 +38,9 @@ from odb_nodes.integrations.resuming import (
     load_saved_states,
     resharded_run,
 )
-from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.monitor import Monitor
-from odb_nodes.sources import JsonlSource
-from odb_nodes.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
 from odb_nodes.tools.estimate import check_can_estimate, estimate_loader_steps
+from odb_nodes.training.checkpoints.rank_states import PREFIX, names_in, rank_files, save_rank_state
+from odb_nodes.training.monitor import Monitor
 
 NO_BOUND = 2**40  # optimizer steps of a run that nothing bounds
 MOST_OF_AN_EPOCH = 0.999  # most progress within an epoch before its end is certain

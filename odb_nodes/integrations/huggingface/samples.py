@@ -10,19 +10,19 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from odb_nodes._compat import transformers as compat
-from odb_nodes._core.checks import MAX_COUNT, describe
-from odb_nodes._core.content import flatten_row
-from odb_nodes._core.seeds import declares_draws
-from odb_nodes.collate import PackedCollate, PaddingCollate
-from odb_nodes.collate.for_budget import collate_for
-from odb_nodes.collate.protocol import collate_group
+from odb_nodes._support.checks import MAX_COUNT, describe
+from odb_nodes._support.content import flatten_row
+from odb_nodes._support.seeds import declares_draws
+from odb_nodes.core.collate import PackedCollate, PaddingCollate
+from odb_nodes.core.collate.for_budget import collate_for
+from odb_nodes.core.collate.protocol import collate_group
+from odb_nodes.core.loader.options import LoaderOptions
+from odb_nodes.core.planning import StepTime, TokenBudget
+from odb_nodes.core.planning.step_time import step_time_of
+from odb_nodes.core.sample import CLASS_KEYS, Observation, Skipped
+from odb_nodes.core.step_info import StepInfo
 from odb_nodes.errors import SampleError
 from odb_nodes.integrations.huggingface.config import ODBConfig
-from odb_nodes.loader.options import LoaderOptions
-from odb_nodes.planning import StepTime, TokenBudget
-from odb_nodes.planning.step_time import step_time_of
-from odb_nodes.sample import CLASS_KEYS, Observation, Skipped
-from odb_nodes.step_info import StepInfo
 
 logger = logging.getLogger("odb_nodes")
 

@@ -14,6 +14,7 @@ from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from odb_nodes._compat import transformers as compat
+from odb_nodes.core.planning import TokenBudget
 from odb_nodes.integrations.huggingface.auto_budget import check_auto
 from odb_nodes.integrations.huggingface.config import (
     ODBConfig,
@@ -30,8 +31,7 @@ from odb_nodes.integrations.huggingface.run import (
 )
 from odb_nodes.integrations.huggingface.samples import TrainerPadding, evaluated
 from odb_nodes.integrations.learning_rate import follow
-from odb_nodes.memory.meter import free_memory
-from odb_nodes.planning import TokenBudget
+from odb_nodes.training.memory.meter import free_memory
 
 if TYPE_CHECKING:  # The mixin calls the methods of the class that it is mixed into.
     _Mixed = Trainer
@@ -365,7 +365,7 @@ def configure_trainer(
     _check(trainer, config)
     check_overrides(type(trainer).__mro__)
     kind = type(trainer)
-    # Methods of an existing object change only with its class: see docs/upstream_faults.md.
+    # Methods of an object change only with its class: docs/internals/upstream_faults.md.
     trainer.__class__ = type(f"ODB{kind.__name__}", (ODBTrainerMixin, kind), {})
     ODBTrainerMixin._configure(trainer, config)  # type: ignore[arg-type]
     return trainer

@@ -7,7 +7,7 @@
 In your own data module, return `ODBCallback.batches(loader)` from `train_dataloader`.
 """
 
-from odb_nodes._core.checks import import_extra
+from odb_nodes._support.checks import import_extra
 
 import_extra("lightning.pytorch", "lightning")
 

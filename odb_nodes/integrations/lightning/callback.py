@@ -19,8 +19,10 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.xla import XLAStrategy
 
 from odb_nodes._compat import lightning as compat
-from odb_nodes._core.checks import check_type, refuse
-from odb_nodes.contract.state import seal_whole, unseal_whole
+from odb_nodes._support.checks import check_type, refuse
+from odb_nodes.core.contract.state import seal_whole, unseal_whole
+from odb_nodes.core.loader.dataloader import ODBDataLoader
+from odb_nodes.core.step_info import StepInfo
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.run import (
     Fetched,
@@ -30,11 +32,9 @@ from odb_nodes.integrations.lightning.run import (
     position_of_rank,
 )
 from odb_nodes.integrations.recording import StepRecorder
-from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.memory.guard import OomGuard
-from odb_nodes.monitor import Monitor
-from odb_nodes.step_info import StepInfo
-from odb_nodes.tasks.task_gradients import AnyWeights, check_task_weights
+from odb_nodes.training.memory.guard import OomGuard
+from odb_nodes.training.monitor import Monitor
+from odb_nodes.training.tasks.task_gradients import AnyWeights, check_task_weights
 
 
 class ODBCallback(Callback):

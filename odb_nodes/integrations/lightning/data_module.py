@@ -7,18 +7,18 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from odb_nodes._core.checks import check_count
+from odb_nodes._support.checks import check_count
+from odb_nodes.core.loader.dataloader import ODBDataLoader
+from odb_nodes.core.loader.options import LoaderOptions
+from odb_nodes.core.planning import TokenBudget
 from odb_nodes.integrations.lightning.callback import ODBCallback
 from odb_nodes.integrations.lightning.run import TrainBatches
-from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.loader.options import LoaderOptions
-from odb_nodes.planning import TokenBudget
-from odb_nodes.tasks.task_gradients import task_names
 from odb_nodes.tools.estimate import (
     LOOKED_AT,
     check_can_estimate,
     estimate_loader_steps,
 )
+from odb_nodes.training.tasks.task_gradients import task_names
 
 
 class ODBDataModule(LightningDataModule):

@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from odb_nodes._compat import lightning as compat
-from odb_nodes._core.seeds import load_rngs, save_rngs
-from odb_nodes.checkpoints.resharding import batches_per_step
-from odb_nodes.contract import NodeState, SourceState
+from odb_nodes._support.seeds import load_rngs, save_rngs
+from odb_nodes.core.contract import NodeState, SourceState
+from odb_nodes.core.loader.dataloader import ODBDataLoader
+from odb_nodes.core.loader.reshard_nodes import Ranks
+from odb_nodes.core.step_info import StepInfo, pop_step_info
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.resuming import (
     CHANGED_ARGUMENTS,
     begin_or_resume,
     resharded_run,
 )
-from odb_nodes.loader.dataloader import ODBDataLoader
-from odb_nodes.loader.reshard_nodes import Ranks
-from odb_nodes.memory.guard import GuardedStep, OomGuard
-from odb_nodes.monitor.window import timed
-from odb_nodes.step_info import StepInfo, pop_step_info
-from odb_nodes.tasks.task_gradients import AnyWeights
+from odb_nodes.training.checkpoints.resharding import batches_per_step
+from odb_nodes.training.memory.guard import GuardedStep, OomGuard
+from odb_nodes.training.monitor.window import timed
+from odb_nodes.training.tasks.task_gradients import AnyWeights
 
 CHANGED = CHANGED_ARGUMENTS.format(
     names="`accumulate` is `accumulate_grad_batches`, the other arguments belong to the "

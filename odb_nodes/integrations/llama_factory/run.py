@@ -16,11 +16,11 @@ from importlib import import_module
 from typing import Any
 
 from odb_nodes._compat import llama_factory as compat
-from odb_nodes._core.checks import check_bool, check_choice, check_count, check_type
-from odb_nodes.collate import PackedCollate
+from odb_nodes._support.checks import check_bool, check_choice, check_count, check_type
+from odb_nodes.core.collate import PackedCollate
+from odb_nodes.core.planning import TokenBudget
+from odb_nodes.core.processing import WorkerOptions
 from odb_nodes.integrations.learning_rate import LrScaling
-from odb_nodes.planning import TokenBudget
-from odb_nodes.processing import WorkerOptions
 
 _READ = (
     "cutoff_len",

@@ -1,0 +1,241 @@
+"""Files that outlive a kill: written whole or not at all, or appended to by one process."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import os
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from odb_nodes._support.processes import deferred_interrupt
+from odb_nodes._support.user_warning import warn_user
+
+if sys.platform == "win32":
+    fcntl = None
+else:
+    import fcntl
+
+_SUFFIX = ".part"
+_LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that takes the place of `path` when this context ends well.
+
+    It is on the disk then, name and all, so that it outlives a loss of power. If it does not end
+    well, the temporary file is gone, and what was at `path` is kept. What killed processes have
+    left is removed first. Errors of writing are an `OSError` whose `filename` is `path`.
+    """
+    _remove_stale(path)
+    file: BinaryIO | None = None
+    try:
+        with deferred_interrupt():  # No interrupt between making the file and knowing of it.
+            file = _open_temporary(path)
+        with file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, _mode_of(path))
+            os.replace(file.name, path)
+            sync_folder(path.parent)
+    except BaseException as error:
+        with deferred_interrupt():
+            if file is not None:
+                Path(file.name).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
+
+
+def folder_with(pattern: str, folder: str | os.PathLike[str]) -> Path:
+    """Return the folder that has such files: `folder`, or its only inner folder with them."""
+    outer = Path(folder)
+    inner = sorted({path.parent for path in outer.glob(f"*/{pattern}")})
+    if not inner or any(outer.glob(pattern)):
+        return outer
+    if len(inner) > 1:
+        raise ValueError(
+            f"`{folder}` must be the folder of one run, but {len(inner)} of its folders have a "
+            f"`{pattern}`: {', '.join(f'`{path.name}`' for path in inner)}. Give one of these."
+        )
+    return inner[0]
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk, where the system can do that."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    with contextlib.suppress(OSError):  # Not every file system can, nor every user.
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _open_temporary(path: Path) -> BinaryIO:
+    while True:
+        handle, name = tempfile.mkstemp(_SUFFIX, f".{path.name}.", path.parent)
+        os.close(handle)
+        # Until it is locked, another save of `path` may take it for a stale one, and remove it.
+        with contextlib.suppress(FileNotFoundError):
+            file = open(name, "r+b")
+            if not _is_held(file, wait=True) or os.fstat(file.fileno()).st_nlink > 0:
+                return file
+            file.close()
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the temporary files of `path` that no process writes any more."""
+    pattern = f".{glob.escape(path.name)}.*{_SUFFIX}"
+    for name in glob.glob(str(Path(glob.escape(str(path.parent))) / pattern)):
+        with contextlib.suppress(OSError), open(name, "r+b") as file:
+            if _is_held(file, wait=False):
+                os.unlink(name)
+
+
+def _is_held(file: BinaryIO, *, wait: bool) -> bool:
+    """Lock a file until it is closed or this process dies; tell whether that was possible."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # It is being written; or this file system has no locks.
+        return False
+    return True
+
+
+def _mode_of(path: Path) -> int:
+    """Return the permissions that a file has, or would have if it were made."""
+    if path.exists():
+        return path.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+_all: weakref.WeakSet[LockedFile] = weakref.WeakSet()
+
+
+class LockedFile:
+    """A file that one process alone appends to; a forked child does not have it."""
+
+    def __init__(self, path: Path, advice: str) -> None:
+        self.path = path
+        self._advice = advice
+        self._file: int | None = None
+        self._is_warned = False
+        _all.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be written."""
+        return self._file is not None
+
+    def open(self) -> None:
+        """Open the file; a `RuntimeError` says that somebody else has it open."""
+        if self._file is not None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _LOCKED:
+                return  # a disk without locks
+            self.forget()
+            raise RuntimeError(
+                f"another process, or another object of this one, writes `{self.path}`. "
+                f"{self._advice}"
+            ) from None
+
+    def size(self) -> int:
+        """Return the bytes of the file."""
+        return os.lseek(self._handle, 0, os.SEEK_END)
+
+    def check_exists(self) -> None:
+        """Raise an `OSError` if the file was deleted, and close it."""
+        status = os.fstat(self._handle)
+        if status.st_nlink:
+            return
+        with contextlib.suppress(OSError):  # some file systems count no links
+            if os.path.samestat(status, os.stat(self.path)):
+                return
+        self.forget()
+        raise FileNotFoundError(
+            errno.ENOENT, "it was deleted while it was being written", str(self.path)
+        )
+
+    def write(self, data: bytes) -> None:
+        """Append bytes, or raise an `OSError`; a file that was deleted is closed by that."""
+        self.check_exists()
+        if os.write(self._handle, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def sync(self) -> None:
+        """Wait until the disk has all that was written."""
+        os.fsync(self._handle)
+
+    def cut(self, size: int) -> None:
+        """Cut off what is behind the first `size` bytes."""
+        os.ftruncate(self._handle, size)
+
+    def replace(self, offset: int, data: bytes) -> None:
+        """Write bytes over others, in place."""
+        with self.path.open("r+b", buffering=0) as file:
+            file.seek(offset)
+            file.write(data)
+
+    def tail(self, size: int) -> bytes:
+        """Return the last `size` bytes of the file, or all of a shorter one."""
+        self.check_exists()
+        with self.path.open("rb") as file:
+            file.seek(max(0, self.size() - size))
+            return file.read()
+
+    def warn(self, error: Exception, lost: str) -> None:
+        """Warn, once, that the file cannot be written, and of what is lost by that."""
+        if not self._is_warned:
+            self._is_warned = True
+            warn_user(f"`{self.path}` cannot be written ({error}). Training goes on; {lost}.")
+
+    def close(self) -> None:
+        """Let go of the file, and of its lock. Idempotent."""
+        if self._file is not None and fcntl is not None:
+            with contextlib.suppress(OSError):  # a disk without locks
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # also the lock of a child just forked
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the file as a kill does: a copy that a forked child has keeps the lock."""
+        file, self._file = getattr(self, "_file", None), None
+        if file is not None:
+            os.close(file)
+
+    def __del__(self) -> None:
+        self.forget()
+
+    @property
+    def _handle(self) -> int:
+        if self._file is None:
+            raise OSError(errno.EBADF, "it is not open", str(self.path))
+        return self._file
+
+
+def _close_in_child() -> None:
+    """Close the copies that a forked child has: they would hold the locks as long as it lives."""
+    for file in list(_all):
+        file.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)

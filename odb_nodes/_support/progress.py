@@ -1,0 +1,100 @@
+"""How far something is that takes long, where a user would see nothing for minutes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tqdm import tqdm
+
+from odb_nodes._support.processes import resolve_rank
+
+logger = logging.getLogger("odb_nodes")
+
+FIRST_S = 10.0
+"""Seconds until the first line; the next ones come after twice the time of the one before."""
+EVERY_S = 60.0  # most seconds between two lines
+
+_COLUMNS = 80  # of a terminal that says it has none
+
+
+class SlowProgress:
+    """Logs how many of `total` items (`None`: unknown) are done, after 10, 20, 40 s and so on."""
+
+    def __init__(self, task: str, total: int | None) -> None:
+        self._what = task
+        self._of = "" if total is None else f" of {total}"
+        self._began_s = time.monotonic()
+        self._due_s = self._began_s + FIRST_S
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next update logs a line; known in less than 1 us."""
+        return time.monotonic() >= self._due_s
+
+    def update(self, done: int, more: str = "") -> None:
+        """Note that `done` items are done now; a line ends with `more`."""
+        if self.is_due:
+            now_s, end = time.monotonic(), more and f"; {more}"
+            passed_s = now_s - self._began_s
+            self._due_s = now_s + min(passed_s, EVERY_S)
+            logger.warning("%s: %d%s after %.0f s%s", self._what, done, self._of, passed_s, end)
+
+
+def is_terminal() -> bool:
+    """Tell whether a user may watch a bar being drawn."""
+    try:
+        return sys.stderr is not None and sys.stderr.isatty()
+    except ValueError:  # closed, as in a daemon
+        return False
+
+
+class Bar(tqdm):  # type: ignore[misc]
+    """A progress bar of tqdm in a terminal, and elsewhere the lines of `SlowProgress`.
+
+    It has no thread, which would outlive it. By default, only rank 0 shows it.
+    """
+
+    monitor_interval = 0
+    ncols: int | None
+    nrows: int | None
+    postfix: str | None = None  # which tqdm does not set where it draws nothing
+
+    def __init__(
+        self,
+        iterable: Iterable[Any] | None,
+        task: str,
+        total: int | None,
+        *,
+        is_shown: bool | None = None,
+        **options: Any,
+    ) -> None:
+        if is_shown is None:
+            is_shown = resolve_rank(None, None)[0] == 0
+        is_drawn = is_shown and is_terminal()
+        super().__init__(
+            iterable, task, total, **{"leave": False, "disable": not is_drawn, **options}
+        )
+        self.lines = SlowProgress(task, total) if is_shown and not is_drawn else None
+        if is_drawn:  # tqdm draws nothing in a terminal without a size: `docker exec`
+            self.ncols = _COLUMNS if self.ncols is not None and self.ncols < 1 else self.ncols
+            self.nrows = None if self.nrows is not None and self.nrows < 1 else self.nrows
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.lines is None:
+            yield from super().__iter__()
+            return
+        for item in self.iterable:
+            yield item
+            self.update()
+
+    def update(self, n: int = 1) -> None:
+        """Note that `n` more items are done."""
+        if self.lines is None:
+            super().update(n)
+        else:
+            self.n += n
+            self.lines.update(self.n, self.postfix or "")

@@ -1,5 +1,0 @@
-"""The same steps on all ranks, and one loss over them."""
-
-from odb_nodes.alignment.rank_aligner import RankAligner
-
-__all__ = ["RankAligner"]

@@ -1,0 +1,161 @@
+"""The steps of a round on one rank: their `StepInfo`, and their groups in states."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from odb_nodes._support.checks import check_choice
+from odb_nodes.core.contract.state import integers_of
+from odb_nodes.core.planning.facts import Facts
+from odb_nodes.core.planning.group_costs import GroupCostEstimator, counted_in
+from odb_nodes.core.planning.rank_plan import SettledRound
+from odb_nodes.core.planning.rounds import COLUMNS
+from odb_nodes.core.planning.table import IntArray
+from odb_nodes.core.sample_block import SampleBlock
+from odb_nodes.core.step_info import StepInfo, facts_of_rows
+from odb_nodes.errors import StateError
+
+LossScaling = Literal["exact", "approx", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossRule:
+    """How the losses of all ranks and micro-steps are combined."""
+
+    accumulate: int  # steps of an optimizer step
+    world_size: int = 0  # ranks whose gradients are averaged; 0 until it is known
+    scaling: LossScaling = "exact"  # see `RankAligner`
+    batch: int = 0  # number of this batch in the step of the process
+    batches: int = 1  # batches of a step in a process, one for each virtual rank
+
+    def __post_init__(self) -> None:
+        check_choice("loss_scaling", self.scaling, get_args(LossScaling))
+
+    def scale(self, info: StepInfo) -> float:
+        """Return the factor for this rank's mean loss."""
+        samples = info.local_samples, info.optimizer_samples
+        targets = info.local_targets, info.optimizer_targets
+        return self.scale_of(samples, targets, is_filler=info.is_filler)
+
+    def scale_of(
+        self, samples: tuple[int, int], targets: tuple[int, int], *, is_filler: bool
+    ) -> float:
+        """Return the factor for this rank's mean loss.
+
+        samples, targets: of this rank and step, and of the optimizer step over all ranks.
+        """
+        if self.scaling == "none" or is_filler:
+            return float(not is_filler) / self.batches
+        local, total = targets if self.scaling == "exact" else samples
+        return self.world_size * local / total if total else 0.0
+
+
+def info_of_step(
+    settled: SettledRound,
+    index: int,
+    group: SampleBlock,
+    rule: LossRule,
+    measure: GroupCostEstimator,
+    **facts: Any,
+) -> StepInfo:
+    """Return the `StepInfo` of a step of a round.
+
+    Args:
+        settled: the round.
+        index: number of the step in it.
+        group: the samples of this rank; empty for a filler step.
+        rule: how losses are combined.
+        measure: the estimator that has measured the groups.
+        facts: fields of the `StepInfo` that do not follow from the round.
+    """
+    micro_step = index % rule.accumulate
+    first = index - micro_step
+    # Few rows: Python's integers are faster than arrays.
+    micro_totals = settled.totals[first : first + rule.accumulate].tolist()
+    step_samples, step_targets, step_flags, most_cost, *_ = micro_totals[micro_step]
+    samples, targets, flags, _, *task_targets = zip(*micro_totals, strict=True)
+    local_samples = len(group)
+    local_targets = int(group.targets.sum())
+    is_filler = not local_samples
+    optimizer_samples = sum(samples)
+    optimizer_targets = sum(targets)
+    return StepInfo(
+        local_samples=local_samples,
+        local_targets=local_targets,
+        all_samples_this_step=step_samples,
+        all_targets=step_targets,
+        most_cost=most_cost,
+        is_filler=is_filler,
+        micro_step=micro_step * rule.batches + rule.batch,
+        micro_steps=len(micro_totals) * rule.batches,
+        loss_scale=rule.scale_of(
+            (local_samples, optimizer_samples),
+            (local_targets, optimizer_targets),
+            is_filler=is_filler,
+        ),
+        optimizer_samples=optimizer_samples,
+        optimizer_targets=optimizer_targets,
+        modalities=measure.modalities_in(step_flags),
+        counted=counted_in(reduce(or_, flags)),
+        world_size=rule.world_size,
+        batches_per_step=rule.batches,
+        task_targets=dict(zip(measure.tasks, map(sum, task_targets), strict=True)),
+        **facts_of_rows(group),
+        **facts,
+    )
+
+
+# --- in states ------------------------------------------------------------------------------------
+
+
+def totals_to_bytes(totals: IntArray) -> bytes | None:
+    """Return the totals of the steps of a round, 32 bytes a step, and 8 for each task."""
+    # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
+    return totals.astype("<i8").tobytes() or None
+
+
+def totals_from_bytes(data: bytes | None, tasks: int = 0) -> IntArray:
+    """Return the totals that `totals_to_bytes` has written."""
+    columns = COLUMNS - 1 + tasks
+    integers = integers_of(data, "totals")
+    if len(integers) % columns or (integers < 0).any():
+        raise StateError("the steps of a round are damaged. Use an earlier checkpoint.")
+    return integers.reshape(-1, columns)
+
+
+def digest_of_totals(totals: IntArray) -> int:
+    """Return a hash of the totals of a round, which is equal on all ranks."""
+    return zlib.crc32(totals.astype("<i8").tobytes())
+
+
+GroupsContent = tuple[list[int], bytes | None]
+"""The size of each group, 0 for a filler step; and the ordinals of all samples, 8 bytes each."""
+
+
+class PlannedOrdinals:
+    """The ordinals of planned groups: part of a state."""
+
+    def __init__(self, groups: Sequence[Facts | None]) -> None:
+        self._groups = groups
+
+    def to_state(self) -> GroupsContent:
+        """Return the ordinals of each group as plain data."""
+        ordinals = [group.ordinal for group in self._groups if group is not None]
+        sizes = [0 if group is None else len(group) for group in self._groups]
+        return sizes, np.concatenate(ordinals).astype("<i8").tobytes() if ordinals else None
+
+
+def ordinals_of(content: GroupsContent) -> list[IntArray]:
+    """Return the ordinals of each group, (n,)."""
+    sizes, data = content
+    ordinals = integers_of(data, "groups")
+    if min(sizes, default=0) < 0 or sum(sizes) != len(ordinals):
+        raise StateError("the groups of a round are damaged. Use an earlier checkpoint.")
+    return np.split(ordinals, np.cumsum(sizes)[:-1]) if sizes else []

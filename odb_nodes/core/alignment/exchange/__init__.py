@@ -1,0 +1,24 @@
+"""Exchange integers between ranks, over gloo."""
+
+from odb_nodes.core.alignment.exchange.base import (
+    Exchange,
+    Interrupted,
+    KnownRank,
+    ProcessGroupLike,
+)
+from odb_nodes.core.alignment.exchange.channel import Channel, Meeting
+from odb_nodes.core.alignment.exchange.gloo import GlooExchange, group_rank, resolve_exchange
+from odb_nodes.core.alignment.exchange.watch import FailureWatch
+
+__all__ = [
+    "Channel",
+    "Exchange",
+    "FailureWatch",
+    "GlooExchange",
+    "Interrupted",
+    "KnownRank",
+    "Meeting",
+    "ProcessGroupLike",
+    "group_rank",
+    "resolve_exchange",
+]

@@ -1,0 +1,112 @@
+"""Groups formed by a node of the user."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torchdata.nodes import BaseNode
+
+from odb_nodes.core.contract.graph import walk
+from odb_nodes.core.contract.node import call_member, can_restore
+from odb_nodes.core.nodes.exclusions import LeftOutSamples
+from odb_nodes.core.nodes.lazy_samples import Restored, samples_again
+from odb_nodes.core.nodes.sample_records import decode_sample, from_records
+from odb_nodes.core.nodes.sample_store import (
+    HeldSamples,
+    SampleStore,
+    StoreContent,
+    facts_of,
+    from_bits,
+)
+from odb_nodes.core.planning.facts import Facts
+from odb_nodes.core.planning.group_planner import GivenGroups
+from odb_nodes.core.planning.table import IntArray
+from odb_nodes.core.sample import LeftOut, Sample
+from odb_nodes.core.sample_block import SampleBlock
+from odb_nodes.errors import StateError
+
+_NONE_POOLED = np.empty(0, dtype=np.int64)
+
+
+class GroupReader(LeftOutSamples):
+    """Reads groups from any node; used by a `RankAligner` like a `WindowBucketer`."""
+
+    def __init__(self, node: BaseNode[Any]) -> None:
+        super().__init__()
+        self._node = node
+        self.planner = GivenGroups(partial(call_member, node, "lower_tokens"))
+        self.store = SampleStore()
+        self.restored = Restored()
+        """Result of the last restore."""
+
+    def fill(self) -> None:
+        """Read the next group."""
+        try:
+            group: Any = next(self._node)
+        except StopIteration:
+            self.planner.end()
+            return
+        if isinstance(group, list) and all(isinstance(sample, Sample) for sample in group):
+            group = SampleBlock.of(group)
+        if not isinstance(group, SampleBlock) or not len(group):
+            kind = f"`{type(group).__name__}`"
+            if isinstance(group, SampleBlock):
+                kind = "an empty group"
+            raise TypeError(
+                "`source` of RankAligner must yield groups, `list[Sample]`, but yielded "
+                f"{kind} instead. Put a `WindowBucketer` before it."
+            )
+        first = self.store.next_ordinal
+        ordinals = np.arange(first, first + len(group))
+        self.store.add(ordinals, group)
+        self.planner.give(facts_of(group, ordinals))
+
+    def facts_of(self, ordinals: IntArray) -> Facts:
+        """Return the facts of samples in the store, for planning."""
+        return facts_of(self.store.look(ordinals), ordinals)
+
+    def content(self) -> Any:
+        """Return the samples of the store, for a state."""
+        if can_restore(self._node):
+            return self.store.state(_NONE_POOLED)
+        return HeldSamples(self.store, _NONE_POOLED, {})
+
+    def restore(self, content: StoreContent) -> None:
+        """Make the samples of a state again. The node was reset to its position after them."""
+        *_, records_state, payload = content
+        ordinals, _ = from_bits(content)
+        records = from_records(records_state)
+        if len(ordinals) != len(records if payload is None else payload):
+            raise StateError("the groups of RankAligner are damaged. Use an earlier checkpoint.")
+        if payload is None:
+            samples, self.restored = samples_again(records, self._node, ordinals, "RankAligner")
+        else:
+            samples = SampleBlock.of([*map(decode_sample, payload)])
+        self.store.add(ordinals, samples)
+
+    def take_left_out(self) -> list[LeftOut]:
+        """Return the samples that were left out since the last call."""
+        return [*(call_member(self._node, "take_left_out") or ()), *super().take_left_out()]
+
+    def end_early(self, samples: Facts) -> None:
+        """End the epoch before its last sample; leave out `samples`."""
+        self.leave_unemitted(self.store, samples.ordinal)
+        call_member(self._node, "end_early")
+        self.planner.end()
+
+    @property
+    def plans_anew(self) -> bool:
+        """Whether the node can take samples back and form new groups of them."""
+        return hasattr(self._node, "put_back")
+
+    def put_back(self, samples: Facts) -> None:
+        """Have the node form new groups of samples."""
+        call_member(self._node, "put_back", self.store.take(samples.ordinal))
+        self.planner.go_on()
+
+    @property
+    def remaining_samples(self) -> int:
+        """Remaining samples of the nodes below, as far as they know."""
+        return sum(getattr(node, "remaining_samples", 0) for node in walk(self._node))

@@ -1,0 +1,98 @@
+"""The last round of an epoch: the ranks distribute the remaining samples evenly."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from odb_nodes._support.user_warning import warn_user
+from odb_nodes.core.alignment.peers import Exchanges, Message
+from odb_nodes.core.contract.again import restore_items
+from odb_nodes.core.nodes import WindowBucketer
+from odb_nodes.core.nodes.sample_records import with_digests
+from odb_nodes.core.planning.rank_plan import LastRound
+from odb_nodes.core.processing.observation import digest_of
+from odb_nodes.core.sample import ItemKey, LeftOut, Sample, Skipped, name_of
+from odb_nodes.core.sample_block import SampleBlock
+
+
+class _TransferredSample(NamedTuple):
+    """The description of a sample that is given to another rank."""
+
+    source: str
+    key: int
+    repeat: int
+    tokens: int
+    digest: int
+
+    @classmethod
+    def of(cls, sample: Sample) -> _TransferredSample:
+        assert sample.item is not None
+        source, key, _, repeat = sample.item
+        return cls(source, key, repeat, sample.tokens, digest_of(sample))
+
+    def item(self, world_size: int) -> ItemKey:
+        return ItemKey(self.source, self.key, world_size, self.repeat)
+
+
+def share_rest(
+    rest: LastRound, pool: WindowBucketer, rank: int, world_size: int, where: str
+) -> Exchanges[list[LeftOut]]:
+    """Cut the remaining samples of all ranks into the same number of groups on each rank.
+
+    See `planning.levelling`. Samples that this rank receives are then in the store of `pool`.
+
+    Returns:
+        The received samples that processing skips on this rank.
+    """
+    skipped: list[LeftOut] = []
+    budget_crc = np.array([zlib.crc32(repr(rest.budget).encode())])
+    report = np.concatenate((budget_crc, rest.told()))
+    messages = yield Message(report.astype("<i8").tobytes(), where)
+    reports = [np.frombuffer(message, "<i8").astype(np.int64) for message in messages]
+    if len({int(report[0]) for report in reports}) == 1:  # All ranks have the same budget.
+        received = rest.give(rest.moves([report[1:] for report in reports]))
+        given = with_digests(pool.store.look(rest.given.ordinal)).without_data()
+        description = json.dumps([_TransferredSample.of(sample) for sample in given])
+        messages = yield Message(description.encode(), where)
+        described = [json.loads(message) for message in messages]
+        to_make = [_TransferredSample(*described[giver][row]) for giver, row in received]
+        samples, skipped = _make(to_make, pool, rank, world_size)
+        rest.add(pool.take_over(samples))
+    fewest = yield Message([rest.fewest_steps()], where)
+    rest.cut(max(steps[0] for steps in fewest))
+    return skipped
+
+
+def _make(
+    received: Sequence[_TransferredSample], pool: WindowBucketer, rank: int, world_size: int
+) -> tuple[SampleBlock, list[LeftOut]]:
+    """Make the samples that other ranks have given; return the samples skipped here separately."""
+    samples: list[Sample] = []
+    skipped: list[LeftOut] = []
+    changes: list[str] = []
+    items = [transferred.item(world_size) for transferred in received]
+    for sample, transferred in zip(restore_items(pool, items), received, strict=True):
+        if isinstance(sample, Skipped):
+            skipped.append(LeftOut(sample.key, sample.source, sample.reason))
+            changes.append(f"a sample{name_of(sample)} is skipped here {sample.why}")
+            continue
+        samples.append(sample)
+        if sample.tokens != transferred.tokens:
+            tokens = f"had {transferred.tokens} tokens there, and has {sample.tokens} here"
+            changes.append(f"a sample{name_of(sample)} {tokens}.")
+        elif digest_of(sample) != transferred.digest:
+            changes.append(f"a sample{name_of(sample)} has other content here.")
+    if changes:
+        warn_user(
+            f"of {len(received)} samples that other ranks have given to rank {rank}, "
+            f"{len(changes)} are not what they were: {changes[0]} Either processing is not "
+            "deterministic (`ParallelProcessor(seed=...)` seeds the global generators), or the "
+            "ranks do not have the same data in the same order. Then some samples are lost, and "
+            "other samples come twice."
+        )
+    return SampleBlock.of(samples), skipped

@@ -1,0 +1,350 @@
+"""Messages of a `RankAligner` to the other ranks, for one rank or several virtual ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from torchdata.nodes import BaseNode
+
+from odb_nodes._support.checks import check_seconds
+from odb_nodes._support.processes import Owner
+from odb_nodes.core.alignment.aligned_round import LossRule
+from odb_nodes.core.alignment.exchange import (
+    Channel,
+    Exchange,
+    KnownRank,
+    ProcessGroupLike,
+    group_rank,
+    resolve_exchange,
+)
+from odb_nodes.core.contract.graph import walk
+from odb_nodes.core.contract.node import call_member
+from odb_nodes.core.planning.rounds import CostReport
+from odb_nodes.core.planning.table import IntArray
+from odb_nodes.errors import StateError
+
+PEER_TIMEOUT_S = 1800.0
+"""Default of `timeout_s`: seconds until a missing rank is an error on the other ranks."""
+
+_GRACE_S = 5.0  # for the other ranks to receive a failure at once
+
+_STOPPED = "generator raised StopIteration"  # the message of Python's RuntimeError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message of a rank; all ranks send the same kind of message at the same place."""
+
+    # A report, integers or bytes, in reply to which a rank gets the contents of all ranks; or a
+    # mapping of names to JSON data, which must be equal on all ranks.
+    content: CostReport | list[int] | bytes | Mapping[str, Any]
+    where: str  # the place, for errors
+    steps: int = 0  # the most groups in a report, the same on all ranks
+
+
+Exchanges = Generator[Message, Any, T]
+"""A coroutine of a rank: it yields a message and receives the contents of all ranks."""
+
+
+class Peers:
+    """Exchanges the messages of the ranks of a process with the other ranks of a group.
+
+    hosted: number of virtual ranks in the process.
+    """
+
+    def __init__(
+        self,
+        process_group: ProcessGroupLike,
+        timeout_s: float,
+        message_size: int,
+        tasks: int = 0,
+        hosted: int = 1,
+    ) -> None:
+        check_seconds("timeout_s", timeout_s)
+        self._process_group = process_group
+        self._timeout_s = timeout_s
+        self._size = message_size
+        self._tasks = tasks
+        self.hosted = hosted
+        self._use(Exchange())
+        self._failing: threading.Thread | None = None  # sends a failure
+
+    @property
+    def rank(self) -> int:
+        """The first rank of this process in the group; known after `begin`."""
+        return self.channel.rank * self.hosted
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the group; known after `begin`."""
+        return self.channel.world_size * self.hosted
+
+    @property
+    def are_connected(self) -> bool:
+        """Whether this process has connections to other processes."""
+        return type(self._exchange) is not Exchange
+
+    def another(self, message_size: int) -> Peers:
+        """Return new connections of the same ranks. All ranks must call this in the same order."""
+        return Peers(self._process_group, self._timeout_s, message_size)
+
+    def check_process(self) -> None:
+        """Raise a `WorkerError` if the connections belong to a parent process."""
+        if self.are_connected:
+            self._owner.check("`RankAligner`")
+
+    def begin(self) -> None:
+        """Find out the ranks of the group, and end an interruption. Waits for no rank."""
+        self.check_process()
+        failing = self._failing
+        self._failing = None
+        if failing is not None:
+            self._exchange.interrupt()
+            failing.join()  # It ends, because it is interrupted and has a limit.
+        if not self.are_connected:  # torch.distributed may have been initialised since.
+            self._use(resolve_exchange(self._process_group, self._timeout_s))
+        self._exchange.resume()
+        self.channel.begin()
+
+    def drive(
+        self,
+        ranks: Sequence[Exchanges[T]],
+        where: Callable[[], str],
+        place: Mapping[str, Any] | None = None,
+    ) -> list[T]:
+        """Run the ranks of this process from exchange to exchange; return their results.
+
+        place: further names and values that must be equal in all processes.
+        """
+        results: dict[int, T] = {}
+        answer: Any = None
+        try:
+            while True:
+                messages: list[Message] = []
+                with self.reporting_failure(where):
+                    for number, rank in enumerate(ranks):
+                        if number in results:
+                            continue
+                        try:
+                            messages.append(rank.send(answer))
+                        except StopIteration as end:
+                            results[number] = end.value
+                if not messages:
+                    return [results[number] for number in range(len(ranks))]
+                if len(messages) < self.hosted:
+                    raise RuntimeError("the virtual ranks of a process do not exchange alike.")
+                answer = self._exchanged(messages, place or {})
+        finally:
+            for rank in ranks:
+                rank.close()
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """Send the error of this rank to the other ranks, in place of its next message.
+
+        If that takes long, a thread continues: the other ranks may be late.
+        """
+        self._failing = threading.Thread(
+            target=self.channel.fail, args=(error, where), name="odb_nodes-peers", daemon=True
+        )
+        self._failing.start()
+        self._failing.join(_GRACE_S)
+
+    @contextmanager
+    def reporting_failure(self, where: str | Callable[[], str]) -> Iterator[None]:
+        """Send an error that is raised within this context to the other ranks."""
+        try:
+            yield
+        except Exception as error:
+            place = where if isinstance(where, str) else where()
+            # A StopIteration, of `step_time` for example, would end the epoch on this rank. Within
+            # a generator, Python has turned it into a RuntimeError.
+            if not isinstance(error, StopIteration) and str(error) != _STOPPED:
+                self.fail(error, place)
+                raise
+            # Not `from` it: `contextmanager` would then let the StopIteration pass.
+            raised = RuntimeError(f"{place}: the source or `step_time` raised StopIteration.")
+            self.fail(raised, place)
+            raise raised  # noqa: B904
+
+    def interrupt(self) -> None:
+        """Make a wait on another thread raise, until `begin`."""
+        self._exchange.interrupt()
+
+    def _use(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._owner = Owner()
+        self.channel = Channel(exchange, self._size * self.hosted)
+
+    def _exchanged(self, messages: Sequence[Message], place: Mapping[str, Any]) -> Any:
+        """Return the contents of all ranks, in their order; `None` for mappings that agree."""
+        first, where = messages[0].content, messages[0].where
+        contents: list[Any] = [message.content for message in messages]
+        if isinstance(first, Mapping):
+            return self._agree(contents, place)
+        if not self.are_connected:
+            return contents
+        if isinstance(first, bytes):
+            return self._gather_bytes(contents, where)
+        if isinstance(first, list):
+            rows = [np.array(content, np.int64) for content in contents]
+            return self._gather(rows, where, len(first)).tolist()
+        reports = [report.to_message() for report in contents]
+        if CostReport.message_size(messages[0].steps, self._tasks) <= self._size:
+            gathered = [*self._gather(reports, where, self._size)]
+        else:
+            parts = self._gather_bytes([row.astype("<i8").tobytes() for row in reports], where)
+            gathered = [np.frombuffer(part, "<i8").astype(np.int64) for part in parts]
+        return [CostReport.from_message(row, self._tasks) for row in gathered]
+
+    def _agree(self, configs: Sequence[Mapping[str, Any]], place: Mapping[str, Any]) -> None:
+        first = configs[0]
+        if any(config != first for config in configs):
+            names = [name for name in first if any(c[name] != first[name] for c in configs)]
+            raise StateError(
+                f"the virtual ranks of a process do not continue from the same place: they differ "
+                f"in {names}. Load states that were saved at the same step."
+            )
+        self.channel.agree({**first, **place})
+
+    def _gather(self, rows: Sequence[IntArray], where: str, width: int) -> IntArray:
+        """Return rows of integers of all ranks, (ranks, width)."""
+        table = np.zeros((self.hosted, width), dtype=np.int64)
+        for number, row in enumerate(rows):
+            table[number, : len(row)] = row
+        return self.channel.gather(table.ravel(), where).reshape(self.world_size, width)
+
+    def _gather_bytes(self, contents: Sequence[bytes], where: str) -> list[bytes]:
+        """Return the bytes of all ranks."""
+        if self.hosted == 1:
+            return self.channel.gather_bytes(contents[0], where)
+        lengths = [np.array([len(content)]) for content in contents]
+        sizes = self._gather(lengths, where, 1)[:, 0].tolist()
+        joined = b"".join(self.channel.gather_bytes(b"".join(contents), where))
+        ends = np.cumsum(sizes).tolist()
+        return [joined[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+
+class VirtualTeam:
+    """The virtual ranks of a job in this process: `hosted` consecutive ranks.
+
+    weighed_processes: number of processes that average their gradients, if it is not the number of
+        processes of `process_group`: this process may make a step of another job again.
+    """
+
+    def __init__(
+        self,
+        virtual_ranks: int,
+        process_group: ProcessGroupLike,
+        timeout_s: float,
+        weighed_processes: int | None = None,
+    ) -> None:
+        self.rank, self.processes = group_rank(process_group)
+        self.weighed_processes = weighed_processes or self.processes
+        if virtual_ranks % self.processes:
+            raise ValueError(
+                f"`virtual_ranks` must be a multiple of the number of ranks ({self.processes}), "
+                f"so that each rank hosts the same number, but is {virtual_ranks}."
+            )
+        self.virtual_ranks = virtual_ranks
+        self.hosted = virtual_ranks // self.processes
+        self._process_group = process_group
+        self._timeout_s = timeout_s
+        self._peers: Peers | None = None
+
+    def ranks(self) -> list[VirtualRank]:
+        """Return the virtual ranks of this process."""
+        if isinstance(self._process_group, VirtualRank):  # of a team that drives all of them
+            return [self._process_group]
+        return [VirtualRank(self, number) for number in range(self.hosted)]
+
+    def peers_of(self, message_size: int, tasks: int) -> Peers:
+        """Return the `Peers` that all virtual ranks of this process share."""
+        if self._peers is None:
+            self._peers = Peers(
+                self._process_group, self._timeout_s, message_size, tasks, self.hosted
+            )
+        return self._peers
+
+
+@dataclass(frozen=True)
+class VirtualRank(KnownRank):
+    """A virtual rank of this process: the `process_group` of its graph."""
+
+    team: VirtualTeam
+    number: int
+
+    @property
+    def rank(self) -> int:
+        """Its number among all virtual ranks."""
+        return self.team.rank * self.team.hosted + self.number
+
+    @property
+    def world_size(self) -> int:
+        """Number of virtual ranks."""
+        return self.team.virtual_ranks
+
+    def weighed(self, rule: LossRule) -> LossRule:
+        """Return the loss rule for all virtual ranks."""
+        processes = self.team.weighed_processes
+        batches = self.world_size // processes
+        return replace(rule, world_size=processes, batch=self.rank % batches, batches=batches)
+
+
+def check_sharing(source: BaseNode[Any], rank: int, world_size: int) -> None:
+    """Raise a `RuntimeError` unless the nodes below have this rank and number of ranks."""
+    for name, config in _sharing_nodes(source).items():
+        if (config["rank"], config["world_size"]) != (rank, world_size):
+            raise RuntimeError(
+                f"`{name}` is rank {config['rank']} of {config['world_size']} ranks, but the "
+                f"`RankAligner` over it is rank {rank} of {world_size}. Give both "
+                "the same: `process_group=` here, `rank=` and `world_size=` there."
+            )
+
+
+def sharing_configs(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
+    """Return the configurations that must be equal on ranks that share data, by node."""
+    sharing = _sharing_nodes(source)
+    if not sharing:  # Each rank has separate data, and may mix it differently.
+        return {}
+    shared = {name: {**config, "rank": None} for name, config in sharing.items()}
+    same_on_all_ranks = [
+        (type(node).__name__, config | (call_member(node, "agreed") or {}))
+        for node, config in _configured_nodes(source)
+        if getattr(node, "same_on_all_ranks", False)
+    ]
+    return {**shared, **_by_name(same_on_all_ranks)}
+
+
+def _sharing_nodes(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
+    """Return, by name, the configurations of the nodes that yield a rank's share of data."""
+    return _by_name(
+        (type(node).__name__, config)
+        for node, config in _configured_nodes(source)
+        if config.keys() >= {"rank", "world_size"} and config["world_size"] > 1
+    )
+
+
+def _configured_nodes(source: BaseNode[Any]) -> Iterator[tuple[BaseNode[Any], dict[str, Any]]]:
+    for node in walk(source):
+        config = call_member(node, "fingerprint")
+        if isinstance(config, dict):
+            yield node, config
+
+
+def _by_name(configs: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return configurations by name; further nodes of a name get "[1]", "[2]" and so on."""
+    by_name: dict[str, dict[str, Any]] = {}
+    counts: Counter[str] = Counter()
+    for name, config in configs:
+        count = counts[name]
+        by_name[f"{name}[{count}]" if count else name] = config
+        counts[name] += 1
+    return by_name

@@ -1,0 +1,677 @@
+"""Node: gives all ranks the same number of steps, of about the same cost, and one loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+from torchdata.nodes import BaseNode
+
+from odb_nodes._support.checks import check_choice, check_count, check_integer
+from odb_nodes._support.user_warning import warn_user
+from odb_nodes.core.alignment.aligned_round import (
+    GroupsContent,
+    LossRule,
+    LossScaling,
+    PlannedOrdinals,
+    digest_of_totals,
+    info_of_step,
+    ordinals_of,
+    totals_from_bytes,
+    totals_to_bytes,
+)
+from odb_nodes.core.alignment.exchange import ProcessGroupLike
+from odb_nodes.core.alignment.given_groups import GroupReader
+from odb_nodes.core.alignment.last_round import share_rest
+from odb_nodes.core.alignment.peers import (
+    PEER_TIMEOUT_S,
+    Exchanges,
+    Message,
+    Peers,
+    VirtualRank,
+    check_sharing,
+    sharing_configs,
+)
+from odb_nodes.core.contract import EpochNode, EpochState, SourceState, copy_state
+from odb_nodes.core.contract.config import loading
+from odb_nodes.core.contract.graph import budget_below, describe_empty_epoch, walk
+from odb_nodes.core.contract.node import check_node, snapshot
+from odb_nodes.core.nodes import WindowBucketer
+from odb_nodes.core.nodes.lazy_samples import with_data_made
+from odb_nodes.core.nodes.planned_groups import PlannedGroups
+from odb_nodes.core.nodes.sample_records import decode_sample, encode_sample
+from odb_nodes.core.nodes.sample_store import StoreContent
+from odb_nodes.core.planning.budget import round_up
+from odb_nodes.core.planning.facts import Facts
+from odb_nodes.core.planning.group_costs import GroupCostEstimator, best_filler
+from odb_nodes.core.planning.group_planner import RoundSettings
+from odb_nodes.core.planning.options import JobOptions
+from odb_nodes.core.planning.rank_plan import RankPlan, SettledRound
+from odb_nodes.core.planning.rounds import CostReport, GroupCost, Uneven
+from odb_nodes.core.planning.step_time import StepTime, TimeFn, check_step_time, step_time_of
+from odb_nodes.core.planning.table import IntArray
+from odb_nodes.core.sample import LeftOut, Sample
+from odb_nodes.core.sample_block import NO_SAMPLES, SampleBlock
+from odb_nodes.core.step_info import AlignedGroup
+from odb_nodes.errors import SampleError, StateError
+
+_FORMS_GROUPS = (WindowBucketer, PlannedGroups)
+
+
+@dataclass(kw_only=True)
+class AlignerState(EpochState):
+    """The state of a `RankAligner`.
+
+    The samples of its groups are in the state of the `WindowBucketer`.
+    """
+
+    source: SourceState = field(default_factory=dict)
+    round: int = 0  # number of the next round in the epoch
+    step: int = 0  # number of the next step in the epoch
+    emitted: int = 0  # steps of the settled round that were yielded
+    totals: bytes | None = None  # of the steps of the round; `None` between rounds
+    tasks: int = 0  # number of tasks in `totals`
+    last: bool = False  # whether this is the last round
+    # the `RoundSettings` of the next round
+    settings: tuple[int, list[int], int, bool] = field(
+        default_factory=lambda: RoundSettings().to_state()
+    )
+    # the groups of the round's remaining steps, and the groups formed for the next round
+    groups: GroupsContent = field(default_factory=lambda: ([], None))
+    requested_max_tokens: int = 0  # lower `tokens` that this rank requests of all ranks; 0: none
+    filler: int | None = None  # ordinal of the sample that this rank fills steps with
+    filler_of_another: bytes | None = None  # the filler, encoded, if it is of another rank
+    # the samples of the groups of a source that is no `WindowBucketer`, and whether it has ended
+    given: StoreContent | None = None
+    given_ended: bool = False
+    # key, source and reason of each sample for `StepInfo.left_out` of the next step
+    left_out: list[tuple[int | None, str, str]] = field(default_factory=list)
+    unemitted_samples: int = 0  # samples left out by `uneven="stop"`
+
+    def steps(self) -> IntArray:
+        """Return the totals of the steps of the round."""
+        totals = totals_from_bytes(self.totals, self.tasks)
+        remaining = len(totals) - self.emitted
+        if not 0 <= remaining <= len(self.groups[0]) or self.emitted > self.step:
+            raise StateError("the round of `RankAligner` is damaged. Use an earlier checkpoint.")
+        return totals
+
+    @property
+    def totals_digest(self) -> int:
+        """A hash of the round, which is equal on all ranks."""
+        return digest_of_totals(self.steps())
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether this is after the last step of the epoch."""
+        return self.last and self.emitted == len(self.steps())
+
+
+class _Filler(NamedTuple):
+    """The sample that a rank fills steps with."""
+
+    samples: SampleBlock  # the sample alone
+    encoded: bytes | None = None  # if another rank has sent it
+
+    @classmethod
+    def of_another_rank(cls, encoded: bytes) -> _Filler:
+        return cls(SampleBlock.of([decode_sample(encoded)]), encoded)
+
+
+class RankAligner(EpochNode[AlignedGroup, AlignerState]):
+    """Yields the groups of its source so that all ranks take the same steps.
+
+    It works in rounds. Before each round, all ranks exchange the costs of up to `round_size` groups
+    in one message. Every rank then computes the same plan: groups of similar time share a step, one
+    permutation shuffles the steps of all ranks, and the groups of the next round are formed for
+    costs, or times, that are equal on all ranks.
+
+    At the end of the data, a rank with fewer groups than other ranks splits some of its groups. A
+    rank with fewer samples than steps fills a step with one of its samples; the loss of that step
+    has weight 0.
+
+    The groups of a round are formed during the steps of the previous round.
+
+    State: the state of the source, which has the samples of planned groups; the totals of the
+    round, 32 bytes a step; and the ordinals of the samples in planned groups, 8 bytes each. A
+    restore needs no message to other ranks. For a source that is no `WindowBucketer`, the state has
+    key, length and digest of each sample, or the sample itself if the source cannot make it again.
+    If a state is restored with more keys in `exclude`, or with a lower budget, the samples of the
+    remaining optimizer steps return to the pool, and a new round begins.
+
+    Args:
+        source: node that yields groups, each a sequence of `Sample`: a `WindowBucketer`.
+        process_group: the ranks that share steps: a process group of any backend, or a
+            `DeviceMesh`. In a mesh of several dimensions, the ranks along dimensions named `dp`,
+            `fsdp`, `replicate`, `shard` and similar (also joined, `dp_shard`) share steps; ranks
+            along `tp`, `cp`, `pp` and `ep` get the same batches. Default: all ranks of the job, or
+            a single rank if torch.distributed is not initialised.
+        round_size: steps between two messages, after rounds of 1, 2, 3 and so on; rounded up
+            to a multiple of `accumulate`. Larger rounds match costs better and hold more groups.
+        uneven: what to do when ranks have different amounts of data. `"fill"`: split groups and
+            fill steps, as above. `"stop"`: all ranks end with the first rank that has no group
+            left; `unemitted_samples` counts the remaining samples.
+        loss_scaling: the weight in `StepInfo.loss_scale`. `"exact"`: the mean of the ranks'
+            gradients is the gradient of the mean over all supervised tokens. `"approx"`: each
+            rank's mean is weighted by its samples. `"none"`: 1.0 (0.0 in filler steps).
+        accumulate: steps of an optimizer step, which share one denominator.
+        seed: seed of the permutations, the same on all ranks.
+        timeout_s: seconds after which a missing rank is an error on the other ranks.
+        step_time: the time of a step, to which ranks are levelled: a `StepTime`, or a function,
+            group -> time of its step, an integer in any unit. A `StepTime` also decides how groups
+            are formed; a function only decides which groups share a step. Default:
+            `StepTime.typical` for packed groups; for padded groups the cost under the budget,
+            because padded groups of equal time would have samples of one length.
+        modalities: name -> function that returns whether a sample has the modality. Default:
+            `"image"`, for samples with patches.
+        tasks: names of all tasks of the samples; `StepInfo.task_targets` counts the targets of
+            each.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid.
+    """
+
+    STATE = AlignerState
+    keeps_failed_items = True
+
+    def __init__(
+        self,
+        source: BaseNode[SampleBlock] | BaseNode[list[Sample]],
+        process_group: ProcessGroupLike = None,
+        round_size: int = JobOptions.round_size,
+        uneven: Uneven = JobOptions.uneven,
+        loss_scaling: LossScaling = LossRule.scaling,
+        accumulate: int = JobOptions.accumulate,
+        seed: int = JobOptions.seed,
+        timeout_s: float = PEER_TIMEOUT_S,
+        *,
+        step_time: StepTime | TimeFn | None = None,
+        modalities: Mapping[str, Callable[[Sample], bool]] | None = None,
+        tasks: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        check_node("source", source)
+        check_choice("uneven", uneven, get_args(Uneven))
+        budget = budget_below(source)
+        accumulate = check_count("accumulate", accumulate)
+        check_step_time(step_time)
+        step_time = step_time_of(step_time, budget)
+        self.measure = GroupCostEstimator(budget, step_time, modalities, tasks)
+        self.source = source
+        self.round_size = round_up(check_count("round_size", round_size), accumulate)
+        self.uneven = uneven
+        self._seed = check_integer("seed", seed)
+        tasks_count = len(self.measure.tasks)
+        message_size = CostReport.message_size(self.round_size, tasks_count)
+        self._number = 0  # of the virtual rank in this process
+        self._rule = LossRule(accumulate=accumulate, scaling=loss_scaling)
+        if isinstance(process_group, VirtualRank):
+            self.peers = process_group.team.peers_of(message_size, tasks_count)
+            self._number = process_group.number
+            self._rule = process_group.weighed(self._rule)
+        else:
+            self.peers = Peers(process_group, timeout_s, message_size, tasks_count)
+        # Only a direct source: a node in between might read ahead, and groups would depend on it.
+        self._pool = source if isinstance(source, WindowBucketer) else None
+        self.requested_max_tokens = 0
+        self.unemitted_samples = 0
+        """Samples of this rank and epoch that `uneven="stop"` left out."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._groups = GroupReader(self.source) if self._pool is None else self._pool
+        self._filler: _Filler | None = None
+        self._left_out: list[LeftOut] = []  # `StepInfo.left_out` of the next step
+        self._failure: Exception | None = None  # of reading ahead; raised after the round
+        # Whether to exchange a message at the end of the epoch: after a restore, another rank may
+        # have failed to make a sample again in the last step.
+        self._confirms_end = False
+        self._plan = self._new_plan()
+
+    def _new_plan(self) -> RankPlan:
+        options = JobOptions(
+            round_size=self.round_size,
+            uneven=self.uneven,
+            accumulate=self.accumulate,
+            seed=self._seed,
+            step_time=self.measure.step_time,
+        )
+        return RankPlan(
+            self._groups.planner,
+            options,
+            self._measured,
+            rank=self.rank,
+            world_size=self.peers.world_size,
+            epoch=self._epochs.epoch,
+            shares_rest=self._pool is not None and self._pool.can_restore,
+            tasks=len(self.measure.tasks),
+        )
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among the ranks that share steps."""
+        return self.peers.rank + self._number
+
+    @property
+    def accumulate(self) -> int:
+        """Steps of an optimizer step."""
+        return self._rule.accumulate
+
+    @property
+    def rule(self) -> LossRule:
+        """How the losses of all ranks and micro-steps are combined."""
+        world_size = self._rule.world_size or self.peers.world_size
+        return replace(self._rule, world_size=world_size)
+
+    @property
+    def where(self) -> str:
+        """Present round or step, for errors."""
+        plan = self._plan
+        epoch = self._epochs.epoch
+        if plan.is_between_rounds:
+            return f"round {plan.round} of epoch {epoch} (from step {plan.step})"
+        place = "the end" if plan.is_at_end else f"step {plan.step}"
+        return f"{place} of epoch {epoch}"
+
+    @property
+    def replayed_samples(self) -> int:
+        """Samples in groups of a node of the user that the last restore makes again."""
+        return 0 if self._pool is not None else self._groups.restored.samples
+
+    @property
+    def exchange_wait_s(self) -> float:
+        """Seconds spent waiting for other ranks so far."""
+        return self.peers.channel.wait_s
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether threads run for the connections to other ranks."""
+        return self.peers.are_connected
+
+    def ask_for_tokens(self, tokens: int) -> None:
+        """Request groups of at most `tokens` tokens on all ranks, from the next round on.
+
+        The smallest request of all ranks applies. May be called from any thread.
+        """
+        self.requested_max_tokens = min(self.requested_max_tokens or tokens, tokens)
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin the next epoch, or go to the position of `initial_state`.
+
+        Raises:
+            StateError: the state is damaged or does not fit, or the source does not yield the
+                groups again. The other ranks raise a `PeerError` at their next exchange, for which
+                this rank waits up to 5 s.
+            RuntimeError: the job has several ranks, but torch.distributed is not initialised.
+        """
+        self.peers.begin()
+        with self.peers.reporting_failure("reset"):
+            super().reset(initial_state)
+
+    def prepare_reset(self) -> None:
+        """Check that the sources have this rank and number of ranks."""
+        check_sharing(self.source, self.rank, self.peers.world_size)
+
+    def begin_epoch(self) -> None:
+        """Begin the epoch of the source, with the limits and the window of the previous epoch."""
+        self._groups.planner.use(self._plan.settings._replace(caps=()))
+        self._clear()
+        self.unemitted_samples = 0
+        self.source.reset(None)
+
+    def restore(self, state: AlignerState) -> None:
+        """Go to a step of a round, and restore the planned groups."""
+        self._clear()
+        totals = state.steps()
+        ordinals = ordinals_of(state.groups)
+        self.requested_max_tokens = state.requested_max_tokens
+        self.unemitted_samples = state.unemitted_samples
+        self._left_out = [LeftOut(*fields) for fields in state.left_out]
+        self.source.reset(copy_state(state.source))
+        reader = self._groups
+        if isinstance(reader, GroupReader):
+            if state.given is not None:
+                reader.restore(state.given)
+            if state.given_ended:
+                reader.planner.end()
+        remaining = len(totals) - state.emitted
+        groups = self._checked_groups(state, ordinals, in_round=remaining)
+        step_groups: list[Facts | None] = [None] * state.emitted
+        step_groups += [group if len(group) else None for group in groups[:remaining]]
+        self._plan.restore(
+            round=state.round,
+            step=state.step,
+            settings=RoundSettings(*state.settings),
+            settled=SettledRound(totals, step_groups, state.emitted),
+            is_last=state.last,
+            formed=groups[remaining:],
+        )
+        self._restore_filler(state, groups, is_needed=None in step_groups[state.emitted :])
+        self._confirms_end = not state.is_at_end
+        self._use_present_options(at_end=state.is_at_end)
+        self._want_groups()
+
+    def _checked_groups(
+        self, state: AlignerState, groups: list[IntArray], in_round: int
+    ) -> list[Facts]:
+        """Return the facts of the groups of a state, after checks that no sample is missing."""
+        reader, pool = self._groups, self._pool
+        pooled = [] if pool is None else pool.planner.pool.ordinals().tolist()
+        held = reader.store.ordinals().tolist()
+        planned = [ordinal for group in groups for ordinal in group.tolist()]
+        expected = planned + pooled
+        filler = state.filler
+        if filler is not None and filler in reader.store and filler not in expected:
+            expected.append(filler)  # A step has used the filler, and the store keeps it.
+        if sorted(expected) != held or any(not len(group) for group in groups[in_round:]):
+            raise StateError("the groups of RankAligner are damaged. Use an earlier checkpoint.")
+        settled = {ordinal for group in groups[:in_round] for ordinal in group.tolist()}
+        for ordinal, change in reader.restored.changed.items():
+            if ordinal in settled:
+                raise StateError(change)
+        return [reader.facts_of(group) for group in groups]
+
+    def _restore_filler(
+        self, state: AlignerState, groups: Sequence[Facts], *, is_needed: bool
+    ) -> None:
+        if state.filler_of_another is not None:
+            self._filler = _Filler.of_another_rank(state.filler_of_another)
+        elif state.filler is not None and state.filler in self._groups.store:
+            pool = None if self._pool is None else self._pool.planner.pool
+            is_pooled = pool is not None and state.filler in pool.ordinals()
+            is_planned = any(state.filler in group.ordinal for group in groups)
+            self._keep_filler(state.filler, is_out=not (is_pooled or is_planned))
+        elif is_needed and not self._groups.restored.keys_changed:
+            raise StateError("the groups of RankAligner are damaged. Use an earlier checkpoint.")
+
+    def save(self) -> AlignerState:
+        """Return the state of the source, the totals of the round, and the planned groups."""
+        plan, reader = self._plan, self._groups
+        given = reader if isinstance(reader, GroupReader) else None
+        groups: Any = PlannedOrdinals([*plan.settled.remaining, *plan.formed])
+        return AlignerState(
+            source=snapshot(self.source),
+            round=plan.round,
+            step=plan.step,
+            emitted=plan.settled.emitted,
+            totals=totals_to_bytes(plan.settled.totals),
+            tasks=len(self.measure.tasks),
+            last=plan.is_last,
+            settings=plan.settings.to_state(),
+            groups=groups,
+            requested_max_tokens=self.requested_max_tokens,
+            filler=reader.store.filler,
+            filler_of_another=None if self._filler is None else self._filler.encoded,
+            given=None if given is None else given.content(),
+            given_ended=given is not None and given.planner.ended,
+            left_out=[(sample.key, sample.source, sample.reason) for sample in self._left_out],
+            unemitted_samples=self.unemitted_samples,
+        )
+
+    def fixed_fields(self, state: AlignerState) -> Collection[str]:
+        """Return the fields that would let ranks take different steps if changed in mid-epoch."""
+        if state.is_at_end:
+            return ()
+        names = ["world_size", "round_size", "accumulate", "uneven"]
+        if len(state.steps()):  # within a round
+            names += ["step_time", "modalities", "tasks"]
+        return names
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the configuration that decides the output."""
+        return {
+            "rank": self.rank,
+            "world_size": self.peers.world_size,
+            "round_size": self.round_size,
+            "uneven": self.uneven,
+            "loss_scaling": self._rule.scaling,
+            "accumulate": self._rule.accumulate,
+            "seed": self._seed,
+            **self.measure.fingerprint(),
+        }
+
+    def next(self) -> AlignedGroup:
+        """Return the next group and its `StepInfo`.
+
+        Raises:
+            PeerError: another rank failed, left, or did not answer within `timeout_s`.
+            StateError: the ranks do not continue from the same place, or a sample differs from its
+                record in the state. The other ranks raise a `PeerError`.
+            WorkerError: the connections belong to the parent of this process.
+        """
+        self.peers.check_process()
+        if not self.peers.drive([self.prepare_step()], lambda: self.where)[0]:
+            raise StopIteration
+        plan, rule, store = self._plan, self.rule, self._groups.store
+        settled = plan.settled
+        index = settled.emitted
+        step = plan.step
+        facts = settled.groups[index]
+        with self.peers.reporting_failure(self.where):
+            if facts is not None:
+                store.make(facts.ordinal)
+            elif self._filler is not None:
+                self._filler = self._filler._replace(samples=with_data_made(self._filler.samples))
+        plan.next_step()  # only now, so that no state loses a group that cannot be made
+        group = NO_SAMPLES if facts is None else store.take(facts.ordinal)
+        info = info_of_step(
+            settled,
+            index,
+            group,
+            rule,
+            self.measure,
+            step=step * rule.batches + rule.batch,
+            epoch=self._epochs.epoch,
+            ends_epoch=plan.is_at_end and rule.batch == rule.batches - 1,
+            left_out=tuple(self._left_out),
+        )
+        self._left_out = []
+        if facts is None and self._filler is not None:
+            group = self._filler.samples
+        if plan.is_at_end:
+            self._keep_filler(None)
+        return AlignedGroup(group, info)
+
+    def prepare_step(self) -> Exchanges[bool]:
+        """Settle rounds with the other ranks until there is a step; return whether there is one."""
+        plan = self._plan
+        self._form_groups()
+        while plan.is_between_rounds:
+            yield from self._begin_round()
+            self._form_groups()
+        if not plan.is_at_end:
+            yield from self._agree()
+            return True
+        if self._confirms_end:
+            yield Message([plan.step], self.where)
+            self._confirms_end = False
+        return False
+
+    def take_left_out(self) -> list[LeftOut]:
+        """Return the samples that were left out since the last step."""
+        left_out = self._left_out + self._groups.take_left_out()
+        self._left_out = []
+        return left_out
+
+    def interrupt(self) -> None:
+        """Make a `next` that waits for other ranks on another thread raise, until the next reset.
+
+        The connections stay.
+        """
+        self.peers.interrupt()
+
+    close = interrupt
+
+    # --------------------------------------------------------------------------------------------
+
+    def _measured(self, group: Facts) -> GroupCost:
+        return self.measure(self._groups.store.look(group.ordinal))
+
+    def _form_groups(self) -> None:
+        """Form the groups that are due before the next step.
+
+        An error of the source is raised after the steps of the round, so that all ranks are at the
+        same step then.
+        """
+        plan = self._plan
+        try:
+            while self._failure is None and plan.lacks() > 0:
+                self._groups.fill()
+        except Exception as error:
+            if not getattr(self.source, "keeps_failed_items", False):  # It has lost its state.
+                raise
+            self._failure = error
+        if self._failure is not None and plan.is_between_rounds:
+            raise self._failure
+
+    def _agree(self) -> Exchanges[None]:
+        """Raise an error, once after a reset, unless all ranks continue from the same place."""
+        if self.peers.channel.agreed:
+            return
+        plan = self._plan
+        nodes = [node for node in walk(self.source) if isinstance(node, _FORMS_GROUPS)]
+        are_known = any(isinstance(node, PlannedGroups) for node in nodes)
+        config = {
+            "lengths": "known before samples are read" if are_known else "observed",
+            "step": plan.step,
+            "epoch": self._epochs.epoch,
+            "tokens of the next round": plan.settings.max_tokens,
+            "caps of the next round": [*plan.settings.caps],
+            "window of the next round": plan.settings.window,
+            "whether the next round is the last": plan.settings.is_last,
+            "totals of the round": digest_of_totals(plan.settled.totals),
+            "exclude": ", ".join(repr(node.excluded) for node in nodes),
+            type(self).__name__: {**self.fingerprint(), "rank": None},
+            **sharing_configs(self.source),
+        }
+        yield Message(config, self.where)
+
+    def _begin_round(self) -> Exchanges[None]:
+        """Settle the next round with the other ranks."""
+        plan, store, where = self._plan, self._groups.store, self.where
+        rest = None
+        skipped: list[LeftOut] = []
+        first_received = store.next_ordinal
+        try:
+            if plan.settings.is_last and self._pool is not None:
+                yield from self._agree()
+                rest = plan.rest()
+                skipped = yield from share_rest(
+                    rest, self._pool, self.rank, self.peers.world_size, where
+                )
+            report = plan.report(
+                rest,
+                has_filler=self._filler is not None,
+                max_tokens=self.requested_max_tokens,
+            )
+            yield from self._agree()
+            most_steps = plan.most_steps if rest is None else rest.steps
+            reports: Sequence[CostReport] = yield Message(report, where, steps=most_steps)
+            if not plan.step and not any(report.groups for report in reports):
+                raise SampleError(
+                    f"no rank has a sample in epoch {self._epochs.epoch}. "
+                    f"{describe_empty_epoch(self.source)}"
+                )
+            groups = plan.groups_of_round(rest)
+            if groups and self.peers.world_size > 1:  # A single rank has no filler steps.
+                ordinals = np.concatenate([group.ordinal for group in groups])
+                self._keep_filler(int(ordinals[best_filler(store.look(ordinals))]))
+            if self.uneven == "fill":
+                yield from self._share_filler(reports, where)
+        except BaseException:  # Restore the state before the round.
+            ordinals = store.ordinals()
+            store.drop(ordinals[ordinals >= first_received])
+            raise
+        self._drop(plan.settle(plan.agree(reports)))
+        # Samples left out of the whole round, so it does not matter when groups were formed.
+        self._left_out += self._groups.take_left_out() + skipped
+        self._want_groups()
+        if rest is not None:
+            store.take(rest.given.ordinal)
+
+    def _want_groups(self) -> None:
+        """Queue the lazy data of planned groups after a restore, in the order of steps."""
+        groups = [*self._plan.settled.remaining, *self._plan.formed]
+        self._groups.store.want(group.ordinal for group in groups if group is not None)
+
+    def _keep_filler(self, ordinal: int | None, *, is_out: bool = False) -> None:
+        """Set the sample of this rank that fills steps from now on; `None`: no sample.
+
+        is_out: whether a step has used the sample.
+        """
+        store = self._groups.store
+        store.keep_filler(ordinal, is_out=is_out)
+        self._filler = None
+        if ordinal is not None:
+            self._filler = _Filler(store.look(np.array([ordinal])).alone())
+
+    def _share_filler(self, reports: Sequence[CostReport], where: str) -> Exchanges[None]:
+        """Send ranks that never had a sample the filler of another rank."""
+        donors = [rank for rank, report in enumerate(reports) if report.groups]
+        if not donors or all(report.has_filler for report in reports):
+            return
+        donor = donors[0]
+        data = b""
+        if self.rank == donor and self._filler is not None:
+            sample = self._filler.samples[0]._replace(ordinal=None)  # valid on this rank only
+            try:
+                data = encode_sample(sample)
+            except SampleError as error:
+                raise SampleError(f"a sample is sent to a rank without samples: {error}") from error
+        encoded: Sequence[bytes] = yield Message(data, where)
+        if not reports[self.rank].has_filler:
+            self._filler = _Filler.of_another_rank(encoded[donor])
+
+    def _drop(self, groups: list[Facts]) -> None:
+        """Leave out the remaining samples of this rank, if another rank has ended; warn of them."""
+        if self.uneven != "stop" or not self._plan.is_last:
+            return
+        count = sum(map(len, groups)) + self._groups.remaining_samples
+        self._groups.end_early(Facts.joined(groups))
+        self.unemitted_samples += count
+        if count:
+            warn_user(
+                f'`uneven="stop"`: another rank has ended, so {count} samples of rank {self.rank} '
+                f"are not emitted in epoch {self._epochs.epoch}."
+            )
+
+    def _use_present_options(self, *, at_end: bool) -> None:
+        """Plan the remaining steps anew, if `exclude` or limits have changed since the state."""
+        plan = self._plan
+        nodes = [node for node in walk(self.source) if isinstance(node, _FORMS_GROUPS)]
+        keys_changed = any(node.restored.keys_changed for node in nodes)
+        limits_changed = any(node.restored.limits_changed for node in nodes)
+        is_planned = len(plan.settled) or plan.formed
+        if keys_changed and not at_end and self._filler is not None:
+            filler = self._filler.samples.without_data()[0]
+            if any(filler in node.excluded for node in nodes):
+                self._keep_filler(None)
+        if at_end or not is_planned or loading().leaves_epoch:
+            return
+        if not (keys_changed or limits_changed):
+            return
+        emitted = plan.settled.emitted
+        micro_step = emitted % self.accumulate
+        groups = self._groups
+        plans_anew = not isinstance(groups, GroupReader) or groups.plans_anew
+        if keys_changed and (not plans_anew or micro_step):
+            cause = (
+                f"it is within an optimizer step of {self.accumulate} steps, of which {micro_step} "
+                "were weighed by a total that counts these samples. Resume from a state that was "
+                "saved after an optimizer step, or without the new keys in `exclude`"
+            )
+            if not plans_anew:
+                cause = (
+                    "its source must be a `WindowBucketer` or `PlannedGroups` itself, since a "
+                    "node in between may hold some. Resume from a state that was saved after the "
+                    "last step of an epoch"
+                )
+            raise StateError(
+                f"{type(self).__name__} cannot exclude more samples at step {plan.step} of epoch "
+                f"{self._epochs.epoch}: {cause}."
+            )
+        if plans_anew:
+            rest_of_optimizer_step = -micro_step % self.accumulate
+            groups.put_back(plan.replan(emitted + rest_of_optimizer_step))

@@ -1,0 +1,124 @@
+"""Test by computation whether a model keeps the samples of a packed row apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from odb_nodes._support.content import is_mapping
+
+MOST_LEAK = 0.02
+"""Largest change of other samples, relative to the change of the first sample; ideally 0.
+
+Allows for experts, whose kernels round depending on the number of tokens. With attention between
+samples, it is 0.15 and more."""
+
+
+def check_packing(model: Any, batch: Mapping[str, Any]) -> None:
+    """Raise an error if a model lets the samples of a packed row see each other.
+
+    The model computes the batch twice, in evaluation mode and without gradients, the second time
+    with other embeddings for the text of the first sample. The outputs of all other samples must
+    stay the same. In a distributed run, call it on all ranks. Position ids are not checked.
+
+    Args:
+        model: a model of transformers, in any wrapper.
+        batch: the arguments of the model, on its device, for a packed group of at least two
+            samples.
+
+    Raises:
+        TypeError: `model` contains no model of transformers.
+        ValueError: samples see each other, or `batch` is not a packed row of several samples.
+    """
+    if pretrained(model) is None:
+        raise TypeError(
+            f"`model` must be a model of transformers, but is a `{type(model).__name__}` instead."
+        )
+    change = leak(model, batch, lambda: model(**batch))
+    if change is None:
+        raise ValueError(
+            "`batch` must be a packed row of two samples or more, with `cu_seq_lens_q` or "
+            "`position_ids`, and go through the embeddings of the model. Try the next batch."
+        )
+    if not change <= MOST_LEAK:  # NaN is an error, too
+        raise mixing_error(model)
+
+
+def mixing_error(model: Any) -> ValueError:
+    """Return the error that names a model which mixes samples."""
+    name = type(pretrained(model) or model).__name__
+    return ValueError(
+        "the samples of a packed row must not see each other, but in a "
+        f"`{name}` they do: it ignores `position_ids` and `cu_seq_lens_q`, has a cache "
+        "(`use_cache`) or recurrent layers, or attention that looks ahead. Take "
+        '`layout="padded"`; or, for text, `PackedCollate(mask_dtype=torch.bool)`.'
+    )
+
+
+def leak(model: Any, batch: Mapping[str, Any], compute: Callable[[], Any]) -> float | None:
+    """Return how much a change of the first sample changes the others; `None` if not measurable.
+
+    Always calls `compute`, which runs the model on the batch, twice.
+    """
+    inner = pretrained(model)
+    end = _end_of_first(batch)
+    changes = False
+    hidden: list[torch.Tensor] = []
+
+    def change(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        if not changes or end is None:
+            return output
+        return torch.cat((output[:, :end].flip(-1), output[:, end:]), dim=1)
+
+    def keep(_module: Any, _args: Any, output: Any) -> None:
+        if is_mapping(output):
+            states = output.get("last_hidden_state", output.get("logits"))
+        else:
+            states = output[0]
+        if isinstance(states, torch.Tensor) and states.ndim == 3:
+            hidden.append(states.detach().float())
+
+    modes = [(module, module.training) for module in inner.modules()]
+    hooks = [inner.base_model.register_forward_hook(keep)]
+    with suppress(NotImplementedError):
+        hooks.append(inner.get_input_embeddings().register_forward_hook(change))
+    inner.eval()
+    try:
+        with torch.no_grad():
+            compute()
+            changes = True
+            compute()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes:
+            module.training = training
+    if end is None or len(hidden) != 2:
+        return None
+    changed = (hidden[0] - hidden[1]).abs()[0]
+    change_of_first = changed[:end].max()
+    return float(changed[end:].max() / change_of_first) if change_of_first else None
+
+
+def pretrained(model: Any) -> Any:
+    """Return the model of transformers inside a model; `None` if there is none."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    return next((each for each in modules if hasattr(type(each), "base_model_prefix")), None)
+
+
+def _end_of_first(batch: Mapping[str, Any]) -> int | None:
+    """Return the end of the first sample of a row, if another sample follows."""
+    if not isinstance(ids := batch.get("input_ids"), torch.Tensor):
+        return None
+    width = ids.shape[-1]
+    if (bounds := batch.get("cu_seq_lens_q")) is not None:
+        end = int(bounds[1])
+    elif (positions := batch.get("position_ids")) is not None:
+        starts = (positions.reshape(-1, width) == 0).all(dim=0).nonzero().flatten().tolist()
+        end = starts[1] if len(starts) > 1 else width
+    else:
+        end = width
+    return end if end < width else None

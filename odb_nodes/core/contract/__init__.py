@@ -1,0 +1,24 @@
+"""The contract of nodes: states, epochs, and functions over graphs of nodes."""
+
+from odb_nodes.core.contract.again import restore_items
+from odb_nodes.core.contract.node import (
+    EpochNode,
+    EpochState,
+    StatefulNode,
+    can_restore,
+    snapshot,
+)
+from odb_nodes.core.contract.state import NodeState, SourceState, SourceStates, copy_state
+
+__all__ = [
+    "EpochNode",
+    "EpochState",
+    "NodeState",
+    "SourceState",
+    "SourceStates",
+    "StatefulNode",
+    "can_restore",
+    "copy_state",
+    "restore_items",
+    "snapshot",
+]

@@ -1,0 +1,325 @@
+"""Node: turns groups of samples into batches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torchdata.nodes import BaseNode
+
+from odb_nodes._compat.torch import PinnedMemory
+from odb_nodes._support.checks import check_bool, check_callable, check_count, check_integer
+from odb_nodes._support.hashing import hash_ints
+from odb_nodes._support.processes import resolve_rank
+from odb_nodes._support.user_warning import warn_user
+from odb_nodes.core.collate.for_budget import collate_for
+from odb_nodes.core.collate.protocol import Collate, block_collate, collate_group, new_tensor
+from odb_nodes.core.collate.token_rows import block_data
+from odb_nodes.core.contract import EpochNode, EpochState, SourceState
+from odb_nodes.core.contract.graph import budget_below, walk
+from odb_nodes.core.contract.node import call_member, check_node
+from odb_nodes.core.nodes.batch_checks import BatchChecks
+from odb_nodes.core.nodes.planned_groups import PlannedGroups
+from odb_nodes.core.nodes.seeded_collate import DeferredBatch, SeededCollate
+from odb_nodes.core.nodes.whole_batch import whole_batch_of
+from odb_nodes.core.sample import Sample, data_of, name_of
+from odb_nodes.core.sample_block import SampleBlock, names_of, naming_samples
+from odb_nodes.core.step_info import STEP_INFO_KEY, AlignedGroup, StepInfo
+from odb_nodes.errors import SampleError, StateError
+
+Batch = MutableMapping[str, Any]
+
+
+@dataclass(kw_only=True)
+class CollatorState(EpochState):
+    """Where a `GroupCollator` stands."""
+
+    source: SourceState
+    step: int = 0  # steps of the epoch that are done
+    samples: int = 0  # samples of this rank that were in them
+
+
+class GroupCollator(EpochNode[Batch, CollatorState]):
+    """Yields a batch for each group, with its `StepInfo` inside: take it with `pop_step_info`.
+
+    A group whose collation raises is kept, and collated again by the next call.
+
+    A `collate_fn` of your own may draw random numbers. Before each batch, the global generators of
+    Python, numpy and torch (CPU), and the generators that the function holds, are seeded from
+    (seed, rank, epoch, step), or over `PlannedGroups` from (seed, epoch, first sample of the
+    group); afterwards they are restored. On the
+    thread of a `ReadAhead`, the trainer may draw at the same time. So the first batch of each
+    `iter`, for which the trainer waits, shows whether the function draws from the global
+    generators; if it does, `ReadAhead` collates on the trainer's thread. A function that draws for
+    only some batches must have an attribute `draws_random_numbers = True`.
+
+    It warns once of each: a batch that exceeds the budget; samples that are padded already; labels
+    made by `collate_fn` although `loss_scale` has counted tokens or samples; samples counted by a
+    `label` that may not be the target of the loss; an optimizer step whose labels are all -100.
+
+    State: the source's, and the epoch and the number of the step.
+
+    Args:
+        source: node that yields groups: a `RankAligner`, or a `WindowBucketer` where there is one
+            rank.
+        collate_fn: the samples' data, `list[Any]` -> batch, a dict or another mutable mapping.
+            Default: `PaddingCollate` or `PackedCollate`, for the budget of the `WindowBucketer`
+            below. If it has a method `collate_step(samples, info)`, that is called instead, with
+            the `StepInfo`, whose `row_tasks` are those of the samples in a filler step, too.
+        seed: seed of the random numbers of `collate_fn`.
+        rank: this rank. Default: from torch.distributed, or `RANK`.
+        pin_memory: whether tensors are in pinned memory, where CUDA is available: those of the
+            collate functions for text are written into it, others are copied.
+
+    Raises:
+        ValueError: `collate_fn` is a `PaddingCollate` or `PackedCollate` for another budget.
+    """
+
+    STATE = CollatorState
+    retries_errors = True
+
+    def __init__(
+        self,
+        source: BaseNode[SampleBlock] | BaseNode[list[Sample]] | BaseNode[AlignedGroup],
+        collate_fn: Collate | None = None,
+        seed: int = 0,
+        rank: int | None = None,
+        *,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__()
+        check_node("source", source)
+        check_callable("collate_fn", collate_fn)
+        is_pinned = check_bool("pin_memory", pin_memory) and torch.cuda.is_available()
+        self._pinned = PinnedMemory() if is_pinned else None
+        self.source = source
+        self._budget = budget_below(source)
+        self._collate = collate_for(self._budget, collate_fn)
+        self._collate_block = block_collate(self._collate)
+        self._checks = BatchChecks(self._budget)
+        self._seed = check_integer("seed", seed)
+        self._rank = resolve_rank(None, None)[0] if rank is None else check_count("rank", rank, 0)
+        self._seeded = SeededCollate(self._collate)
+        self._read_ahead = False
+        self._thread = threading.get_ident()  # that has reset this node: the trainer's
+        self._fresh = True  # no batch since the reset
+        self.step = self.samples = 0
+        self._held: tuple[SampleBlock, StepInfo] | None = None  # taken, and not out yet
+        self._kept: dict[tuple[int, int], list[Sample]] | None = None  # by epoch and step
+        planned = (node for node in walk(source) if isinstance(node, PlannedGroups))
+        self._planned = next(planned, None)
+        self._has_warned = False  # of a worker that could not make a batch
+
+    def trust_labels(self) -> None:
+        """Do not warn of weights: the trainer counts the labels of each batch itself."""
+        self._checks.trust_labels()
+
+    def expect_read_ahead(self) -> None:
+        """Yield a `DeferredBatch` for what must be collated on the trainer's thread."""
+        self._read_ahead = True
+
+    def keep_samples(self, keep: bool = True) -> None:
+        """From now on, keep the samples of each batch that is out until `take_samples`, or none."""
+        self._kept = (self._kept or {}) if keep else None
+
+    def take_samples(self, info: StepInfo) -> list[Sample]:
+        """Return the samples of the batch of a step, and keep them no longer."""
+        kept = self._kept or {}
+        if (samples := kept.pop((info.epoch, info.step), None)) is None:
+            raise StateError(
+                f"the samples of step {info.step} of epoch {info.epoch} are not kept: the loader "
+                "was reset since, or its batches are taken by somebody else, too."
+            )
+        return samples
+
+    def prepare_reset(self) -> None:
+        """Note on which thread the trainer is, and let go of what is held."""
+        self._thread, self._fresh = threading.get_ident(), True
+        self._seeded.held.forget()  # It may have others now.
+        if self._kept:
+            self._kept.clear()
+        self._held = None
+
+    def next(self) -> Batch:
+        """Return the next batch; after `expect_read_ahead` maybe a `DeferredBatch` in its place.
+
+        Raises:
+            SampleError: `collate_fn` raised; names the step and the samples. Ctrl-C, and an error
+                that says that memory ran out, come as they are.
+            TypeError: `collate_fn` did not return a mutable mapping, or the source did not yield a
+                group.
+        """
+        if self._held is None:
+            self._held = self.take_group()
+        batch: Any = self._batch(*self._held)
+        group, info = self._held
+        if self._kept is not None:
+            self._kept[info.epoch, info.step] = [*group]
+        self.samples += info.local_samples
+        self.step += 1
+        self._held, self._fresh = None, False
+        return batch  # type: ignore[no-any-return]
+
+    def take_group(self) -> tuple[SampleBlock, StepInfo]:
+        """Take the next group from the source, which no batch is made of then."""
+        return self._aligned(next(self.source))
+
+    def info_of(self, group: Sequence[Sample], step: int) -> StepInfo:
+        """Return the `StepInfo` of a step that is not shared with other ranks."""
+        tokens = SampleBlock.of(group).lengths
+        cost = 0 if self._budget is None else self._budget.cost(tokens)
+        return replace(StepInfo.of_one_rank(group, step), most_cost=cost)
+
+    def collate(self, group: Sequence[Sample], info: StepInfo, part: int = 0) -> Batch:
+        """Return the batch of a group again, as it was made at that step of that epoch.
+
+        `part` tells parts of a group from one another, which draw random numbers of their own.
+        """
+        block = SampleBlock.of(group)
+        run = partial(self._collate_group, block, info)
+        if self._seeded.draws_nothing:
+            return run()
+        if self._planned is not None:
+            key = self._planned.batch_key(block)
+            key = hash_ints(key, part) if part else key
+        else:
+            step = info.step // info.batches_per_step
+            place = (step, part) if part else (step,)
+            key = hash_ints(self._seed, self._rank, info.epoch, *place)
+        return self._seeded.call(run, key)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what decides the output: the seed, if `collate_fn` may draw, and padding."""
+        draws = "draws nothing" if self._seeded.draws_nothing else f"may draw, seed {self._seed}"
+        multiple = getattr(self._collate, "sample_multiple", 1)
+        return {"collate_fn": draws} | ({} if multiple == 1 else {"sample_multiple": multiple})
+
+    def save(self) -> CollatorState:
+        """Return where the source stands.
+
+        Raises:
+            StateError: a group is held whose collation raised. The source is past it, so no state
+                here would bring it back; the `Loader` uses the one before.
+        """
+        if self._held is not None:
+            raise StateError(
+                f"there is no state after `collate_fn` failed at step {self.step}: its group "
+                "would be lost. Load the last state saved before."
+            )
+        return super().save()
+
+    def _aligned(self, item: Any) -> tuple[SampleBlock, StepInfo]:
+        group, info = item if isinstance(item, AlignedGroup) else (item, None)
+        if isinstance(group, list) and all(isinstance(one, Sample) for one in group):
+            group = SampleBlock.of(group)
+        if not isinstance(group, SampleBlock):
+            raise TypeError(
+                "`source` of GroupCollator must yield groups, `list[Sample]`, but yielded "
+                f"`{type(item).__name__}` instead. Put a `WindowBucketer` before it."
+            )
+        if info is None:
+            left_out = call_member(self.source, "take_left_out") or ()
+            info = replace(
+                self.info_of(group, self.step),
+                epoch=self._epochs.epoch,
+                left_out=tuple(left_out),
+            )
+        return group, info
+
+    def _batch(self, group: SampleBlock, info: StepInfo) -> Batch | DeferredBatch:
+        if (batch := whole_batch_of(group)) is not None:
+            return self._complete(batch, group, info)
+        if self._seeded.draws_nothing:
+            return self._collate_group(group, info)
+        if self._planned is not None:  # as a worker draws for the group
+            key = self._planned.batch_key(group)
+        else:
+            key = hash_ints(self._seed, self._rank, self._epochs.shuffle_key, self.step)
+        run = partial(self._collate_group, group, info)
+        if not self._read_ahead:
+            # On a thread of torchdata's, the trainer may be drawing from the global generators.
+            here = threading.get_ident() == self._thread
+            return self._seeded.call(run, key) if here else self._seeded.call_ahead(run, key)
+        if self._fresh:  # The trainer waits for this batch.
+            return self._seeded.call(run, key, find_out=self._seeded.draws is not True)
+        if self._seeded.draws is not False:
+            find_out = self._seeded.draws is None
+            return DeferredBatch(partial(self._seeded.call, run, key, find_out=find_out), info)
+        return self._seeded.call_ahead(run, key)
+
+    def _collate_group(self, group: SampleBlock, info: StepInfo) -> Batch:
+        batch = self._collated(group, info)
+        if self._planned is not None and (failure := self._planned.take_failure(group)):
+            self._warn_of_worker(failure)
+        return self._complete(batch, group, info)
+
+    def _warn_of_worker(self, failure: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"a worker could not make a batch ({failure}), but the trainer's process could, "
+                "after the worker has tried. Let `collate_fn` use neither a device nor "
+                '`get_worker_info` of torch; or pass `collate_in="main"`.'
+            )
+
+    def _collated(self, group: SampleBlock, info: StepInfo) -> Batch:
+        place = f" at step {info.step} of epoch {info.epoch}"
+        with naming_samples("collate_fn", group, place):
+            try:
+                if self._collate_block is not None:
+                    new = new_tensor if self._pinned is None else self._pinned.new
+                    return self._collate_block(group, new)
+                return collate_group(self._collate, block_data(group), _with_tasks(info, group))
+            except SampleError as error:
+                where = _name_of(group, error.index) or names_of(group) + place
+                raise SampleError(f"{where}: {error}", error.index) from error
+
+    def _complete(self, batch: Batch, group: SampleBlock, info: StepInfo) -> Batch:
+        if not isinstance(batch, MutableMapping):
+            raise TypeError(
+                "`collate_fn` must return a dict or another mutable mapping, which also carries "
+                f"the `StepInfo`, but returned `{type(batch).__name__}` at step {info.step} "
+                f"of epoch {info.epoch} instead, for {names_of(group)}."
+            )
+        self._checks.check(group, batch, info)
+        if self._pinned is not None:
+            batch = self._pinned.pin(batch)
+        batch[STEP_INFO_KEY] = self._with_tokens(group, batch, info)
+        return batch
+
+    def _with_tokens(
+        self, group: SampleBlock, batch: Mapping[str, Any], info: StepInfo
+    ) -> StepInfo:
+        padded = 0
+        if isinstance(ids := batch.get("input_ids"), torch.Tensor):
+            padded = ids.numel()
+        if self._budget is not None:  # `observe` may count more than `input_ids` holds.
+            padded = max(padded, self._budget.padded_tokens(group.lengths))
+        real = 0 if info.is_filler else sum(group.real_lengths)
+        return info.with_counts(local_tokens=real, local_padded_tokens=padded)
+
+
+def _with_tasks(info: StepInfo, group: SampleBlock) -> StepInfo:
+    """Return what a collate function sees: rows that fill a step count for no task, but have one.
+
+    They go to its head.
+    """
+    if info.row_tasks:
+        return info
+    return replace(info, row_tasks=tuple(kind.task_name for kind in group.kinds))
+
+
+def _name_of(group: SampleBlock, index: int | None) -> str:
+    """Return what is known of where a sample of a group comes from."""
+    if index is None or not 0 <= index < len(group):
+        return ""
+    sample = group[index]
+    known = name_of(sample)
+    data = data_of(sample)
+    if isinstance(data, Mapping) and "id" in data:
+        known += f", `id` {data['id']!r:.100}"
+    return f"a sample{known}" if known else ""

@@ -1,0 +1,122 @@
+"""Node: attaches its costs to each processed sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes._support.checks import check_callable
+from odb_nodes._support.hashing import stable_name
+from odb_nodes.core.contract import NodeState, SourceState, StatefulNode
+from odb_nodes.core.contract.again import ItemsAgain, make_again
+from odb_nodes.core.contract.graph import length_of
+from odb_nodes.core.contract.node import call_member, can_restore, check_node, checked_key
+from odb_nodes.core.processing.observation import made_of, observe_sample
+from odb_nodes.core.sample import ItemKey, Observe, Sample, Skipped
+from odb_nodes.errors import SampleError
+
+
+@dataclass(kw_only=True)
+class ObserverState(NodeState):
+    """The state of the source, and the number of the next sample in the epoch, for errors."""
+
+    source: SourceState
+    position: int = 0
+
+
+class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
+    """Yields a `Sample` for each item: the item with its tokens, targets and patches.
+
+    A `Skipped` passes through, and the `WindowBucketer` counts it.
+
+    State: the state of the source, and the position, for errors.
+
+    Args:
+        source: node that yields processed samples.
+        observe: item -> tokens or `Observation`. Default: by `input_ids`, `labels` and image
+            fields, see `observe_sample`.
+    """
+
+    STATE = ObserverState
+
+    def __init__(self, source: BaseNode[Any], observe: Observe | None = None) -> None:
+        super().__init__()
+        check_node("source", source)
+        check_callable("observe", observe)
+        self.source = source
+        self._observe = observe
+        self._name = None if observe is None else stable_name(observe)
+        self.position = 0
+
+    def __len__(self) -> int:
+        """Return how many samples an epoch has."""
+        return length_of(self.source)
+
+    def next(self) -> Sample | Skipped:
+        """Return the next sample.
+
+        Raises:
+            SampleError: it has no valid length. The error is raised again until the next reset, so
+                the sample is not lost.
+        """
+        data = next(self.source)
+        item = checked_key(self.source, call_member(self.source, "item_key"))
+        sample = self._observed(data, item, f"sample {self.position} of the epoch")
+        self.position += 1
+        return sample
+
+    @property
+    def can_restore(self) -> bool:
+        """Whether the source can make its items again."""
+        return can_restore(self.source)
+
+    def keep_items(self, first: int, distance: int) -> bool:
+        """Have the source keep items: see `ParallelProcessor.keep_items`."""
+        return bool(call_member(self.source, "keep_items", first, distance))
+
+    def make_again(self, items: Sequence[ItemKey]) -> ItemsAgain:
+        """Return samples of this epoch that are made again when `take` is called."""
+        return _ObservedAgain(make_again(self.source, items), self._observed)
+
+    def _observed(self, data: Any, item: ItemKey | None, where: str) -> Sample | Skipped:
+        try:
+            sample = observe_sample(data, self._observe)
+        except Exception as error:
+            cause = error if isinstance(error, SampleError) else f"`observe` raised {error!r}"
+            raise SampleError(f"{where}: {cause}") from error
+        return made_of(sample, item)  # type: ignore[no-any-return]
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the configuration that decides the output."""
+        return {"observe": self._name}
+
+
+class _ObservedAgain(ItemsAgain):
+    """Samples of items that the source makes again."""
+
+    def __init__(
+        self,
+        items_again: ItemsAgain,
+        observed: Callable[[Any, ItemKey | None, str], Sample | Skipped],
+    ) -> None:
+        self._items_again = items_again
+        self._observed = observed
+
+    def want(self, rows: Sequence[int]) -> None:
+        self._items_again.want(rows)
+
+    def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
+        samples = [
+            self._observed(items[index], self.key_of(row), f"{self.name_of(row)}, made again")
+            for row, (items, index) in zip(rows, self._items_again.take(rows), strict=True)
+        ]
+        return [(samples, index) for index in range(len(rows))]
+
+    def key_of(self, row: int) -> ItemKey | None:
+        return self._items_again.key_of(row)
+
+    def name_of(self, row: int) -> str:
+        return self._items_again.name_of(row)

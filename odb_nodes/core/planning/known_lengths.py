@@ -1,0 +1,319 @@
+"""Plan a whole epoch of samples whose lengths are known, over all ranks at once.
+
+Padded groups are cut from all samples in order of length, so nearly nothing is padding. Packed
+groups take the samples in the order of the epoch, and fill the end of a row from a reserve of
+waiting ones, so their lengths stay mixed. Groups of equal cost then share a step, and one
+permutation shuffles the steps. Every rank computes the same plan, without a message.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from odb_nodes.core.planning.budget import TokenBudget, round_up
+from odb_nodes.core.planning.facts import Facts
+from odb_nodes.core.planning.group_costs import samples_of, time_of_group
+from odb_nodes.core.planning.level_cut import LevelCut
+from odb_nodes.core.planning.level_rows import level_rows
+from odb_nodes.core.planning.packing import Packing
+from odb_nodes.core.planning.pool import grouping_of
+from odb_nodes.core.planning.rounds import cut_by_length, shuffled, spread_steps
+from odb_nodes.core.planning.step_time import StepTime, TimeFn, aim_of
+from odb_nodes.core.planning.table import NO_ROWS, ORDINALS, TOKENS, IntArray
+
+RESERVE = 1024
+"""Samples that wait while packed rows are filled: so many that one fits almost any gap."""
+
+SAMPLES_TOGETHER = 2**23
+"""Of all ranks, that are planned together where no window is given: it bounds the memory."""
+
+_LEVELLED_STEPS = 8
+"""Steps whose groups are cut anew if the number of groups is no multiple of the number of ranks."""
+_COST_LEVELS = 256
+"""The budget is cut into so many parts, and groups whose costs are in the same part share a step.
+Groups of exactly equal costs would have equal widths, and a step samples of one length."""
+_WIDEST_KEY = 1 << 40  # above the number of any sample
+
+
+class EpochPlan:
+    """The steps of an epoch: for each, a group of samples for each rank.
+
+    Args:
+        groups: one group for each rank in the first step, then in the second, and so on. In the
+            last step, some ranks may have none.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, groups: Sequence[IntArray], world_size: int) -> None:
+        sizes = np.fromiter(map(len, groups), np.int64, len(groups))
+        self._rows = np.concatenate([*groups, NO_ROWS]).astype(np.int64, copy=False)
+        self._stops = np.append(0, np.cumsum(sizes))
+        self._world_size = world_size
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return -(-(len(self._stops) - 1) // self._world_size)
+
+    def group(self, step: int, rank: int) -> IntArray:
+        """Return the samples of a rank in a step, (n,); none where the rank has none left."""
+        index = step * self._world_size + rank
+        if index + 1 >= len(self._stops):
+            return NO_ROWS
+        return self._rows[self._stops[index] : self._stops[index + 1]]
+
+    def rows_from(self, step: int, rank: int) -> IntArray:
+        """Return all samples of a rank from a step on, (n,)."""
+        groups = [self.group(further, rank) for further in range(step, len(self))]
+        return np.concatenate([*groups, NO_ROWS])
+
+
+def plan_known(
+    rows: IntArray,
+    tokens: IntArray,
+    budget: TokenBudget,
+    *,
+    world_size: int = 1,
+    window: int | None = None,
+    largest_first: int = 0,
+    accumulate: int = 1,
+    key: int = 0,
+    step_time: StepTime | TimeFn | None = None,
+) -> EpochPlan:
+    """Plan the samples of an epoch.
+
+    Each sample is in one group. No group costs more than the budget, unless it is a single sample
+    that is oversize.
+
+    Args:
+        rows: numbers of the samples, in the order of the epoch, (n,).
+        tokens: length of each of these, (n,).
+        budget: of a group.
+        world_size: number of ranks that share the steps.
+        window: number of samples of each rank that are planned together: the groups of the first
+            `window * world_size` samples come first. Of packed rows that are levelled in time, some
+            samples wait for the next window. Default: all samples, up to `SAMPLES_TOGETHER` over
+            all ranks; a longer epoch has windows of equal size.
+        largest_first: number of steps of the longest samples that come first.
+        accumulate: steps of an optimizer step, which have groups of unlike lengths.
+        key: seed of the order of the steps.
+        step_time: what the groups of a step are matched by. Default: roughly by their costs under
+            the budget, so that lengths are mixed.
+    """
+    if window is None and len(rows) > SAMPLES_TOGETHER:
+        windows = -(-len(rows) // SAMPLES_TOGETHER)
+        window = -(-len(rows) // (windows * world_size))
+    aim = aim_of(step_time) if world_size > 1 else None
+    if budget.layout == "packed" and aim is not None and len(rows):
+        extra = aim.extra(tokens, np.zeros_like(tokens))
+        parts = level_rows(tokens, extra, Packing(budget), world_size, window)
+    else:
+        parts = _parts(tokens, budget, world_size, window)
+    planned: list[IntArray] = []
+    for groups in parts:
+        first = 0 if planned else largest_first
+        order = _Order(
+            budget,
+            world_size,
+            accumulate,
+            key + len(planned),
+            first,
+            step_time,
+            steps_before=len(planned) // world_size,
+        )
+        planned += [rows[np.sort(group)] for group in order.of(groups, tokens)]
+    return EpochPlan(planned, world_size)
+
+
+def _parts(
+    tokens: IntArray, budget: TokenBudget, world_size: int, window: int | None
+) -> Iterator[list[IntArray]]:
+    """Yield the groups of each window of samples, by their places."""
+    size = max(1, len(tokens) if window is None else window * world_size)
+    for begin in range(0, len(tokens), size):
+        lengths = tokens[begin : begin + size]
+        groups = _levelled(_cut(lengths, budget), lengths, budget, world_size)
+        yield [begin + group for group in groups]
+
+
+def _cut(tokens: IntArray, budget: TokenBudget) -> list[IntArray]:
+    """Return the groups of samples by their places, (n,) each; the shortest samples last."""
+    if budget.layout == "packed":
+        return _packed(tokens, budget)
+    return grouping_of(budget).partition(_table(tokens, np.arange(len(tokens))))
+
+
+def _table(tokens: IntArray, places: IntArray) -> IntArray:
+    order = tokens.argsort(kind="stable")
+    table = np.zeros((3, len(order)), np.int64)
+    np.take(tokens, order, out=table[TOKENS])
+    np.take(places, order, out=table[ORDINALS])
+    return table
+
+
+def _packed(tokens: IntArray, budget: TokenBudget) -> list[IntArray]:
+    """Return packed rows that are filled in the order of the samples.
+
+    A row begins with the oldest sample of the reserve. The next samples in order follow, and the
+    samples of the reserve that fill it best end it.
+    """
+    packing = Packing(budget)
+    costs, room, most = packing.costs(tokens), packing.room.cost, packing.room.samples
+    cost_of: list[int] = costs.tolist()
+    sums = np.append(0, np.cumsum(costs))
+    reserve = _Reserve(cost_of)
+    groups = list[IntArray]()
+    place, count = 0, len(cost_of)
+    while True:
+        while len(reserve) < RESERVE and place < count:
+            reserve.add(place)
+            place += 1
+        if place == count:
+            break
+        first = reserve.take_oldest()
+        group, free = [first], room - cost_of[first]
+        if free > 0:
+            stop = int(np.searchsorted(sums, sums[place] + free, "right")) - 1
+            stop = max(place, min(stop, place + most - 1))
+            free -= int(sums[stop] - sums[place])
+            if stop > place:  # The last one may give way to a sample that fills the row better.
+                last = cost_of[stop - 1]
+                if reserve.most_within(free + last) > last + reserve.most_within(free):
+                    stop -= 1
+                    free += last
+            group += range(place, stop)
+            place = stop
+        while free > 0 and len(group) < most and (best := reserve.take_fitting(free)) is not None:
+            group.append(best)
+            free -= cost_of[best]
+        groups.append(np.array(group, np.int64))
+    waiting = np.array(reserve.places(), np.int64)
+    if len(waiting):
+        groups += packing.partition(_table(tokens[waiting], waiting))
+    return groups
+
+
+class _Reserve:
+    """Samples that wait for a row: the oldest is taken first, or the one that fits best."""
+
+    def __init__(self, costs: Sequence[int]) -> None:
+        self._costs = costs
+        self._by_cost: list[int] = []  # cost x _WIDEST_KEY + place
+        self._by_age = deque[int]()  # places; some are gone
+        self._gone = set[int]()
+
+    def __len__(self) -> int:
+        return len(self._by_cost)
+
+    def add(self, place: int) -> None:
+        insort(self._by_cost, self._costs[place] * _WIDEST_KEY + place)
+        self._by_age.append(place)
+
+    def take_oldest(self) -> int:
+        while (place := self._by_age.popleft()) in self._gone:
+            self._gone.remove(place)
+        key = self._costs[place] * _WIDEST_KEY + place
+        del self._by_cost[bisect_right(self._by_cost, key) - 1]
+        return place
+
+    def most_within(self, room: int) -> int:
+        """Return the cost of the largest sample that fits into a room; 0 if none does."""
+        index = self._largest_within(room)
+        return self._by_cost[index] // _WIDEST_KEY if index >= 0 else 0
+
+    def take_fitting(self, room: int) -> int | None:
+        """Return the largest sample that fits into a room; `None` if none does."""
+        index = self._largest_within(room)
+        if index < 0:
+            return None
+        place = self._by_cost.pop(index) % _WIDEST_KEY
+        self._gone.add(place)
+        return place
+
+    def _largest_within(self, room: int) -> int:
+        return bisect_right(self._by_cost, (room + 1) * _WIDEST_KEY - 1) - 1
+
+    def places(self) -> list[int]:
+        return [key % _WIDEST_KEY for key in self._by_cost]
+
+
+def _levelled(
+    groups: list[IntArray], tokens: IntArray, budget: TokenBudget, world_size: int
+) -> list[IntArray]:
+    """Return groups whose number is a multiple of the number of ranks, if samples suffice.
+
+    The last groups are cut anew into more groups, which are smaller and alike.
+    """
+    if not -len(groups) % world_size:
+        return groups
+    kept = max(0, len(groups) - _LEVELLED_STEPS * world_size)
+    wanted = round_up(len(groups), world_size) - kept
+    rows = np.concatenate(groups[kept:])
+    facts = Facts(ordinal=rows, tokens=tokens[rows], targets=0, patches=0)
+    cut = [rows[group] for group in LevelCut(facts, budget).groups(wanted)]
+    while len(cut) < wanted:
+        largest = max(range(len(cut)), key=lambda index: len(cut[index]))
+        if len(cut[largest]) < 2:
+            break
+        whole = cut.pop(largest)
+        cut += [whole[part] for part in cut_by_length(tokens[whole].tolist(), 2)]
+    return [*groups[:kept], *cut]
+
+
+class _Order(NamedTuple):
+    """How the groups of a part of the epoch become steps."""
+
+    budget: TokenBudget
+    world_size: int
+    accumulate: int
+    key: int  # seed of their order
+    largest_first: int
+    step_time: StepTime | TimeFn | None
+    steps_before: int  # of the parts before
+
+    def of(self, groups: list[IntArray], tokens: IntArray) -> Iterator[IntArray]:
+        """Yield the groups of the first step, then of the second, and so on."""
+        world_size = self.world_size
+        matched = self._matched(groups, tokens)
+        steps = len(groups) // world_size  # whole ones
+        in_steps = matched[: steps * world_size].reshape(steps, world_size)
+        sums, sizes, longest = (
+            np.fromiter(values, np.int64, len(groups))[in_steps]
+            for values in (
+                (tokens[group].sum() for group in groups),
+                map(len, groups),
+                (tokens[group].max() for group in groups),
+            )
+        )
+        lengths = sums.sum(axis=1) / sizes.sum(axis=1)
+        first = np.argsort(-longest.max(axis=1), kind="stable")[: self.largest_first]
+        further = shuffled(steps, self.key)
+        further = further[~np.isin(further, first)]
+        if self.accumulate > 1:
+            before = self.steps_before + len(first)
+            further = further[spread_steps(lengths[further], self.accumulate, self.key, before)]
+        order = np.concatenate((first, further))
+        for step in [*order.tolist(), steps]:
+            of_ranks = matched[step * world_size : (step + 1) * world_size]
+            for rank in range(len(of_ranks)):  # No rank always has the largest.
+                yield groups[of_ranks[(rank + step) % len(of_ranks)]]
+
+    def _matched(self, groups: list[IntArray], tokens: IntArray) -> IntArray:
+        """Return the numbers of the groups, from the longest time down."""
+        if self.world_size == 1:
+            return np.arange(len(groups))
+        times = np.fromiter((self._time(group, tokens[group]) for group in groups), np.int64)
+        if self.step_time is None:
+            times //= max(1, self.budget.tokens // _COST_LEVELS)
+        return np.lexsort((shuffled(len(groups), self.key + 1), -times))
+
+    def _time(self, group: IntArray, tokens: IntArray) -> int:
+        patches = np.zeros_like(tokens)
+        samples = partial(samples_of, group, tokens)
+        time = time_of_group(self.step_time, tokens, patches, self.budget, samples)
+        return self.budget.cost(tokens.tolist()) if time is None else time

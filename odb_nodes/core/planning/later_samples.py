@@ -1,0 +1,111 @@
+"""Samples that wait for the end of an epoch, since their groups had no room for them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_nodes.core.planning.budget import TokenBudget
+from odb_nodes.core.planning.pool import grouping_of
+from odb_nodes.core.planning.table import IntArray
+
+_ROWS, _TOKENS, _PATCHES, _WERE_IN_GROUP = range(4)
+
+
+class LaterSamples:
+    """Samples that were longer than expected, or were put back. They come last in the epoch.
+
+    They form groups by their observed lengths, once all of them are known. If one group is gone,
+    the same others are formed again, so a state needs the samples alone.
+
+    State: (4, n) integers, number, tokens and patches of each sample, and whether it has been in a
+    group before; 32 bytes a sample.
+    """
+
+    def __init__(self, table: IntArray | None = None) -> None:
+        self._table = np.empty((4, 0), np.int64) if table is None else table
+        self._groups: deque[IntArray] | None = None  # not returned yet
+
+    def __len__(self) -> int:
+        return len(self._table[0])
+
+    @property
+    def rows(self) -> IntArray:
+        """Numbers of the samples, (n,)."""
+        rows: IntArray = self._table[_ROWS]
+        return rows
+
+    @property
+    def tokens(self) -> IntArray:
+        """Observed length of each, (n,)."""
+        tokens: IntArray = self._table[_TOKENS]
+        return tokens
+
+    @property
+    def are_grouped(self) -> bool:
+        """Whether `next_group` has been called."""
+        return self._groups is not None
+
+    def add(
+        self, rows: IntArray, tokens: IntArray, patches: IntArray, *, were_in_group: bool = False
+    ) -> None:
+        """Add samples, (n,) each."""
+        if len(rows):
+            new = np.stack((rows, tokens, patches, np.full_like(rows, were_in_group)))
+            self._table = np.concatenate((self._table, new), axis=1)
+
+    def remove(self, rows: IntArray) -> None:
+        """Remove samples."""
+        self._table = self._table[:, ~np.isin(self.rows, rows)]
+
+    def tokens_of(self, row: int) -> int:
+        """Return the observed length of a sample."""
+        return int(self.tokens[self.rows == row][0])
+
+    def were_in_group(self, rows: IntArray) -> npt.NDArray[np.bool_]:
+        """Tell which samples have been in a group before, (n,)."""
+        return np.isin(rows, self.rows[self._table[_WERE_IN_GROUP] == 1])
+
+    def next_group(self, budget: TokenBudget) -> IntArray | None:
+        """Return the samples of the next group, (n,); `None` if there is none."""
+        if self._groups is None:
+            table = np.stack((self.tokens, np.arange(len(self)), self._table[_PATCHES]))
+            table = table.take(np.lexsort((self.rows, self.tokens)), axis=1)
+            groups = grouping_of(budget).partition(table) if len(self) else []
+            self._groups = deque(self.rows[np.sort(group)] for group in groups)
+        return self._groups.popleft() if self._groups else None
+
+    def group_anew(self) -> None:
+        """Form the groups of all samples again at the next `next_group`."""
+        self._groups = None
+
+    def part(self, are_in: npt.NDArray[np.bool_]) -> LaterSamples:
+        """Return some of the samples."""
+        return LaterSamples(self._table[:, are_in])
+
+    def to_state(self) -> bytes | None:
+        """Return the samples as bytes, for `of_states`."""
+        return self._table.astype("<i8").tobytes() or None
+
+    @classmethod
+    def of_states(cls, *states: bytes | None, samples: int | None = None) -> LaterSamples:
+        """Return the samples of states.
+
+        samples: number of samples of the dataset.
+
+        Raises:
+            ValueError: a state is damaged.
+        """
+        tables = [np.frombuffer(state or b"", "<i8").reshape(4, -1) for state in states]
+        later = cls(np.concatenate(tables, axis=1).astype(np.int64))
+        check_rows(later.rows, samples)
+        return later
+
+
+def check_rows(rows: IntArray, samples: int | None) -> IntArray:
+    """Return `rows`; raise a `ValueError` unless a dataset of `samples` samples has them."""
+    if len(rows) and (rows.min() < 0 or (samples is not None and rows.max() >= samples)):
+        raise ValueError("it names a sample that does not exist.")
+    return rows

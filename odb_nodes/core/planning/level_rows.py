@@ -1,0 +1,133 @@
+"""Packed rows of all ranks that take about the same time, from samples whose lengths are known.
+
+The samples that take longest are dealt out first, each to the row that takes the least so far and
+has room. So rows are level in time, full, since short samples come last, and have mixed lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+import numpy as np
+
+from odb_nodes.core.planning.budget import round_up
+from odb_nodes.core.planning.packing import Packing
+from odb_nodes.core.planning.table import IntArray
+
+STEPS = 32
+"""Steps whose rows are dealt out together. With fewer, the largest samples make rows differ."""
+LEAST_ROWS = 512
+"""Least rows that are dealt out together, if ranks are few."""
+FILLED = 0.999
+"""Share of the rows' room that is dealt out. Samples without room wait for the next rows."""
+_HAS_NO_ROOM = 2**62
+
+
+def level_rows(
+    tokens: IntArray, extra: IntArray, packing: Packing, world_size: int, window: int | None
+) -> Iterator[list[IntArray]]:
+    """Yield the rows of an epoch, of some whole steps at a time, by their samples' places.
+
+    Args:
+        tokens: length of each sample, in the order of the epoch, (n,).
+        extra: time of each sample beside its tokens, (n,).
+        packing: has the room of a row.
+        world_size: number of ranks, which share the steps.
+        window: samples of each rank that are dealt out together, roughly. Default: any number.
+    """
+    room = packing.room.cost
+    costs = np.minimum(packing.costs(tokens), room)  # An oversize sample fills a row alone.
+    needs = np.maximum(costs, room // packing.room.samples)
+    sums = np.cumsum(needs)
+    parts = round(int(sums[-1]) / (room * max(STEPS * world_size, LEAST_ROWS)))
+    if window is not None:
+        parts = max(parts, -(-len(tokens) // (window * world_size)))
+    waiting, start = np.empty(0, np.int64), 0
+    for part in range(1, parts):
+        stop = int(np.searchsorted(sums, int(sums[-1]) * part // parts, "right"))
+        places = np.concatenate((waiting, np.arange(start, stop)))
+        waiting, start = places, stop
+        need = np.append(0, np.cumsum(needs[places]))
+        rows = min(int(need[-1] / (room * FILLED)), len(places)) // world_size * world_size
+        if rows:  # Where these rows are too few, the youngest samples wait, not the shortest.
+            count = max(rows, int(np.searchsorted(need, rows * room * FILLED, "right")) - 1)
+            oldest = places[:count]
+            dealt, unplaced = _dealt(costs[oldest], extra[oldest], packing, rows)
+            yield [oldest[row] for row in dealt]
+            unplaced_places = oldest[np.array(sorted(unplaced), np.int64)]
+            waiting = np.concatenate((unplaced_places, places[count:]))
+    places = np.concatenate((waiting, np.arange(start, len(tokens))))
+    last = fewest_rows(costs[places], extra[places], packing, world_size)
+    yield [places[row] for row in last]
+
+
+def fewest_rows(
+    costs: IntArray, extra: IntArray, packing: Packing, multiple: int = 1
+) -> list[list[int]]:
+    """Return level rows of all samples: the smallest multiple of `multiple` that is found."""
+    room = packing.room
+    rows = max(-(-int(costs.sum()) // room.cost), -(-len(costs) // room.samples))
+    rows = round_up(rows, multiple)
+    while (dealt := rows_of_all(costs, extra, packing, rows)) is None:
+        rows += multiple
+    return dealt
+
+
+def rows_of_all(
+    costs: IntArray, extra: IntArray, packing: Packing, most: int
+) -> list[list[int]] | None:
+    """Return at most `most` level rows of all samples; `None` if none are found.
+
+    costs: of each sample, at most the room of a row, (n,); extra: time beside its tokens, (n,).
+    """
+    for times in (costs + extra, extra):  # Rows that are nearly full cannot be level in both.
+        dealt, unplaced = _dealt(costs, extra, packing, most, times)
+        if not unplaced:
+            return dealt
+    return None
+
+
+def _dealt(
+    costs: IntArray,
+    extra: IntArray,
+    packing: Packing,
+    rows: int,
+    times: IntArray | None = None,
+) -> tuple[list[list[int]], list[int]]:
+    """Return the samples of each row, and the samples without room.
+
+    times: of each sample, which rows are levelled in, (n,). Default: `extra`.
+    """
+    most = packing.room.samples
+    order = np.lexsort((-costs, -extra))
+    columns = (order, costs[order], (extra if times is None else times)[order])
+    room = [packing.room.cost] * rows
+    row_times = np.zeros(rows, np.int64)  # `_HAS_NO_ROOM` for a row without room for the sample
+    time_of_blocked = dict[int, int]()
+    blocked: list[tuple[int, int]] = []  # -room and number of such a row
+    dealt = [list[int]() for _ in range(rows)]
+    unplaced = list[int]()
+    for sample, cost, time in zip(*(column.tolist() for column in columns), strict=True):
+        while blocked and -blocked[0][0] >= cost:
+            row = heappop(blocked)[1]
+            row_times[row] = time_of_blocked.pop(row)
+        row = int(row_times.argmin())
+        while room[row] < cost and row_times[row] != _HAS_NO_ROOM:
+            heappush(blocked, (-room[row], row))
+            time_of_blocked[row] = int(row_times[row])
+            row_times[row] = _HAS_NO_ROOM
+            row = int(row_times.argmin())
+        if row_times[row] == _HAS_NO_ROOM:
+            unplaced.append(sample)
+            continue
+        dealt[row].append(sample)
+        room[row] -= cost
+        row_times[row] += time
+        if len(dealt[row]) == most:
+            row_times[row] = _HAS_NO_ROOM
+    for empty in [row for row in dealt if not row]:  # where the last samples take no time
+        largest = max(dealt, key=len)
+        if len(largest) > 1:
+            empty.append(largest.pop())
+    return [row for row in dealt if row], unplaced

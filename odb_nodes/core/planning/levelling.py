@@ -1,0 +1,170 @@
+"""Which samples ranks give each other before the last round of an epoch.
+
+Shards of the same number of samples differ in tokens by chance, so their ranks would end at
+different steps. Before that, each rank reads the rest of its shard. All ranks send each other
+the lengths of these samples, and conclude alike which of them go from ranks with more than the
+average to ranks with less. `level_cut` then cuts them into the same number of groups on all ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_nodes.core.planning.budget import TokenBudget
+from odb_nodes.core.planning.facts import Facts
+from odb_nodes.core.planning.step_time import StepTime
+from odb_nodes.core.planning.table import IntArray
+
+_STRIDE = 8  # between samples that are given away, in order of length
+_TURNS = 2  # in which ranks are levelled in time and in cost
+_LIGHT_QUANTILE = 0.9  # of a rank's samples: up to here they take little beside their tokens
+_HEADER = 2  # integers of a message before its samples: see `remaining_message`
+
+
+def gifts(work: IntArray, surplus: float) -> list[int]:
+    """Return which samples a rank gives away: long ones, so that they are few.
+
+    In order of length it gives one of eight that its surplus has room for, so the lengths that it
+    keeps stay spread. Then any samples fill the surplus. work: cost of each sample, (n,) int64.
+    """
+    longest_first = np.argsort(-work, kind="stable")
+    given = []
+    for start in range(_STRIDE):
+        for index in longest_first[start::_STRIDE].tolist():
+            if work[index] <= surplus:
+                surplus -= work[index]
+                given.append(index)
+    return given
+
+
+def receivers(totals: Sequence[int], works: Sequence[IntArray]) -> list[list[int]]:
+    """Return which rank gets each sample that is given away.
+
+    The largest comes first, and goes to the rank that then has the least. totals: cost of all
+    samples of each rank; works: costs of the samples that each rank gives away, (n,) int64 each.
+    """
+    heap = [
+        (int(total - work.sum()), rank)
+        for rank, (total, work) in enumerate(zip(totals, works, strict=True))
+    ]
+    heapq.heapify(heap)
+    chosen = [[0] * len(work) for work in works]
+    samples = [
+        (-cost, rank, index)
+        for rank, work in enumerate(works)
+        for index, cost in enumerate(work.tolist())
+    ]
+    for minus_cost, rank, index in sorted(samples):
+        total, receiver = heap[0]
+        heapq.heapreplace(heap, (total - minus_cost, receiver))
+        chosen[rank][index] = receiver
+    return chosen
+
+
+Moves = list[list[tuple[int, int]]]
+"""For each rank, the places of the samples that it gives away, and the ranks that get them."""
+
+
+def remaining_message(
+    samples: Facts, may_move: npt.NDArray[np.bool_], budget: TokenBudget, step_time: StepTime | None
+) -> IntArray:
+    """Return the message of a rank about its remaining samples, (2 + 2 n,) int64.
+
+    First come cost and extra of all samples that cannot move, then the tokens and then the patches
+    of each of the n others.
+    """
+    fixed, movable = samples.take(np.flatnonzero(~may_move)), samples.take(np.flatnonzero(may_move))
+    cost = int(_needs(fixed.tokens, fixed.patches, budget).sum())
+    extra = 0 if step_time is None else int(step_time.extra(fixed.tokens, fixed.patches).sum())
+    header = np.array((cost, extra), np.int64)
+    return np.concatenate((header, movable.tokens, movable.patches))
+
+
+def moves_of(
+    messages: Sequence[IntArray], budget: TokenBudget, step_time: StepTime | None
+) -> Moves:
+    """Return which samples each rank gives away: their places among its own, and the receivers.
+
+    Ranks are levelled in cost. With `step_time` they are levelled in turns: in time beside
+    tokens, and then in cost, by samples that take little beside their tokens.
+
+    Args:
+        messages: the `remaining_message` of each rank.
+        budget: of a group.
+        step_time: the time of a step, if groups are formed for times.
+    """
+    ranks = len(messages)
+    fixed_costs, fixed_extra = np.array([message[:_HEADER] for message in messages]).T
+    columns = [message[_HEADER:].reshape(2, -1) for message in messages]
+    sizes = [column.shape[1] for column in columns]
+    tokens, patches = np.concatenate(columns, axis=1)
+    owners = np.repeat(np.arange(ranks), sizes)
+    holders, work = owners.copy(), _needs(tokens, patches, budget)
+    if step_time is None:
+        _level(holders, work, fixed_costs, np.ones(len(work), dtype=bool))
+    else:
+        extra = step_time.extra(tokens, patches)
+        density = extra / tokens
+        # The heaviest samples decide the longest times of a rank, so ranks share them out first.
+        rows = max(int(work.sum()) // budget.tokens, 1)
+        is_heavy = extra > int(extra.sum()) // rows
+        heaviest_first = np.argsort(-extra[is_heavy], kind="stable")
+        _deal(holders, np.flatnonzero(is_heavy)[heaviest_first], ranks)
+        for _ in range(_TURNS):
+            _level(holders, extra, fixed_extra, ~is_heavy)
+            limits = [_light_limit(density[holders == rank]) for rank in range(ranks)]
+            _level(holders, work, fixed_costs, density <= np.array(limits)[holders])
+    first = np.concatenate(([0], np.cumsum(sizes)))
+    moves: Moves = [[] for _ in range(ranks)]
+    for index in np.flatnonzero(holders != owners).tolist():
+        giver = int(owners[index])
+        moves[giver].append((index - int(first[giver]), int(holders[index])))
+    return moves
+
+
+def _needs(tokens: IntArray, patches: IntArray, budget: TokenBudget) -> IntArray:
+    """Return the part of a group that each sample takes, of the limit that it takes most of, (n,).
+
+    It is in the unit of `budget.tokens`.
+    """
+    needs = budget.row_cost(tokens)
+    if budget.max_samples is not None:
+        needs = np.maximum(needs, budget.tokens // budget.max_samples)
+    if budget.max_patches is not None:
+        needs = np.maximum(needs, patches * budget.tokens // budget.max_patches)
+    return needs
+
+
+def _light_limit(densities: npt.NDArray[np.float64]) -> float:
+    return float(np.quantile(densities, _LIGHT_QUANTILE)) if len(densities) else 0.0
+
+
+def _deal(holders: IntArray, samples: IntArray, ranks: int) -> None:
+    """Have each rank hold one of the first `ranks` samples, one of the next, and so on."""
+    for start in range(0, len(samples) // ranks * ranks, ranks):
+        part = samples[start : start + ranks]
+        first = np.unique(holders[part], return_index=True)[1]
+        has_none = np.setdiff1d(np.arange(ranks), holders[part])
+        holders[np.delete(part, first)] = has_none
+
+
+def _level(
+    holders: IntArray, work: IntArray, fixed: IntArray, may_move: npt.NDArray[np.bool_]
+) -> None:
+    """Have ranks with more than the average give samples to ranks with less; change `holders`.
+
+    fixed: sums over the samples of each rank that cannot move, (ranks,).
+    """
+    totals = fixed + np.bincount(holders, work, len(fixed)).astype(np.int64)
+    mean = int(totals.sum()) / len(totals)
+    given = []
+    for rank, total in enumerate(totals.tolist()):
+        movable = np.flatnonzero((holders == rank) & may_move)
+        given.append(movable[gifts(work[movable], total - mean)])
+    chosen = receivers(totals.tolist(), [work[samples] for samples in given])
+    for samples, ranks in zip(given, chosen, strict=True):
+        holders[samples] = ranks

@@ -1,0 +1,157 @@
+"""Groups of packed samples: the oldest, and those that fill the rest of the row best."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from odb_nodes.core.planning.aimed_packing import Aim, aimed_row, flat_targets, is_poor, profile_of
+from odb_nodes.core.planning.budget import TokenBudget
+from odb_nodes.core.planning.caps import NO_CAPS, joined_costs, times_of
+from odb_nodes.core.planning.row_filling import (
+    NO_LIMIT,
+    Filling,
+    Room,
+    exchanged,
+    fullest_filling,
+    nearest_filling,
+)
+from odb_nodes.core.planning.step_time import StepTime
+from odb_nodes.core.planning.table import ORDINALS, PATCHES, TOKENS, IntArray, first_fit
+
+MAX_EXCHANGED = 3
+"""Most of the oldest samples that may give way to samples that fill the row better."""
+MAX_EXCHANGED_AIMED = 8
+"""Most of them that may give way to samples that come nearer to the target of a row."""
+
+
+class Packing:
+    """Chooses the oldest samples that fit together, and exchanges the last for a better filling.
+
+    The oldest sample is in every group, so none waits for long. The last 0 to `MAX_EXCHANGED` of
+    the others give way to the one or two pooled samples that leave the least of the budget unused:
+    two numbers of a sorted row whose sum is nearest to a third.
+
+    A sample costs its tokens and its attention. If all rows have one shape, its tokens
+    alone count: however they fill it, attention adds no more than for one sample as long.
+    """
+
+    def __init__(self, budget: TokenBudget, step_time: StepTime | None = None) -> None:
+        self._budget = budget
+        self._step_time = step_time
+        # Whether a sample costs its tokens alone. A new cost of `TokenBudget` changes this.
+        self._in_tokens = budget.attention_tokens is None or budget.shapes is not None
+        # The cost of attention is no multiple, so any row may be rounded up.
+        rounding = budget.pad_to_multiple_of - 1
+        self.room = Room(
+            budget.capacity if self._in_tokens else budget.tokens - rounding,
+            NO_LIMIT if budget.max_samples is None else budget.max_samples,
+            NO_LIMIT if budget.max_patches is None else budget.max_patches,
+        )
+        """The room of an empty row."""
+
+    def choose(self, table: IntArray, _youngest_anchor: int, _caps: IntArray = NO_CAPS) -> IntArray:
+        """Return the columns of the next group. It always holds the oldest sample."""
+        table = self._in_costs(table)
+
+        def fill(free: IntArray, room: Room, _row: IntArray) -> Filling:
+            return fullest_filling(table, free, room)
+
+        return exchanged(table, self._oldest(table), self.room, MAX_EXCHANGED, fill)[0]
+
+    def offer(self, table: IntArray, count: int) -> IntArray:
+        """Return the offer for the caps of the next round, (1 + count,) int64.
+
+        All groups cost about the budget, so without `step_time` it is empty, (0,).
+        """
+        if self._step_time is None or not table.shape[1]:
+            return NO_CAPS
+        costs, room = self.costs(table[TOKENS]), self.room
+        of_limits = max(len(costs) / room.samples, int(table[PATCHES].sum()) / room.patches)
+        if (
+            of_limits > int(costs.sum()) / room.cost
+        ):  # Samples or patches fill the rows, and not their cost.
+            return NO_CAPS
+        targets = flat_targets(costs, self._extra(table), self.room.cost, count)
+        if not len(targets):
+            return NO_CAPS
+        tokens = self._budget.tokens
+        return np.concatenate(([tokens], joined_costs(targets, np.full_like(targets, tokens))))
+
+    def least_cap_time(self, table: IntArray, column: int) -> int:
+        """Return the least time of a cap that allows a row with a sample: its least extra."""
+        extra = self._extra(table)
+        costs = self.costs(table[TOKENS])
+        beside = max(self.room.cost - int(costs[column]), 0)
+        return int(extra[column]) + round(profile_of(costs, extra).light_density * beside)
+
+    def aimed(self, table: IntArray, cap: int, due: int | None) -> IntArray:
+        """Return the columns of a row that takes as long as a cap allows.
+
+        due: the column of a sample that the row must hold. Default: none.
+        """
+        extra, in_costs = self._extra(table), self._in_costs(table)
+        aim = Aim(self.room, times_of(cap))
+        columns, missed = aimed_row(in_costs, extra, aim, due)
+        if is_poor(missed, aim) or not len(columns):  # All samples may be oversize.
+            oldest, oldest_missed = self._nearest_of_oldest(in_costs, extra, aim)
+            if oldest_missed < missed or not len(columns):
+                return oldest
+        return columns
+
+    def _nearest_of_oldest(
+        self, table: IntArray, extra: IntArray, aim: Aim
+    ) -> tuple[IntArray, int]:
+        """Return the oldest samples that fit, the last of them exchanged to meet the target."""
+
+        def fill(free: IntArray, room: Room, row: IntArray) -> Filling:
+            return nearest_filling(table, extra, free, room, aim.target - int(extra[row].sum()))
+
+        return exchanged(table, self._oldest(table), self.room, MAX_EXCHANGED_AIMED, fill)
+
+    def _extra(self, table: IntArray) -> IntArray:
+        assert self._step_time is not None
+        return self._step_time.extra(table[TOKENS], table[PATCHES])
+
+    def largest(self, table: IntArray) -> IntArray:
+        """Return the columns of the longest sample, and then of the longest others that fit."""
+        return np.flatnonzero(np.isin(table[ORDINALS], self.partition(table)[0]))
+
+    def partition(self, table: IntArray) -> list[IntArray]:
+        """Return the ordinals of the groups of all samples: first fit, longest first.
+
+        If one of the groups is gone, the other samples make the other groups: see `first_fit`.
+        """
+        costs = self._in_costs(table)[TOKENS]
+        needs = np.stack((costs, np.ones_like(costs), table[PATCHES]))
+        rooms = np.broadcast_to(np.array(self.room)[:, None], needs.shape)
+        return [table[ORDINALS, group] for group in first_fit(needs, rooms)]
+
+    def _in_costs(self, table: IntArray) -> IntArray:
+        """Return the table with costs in place of tokens, which leaves it in order."""
+        if self._in_tokens:
+            return table
+        return np.concatenate((self.costs(table[TOKENS])[None], table[TOKENS + 1 :]))
+
+    def costs(self, tokens: IntArray) -> IntArray:
+        """Return the costs of samples of these lengths in a row, (n,)."""
+        if self._in_tokens:
+            return tokens
+        budget = self._budget
+        costs = budget.row_cost(tokens)
+        # A sample may be oversize only because the width of its row is rounded up.
+        costs[tokens > budget.capacity] = budget.tokens + 1
+        return costs
+
+    def _oldest(self, table: IntArray) -> IntArray:
+        """Return the columns of the oldest samples that fit together, at least one, by age."""
+        ordinals, pooled, count = table[ORDINALS], table.shape[1], 32
+        while True:
+            count = min(2 * count, pooled)
+            columns: IntArray = np.argpartition(ordinals, count - 1)[:count]
+            columns = columns[ordinals[columns].argsort()]
+            fits = (table[TOKENS, columns].cumsum() <= self.room.cost) & (
+                table[PATCHES, columns].cumsum() <= self.room.patches
+            )
+            fitting = count if fits.all() else int(fits.argmin())
+            if fitting < count or count == pooled:
+                return columns[: max(1, min(fitting, self.room.samples))]

@@ -1,0 +1,226 @@
+"""The plan of an epoch that a rank follows, also after lower limits and on other ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from odb_nodes.core.planning.budget import Limits, TokenBudget
+from odb_nodes.core.planning.known_epochs import KnownJob
+from odb_nodes.core.planning.known_lengths import EpochPlan
+from odb_nodes.core.planning.later_samples import check_rows
+from odb_nodes.core.planning.table import NO_ROWS, IntArray
+
+_plans = WeakValueDictionary[Any, EpochPlan]()
+"""Plans in use, by a digest of their input: virtual ranks of a process share them."""
+
+LimitsState = tuple[int, int | None, int | None, int, int | None]
+EarlierState = tuple[list[tuple[bool, bytes | None, int]], LimitsState, bytes | None]
+"""`EarlierRanks` in a state."""
+
+
+class RankProgress(NamedTuple):
+    """How far a rank has come in an epoch."""
+
+    is_alone: bool  # whether its plan is of samples of this rank alone
+    rows: bytes | None  # the numbers of these samples, 8 bytes each
+    taken: int  # emitted groups of its plan
+
+
+class EarlierRanks(NamedTuple):
+    """The ranks of an epoch before it was resumed on another number of ranks."""
+
+    ranks: Sequence[RankProgress]
+    limits: Limits  # of their plans
+    waiting: bytes | None  # (2, n) numbers and tokens of samples in groups without a step
+
+    def to_state(self) -> EarlierState:
+        """Return this as plain data."""
+        return [(*rank,) for rank in self.ranks], (*self.limits,), self.waiting
+
+    @classmethod
+    def of_state(cls, state: EarlierState) -> EarlierRanks:
+        """Return the ranks of a state."""
+        ranks, limits, waiting = state
+        return cls([RankProgress(*rank) for rank in ranks], Limits(*limits), waiting)
+
+
+@dataclass(frozen=True)
+class KnownEpoch:
+    """An epoch of samples whose lengths are known.
+
+    job: the job on the present ranks.
+    number: with the seed, decides the order of the steps.
+    tokens: length of each sample of the dataset, (n,).
+    """
+
+    job: KnownJob
+    number: int
+    tokens: IntArray
+
+    def plan(
+        self, rows: IntArray, limits: Limits, ranks: int, *, is_whole: bool = False
+    ) -> EpochPlan:
+        """Plan samples of the epoch, in their order; `is_whole`: from its first step on."""
+        job = replace(
+            self.job,
+            budget=limits.of_groups(self.job.budget),
+            world_size=ranks,
+            largest_first=self.job.largest_first if is_whole else 0,
+        )
+        content = hashlib.sha256(np.ascontiguousarray(rows).data)
+        content.update(self.tokens[rows].data)
+        known_by = content.digest(), job, self.number
+        if (plan := _plans.get(known_by)) is None:
+            _plans[known_by] = plan = job.plan_all(rows, self.tokens, self.number)
+        return plan
+
+    def with_lengths_of(self, earlier: EarlierRanks) -> KnownEpoch:
+        """Return the epoch with the lengths that earlier ranks observed."""
+        rows, observed = self.waiting_of(earlier)
+        if not len(rows):
+            return self
+        tokens = self.tokens.copy()
+        tokens[rows] = observed
+        return replace(self, tokens=tokens)
+
+    def waiting_of(self, earlier: EarlierRanks) -> IntArray:
+        """Return numbers and tokens of the samples that waited on earlier ranks, (2, n)."""
+        table = np.frombuffer(earlier.waiting or b"", "<i8").astype(np.int64).reshape(2, -1)
+        self.checked(table[0])
+        return table
+
+    def remaining_of(self, earlier: EarlierRanks, rows: IntArray, *, is_whole: bool) -> IntArray:
+        """Return which of their samples, `rows`, earlier ranks have not emitted, (n,)."""
+        waiting, _ = self.waiting_of(earlier)
+        parts, ranks, limits = [waiting], earlier.ranks, earlier.limits
+        if not all(progress.is_alone for progress in ranks):
+            shared = self.plan(rows, limits, len(ranks), is_whole=is_whole)
+        for rank, progress in enumerate(ranks):
+            if progress.is_alone:
+                alone = self.plan(self.checked(progress.rows), limits, ranks=1)
+                parts.append(alone.rows_from(progress.taken, 0))
+            else:
+                parts.append(shared.rows_from(progress.taken, rank))
+        return np.concatenate(parts)
+
+    def checked(self, rows: bytes | IntArray | None) -> IntArray:
+        """Return the samples of a state, checked."""
+        if not isinstance(rows, np.ndarray):
+            rows = np.frombuffer(rows or b"", "<i8").astype(np.int64)
+        return check_rows(rows, len(self.tokens))
+
+
+class ResumedPlan:
+    """The groups of a rank in an epoch, and how many of them are emitted.
+
+    All ranks plan an epoch together. After lower limits or more excluded keys, a rank plans its
+    remaining samples alone. Another number of ranks plans together the samples that the earlier
+    ranks have not emitted, which follow from their plans.
+
+    Args:
+        epoch: the epoch, with the given lengths.
+        rank: this rank.
+        limits: of the groups.
+        rows: the samples of the epoch, in their order, without those that are excluded, (n,).
+        is_alone: whether `rows` are the remaining samples of this rank, which it plans alone.
+        earlier: the ranks that the epoch had before, a set for each change of their number.
+
+    Raises:
+        ValueError: a part of a state is damaged.
+    """
+
+    def __init__(
+        self,
+        epoch: KnownEpoch,
+        rank: int,
+        limits: Limits,
+        rows: IntArray,
+        *,
+        is_alone: bool = False,
+        earlier: Sequence[EarlierRanks] = (),
+    ) -> None:
+        self.limits = limits
+        self.taken = 0
+        """Number of emitted groups."""
+        self._given_epoch, self._rank, self._is_alone, self._earlier = (
+            epoch,
+            rank,
+            is_alone,
+            earlier,
+        )
+        self._rows_state = rows.astype("<i8").tobytes() or None if is_alone else None
+        order = epoch.checked(rows)
+        for number, ranks in enumerate(earlier):
+            if not is_alone:
+                is_left = np.zeros(len(epoch.tokens), np.bool_)
+                is_left[epoch.remaining_of(ranks, rows, is_whole=not number)] = True
+                rows = order[is_left[order]]
+            epoch = epoch.with_lengths_of(ranks)
+        self._rank_of_plan = 0 if is_alone else rank
+        ranks_of_plan = 1 if is_alone else epoch.job.world_size
+        is_whole = not (is_alone or earlier)
+        self._plan = epoch.plan(rows, limits, ranks_of_plan, is_whole=is_whole)
+
+    def __len__(self) -> int:
+        """Return the number of groups, or one more than this rank has."""
+        return len(self._plan)
+
+    @property
+    def group_budget(self) -> TokenBudget:
+        """The budget of the groups."""
+        return self.limits.of_groups(self._given_epoch.job.budget)
+
+    def group(self, number: int) -> IntArray:
+        """Return the samples of a group, (n,); none where the last step has none of this rank."""
+        return self._plan.group(number, self._rank_of_plan)
+
+    def remaining(self) -> IntArray:
+        """Return the samples of the groups that are not emitted, (n,)."""
+        return self._plan.rows_from(self.taken, self._rank_of_plan)
+
+    def were_in_group(self, rows: IntArray) -> npt.NDArray[np.bool_]:
+        """Tell which samples have been in a group on earlier ranks, (n,)."""
+        tables = [self._given_epoch.waiting_of(ranks)[0] for ranks in self._earlier]
+        return np.isin(rows, np.concatenate([*tables, rows[:0]]))
+
+    def alone(self, rows: IntArray, limits: Limits) -> ResumedPlan:
+        """Return a plan of the remaining samples of this rank alone."""
+        # Of earlier ranks, only the lengths that they observed still count.
+        earlier = [ranks._replace(ranks=[]) for ranks in self._earlier]
+        return ResumedPlan(
+            self._given_epoch, self._rank, limits, rows, is_alone=True, earlier=earlier
+        )
+
+    def lowered(self, tokens: int) -> ResumedPlan:
+        """Return a plan of this rank's remaining samples, in groups of at most `tokens`."""
+        limits = self.limits._replace(tokens=tokens)
+        if self._is_alone or len(self):
+            return self.alone(self.remaining(), limits)
+        return ResumedPlan(self._given_epoch, self._rank, limits, NO_ROWS)  # no epoch has begun
+
+    def go_to_end(self) -> None:
+        """Count all groups as emitted."""
+        self.taken = len(self)
+
+    def go_to(self, taken: int, *, is_at_end: bool) -> None:
+        """Count `taken` groups as emitted; `is_at_end`: all groups of the present plan."""
+        self.taken = len(self) if is_at_end else taken
+        if not 0 <= self.taken <= len(self):
+            raise ValueError(f"it has {self.taken} groups of {len(self)}.")
+
+    def to_state(self) -> dict[str, Any]:
+        """Return the fields of a `PlannedState` for this position."""
+        return {
+            "taken": self.taken,
+            "limits": (*self.limits,),
+            "is_alone": self._is_alone,
+            "rows": self._rows_state,
+            "earlier": [ranks.to_state() for ranks in self._earlier],
+        }

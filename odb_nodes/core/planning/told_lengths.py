@@ -1,0 +1,69 @@
+"""How the observed lengths of an epoch's samples compare with the lengths that were given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from odb_nodes._support.user_warning import warn_user
+from odb_nodes.core.planning.table import IntArray
+from odb_nodes.errors import SampleError
+
+_LEAST_SEEN = 1024  # samples, before lengths are refused
+_MOST_MOVED = 0.25  # share of samples that may not fit into the group that was planned for them
+
+
+@dataclass(frozen=True)
+class ToldLengths:
+    """How the samples of an epoch so far compare with the given lengths."""
+
+    seen: int = 0  # processed samples
+    moved: int = 0  # processed samples that did not fit into their planned group
+    # of the samples that fitted since the last reset
+    compared: int = 0
+    observed_tokens: int = 0
+    told_tokens: int = 0
+
+    def with_group(
+        self,
+        lengths: IntArray,
+        seen: int,
+        fitting: tuple[IntArray, IntArray],
+        moved: tuple[IntArray, IntArray],
+    ) -> ToldLengths:
+        """Return this with a group that was processed.
+
+        Args:
+            lengths: the given length of each sample of the dataset, (n,).
+            seen: number of samples of the planned group.
+            fitting: numbers and observed lengths of the samples that fit into it.
+            moved: numbers and observed lengths of its other samples.
+
+        Raises:
+            SampleError: too many samples did not fit.
+        """
+        rows, tokens = fitting
+        after = replace(
+            self,
+            seen=self.seen + seen,
+            moved=self.moved + len(moved[0]),
+            compared=self.compared + len(rows),
+            observed_tokens=self.observed_tokens + int(tokens.sum()),
+            told_tokens=self.told_tokens + int(lengths[rows].sum()),
+        )
+        if len(moved[0]) and after.seen >= _LEAST_SEEN and after.moved > _MOST_MOVED * after.seen:
+            row, length = int(moved[0][0]), int(moved[1][0])
+            raise SampleError(
+                f"`lengths` must be the lengths of processed samples, but of the first "
+                f"{after.seen} samples of the epoch, {after.moved} did not fit into their planned "
+                f"batch, such as sample {row}, which has {length} tokens in place of "
+                f"{lengths[row]}. Save them anew with `odb-nodes profile --save-lengths`, or leave "
+                "`lengths` out."
+            )
+        if after.compared >= _LEAST_SEEN and 2 * after.observed_tokens < after.told_tokens:
+            warn_user(
+                f"`lengths` say that the first {after.compared} samples have {after.told_tokens} "
+                f"tokens, but they have {after.observed_tokens}: batches are less than half full. "
+                "Pass the lengths of processed samples, or leave `lengths` out.",
+                once="lengths",
+            )
+        return after

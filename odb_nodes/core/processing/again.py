@@ -1,0 +1,131 @@
+"""Items of a restored state, which workers process again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from odb_nodes.core.contract.again import ItemsAgain
+from odb_nodes.core.processing.backlog import LaterItems, QueuedChunk
+from odb_nodes.core.processing.chunk import ChunkResult, ChunkTask
+from odb_nodes.core.processing.chunk_runner import ChunkRunner
+from odb_nodes.core.sample import ItemKey
+from odb_nodes.core.sample_block import ItemKeys
+
+
+class ProcessedAgain(ItemsAgain, LaterItems):
+    """Items that a `ParallelProcessor` makes again: when they are taken, or ahead, by a `Backlog`.
+
+    The results of a chunk are kept until each of them is taken.
+
+    whole: the chunk of all items.
+    order: their rows, with neighbours in the data side by side.
+    """
+
+    def __init__(self, runner: ChunkRunner, whole: ChunkTask, order: Sequence[int]) -> None:
+        self._runner, self._whole = runner, whole
+        self._backlog = runner.backlog()  # `None` without workers
+        self._lock = threading.RLock() if self._backlog is None else self._backlog.lock
+        self._neighbours = dict(zip(order, range(len(order)), strict=True)).__getitem__
+        self._was_sent = bytearray(len(order))
+        self._sent: dict[int, tuple[Future[ChunkResult], ChunkTask, Sequence[int]]] = {}
+        self._made: dict[int, tuple[Sequence[Any], int]] = {}
+        if self._backlog is not None:
+            self._backlog.add_later(self)
+
+    def key_of(self, row: int) -> ItemKey | None:
+        """Return the key of an item, if the source has keys."""
+        return self._whole.keys[row]
+
+    def name_of(self, row: int) -> str:
+        """Return the name of an item for an error: its key, or else its number in the epoch."""
+        return self._whole.name_of(row)
+
+    def want(self, rows: Sequence[int]) -> None:
+        """Make these rows after those wanted before, and before all other items."""
+        if self._backlog is not None:
+            self._runner.check_process()  # A forked child may have inherited a lock that is held.
+            self._backlog.plan(self, sorted(rows, key=self._neighbours))
+
+    def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
+        """Return for each row a run of results, and the place of the row's result in it.
+
+        Raises:
+            SampleError: processing raised for one of them; names its key.
+            WorkerError: a worker died, did not answer in time, or belongs to another process.
+        """
+        self._runner.check_process()
+        with self._lock:  # Otherwise the backlog might send the same rows meanwhile.
+            lacking = [row for row in rows if row not in self._sent and row not in self._made]
+            for row in lacking:
+                self._was_sent[row] = True
+        self._send(lacking)
+        return [self._result(row) for row in rows]
+
+    def was_sent(self, row: int) -> bool:
+        """Tell whether a row was ever sent to the workers."""
+        return bool(self._was_sent[row])
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether there is a row that was never sent to the workers."""
+        return 0 in self._was_sent
+
+    def next_chunk(self, count: int) -> QueuedChunk:
+        """Return a chunk of the first rows that were never sent."""
+        rows: list[int] = []
+        row = self._was_sent.find(0)
+        while row >= 0 and len(rows) < count:
+            rows.append(row)
+            row = self._was_sent.find(0, row + 1)
+        return self.chunk_of(rows)
+
+    def chunk_of(self, rows: Sequence[int]) -> QueuedChunk:
+        """Return the chunk of some rows, which is sent next."""
+        chunk = QueuedChunk(self._task_of(rows))
+        self._note_sent(chunk, chunk.task, rows)
+        return chunk
+
+    def _task_of(self, rows: Sequence[int]) -> ChunkTask:
+        items, keys, places = self._whole.items, self._whole.keys, self._whole.positions
+        return replace(
+            self._whole,
+            items=[items[row] for row in rows],
+            keys=ItemKeys.of([keys[row] for row in rows]),
+            positions=[places[row] for row in rows],
+        )
+
+    def _send(self, rows: Sequence[int]) -> None:
+        """Send rows that the caller waits for, divided among the workers."""
+        share = -(-len(rows) // max(1, self._runner.options.num_workers))
+        size = max(1, min(self._runner.fit.items, share))
+        rows = sorted(rows, key=self._neighbours)
+        for start in range(0, len(rows), size):
+            chunk_rows = rows[start : start + size]
+            task = self._task_of(chunk_rows)
+            self._note_sent(self._runner.submit(task, urgent=True), task, chunk_rows)
+
+    def _note_sent(self, future: Future[ChunkResult], task: ChunkTask, rows: Sequence[int]) -> None:
+        for row in rows:
+            self._was_sent[row] = True
+            self._sent[row] = future, task, rows
+
+    def _result(self, row: int) -> tuple[Sequence[Any], int]:
+        while row not in self._made:
+            if row not in self._sent:  # An earlier item of its chunk has failed.
+                self._send([row])
+            future, task, rows = self._sent[row]
+            runs, failure = self._runner.results(task, future)
+            places = [(run, place) for run in runs for place in range(len(run))]
+            with self._lock:
+                for chunk_row in rows:
+                    if self._sent.get(chunk_row, (None,))[0] is future:
+                        del self._sent[chunk_row]
+                self._made.update(zip(rows, places, strict=False))
+            if failure is not None and rows[len(places)] == row:
+                name = self.name_of(row)
+                raise failure.explained(f"which is made again for a restore ({name})")
+        return self._made.pop(row)

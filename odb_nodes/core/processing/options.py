@@ -1,0 +1,113 @@
+"""How processing runs in parallel."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, Literal, get_args
+
+from odb_nodes._support.checks import check_callable, check_choice, check_seconds, keep_count
+
+Method = Literal["process", "thread", "ray"]
+ChunkSize = int | Literal["auto"]
+
+_NOT_FOR = {"thread": ("start_method", "worker_init_fn"), "ray": ("start_method",)}
+AUTO: Final = "auto"
+_NOMINAL_SAMPLES = 32
+"""Samples that an `"auto"` chunk counts as, for states and samples in flight."""
+MOST_SAMPLES = 256  # the most samples of an `"auto"` chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerOptions:
+    """How processing runs in parallel. No option changes a sample or a group.
+
+    Where lengths are known before samples are read, a worker gets a whole group at a time. Then
+    `chunk_size` matters only for samples that are made again, and at least one group per worker is
+    in flight, two if `in_flight_samples` is `None`.
+
+    Args:
+        num_workers: number of workers; 0 processes in the trainer's own thread.
+        method: `"process"`; `"thread"`, for processing that releases the GIL; or `"ray"`, for
+            actors of a Ray cluster (docs/ray.md; needs `odb-nodes[ray]`).
+        start_method: how worker processes start: `"fork"`, `"spawn"`, `"forkserver"`, or `None`
+            for the platform's default.
+        chunk_size: number of samples sent and processed together; `"auto"`: as many as take a
+            worker 20 ms or fill 1 MiB, from 1 to 256, so that all workers are busy.
+        in_flight_samples: number of samples being processed or waiting to be taken; `None` for 4
+            chunks per worker.
+        in_flight_bytes: the most bytes of these samples, estimated from earlier ones; `None` for no
+            limit. At least two chunks per worker are in flight. No effect on threads.
+        timeout_s: seconds to wait for a chunk before it is an error.
+        worker_init_fn: called with the worker's number when a worker process starts. It must be
+            `None` for threads, and `start_method` for threads and Ray.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid.
+    """
+
+    num_workers: int = 0
+    method: Method = "process"
+    start_method: Literal["fork", "spawn", "forkserver"] | None = None
+    chunk_size: ChunkSize = AUTO
+    in_flight_samples: int | None = None
+    in_flight_bytes: int | None = 256 << 20
+    timeout_s: float = 600.0
+    worker_init_fn: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        keep_count(self, "num_workers", 0)
+        if self.chunk_size != AUTO:
+            keep_count(self, "chunk_size")
+        if self.in_flight_samples is not None:
+            keep_count(self, "in_flight_samples")
+        if self.in_flight_bytes is not None:
+            keep_count(self, "in_flight_bytes")
+        check_choice("method", self.method, get_args(Method))
+        if self.start_method is not None:
+            check_choice("start_method", self.start_method, multiprocessing.get_all_start_methods())
+        check_seconds("timeout_s", self.timeout_s)
+        check_callable("worker_init_fn", self.worker_init_fn)
+        for name in _NOT_FOR.get(self.method, ()):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f'`{name}` must be None where `method` is "{self.method}", but is '
+                    f"{getattr(self, name)!r:.80} instead: only worker processes have it."
+                )
+
+    @property
+    def forks(self) -> bool:
+        """Whether worker processes are forked."""
+        chosen = self.start_method or multiprocessing.get_start_method(allow_none=True)
+        return (chosen or multiprocessing.get_all_start_methods()[0]) == "fork"
+
+    @property
+    def nominal_chunk_samples(self) -> int:
+        """Samples that a chunk counts as for states and samples in flight, even if `"auto"`."""
+        return _NOMINAL_SAMPLES if self.chunk_size == AUTO else self.chunk_size
+
+    @property
+    def most_chunk_samples(self) -> int:
+        """The most samples of a chunk."""
+        return MOST_SAMPLES if self.chunk_size == AUTO else self.chunk_size
+
+    @property
+    def samples_ahead(self) -> int:
+        """Samples in flight beyond the chunk in hand, up to a whole number of chunks."""
+        if self.num_workers == 0:
+            return 0
+        if self.in_flight_samples is None:
+            return 4 * self.num_workers * self.nominal_chunk_samples
+        return self.in_flight_samples
+
+
+def share_of(workers: WorkerOptions, count: int) -> WorkerOptions:
+    """Return the options of each of `count` nodes that share workers, of which each gets one."""
+    ahead, most_bytes = workers.in_flight_samples, workers.in_flight_bytes
+    return replace(
+        workers,
+        num_workers=-(-workers.num_workers // count),
+        in_flight_samples=None if ahead is None else max(1, ahead // count),
+        in_flight_bytes=None if most_bytes is None else max(1, most_bytes // count),
+    )

@@ -1,0 +1,547 @@
+"""Worker processes for chunks, each with a separate socket.
+
+The executor of the standard library does not serve: all its workers share one pipe, so a worker
+that is killed while it writes leaves `ProcessPoolExecutor` reading half a message for ever. At exit
+it also finishes everything that was submitted. Here only the worker holds the far end of its
+socket, so its death always ends the stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import queue
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from typing import Any
+
+from odb_nodes._compat.multiprocessing import bounded_start, keep_from_forks, start_tracker
+from odb_nodes._support.processes import block_interrupt, limit_behind, start_thread
+from odb_nodes.core.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Pool
+from odb_nodes.core.processing.options import WorkerOptions
+from odb_nodes.core.processing.transport import Pages, Part, dumps, encode, mapped, receive, write
+from odb_nodes.core.processing.worker import LastWords, Message, Setup, Stage, work
+from odb_nodes.errors import WorkerError
+
+_DEATH_POLL_S = 1.0  # between two checks of the reader that silent workers live
+_BEGIN_S = (2.0, 4.0, 8.0, 16.0)  # for a forked worker to begin, before it is replaced
+_STOP_S = 5.0  # for a killed process, or a thread, to be gone
+_END_S = 1.0  # for a process to end after it has closed its socket
+_LONGEST_POLL_S = 0.02
+_NOW = getattr(socket, "MSG_DONTWAIT", 1)
+_PICKLABLE = (
+    " The dataset and the functions must be picklable where `start_method` is not "
+    '"fork": define them at the top of a module, or use `method="thread"`.'
+)
+_MAIN = ' Where the start method is not "fork", each worker imports the program\'s main module'
+_GUARD = f'{_MAIN}: guard what it does by `if __name__ == "__main__":`.'
+_NO_FILE_OF_MAIN = (
+    f"{_MAIN}, which came from standard input here: run it from a file, or use "
+    '`start_method="fork"` or `method="thread"`.'
+)
+_DAEMON = (
+    " This process is daemonic, as workers of a `DataLoader` or a `multiprocessing.Pool` are, and "
+    'may have no children: start it with `daemon=False`, or use `method="thread"`, or no workers.'
+)
+_FORK_LOCK = (
+    " It may wait for ever for a lock that another thread of the trainer held when it was forked, "
+    'as while that imports a module: `start_method="forkserver"` avoids that.'
+)
+_RESUME = " Nothing is lost: load the last state, or iterate again, to go on."
+_starting = threading.Lock()  # see `_started`
+
+
+class Answer(Future[ChunkResult]):
+    """A `ChunkResult`, and the worker that owes it."""
+
+    def __init__(self, worker: WorkerProcess) -> None:
+        super().__init__()
+        self.worker = worker
+
+
+class WorkerProcess:
+    """One worker process, its socket, and the futures of the chunks sent to it, in order."""
+
+    def __init__(
+        self, context: BaseContext, index: int, setup: Setup, outbox: _Outbox, limit_s: float
+    ) -> None:
+        self._index = index
+        self._last_words = ""
+        self._reason = ""  # why the trainer has killed it
+        self._ended_idle = False
+        self._stage = Stage.STARTING
+        self._has_answered = False
+        self._forked = context.get_start_method() == "fork"
+        self._pending: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+        self._unsent: deque[deque[Any]] = deque()  # messages that the sender has to write
+        try:
+            self.connection, self.child = _started(context, index, setup, limit_s)
+        except Exception as error:
+            raise WorkerError(
+                f"worker {index} could not be started: {type(error).__name__}: {error}."
+                f"{_advice(error, self._forked)}"
+            ) from error
+        self.pid = self.child.pid
+        if setup.part is not None:
+            self._send(outbox, setup.part)
+
+    def has_begun(self) -> bool:
+        """Tell whether a forked worker has said something, or has ended."""
+        return not self._forked or bool(wait([self.connection], 0))
+
+    @property
+    def chunks_due(self) -> int:
+        """How many chunks were sent and have no result yet."""
+        return self._pending.qsize()
+
+    def tell(self, outbox: _Outbox, message: Message) -> Answer:
+        """Send a message. What does not fit into the socket is left to the sender thread.
+
+        So a worker that hangs, and does not read its socket, does not block the trainer.
+        """
+        answer = Answer(self)
+        try:
+            part = pickle.dumps(message, protocol=5)
+            with self._sending:
+                if message.task is not None:
+                    self._pending.put(answer)
+                self._send(outbox, part)
+        except BaseException:  # After Ctrl-C, say, half of the message may be written.
+            self.end("the trainer was interrupted while it gave it work.")
+            raise
+        if self.connection.fileno() < 0:
+            # The reader has closed it, and may have failed the pending futures already.
+            self.fail_pending()
+        return answer
+
+    def _send(self, outbox: _Outbox, part: Part) -> None:
+        waiting = deque(encode([part]))
+        if self._unsent or not self._write(waiting, _NOW):
+            self._unsent.append(waiting)
+            outbox.put(self._write_unsent)
+
+    def _write_unsent(self) -> None:
+        # Removed only afterwards, so that messages that come meanwhile queue up behind it.
+        self._write(self._unsent[0])
+        with self._sending:
+            self._unsent.popleft()
+
+    def _write(self, waiting: deque[Any], flags: int = 0) -> bool:
+        try:
+            return write(self.connection, waiting, flags)
+        except OSError:
+            return True  # The worker is gone. The reader sees that too, and fails its futures.
+        except Exception as error:
+            self.end(f"the trainer could not send it a chunk: {type(error).__name__}: {error}.")
+            return True
+
+    def read(self) -> bool:
+        """Read the worker's next message; tell whether there was one."""
+        try:
+            head, *parts = map(mapped, receive(self.connection))
+            self._take(pickle.loads(head), parts)
+        except (EOFError, ConnectionError):
+            return False
+        except Exception as error:
+            memory = (
+                " The trainer is out of memory: lower `in_flight_bytes`, or `chunk_size`."
+                if isinstance(error, MemoryError) and "in_flight_bytes" not in str(error)
+                else ""
+            )
+            cause = f"{type(error).__name__}: {error}".rstrip(": .")
+            self.end(f"the trainer could not read its results: {cause}.{memory}")
+            return False
+        return True
+
+    def _take(self, message: Stage | LastWords | ChunkResult, parts: list[Pages]) -> None:
+        if isinstance(message, Stage):
+            self._stage = message
+        elif isinstance(message, LastWords):
+            self._last_words = message.text
+        else:
+            self._has_answered = True
+            self._stage = Stage.READY
+            self._pending.get_nowait().set_result(replace(message, results=parts))
+
+    def what_hangs(self) -> str:
+        """Return the function or stage that keeps this worker busy."""
+        if self._stage is Stage.READY:
+            lock = _FORK_LOCK if self._forked and not self._has_answered else ""
+            return f"`process_fn` hangs, or needs a longer limit.{lock}"
+        if self._stage is Stage.COLLATING:
+            return "`collate_fn` hangs, or needs a longer limit."
+        if self._stage is Stage.INITIALIZING:
+            return (
+                f"`worker_init_fn` of worker {self._index} (process {self.pid}) has not returned: "
+                "it hangs, or needs a longer limit."
+            )
+        if self._forked:
+            return f"worker {self._index} (process {self.pid}) has not come up.{_FORK_LOCK}"
+        return (
+            f"worker {self._index} (process {self.pid}) has not come up: importing the program's "
+            "modules or unpickling the dataset hangs, or needs a longer limit."
+        )
+
+    def end(self, reason: str) -> None:
+        """Kill this worker; errors of its pending results give the reason."""
+        self._reason = reason
+        self.child.kill()
+
+    def mark_dead(self) -> None:
+        """Close the socket of this worker, which has died or closed it, and fail its futures."""
+        # A worker that has not come up fails by itself, whether or not it has work already.
+        self._ended_idle = self._pending.empty() and self._stage is Stage.READY
+        self.connection.close()
+        self.fail_pending()
+
+    def fail_pending(self) -> None:
+        """Fail every future of this worker, which has died or closed its socket."""
+        if not self.child.wait_until_ended(_END_S):
+            self.child.kill()  # Its socket is closed.
+            self.child.wait_until_ended(_STOP_S)
+        error = WorkerError(self.exit_reason() + self._advice())
+        with contextlib.suppress(queue.Empty):
+            while True:
+                future = self._pending.get_nowait()
+                if not future.done():
+                    future.set_exception(error)
+
+    def exit_reason(self) -> str:
+        """Return how this worker has ended."""
+        if self._reason:
+            return f"worker process {self.pid} was ended: {self._reason}"
+        if self._last_words:
+            return f"worker process {self.pid} has ended.{self._last_words}"
+        code = self.child.exit_code()
+        if code is None:
+            how = "died; another part of this program took its exit code."
+        elif code < 0:
+            cause = "often the out-of-memory killer" if code == -9 else signal.strsignal(-code)
+            how = f"was killed by signal {-code}, {cause}."
+        else:
+            how = f"died with exit code {code}."
+        idle = " It had nothing to do." if self._ended_idle else ""
+        return f"worker process {self.pid} {how}{idle}"
+
+    def _advice(self) -> str:
+        if self._last_words and not self._reason:
+            return ""  # A new worker would end in the same way.
+        code = self.child.exit_code()
+        ended_silently = code is not None and code >= 0 and self._stage is Stage.STARTING
+        is_of_main = ended_silently and not (self._reason or self._forked)
+        return _RESUME + (_advice_on_main() if is_of_main else "")
+
+    def hang_up(self) -> None:
+        """End the stream for the reader: a child of the worker may hold the socket open."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Child:
+    """A child process; several threads may kill it and read its exit code."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process, self._exit_code = process, process.exitcode
+        assert process.pid is not None
+        self.pid = process.pid
+        self._released = False
+        # The system reports an exit code once: a second thread that asks meanwhile gets None.
+        # Re-entrant, since a signal handler of the trainer may close the loader.
+        self._reaping = threading.RLock()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self.exit_code() is not None or not _exists(self.pid)
+
+    def exit_code(self) -> int | None:
+        """Return the exit code; `None` while it runs, or if other code has taken the exit code."""
+        with self._reaping:
+            if not self._released:
+                self._exit_code = self._process.exitcode
+            return self._exit_code
+
+    def kill(self) -> None:
+        """End the process, and do not wait for it."""
+        with self._reaping:
+            if not self._released:
+                self._process.kill()
+
+    def wait_until_ended(self, timeout_s: float) -> bool:
+        """Wait for the process to end; tell whether it did in time.
+
+        `Process.join` does not serve: it waits for a pipe that a child of the worker may hold open,
+        and has no limit for a worker that has closed the pipe itself.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause_s = 0.0005
+        while not self.ended:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+        self._release()
+        return True
+
+    def _release(self) -> None:
+        """Close the files of a process that has ended, which a kept error may refer to."""
+        if self.exit_code() is not None:
+            with self._reaping:
+                if not self._released:
+                    self._process.close()
+                self._released = True
+
+
+def _started(
+    context: BaseContext, index: int, setup: Setup, limit_s: float
+) -> tuple[socket.socket, _Child]:
+    """Start a worker; return the connection to it, and its process."""
+    # One at a time: a sibling that is forked between these lines would inherit the far end and
+    # keep it open, which would hide the death of this worker.
+    with _starting:
+        connection, far_end = socket.socketpair()
+        connection.settimeout(None)  # despite `socket.setdefaulttimeout`
+        try:
+            process = context.Process(  # type: ignore[attr-defined]
+                target=work,
+                args=(far_end, index, setup),
+                name=f"odb_nodes-worker-{index}",
+                daemon=True,
+            )
+            with bounded_start(context, limit_s):
+                process.start()
+            keep_from_forks(process)
+            return connection, _Child(process)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            far_end.close()
+
+
+def _advice(error: Exception, forked: bool) -> str:
+    """Return advice on an error of starting a worker."""
+    if isinstance(error, AssertionError) and multiprocessing.current_process().daemon:
+        return _DAEMON
+    if limit := limit_behind(error):
+        return limit
+    if isinstance(error, (EOFError, OSError)):
+        return "" if forked else f" It ended, or took too long, before it ran.{_advice_on_main()}"
+    if isinstance(error, RuntimeError) and "bootstrapping" in str(error):
+        return _GUARD
+    return "" if forked else _PICKLABLE
+
+
+def _advice_on_main() -> str:
+    main = sys.modules["__main__"]
+    path = str(getattr(main, "__file__", ""))
+    if not path and main.__spec__ is None:
+        return ""  # Workers of a notebook, say, do not import it.
+    return _NO_FILE_OF_MAIN if path.startswith("<") else _GUARD
+
+
+def kill(workers: list[WorkerProcess]) -> None:
+    """End all of these workers, and wait until they are gone."""
+    for worker in workers:
+        worker.child.kill()
+    deadline = time.monotonic() + _STOP_S
+    for worker in workers:
+        worker.child.wait_until_ended(max(0.0, deadline - time.monotonic()))
+
+
+def _exists(pid: int) -> bool:
+    if sys.platform == "win32":  # There, signal 0 is Ctrl-C.
+        return True
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return not isinstance(error, ProcessLookupError)
+    return True
+
+
+_Outbox = queue.SimpleQueue[Callable[[], None] | None]
+
+
+class ProcessPool(Pool):
+    """Worker processes; one thread reads results, another sends what does not fit into a socket."""
+
+    # Each result reaches its future: a worker answers every chunk, even a skipped one, in order,
+    # with one message. So the next result belongs to the oldest pending future.
+    #
+    # Nothing blocks for ever: `submit` never waits for a socket. The sender may block on the full
+    # socket of a worker, but a worker reads all messages before each chunk, and the reader takes
+    # its results at any time. A worker that hangs does block the sender until it is killed, which
+    # breaks the socket.
+    #
+    # No future of a dead worker is forgotten: the reader closes the socket, then fails the pending
+    # futures. `tell` adds a future, then checks the socket. A future that is too late for the
+    # reader was added after the socket was closed, so `tell` notices, and fails it.
+
+    def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
+        super().__init__()
+        self._generation = 0  # workers skip chunks of an older one
+        self._sequence = count()
+        self._workers: list[WorkerProcess] = []
+        self._outbox: _Outbox = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        start = partial(_start_workers, self._workers, processor, options, self._outbox)
+        # Workers die with the thread that starts them: the main thread where possible, since a fork
+        # should see few threads; else the sender, since other threads may end before the pool.
+        on_main = threading.current_thread() is threading.main_thread()
+        try:
+            if on_main:
+                start()
+            self._threads.append(start_thread("sender", _run_sender, self._outbox))
+            if not on_main:
+                started: Future[None] = Future()
+                self._outbox.put(partial(_settle, started, start))
+                started.result()
+            self._threads.append(start_thread("reader", _read_results, self._workers))
+        except BaseException:
+            self._outbox.put(None)
+            kill(self._workers)
+            for worker in self._workers:
+                worker.connection.close()
+            raise
+        # At exit, multiprocessing sends SIGTERM, which workers ignore, and waits for ever.
+        self._at_exit = Finalize(None, kill, args=(self._workers,), exitpriority=10)
+
+    dumps = staticmethod(dumps)
+
+    @property
+    def pids(self) -> list[int]:  # type: ignore[override]
+        """Process ids of the workers."""
+        return [worker.pid for worker in self._workers]
+
+    @property
+    def exit_reason(self) -> str:  # type: ignore[override]
+        """How the first worker that ended has ended; "" while all live."""
+        return next((worker.exit_reason() for worker in self._workers if worker.child.ended), "")
+
+    def submit(self, task: ChunkTask) -> Future[ChunkResult]:
+        """Queue a chunk with a worker that has the fewest; with several such workers in turn."""
+        first = next(self._sequence) % len(self._workers)
+        in_turn = self._workers[first:] + self._workers[:first]
+        worker = min(in_turn, key=lambda worker: worker.chunks_due)
+        return worker.tell(self._outbox, Message(self._generation, dumps(task)))
+
+    def what_hangs(self, future: Future[ChunkResult], functions: str) -> str:  # noqa: ARG002
+        """Return why a chunk is not done."""
+        assert isinstance(future, Answer)
+        return future.worker.what_hangs()
+
+    def discard(self) -> None:
+        """Skip queued chunks that no worker has begun."""
+        self._generation += 1
+        for worker in self._workers:
+            worker.tell(self._outbox, Message(self._generation))
+
+    def close(self) -> None:
+        """Kill the workers and wait until they and the threads are gone."""
+        if not self.owner.is_here:
+            return
+        self._outbox.put(None)
+        self._at_exit.cancel()
+        kill(self._workers)
+        for worker in self._workers:
+            worker.hang_up()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_STOP_S)
+
+
+def _start_workers(
+    workers: list[WorkerProcess],
+    processor: ChunkProcessor,
+    options: WorkerOptions,
+    outbox: _Outbox,
+) -> None:
+    context = multiprocessing.get_context(options.start_method)
+    if context.get_start_method() != "fork":
+        start_tracker()
+    setup = Setup(processor, options.worker_init_fn)
+    start = partial(WorkerProcess, context, setup=setup, outbox=outbox, limit_s=options.timeout_s)
+    for index in range(options.num_workers):
+        workers.append(start(index))
+    # A forked worker may have inherited a lock that a thread held then: it is forked again.
+    deadline = time.monotonic() + options.timeout_s
+    for limit_s in _BEGIN_S:
+        silent = _silent(workers, min(time.monotonic() + limit_s, deadline))
+        if time.monotonic() >= deadline:
+            return
+        for index in silent:
+            kill([workers[index]])
+            workers[index].connection.close()
+            workers[index] = start(index)
+
+
+def _silent(workers: list[WorkerProcess], deadline: float) -> list[int]:
+    """Return the forked workers that have sent nothing by a deadline; early if there is none."""
+    while True:
+        silent = [index for index, worker in enumerate(workers) if not worker.has_begun()]
+        remaining_s = deadline - time.monotonic()
+        if not silent or remaining_s <= 0:
+            return silent
+        wait([workers[index].connection for index in silent], remaining_s)
+
+
+def _settle(future: Future[None], job: Callable[[], None]) -> None:
+    try:
+        job()
+        future.set_result(None)
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _run_sender(outbox: _Outbox) -> None:
+    """Run jobs in order that the trainer must not wait for."""
+    block_interrupt()  # Workers that this thread starts inherit the mask, until they ignore SIGINT.
+    while (job := outbox.get()) is not None:
+        job()
+
+
+def _read_results(workers: list[WorkerProcess]) -> None:
+    """Hand results to their futures until every worker is gone."""
+    with selectors.DefaultSelector() as selector:
+        try:
+            for worker in workers:
+                selector.register(worker.connection, selectors.EVENT_READ, worker)
+            while alive := selector.get_map():
+                ready = [key.data for key, _ in selector.select(_DEATH_POLL_S)]
+                for worker in ready:
+                    if not worker.read():
+                        _bury(selector, worker)
+                if ready:
+                    continue
+                # The stream of a dead worker does not end while a child of it holds the socket.
+                for worker in [key.data for key in alive.values()]:
+                    if worker.child.ended:
+                        while wait([worker.connection], 0) and worker.read():
+                            pass
+                        _bury(selector, worker)
+        finally:  # An error in this thread must not leave the trainer waiting.
+            for key in [*selector.get_map().values()]:
+                key.data.end("the thread that reads results has failed, see above.")
+                _bury(selector, key.data)
+
+
+def _bury(selector: selectors.BaseSelector, worker: WorkerProcess) -> None:
+    selector.unregister(worker.connection)
+    worker.mark_dead()

@@ -1,0 +1,1 @@
+"""What surrounds training: memory, monitoring, tasks, images, the ledger and checkpoints."""

@@ -1,0 +1,650 @@
+"""Trial training steps: find the largest budget that fits into memory, or check a budget."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import ceil, isqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from odb_nodes._compat.torch import forget_step
+from odb_nodes._support.checks import MAX_COUNT, check_callable, check_count, check_type, describe
+from odb_nodes._support.progress import Bar
+from odb_nodes._support.seeds import GENERATORS, load_rngs, put_back, save_rngs, state_of
+from odb_nodes._support.user_warning import warn_user
+from odb_nodes.core.planning import StepTime, TokenBudget
+from odb_nodes.core.planning.budget import allowed_rows
+from odb_nodes.training.memory.checkpointing import enable_checkpointing
+from odb_nodes.training.memory.meter import (
+    MemoryMeter,
+    ShapeTooLargeError,
+    check_meter,
+    free_memory,
+    is_out_of_memory,
+    measuring,
+    warn_of_fragments,
+)
+from odb_nodes.training.memory.model import MemoryModel, design_of, fitted_time
+
+TrainStep = Callable[[Any], Any]
+MakeBatch = Callable[..., Any]
+"""(rows, width), or (rows, width, patches) where rows have patches, -> batch."""
+
+TOLERANCE = 0.02  # width of a bracket that is exact enough, as a share of the rows that fit
+LARGEST_LEAP = 8  # most rows of the next trial, as a multiple of the rows that fit
+FARTHEST = 32  # how far two peaks are extrapolated, in multiples of their difference
+STALLED_TOKENS = 2**22  # if a larger batch takes no more than the smallest, memory never grows
+LEAST_TRIALS = 2  # for each width: a trial that fits and a trial that does not
+TRIALS_TO_SEE = 3  # a meter that reports no growth in this many trials is an error
+ENOUGH_POINTS = 4  # trials that suffice to fit the model to large batches alone
+MISFIT = 0.1  # relative error from which the model is fitted to large batches alone
+CANDIDATES = 512  # widths that are compared to find the fullest batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One step of training with a batch of one shape.
+
+    Attributes:
+        rows: rows of the batch.
+        width: tokens of each row.
+        patches: image patches of the batch.
+        peak_bytes: peak memory of the step, up to its failure if it failed.
+        fits: whether the step finished within the meter's limit.
+        seconds: duration of the step.
+        error: message of the out-of-memory error; `""` if there was none.
+    """
+
+    rows: int
+    width: int
+    patches: int
+    peak_bytes: int
+    fits: bool
+    seconds: float
+    error: str = ""
+
+    def reason(self, limit_bytes: int) -> str:
+        """Return, for an error, why the step does not fit under a meter's limit."""
+        over_limit = f"it took {self.peak_bytes:,} bytes, but the limit is {limit_bytes:,}"
+        return self.error.strip().rstrip(".") or over_limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The result of `find_budget`.
+
+    Attributes:
+        points: the trials, in their order.
+        model: the memory model of the trials. It omits the first trial, before which the optimizer
+            may have no state, and small batches if their peak is the optimizer's step.
+        budget: the largest budget whose batches fit.
+        tokens_per_s: tokens per second of the largest batches that fit, averaged over widths.
+        step_time: seconds of a step, fitted to the trials that fit into memory; `None` if they have
+            a single width, which does not separate attention from tokens. Records of a run give a
+            better fit: see `odb_nodes.monitor.fitted_step_time`.
+        checkpointing: whether `find_budget` enabled activation checkpointing for these trials.
+        slower: the slower calibration, if `find_budget` compared both ways; else `None`.
+    """
+
+    points: tuple[Trial, ...] = field(repr=False)
+    model: MemoryModel = field(repr=False)
+    budget: TokenBudget
+    tokens_per_s: float
+    step_time: StepTime | None
+    checkpointing: bool = False
+    slower: Calibration | None = field(default=None, repr=False)
+
+
+def find_budget(
+    train_step: TrainStep,
+    make_batch: MakeBatch,
+    *,
+    states: Sequence[Any],
+    meter: MemoryMeter,
+    widths: Sequence[int],
+    patches_per_row: int = 0,
+    max_trials: int = 24,
+    checkpointing: nn.Module | None = None,
+) -> Calibration:
+    """Find the largest budget whose batches fit into memory, by trial training steps.
+
+    For each width, the search adds rows to a batch until a step fails or exceeds the limit, then
+    bisects. It copies all `states` and the random generators of torch, numpy and Python to the CPU,
+    and restores them bitwise, even if a step fails or raises. Other changes that `train_step` and
+    `make_batch` make remain.
+
+    Args:
+        train_step: trains on a batch: forward, backward and the optimizer's step.
+        make_batch: (rows, width) -> batch of rows padded to `width` tokens, as in training; with
+            `patches_per_row` (rows, width, patches) -> batch.
+        states: everything that the steps change: models with their gradients and buffers,
+            optimizers, random generators, and objects with `state_dict` and `load_state_dict`, such
+            as schedulers and scalers.
+        meter: measures the memory of a step and holds the limit: `CudaMeter()` on a GPU.
+        widths: row lengths to try, in tokens: the shortest samples of the data, the longest, and
+            one or two between. The budget is verified at these widths and predicted between them.
+        patches_per_row: image patches of each row of a batch.
+        max_trials: most steps, at least 4; with `checkpointing`, most steps with and most without.
+        checkpointing: a model to compare with and without activation checkpointing, in tokens per
+            second. It must not be checkpointed yet. If `Calibration.checkpointing` is true, call
+            `enable_checkpointing(model)` afterwards.
+
+    Returns:
+        The calibration; with `checkpointing`, the faster of both.
+
+    Raises:
+        ShapeTooLargeError: one row of a width does not fit.
+        RuntimeError: an optimizer steps that is not in `states`.
+        TypeError, ValueError: an argument is not valid, or the peaks do not grow with the batch.
+        Exception: any error of `train_step` or `make_batch` other than out of memory.
+    """
+    sizes = sorted(set(_checked_widths(widths)))
+    check_count("max_trials", max_trials, 4)
+    check_type("checkpointing", checkpointing, nn.Module | None)
+    warn_of_fragments(meter)
+
+    def calibrate() -> Calibration:
+        with Bar(None, "steps tried to find the budget", max_trials) as bar:
+            search = BudgetSearch(train_step, make_batch, states, meter, patches_per_row, bar)
+            with search:
+                brackets = search.find(sizes, max_trials)
+        return Calibration(
+            points=tuple(search.done),
+            model=search.model(),
+            budget=search.verified_budget(brackets),
+            tokens_per_s=search.tokens_per_s(brackets),
+            step_time=search.step_time(),
+        )
+
+    if checkpointing is None:
+        return calibrate()
+    with ExitStack() as stack:
+        stack.callback(enable_checkpointing(checkpointing).disable)
+        saving = replace(calibrate(), checkpointing=True)
+    slower, faster = sorted((saving, calibrate()), key=lambda way: way.tokens_per_s)
+    return replace(faster, slower=slower)
+
+
+def preflight(
+    train_step: TrainStep,
+    make_batch: MakeBatch,
+    budget: int | TokenBudget,
+    *,
+    states: Sequence[Any],
+    meter: MemoryMeter,
+    widths: Sequence[int] | None = None,
+    patches_per_row: int = 0,
+) -> tuple[Trial, ...]:
+    """Try a training step with each of the largest batches that a budget allows.
+
+    These are the batch with the widest rows, the batch with the most rows, and the most expensive
+    batch. With `oversize="alone"`, the widest is a row of the longest sample, even above the
+    budget. Everything that the steps change is restored, as in `find_budget`. The first shape is
+    tried twice, since the optimizer may create its state in the first step.
+
+    Args:
+        train_step: as for `find_budget`.
+        make_batch: as for `find_budget`.
+        budget: the budget of the run; a number counts padded tokens.
+        states: as for `find_budget`.
+        meter: measures the memory of a step and holds the limit.
+        widths: sample lengths of the data, in tokens: the shortest and the longest suffice. `None`:
+            all lengths that the budget allows, which may exceed the model's.
+        patches_per_row: image patches of each row; a batch has `max_patches` at most.
+
+    Returns:
+        The trials, one for each shape.
+
+    Raises:
+        ShapeTooLargeError: a batch does not fit.
+        RuntimeError: an optimizer steps that is not in `states`.
+        TypeError, ValueError: an argument is not valid, or the meter measures nothing of the steps.
+        Exception: any error of `train_step` or `make_batch` other than out of memory.
+    """
+    budget = TokenBudget.of(budget)
+    shapes = _largest_shapes(budget, [1, budget.capacity] if widths is None else widths)
+    trials = Trials(train_step, make_batch, states, meter, patches_per_row)
+    with trials:
+        for rows, width in (shapes[0], *shapes):
+            trial = trials.run(rows, width, budget.max_patches)
+            if not trial.fits:
+                with_patches = f" with {trial.patches} patches" if trial.patches else ""
+                remedy = (
+                    f"Lower `tokens` of the budget, which is {budget.tokens}"
+                    if rows > 1
+                    else 'Leave longer samples out, as with `oversize="drop"` and lower `tokens`'
+                )
+                raise ShapeTooLargeError(
+                    f"a batch of {rows} rows of {width} tokens{with_patches} does not fit: "
+                    f"{trial.reason(meter.limit_bytes)}. {remedy}, call `find_budget`, or enable "
+                    "checkpointing.",
+                    rows,
+                    width,
+                    trial.patches,
+                )
+        trials.check_seen()
+    return tuple(trials.done[1:])
+
+
+def _largest_shapes(budget: TokenBudget, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return rows and width of the widest batch, the most expensive one, the one of most rows."""
+    lengths = _checked_widths(lengths)
+    is_alone = max(lengths) > budget.capacity and budget.oversize == "alone"
+    alone = [budget.shape([max(lengths)])] * is_alone
+    if budget.layout == "packed":
+        return [*alone, budget.shape([budget.capacity])]
+    shortest, longest = (
+        budget.width(min(length, budget.capacity)) for length in (min(lengths), max(lengths))
+    )
+    candidates = {
+        budget.width(round(width)) for width in np.geomspace(shortest, longest, CANDIDATES)
+    }
+    shapes = [(_most_rows(budget, width), width) for width in sorted(candidates)]
+    fullest = max(shapes, key=lambda shape: (shape[0] * budget.row_cost(shape[1]), shape[1]))
+    return list(dict.fromkeys((*alone, shapes[-1], fullest, shapes[0])))
+
+
+def _most_rows(budget: TokenBudget, width: int) -> int:
+    most = budget.tokens // budget.row_cost(width)
+    return int(allowed_rows(np.array([min(most, budget.max_samples or most)]), budget.row_sizes)[0])
+
+
+def _checked_widths(widths: Sequence[int]) -> list[int]:
+    check_type("widths", widths, list | tuple | range, "Pass a list of lengths in tokens.")
+    if not widths:
+        raise ValueError("`widths` must have at least one length, but is empty.")
+    return [check_count("widths", width) for width in widths]
+
+
+# --- trials ---------------------------------------------------------------------------------------
+
+
+class Trials:
+    """Makes training steps with batches of chosen shapes, and restores what they change."""
+
+    def __init__(
+        self,
+        train_step: TrainStep,
+        make_batch: MakeBatch,
+        states: Sequence[Any],
+        meter: MemoryMeter,
+        patches_per_row: int,
+        bar: Bar | None = None,
+    ) -> None:
+        check_callable("train_step", train_step)
+        check_callable("make_batch", make_batch)
+        self._train_step, self._make_batch, self._bar = train_step, make_batch, bar
+        self._per_row = check_count("patches_per_row", patches_per_row, 0)
+        self._meter = check_meter(meter)
+        self._state = TrainingState(states)
+        self.done: list[Trial] = []
+        self._has_grown = False  # the memory that the meter measures
+
+    def __enter__(self) -> None:
+        self._handle = register_optimizer_step_pre_hook(self._state.check_saved)
+
+    def __exit__(self, *error: object) -> None:
+        self._handle.remove()
+        free_memory()
+        self._state.restore()
+
+    def run(self, rows: int, width: int, most_patches: int | None = None) -> Trial:
+        """Make a step with a batch of this shape."""
+        meter, patches = self._meter, rows * self._per_row
+        if most_patches is not None:
+            patches = min(patches, most_patches)
+        shape = (rows, width, patches) if self._per_row else (rows, width)
+        failure: Exception | None = None
+        weights, has_gradients = self._state.weights, set[bool]()
+        without = [weight for weight in weights if weight.grad is None]
+        hook = register_multi_grad_hook(weights, lambda _: has_gradients.add(True), mode="any")
+        with measuring(meter):
+            meter.reset()
+            idle_bytes = meter.peak_bytes()
+            start_s = time.perf_counter()
+            try:
+                self._train_step(self._make_batch(*shape))
+                if torch.cuda.is_initialized():
+                    torch.cuda.synchronize()  # raises an error of a kernel
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = error
+            finally:
+                hook.remove()
+            seconds = time.perf_counter() - start_s
+            peak_bytes = meter.peak_bytes()
+        if failure is not None:
+            free_memory(failure)
+            for weight in without:
+                weight.grad = None
+        self._state.restore_values()
+        trial = Trial(
+            rows=rows,
+            width=width,
+            patches=patches,
+            peak_bytes=peak_bytes,
+            fits=failure is None and peak_bytes <= meter.limit_bytes,
+            seconds=seconds,
+            error="" if failure is None else str(failure),
+        )
+        self.done.append(trial)
+        self._has_grown |= peak_bytes > idle_bytes
+        if self._bar is not None:
+            outcome = f"fits, {trial.peak_bytes / 2**30:.2f} GiB" if trial.fits else "does not fit"
+            self._bar.set_postfix_str(f"{rows} x {width} {outcome}", refresh=False)
+            self._bar.update()
+        if len(self.done) == 1 and failure is None and weights and not has_gradients:
+            warn_user(
+                "`train_step` has computed no gradient of the weights in `states`. If it makes no "
+                "backward pass, training takes more memory than these trials."
+            )
+        if len(self.done) == TRIALS_TO_SEE:
+            self.check_seen()
+        return trial
+
+    def check_seen(self) -> None:
+        """Raise a `ValueError` if the meter has measured no growth in any trial."""
+        if not self._has_grown:
+            trial = self.done[-1]
+            raise ValueError(
+                f"`meter` sees nothing of `train_step`: {len(self.done)} steps, the last one with "
+                f"{trial.rows} rows of {trial.width} tokens, took no more than the "
+                f"{trial.peak_bytes:,} bytes that were in use before. Pass a meter of the device "
+                "that holds the model and its batches."
+            )
+
+
+# --- the search -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Bracket:
+    """The most rows of a width that fit (0: none yet), and the fewest that do not."""
+
+    width: int
+    fits: int = 0
+    fails: int | None = None
+
+    @property
+    def step(self) -> int:
+        """The difference of `fits` and `fails` that is close enough, in rows."""
+        return max(ceil(TOLERANCE * self.fits), 1)
+
+    @property
+    def most(self) -> int:
+        """The most rows of a trial: more would exceed the largest budget."""
+        return max(MAX_COUNT // self.width - 1, 1)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `fits` and `fails` are close enough."""
+        return self.fails is not None and self.fails - self.fits <= self.step
+
+
+class BudgetSearch(Trials):
+    """Finds in few trials how many rows of each width fit, and derives the budget."""
+
+    def find(self, widths: Sequence[int], max_trials: int) -> list[Bracket]:
+        """Return the bracket of each width that `max_trials` trials reached."""
+        self._try(Bracket(widths[0]), 1)  # The optimizer may create its state here.
+        *between, widest = widths
+        brackets: list[Bracket] = []
+        for number, width in enumerate([widest, *between]):
+            bracket = Bracket(width)
+            if not self._per_row:  # Tokens that fit in wider rows fit in these.
+                wider = (done for done in brackets if done.width > width)
+                bracket.fits = max((done.fits * done.width // width for done in wider), default=0)
+            brackets.append(bracket)
+            trials_left = max_trials - len(self.done)
+            for_others = LEAST_TRIALS * (len(widths) - number - 1)
+            for _ in range(max(trials_left - for_others, min(LEAST_TRIALS, trials_left))):
+                self._try(bracket, min(self._next_rows(bracket), bracket.most))
+                if bracket.is_exact or bracket.fits == bracket.most:
+                    break
+        return [bracket for bracket in brackets if bracket.fits or bracket.fails]
+
+    def model(self) -> MemoryModel:
+        """Return a model of the finished trials; only of large ones if small ones do not match."""
+        ended = self._ended()
+        model = _model_of(ended)
+        # The peak of a small batch may be the optimizer's step, which does not depend on the batch.
+        large = [trial for trial in ended if 2 * trial.peak_bytes > self._meter.limit_bytes]
+        if len(large) < ENOUGH_POINTS or model.fit().error < MISFIT:
+            return model
+        return _model_of(large)
+
+    def verified_budget(self, brackets: Sequence[Bracket]) -> TokenBudget:
+        """Return the model's budget, within the bounds that the trials set."""
+        model = self.model()
+        exact = [bracket for bracket in brackets if bracket.is_exact]
+        try:
+            budget = model.budget(self._meter.limit_bytes, threshold=1.0)
+            most_tokens = model.budget(self._meter.limit_bytes, threshold=1.0, margin=0.0).tokens
+        except ValueError:
+            if not exact:
+                raise
+            patches = min(bracket.fits for bracket in brackets) * self._per_row
+            most_tokens = min((bracket.fits + 1) * bracket.width - 1 for bracket in brackets)
+            budget = TokenBudget(most_tokens, max_patches=patches or None)
+        tokens = budget.tokens
+        if exact and not self._per_row:  # with `max_patches`, batches have fewer rows than tried
+            tried_tokens = min(tried.fits * budget.row_cost(tried.width) for tried in exact)
+            tokens = max(
+                tokens, min(tried_tokens, most_tokens)
+            )  # A batch that fit needs no margin.
+        for bracket in brackets:
+            most_rows = bracket.fits
+            if (
+                len(exact) > 1 and not bracket.is_exact
+            ):  # the model knows memory from the exact ones
+                if bracket.fails is None:
+                    continue
+                most_rows = bracket.fails - 1
+            if budget.max_patches is None or budget.max_patches > most_rows * self._per_row:
+                tokens = min(tokens, (most_rows + 1) * budget.row_cost(bracket.width) - 1)
+        return replace(budget, tokens=tokens)
+
+    def tokens_per_s(self, brackets: Sequence[Bracket]) -> float:
+        """Return the mean tokens per second over the largest batch of each width that fit."""
+        largest = {(bracket.width, bracket.fits) for bracket in brackets}
+        timed = {(trial.width, trial.rows): trial.seconds for trial in self.done}
+        tried = largest & {*timed}  # `fits` of a bracket may follow from wider rows, untried
+        return sum(width * rows for width, rows in tried) / sum(timed[shape] for shape in tried)
+
+    def step_time(self) -> StepTime | None:
+        """Return the fitted time of the steps that fit; `None` if they have a single width."""
+        trials = [trial for trial in self._ended() if trial.fits]
+        if len({trial.width for trial in trials}) < 2:
+            return None
+        design = design_of((trial.rows, trial.width, trial.patches) for trial in trials)
+        return fitted_time(design, np.array([trial.seconds for trial in trials]))
+
+    def _ended(self) -> list[Trial]:
+        return [trial for trial in self.done[1:] if not trial.error]
+
+    def _try(self, bracket: Bracket, rows: int) -> None:
+        trial = self.run(rows, bracket.width)
+        if trial.fits:
+            bracket.fits = max(bracket.fits, rows)
+            self._check_growth()
+        elif rows > 1:
+            bracket.fails = rows if bracket.fails is None else min(bracket.fails, rows)
+        else:
+            raise ShapeTooLargeError(
+                f"a single row of {bracket.width} tokens does not fit: "
+                f"{trial.reason(self._meter.limit_bytes)}. "
+                "Leave out longer samples, enable checkpointing, or shard the model.",
+                rows,
+                bracket.width,
+                trial.patches,
+            )
+
+    def _check_growth(self) -> None:
+        peaks = {trial.rows * trial.width: trial.peak_bytes for trial in self._ended()}
+        if len({*peaks.values()}) == 1 and max(peaks) > STALLED_TOKENS:
+            raise ValueError(
+                f"a batch of {max(peaks):,} tokens takes as much as one of {min(peaks):,}, "
+                f"{peaks[max(peaks)]:,} bytes: the meter does not see how memory grows with the "
+                "batch, or `train_step` does not use the batch."
+            )
+
+    def _next_rows(self, bracket: Bracket) -> int:
+        fits, fails, expected = bracket.fits, bracket.fails, self._expected_rows(bracket.width)
+        most = max(LARGEST_LEAP * fits, 1)
+        if fails is None:
+            return most if expected is None else min(max(expected, fits + bracket.step), most)
+        first, last = fits + bracket.step, fails - bracket.step
+        failed = [trial for trial in self.done if trial.width == bracket.width and not trial.fits]
+        is_misled = expected is not None and expected >= fails and len(failed) > 1
+        if expected is None or expected < fits or is_misled:
+            rows = isqrt(fits * fails)
+        else:
+            rows = min(max(expected, first), last) if first < last else (first + last) // 2
+        return min(max(rows, fits + 1), fails - 1)
+
+    def _expected_rows(self, width: int) -> int | None:
+        """Return how many rows of a width should fit; `None` if the trials cannot tell."""
+        peaks = {trial.rows: trial.peak_bytes for trial in self._ended() if trial.width == width}
+        if len(peaks) >= 2:
+            fewer, more = sorted(peaks)[-2:]
+            difference = peaks[more] - peaks[fewer]
+            room_bytes = self._meter.limit_bytes - peaks[more]
+            if difference <= 0 or room_bytes > FARTHEST * difference:
+                return None
+            return more + int(room_bytes * (more - fewer) // difference)
+        if len({trial.width for trial in self._ended()} - {width}) < 2:
+            return None
+        model = self.model()
+        first_bytes = model.predict(1, width, self._per_row)
+        row_bytes = (model.predict(1001, width, 1001 * self._per_row) - first_bytes) / 1000
+        if row_bytes <= 0:
+            return None
+        return 1 + int((self._meter.limit_bytes - first_bytes) // row_bytes)
+
+
+def _model_of(trials: Sequence[Trial]) -> MemoryModel:
+    model = MemoryModel()
+    for trial in trials:
+        model.add(trial.rows, trial.width, trial.patches, trial.peak_bytes)
+    return model
+
+
+# --- what the steps change ------------------------------------------------------------------------
+
+
+class TrainingState:
+    """CPU copies of everything that training changes in `states`, and of the generators."""
+
+    def __init__(self, states: Sequence[Any]) -> None:
+        check_type(
+            "states", states, list | tuple, "Pass a list of models, optimizers and the like."
+        )
+        self._optimizers: list[tuple[Optimizer, Any]] = []
+        self._groups: list[tuple[dict[str, Any], Any]] = []
+        self._loaders: list[tuple[Callable[[Any], Any], Any]] = []
+        self._scalers = [state for state in states if isinstance(state, torch.amp.GradScaler)]
+        modules: dict[nn.Module, None] = {}
+        for holder in states:
+            if isinstance(holder, nn.Module):
+                modules |= dict.fromkeys(holder.modules())
+            elif isinstance(holder, Optimizer):
+                self._optimizers.append((holder, _copied(dict(holder.state))))
+                options = ({**group, "params": None} for group in holder.param_groups)
+                self._groups += zip(holder.param_groups, map(_copied, options), strict=True)
+            elif isinstance(holder, GENERATORS):
+                self._loaders.append((partial(put_back, holder), _copied(state_of(holder))))
+            elif hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict"):
+                self._loaders.append((holder.load_state_dict, _copied(holder.state_dict())))
+            else:
+                raise TypeError(
+                    "`states` must be models, optimizers, random generators and objects with "
+                    f"`state_dict` and `load_state_dict`, but one is {describe(holder)} instead."
+                )
+        self._loaders.append((load_rngs, _copied(save_rngs())))
+        weights = [weight for module in modules for weight in module.parameters(recurse=False)]
+        weights += [weight for group, _ in self._groups for weight in group["params"]]
+        self._values = {weight: (_copied(weight.data), _copied(weight.grad)) for weight in weights}
+        self._buffers = [
+            (module._buffers, name, _copied(buffer))
+            for module in modules
+            for name, buffer in module._buffers.items()
+        ]
+        self.weights = [weight for weight in self._values if weight.requires_grad]
+
+    def check_saved(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Raise an error if an optimizer is about to change weights that are not saved here."""
+        is_saved = any(saved.state is optimizer.state for saved, _ in self._optimizers)
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if not is_saved or any(weight not in self._values for weight in weights):
+            raise RuntimeError(
+                f"`train_step` makes a step of an `{type(optimizer).__name__}` that is not in "
+                "`states`, so its weights could not be restored. Pass `states=[model, optimizer]`, "
+                "and everything else that the steps change."
+            )
+
+    def restore_values(self) -> None:
+        """Restore what decides the next step. Gradients and optimizer states keep their memory."""
+        for weight, (value, _) in self._values.items():
+            weight.data.copy_(value.data)
+        for buffers, name, saved in self._buffers:
+            buffers[name] = _put_back(buffers.get(name), saved)
+        for load, state in self._loaders:
+            load(_copied(state))
+        for scaler in self._scalers:
+            forget_step(scaler)
+
+    def restore(self) -> None:
+        """Restore everything."""
+        for weight, (_, gradient) in self._values.items():
+            weight.grad = _put_back(weight.grad, gradient)
+        for optimizer, state in self._optimizers:
+            optimizer.state.clear()
+            optimizer.state.update(_copied(state))
+        for group, options in self._groups:
+            weights = group["params"]
+            group.clear()
+            group.update(_copied(options), params=weights)
+        self.restore_values()
+
+
+class _Tensor(NamedTuple):
+    """A copy of a tensor on the CPU, and the device of the tensor."""
+
+    data: torch.Tensor
+    device: torch.device
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy with a `_Tensor` for each tensor; from such a copy, return tensors again."""
+    if isinstance(value, _Tensor):
+        return value.data.to(value.device, copy=True)
+    if isinstance(value, torch.Tensor):
+        return _Tensor(value.detach().to("cpu", copy=True), value.device)
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return copy.deepcopy(value)
+
+
+def _put_back(current: torch.Tensor | None, saved: _Tensor | None) -> Any:
+    """Return the saved value, in the current tensor if shape, dtype and device match."""
+    if current is None or saved is None:
+        return None if saved is None else _copied(saved)
+    kept, device = saved
+    if (current.shape, current.dtype, current.device) != (kept.shape, kept.dtype, device):
+        return _copied(saved)
+    current.data.copy_(kept)
+    return current

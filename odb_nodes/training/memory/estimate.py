@@ -1,0 +1,168 @@
+"""Training memory, estimated from a model's parameters and configuration before any step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from odb_nodes._support.checks import check_choice, check_count, check_type
+from odb_nodes.core.planning import TokenBudget
+from odb_nodes.core.planning.model_flops import field_of, missing_fields
+
+STATES: Mapping[str, int] = {
+    "adamw": 2, "adam": 2, "lion": 1, "rmsprop": 1, "sgd_momentum": 1, "sgd": 0
+}  # fmt: skip
+"""Tensors of a parameter's size and dtype that an optimizer keeps per parameter."""
+
+NEEDED = ("hidden", "layers", "heads", "vocabulary")
+USED = ("kv_heads", "head_size", "intermediate", "activation", "experts", "longest")
+SAVED_BY = {"relu": 1, "gelu_new": 5}
+"""Tensors that backward needs for an activation function; 2 for functions not listed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Memory of a training step on one device, in bytes.
+
+    Attributes:
+        rows, width: the estimated batch: `rows` rows of `width` tokens.
+        parameter_bytes: the parameters.
+        gradient_bytes: their gradients.
+        optimizer_bytes: the optimizer's state.
+        activation_bytes: tensors that autograd saves for backward, except the logits.
+        logits_bytes: the logits, and their log-probabilities and gradient in fp32.
+    """
+
+    rows: int
+    width: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    logits_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of all parts."""
+        fixed = self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+        return fixed + self.activation_bytes + self.logits_bytes
+
+
+def estimate_training_memory(
+    model: nn.Module,
+    batch: int | TokenBudget | tuple[int, int],
+    *,
+    optimizer: str = "adamw",
+    dtype: torch.dtype | None = None,
+    checkpointing: bool = False,
+) -> MemoryEstimate:
+    """Estimate the memory of a training step without running it.
+
+    Activations are counted as in Korthikanti et al. 2022, "Reducing Activation Recomputation in
+    Large Transformer Models", section 4.1; also gated feed-forwards, grouped keys and RMSNorm.
+
+    Args:
+        model: a decoder or encoder with a configuration of transformers; it may be on the meta
+            device, where it takes no memory. Images are not counted.
+        batch: (rows, width in tokens); or a budget, for its batch of the widest rows that the model
+            takes.
+        optimizer: `"adamw"`, `"adam"`, `"lion"`, `"rmsprop"`, `"sgd_momentum"` or `"sgd"`.
+        dtype: the dtype of autocast. `None`: the dtype of the parameters.
+        checkpointing: whether each layer keeps only its input and is recomputed in backward.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid, or the model has no such configuration.
+    """
+    check_type("model", model, nn.Module)
+    check_choice("optimizer", optimizer, tuple(STATES))
+    config = _config_of(model)
+    rows, width = _shape_of(batch, config["longest"])
+    weights = list(model.parameters())
+    stored = weights[0].dtype
+    computed = stored if dtype is None else dtype
+    trained_bytes = sum(_bytes_of(weight) for weight in weights if weight.requires_grad)
+    is_rms = any("RMSNorm" in type(module).__name__ for module in model.modules())
+    layer_bytes, input_bytes = _layer_bytes(model, config, width, stored, computed, is_rms)
+    end = config["hidden"] * (stored.itemsize * (1 + is_rms) + computed.itemsize)  # last norm, head
+    kept = layer_bytes * config["layers"]
+    if checkpointing:
+        kept = input_bytes * config["layers"] + layer_bytes
+    activation_bytes = rows * width * (kept + end)
+    if computed != stored:  # autocast keeps the weights that it casts
+        linears = {layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)}
+        activation_bytes += sum(weight.numel() for weight in linears) * computed.itemsize
+    return MemoryEstimate(
+        rows=rows,
+        width=width,
+        parameter_bytes=sum(map(_bytes_of, weights)),
+        gradient_bytes=trained_bytes,
+        optimizer_bytes=STATES[optimizer] * trained_bytes,
+        activation_bytes=activation_bytes,
+        logits_bytes=rows * width * config["vocabulary"] * (computed.itemsize + 4 + 4),
+    )
+
+
+def _bytes_of(weight: torch.Tensor) -> int:
+    return weight.numel() * weight.element_size()
+
+
+def _layer_bytes(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    width: int,
+    stored: torch.dtype,
+    computed: torch.dtype,
+    is_rms: bool,
+) -> tuple[int, int]:
+    """Return the bytes that a layer saves per token, and the bytes of its input per token."""
+    hidden, heads, value_bytes = config["hidden"], config["heads"], computed.itemsize
+    head_size = config["head_size"] or hidden // heads
+    queries, keys = heads * head_size, (config["kv_heads"] or heads) * head_size
+    is_gated = any("gate" in name and "proj" in name for name, _ in model.named_parameters())
+    # Inputs of linear layers: projections share an input, unless autocast copies it for each.
+    inputs = 2 if computed == stored else 4 + is_gated
+    norms = 2 * hidden * stored.itemsize * (1 + is_rms)  # RMSNorm also keeps its normalized input.
+    kind = getattr(model.config, "_attn_implementation", None) or "sdpa"
+    # Queries, keys, values, output. Without flash attention, keys are repeated per query head.
+    attention = 2 * (queries + (keys if "flash" in kind else queries)) * value_bytes
+    if any(name.endswith("q_norm") for name, _ in model.named_modules()):
+        attention += (queries + keys) * stored.itemsize * (1 + is_rms)
+    if kind == "eager":
+        copy_bytes = value_bytes if value_bytes < 4 else 0
+        attention += heads * width * (4 + copy_bytes)  # The softmax is in fp32.
+    elif kind == "sdpa":
+        attention += width * value_bytes  # The mask, which each layer makes anew.
+    saved = SAVED_BY.get(config["activation"], 2) + 2 * is_gated
+    intermediate = (config["intermediate"] or 4 * hidden) * (config["experts"] or 1)
+    per_token = norms + attention + (inputs * hidden + saved * intermediate) * value_bytes
+    return per_token, hidden * stored.itemsize
+
+
+def _shape_of(batch: Any, longest: int | None) -> tuple[int, int]:
+    if isinstance(batch, tuple) and len(batch) == 2:
+        return check_count("batch", batch[0]), check_count("batch", batch[1])
+    budget = TokenBudget.of(batch, "batch")
+    width = budget.capacity if longest is None else min(budget.capacity, longest)
+    if budget.layout == "packed":
+        return budget.shape([budget.capacity])
+    rows = max(budget.tokens // budget.row_cost(width), 1)
+    return min(rows, budget.max_samples or rows), width
+
+
+def _config_of(model: Any) -> dict[str, Any]:
+    """Return the sizes in a model's configuration, under the names of `NEEDED` and `USED`."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    sizes = {name: field_of(config, name) for name in NEEDED + USED}
+    missing = missing_fields(config, *NEEDED)
+    if missing or getattr(config, "is_encoder_decoder", False):
+        fault = f"has no {missing}" if missing else "is of an encoder with a decoder"
+        raise ValueError(
+            "`model.config` must be the config of a decoder or an encoder of transformers, but "
+            f"{fault}. Call `find_budget`, which measures steps."
+        )
+    return sizes

@@ -1,0 +1,125 @@
+"""The times of a run's steps, from its log: planning and estimates use them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from odb_nodes.core.planning import StepTime
+from odb_nodes.core.planning.budget import ATTENTION_TOKENS
+from odb_nodes.training.memory.model import fitted_time
+from odb_nodes.training.monitor.records import read_run
+
+_LEAST_LINES = 8
+_KEYS = ("rows", "width", "step_s")
+_SPREAD = 2.0  # factor by which steps must differ in tokens, to tell `base` from `tokens`
+_MIDDLE = (0.05, 0.95)  # quantiles, so that a few steps at the end of an epoch do not count
+_OUTLIER = 3.0  # times the median time of a token: a first step, or one that saved a checkpoint
+_TOKEN_S = 30e-6  # of a model of a billion parameters at 200 TFLOP/s
+_STEP_S = 20e-3
+_CONSTANT_TOKENS = _STEP_S / _TOKEN_S
+ASSUMED = StepTime(tokens=_TOKEN_S, squares=_TOKEN_S / ATTENTION_TOKENS, base=_STEP_S)
+ASSUMED_ORIGIN = "assumed: 20 ms + 30 us a token, attention doubles a row of 12,288"
+
+
+def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
+    """Fit the time of a micro-step, in seconds, to the log of a run.
+
+    The fit is the non-negative one with the least squares of relative errors. Left out are steps
+    that took more than 3 times as long for a token as the median. Where the steps' tokens differ by
+    less than a factor of 2, as under one budget that is always full, `base` cannot be told from
+    `tokens`: they keep the ratio that `tune` assumes without a log, and the text says so.
+
+    Args:
+        log: the folder of a `Monitor`, whose records have the tokens of the slowest rank of each
+            step, and the seconds of the steps. Or JSON Lines with `rows`, `width` (tokens) and
+            `step_s` (seconds) of one micro-step on one rank, and for packed rows `squares`, the sum
+            of the samples' squared lengths. Other lines and keys are ignored.
+
+    Returns:
+        The time, which does not tell image patches from tokens, and a text that says what it was
+        fitted to.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it has fewer than 8 such records or lines.
+    """
+    path = Path(log)
+    steps = [*(_of_monitor(path) if path.is_dir() else _of_lines(path))]
+    if len(steps) < _LEAST_LINES:
+        needed = "records of steps" if path.is_dir() else f"lines with the keys {_KEYS}"
+        raise ValueError(
+            f"`{log}` must have at least {_LEAST_LINES} {needed}, but has {len(steps)}. Log more "
+            "steps, or leave out `log`."
+        )
+    counts, tokens, squares, seconds = columns = np.array(steps, dtype=np.float64).T
+    is_usual = seconds / tokens <= _OUTLIER * np.median(seconds / tokens)
+    counts, tokens, squares, seconds = columns[:, is_usual]
+    origin = f"fitted to {int(counts.sum()):,} steps of {path.name}"
+    low, high = np.quantile(tokens / counts, _MIDDLE)
+    is_known = high >= _SPREAD * low
+    if not is_known:
+        tokens, counts = tokens + _CONSTANT_TOKENS * counts, np.zeros_like(counts)
+        origin += (
+            ", whose tokens are too much alike to tell the time that every step takes: assumed to "
+            f"be the time of {_CONSTANT_TOKENS:,.0f} tokens"
+        )
+    design = np.column_stack((counts, tokens, squares, np.zeros_like(counts)))
+    step_time = fitted_time(design, seconds)
+    if not is_known:
+        step_time = replace(step_time, base=_CONSTANT_TOKENS * step_time.tokens)
+    return step_time, origin
+
+
+def compared_times(planned: StepTime, folder: Path) -> dict[str, float | None]:
+    """Return figures of the planned times and of the times of the steps, by name.
+
+    planned: the time that ranks were levelled by, in any unit.
+    folder: of the `Monitor`. If it has too few records, the figures of its steps are `None`.
+    """
+    steps = np.array([*_of_monitor(folder)]).reshape(-1, 4)
+    fitted, error = None, None
+    if len(steps) >= _LEAST_LINES:
+        fitted = fitted_step_time(folder)[0].half_at
+        counts, tokens, squares, seconds = steps.T
+        times = planned.base * counts + planned.tokens * tokens + planned.squares * squares
+        ratio = seconds / times
+        error = float(np.mean(np.abs(ratio / np.median(ratio) - 1)))
+    half_at = "attention takes half of the time of, tokens"
+    return {
+        f"{half_at}: planned": planned.half_at if planned.squares else None,
+        f"{half_at}: fitted": None if fitted is None or fitted == math.inf else fitted,
+        "steps differ from planned times by, mean share": error,
+    }
+
+
+def _of_lines(path: Path) -> Iterator[tuple[float, ...]]:
+    """Yield number, tokens, squares and seconds of the steps in each line of a log."""
+    with path.open(errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+                rows, width, seconds = (float(record[key]) for key in _KEYS)
+                squares = float(record.get("squares", rows * width**2))
+            except (KeyError, TypeError, ValueError):  # another kind of line, or cut off
+                continue
+            if min(rows, width, seconds) > 0:
+                yield 1.0, rows * width, squares, seconds
+
+
+def _of_monitor(folder: Path) -> Iterator[tuple[float, ...]]:
+    """Yield number, tokens, squares and seconds of the steps in each record of a `Monitor`."""
+    for record in read_run(folder).steps:
+        sums = record["sum"]
+        if not sums.get("slowest_squares") or not sums["rank_seconds"]:  # shapes are unknown
+            continue
+        seconds = sums["seconds"] * (1 - sums["data_wait_s"] / sums["rank_seconds"])
+        steps = sum(record["shapes"].values())
+        if steps and seconds > 0:
+            yield steps, sums["slowest_tokens"], sums["slowest_squares"], seconds

@@ -1,0 +1,217 @@
+"""The statistics of a loader, the progress of a run, and warnings of what slows it down."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from odb_nodes._support.checks import check_type
+from odb_nodes._support.progress import Bar, SlowProgress, is_terminal
+from odb_nodes._support.user_warning import warn_user
+from odb_nodes.core.alignment import RankAligner
+from odb_nodes.core.alignment.exchange import group_rank
+from odb_nodes.core.contract.graph import walk
+from odb_nodes.core.loader.dataloader import ODBDataLoader
+from odb_nodes.core.loader.loader import Loader
+from odb_nodes.core.planning import StepTime
+from odb_nodes.core.planning.step_time import TYPICAL
+from odb_nodes.core.sources import SourceMixer
+from odb_nodes.core.step_info import StepInfo
+from odb_nodes.training.monitor.window import COLUMNS, Counts
+
+AnyLoader = ODBDataLoader | Loader[Any]
+
+
+class LoaderStats:
+    """Statistics of the loader that a monitor watches."""
+
+    def __init__(self, loader: AnyLoader) -> None:
+        check_type("loader", loader, ODBDataLoader | Loader)
+        self.loader = loader
+        nodes = [*walk(loader.root)]
+        self._aligners = [node for node in nodes if isinstance(node, RankAligner)]
+        self._mixers = [node for node in nodes if isinstance(node, SourceMixer)]
+        self._last_wait_s = 0.0
+        self.take_rank_wait_s()
+
+    def take_rank_wait_s(self) -> float:
+        """Return the seconds of waiting for the plans of other ranks since the last call."""
+        before_s = self._last_wait_s
+        self._last_wait_s = self._aligners[0].exchange_wait_s if self._aligners else 0.0
+        return self._last_wait_s - before_s
+
+    @property
+    def step_time(self) -> StepTime | None:
+        """The step times that ranks are levelled by; of a typical model without `step_time`.
+
+        `None` for a function of the user, which needs more than the counts of batches.
+        """
+        step_time = self._aligners[0].measure.step_time if self._aligners else None
+        if step_time is None:
+            return TYPICAL
+        return step_time if isinstance(step_time, StepTime) else None
+
+    @property
+    def dry_sources(self) -> list[str]:
+        """The sources of this rank that have no more items, while other sources have."""
+        return [name for mixer in self._mixers for name in mixer.dry_sources]
+
+    def samples(self) -> tuple[int, int] | None:
+        """Return (done, total) samples of this rank in the epoch; `None` if unknown."""
+        with suppress(TypeError):  # a dataset without a length
+            if isinstance(self.loader, ODBDataLoader):
+                return self.loader.samples_done, self.loader.num_samples
+        return None
+
+
+class RunProgress:
+    """Shows the progress of a run: a bar of `watch` in a terminal, elsewhere lines in the log."""
+
+    def __init__(self, is_on: bool, process_group: Any) -> None:
+        self._is_on, self._process_group = is_on, process_group
+        self._bar: Bar | None = None
+        self._lines: SlowProgress | None = None
+        self._figures: dict[str, str] = {}
+
+    @property
+    def _is_shown(self) -> bool:
+        return self._is_on and group_rank(self._process_group)[0] == 0
+
+    def begin(self, stats: LoaderStats, first: StepInfo) -> None:
+        """Draw the bar of an epoch in a terminal, unless it is drawn already."""
+        if self._bar is None and is_terminal():
+            done, total = stats.samples() or (first.local_samples, None)
+            options = {"initial": done - first.local_samples, "unit": "sample", "leave": True}
+            title = f"epoch {first.epoch}"
+            self._bar = Bar(None, title, total, is_shown=self._is_shown, **options)
+
+    def end(self) -> None:
+        """Close the bar, which stays visible."""
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
+
+    def note(self, record: dict[str, Any]) -> None:
+        """Show the figures of this record from now on."""
+        mean = record["mean"]
+        self._figures = {
+            "tokens/s": f"{mean['real_tokens_per_s']:,.0f}",
+            "padding": f"{mean['padding_share']:.1%}",
+            "waiting": f"{mean['data_wait_share']:.0%}",
+        }
+        if mean.get("loss") is not None:
+            self._figures = {"loss": f"{mean['loss']:.4g}"} | self._figures
+
+    def update(self, info: StepInfo, step: int, stats: LoaderStats | None) -> None:
+        """Count a batch that is done."""
+        if self._bar is not None:
+            self._bar.set_postfix({"step": str(step)} | self._figures, refresh=False)
+            self._bar.update(info.local_samples)
+            return
+        self._lines = self._lines or SlowProgress("optimizer steps", None)
+        if self._lines.is_due and not is_terminal() and self._is_shown:
+            samples = None if stats is None else stats.samples()
+            parts = [f"epoch {info.epoch}"]
+            if samples is not None:
+                total = f" of {samples[1]:,}" if samples[0] <= samples[1] else ""
+                parts.append(f"{samples[0]:,}{total} samples")
+            parts += [f"{name} {value}" for name, value in self._figures.items()]
+            self._lines.update(step, ", ".join(parts))
+
+
+# --- warnings -------------------------------------------------------------------------------------
+
+_WAIT_SHARE = 0.25  # of the time spent waiting for data: above, warn
+_MORE_WAIT = 0.2  # share of the time that a rank waits longer than the other ranks: above, warn
+_LEAST_S = 5.0  # of waiting for data in the whole run: below, no warning
+_LATE_SHARE = 0.1  # of the time that other ranks wait for a late rank: above, warn
+_RECORDS = 2  # in a row that must show a problem before the warning
+_END_OF_EPOCH = 0.95  # share of the samples; from here on it is normal that sources run dry
+
+
+class RunWarnings:
+    """Looks at each record, on rank 0, and warns once of each problem that slows a run down."""
+
+    def __init__(self) -> None:
+        self._in_a_row: dict[str, int] = {}  # problem -> consecutive records that show it
+        self._warned: set[str] = set()
+        self._waited_s = 0.0  # for data, in all records
+
+    def look(self, ranks: Sequence[Counts], whole: Counts, stats: LoaderStats | None) -> None:
+        """Look at the counts of each rank in a record, and at the counts of all ranks."""
+        loss = whole.totals.get("loss", 0.0)
+        text = f"the loss is {loss} in a record: it is not finite in at least one of its steps."
+        self._note("loss", not math.isfinite(loss), text, records=1)
+        self._look_at_waits(ranks, whole.sums)
+        if stats is not None and (samples := stats.samples()):
+            done = samples[0] / max(samples[1], 1)
+            for source in stats.dry_sources:
+                self._note(
+                    f"source {source}",
+                    done < _END_OF_EPOCH and not ranks[0].sources.get(source),
+                    f"source {source!r} ran dry before {done:.0%} of the epoch: from here on all "
+                    "samples come from the other sources. Its weight is too high for its number "
+                    'of samples: give `Mixing(weights="proportional")`, or `stop="cycle"`, which '
+                    "begins it again.",
+                )
+
+    def look_at_epoch(self, epoch: int, whole: Counts) -> None:
+        """Look for tasks without a sample in the epoch."""
+        for name, count in whole.sums.items():
+            if name.startswith("samples/"):
+                task = name.removeprefix("samples/")
+                text = (
+                    f"task {task!r} had no sample in epoch {epoch}. Check its source and the tasks "
+                    "that `observe` returns, or leave it out of `tasks`."
+                )
+                self._note(f"task {task}", not count, text, records=1)
+
+    def _look_at_waits(self, ranks: Sequence[Counts], sums: dict[str, float]) -> None:
+        seconds = [max(counts.sums["rank_seconds"], 1e-6) for counts in ranks]
+        waits = [sum(counts.rows[COLUMNS - 1 :: COLUMNS]) / 1e6 for counts in ranks]
+        shares = [wait_s / rank_s for wait_s, rank_s in zip(waits, seconds, strict=True)]
+        rank, usual = _highest(shares)
+        self._waited_s += sum(waits)
+        self._note(
+            f"rank {rank} waits for data",
+            shares[rank] > usual + _MORE_WAIT and self._waited_s > _LEAST_S,
+            f"rank {rank} waits for batches {shares[rank]:.0%} of its time, the other ranks "
+            f"{usual:.0%}, and all wait for it in each step. Look at the disk or network that its "
+            "host reads from, and at other processes on the host.",
+        )
+        waited = sums["data_wait_s"] / max(sums["rank_seconds"], 1e-6)
+        self._note(
+            "data",
+            waited > _WAIT_SHARE and self._waited_s > _LEAST_S,
+            f"{waited:.0%} of the time goes into waiting for batches: samples are processed more "
+            "slowly than they are trained on. Give the loader more workers (`num_workers`, "
+            "`WorkerOptions`), or do less per sample in `process_fn`.",
+        )
+        # At a record, all ranks wait for the rank that comes last: that rank waits least.
+        waits = [counts.sums.get("record_wait_s", 0.0) for counts in ranks]
+        shares = [wait_s / rank_s for wait_s, rank_s in zip(waits, seconds, strict=True)]
+        rank, usual = _highest([-share for share in shares])
+        self._note(
+            f"rank {rank} is late",
+            -usual - shares[rank] > _LATE_SHARE,
+            f"rank {rank} is slower than the other ranks: they wait {-usual:.0%} of their time for "
+            "it at each record. Look at its other work between steps.",
+        )
+
+    def _note(self, kind: str, is_seen: bool, message: str, *, records: int = _RECORDS) -> None:
+        """Warn once of a problem that `records` records in a row show."""
+        self._in_a_row[kind] = self._in_a_row.get(kind, 0) + 1 if is_seen else 0
+        if self._in_a_row[kind] >= records and kind not in self._warned:
+            self._warned.add(kind)
+            warn_user(message)
+
+
+def _highest(values: Sequence[float]) -> tuple[int, float]:
+    """Return the index of the highest value, and the median of the other values, if any."""
+    index = int(np.argmax(values))
+    return index, median([*values[:index], *values[index + 1 :]] or values)

@@ -1,0 +1,147 @@
+"""Generators are found wherever a function or a dataset keeps them."""
+
+import random
+import sys
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Subset
+
+from odb_nodes._support.held_generators import generators_in
+
+GLOBAL = np.random.default_rng(3)
+IN_DICT, BITS = np.random.default_rng(4), np.random.PCG64(5)
+REGISTRY = {"augment": [IN_DICT]}
+
+
+class Holder:
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, at):
+        return self.generator
+
+
+@dataclass(slots=True)
+class Slotted:
+    generator: object
+
+
+class Module(torch.nn.Module):
+    def __init__(self, generator):
+        super().__init__()
+        self.generator = generator
+
+
+class Rows(list):
+    """A long list, with an attribute."""
+
+
+def rows(generator):
+    held = Rows(range(1000))
+    held.generator = generator
+    return held
+
+
+def in_class(own):
+    return type("Classy", (), {"generator": own})()
+
+
+HELD_IN = {
+    "attribute": Holder,
+    "slot of a dataclass": Slotted,
+    "class": in_class,
+    "list with attributes": rows,
+    "method": lambda own: Holder(own).__getitem__,
+    "method of the generator": lambda own: own.random,
+    "partial": lambda own: partial(lambda item, rng: item, rng=own),
+    "closure": lambda own: lambda item: own,
+    "cached function": lambda own: lru_cache(lambda item: own),
+    "default": lambda own: lambda item, rng=own: item,
+    "subset of a subset": lambda own: Subset(Subset(Holder([{"rng": own}]), [0]), [0]),
+    "one of many datasets": lambda own: ConcatDataset([*([[1]] * 100), Holder(own)]),
+    "modules": lambda own: torch.nn.Sequential(torch.nn.Identity(), Module(own)),
+}
+
+
+class Transform(Holder):
+    def __call__(self, item):
+        return self.generator.random(), item
+
+
+TRANSFORM = Transform(np.random.default_rng(6))
+
+
+def found(held):
+    return [*generators_in([held])]
+
+
+@pytest.mark.parametrize("where", HELD_IN)
+def test_it_is_found(where):
+    own = np.random.default_rng(0)
+    assert found(HELD_IN[where](own)) == [own]
+
+
+def draw_globally(_item=None):
+    return [GLOBAL.random() for _ in range(2)]
+
+
+class DrawsGlobally:
+    def __getitem__(self, at):
+        return self.draw(at)
+
+    @staticmethod
+    def draw(at):
+        return draw_globally(at)
+
+
+@pytest.mark.parametrize("held", [draw_globally, lambda item: draw_globally(), DrawsGlobally()])
+def test_one_in_a_global_variable_is_found_by_the_functions_that_name_it(held):
+    assert found(held) == [GLOBAL]
+
+
+@pytest.mark.parametrize(
+    ("held", "generator"),
+    [
+        (lambda item: REGISTRY["augment"][0].random(), IN_DICT),
+        (lambda item: TRANSFORM(item), TRANSFORM.generator),
+        (lambda item: np.random.Generator(BITS).random(), BITS),
+        (in_class({"augment": IN_DICT}), IN_DICT),
+        (in_class(TRANSFORM), TRANSFORM.generator),
+    ],
+)
+def test_one_within_a_global_variable_or_a_variable_of_a_class_is_found(held, generator):
+    assert found(held) == [generator]
+
+
+def test_one_in_a_module_is_found(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "these", sys.modules[__name__], raising=False)
+    assert found(lambda item: these.GLOBAL.random()) == [GLOBAL]  # noqa: F821
+
+
+def test_each_is_found_once_in_a_fixed_order():
+    own = [random.Random(1), torch.Generator(), np.random.RandomState(2)]
+    held = partial(lambda *_: None, own[0], Holder(own[1]), [own[0], {"a": own[2]}])
+    assert found(held) == own
+    many = [random.Random() for _ in range(100)]
+    assert found(many) == found(dict(enumerate(many))) == many
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        random.random,
+        np.random.rand,
+        partial(torch.rand, generator=torch.default_generator),
+        Holder(random.SystemRandom()),
+        [[np.random.default_rng()]] * 33,  # data
+    ],
+)
+def test_what_is_global_or_has_no_state_or_is_data_is_left_alone(held):
+    assert found(held) == []

@@ -1,0 +1,152 @@
+"""`estimate_training_memory`: near what autograd saves, for models of several families."""
+
+import pytest
+import torch
+from refusals import refuses
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from odb_nodes import TokenBudget
+from odb_nodes.testing import SavedTensorMeter
+from odb_nodes.training.memory import enable_checkpointing, estimate_training_memory
+
+VOCABULARY, WIDTH = 96, 64
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+COMMON = {"vocab_size": VOCABULARY, "max_position_embeddings": 128}
+WIDE = {**SIZES, **COMMON, "intermediate_size": 160}
+OF_GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128, "vocab_size": VOCABULARY}
+OF_GPT2 |= {"bos_token_id": None, "eos_token_id": None}
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {**WIDE, "num_key_value_heads": 2}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {**WIDE, "num_key_value_heads": 4, "head_dim": 16}),
+    "neox": (GPTNeoXForCausalLM, GPTNeoXConfig, WIDE),
+    "bert": (BertForMaskedLM, BertConfig, WIDE),
+    "gpt2": (GPT2LMHeadModel, GPT2Config, OF_GPT2),
+}
+
+
+def make(family, attention="sdpa"):
+    """A model without dropout, whose masks a CPU saves in another dtype than a GPU."""
+    model, config, options = FAMILIES[family]
+    network = model(config(**options, attn_implementation=attention)).train()
+    for module in network.modules():
+        for name in ("p", "dropout", "attention_dropout", "dropout_prob"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return network
+
+
+def saved_bytes(model, rows, dtype):
+    """What autograd saves for a batch with padding, without the log-probabilities."""
+    ids = torch.randint(5, VOCABULARY, (rows, WIDTH))
+    mask = torch.ones_like(ids)
+    mask[0, -1] = 0
+    with SavedTensorMeter(2**40) as meter:
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
+        found = meter.peak_bytes()
+        loss.backward()
+    return found - rows * WIDTH * VOCABULARY * 4
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_are_near_what_autograd_saves(family, dtype, attention):
+    model = make(family, attention)
+    few, many = (
+        estimate_training_memory(model, (rows, WIDTH), dtype=dtype).activation_bytes
+        for rows in (2, 6)
+    )
+    measured = saved_bytes(model, 6, dtype) - saved_bytes(model, 2, dtype)  # without the weights
+    assert -0.1 < (many - few) / measured - 1 < 0.2
+
+
+def test_checkpointing_keeps_the_inputs_of_the_layers_and_computes_one_at_a_time():
+    model = make("llama")
+    plain, saving = (
+        estimate_training_memory(model, (6, WIDTH), checkpointing=on).activation_bytes
+        for on in (False, True)
+    )
+    inputs = 6 * WIDTH * SIZES["hidden_size"] * 4
+    of_layer = (plain - saving + 3 * inputs) / 2  # of three, one is computed again at a time
+    enable_checkpointing(model)
+    measured = 6 / 4 * (saved_bytes(model, 6, None) - saved_bytes(model, 2, None))
+    assert saving - of_layer == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_gradients_and_states_are_exact_also_of_a_model_without_memory(dtype):
+    def made():
+        model = make("gpt2").to(dtype)
+        model.transformer.wte.weight.requires_grad_(False)
+        return model
+
+    model = made()
+    found = estimate_training_memory(model, (2, 8))
+    with torch.device("meta"):
+        assert estimate_training_memory(made(), (2, 8)) == found
+    weights = [torch.zeros_like(one, device="cpu") for one in model.parameters()]
+    assert found.parameter_bytes == sum(one.nbytes for one in weights)
+    trained = [one for one, own in zip(weights, model.parameters(), strict=True)
+               if own.requires_grad]  # fmt: skip
+    for one in trained:
+        one.requires_grad_().grad = torch.ones_like(one)
+    assert found.gradient_bytes == sum(one.grad.nbytes for one in trained)
+    for name, make_optimizer in {
+        "adamw": torch.optim.AdamW,
+        "rmsprop": torch.optim.RMSprop,
+        "sgd_momentum": lambda weights: torch.optim.SGD(weights, momentum=0.9),
+        "sgd": torch.optim.SGD,
+    }.items():
+        (optimizer := make_optimizer(trained)).step()
+        states = (one for state in optimizer.state.values() for one in state.values())
+        kept = sum(one.nbytes for one in states if torch.is_tensor(one) and one.ndim)
+        estimate = estimate_training_memory(model, (2, 8), optimizer=name)
+        assert estimate.optimizer_bytes == kept
+    assert found.logits_bytes == 2 * 8 * VOCABULARY * (dtype.itemsize + 8)
+    parts = [value for name, value in vars(found).items() if name.endswith("_bytes")]
+    assert found.total_bytes == sum(parts) > 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape"),
+    [
+        ((3, 50), (3, 50)),
+        (512, (4, 128)),  # of the widest rows that the model takes
+        (100, (1, 100)),
+        (TokenBudget(512, max_samples=2), (2, 128)),
+        (TokenBudget(512, attention_tokens=128), (2, 128)),
+        (TokenBudget(512, layout="packed"), (1, 512)),
+    ],
+)
+def test_a_budget_stands_for_its_batch_of_the_widest_rows(batch, shape):
+    found = estimate_training_memory(make("llama"), batch)
+    assert (found.rows, found.width) == shape
+
+
+T5 = T5ForConditionalGeneration(T5Config(num_layers=1, d_model=8, d_ff=8, num_heads=1))
+test_what_cannot_be_estimated_is_an_error = refuses(
+    [
+        (nn.Linear(2, 2), {}, ValueError, "`model.config` must be .* has no .*hidden_size or"),
+        (T5, {}, ValueError, "an encoder with a decoder"),
+        (None, {}, TypeError, "`model` must be"),
+        (make("llama"), {"batch": (0, 5)}, ValueError, "`batch` must be in 1"),
+        (make("llama"), {"batch": "5"}, TypeError, "`batch` must be"),
+        (make("llama"), {"optimizer": "shampoo"}, ValueError, "`optimizer` must be one of"),
+    ],
+    lambda model, given: estimate_training_memory(model, **{"batch": 64, **given}),
+)

@@ -1,0 +1,492 @@
+"""A guarded step has the gradients of the whole, whatever has run out of memory in it."""
+
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from gradients import (
+    LanguageModel,
+    OneProcess,
+    gradient_of,
+    mean_loss,
+    relative_error,
+    samples_of,
+)
+from memory_faults import PLACES, FailingModel, above, at_call, loss_of, never
+from refusals import refuses
+from torch import nn
+from torchdata.nodes import IterableWrapper
+
+from odb_nodes import (
+    GroupCollator,
+    Ledger,
+    LengthObserver,
+    Loader,
+    ODBDataLoader,
+    PaddingCollate,
+    SampleError,
+    StateError,
+    TokenBudget,
+    WindowBucketer,
+    WorkerOptions,
+    audit,
+)
+from odb_nodes.core.contract.graph import walk
+from odb_nodes.errors import StepMemoryError
+from odb_nodes.testing import SavedTensorMeter
+from odb_nodes.training.memory import OomGuard
+from odb_nodes.training.memory.gradients import kind_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:no token of the optimizer step:UserWarning")
+SAMPLES = 60
+
+
+def loader_of(layout="padded", data=None, **options):
+    data = samples_of(0, SAMPLES) if data is None else data
+    return ODBDataLoader(
+        data, **{"token_budget": TokenBudget(96, layout=layout), "window": 16, **options}
+    )
+
+
+def graph():
+    """A graph without an aligner."""
+    source = LengthObserver(IterableWrapper(samples_of(0, SAMPLES)))
+    return Loader(GroupCollator(WindowBucketer(source, 96, 16)))
+
+
+def epoch(loader, model=None, loss=mean_loss, ledger=None, **options):
+    """Of each optimizer step: gradient, loss, keys, and the loader's state after it."""
+    model = FailingModel(never) if model is None else model
+    guard, found = OomGuard(loader, **options), []
+    for step in guard:
+        value = float(step.backward(model, lambda batch: loss(model, batch)))
+        keys = [info.keys for info in step.infos]
+        found.append((gradient_of(model), value, keys, loader.state_dict()))
+        for info in step.infos if ledger else ():
+            ledger.record(info)
+        model.zero_grad()
+    return guard, found
+
+
+def check_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one[0], other[0]) < 1e-12
+        assert one[1] == pytest.approx(other[1], rel=1e-12)
+        assert one[2:] == other[2:]
+
+
+def keys_of(found):
+    return sorted(key for _, _, keys, _ in found for some in keys for key in some)
+
+
+def once_alone():
+    """Samples alone run out of memory, but not the second time."""
+    seen = set()
+    return lambda *shape: shape[0] == 1 and shape not in seen and not seen.add(shape)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "fails", "place", "guarded"),
+    [
+        (loader_of, {}, above(70), "forward", {}),
+        (loader_of, {"accumulate": 3}, above(40), "backward", {}),
+        (loader_of, {"layout": "packed"}, above(25), "backward", {}),
+        (loader_of, {"layout": "packed", "accumulate": 3}, above(40), "forward", {}),
+        (loader_of, {}, once_alone(), "forward", {"limit": 8}),  # memory was in pieces
+        (loader_of, {"workers": WorkerOptions(num_workers=1, method="thread")}, above(40),
+         "forward", {}),
+        (graph, {}, above(40), "forward", {}),
+        (loader_of, {}, above(40), "forward", {"limit": 40}),  # in parts from the beginning
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_computed_in_parts(make, options, fails, place, guarded):
+    _, expected = epoch(make(**options))
+    loader = make(**options)
+    guard, found = epoch(loader, FailingModel(fails, place), **guarded)
+    check_equal(found, expected)
+    assert 0 < guard.split_steps <= len(found)
+    assert (guard.ooms == 0) == (guarded == {"limit": 40})
+    assert guard.skipped_samples == 0
+    if make is loader_of:
+        loader.close()
+
+
+@pytest.mark.parametrize(("place", "accumulate"), [(PLACES[0], 3), (PLACES[1], 1)])
+def test_at_every_step_memory_may_run_out_by_chance(accumulate, place, sampled):
+    model = FailingModel(never)
+    _, expected = epoch(loader_of(accumulate=accumulate), model)
+    several = [number for number, (rows, _) in enumerate(model.calls) if rows > 1]
+    for number in several[:: sampled(every=5).get("every", 1)]:
+        failing = FailingModel(at_call({number}), place)
+        guard, found = epoch(loader_of(accumulate=accumulate), failing)
+        check_equal(found, expected)
+        assert guard.ooms == 1
+
+
+class FailsOnce:
+    """Collates, but for the first time that a batch of a step is made."""
+
+    draws_random_numbers = False
+
+    def __init__(self, step):
+        self.step, self.failed = step, False
+
+    def __call__(self, samples):
+        return PaddingCollate()(samples)
+
+    def collate_step(self, samples, info):
+        if info.step == self.step and not self.failed:
+            self.failed = True
+            raise ValueError("as the test wants it")
+        return self(samples)
+
+
+@pytest.mark.parametrize("step", [0, 4])  # the first of an optimizer step, and one within
+def test_batches_of_a_step_in_which_the_loader_raises_are_kept(step):
+    _, expected = epoch(loader_of(accumulate=3))
+    model, found = FailingModel(above(40)), []
+    guard = OomGuard(loader_of(accumulate=3, collate_fn=FailsOnce(step)))
+    for _ in range(2):
+        try:
+            for one in guard:
+                loss = float(one.backward(model, loss_of(model)))
+                found.append((gradient_of(model), loss, [info.keys for info in one.infos]))
+                model.zero_grad()
+        except ValueError:
+            continue
+    check_equal(found, [one[:3] for one in expected])
+
+
+def own_mean(model, batch):
+    """A mean that is NaN over no targets."""
+    losses = nn.functional.cross_entropy(
+        model(batch["input_ids"])[:, :-1].flatten(0, 1),
+        batch["labels"][:, 1:].flatten(),
+        reduction="none",
+    )
+    mask = (batch["labels"][:, 1:] != -100).flatten()
+    return (losses * mask).sum() / mask.sum()
+
+
+def test_a_mean_over_no_targets_leaves_no_nan_in_the_gradients_of_a_split_batch():
+    (_, whole), (guard, found) = (
+        epoch(loader_of(token_budget=250), FailingModel(fails), own_mean)
+        for fails in (never, above(60))
+    )
+    has_targets = [number for number, one in enumerate(whole) if one[0].isfinite().all()]
+    check_equal([found[number] for number in has_targets], [whole[n] for n in has_targets])
+    assert guard.split_steps > 2 and len(has_targets) > 2
+
+
+def row_means(model, batch):
+    mask = batch["attention_mask"][:, :, None]
+    hidden = model(batch["input_ids"]) * mask
+    return (hidden.square().sum((1, 2)) / mask.sum((1, 2))).mean()
+
+
+@pytest.mark.parametrize("scaling", ["none", "approx"])
+def test_batches_without_targets_are_weighed_by_samples_where_the_loss_is(scaling):
+    data = [{**one, "labels": [-100] * len(one["labels"])} for one in samples_of(0, 20)]
+    options = {"data": data, "loss_scaling": scaling}
+    (_, whole), (_, parts) = (epoch(loader_of(**options), None, row_means, limit=limit)
+                              for limit in (None, 30))  # fmt: skip
+    check_equal(parts, whole)
+    assert all(one[0].abs().max() > 0 for one in whole)
+
+
+def test_parts_of_a_batch_draw_random_numbers_of_their_own():
+    def draws(**options):
+        found = []
+
+        def loss(model, batch):
+            found.append(float(batch.pop("draw")))
+            return mean_loss(model, batch)
+
+        collate = lambda samples: PaddingCollate()(samples) | {"draw": torch.rand(())}  # noqa: E731
+        epoch(loader_of(collate_fn=collate), None, loss, **options)
+        return found
+
+    whole, parts = draws(), draws(limit=24)
+    assert len(parts) == len({*parts}) > len(whole) == len({*whole})
+
+
+# --- what does not fit at all ---------------------------------------------------------------------
+
+
+def with_targets():
+    """The samples that have targets: others need not be computed in parts, and fit so."""
+    return [one for one in samples_of(0, SAMPLES) if (one["labels"][1:] != -100).any()]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(accumulate, tmp_path):
+    samples, whole = samples_of(0, SAMPLES), OneProcess([SAMPLES])
+    loader, model = loader_of(accumulate=accumulate), FailingModel(above(12))
+    with Ledger(tmp_path) as ledger:
+        guard, found = epoch(loader, model, ledger=ledger, on_oom="skip")
+    for gradient, _, keys, _ in found:
+        if ids := [samples[key]["id"] for some in keys for key in some]:
+            assert relative_error(gradient, whole.gradient([ids], "exact")) < 1e-12
+    left = {*range(SAMPLES)} - {*keys_of(found)}
+    assert len(left) == guard.skipped_samples
+    assert left == {one["id"] for one in with_targets() if len(one["input_ids"]) > 12}
+    report = audit(tmp_path, SAMPLES)
+    assert report.ok and f"{len(left)} skipped (out of memory)" in str(report)
+
+
+def test_a_sample_that_does_not_fit_alone_is_an_error_that_names_it():
+    tokens = max(len(one["input_ids"]) for one in with_targets())
+    message = rf"step \d+ of epoch 0, rank 0: a sample \(key \d+\) with {tokens} tokens .* alone"
+    with pytest.raises(StepMemoryError, match=message):
+        epoch(loader_of(), FailingModel(above(tokens - 1)))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_it_does_not_go_on_where_no_sample_fits_any_more(accumulate):
+    model, done = FailingModel(never), []
+    guard = OomGuard(loader_of(accumulate=accumulate), on_oom="skip")
+    with pytest.raises(StepMemoryError, match="none of the last [34][0-9] samples of all ranks"):
+        for step in guard:
+            step.backward(model, loss_of(model))
+            model.zero_grad()
+            done.append(step.infos[0].optimizer_targets)
+            model.fails = above(0)
+    assert done[0] > 0 == sum(done[1:])
+    assert 0 < guard.skipped_samples < SAMPLES
+
+
+def raises(error):
+    def fails(*_):
+        raise error
+
+    return fails
+
+
+@pytest.mark.parametrize(
+    ("options", "fails", "on_oom", "error", "ooms"),
+    [
+        ({}, above(40), "raise", torch.OutOfMemoryError, 1),
+        ({}, raises(KeyError("of the model")), "raise", KeyError, 0),
+        ({}, raises(KeyError("of the model")), "split", KeyError, 0),
+        ({"collate_fn": raises(SampleError("bad"))}, never, "split", SampleError, 0),
+    ],
+)
+def test_errors_are_raised_as_they_are(options, fails, on_oom, error, ooms):
+    guard, model = OomGuard(loader_of(**options), on_oom=on_oom), FailingModel(fails)
+    for again in (1, 2):
+        with pytest.raises(error):
+            for step in guard:
+                step.backward(model, loss_of(model))
+                model.zero_grad()
+        assert (guard.ooms, guard.split_steps) == (ooms * again, 0)
+        model.zero_grad()
+
+
+# --- smaller budgets ------------------------------------------------------------------------------
+
+
+def limit_of(loader):
+    (bucketer,) = (node for node in walk(loader.root) if isinstance(node, WindowBucketer))
+    return bucketer.limits.tokens
+
+
+def test_a_budget_shrinks_where_memory_runs_out_and_stays_so_but_for_an_epoch_without_a_state():
+    _, before = epoch(loader_of(round_size=1))
+    loader = loader_of(round_size=1)
+    guard, found = epoch(loader, FailingModel(above(60)), shrink=0.9)
+    assert keys_of(found) == [*range(SAMPLES)]
+    assert len(before) < len(found) - 3
+    assert 0 < guard.ooms <= 2
+    shrunk, state = limit_of(loader), loader.state_dict()
+    assert 40 < shrunk <= 0.9 * 96
+    _, later = epoch(loader)
+    resumed, fresh = loader_of(round_size=1), loader_of(round_size=1)
+    resumed.load_state_dict(state)
+    assert [one[2] for one in epoch(resumed)[1]] == [one[2] for one in later]
+    assert limit_of(loader) == limit_of(resumed) == shrunk
+    fresh.set_epoch(1)
+    _, found = epoch(fresh)
+    assert limit_of(fresh) == 96 and len(found) < len(later)
+    assert keys_of(found) == keys_of(later) == [*range(SAMPLES)]
+
+
+def test_memory_in_pieces_does_not_shrink_the_budget():
+    def failing(fails):
+        loader = loader_of(token_budget=TokenBudget(96, max_samples=1), round_size=1)
+        guard, _ = epoch(loader, FailingModel(fails), on_oom="skip", shrink=0.5)
+        assert guard.ooms > 0
+        return guard.skipped_samples, limit_of(loader)
+
+    assert failing(once_alone()) == (0, 96)
+    skipped, tokens = failing(above(20))
+    assert skipped > 0 and tokens < 96
+
+
+# --- what it measures -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_the_peak_is_that_of_the_largest_part(layout):
+    limit_bytes = 120_000
+    guard, _ = epoch(loader_of(layout), meter=SavedTensorMeter(limit_bytes))
+    parts, _ = epoch(loader_of(layout), limit=40, meter=SavedTensorMeter(limit_bytes))
+    assert 0 < parts.peak_share < 0.8 * guard.peak_share < 0.8
+    assert epoch(loader_of(layout))[0].peak_share == 0
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+def test_samples_are_kept_only_while_a_guard_asks_for_them():
+    loader = loader_of()
+    steps = iter(OomGuard(loader))
+    first = next(steps)
+    next(iter(loader))
+    with pytest.raises(StateError, match="the samples of step 9 of epoch 1 are not kept"):
+        loader.root.take_samples(replace(first.infos[0], step=9, epoch=1))
+    assert len(loader.root._kept) == 1  # of the batch that is out, and not one more
+    steps.close()
+    assert loader.root._kept is None
+
+
+def test_a_model_does_not_live_on_with_its_guard():
+    guard, model = OomGuard(loader_of()), FailingModel(never)
+    next(iter(guard)).backward(model, loss_of(model))
+    gone = weakref.ref(model)
+    del model
+    assert gone() is None
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+class Holder:
+    loader = loader_of()
+
+
+NO_GROUPS = Loader(WindowBucketer(LengthObserver(IterableWrapper([])), 96, 16))
+REFUSALS = [
+    (loader_of, {"on_oom": "halve"}, ValueError, "`on_oom` must be one of .*halve"),
+    (loader_of, {"guard_above": 2}, ValueError, "`guard_above` must be in .0, 1., but is 2"),
+    (loader_of, {"limit": 0}, ValueError, "`limit` must be"),
+    (loader_of, {"shrink": 0}, ValueError, "`shrink` must be in .0, 1.,"),
+    (loader_of, {"shrink": 1.0}, ValueError, "`shrink` must be in .0, 1.,"),
+    (loader_of, {"shrink": "0.9"}, TypeError, "`shrink` must be a number in"),
+    (loader_of, {"meter": 3}, TypeError, "`meter` must have `reset"),
+    (lambda: loader_of(token_budget=TokenBudget(96, shapes=4)), {"shrink": 0.5}, ValueError,
+     "budget with `shapes`"),
+    (lambda: loader_of(virtual_ranks=2), {}, TypeError, "must not have `virtual_ranks`"),
+    (lambda: NO_GROUPS, {}, TypeError, "its graph has 0"),
+    (Holder, {}, TypeError, "Pass the `.loader` of this `Holder`"),
+    (lambda: [1], {}, TypeError, "`loader` must be an `ODBDataLoader`"),
+]  # fmt: skip
+test_what_is_not_for_a_guard_is_refused = refuses(
+    REFUSALS, lambda make, options: OomGuard(make(), **options)
+)
+
+
+def test_what_is_not_for_a_step_is_refused():
+    model = LanguageModel()
+    steps = iter(OomGuard(loader_of()))
+    step = next(steps)
+    with pytest.raises(TypeError, match="`model` must be an `nn.Module`, but is `function`"):
+        step.backward(loss_of, loss_of(model))
+    with pytest.raises(TypeError, match="`loss_fn` must return the mean loss"):
+        step.backward(model, lambda batch: 1.0)
+    with pytest.raises(RuntimeError, match="was called before for this step"):
+        step.backward(model, loss_of(model))
+    next(steps).backward(model, loss_of(model))
+    with pytest.raises(RuntimeError, match="the parameters have gradients before"):
+        next(steps).backward(model, loss_of(model))
+    model.zero_grad(set_to_none=False)
+    next(steps).backward(model, loss_of(model))
+
+    class Engine(nn.Linear):
+        def backward(self, loss):
+            """As DeepSpeed's has."""
+
+    with pytest.raises(TypeError, match="`Engine` overrides `backward`"):
+        next(steps).backward(Engine(1, 1), loss_of(model))
+    batches = iter(loader := loader_of(accumulate=3))
+    next(batches)
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(StateError, match="step 1 of epoch 0 is micro-step 1 of 3"):
+        next(iter(OomGuard(loader)))
+
+
+def test_a_step_without_its_backward_is_warned_of_once():
+    model = FailingModel(never)
+    with pytest.warns(UserWarning, match="not called for step 1 of epoch 0") as caught:
+        for number, step in enumerate(OomGuard(loader_of())):
+            if number not in (1, 2):
+                step.backward(model, loss_of(model))
+                model.zero_grad()
+    ours = [one for one in caught if "not called" in str(one.message)]
+    assert [one.filename for one in ours] == [__file__]
+
+
+def test_a_loss_that_trains_what_the_model_does_not_have_is_refused():
+    body, head = LanguageModel(), nn.Linear(33, 33, dtype=torch.float64)
+
+    def loss_fn(batch):
+        return head(body(batch["input_ids"])).square().mean()
+
+    with pytest.raises(TypeError, match="trains 2 parameters that `model` does not have"):
+        next(iter(OomGuard(loader_of()))).backward(body, loss_fn)
+    both = nn.ModuleList([body, head])
+    assert next(iter(OomGuard(loader_of()))).backward(both, loss_fn) > 0
+
+
+def test_how_ranks_train_a_model_is_known(tmp_path):
+    assert kind_of(nn.Linear(2, 2)) == "local"
+    assert kind_of(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))) == "sharded"
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        model = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
+        with pytest.raises(TypeError, match="Wrap the whole model by DDP"):
+            kind_of(model)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+def test_a_gpu_that_runs_out_of_memory_gives_the_same_gradients():
+    vocabulary, loader_options = 8192, {"token_budget": 8192, "window": 64, "seed": 3}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(vocabulary, 64), nn.Linear(64, vocabulary)).cuda()
+    texts = [torch.randint(vocabulary, (50 + 37 * n % 900,)) for n in range(200)]
+    data = [{"input_ids": text, "labels": text} for text in texts]
+
+    def loss(batch):
+        ids, labels = batch["input_ids"].cuda(), batch["labels"].cuda()
+        logits = model(ids)[:, :-1].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+
+    def gradients(**options):
+        found, guard = [], OomGuard(ODBDataLoader(data, **loader_options), **options)
+        for step in guard:
+            step.backward(model, loss)
+            found.append(torch.cat([one.grad.flatten() for one in model.parameters()]))
+            model.zero_grad()
+        return guard, found
+
+    torch.cuda.reset_peak_memory_stats()
+    _, expected = gradients()
+    expected = [one.cpu() for one in expected]
+    peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(0.6 * peak / total)
+    try:
+        guard, found = gradients()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert guard.ooms > 0 == guard.skipped_samples
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one.cpu(), other) < 1e-5

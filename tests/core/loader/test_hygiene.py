@@ -469,7 +469,7 @@ def test_a_forked_child_is_told_to_make_a_loader_of_its_own_and_disturbs_nothing
         for action in (lambda: next(iterator), lambda: iter(loader), loader.state_dict):
             said = in_child(action)
             assert f"WorkerError: this loader was started in process {os.getpid()}; " in said
-            assert "Make a loader of its own in the child process." in said
+            assert "Make another loader in the child process." in said
         assert in_child(loader.close) == in_child(lambda: forget(loader, iterator)) == "None"
         assert sorted(first_ids([first, *iterator])) == list(range(200))
 
@@ -480,7 +480,7 @@ def test_a_node_that_a_child_closes_goes_on_in_its_parent():
     first = next(node)
 
     def again():
-        with pytest.raises(WorkerError, match="Make a loader of its own"):
+        with pytest.raises(WorkerError, match="Make another loader"):
             node.reset(None)
         node.close()
         node.reset(None)  # with workers of its own

@@ -412,5 +412,5 @@ def test_a_forked_child_of_a_rank_is_told_so_and_its_parent_goes_on(what, action
     ranks = run_ranks(tmp_path, body, 2, what, action, timeout_s=60)
     for said, pid, left in ranks:
         assert f"was started in process {pid}; " in said
-        assert "Make a loader of its own" in said
+        assert "Make another loader" in said
         assert left == ranks[0][2] > 3

@@ -33,6 +33,7 @@ napoleon_custom_sections = [("Class attributes", "params_style")]
 
 PUBLIC = {
     "odb_nodes": "",
+    "odb_nodes.collate": "See [Packing](packing.md).",
     "odb_nodes.contract": "For [a node of your own](own-nodes.md).",
     "odb_nodes.planning": "",
     "odb_nodes.memory": "See [Memory](memory.md).",

@@ -10,9 +10,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 if not TYPE_CHECKING:  # A type checker would accept any attribute.
+    _MODULES = ("collate", "contract", "memory", "monitor", "planning", "tasks")
 
     def __getattr__(name: str) -> Any:
         """Import the public names, and torch with them, on first access."""
+        if name in _MODULES:
+            return importlib.import_module(f"odb_nodes.{name}")
         public = importlib.import_module("odb_nodes._public")
         globals().update({key: getattr(public, key) for key in ("__all__", *public.__all__)})
         if name in globals():

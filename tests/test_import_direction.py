@@ -42,7 +42,8 @@ ROOMS = (
     "training.checkpoints",
     "training.vision",
     "training",
-    "contract",  # from here on: public paths
+    "collate",  # from here on: public paths
+    "contract",
     "memory",
     "monitor",
     "planning",

@@ -97,6 +97,7 @@ for line in ("--help", "profile --help", "step --help", "audit --help", "profile
 import odb_nodes
 assert odb_nodes.__version__ and "torch" not in sys.modules
 assert {"Loader", "__version__"} <= {*dir(odb_nodes)} and not hasattr(odb_nodes, "Nothing")
+assert odb_nodes.planning.plan_epoch and odb_nodes.memory.OomGuard and odb_nodes.contract.snapshot
 assert odb_nodes.Loader is odb_nodes.core.loader.Loader and "torch" in sys.modules
 """
 

@@ -64,7 +64,7 @@ def deferred_interrupt() -> Iterator[None]:
         if _CAN_MASK:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
-        if missed:  # also where an error came meanwhile, which may be of the signal's making
+        if missed:  # even if the block raised: the signal may have caused the error
             before(*missed[-1])
 
 
@@ -82,17 +82,17 @@ def block_interrupt() -> None:
 
 
 def keep_freed_memory(size_bytes: int) -> None:
-    """Have glibc keep so much freed memory for the next allocations, blocks of that size included.
+    """Make glibc reuse freed blocks of up to `size_bytes` instead of returning them to the system.
 
-    It returns large blocks to the system at once otherwise, and the first write to each page of the
-    next one costs several times what the copy into it does. Larger blocks still are: one that lies
-    below a block in use could not be returned, so each process would keep what it has used at most.
+    The first write to each page of a new block costs several times the copy into it. Larger blocks
+    are still returned; otherwise a process would stay at its peak memory.
     """
     if not sys.platform.startswith("linux"):
         return
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        any(mallopt(_M_MMAP_THRESHOLD, size) for size in (size_bytes, _LARGEST_OF_OLD))
+        if not mallopt(_M_MMAP_THRESHOLD, size_bytes):
+            mallopt(_M_MMAP_THRESHOLD, _LARGEST_OF_OLD)
         mallopt(_M_TRIM_THRESHOLD, size_bytes)
 
 
@@ -167,7 +167,7 @@ def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def has_data_elsewhere(world_size: int) -> bool:
-    """Tell whether other ranks than the `world_size` that share this data have data, too."""
+    """Return whether this data belongs to one rank of a job with several."""
     return world_size == 1 and resolve_rank(None, None)[1] > 1
 
 

@@ -18,7 +18,7 @@ from odb_nodes._support.hashing import hash_ints
 from odb_nodes.errors import WorkerError
 
 _turn = threading.RLock()  # held by the thread of this library that has seeded the generators
-_turn_limit_s = 0.0  # that others wait for it at most
+_turn_limit_s = 0.0  # longest wait for the present turn; 0 if no thread has it
 _POLL_S = 0.1
 _DRAWS = "draws_random_numbers"
 
@@ -81,14 +81,14 @@ def preserved_rngs() -> AbstractContextManager[None]:
 
 @contextmanager
 def own_rngs(limit_s: float, *, preserves: bool = True) -> Iterator[None]:
-    """Have the global generators alone among the threads of this library, and put them back after.
+    """Lock the global generators against other threads of this library; restore them on exit.
 
     Another thread waits at most `limit_s` for the end of this block, and raises a `WorkerError`.
     """
     global _turn_limit_s
     start_s, turn = time.monotonic(), _turn  # A fork meanwhile makes another one for the child.
     while not turn.acquire(timeout=_POLL_S):
-        most_s = _turn_limit_s  # 0 where the thread that had them has just let go of them
+        most_s = _turn_limit_s  # 0 if the holder has just released the lock
         if 0 < most_s < time.monotonic() - start_s:
             raise WorkerError(
                 "no turn with the random generators and the dataset within "

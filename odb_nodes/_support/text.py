@@ -47,6 +47,8 @@ def html_table(rows: Rows) -> str:
 
 def markdown_table(rows: Rows) -> str:
     """Return rows as a table in markdown whose columns are aligned, numbers to the right."""
+    if not rows:
+        return ""
     columns = []
     for title in rows[0]:
         cells = [row[title] for row in rows]

@@ -263,12 +263,12 @@ class SampleBlock(Sequence[Sample]):
             facts[_ROWS[name]] = values
         return SampleBlock(facts, self.sources)
 
-    def with_data(self, data: Any, first: int = 0) -> SampleBlock:
-        """Return these samples with `data` as the holder of their data, from row `first` on."""
+    def with_data(self, data: Any) -> SampleBlock:
+        """Return these samples with `data` as the holder of their data."""
         facts = self.facts.copy()
         number = new_number()
         facts[DATA] = number
-        facts[ROW] = np.arange(first, first + len(self))
+        facts[ROW] = np.arange(len(self))
         return SampleBlock(facts, {number: data})
 
     def without_data(self) -> SampleBlock:

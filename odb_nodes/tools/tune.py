@@ -321,8 +321,9 @@ def _time_code(step_time: StepTime | TimeFn) -> str:
     for name, value in vars(step_time).items():
         if value == getattr(default, name):
             continue
-        is_fraction = name == "squares" and value == 1 / round(1 / value)
-        terms.append(f"{name}=1 / {round(1 / value)}" if is_fraction else f"{name}={value!r}")
+        length = round(1 / value) if name == "squares" and 1e-9 < value < 1 else 0
+        is_fraction = length > 0 and value == 1 / length
+        terms.append(f"{name}=1 / {length}" if is_fraction else f"{name}={value!r}")
     return f"StepTime({', '.join(terms)})"
 
 

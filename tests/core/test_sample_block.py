@@ -24,7 +24,7 @@ SAMPLES = [PLAIN, FULL, BARE, FULL._replace(source="", task=""), FULL._replace(i
 
 def two_sources():
     """A block of three samples whose data are in two lists, between data of others."""
-    first = SampleBlock.of([FULL, PLAIN]).with_data(["other", "a", "b", "other"], 1)
+    first = SampleBlock.of([PLAIN, FULL, PLAIN, PLAIN]).with_data(["other", "a", "b", "other"])[1:3]
     second = SampleBlock.of([BARE, FULL, BARE]).with_data(["c", "d", "other"])
     return SampleBlock.joined([first, second]).take([3, 0, 2])
 
@@ -118,10 +118,10 @@ def test_facts_and_data_may_be_exchanged():
     other = block.with_facts(digest=[1, 2, 3], ordinal=[4, 5, -1])
     assert [(one.digest, one.ordinal) for one in other] == [(1, 4), (2, 5), (3, None)]
     assert other.data() == block.data() and [one.digest for one in block] == [8, 8, 0]
-    other = block.with_data("abcdef", 2)
-    assert other.data() == [*"cde"]
+    other = block.with_data("abc")
+    assert other.data() == [*"abc"]
     assert [one[1:] for one in other] == [one[1:] for one in block]
-    assert [row for _, row in other.places()] == [2, 3, 4]
+    assert [row for _, row in other.places()] == [0, 1, 2]
 
 
 def test_an_empty_block_is_an_empty_sequence():

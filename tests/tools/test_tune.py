@@ -129,6 +129,13 @@ def test_what_the_limit_drops_is_dropped_by_all_choices():
         tune(TABLE, world_size=1, limit=TokenBudget(1, oversize="drop"))
 
 
+@pytest.mark.parametrize("squares", [3e-5, 1 / 2500, 0.4, 1.0, 2.0, 1e-300])
+def test_the_code_has_every_time_of_a_step(tuned, squares):
+    step_time = StepTime(squares=squares)
+    code = replace(tuned, job=replace(tuned.job, step_time=step_time)).code()
+    assert eval(code.partition("step_time=")[2].partition(")")[0] + ")") == step_time
+
+
 def test_the_code_that_is_printed_runs(tuned):
     from odb_nodes.integrations.huggingface import ODBConfig
 

@@ -51,7 +51,7 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         super().__init__()
         first = team.rank * team.hosted
         self.sources = {str(first + number): source for number, source in enumerate(sources)}
-        self._aligners = aligners  # They are below the sources.
+        self._aligners = aligners  # After `sources`: a walk of the graph finds them there.
         self._team = team
         self._collates = True
         self._step: list[Any] = []

@@ -1,6 +1,6 @@
 """The contract of nodes: states, epochs, and functions over graphs of nodes."""
 
-from odb_nodes.core.contract.again import restore_items
+from odb_nodes.core.contract.again import ItemsAgain, make_again, restore_items
 from odb_nodes.core.contract.node import (
     EpochNode,
     EpochState,
@@ -13,12 +13,14 @@ from odb_nodes.core.contract.state import NodeState, SourceState, SourceStates, 
 __all__ = [
     "EpochNode",
     "EpochState",
+    "ItemsAgain",
     "NodeState",
     "SourceState",
     "SourceStates",
     "StatefulNode",
     "can_restore",
     "copy_state",
+    "make_again",
     "restore_items",
     "snapshot",
 ]

@@ -29,7 +29,7 @@ from odb_nodes.errors import StateError
 STATE_VERSION = 12
 ENVELOPE = frozenset({"version", "node", "config"})
 DIGEST = "digest"
-_ADDED_BY = {"VirtualRanks": "`virtual_ranks`"}
+_ADDED_BY = {"VirtualRanks": "`virtual_ranks`", "PlannedGroups": "`lengths`"}
 """Nodes that `ODBDataLoader` adds to some graphs only, and the option that adds them."""
 _EARLIER = "Use an earlier checkpoint."
 

@@ -214,7 +214,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
 
     def _aligned(self, item: Any) -> tuple[SampleBlock, StepInfo]:
         group, info = item if isinstance(item, AlignedGroup) else (item, None)
-        if isinstance(group, list) and all(isinstance(one, Sample) for one in group):
+        if isinstance(group, list) and all(isinstance(sample, Sample) for sample in group):
             group = SampleBlock.of(group)
         if not isinstance(group, SampleBlock):
             raise TypeError(

@@ -20,25 +20,26 @@ from odb_nodes.core.planning.step_time import StepTime
 from odb_nodes.core.planning.table import IntArray
 
 _STRIDE = 8  # between samples that are given away, in order of length
-_TURNS = 2  # in which ranks are levelled in time and in cost
-_LIGHT_QUANTILE = 0.9  # of a rank's samples: up to here they take little beside their tokens
+_TURNS = 2  # alternations of levelling by time, then by cost
+_LIGHT_QUANTILE = 0.9  # quantile of the extra time per token, below which a sample is light
 _HEADER = 2  # integers of a message before its samples: see `remaining_message`
 
 
 def gifts(work: IntArray, surplus: float) -> list[int]:
-    """Return which samples a rank gives away: long ones, so that they are few.
+    """Return which samples a rank gives away to get rid of a surplus.
 
-    In order of length it gives one of eight that its surplus has room for, so the lengths that it
-    keeps stay spread. Then any samples fill the surplus. work: cost of each sample, (n,) int64.
+    Long samples are preferred, so that few move. Every eighth sample in descending order of length
+    comes first, so that the kept lengths stay spread; then any sample that fits. work: cost of each
+    sample, (n,) int64.
     """
     longest_first = np.argsort(-work, kind="stable")
-    given = []
+    to_give = []
     for start in range(_STRIDE):
         for index in longest_first[start::_STRIDE].tolist():
             if work[index] <= surplus:
                 surplus -= work[index]
-                given.append(index)
-    return given
+                to_give.append(index)
+    return to_give
 
 
 def receivers(totals: Sequence[int], works: Sequence[IntArray]) -> list[list[int]]:
@@ -127,10 +128,7 @@ def moves_of(
 
 
 def _needs(tokens: IntArray, patches: IntArray, budget: TokenBudget) -> IntArray:
-    """Return the part of a group that each sample takes, of the limit that it takes most of, (n,).
-
-    It is in the unit of `budget.tokens`.
-    """
+    """Return each sample's share of its tightest limit, in units of `budget.tokens`, (n,)."""
     needs = budget.row_cost(tokens)
     if budget.max_samples is not None:
         needs = np.maximum(needs, budget.tokens // budget.max_samples)

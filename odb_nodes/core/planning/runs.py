@@ -31,7 +31,7 @@ CAP_SHARE = 0.75
 """Weight of the cap in the cost of a step with a capped run; the run's own cost has the other."""
 
 TIME_SHARE = 0.5
-"""Weight of the time that a run leaves of a cap, beside the cost that it leaves."""
+"""Weight of the time that a run uses of its cap; the cost that it uses has the rest."""
 
 
 class LengthRuns:
@@ -62,8 +62,8 @@ class LengthRuns:
         score = work / (costs + STEP_COST_SHARE * self._budget.tokens)
 
         anchors = _sums_before(table[ORDINALS] <= youngest_anchor)
-        # A run without an anchor counts none more at its end than before its first sample. The run
-        # that ends with an anchor holds it, so one run at least keeps its score.
+        # Equal counts before the first sample and at the end mean that the run holds no anchor. The
+        # run that ends with an anchor holds it, so at least one run keeps its score.
         score[anchors.take(stop) == anchors.take(first)] = -1.0
         return self._best(table, first, stop, score)
 

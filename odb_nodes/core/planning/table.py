@@ -15,8 +15,7 @@ TOKENS, ORDINALS, PATCHES, TASKS = range(4)
 def first_fit(needs: IntArray, rooms: IntArray) -> list[list[int]]:
     """Return all columns in groups: each column, from the last, goes to the first group with room.
 
-    If one of the groups is gone, the other samples make the other groups again: a sample of a later
-    group did not fit into it, and a sample of an earlier group never came to it.
+    Without the samples of one group, the remaining samples make the same remaining groups.
 
     Args:
         needs: what each sample takes of each limit, (limits, samples) int64.

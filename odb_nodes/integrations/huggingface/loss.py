@@ -110,7 +110,8 @@ class LossWeigher:
             self._check_packing(batches, of_ranks[..., SAMPLES])
         if self.tasks is not None:
             self.waiting = deque([None] * fills)
-            self.waiting += map(self._task_step, batches, infos)
+            for batch, info in zip(batches, infos, strict=True):
+                self.waiting.append(self._task_step(batch, info))
             return
         self._unit = unit = self._unit_of(of_ranks[..., HAS_LABELS] > 0)
         self._ranks = len(of_ranks)

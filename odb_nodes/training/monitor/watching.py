@@ -138,12 +138,15 @@ class RunWarnings:
     """Looks at each record, on rank 0, and warns once of each problem that slows a run down."""
 
     def __init__(self) -> None:
-        self._in_a_row: dict[str, int] = {}  # problem -> consecutive records that show it
+        # problem -> number of consecutive records that showed it, and the last of them
+        self._in_a_row: dict[str, tuple[int, int]] = {}
+        self._record = 0
         self._warned: set[str] = set()
         self._waited_s = 0.0  # for data, in all records
 
     def look(self, ranks: Sequence[Counts], whole: Counts, stats: LoaderStats | None) -> None:
         """Look at the counts of each rank in a record, and at the counts of all ranks."""
+        self._record += 1
         loss = whole.totals.get("loss", 0.0)
         text = f"the loss is {loss} in a record: it is not finite in at least one of its steps."
         self._note("loss", not math.isfinite(loss), text, records=1)
@@ -205,8 +208,12 @@ class RunWarnings:
 
     def _note(self, kind: str, is_seen: bool, message: str, *, records: int = _RECORDS) -> None:
         """Warn once of a problem that `records` records in a row show."""
-        self._in_a_row[kind] = self._in_a_row.get(kind, 0) + 1 if is_seen else 0
-        if self._in_a_row[kind] >= records and kind not in self._warned:
+        if not is_seen:
+            return
+        count, record = self._in_a_row.get(kind, (0, 0))
+        count = count + 1 if record == self._record - 1 else 1
+        self._in_a_row[kind] = count, self._record
+        if count >= records and kind not in self._warned:
             self._warned.add(kind)
             warn_user(message)
 

@@ -178,6 +178,15 @@ def test_a_rank_that_the_others_wait_for_is_named(shares, said):
     assert len(found) == (said is not None) and all(one.startswith(said) for one in found)
 
 
+def test_a_rank_is_named_only_if_consecutive_records_show_it():
+    """Ranks that are slow in turn are no slow rank."""
+    notices = RunWarnings()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for shares in (LATE, LATE[1:] + LATE[:1]) * 3:
+            notices.look(shares, Counts.over_ranks(shares), None)
+
+
 # --- a batch that is told twice is refused; one that is not told is said --------------------------
 
 

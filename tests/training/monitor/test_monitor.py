@@ -298,8 +298,11 @@ def test_a_loader_that_does_not_know_its_length_is_watched(tmp_path, kind):
     assert epoch["sum"]["samples"] == (100 if kind == "composed" else 60)
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_a_record_has_the_squares_of_the_lengths_that_attend(tmp_path, layout):
+@pytest.mark.parametrize(
+    ("layout", "positions"), [("padded", None), ("packed", None), ("packed", (4, 1, -1))]
+)
+def test_a_record_has_the_squares_of_the_lengths_that_attend(tmp_path, layout, positions):
+    """Models of images have positions (4, 1, T)."""
     data, expected = DATA["web"], 0
     loader = ODBDataLoader(data, token_budget=TokenBudget(96, layout=layout), window=12)
     with Monitor(tmp_path, every=100) as monitor:
@@ -308,6 +311,8 @@ def test_a_record_has_the_squares_of_the_lengths_that_attend(tmp_path, layout):
             lengths = [len(data[key]["input_ids"]) for key in info.keys]
             rows = lengths if layout == "packed" else [max(lengths)] * len(lengths)
             expected += sum(one * one for one in rows)
+            if positions is not None:
+                batch["position_ids"] = batch["position_ids"].expand(positions)
             monitor.step(batch, info)
     (one,) = read_run(tmp_path).steps
     assert one["sum"]["slowest_squares"] == expected

@@ -247,7 +247,7 @@ class GlooExchange(Exchange):
         except StoreLost:
             self._fail("lost the store")
         if has_failed:
-            self._fail("was told by another rank")
+            self._fail("saw the failure that another rank reported")
         return now + _POLL_S
 
     def _fail(self, report: str) -> NoReturn:

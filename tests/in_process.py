@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from odb_nodes.core.alignment.exchange.base import Exchange, IntArray, Interrupted
+from odb_nodes._support.arrays import IntArray
+from odb_nodes.core.alignment.exchange.base import Exchange, Interrupted
 from odb_nodes.errors import PeerError, StateError
 
 

@@ -423,7 +423,7 @@ class Job:
             rank, tokens = what
             root = self.loaders[rank % len(self.loaders)].root
             (aligner,) = (node for node in walk(root) if isinstance(node, RankAligner))
-            aligner.ask_for_tokens(tokens)
+            aligner.request_budget(tokens)
 
     def epoch(self):
         """The steps that are left of an epoch."""

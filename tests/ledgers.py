@@ -41,7 +41,7 @@ def info_of(
         left_out=tuple(
             LeftOut(one[0], *(one[1:] if len(one) > 2 else ("", one[1]))) for one in left_out
         ),
-        own_sources=frozenset(own),
+        per_rank_sources=frozenset(own),
         epoch=epoch,
         ends_epoch=ends,
         batches_per_step=hosted,

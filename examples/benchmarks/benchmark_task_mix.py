@@ -16,11 +16,11 @@ from itertools import product
 from statistics import fmean, median
 
 import numpy as np
+from numpy.typing import NDArray
 
 from odb_nodes.core.planning import RollingPool, SimulationOptions, TokenBudget
 from odb_nodes.core.planning.sample_costs import SampleCosts
 from odb_nodes.core.planning.simulation import plan_steps
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.tools.simulate import SimulationReport, lognormal_lengths, markdown_table
 
 BUDGET_TOKENS = 16_384
@@ -43,7 +43,7 @@ def mixed_tasks(mean_tokens: list[int], samples: int) -> SampleCosts:
     return SampleCosts(tokens, tokens - 1, np.zeros_like(tokens), tasks)
 
 
-def evenness(tasks: IntArray, among: int) -> float:
+def evenness(tasks: NDArray[np.int64], among: int) -> float:
     """Return the entropy of some tasks, as a share of that of `among` equal ones."""
     counts = np.bincount(tasks)
     shares = counts[counts > 0] / len(tasks)

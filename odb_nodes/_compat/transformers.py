@@ -120,7 +120,7 @@ def finish_at_this_step(args: Any, state: Any, control: Any) -> None:
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def load_rest(model: Any, checkpoint: str, loaded: Any) -> None:
+def load_skipped_weights(model: Any, checkpoint: str, loaded: Any) -> None:
     """Load a model as `from_pretrained` does, where `load_state_dict` has left out some of it.
 
     A `Trainer` loads by `load_state_dict`, not strictly, and only logs the keys that differ. They
@@ -346,17 +346,17 @@ def takes_num_items(trainer: Any) -> bool:
     return bool(trainer.model_accepts_loss_kwargs) or trainer.compute_loss_func is not None
 
 
-def loss_scale(trainer: Any, *, is_told: bool) -> float:
+def loss_scale(trainer: Any, *, has_items: bool) -> float:
     """Return what a `Trainer` multiplies a loss by, before its backward.
 
     Relies on `compute_loss` to multiply a loss that takes `num_items_in_batch` by the ranks, with
     `average_tokens_across_devices`; and on `training_step` to divide others by the micro-steps,
     unless there is a `compute_loss_func`, or `loss_is_scaled_for_ga` (of later versions) differs.
     """
-    is_divided = not is_told and trainer.compute_loss_func is None
+    is_divided = not has_items and trainer.compute_loss_func is None
     if (is_scaled := getattr(trainer, "loss_is_scaled_for_ga", None)) is not None:
         is_divided = not is_scaled
-    is_averaged = is_told and getattr(trainer.args, "average_tokens_across_devices", False)
+    is_averaged = has_items and getattr(trainer.args, "average_tokens_across_devices", False)
     scale = trainer.accelerator.num_processes if is_averaged else 1
     return float(scale / (trainer.args.gradient_accumulation_steps if is_divided else 1))
 

@@ -87,7 +87,7 @@ def _open_temporary(path: Path) -> BinaryIO:
         # Until it is locked, another save of `path` may take it for a stale one, and remove it.
         with contextlib.suppress(FileNotFoundError):
             file = open(name, "r+b")
-            if not _is_held(file, wait=True) or os.fstat(file.fileno()).st_nlink > 0:
+            if not _try_lock(file, wait=True) or os.fstat(file.fileno()).st_nlink > 0:
                 return file
             file.close()
 
@@ -97,11 +97,11 @@ def _remove_stale(path: Path) -> None:
     pattern = f".{glob.escape(path.name)}.*{_SUFFIX}"
     for name in glob.glob(str(Path(glob.escape(str(path.parent))) / pattern)):
         with contextlib.suppress(OSError), open(name, "r+b") as file:
-            if _is_held(file, wait=False):
+            if _try_lock(file, wait=False):
                 os.unlink(name)
 
 
-def _is_held(file: BinaryIO, *, wait: bool) -> bool:
+def _try_lock(file: BinaryIO, *, wait: bool) -> bool:
     """Lock a file until it is closed or this process dies; tell whether that was possible."""
     if fcntl is None:
         return False

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import MAX_KEY, check_count
 from odb_nodes._support.text import counted
 from odb_nodes.core.sample import ItemKey, Sample, name_of
 from odb_nodes.errors import SampleError
-
-IntArray = npt.NDArray[np.int64]
 
 TOKENS, TARGETS, PATCHES, KIND, KEY, ITEM, REPEAT, DIGEST, ORDINAL, DATA, ROW = range(11)
 """The rows of `SampleBlock.facts`: integers of a `Sample`; `KIND`, the code of its `SampleKind`;
@@ -131,7 +130,7 @@ class SampleBlock(Sequence[Sample]):
         for block in blocks:
             sources.update(block.sources)
         joined = cls(facts, sources)
-        if any(block.is_made for block in blocks):
+        if any(block.has_objects for block in blocks):
             joined._samples = [sample for block in blocks for sample in block]
         return joined
 
@@ -233,7 +232,7 @@ class SampleBlock(Sequence[Sample]):
         return block
 
     @property
-    def is_made(self) -> bool:
+    def has_objects(self) -> bool:
         """Whether `Sample` objects were created, whose data the caller may have changed."""
         return bool(self._samples)  # `NO_SAMPLES` is shared
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from odb_nodes.core.sample import COUNTED, LeftOut, Sample
 from odb_nodes.core.sample_block import KEY, KIND, NONE, REPEAT, SampleBlock, kinds_of
 
+Batch = MutableMapping[str, Any]
+
 __all__ = [
     "STEP_INFO_KEY",
     "AlignedGroup",
@@ -53,7 +55,9 @@ def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
         "local_task_targets": _targets_by(tasks, block.targets.tolist()),
         "local_tasks": _counts_by(tasks, lengths, named_only=True),
         "row_repeats": tuple(block.facts[REPEAT].tolist()),
-        "own_sources": frozenset(kind.source for kind in kinds.values() if kind.world_size == 1),
+        "per_rank_sources": frozenset(
+            kind.source for kind in kinds.values() if kind.world_size == 1
+        ),
     }
 
 
@@ -125,7 +129,7 @@ class StepInfo:
         row_sources: name of the source of each row.
         row_tasks: `Sample.task_name` of each row.
         row_repeats: `ItemKey.repeat` of each row, for samples that occur more than once an epoch.
-        own_sources: names of the sources whose keys are unique to this rank: the ranks do not
+        per_rank_sources: names of the sources whose keys are unique to this rank: the ranks do not
             share the source's data, or the job has one rank.
         left_out: samples of this rank that were left out since the previous step.
         epoch: number of the epoch.
@@ -165,7 +169,7 @@ class StepInfo:
     row_sources: tuple[str, ...] = ()
     row_tasks: tuple[str, ...] = ()
     row_repeats: tuple[int, ...] = ()
-    own_sources: frozenset[str] = frozenset()
+    per_rank_sources: frozenset[str] = frozenset()
     left_out: tuple[LeftOut, ...] = ()
     epoch: int = 0
     ends_epoch: bool = False
@@ -218,7 +222,7 @@ class AlignedGroup(NamedTuple):
     info: StepInfo
 
 
-def pop_step_info(batch: MutableMapping[str, Any]) -> StepInfo:
+def pop_step_info(batch: Batch) -> StepInfo:
     """Remove the `StepInfo` from a batch and return it. The rest of the batch is the model's input.
 
     Raises:

@@ -114,7 +114,7 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         info = pop_step_info(batch)
         self._recorder.meter.add(batch, info, wait_s)
         if self._monitor is not None:
-            self._monitor.waited(wait_s)
+            self._monitor.add_wait(wait_s)
         self._last = self._unrecorded = info
         steps = accelerator.gradient_accumulation_steps
         _check_accumulation(steps, self.loader)  # Users can set it at any time.

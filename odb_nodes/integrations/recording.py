@@ -79,7 +79,7 @@ class StepRecorder:
             self._ooms = ooms
         self.begin_step()
 
-    def tell_monitor(self, grad_norm: float | None = None) -> None:
+    def report_to_monitor(self, grad_norm: float | None = None) -> None:
         """Pass the recorded step to the monitor, if any. All ranks call it together."""
         unreported, self._unreported = self._unreported, []
         if grad_norm is not None and unreported:
@@ -101,7 +101,7 @@ class StepRecorder:
 
     def save(self) -> dict[str, Any] | None:
         """Write all records to disk, and return the state of the monitor."""
-        self.tell_monitor()
+        self.report_to_monitor()
         if self._ledger is not None:
             self._ledger.sync()
         return None if self.monitor is None else self.monitor.state_dict()
@@ -116,6 +116,6 @@ class StepRecorder:
         if self._ledger is not None:
             self._ledger.close(ended=ended)
         if ended:
-            self.tell_monitor()
+            self.report_to_monitor()
         if self.monitor is not None:
             self.monitor.close(write=ended)

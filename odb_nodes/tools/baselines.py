@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from odb_nodes._compat import transformers as compat
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_choice, check_count
 from odb_nodes.core.planning import RollingPool, SimulationOptions, TokenBudget
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import Batches, SimulationReport, TableEpoch, measured
 

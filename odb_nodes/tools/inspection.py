@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.text import counted
 from odb_nodes.core.alignment.aligned_round import digest_of_totals, totals_from_bytes
 from odb_nodes.core.contract.config import sealed_states
@@ -19,7 +20,6 @@ from odb_nodes.core.contract.state_file import load_state
 from odb_nodes.core.loader.loader import LoaderState
 from odb_nodes.core.nodes.sample_records import decode_sample, from_records
 from odb_nodes.core.nodes.sample_store import from_bits
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.errors import StateError
 from odb_nodes.tools.lengths import histogram
 from odb_nodes.training.checkpoints.checkpoint_folders import CheckpointFolders

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from torch.utils.data import IterableDataset, Subset
 from torchdata.nodes import BaseNode
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_count, check_integer
 from odb_nodes._support.files import replacing
 from odb_nodes._support.hashing import stable_name
@@ -30,7 +31,6 @@ from odb_nodes.core.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.core.loader.pipeline import check_no_columns, sample_node
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.planning.sample_costs import SampleCosts, check_lengths
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.core.processing import WorkerOptions
 from odb_nodes.core.processing.observation import observe_sample
 from odb_nodes.core.sample import ItemKey, Observation, Observe, Sample, Skipped, nested_name

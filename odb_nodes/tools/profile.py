@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_type
 from odb_nodes._support.progress import Bar
 from odb_nodes._support.text import Rows, Shown, counted, html_table, html_text
 from odb_nodes.core.planning import SimulationOptions, TokenBudget
 from odb_nodes.core.planning.auto_window import AUTO, WindowSize, shown
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.core.sources import Mixing
 from odb_nodes.core.sources.mixing import Weights
 from odb_nodes.tools.baselines import STRATEGIES, WINDOWED, Baselines, Strategy, is_available

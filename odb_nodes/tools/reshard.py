@@ -11,7 +11,7 @@ from odb_nodes._support.checks import check_count
 from odb_nodes.core.contract.state_file import load_state, save_state
 from odb_nodes.errors import StateError
 from odb_nodes.training.checkpoints.checkpoints import reshard_files
-from odb_nodes.training.checkpoints.rank_states import names_in, rank_file, rank_files
+from odb_nodes.training.checkpoints.rank_states import rank_file, rank_file_names, rank_files
 from odb_nodes.training.checkpoints.resharding import reshard, reshard_parts
 
 __all__ = ["reshard_folder"]
@@ -44,7 +44,7 @@ def reshard_folder(
     world_size = check_count("world_size", world_size)
     files = rank_files(folder)
     states = [*map(load_state, files)]
-    if names_in(out):
+    if rank_file_names(out):
         raise StateError(f"`{out}` has states already. Give a folder without any.")
     if isinstance(states[0], Mapping) and states[0].keys() == _FIELDS.keys():
         if out.resolve().name != folder.resolve().name:

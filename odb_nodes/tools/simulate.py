@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_number
 from odb_nodes._support.text import counted, html_table, html_text, markdown_table
 from odb_nodes.core.alignment.exchange import Exchange
@@ -23,7 +24,6 @@ from odb_nodes.core.planning.auto_window import window_samples
 from odb_nodes.core.planning.known_epochs import WINDOW_IN_ORDER, known_window
 from odb_nodes.core.planning.simulation import SimulationKeywords, Step, plan_steps
 from odb_nodes.core.planning.step_time import known_time
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.core.sample import Observation, Sample, Skipped
 from odb_nodes.core.sample_block import SampleBlock
 from odb_nodes.core.sources import Mixing, ShardedSampler

@@ -83,7 +83,7 @@ class RemadeStep:
     def as_dict(self) -> dict[str, Any]:
         """Return the step as plain data and tensors."""
         info = vars(self.info) | {
-            "own_sources": sorted(self.info.own_sources),
+            "per_rank_sources": sorted(self.info.per_rank_sources),
             "local_sources": {name: (*count,) for name, count in self.info.local_sources.items()},
             "left_out": [(*sample,) for sample in self.info.left_out],
         }
@@ -266,10 +266,10 @@ def _restored(graph: _Graph, record: StepInfo, world_size: int) -> SampleBlock:
             "a source of this loader cannot read items by their keys. Make the step again from a "
             "checkpoint before it: `remake_from_checkpoint`."
         )
-    own_sources = record.own_sources
+    per_rank_sources = record.per_rank_sources
     wanted: list[Any] = [*zip(record.row_sources, record.keys, strict=True)]
     items = [
-        ItemKey(source, key, 1 if source in own_sources else world_size, repeat)
+        ItemKey(source, key, 1 if source in per_rank_sources else world_size, repeat)
         for (source, key), repeat in zip(wanted, record.row_repeats, strict=True)
     ]
     samples = list(restore_items(graph.samples, items))

@@ -270,7 +270,7 @@ def test_what_somebody_changes_in_a_sample_is_collated():
 def test_no_samples_that_were_looked_at_make_none_of_others():
     assert [*NO_SAMPLES] == []
     block = SampleBlock.of([Sample(one, 2, 1) for one in TEXTS], DataColumns.of(TEXTS))
-    assert not SampleBlock.joined([block, NO_SAMPLES, block]).is_made
+    assert not SampleBlock.joined([block, NO_SAMPLES, block]).has_objects
 
 
 def test_a_batch_is_written_into_the_memory_that_is_asked_for():

@@ -11,13 +11,13 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_choice
 from odb_nodes.core.contract.state import integers_of
 from odb_nodes.core.planning.facts import Facts
 from odb_nodes.core.planning.group_costs import GroupCostEstimator, counted_in
 from odb_nodes.core.planning.rank_plan import SettledRound
 from odb_nodes.core.planning.rounds import COLUMNS
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.core.sample_block import SampleBlock
 from odb_nodes.core.step_info import StepInfo, facts_of_rows
 from odb_nodes.errors import StateError

@@ -39,8 +39,8 @@ class _TransferredSample(NamedTuple):
         return ItemKey(self.source, self.key, world_size, self.repeat)
 
 
-def share_rest(
-    rest: LastRound, pool: WindowBucketer, rank: int, world_size: int, where: str
+def level_last_round(
+    last_round: LastRound, pool: WindowBucketer, rank: int, world_size: int, where: str
 ) -> Exchanges[list[LeftOut]]:
     """Cut the remaining samples of all ranks into the same number of groups on each rank.
 
@@ -50,21 +50,21 @@ def share_rest(
         The received samples that processing skips on this rank.
     """
     skipped: list[LeftOut] = []
-    budget_crc = np.array([zlib.crc32(repr(rest.budget).encode())])
-    report = np.concatenate((budget_crc, rest.told()))
+    budget_crc = np.array([zlib.crc32(repr(last_round.budget).encode())])
+    report = np.concatenate((budget_crc, last_round.message()))
     messages = yield Message(report.astype("<i8").tobytes(), where)
     reports = [np.frombuffer(message, "<i8").astype(np.int64) for message in messages]
     if len({int(report[0]) for report in reports}) == 1:  # All ranks have the same budget.
-        received = rest.give(rest.moves([report[1:] for report in reports]))
-        given = with_digests(pool.store.look(rest.given.ordinal)).without_data()
+        received = last_round.give(last_round.moves([report[1:] for report in reports]))
+        given = with_digests(pool.store.look(last_round.given_away.ordinal)).without_data()
         description = json.dumps([_TransferredSample.of(sample) for sample in given])
         messages = yield Message(description.encode(), where)
         described = [json.loads(message) for message in messages]
         to_make = [_TransferredSample(*described[giver][row]) for giver, row in received]
         samples, skipped = _make(to_make, pool, rank, world_size)
-        rest.add(pool.take_over(samples))
-    fewest = yield Message([rest.fewest_steps()], where)
-    rest.cut(max(steps[0] for steps in fewest))
+        last_round.add(pool.take_over(samples))
+    fewest = yield Message([last_round.fewest_steps()], where)
+    last_round.cut(max(steps[0] for steps in fewest))
     return skipped
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torchdata.nodes import BaseNode
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_seconds
 from odb_nodes._support.processes import Owner
 from odb_nodes.core.alignment.aligned_round import LossRule
@@ -26,7 +27,6 @@ from odb_nodes.core.alignment.exchange import (
 from odb_nodes.core.contract.graph import walk
 from odb_nodes.core.contract.node import call_member
 from odb_nodes.core.planning.rounds import CostReport
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.errors import StateError
 
 PEER_TIMEOUT_S = 1800.0
@@ -57,7 +57,7 @@ Exchanges = Generator[Message, Any, T]
 class Peers:
     """Exchanges the messages of the ranks of a process with the other ranks of a group.
 
-    hosted: number of virtual ranks in the process.
+    ranks_per_process: number of virtual ranks in the process.
     """
 
     def __init__(
@@ -66,26 +66,26 @@ class Peers:
         timeout_s: float,
         message_size: int,
         tasks: int = 0,
-        hosted: int = 1,
+        ranks_per_process: int = 1,
     ) -> None:
         check_seconds("timeout_s", timeout_s)
         self._process_group = process_group
         self._timeout_s = timeout_s
         self._size = message_size
         self._tasks = tasks
-        self.hosted = hosted
+        self.ranks_per_process = ranks_per_process
         self._use(Exchange())
         self._failing: threading.Thread | None = None  # sends a failure
 
     @property
     def rank(self) -> int:
         """The first rank of this process in the group; known after `begin`."""
-        return self.channel.rank * self.hosted
+        return self.channel.rank * self.ranks_per_process
 
     @property
     def world_size(self) -> int:
         """Number of ranks of the group; known after `begin`."""
-        return self.channel.world_size * self.hosted
+        return self.channel.world_size * self.ranks_per_process
 
     @property
     def are_connected(self) -> bool:
@@ -139,7 +139,7 @@ class Peers:
                             results[number] = end.value
                 if not messages:
                     return [results[number] for number in range(len(ranks))]
-                if len(messages) < self.hosted:
+                if len(messages) < self.ranks_per_process:
                     raise RuntimeError("the virtual ranks of a process do not exchange alike.")
                 answer = self._exchanged(messages, place or {})
         finally:
@@ -181,7 +181,7 @@ class Peers:
     def _use(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._owner = Owner()
-        self.channel = Channel(exchange, self._size * self.hosted)
+        self.channel = Channel(exchange, self._size * self.ranks_per_process)
 
     def _exchanged(self, messages: Sequence[Message], place: Mapping[str, Any]) -> Any:
         """Return the contents of all ranks, in their order; `None` for mappings that agree."""
@@ -216,14 +216,14 @@ class Peers:
 
     def _gather(self, rows: Sequence[IntArray], where: str, width: int) -> IntArray:
         """Return rows of integers of all ranks, (ranks, width)."""
-        table = np.zeros((self.hosted, width), dtype=np.int64)
+        table = np.zeros((self.ranks_per_process, width), dtype=np.int64)
         for number, row in enumerate(rows):
             table[number, : len(row)] = row
         return self.channel.gather(table.ravel(), where).reshape(self.world_size, width)
 
     def _gather_bytes(self, contents: Sequence[bytes], where: str) -> list[bytes]:
         """Return the bytes of all ranks."""
-        if self.hosted == 1:
+        if self.ranks_per_process == 1:
             return self.channel.gather_bytes(contents[0], where)
         lengths = [np.array([len(content)]) for content in contents]
         sizes = self._gather(lengths, where, 1)[:, 0].tolist()
@@ -233,7 +233,7 @@ class Peers:
 
 
 class VirtualTeam:
-    """The virtual ranks of a job in this process: `hosted` consecutive ranks.
+    """The virtual ranks of a job in this process: `ranks_per_process` consecutive ranks.
 
     weighed_processes: number of processes that average their gradients, if it is not the number of
         processes of `process_group`: this process may make a step of another job again.
@@ -254,7 +254,7 @@ class VirtualTeam:
                 f"so that each rank hosts the same number, but is {virtual_ranks}."
             )
         self.virtual_ranks = virtual_ranks
-        self.hosted = virtual_ranks // self.processes
+        self.ranks_per_process = virtual_ranks // self.processes
         self._process_group = process_group
         self._timeout_s = timeout_s
         self._peers: Peers | None = None
@@ -263,13 +263,13 @@ class VirtualTeam:
         """Return the virtual ranks of this process."""
         if isinstance(self._process_group, VirtualRank):  # of a team that drives all of them
             return [self._process_group]
-        return [VirtualRank(self, number) for number in range(self.hosted)]
+        return [VirtualRank(self, number) for number in range(self.ranks_per_process)]
 
     def peers_of(self, message_size: int, tasks: int) -> Peers:
         """Return the `Peers` that all virtual ranks of this process share."""
         if self._peers is None:
             self._peers = Peers(
-                self._process_group, self._timeout_s, message_size, tasks, self.hosted
+                self._process_group, self._timeout_s, message_size, tasks, self.ranks_per_process
             )
         return self._peers
 
@@ -284,7 +284,7 @@ class VirtualRank(KnownRank):
     @property
     def rank(self) -> int:
         """Its number among all virtual ranks."""
-        return self.team.rank * self.team.hosted + self.number
+        return self.team.rank * self.team.ranks_per_process + self.number
 
     @property
     def world_size(self) -> int:

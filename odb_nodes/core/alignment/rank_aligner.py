@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from torchdata.nodes import BaseNode
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_choice, check_count, check_integer
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.alignment.aligned_round import (
@@ -23,8 +24,7 @@ from odb_nodes.core.alignment.aligned_round import (
     totals_to_bytes,
 )
 from odb_nodes.core.alignment.exchange import ProcessGroupLike
-from odb_nodes.core.alignment.given_groups import GroupReader
-from odb_nodes.core.alignment.last_round import share_rest
+from odb_nodes.core.alignment.last_round import level_last_round
 from odb_nodes.core.alignment.peers import (
     PEER_TIMEOUT_S,
     Exchanges,
@@ -34,6 +34,7 @@ from odb_nodes.core.alignment.peers import (
     check_sharing,
     sharing_configs,
 )
+from odb_nodes.core.alignment.user_groups import GroupReader
 from odb_nodes.core.contract import EpochNode, EpochState, SourceState, copy_state
 from odb_nodes.core.contract.config import loading
 from odb_nodes.core.contract.graph import budget_below, describe_empty_epoch, walk
@@ -51,7 +52,6 @@ from odb_nodes.core.planning.options import JobOptions
 from odb_nodes.core.planning.rank_plan import RankPlan, SettledRound
 from odb_nodes.core.planning.rounds import CostReport, GroupCost, Uneven
 from odb_nodes.core.planning.step_time import StepTime, TimeFn, check_step_time, step_time_of
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.core.sample import LeftOut, Sample
 from odb_nodes.core.sample_block import NO_SAMPLES, SampleBlock
 from odb_nodes.core.step_info import AlignedGroup
@@ -290,7 +290,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """Whether threads run for the connections to other ranks."""
         return self.peers.are_connected
 
-    def ask_for_tokens(self, tokens: int) -> None:
+    def request_budget(self, tokens: int) -> None:
         """Request groups of at most `tokens` tokens on all ranks, from the next round on.
 
         The smallest request of all ranks applies. May be called from any thread.
@@ -551,30 +551,30 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _begin_round(self) -> Exchanges[None]:
         """Settle the next round with the other ranks."""
         plan, store, where = self._plan, self._groups.store, self.where
-        rest = None
+        last_round = None
         skipped: list[LeftOut] = []
         first_received = store.next_ordinal
         try:
             if plan.settings.is_last and self._pool is not None:
                 yield from self._agree()
-                rest = plan.rest()
-                skipped = yield from share_rest(
-                    rest, self._pool, self.rank, self.peers.world_size, where
+                last_round = plan.last_round()
+                skipped = yield from level_last_round(
+                    last_round, self._pool, self.rank, self.peers.world_size, where
                 )
             report = plan.report(
-                rest,
+                last_round,
                 has_filler=self._filler is not None,
                 max_tokens=self.requested_max_tokens,
             )
             yield from self._agree()
-            most_steps = plan.most_steps if rest is None else rest.steps
+            most_steps = plan.most_steps if last_round is None else last_round.steps
             reports: Sequence[CostReport] = yield Message(report, where, steps=most_steps)
             if not plan.step and not any(report.groups for report in reports):
                 raise SampleError(
                     f"no rank has a sample in epoch {self._epochs.epoch}. "
                     f"{describe_empty_epoch(self.source)}"
                 )
-            groups = plan.groups_of_round(rest)
+            groups = plan.groups_of_round(last_round)
             if groups and self.peers.world_size > 1:  # A single rank has no filler steps.
                 ordinals = np.concatenate([group.ordinal for group in groups])
                 self._keep_filler(int(ordinals[best_filler(store.look(ordinals))]))
@@ -588,8 +588,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         # Samples left out of the whole round, so it does not matter when groups were formed.
         self._left_out += self._groups.take_left_out() + skipped
         self._want_groups()
-        if rest is not None:
-            store.take(rest.given.ordinal)
+        if last_round is not None:
+            store.take(last_round.given_away.ordinal)
 
     def _want_groups(self) -> None:
         """Queue the lazy data of planned groups after a restore, in the order of steps."""

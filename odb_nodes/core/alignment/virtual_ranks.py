@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,8 @@ from odb_nodes.core.alignment.rank_aligner import RankAligner
 from odb_nodes.core.contract import NodeState, SourceStates, StatefulNode, copy_state
 from odb_nodes.core.contract.node import call_member, snapshot
 from odb_nodes.core.nodes.seeded_collate import DeferredBatch
-from odb_nodes.core.step_info import STEP_INFO_KEY, StepInfo
+from odb_nodes.core.step_info import STEP_INFO_KEY, Batch, StepInfo
 from odb_nodes.errors import StateError
-
-Batch = MutableMapping[str, Any]
 
 
 @dataclass(kw_only=True)
@@ -49,7 +47,7 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         team: VirtualTeam,
     ) -> None:
         super().__init__()
-        first = team.rank * team.hosted
+        first = team.rank * team.ranks_per_process
         self.sources = {str(first + number): source for number, source in enumerate(sources)}
         self._aligners = aligners  # After `sources`: a walk of the graph finds them there.
         self._team = team
@@ -57,7 +55,9 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         self._step: list[Any] = []
         self._before: dict[str, Any] | None = None
         self._forget()
-        if team.hosted > 1:  # A function that draws random numbers runs on the training thread.
+        if (
+            team.ranks_per_process > 1
+        ):  # A function that draws random numbers runs on the training thread.
             for source in sources:
                 call_member(source, "expect_read_ahead")
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_bool, keep_count
 from odb_nodes.core.collate.token_rows import (
     GroupRows,
@@ -20,7 +21,6 @@ from odb_nodes.core.collate.token_rows import (
     row_of,
 )
 from odb_nodes.core.planning.budget import Layout, TokenBudget, fit_shape
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.core.sample import IGNORE_INDEX
 from odb_nodes.errors import SampleError
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from odb_nodes.core.step_info import StepInfo
+from odb_nodes.core.step_info import Batch, StepInfo
 
-Collate = Callable[[list[Any]], MutableMapping[str, Any]]
+Collate = Callable[[list[Any]], Batch]
 NewTensor = Callable[[tuple[int, ...], int, "np.dtype[Any]"], torch.Tensor]
 """Shape, value, dtype -> CPU tensor that is filled with the value."""
 
@@ -20,15 +20,13 @@ def takes_step(collate: Any) -> bool:
     return getattr(collate, "collate_step", None) is not None
 
 
-def collate_group(collate: Any, samples: list[Any], info: StepInfo) -> MutableMapping[str, Any]:
+def collate_group(collate: Any, samples: list[Any], info: StepInfo) -> Batch:
     """Return the batch of a step, by `collate_step(samples, info)` if the function has it."""
-    batch: MutableMapping[str, Any] = (
-        collate.collate_step(samples, info) if takes_step(collate) else collate(samples)
-    )
+    batch: Batch = collate.collate_step(samples, info) if takes_step(collate) else collate(samples)
     return batch
 
 
-def block_collate(collate: Any) -> Callable[..., MutableMapping[str, Any]] | None:
+def block_collate(collate: Any) -> Callable[..., Batch] | None:
     """Return the method `collate_block` of a collate function, if its `__call__` agrees with it.
 
     In a subclass that overrides `__call__` or `collate_step` alone, it does not agree. The method

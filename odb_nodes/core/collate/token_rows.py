@@ -99,7 +99,7 @@ class TokenRows:
 
     def collate_block(self, block: SampleBlock, new: NewTensor = new_tensor) -> dict[str, Any]:
         """Return the batch of a block's samples, from their columns if they have columns."""
-        columns = None if block.is_made else GroupColumns.of(block, new)
+        columns = None if block.has_objects else GroupColumns.of(block, new)
         return self(block_data(block)) if columns is None else self.batch_of(columns)
 
     def batch_of(self, group: GroupRows) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def block_data(block: SampleBlock) -> list[Any]:
     """Return the data of samples, as dicts that a collate function may change; see `owned`."""
     sources = block.sources.values()
     are_columns = all(isinstance(source, DataColumns) and source.keys for source in sources)
-    if are_columns and not block.is_made:
+    if are_columns and not block.has_objects:
         return block.data()  # new dicts each time
     return [owned(data.load() if isinstance(data, StoredData) else data) for data in block.data()]
 

@@ -17,6 +17,7 @@ import torchdata.nodes
 from torch.utils.data import ConcatDataset, Subset
 from torchdata.nodes import BaseNode, Stateful
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_callable, describe
 from odb_nodes._support.hashing import hash_ints, stable_names
 from odb_nodes._support.seeds import declares_draws
@@ -37,7 +38,6 @@ from odb_nodes.core.nodes.planned_groups import PlannedGroups
 from odb_nodes.core.planning import StepTime
 from odb_nodes.core.planning.auto_window import AUTO
 from odb_nodes.core.planning.known_epochs import known_window
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.core.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.core.processing.chunk import Fetcher
 from odb_nodes.core.processing.first_samples import FirstSamples, process_kept
@@ -152,7 +152,7 @@ _noted: list[bool] = []
 def graphs_of_team(dataset: Any, options: LoaderOptions, team: VirtualTeam) -> list[RankGraph]:
     """Return the graphs of this process's virtual ranks, which share its workers."""
     workers = options.workers or WorkerOptions(num_workers=options.num_workers)
-    workers = share_of(workers, team.hosted)
+    workers = share_of(workers, team.ranks_per_process)
     shared = replace(options, workers=workers, num_workers=0, virtual_ranks=None)
     graphs = []
     for rank in team.ranks():

@@ -19,6 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.alignment.aligned_round import ordinals_of
 from odb_nodes.core.alignment.rank_aligner import AlignerState
 from odb_nodes.core.contract import EpochState, NodeState
@@ -35,7 +36,7 @@ from odb_nodes.core.planning.group_planner import RoundSettings
 from odb_nodes.core.planning.later_samples import LaterSamples
 from odb_nodes.core.planning.resumed_plan import EarlierRanks, RankProgress
 from odb_nodes.core.processing.parallel_processor import ProcessorState
-from odb_nodes.core.sample_block import ITEM, TOKENS, IntArray, SampleBlock
+from odb_nodes.core.sample_block import ITEM, TOKENS, SampleBlock
 from odb_nodes.core.sources.sharded_sampler import SamplerState, Share, dealt
 from odb_nodes.core.sources.source_mixer import MixerState
 from odb_nodes.errors import StateError

@@ -13,13 +13,14 @@ from typing import Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import MAX_KEY, check_count, describe
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.contract.state import integers_of
 from odb_nodes.core.nodes.sample_store import SampleStore
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.sample import LeftOut, Sample, Skipped, name_of
-from odb_nodes.core.sample_block import KEY, IntArray, SampleBlock
+from odb_nodes.core.sample_block import KEY, SampleBlock
 from odb_nodes.errors import SampleError
 
 ExcludedState = dict[str, bytes | None]

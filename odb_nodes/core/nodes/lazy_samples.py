@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.contract.again import ItemsAgain, make_again
 from odb_nodes.core.contract.config import loading
 from odb_nodes.core.contract.node import can_restore
 from odb_nodes.core.nodes.sample_records import Remaking
 from odb_nodes.core.sample import Sample, name_of
-from odb_nodes.core.sample_block import DATA, DIGEST, FACTS, KIND, ROW, IntArray, SampleBlock
+from odb_nodes.core.sample_block import DATA, DIGEST, FACTS, KIND, ROW, SampleBlock
 from odb_nodes.errors import StateError
 
 
@@ -131,7 +132,7 @@ def with_data_made(block: SampleBlock) -> SampleBlock:
         SampleError, WorkerError: a sample cannot be made.
     """
     lazy = {number: data for number, data in block.sources.items() if isinstance(data, LazySamples)}
-    if not lazy or block.is_made:
+    if not lazy or block.has_objects:
         return block
     facts = block.facts.copy()
     sources = dict(block.sources)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_bool, check_count, check_integer, check_type
 from odb_nodes._support.hashing import hash_ints
 from odb_nodes.core.collate.protocol import Collate, takes_step
@@ -28,6 +29,7 @@ from odb_nodes.core.planning import StepTime, TokenBudget
 from odb_nodes.core.planning.budget import Limits
 from odb_nodes.core.planning.known_epochs import KnownJob
 from odb_nodes.core.planning.later_samples import LaterSamples
+from odb_nodes.core.planning.length_check import LengthCheck
 from odb_nodes.core.planning.resumed_plan import (
     EarlierRanks,
     EarlierState,
@@ -36,8 +38,6 @@ from odb_nodes.core.planning.resumed_plan import (
     ResumedPlan,
 )
 from odb_nodes.core.planning.sample_costs import check_lengths
-from odb_nodes.core.planning.table import IntArray
-from odb_nodes.core.planning.told_lengths import ToldLengths
 from odb_nodes.core.processing import WorkerOptions
 from odb_nodes.core.processing.again import ProcessedAgain
 from odb_nodes.core.processing.chunk import ChunkResult, ChunkTask
@@ -184,7 +184,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
 
     def _clear(self) -> None:
         self._later = LaterSamples()
-        self._lengths = ToldLengths()
+        self._lengths = LengthCheck()
         # Errors of collating in a worker, by number of the group's first sample.
         self._failures: dict[int, str] = {}
         self.restored = Restored()
@@ -253,7 +253,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
             raise StateError(
                 f"the state of {type(self).__name__} is damaged: {error} Use an earlier checkpoint."
             ) from error
-        self._lengths = ToldLengths(state.seen, state.moved)
+        self._lengths = LengthCheck(state.seen, state.moved)
         self._use_present_options()
 
     def save(self) -> PlannedState:

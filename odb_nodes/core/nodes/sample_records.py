@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.content import from_bytes, to_bytes
 from odb_nodes._support.progress import Bar
 from odb_nodes._support.user_warning import warn_user
@@ -29,7 +30,6 @@ from odb_nodes.core.sample_block import (
     REPEAT,
     TARGETS,
     TOKENS,
-    IntArray,
     SampleBlock,
     SampleKind,
     code_of,

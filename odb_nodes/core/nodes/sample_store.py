@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.nodes.lazy_samples import LazySamples, want, with_data_made
 from odb_nodes.core.nodes.sample_records import (
     RecordsState,
@@ -25,7 +26,6 @@ from odb_nodes.core.sample_block import (
     KIND,
     NONE,
     ROW,
-    IntArray,
     SampleBlock,
     kinds_of,
     new_number,

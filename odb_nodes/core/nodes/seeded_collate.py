@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,12 @@ from typing import Any
 from odb_nodes._support.held_generators import HeldGenerators, Seed
 from odb_nodes._support.seeds import declares_draws, digest_of_rngs, own_rngs, seed_rngs
 from odb_nodes.core.collate.protocol import Collate, collate_group, owned
-from odb_nodes.core.step_info import StepInfo
+from odb_nodes.core.step_info import Batch, StepInfo
 from odb_nodes.errors import WorkerError
 
 _LIMIT_S = 600.0  # limit of a thread's wait for another thread that collates
 
-Run = Callable[[], MutableMapping[str, Any]]
+Run = Callable[[], Batch]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SeededCollate:
         # The training thread may collate parts of a batch while the next batch is collated ahead.
         self._lock = threading.Lock()
 
-    def call(self, run: Run, key: int, *, find_out: bool = False) -> MutableMapping[str, Any]:
+    def call(self, run: Run, key: int, *, find_out: bool = False) -> Batch:
         """Return the result of `run`, which calls the function, under the seed `key`.
 
         `run` is called twice if the function makes a generator in its first call, so it must pass
@@ -58,9 +58,7 @@ class SeededCollate:
                 self.draws = bool(self.draws) or digest_of_rngs() != before
         return batch
 
-    def call_ahead(
-        self, run: Run, key: int, seed: Seed = lambda _: None
-    ) -> MutableMapping[str, Any]:
+    def call_ahead(self, run: Run, key: int, seed: Seed = lambda _: None) -> Batch:
         """Return the result of `run`, with held generators seeded; `seed` seeds the others."""
         with self._locked(), self.held.preserved():
             return self.held.call(run, key=key, seed=seed)
@@ -86,12 +84,10 @@ class WorkerCollate:
         self._draws_nothing = declares_draws(collate) is False
         self._seeded: SeededCollate | None = None  # created in the worker: a lock is not picklable
 
-    def __call__(
-        self, samples: Sequence[Any], key: int, info: StepInfo | None = None
-    ) -> MutableMapping[str, Any]:
+    def __call__(self, samples: Sequence[Any], key: int, info: StepInfo | None = None) -> Batch:
         """Return the batch of samples. Collating does not change them."""
 
-        def run() -> MutableMapping[str, Any]:
+        def run() -> Batch:
             copies = [*map(owned, samples)]
             return collate_group(self._collate, copies, info)  # type: ignore[arg-type]
 

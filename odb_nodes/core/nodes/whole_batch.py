@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,7 @@ from odb_nodes.core.planning.budget import allowed_rows
 from odb_nodes.core.processing.columns import DataColumns
 from odb_nodes.core.sample import Sample, Skipped, StoredData
 from odb_nodes.core.sample_block import ITEM, NO_SAMPLES, ROW, SampleBlock
-
-Batch = MutableMapping[str, Any]
+from odb_nodes.core.step_info import Batch
 
 
 class WholeBatch(Sequence[Any]):

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from torchdata.nodes import BaseNode
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_choice, check_count
 from odb_nodes._support.progress import SlowProgress
 from odb_nodes.core.contract import NodeState, SourceState, StatefulNode, copy_state
@@ -45,7 +46,7 @@ from odb_nodes.core.planning.options import PlanOptions
 from odb_nodes.core.planning.runs import check_diversity, check_has_task
 from odb_nodes.core.planning.table import ORDINALS
 from odb_nodes.core.sample import ItemKey, Sample, Skipped
-from odb_nodes.core.sample_block import IntArray, SampleBlock
+from odb_nodes.core.sample_block import SampleBlock
 from odb_nodes.errors import SampleError, StateError
 
 PoolState = Literal["replay", "payload"]

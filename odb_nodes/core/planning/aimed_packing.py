@@ -15,10 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import MAX_COUNT
 from odb_nodes.core.planning.caps import costs_of, quantiles
 from odb_nodes.core.planning.row_filling import NO_LIMIT, Room, nearest_filling
-from odb_nodes.core.planning.table import ORDINALS, PATCHES, TOKENS, IntArray
+from odb_nodes.core.planning.table import ORDINALS, PATCHES, TOKENS
 
 LEAST_ROWS = 4  # of a pool, for it to have a target for each
 _HEAVY_QUANTILE = 0.8  # of the extra of a pool: a sample above it is heavy

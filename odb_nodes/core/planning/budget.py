@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_choice, check_count
-from odb_nodes.core.planning.table import IntArray
 
 Tokens = TypeVar("Tokens", int, IntArray)
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from odb_nodes.core.planning.table import IntArray
+from odb_nodes._support.arrays import IntArray
 
 LEAST_BUDGETS = 8  # a pool of fewer budgets offers no costs: it fills groups better without caps
 LEAST_BUDGETS_AIMED = 16  # the same, where padded groups are formed for a time

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes.core.planning.table import IntArray
+from odb_nodes._support.arrays import IntArray
 
 _ORDINAL, _TOKENS, _TARGETS, _PATCHES, _TASK, _SHARERS = range(6)
 _COLUMNS = 6

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import MAX_COUNT, check_count, check_names, describe
 from odb_nodes._support.hashing import stable_name
 from odb_nodes._support.text import counted
 from odb_nodes.core.planning.budget import TokenBudget
 from odb_nodes.core.planning.rounds import FLAG_BITS, GroupCost
 from odb_nodes.core.planning.step_time import StepTime, TimeFn
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.core.sample import COUNTED, Sample, name_of
 from odb_nodes.core.sample_block import (
     FACTS,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.planning.auto_window import (
     AUTO,
     EARLY_EPOCH_WINDOWS,
@@ -24,7 +25,6 @@ from odb_nodes.core.planning.caps import NO_CAPS
 from odb_nodes.core.planning.facts import Facts, FactsByOrdinal
 from odb_nodes.core.planning.pool import RollingPool
 from odb_nodes.core.planning.step_time import StepTime
-from odb_nodes.core.planning.table import IntArray
 
 WindowState = tuple[int, bool, int, int, int]
 """The samples of an `"auto"` window, whether it is chosen for the epoch, and `PulledLengths`."""
@@ -81,8 +81,8 @@ class GroupPlanner:
         self.budget = budget
         self.limits = Limits.of(budget)
         """The present limits of groups: the limits of the budget, or lower ones."""
-        self.given_window = check_window("window", window)
-        window = LEAST_WINDOW if self.given_window == AUTO else self.given_window
+        self.window_option = check_window("window", window)
+        window = LEAST_WINDOW if self.window_option == AUTO else self.window_option
         self._follows_ranks = False
         self._step_time: StepTime | None = None
         self._largest_first, self._diversity = largest_first, diversity
@@ -104,7 +104,7 @@ class GroupPlanner:
     def begin_epoch(self, window: int | None = None) -> None:
         """Empty the pool. Limits stay as they are, and so does the window without `window`."""
         self.lengths = PulledLengths()
-        self.window_is_chosen = self.given_window != AUTO
+        self.window_is_chosen = self.window_option != AUTO
         self.pool = RollingPool(self.budget, window or self.window, self._diversity)
         self.pool.limit(self.limits)
         self.pool.aim_by(self._step_time)
@@ -135,7 +135,7 @@ class GroupPlanner:
             largest_groups: number of groups of the longest samples so far.
         """
         self.limits = limits or Limits.of(self.budget)
-        is_auto = window is not None and self.given_window == AUTO
+        is_auto = window is not None and self.window_option == AUTO
         self.begin_epoch(window[0] if window is not None and is_auto else None)
         if window is None:
             self.add(waiting, pulled)
@@ -149,7 +149,7 @@ class GroupPlanner:
 
     def window_state(self) -> WindowState | None:
         """Return the state of an `"auto"` window; `None` where the window is a number."""
-        if self.given_window != AUTO:
+        if self.window_option != AUTO:
             return None
         return self.window, self.window_is_chosen, *self.lengths
 
@@ -244,14 +244,14 @@ class GroupPlanner:
         self.pool.add(facts.ordinal, facts.tokens, facts.patches, facts.task)
 
     def _use_window(self, samples: int) -> None:
-        if samples and self.given_window == AUTO:
+        if samples and self.window_option == AUTO:
             self.window_is_chosen = True
             self.lengths = PulledLengths()
             self.pool.resize(samples)
 
     def _starts_early(self) -> bool:
         """Tell whether the pool may begin small."""
-        begins_small = self.given_window == AUTO and self.window <= LEAST_WINDOW
+        begins_small = self.window_option == AUTO and self.window <= LEAST_WINDOW
         if self._window_start != "auto" or begins_small:
             return self._window_start == "early" and not begins_small
         samples = self.epoch_samples()
@@ -268,7 +268,7 @@ class GroupPlanner:
         return self.window > LEAST_WINDOW
 
 
-class GivenGroups:
+class UserGroups:
     """Replaces a `GroupPlanner` if a node of the user forms the groups."""
 
     def __init__(self, lower_tokens: Callable[[int], None] = lambda _: None) -> None:

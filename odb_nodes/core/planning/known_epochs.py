@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_integer, keep_count
 from odb_nodes._support.hashing import hash_ints
 from odb_nodes.core.planning.auto_window import AUTO, WindowSize, check_window
@@ -14,7 +15,6 @@ from odb_nodes.core.planning.budget import TokenBudget
 from odb_nodes.core.planning.known_lengths import EpochPlan, plan_known
 from odb_nodes.core.planning.sample_costs import SampleCosts
 from odb_nodes.core.planning.step_time import StepTime, TimeFn, check_step_time, step_time_of
-from odb_nodes.core.planning.table import IntArray
 
 WINDOW_IN_ORDER = 2048
 """Samples of a rank that `"auto"` plans together where the order of the dataset is kept."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.planning.budget import TokenBudget, round_up
 from odb_nodes.core.planning.facts import Facts
 from odb_nodes.core.planning.group_costs import samples_of, time_of_group
@@ -25,7 +26,7 @@ from odb_nodes.core.planning.packing import Packing
 from odb_nodes.core.planning.pool import grouping_of
 from odb_nodes.core.planning.rounds import cut_by_length, shuffled, spread_steps
 from odb_nodes.core.planning.step_time import StepTime, TimeFn, aim_of
-from odb_nodes.core.planning.table import NO_ROWS, ORDINALS, TOKENS, IntArray
+from odb_nodes.core.planning.table import NO_ROWS, ORDINALS, TOKENS
 
 RESERVE = 1024
 """Samples that wait while packed rows are filled: so many that one fits almost any gap."""

@@ -7,9 +7,9 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.planning.budget import TokenBudget
 from odb_nodes.core.planning.pool import grouping_of
-from odb_nodes.core.planning.table import IntArray
 
 _ROWS, _TOKENS, _PATCHES, _WERE_IN_GROUP = range(4)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.planning.budget import TokenBudget
 from odb_nodes.core.planning.facts import Facts
 from odb_nodes.core.planning.level_rows import fewest_rows, rows_of_all
@@ -14,7 +15,7 @@ from odb_nodes.core.planning.packing import Packing
 from odb_nodes.core.planning.pool import grouping_of
 from odb_nodes.core.planning.runs import LengthRuns
 from odb_nodes.core.planning.step_time import StepTime
-from odb_nodes.core.planning.table import ORDINALS, PATCHES, TOKENS, IntArray
+from odb_nodes.core.planning.table import ORDINALS, PATCHES, TOKENS
 
 _TRIES = 14  # to find the cost of the largest group; each cuts all samples anew
 _TRIES_OF_FIRST_FIT = 2  # which takes 0.1 s for 20,000 samples

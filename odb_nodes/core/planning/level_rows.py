@@ -11,9 +11,9 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.planning.budget import round_up
 from odb_nodes.core.planning.packing import Packing
-from odb_nodes.core.planning.table import IntArray
 
 STEPS = 32
 """Steps whose rows are dealt out together. With fewer, the largest samples make rows differ."""

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.planning.budget import TokenBudget
 from odb_nodes.core.planning.facts import Facts
 from odb_nodes.core.planning.step_time import StepTime
-from odb_nodes.core.planning.table import IntArray
 
 _STRIDE = 8  # between samples that are given away, in order of length
 _TURNS = 2  # alternations of levelling by time, then by cost

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.planning.aimed_packing import Aim, aimed_row, flat_targets, is_poor, profile_of
 from odb_nodes.core.planning.budget import TokenBudget
 from odb_nodes.core.planning.caps import NO_CAPS, joined_costs, times_of
@@ -16,7 +17,7 @@ from odb_nodes.core.planning.row_filling import (
     nearest_filling,
 )
 from odb_nodes.core.planning.step_time import StepTime
-from odb_nodes.core.planning.table import ORDINALS, PATCHES, TOKENS, IntArray, first_fit
+from odb_nodes.core.planning.table import ORDINALS, PATCHES, TOKENS, first_fit
 
 MAX_EXCHANGED = 3
 """Most of the oldest samples that may give way to samples that fill the row better."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.planning.auto_window import budgets_filled
 from odb_nodes.core.planning.budget import Limits, TokenBudget
 from odb_nodes.core.planning.caps import NO_CAPS, times_of, without_cap_of
 from odb_nodes.core.planning.packing import Packing
 from odb_nodes.core.planning.runs import LengthRuns
 from odb_nodes.core.planning.step_time import StepTime
-from odb_nodes.core.planning.table import ORDINALS, PATCHES, TASKS, TOKENS, IntArray
+from odb_nodes.core.planning.table import ORDINALS, PATCHES, TASKS, TOKENS
 
 ANCHORS = 64  # every group holds at least one of this many oldest samples
 FORCED_AGE_WINDOWS = 4  # from this age on, in windows, the oldest sample alone is the anchor

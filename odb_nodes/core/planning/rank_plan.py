@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.hashing import hash_ints
 from odb_nodes.core.planning.budget import TokenBudget, round_up
 from odb_nodes.core.planning.facts import NO_FACTS, Facts
-from odb_nodes.core.planning.group_planner import GivenGroups, GroupPlanner, RoundSettings
+from odb_nodes.core.planning.group_planner import GroupPlanner, RoundSettings, UserGroups
 from odb_nodes.core.planning.level_cut import LevelCut
 from odb_nodes.core.planning.levelling import Moves, moves_of, remaining_message
 from odb_nodes.core.planning.options import JobOptions
@@ -40,7 +41,6 @@ from odb_nodes.core.planning.rounds import (
     round_steps,
 )
 from odb_nodes.core.planning.step_time import StepTime, aim_of
-from odb_nodes.core.planning.table import IntArray
 
 LAST_GROUPS_A_STEP = 2
 """Groups of the last round that are formed with each step of the one before."""
@@ -103,7 +103,7 @@ class RankPlan:
 
     def __init__(
         self,
-        planner: GroupPlanner | GivenGroups,
+        planner: GroupPlanner | UserGroups,
         options: JobOptions,
         measure: Callable[[Facts], GroupCost],
         *,
@@ -211,7 +211,7 @@ class RankPlan:
 
     # --- a round is settled --------------------------------------------------------------------
 
-    def rest(self) -> LastRound:
+    def last_round(self) -> LastRound:
         """Return the last round, which holds all remaining samples."""
         assert isinstance(self.planner, GroupPlanner)
         samples = Facts.joined(self.formed)
@@ -224,7 +224,7 @@ class RankPlan:
         """Return the report to the other ranks about the coming round.
 
         Args:
-            last_round: the result of `rest`, once it is cut; `None` before the last round.
+            last_round: the result of `last_round()`, once it is cut; `None` before the last round.
             has_filler: whether the rank has had a sample to fill steps with.
             max_tokens: the tokens of a budget that it asks all ranks for; 0 for none.
         """
@@ -341,29 +341,29 @@ class LastRound:
     ) -> None:
         self._samples, self.budget, self._step_time = samples, budget, step_time
         self._rank, self._shared = rank, samples.sharers == world_size
-        self.given = NO_FACTS
+        self.given_away = NO_FACTS
         """The samples that this rank gives away."""
         self.groups: list[Facts] = []
         """The groups, once they are cut."""
         self.steps = 0
         """The steps of the round, once it is cut."""
 
-    def told(self) -> IntArray:
+    def message(self) -> IntArray:
         """Return the message about all samples to the other ranks, (n,) int64."""
         return remaining_message(self._samples, self._shared, self.budget, self._step_time)
 
     def moves(self, messages: Sequence[IntArray]) -> Moves:
-        """Return which samples each rank gives away; `messages`: of all ranks, from `told`."""
+        """Return which samples each rank gives away; `messages`: of all ranks, from `message`."""
         return moves_of(messages, self.budget, self._step_time)
 
     def give(self, moves: Moves) -> list[tuple[int, int]]:
         """Give samples away.
 
         Returns:
-            Which samples this rank gets: who gives each, and its row among those that are `given`.
+            The samples that this rank gets: (rank that gives it, row among what that rank gives).
         """
         rows = np.flatnonzero(self._shared)[[row for row, _ in moves[self._rank]]]
-        self.given = self._samples.take(rows)
+        self.given_away = self._samples.take(rows)
         self._samples = self._samples.without(rows)
         return [
             (giver, row)

@@ -11,11 +11,12 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.planning.budget import Limits, TokenBudget
 from odb_nodes.core.planning.known_epochs import KnownJob
 from odb_nodes.core.planning.known_lengths import EpochPlan
 from odb_nodes.core.planning.later_samples import check_rows
-from odb_nodes.core.planning.table import NO_ROWS, IntArray
+from odb_nodes.core.planning.table import NO_ROWS
 
 _plans = WeakValueDictionary[Any, EpochPlan]()
 """Plans in use, by a digest of their input: virtual ranks of a process share them."""

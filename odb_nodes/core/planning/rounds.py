@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.hashing import hash_ints
 from odb_nodes.core.planning.auto_window import chosen_window
 from odb_nodes.core.planning.budget import round_up
@@ -27,7 +28,6 @@ from odb_nodes.core.planning.caps import (
 )
 from odb_nodes.core.planning.facts import Facts
 from odb_nodes.core.planning.group_planner import PoolReport, RoundSettings
-from odb_nodes.core.planning.table import IntArray
 
 Uneven = Literal["fill", "stop"]
 

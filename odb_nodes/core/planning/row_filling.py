@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from odb_nodes.core.planning.table import PATCHES, TOKENS, IntArray
+from odb_nodes._support.arrays import IntArray
+from odb_nodes.core.planning.table import PATCHES, TOKENS
 
 NO_LIMIT = 2**62
 

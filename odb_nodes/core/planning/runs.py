@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import MAX_COUNT, check_number
 from odb_nodes.core.planning.budget import TokenBudget, allowed_rows
 from odb_nodes.core.planning.caps import (
@@ -20,7 +21,7 @@ from odb_nodes.core.planning.caps import (
     times_of,
 )
 from odb_nodes.core.planning.step_time import StepTime
-from odb_nodes.core.planning.table import ORDINALS, PATCHES, TASKS, TOKENS, IntArray, first_fit
+from odb_nodes.core.planning.table import ORDINALS, PATCHES, TASKS, TOKENS, first_fit
 from odb_nodes.core.sample import Sample, Skipped, name_of
 from odb_nodes.errors import SampleError
 

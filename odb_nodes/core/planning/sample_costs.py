@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.planning.budget import TokenBudget
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.errors import SampleError
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.typing import NDArray
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import MAX_COUNT, check_bool, keep_count
 from odb_nodes.core.planning.auto_window import WindowSize, WindowStart
 from odb_nodes.core.planning.budget import TokenBudget
@@ -27,7 +28,6 @@ from odb_nodes.core.planning.rounds import GroupCost, Uneven
 from odb_nodes.core.planning.runs import check_diversity
 from odb_nodes.core.planning.sample_costs import SampleCosts
 from odb_nodes.core.planning.step_time import StepTime, TimeFn, step_time_of
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.core.sample_block import SampleBlock
 
 if TYPE_CHECKING:
@@ -188,11 +188,11 @@ def _block(samples: SampleCosts, rows: IntArray) -> SampleBlock:
 
 def _share_last_round(feeders: Sequence[_Feeder]) -> list[LastRound]:
     """Share out the remaining samples of the ranks, and cut them into the last round's groups."""
-    rounds = [feeder.plan.rest() for feeder in feeders]
-    moves = rounds[0].moves([last_round.told() for last_round in rounds])
+    rounds = [feeder.plan.last_round() for feeder in feeders]
+    moves = rounds[0].moves([last_round.message() for last_round in rounds])
     received = [last_round.give(moves) for last_round in rounds]
     given_items = [
-        feeder.items[last_round.given.ordinal]
+        feeder.items[last_round.given_away.ordinal]
         for feeder, last_round in zip(feeders, rounds, strict=True)
     ]
     for feeder, last_round, rows in zip(feeders, rounds, received, strict=True):

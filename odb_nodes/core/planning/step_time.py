@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import MAX_COUNT, check_count, check_number, describe
 from odb_nodes.core.planning.budget import ATTENTION_TOKENS, TokenBudget
 from odb_nodes.core.planning.model_flops import flops_of_config
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.core.sample import Sample
 
 TimeFn = Callable[[Sequence[Sample]], int]

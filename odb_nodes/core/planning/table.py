@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
+from odb_nodes._support.arrays import IntArray
+
 NO_ROWS: IntArray = np.empty(0, np.int64)
 
 TOKENS, ORDINALS, PATCHES, TASKS = range(4)

@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from odb_nodes.core.contract.again import ItemsAgain
-from odb_nodes.core.processing.backlog import LaterItems, QueuedChunk
+from odb_nodes.core.processing.backlog import ItemsToRemake, QueuedChunk
 from odb_nodes.core.processing.chunk import ChunkResult, ChunkTask
 from odb_nodes.core.processing.chunk_runner import ChunkRunner
 from odb_nodes.core.sample import ItemKey
 from odb_nodes.core.sample_block import ItemKeys
 
 
-class ProcessedAgain(ItemsAgain, LaterItems):
+class ProcessedAgain(ItemsAgain, ItemsToRemake):
     """Items that a `ParallelProcessor` makes again: when they are taken, or ahead, by a `Backlog`.
 
     The results of a chunk are kept until each of them is taken.

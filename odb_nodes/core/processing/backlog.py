@@ -32,7 +32,7 @@ class QueuedChunk(Future[ChunkResult]):
         return sent
 
 
-class LaterItems(ABC):
+class ItemsToRemake(ABC):
     """Items that will be made at some time; each has a row number."""
 
     @property
@@ -61,8 +61,8 @@ class Backlog:
     that an urgent chunk is soon next. The thread that notes that a chunk is done sends the next
     one, so no worker waits for the trainer's thread.
 
-    `lock` guards all attributes, and the items of each `LaterItems`. No thread waits for a worker
-    while it holds the lock.
+    `lock` guards all attributes, and the items of each `ItemsToRemake`. No thread waits for a
+    worker while it holds the lock.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class Backlog:
         self.lock = threading.RLock()
         self._submit, self._num_workers, self._chunk_items = submit, num_workers, chunk_items
         self._urgent, self._new = deque[QueuedChunk](), deque[QueuedChunk]()
-        self._planned = deque[tuple[LaterItems, int]]()  # rows, in the order of the steps
-        self._later = deque[LaterItems]()
+        self._planned = deque[tuple[ItemsToRemake, int]]()  # rows, in the order of the steps
+        self._later = deque[ItemsToRemake]()
         self._waits_for_new = False  # whether the trainer waits for new items alone
         self._chunks = self._items = 0  # with the workers
         self._item_s: float | None = None  # average time of an item in a worker
@@ -98,12 +98,12 @@ class Backlog:
         self.send()
         return chunk
 
-    def add_later(self, items: LaterItems) -> None:
+    def add_later(self, items: ItemsToRemake) -> None:
         """Make all these items when workers have nothing else to do, from the next chunk on."""
         with self.lock:
             self._later.append(items)
 
-    def plan(self, items: LaterItems, rows: Sequence[int]) -> None:
+    def plan(self, items: ItemsToRemake, rows: Sequence[int]) -> None:
         """Make these rows after those that were planned before, from the next chunk on.
 
         Idle workers may have made them already.
@@ -174,7 +174,7 @@ class Backlog:
         return bool(self._planned or self._later)
 
     def _next_planned(self) -> QueuedChunk | None:
-        """Return a chunk of the next planned rows, all of the same `LaterItems`."""
+        """Return a chunk of the next planned rows, all of the same `ItemsToRemake`."""
         if not self._planned:
             return None
         items = self._planned[0][0]

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.content import is_plain_tensor, is_simple_tensor
-from odb_nodes.core.sample_block import IntArray
 
 _JOINED_BYTES = 64 << 10  # average bytes of a value; longer values have separate buffers
 

@@ -20,8 +20,8 @@ from odb_nodes._compat.datasets import (
     shown_columns,
     stored_column,
 )
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import MAX_COUNT, check_integer, describe
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.core.sources.datasets import is_iterated
 from odb_nodes.core.sources.parquet_dataset import ParquetDataset
 from odb_nodes.errors import StateError

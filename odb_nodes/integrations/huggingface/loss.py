@@ -169,7 +169,7 @@ class LossWeigher:
         if self._unit != SAMPLES and targets == 0:
             give_targets(batch)
         share = 0.0 if info.is_filler else units * self._ranks / self._total
-        scale = compat.loss_scale(trainer, is_told=items is not None)
+        scale = compat.loss_scale(trainer, has_items=items is not None)
         return MicroStep(info=info, items=items, factor=share / scale)
 
     def _task_step(self, batch: dict[str, Any], info: StepInfo) -> MicroStep:
@@ -180,7 +180,7 @@ class LossWeigher:
                 f"have {info.local_targets}, which `task_weights` use. Let `observe` return "
                 "`Observation(tokens, targets, task=...)`, and the collator keep the labels."
             )
-        scale = compat.loss_scale(self._trainer, is_told=False)
+        scale = compat.loss_scale(self._trainer, has_items=False)
         return MicroStep(info=info, items=None, factor=1 / scale, tasks=self.tasks)
 
     def _unit_of(self, has_labels: torch.Tensor) -> int:

@@ -39,7 +39,12 @@ from odb_nodes.integrations.resuming import (
     resharded_run,
 )
 from odb_nodes.tools.estimate import check_can_estimate, estimate_loader_steps
-from odb_nodes.training.checkpoints.rank_states import PREFIX, names_in, rank_files, save_rank_state
+from odb_nodes.training.checkpoints.rank_states import (
+    PREFIX,
+    rank_file_names,
+    rank_files,
+    save_rank_state,
+)
 from odb_nodes.training.monitor import Monitor
 
 NO_BOUND = 2**40  # optimizer steps of a run that nothing bounds
@@ -329,7 +334,7 @@ class Run:
 
     def take(self, batches: Iterator[Any], count: int) -> list[dict[str, Any]]:
         """Return `count` batches of an optimizer step; copies of the first replace missing ones."""
-        self.recorder.tell_monitor()
+        self.recorder.report_to_monitor()
         start_s = time.perf_counter()
         loaded = list(islice(batches, count))
         if not loaded:
@@ -364,7 +369,7 @@ class Run:
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the state of this rank, the last of its files in a checkpoint."""
-        for match in names_in(Path(folder)):
+        for match in rank_file_names(Path(folder)):
             # The `Trainer` overwrites a torn checkpoint, perhaps of another number of ranks.
             if match[1] == PREFIX and int(match[3]) != self._ranks:
                 Path(folder, match[0]).unlink(missing_ok=True)

@@ -263,7 +263,7 @@ class ODBTrainerMixin(_Mixed):
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Load the weights that the `Trainer` has skipped with a warning."""
-        compat.load_rest(self.model, self._odb_weights, load_result)
+        compat.load_skipped_weights(self.model, self._odb_weights, load_result)
 
 
 class RunCallback(TrainerCallback):
@@ -312,7 +312,7 @@ class RunCallback(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Give the monitor the gradient norm, which only logs have."""
         if self._run is not None:
-            self._run.recorder.tell_monitor(objects["logs"].get("grad_norm"))
+            self._run.recorder.report_to_monitor(objects["logs"].get("grad_norm"))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Leave an epoch that another callback has stopped; finish a run that ended early."""

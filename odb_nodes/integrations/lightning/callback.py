@@ -364,7 +364,7 @@ class ODBCallback(Callback):
             for batch, info in zip(fetched.batches, fetched.infos, strict=True)
         )
         self._recorder.record(rows, meter=self._log_metrics)
-        self._recorder.tell_monitor()
+        self._recorder.report_to_monitor()
 
     def _close(self, *, ended: bool = True) -> None:
         self._recorder.close(ended=ended)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from odb_nodes.errors import PeerError
-from odb_nodes.training.checkpoints.rank_states import names_in
+from odb_nodes.training.checkpoints.rank_states import rank_file_names
 
 _FOLDER = re.compile(r"(\d{6,})-step-(\d+)-([0-9a-f]{8})")
 _REMOVED = ".removed-"
@@ -63,7 +63,7 @@ class CheckpointFolders:
 
     def contents_of(self, folder: Path) -> Contents | None:
         """Return the contents of a folder; `None` if it is gone or never had a file of a rank."""
-        files = [file for file in names_in(folder) if not file.prefix]
+        files = [file for file in rank_file_names(folder) if not file.prefix]
         was_complete = (folder / _COMPLETE).exists()
         if not files and not was_complete:
             return None

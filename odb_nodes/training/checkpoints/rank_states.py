@@ -50,7 +50,7 @@ def save_rank_state(
     rank, world_size = group_rank(process_group)
     path = Path(folder) / rank_file(rank, world_size)
     path.parent.mkdir(parents=True, exist_ok=True)
-    sizes = {file.world_size for file in names_in(path.parent) if file.prefix == PREFIX}
+    sizes = {file.world_size for file in rank_file_names(path.parent) if file.prefix == PREFIX}
     if sizes - {world_size}:
         # The old files stay: until all ranks have written, they are the only whole checkpoint.
         raise StateError(
@@ -122,7 +122,7 @@ def rank_files(folder: str | os.PathLike[str], prefix: str | None = None) -> lis
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"`{folder}` is no folder: there is no checkpoint to load.")
-    files = [file for file in names_in(folder) if prefix in (file.prefix, None)]
+    files = [file for file in rank_file_names(folder) if prefix in (file.prefix, None)]
     if not files:
         inner = sorted(path.name for path in folder.iterdir() if path.is_dir())
         remedy = ": pass the folder of a checkpoint, with a file per rank"
@@ -151,7 +151,7 @@ def rank_files(folder: str | os.PathLike[str], prefix: str | None = None) -> lis
     return [paths[rank] for rank in range(world_size)]
 
 
-def names_in(folder: Path) -> list[RankFileName]:
+def rank_file_names(folder: Path) -> list[RankFileName]:
     """Return the names of the ranks' files in a folder; none if there is no such folder."""
     try:
         names = os.listdir(folder)

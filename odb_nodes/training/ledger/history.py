@@ -491,7 +491,7 @@ def _info_of(run: Run, step: Steps) -> StepInfo:
         keys=tuple(keys[:rows]),
         row_sources=tuple(name.source for name in names[:rows]),
         row_repeats=tuple(samples.repeats[:rows].tolist()),
-        own_sources=frozenset(run.per_rank_sources),
+        per_rank_sources=frozenset(run.per_rank_sources),
         left_out=tuple(LeftOut(key, name.source, name.reason) for key, name in left_out),
         is_filler=bool(flags & FILLER),
         ends_epoch=bool(flags & ENDS_EPOCH),

@@ -107,8 +107,8 @@ class Encoder:
         """Return the record of a step, after records of the names that it is the first to use."""
         name_records = list[bytes]()
         samples, left_out = len(info.keys), info.left_out
-        if self._is_shared and not info.own_sources <= self._per_rank:
-            self._per_rank |= info.own_sources
+        if self._is_shared and not info.per_rank_sources <= self._per_rank:
+            self._per_rank |= info.per_rank_sources
             self._trained.clear()
         rows = np.zeros(samples + len(left_out), SAMPLE_ROW)
         numbers, sources = self._trained, dict.fromkeys(info.row_sources)

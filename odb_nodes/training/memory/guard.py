@@ -331,7 +331,7 @@ class OomGuard:
             tokens = max(1, int(self._shrink * max(failed.cost, least)))
             self.fits = min(tokens, self.fits or tokens)
             if self.aligner is not None:
-                self.aligner.ask_for_tokens(self.fits)
+                self.aligner.request_budget(self.fits)
 
 
 class GuardedStep:

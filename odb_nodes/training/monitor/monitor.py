@@ -160,7 +160,7 @@ class Monitor:
         try:
             for batch, wait_s in timed(iter(loader)):
                 self._progress.begin(stats, batch[STEP_INFO_KEY])
-                self.waited(wait_s)
+                self.add_wait(wait_s)
                 self._order.yielded = batch[STEP_INFO_KEY]
                 yield batch
                 if self._watch is not watch:
@@ -179,7 +179,7 @@ class Monitor:
         if not len(self._window):
             self._start_s = time.perf_counter()
 
-    def waited(self, wait_s: float) -> None:
+    def add_wait(self, wait_s: float) -> None:
         """Add to the seconds of waiting for the next batch; `watch` does this itself."""
         self._wait_s += wait_s
 

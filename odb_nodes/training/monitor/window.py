@@ -344,7 +344,7 @@ class Window:
                 if task:
                     self.counts.add_to_mean(f"{LOSS_OF}{task}", total, targets)
                 if self.samples is not None and key is not None:
-                    is_per_rank = info.world_size > 1 and source in info.own_sources
+                    is_per_rank = info.world_size > 1 and source in info.per_rank_sources
                     loss = SampleLoss(
                         source=source,
                         key=key,

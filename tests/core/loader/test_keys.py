@@ -223,7 +223,7 @@ def test_where_each_rank_has_data_of_its_own_the_step_says_so(is_own):
     for steps in on_ranks(2, run):
         assert {source for info, _ in steps for source in info.row_sources} == {"a", "b"}
         for info, _ in steps:
-            assert info.own_sources == ({*info.row_sources} & {"a"} if is_own else set())
+            assert info.per_rank_sources == ({*info.row_sources} & {"a"} if is_own else set())
 
 
 @pytest.mark.parametrize("uneven", ["stop", "fill"])

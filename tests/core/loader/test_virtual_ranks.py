@@ -100,8 +100,8 @@ def test_states_that_do_not_fit_fail_on_all_processes(batches, changed, message)
     def run(exchange):
         loader = make(exchange, virtual_ranks=4, **(changed if exchange.rank else {}))
         loader.load_state_dict(states[exchange.rank])
-        is_told = "seed" in changed and not exchange.rank
-        with pytest.raises(PeerError if is_told else StateError, match=message):
+        has_items = "seed" in changed and not exchange.rank
+        with pytest.raises(PeerError if has_items else StateError, match=message):
             next(iter(loader))
 
     on_ranks(2, run)

@@ -211,11 +211,11 @@ def test_excluded_samples_are_not_even_read():
     assert [*range(9, SIZE)] == numbers(sum(map(ids, shares), []))
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_an_oversize_sample_is_alone(is_told):
+@pytest.mark.parametrize("has_items", [True, False])
+def test_an_oversize_sample_is_alone(has_items):
     others = {7: 130, 9: 101}
     lengths = [others.get(at, length) for at, length in enumerate(LENGTHS)]
-    node = planned(Process(lengths), lengths=lengths if is_told else LENGTHS)
+    node = planned(Process(lengths), lengths=lengths if has_items else LENGTHS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         groups = ids(node)
@@ -227,11 +227,11 @@ def test_an_oversize_sample_is_alone(is_told):
     assert node.oversize_samples == 2 and node.dropped_samples == 0
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_an_oversize_sample_may_be_dropped(is_told):
+@pytest.mark.parametrize("has_items", [True, False])
+def test_an_oversize_sample_may_be_dropped(has_items):
     lengths = [130 if at == 7 else length for at, length in enumerate(LENGTHS)]
     node = planned(
-        Process(lengths), TokenBudget(100, oversize="drop"), lengths if is_told else LENGTHS
+        Process(lengths), TokenBudget(100, oversize="drop"), lengths if has_items else LENGTHS
     )
     with pytest.warns(UserWarning, match="It is dropped"):
         groups = ids(node)
@@ -243,10 +243,10 @@ def test_an_oversize_sample_may_be_dropped(is_told):
         next(only)
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_an_oversize_sample_may_be_an_error(is_told):
+@pytest.mark.parametrize("has_items", [True, False])
+def test_an_oversize_sample_may_be_an_error(has_items):
     lengths = [130 if at == 7 else length for at, length in enumerate(LENGTHS)]
-    budget, told = TokenBudget(100, oversize="error"), lengths if is_told else LENGTHS
+    budget, told = TokenBudget(100, oversize="error"), lengths if has_items else LENGTHS
     node, groups = planned(Process(lengths), budget, told), []
     with pytest.raises(SampleError, match=r"^sample 7 \(key 7\), with 130 tokens"):
         groups += map(list, node)

@@ -14,10 +14,10 @@ from odb_nodes.core.planning.auto_window import LEAST_WINDOW
 from odb_nodes.core.planning.budget import Limits
 from odb_nodes.core.planning.facts import NO_FACTS
 from odb_nodes.core.planning.group_planner import (
-    GivenGroups,
     GroupPlanner,
     PoolReport,
     RoundSettings,
+    UserGroups,
 )
 
 few = settings(max_examples=max(20, settings.default.max_examples // 5))
@@ -540,7 +540,7 @@ def test_groups_of_a_growing_pool_are_not_looked_at_for_their_padding():
 
 
 def test_groups_that_are_given_are_taken_as_they_are_one_at_a_time():
-    planner = GivenGroups()
+    planner = UserGroups()
     planner.follow_ranks()
     for lengths in ([400, 3], [7]):
         assert (planner.room(), planner.is_done) == (1, False)

@@ -13,7 +13,7 @@ from odb_nodes.core.planning import GroupCost, TokenBudget, round_steps
 from odb_nodes.core.planning.budget import Limits
 from odb_nodes.core.planning.caps import joined_costs
 from odb_nodes.core.planning.facts import Facts
-from odb_nodes.core.planning.group_planner import GivenGroups, GroupPlanner, RoundSettings
+from odb_nodes.core.planning.group_planner import GroupPlanner, RoundSettings, UserGroups
 from odb_nodes.core.planning.options import JobOptions
 from odb_nodes.core.planning.rank_plan import LastRound, RankPlan, SettledRound
 from odb_nodes.core.planning.rounds import UNKNOWN_REMAINING
@@ -147,7 +147,7 @@ class GivenRank(Rank):
         self.to_come = [*self.given]
 
     def planner_of(self, **_):
-        return GivenGroups()
+        return UserGroups()
 
     def pull(self, room):
         assert room == 1
@@ -197,7 +197,7 @@ class Ranks:
     def settle(self):
         rests = [None] * len(self.ranks)
         if self.plans[0].settings.is_last:
-            rests = [plan.rest() for plan in self.plans]
+            rests = [plan.last_round() for plan in self.plans]
             share(self.ranks, rests)
         reports = [plan.report(rest) for plan, rest in zip(self.plans, rests, strict=True)]
         agreements = [plan.agree(reports) for plan in self.plans]
@@ -215,10 +215,10 @@ def described(agreement):
 
 def share(ranks, rests):
     """Share out what ranks have left, and cut it."""
-    moves = rests[0].moves([rest.told() for rest in rests])
-    assert all(rest.moves([one.told() for one in rests]) == moves for rest in rests)
+    moves = rests[0].moves([rest.message() for rest in rests])
+    assert all(rest.moves([one.message() for one in rests]) == moves for rest in rests)
     places_of = [rest.give(moves) for rest in rests]
-    given_away = [rest.given for rest in rests]
+    given_away = [rest.given_away for rest in rests]
     items = [rank.items[facts.ordinal] for rank, facts in zip(ranks, given_away, strict=True)]
     for rank, rest, places in zip(ranks, rests, places_of, strict=True):
         facts = [given_away[giver].take([row]) for giver, row in places]
@@ -490,7 +490,7 @@ def test_groups_of_the_last_round_are_formed_two_with_each_step_and_the_others_a
     assert ranks.ahead[-1][-1] == [0, 0]
 
 
-class Notes(GivenGroups):
+class Notes(UserGroups):
     """Notes what it is told to use, and after how many groups."""
 
     def __init__(self):
@@ -699,25 +699,25 @@ def test_a_rank_gives_only_what_all_others_can_make():
     samples = facts_of([10] * 20, sharers=[2, 1] * 10)
     rests = [LastRound(one, BUDGET, rank, 2) for rank, one in enumerate((samples, facts_of([20])))]
     # What cannot move counts, too.
-    assert rests[0].told().tolist() == [100, 0, *[10] * 10, *[0] * 10]
-    moves = rests[0].moves([rest.told() for rest in rests])
+    assert rests[0].message().tolist() == [100, 0, *[10] * 10, *[0] * 10]
+    moves = rests[0].moves([rest.message() for rest in rests])
     assert rests[0].give(moves) == []
     assert rests[1].give(moves) == [(0, row) for row in range(9)]
-    given_away = rests[0].given.ordinal
+    given_away = rests[0].given_away.ordinal
     assert len(given_away) == 9 and not (given_away % 2).any()
-    assert not len(rests[1].given)
+    assert not len(rests[1].given_away)
 
 
 # --- groups of a node of the user ----------------------------------------------------------------
 
-given_groups = st.lists(
+user_groups = st.lists(
     st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=4), max_size=25),
     min_size=1,
     max_size=3,
 ).filter(any)
 
 
-@given(given_groups, jobs)
+@given(user_groups, jobs)
 @few
 def test_groups_of_a_users_node_are_taken_as_they_are(groups, job):
     """Split, at most, in the last round, where a rank has fewer than the others."""

@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from odb_nodes.core.processing.backlog import Backlog, LaterItems, QueuedChunk
+from odb_nodes.core.processing.backlog import Backlog, ItemsToRemake, QueuedChunk
 from odb_nodes.core.processing.chunk import ChunkResult, ChunkTask, Pool
 from odb_nodes.core.processing.chunk_runner import ChunkRunner
 from odb_nodes.core.processing.options import WorkerOptions
@@ -17,7 +17,7 @@ def task(*items):
     return ChunkTask(items, ItemKeys.of([None] * len(items)), 0, 0, range(len(items)))
 
 
-class Later(LaterItems):
+class Later(ItemsToRemake):
     """Items "name0", "name1", ... that are to be made at some time."""
 
     def __init__(self, name, size):

@@ -83,23 +83,23 @@ def test_a_run_killed_at_any_place_trains_each_sample_once(
         attempt += 1
         before = complete(folder)
         if not before:  # the job begins anew, and leaves unfinished folders alone
-            left_alone = names_in(folder)
+            left_alone = rank_file_names(folder)
         if run(tmp_path / "job", folder, world_size, sharded, kill):
             found = check(folder, size, is_whole=True)
             assert [one.digest for one in found.epochs] == [one.digest for one in whole.epochs]
-            names = names_in(folder) - left_alone
+            names = rank_file_names(folder) - left_alone
             if complete(folder) != before:  # else nothing was left to save, and none cleaned up
                 assert names == {path.name for path in complete(folder)} and len(names) == 2
             folder, attempt = tmp_path / str(kills + 1), 0
         else:
             kills += 1
-            incomplete += len(names_in(folder)) - len(complete(folder))
+            incomplete += len(rank_file_names(folder)) - len(complete(folder))
             if any((folder / "ledger").glob("*.ledger")):
                 check(folder, size, is_whole=False)
     assert incomplete or within == "record"  # some were indeed killed within a save
 
 
-def names_in(folder):
+def rank_file_names(folder):
     return {path.name for path in (folder / "checkpoints").glob("*")}
 
 

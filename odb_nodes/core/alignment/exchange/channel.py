@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odb_nodes.core.alignment.exchange.base import Exchange, IntArray, Interrupted, ProcessGroupLike
+from odb_nodes._support.arrays import IntArray
+from odb_nodes.core.alignment.exchange.base import Exchange, Interrupted, ProcessGroupLike
 from odb_nodes.core.alignment.exchange.gloo import resolve_exchange
 from odb_nodes.errors import PeerError, StateError
 

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from odb_nodes._compat import torch_distributed as compat
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.processes import resolve_rank
 from odb_nodes._support.text import named_ranks
 from odb_nodes.core.alignment.exchange.base import (
     Exchange,
-    IntArray,
     Interrupted,
     KnownRank,
     ProcessGroupLike,

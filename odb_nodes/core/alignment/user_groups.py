@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torchdata.nodes import BaseNode
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.contract.graph import walk
 from odb_nodes.core.contract.node import call_member, can_restore
 from odb_nodes.core.nodes.exclusions import LeftOutSamples
@@ -21,8 +22,7 @@ from odb_nodes.core.nodes.sample_store import (
     from_bits,
 )
 from odb_nodes.core.planning.facts import Facts
-from odb_nodes.core.planning.group_planner import GivenGroups
-from odb_nodes.core.planning.table import IntArray
+from odb_nodes.core.planning.group_planner import UserGroups
 from odb_nodes.core.sample import LeftOut, Sample
 from odb_nodes.core.sample_block import SampleBlock
 from odb_nodes.errors import StateError
@@ -36,7 +36,7 @@ class GroupReader(LeftOutSamples):
     def __init__(self, node: BaseNode[Any]) -> None:
         super().__init__()
         self._node = node
-        self.planner = GivenGroups(partial(call_member, node, "lower_tokens"))
+        self.planner = UserGroups(partial(call_member, node, "lower_tokens"))
         self.store = SampleStore()
         self.restored = Restored()
         """Result of the last restore."""

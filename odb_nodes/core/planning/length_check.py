@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.user_warning import warn_user
-from odb_nodes.core.planning.table import IntArray
 from odb_nodes.errors import SampleError
 
 _LEAST_SEEN = 1024  # samples, before lengths are refused
@@ -13,7 +13,7 @@ _MOST_MOVED = 0.25  # share of samples that may not fit into the group that was 
 
 
 @dataclass(frozen=True)
-class ToldLengths:
+class LengthCheck:
     """How the samples of an epoch so far compare with the given lengths."""
 
     seen: int = 0  # processed samples
@@ -21,7 +21,7 @@ class ToldLengths:
     # of the samples that fitted since the last reset
     compared: int = 0
     observed_tokens: int = 0
-    told_tokens: int = 0
+    given_tokens: int = 0
 
     def with_group(
         self,
@@ -29,7 +29,7 @@ class ToldLengths:
         seen: int,
         fitting: tuple[IntArray, IntArray],
         moved: tuple[IntArray, IntArray],
-    ) -> ToldLengths:
+    ) -> LengthCheck:
         """Return this with a group that was processed.
 
         Args:
@@ -48,7 +48,7 @@ class ToldLengths:
             moved=self.moved + len(moved[0]),
             compared=self.compared + len(rows),
             observed_tokens=self.observed_tokens + int(tokens.sum()),
-            told_tokens=self.told_tokens + int(lengths[rows].sum()),
+            given_tokens=self.given_tokens + int(lengths[rows].sum()),
         )
         if len(moved[0]) and after.seen >= _LEAST_SEEN and after.moved > _MOST_MOVED * after.seen:
             row, length = int(moved[0][0]), int(moved[1][0])
@@ -59,9 +59,9 @@ class ToldLengths:
                 f"{lengths[row]}. Save them anew with `odb-nodes profile --save-lengths`, or leave "
                 "`lengths` out."
             )
-        if after.compared >= _LEAST_SEEN and 2 * after.observed_tokens < after.told_tokens:
+        if after.compared >= _LEAST_SEEN and 2 * after.observed_tokens < after.given_tokens:
             warn_user(
-                f"`lengths` say that the first {after.compared} samples have {after.told_tokens} "
+                f"`lengths` say that the first {after.compared} samples have {after.given_tokens} "
                 f"tokens, but they have {after.observed_tokens}: batches are less than half full. "
                 "Pass the lengths of processed samples, or leave `lengths` out.",
                 once="lengths",

@@ -9,7 +9,7 @@ from aligned_ranks import on_ranks
 from torchdata.nodes import BaseNode
 
 from odb_nodes import Loader, RankAligner, Sample, TokenBudget
-from odb_nodes.core.alignment.given_groups import GroupReader
+from odb_nodes.core.alignment.user_groups import GroupReader
 from odb_nodes.core.contract import copy_state
 from odb_nodes.core.nodes.planned_groups import PlannedGroups
 

@@ -83,13 +83,13 @@ class SampleBlock(Sequence[Sample]):
 
     Args:
         facts: the facts of each sample, (11, n) int64; `TOKENS` to `ROW` name the rows.
-        sources: the holders of the data of samples, each a sequence, by the number in row `DATA`.
+        holders: the holders of the data of samples, each a sequence, by the number in row `DATA`.
     """
 
-    __slots__ = ("_lengths", "_samples", "facts", "sources")
+    __slots__ = ("_lengths", "_samples", "facts", "holders")
 
-    def __init__(self, facts: IntArray, sources: Mapping[int, Any]) -> None:
-        self.facts, self.sources = facts, sources
+    def __init__(self, facts: IntArray, holders: Mapping[int, Any]) -> None:
+        self.facts, self.holders = facts, holders
         self._samples: list[Sample] | None = None
         self._lengths: list[int] | None = None
 
@@ -126,10 +126,10 @@ class SampleBlock(Sequence[Sample]):
         if not blocks:
             return NO_SAMPLES
         facts = np.concatenate([block.facts for block in blocks], axis=1)
-        sources: dict[int, Any] = {}
+        holders: dict[int, Any] = {}
         for block in blocks:
-            sources.update(block.sources)
-        joined = cls(facts, sources)
+            holders.update(block.holders)
+        joined = cls(facts, holders)
         if any(block.has_objects for block in blocks):
             joined._samples = [sample for block in blocks for sample in block]
         return joined
@@ -138,13 +138,13 @@ class SampleBlock(Sequence[Sample]):
         facts = self.facts.copy()
         codes = np.unique(facts[KIND])
         facts[KIND] = np.searchsorted(codes, facts[KIND])
-        numbers = [*self.sources]
+        numbers = [*self.holders]
         if len(numbers) > 1:
             numbers = np.unique(facts[DATA]).tolist()
             facts[DATA] = np.searchsorted(numbers, facts[DATA])
         else:
             facts[DATA] = 0
-        holders = [self.sources[number] for number in numbers]
+        holders = [self.holders[number] for number in numbers]
         return _block_of, (facts, kinds_of(codes.tolist()), holders)
 
     def __len__(self) -> int:
@@ -224,10 +224,10 @@ class SampleBlock(Sequence[Sample]):
 
     def _part(self, facts: IntArray, samples: list[Sample] | None) -> SampleBlock:
         """Return a part of the samples, with only the holders of their data."""
-        sources = self.sources
-        if len(sources) > 1:
-            sources = {number: sources[number] for number in {*facts[DATA].tolist()}}
-        block = SampleBlock(facts, sources)
+        holders = self.holders
+        if len(holders) > 1:
+            holders = {number: holders[number] for number in {*facts[DATA].tolist()}}
+        block = SampleBlock(facts, holders)
         block._samples = samples
         return block
 
@@ -239,19 +239,19 @@ class SampleBlock(Sequence[Sample]):
     def alone(self) -> SampleBlock:
         """Return these samples, with holders of their data alone where a holder can be cut."""
         facts = self.facts.copy()
-        sources: dict[int, Any] = {}
+        holders: dict[int, Any] = {}
         for number in {*facts[DATA].tolist()}:
             columns = np.flatnonzero(facts[DATA] == number)
-            holder = self.sources[number]
+            holder = self.holders[number]
             part = kept_rows(holder, facts[ROW, columns])
             if part is None:
-                sources[number] = holder
+                holders[number] = holder
             else:
                 new = new_number()
                 facts[DATA, columns] = new
                 facts[ROW, columns] = np.arange(len(columns))
-                sources[new] = part
-        block = SampleBlock(facts, sources)
+                holders[new] = part
+        block = SampleBlock(facts, holders)
         block._samples = self._samples
         return block
 
@@ -260,7 +260,7 @@ class SampleBlock(Sequence[Sample]):
         facts = self.facts.copy()
         for name, values in rows.items():
             facts[_ROWS[name]] = values
-        return SampleBlock(facts, self.sources)
+        return SampleBlock(facts, self.holders)
 
     def with_data(self, data: Any) -> SampleBlock:
         """Return these samples with `data` as the holder of their data."""
@@ -282,8 +282,8 @@ class SampleBlock(Sequence[Sample]):
         """Return the data of each sample."""
         if self._samples is not None:
             return [sample.data for sample in self._samples]
-        sources = self.sources
-        return [sources[number][row] for number, row in self.places()]
+        holders = self.holders
+        return [holders[number][row] for number, row in self.places()]
 
     def samples(self) -> list[Sample]:
         """Return the samples: the same objects each time."""

@@ -94,20 +94,20 @@ def test_parts_of_a_block_are_those_of_its_samples():
             block[wrong]
 
 
-def test_a_part_holds_no_source_that_it_has_no_sample_of():
+def test_a_part_has_no_holder_that_it_has_no_sample_of():
     block = two_sources()
-    assert len(block.sources) == 2
-    assert [len(part.sources) for part in (block[1:2], block.take([0, 2]), block[:0])] == [1, 1, 0]
-    assert {*block[1:2].sources} == {*block[1:2].facts[DATA].tolist()}
+    assert len(block.holders) == 2
+    assert [len(part.holders) for part in (block[1:2], block.take([0, 2]), block[:0])] == [1, 1, 0]
+    assert {*block[1:2].holders} == {*block[1:2].facts[DATA].tolist()}
 
 
 def test_a_block_alone_holds_no_data_of_others():
     block = two_sources()
     alone = block.alone()
-    assert alone == block and sorted(sum(alone.sources.values(), [])) == ["a", "c", "d"]
+    assert alone == block and sorted(sum(alone.holders.values(), [])) == ["a", "c", "d"]
     rows = [{"n": np.arange(n)} for n in range(4)]
     columns = SampleBlock.of([PLAIN] * 4).with_data(DataColumns.of(rows)).take([3, 1])
-    (held,) = columns.alone().sources.values()
+    (held,) = columns.alone().holders.values()
     assert [row["n"].tolist() for row in held] == [[0, 1, 2], [0]]
     tuples = SampleBlock.of([PLAIN, PLAIN]).with_data(("a", "b"))[1:]  # which cannot be cut
     assert tuples.alone().data() == ["b"]

@@ -171,13 +171,13 @@ class GroupColumns(GroupRows):
     """The samples of a group whose data are in columns, from which rows are copied directly."""
 
     def __init__(self, block: SampleBlock, ids: Mapping[int, RowsLike], new: NewTensor) -> None:
-        self._sources, self._ids, self.new = block.sources, ids, new
+        self._holders, self._ids, self.new = block.holders, ids, new
         self._places = [*block.places()]
-        self._spans: list[tuple[int, int, int]] = []  # source, and where a row starts and stops
+        self._spans: list[tuple[int, int, int]] = []  # holder, and where a row starts and stops
         for number, row in self._places:
             offsets, _ = ids[number]
             self._spans.append((number, offsets[row], offsets[row + 1]))
-        self.keys = next(iter(block.sources.values())).keys
+        self.keys = next(iter(block.holders.values())).keys
         self.lengths = [stop - start for _, start, stop in self._spans]
 
     @classmethod
@@ -185,7 +185,7 @@ class GroupColumns(GroupRows):
         """Return a group; `None` if some of its `input_ids` are not in columns."""
         ids: dict[int, RowsLike] = {}
         keys = None
-        for number, data in block.sources.items():
+        for number, data in block.holders.items():
             rows = data.rows_like("input_ids") if isinstance(data, DataColumns) else None
             if rows is None or (ids and data.keys != keys):
                 return None
@@ -195,7 +195,7 @@ class GroupColumns(GroupRows):
 
     def values(self, key: str) -> list[Any]:
         """Return the values of a key."""
-        columns = {number: data.column(key) for number, data in self._sources.items()}
+        columns = {number: data.column(key) for number, data in self._holders.items()}
         return [columns[number][row] for number, row in self._places]
 
     def int64_rows(self, key: str) -> list[Any] | None:
@@ -211,8 +211,8 @@ class GroupColumns(GroupRows):
 
 def block_data(block: SampleBlock) -> list[Any]:
     """Return the data of samples, as dicts that a collate function may change; see `owned`."""
-    sources = block.sources.values()
-    are_columns = all(isinstance(source, DataColumns) and source.keys for source in sources)
+    holders = block.holders.values()
+    are_columns = all(isinstance(holder, DataColumns) and holder.keys for holder in holders)
     if are_columns and not block.has_objects:
         return block.data()  # new dicts each time
     return [owned(data.load() if isinstance(data, StoredData) else data) for data in block.data()]

@@ -119,7 +119,7 @@ def samples_again(
 def want(blocks: Iterable[SampleBlock]) -> None:
     """Queue the data of samples that are to be made again, in this order."""
     for block in blocks:
-        for number, data in block.sources.items():
+        for number, data in block.holders.items():
             if isinstance(data, LazySamples):
                 data.want(block.facts[ROW, block.facts[DATA] == number])
 
@@ -131,17 +131,17 @@ def with_data_made(block: SampleBlock) -> SampleBlock:
         StateError: a sample differs from its record.
         SampleError, WorkerError: a sample cannot be made.
     """
-    lazy = {number: data for number, data in block.sources.items() if isinstance(data, LazySamples)}
+    lazy = {number: data for number, data in block.holders.items() if isinstance(data, LazySamples)}
     if not lazy or block.has_objects:
         return block
     facts = block.facts.copy()
-    sources = dict(block.sources)
+    holders = dict(block.holders)
     for number, data in lazy.items():
         columns = np.flatnonzero(block.facts[DATA] == number)
         samples = data.take(block.facts[ROW, columns].tolist())
         for column, (made, index) in zip(columns, samples, strict=True):
             facts[DATA:FACTS, column] = made.facts[DATA:FACTS, index]
             holder = int(made.facts[DATA, index])
-            sources[holder] = made.sources[holder]
-        del sources[number]
-    return SampleBlock(facts, sources)
+            holders[holder] = made.holders[holder]
+        del holders[number]
+    return SampleBlock(facts, holders)

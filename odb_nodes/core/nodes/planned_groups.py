@@ -509,7 +509,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         """Return the samples of a group to train on, and the counter after all of the group."""
         exclusions = self._exclusions
         group = made.group
-        for holder in group.sources.values():
+        for holder in group.holders.values():
             if isinstance(holder, WholeBatch):
                 holder.made_again_by(self, group)
         blocks = [block for block in (group, made.later) if len(block)]

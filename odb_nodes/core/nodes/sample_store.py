@@ -88,7 +88,7 @@ class SampleStore:
         columns = np.empty((FACTS + 1, len(block)), np.int64)
         columns[:FACTS] = block.facts
         columns[_COSTS] = costs_of(block.facts)
-        sources = _moved(columns, block.sources)
+        holders = _moved(columns, block.holders)
         first = self._facts.first
         self._facts.put(ordinals, columns, self.oldest(int(ordinals[0])))
         if self._facts.first != first or self._facts.capacity > len(self._is_held):
@@ -101,7 +101,7 @@ class SampleStore:
         self._codes |= {*block.facts[KIND].tolist()}
         self._unusual |= unusual(block.facts)
         numbers = columns[DATA].tolist()
-        self._holders.hold(numbers, sources)
+        self._holders.hold(numbers, holders)
         if self._holders.rows > _SPARSE * max(self._count, _LEAST_ROWS):
             self._compact(newest=numbers[-1])
 
@@ -116,7 +116,7 @@ class SampleStore:
     def copied(self, ordinals: IntArray) -> SampleBlock:
         """Return samples, which stay in the store. The result keeps its data."""
         block = self.look(ordinals)
-        return SampleBlock(block.facts, _moved(block.facts, block.sources))
+        return SampleBlock(block.facts, _moved(block.facts, block.holders))
 
     def want(self, groups: Iterable[IntArray]) -> None:
         """Queue the lazy data of groups, in this order."""
@@ -139,7 +139,7 @@ class SampleStore:
         columns = ordinals - self._facts.first
         lazy_numbers = self._facts.table[DATA].take(columns).tolist()
         self._facts.table[DATA:FACTS, columns] = made.facts[DATA:]
-        self._holders.hold(made.facts[DATA].tolist(), made.sources)
+        self._holders.hold(made.facts[DATA].tolist(), made.holders)
         self._holders.release(lazy_numbers)
 
     def take(self, ordinals: IntArray) -> SampleBlock:
@@ -218,7 +218,7 @@ class SampleStore:
             columns = held[numbers == number]
             block = SampleBlock(table[:FACTS, columns], self._holders.of([number])).alone()
             table[DATA:FACTS, columns] = block.facts[DATA:]
-            self._holders.hold(block.facts[DATA].tolist(), block.sources)
+            self._holders.hold(block.facts[DATA].tolist(), block.holders)
             self._holders.release([number] * len(columns))
 
 
@@ -289,25 +289,27 @@ def _rows_of(data: Any) -> int:
     return len(data) if hasattr(data, "kept") else 0
 
 
-def _moved(facts: IntArray, sources: Mapping[int, Any], clear: bool = False) -> Mapping[int, Any]:
+def _moved(
+    facts: IntArray, old_holders: Mapping[int, Any], clear: bool = False
+) -> Mapping[int, Any]:
     """Move the data of samples that is in lists to a new list; change `facts`, return the holders.
 
     clear: whether to clear the rows of the old lists. A list of the store has each sample once.
     """
-    if list not in {*map(type, sources.values())}:
-        return sources
+    if list not in {*map(type, old_holders.values())}:
+        return old_holders
     moved: list[Any] = []
     number = new_number()
     places = zip(facts[DATA].tolist(), facts[ROW].tolist(), strict=True)
     for column, (old_number, row) in enumerate(places):
-        data = sources[old_number]
+        data = old_holders[old_number]
         if type(data) is list:
             facts[DATA, column] = number
             facts[ROW, column] = len(moved)
             moved.append(data[row])
             if clear:
                 data[row] = None
-    holders = {old: data for old, data in sources.items() if type(data) is not list}
+    holders = {old: data for old, data in old_holders.items() if type(data) is not list}
     return {**holders, number: moved}
 
 

@@ -85,9 +85,9 @@ class RemadeData(StoredData):
 
 def whole_batch_of(group: SampleBlock) -> Batch | None:
     """Return the batch that a worker has made of exactly these samples, or `None`."""
-    if len(group.sources) != 1:
+    if len(group.holders) != 1:
         return None
-    (holder,) = group.sources.values()
+    (holder,) = group.holders.values()
     if not isinstance(holder, WholeBatch) or len(holder) != len(group):
         return None
     is_in_order = bool((group.facts[ROW] == np.arange(len(group))).all())

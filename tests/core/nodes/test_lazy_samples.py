@@ -309,7 +309,7 @@ def test_a_sample_may_be_asked_for_alone():
     known = SampleBlock.of([*restore_items(node, items)])
     lazy = known.with_data(LazySamples(known, make_again(node, items), "a node"))
     assert [one.data for one in lazy] == [7, 3, 5]
-    assert lazy.take([1]).data() == [3] and len(lazy.sources[lazy.facts[DATA, 0]]) == 3
+    assert lazy.take([1]).data() == [3] and len(lazy.holders[lazy.facts[DATA, 0]]) == 3
 
 
 # --- in a loader ----------------------------------------------------------------------------------

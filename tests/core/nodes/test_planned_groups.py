@@ -989,7 +989,7 @@ def test_a_part_of_a_group_and_another_order_have_no_whole_batch():
 def test_whoever_asks_for_the_data_of_a_sample_has_them_made_again():
     node = planned(process := Process(draws=True), collate=keep_ids)
     group, plain = next(node), next(planned(Process(draws=True)))
-    (holder,) = group.sources.values()
+    (holder,) = group.holders.values()
     assert isinstance(holder, WholeBatch) and len(holder) == len(group)
     count = len(process.calls)
     assert [sample.tokens for sample in group] == [sample.tokens for sample in plain]

@@ -39,9 +39,7 @@ ASKED = 40
 """The smallest number of tokens that a rank asks for in jobs that ask."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks"), [("asks", 1), ("asks", 2), ("asks packed", 2), ("asks iterable", 2)]
-)
+@pytest.mark.parametrize(("kind", "ranks"), [("asks", 1), ("asks packed", 2)])
 @pytest.mark.filterwarnings(*LEFT_OUT, ENDED_EARLY)
 def test_the_smallest_wish_of_a_rank_is_what_all_ranks_form_groups_under(kind, ranks):
     """That such a run resumes exactly is tested by the resume machine."""
@@ -133,21 +131,6 @@ def test_an_epoch_begins_with_128_and_the_second_round_has_what_suits(ranks, siz
         assert second >= window  # the second epoch begins with as many
 
 
-def test_a_rank_that_ended_in_the_first_round_begins_the_next_epoch_like_the_others():
-    def run(exchange):
-        loader = loader_of(exchange, size=[600, 20][exchange.rank])
-        list(loader)
-        resumed = loader_of(exchange, size=[600, 20][exchange.rank])
-        resumed.load_state_dict(loader.state_dict())
-        next(iter(loader))
-        next(iter(resumed))
-        return window_of(loader), window_of(resumed)
-
-    first, second = on_ranks(2, run)
-    assert first == second
-    assert first[0] == first[1] > 128
-
-
 def test_ranks_with_a_window_of_their_own_choose_nothing_and_hold_no_one_up():
     def run(exchange):
         options = {"size": 500, "window": ["auto", 64][exchange.rank]}
@@ -189,22 +172,6 @@ def test_ranks_that_have_chosen_different_windows_do_not_go_on():
     on_ranks(2, run)
 
 
-@pytest.mark.parametrize(("before", "now"), [("auto", 200), (200, "auto")])
-def test_a_number_in_place_of_auto_is_another_configuration(before, now):
-    loader = loader_of(window=before, size=1500)
-    it = iter(loader)
-    taken = [next(it)["ids"] for _ in range(6)]
-    changed = loader_of(window=now, size=1500)
-    changed.load_state_dict(loader.state_dict())
-    with pytest.raises(StateError, match=f"`window` was {before!r} when saved, but is {now!r} now"):
-        iter(changed)
-    changed.load_state_dict(loader.state_dict(), strict=False)
-    with pytest.warns(UserWarning, match="`window` was"):
-        rest = [batch["ids"] for batch in changed]
-    assert sorted(sum(taken + rest, [])) == [*range(1500)]
-    assert window_of(changed) == (200 if now == 200 else pytest.approx(194, abs=20))
-
-
 # --- groups that are cut to the same costs on all ranks, through resumes; and where they are not --
 
 
@@ -231,12 +198,7 @@ def has_caps(state):
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [
-        (1, {}),
-        (1, {"step_time": StepTime(squares=1)}),
-        (2, {"reads_ahead": True}),
-        (2, {"reads_ahead": True, "step_time": StepTime(squares=1)}),
-    ],
+    [(1, {}), (2, {"reads_ahead": True, "step_time": StepTime(squares=1)})],
 )
 def test_there_are_none_of_one_rank_nor_where_a_node_reads_ahead(ranks, options):
     def run(exchange):

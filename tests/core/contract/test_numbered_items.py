@@ -379,14 +379,14 @@ def pool_of(source, process=None, workers=0, between=None, exclude=None, **optio
 @pytest.mark.parametrize("state", ["replay", "payload"])
 @every_source
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_a_graph_goes_on_exactly_from_everywhere(source, state, workers, between, tmp_path):
     def make():
         process = Process(skipped=range(5, SIZE, 11))
         options = {"between": between, "exclude": {"": [8, 9, 40], "a": [7]}}
         return Loader(pool_of(source(tmp_path), process, workers, state=state, **options))
 
-    assert_resumes_exactly(make, every=3, horizon=12, chain=1)
+    assert_resumes_exactly(make, every=9, horizon=12, chain=1)
 
 
 def read_numbers(source, count):

@@ -76,16 +76,6 @@ def test_the_batches_are_those_of_our_loader_on_every_rank(world_size, options):
                 assert of_epoch == batches
 
 
-def test_a_rank_without_a_sample_takes_the_shortest_once_more():
-    batches = [
-        [*TokenBatchSampler([40, 40, 40, 9], 40, rank=rank, world_size=3)] for rank in range(3)
-    ]
-    assert [len(of_rank) for of_rank in batches] == [2, 2, 2]
-    steps = [*zip(*batches, strict=True)]
-    assert sorted(itertools.chain(*steps[0]), key=str) != [3, 3, 3] and steps[1].count([3]) >= 2
-    assert {index for batch in itertools.chain(*steps) for index in batch} == {0, 1, 2, 3}
-
-
 def test_an_epoch_is_planned_once():
     planned, plan = [], KnownJob.plan
 
@@ -105,15 +95,6 @@ def test_an_epoch_is_planned_once():
         again.set_epoch(0)
         assert len(again) and [*again] and planned == [0, 0]
         assert len(again) and [*again] and planned == [0, 0, 1]
-
-
-def test_without_an_order_of_its_own_an_epoch_is_planned_2048_samples_of_a_rank_together():
-    lengths = np.random.default_rng(0).integers(1, 41, 5000)
-    options = {"rank": 0, "world_size": 2, "shuffle": False}
-    batches = [*TokenBatchSampler(lengths, 128, **options)]
-    windows = [{index // 4096 for index in batch} for batch in batches]
-    assert [{0}, {1}] == [window for window, _ in itertools.groupby(windows)]
-    assert batches == [*TokenBatchSampler(lengths, 128, window=2048, **options)]
 
 
 def test_an_epoch_may_be_an_integer_of_numpy_or_torch():

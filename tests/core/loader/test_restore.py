@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 from aligned_ranks import on_ranks
 from rank_jobs import RankJob
-from torchdata.nodes import Batcher, Prefetcher
 
 from odb_nodes import (
-    GroupCollator,
     ItemKey,
     IterableSource,
     JsonlSource,
     LengthObserver,
     Loader,
-    Mixing,
     ODBDataLoader,
     ParallelProcessor,
     PeerError,
@@ -66,8 +63,7 @@ def graph_of(exchange, source, process_fn, window, num_workers=0):
     return RankAligner(bucketer, exchange, ROUND, timeout_s=20.0)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("has_keys", [True, False])
+@pytest.mark.parametrize(("has_keys", "num_workers"), [(True, 0), (False, 2)])
 def test_a_restore_processes_at_most_the_window_and_the_round(has_keys, num_workers):
     window, world_size = 64, 2
     size = 6 * window * world_size
@@ -189,7 +185,7 @@ def keys_of(batches):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))]
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 5))]
 )
 def test_an_item_that_was_edited_or_swapped_is_found_before_the_batch_that_holds_it(seed):
     rng, data = random.Random(seed), data_of(seed)
@@ -260,28 +256,6 @@ def test_a_sample_that_is_held_for_the_round_is_compared_even_if_a_change_is_mea
     on_ranks(2, resume)
 
 
-@pytest.mark.slow
-def test_other_ranks_hear_of_a_changed_sample_within_a_round():
-    data = data_of(0, 1000)
-    ranks = states_within_a_round(data)
-    key = ranks[1][1][4][0][0].key  # of rank 1 alone, five steps on
-
-    def resume(exchange):
-        state, rest = ranks[exchange.rank]
-        changed = [[n + (at == key) for n in one] for at, one in enumerate(data)]
-        loader, taken = Loader(on_two_ranks(exchange, changed)), []
-        loader.load_state_dict(state)
-        kind = StateError if exchange.rank else (PeerError, StateError)
-        with pytest.raises(kind, match=rf"\(key {key}\)") as caught:
-            for item in loader:
-                taken.append(item)
-        assert exchange.rank or "rank 1" in str(caught.value)
-        assert taken[:4] == rest[:4]
-        return len(taken)
-
-    assert on_ranks(2, resume)[1] == 4
-
-
 def test_a_change_that_is_meant_is_warned_of_once():
     next(iter(loader := over(data := data_of(1))))
     changed = [[n + 1 for n in one] for one in data]
@@ -290,22 +264,6 @@ def test_a_change_that_is_meant_is_warned_of_once():
     found = [one for one in caught if "content" in str(one.message)]
     assert len(found) == 1
     assert len([key for keys in rest for key in keys]) > 150
-
-
-def test_a_key_that_is_not_there_any_more_is_an_error(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(f"{json.dumps({'n': n})}\n" for n in range(100, 400)))
-    source = JsonlSource(path)
-    assert source.read(len('{"n": 100}\n')) == {"n": 101}
-    for key in (3, 10**6, 1 << 40):
-        with pytest.raises(StateError, match=r"there is no record at byte \d+ of "):
-            source.read(key)
-    source.close()
-    path.unlink()
-    with pytest.raises(StateError, match="there is no record at byte 0 of .*No such file"):
-        source.read(0)
-    with pytest.raises(StateError, match="there is no sample 50: the data have 50 now"):
-        ShardedSampler(50).read(50)
 
 
 def bucketer(kind=WindowBucketer, process=None, size=900):
@@ -456,29 +414,6 @@ def test_what_a_restore_was_to_make_is_not_made_after_another_reset():
     node.close()
 
 
-# --- the size of a state --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["one", "mixed", "cycle"])
-def test_a_state_has_at_most_20_bytes_a_pooled_sample(kind):
-    window, size = 512, 1536
-    few = size if kind == "mixed" else 50
-    data = range(size) if kind == "one" else {"web": range(size), "ocr": range(few)}
-    options = {"process_fn": Counting(), "window": window}
-    if kind == "cycle":
-        options["weights"] = Mixing(weights={"web": 1, "ocr": 1}, stop="cycle")
-    with ODBDataLoader(data, token_budget=4096, **options) as loader:
-        it = iter(loader)
-        for _ in range(8):
-            next(it)
-        state = loader._graphs[0].bucketer.state_dict()
-    _, *bits, records, _ = state["held"]
-    *parts, columns = records
-    parts = [part for part in (*parts, *columns.values(), *bits) if isinstance(part, bytes)]
-    assert sum(map(len, parts)) <= 20 * len(loader._graphs[0].bucketer.store)
-    assert [*columns] == ["repeats"] * (kind == "cycle")
-
-
 # --- states that are kept: whenever they are made, they are what they would have been at once ----
 
 
@@ -528,17 +463,6 @@ def test_a_derived_node_is_asked_for_its_own_state(kind):
     assert bool(unmade_in(snapshot(node))) is (kind is SavesOtherwise)
 
 
-@pytest.mark.parametrize("between", ["Prefetcher", "Batcher"])
-def test_nodes_of_torchdata_between_are_handed_plain_data(between):
-    collated = GroupCollator(RankAligner(bucketer(size=150)), rank=0)
-    wrap = {"Prefetcher": lambda one: Prefetcher(one, 2), "Batcher": lambda one: Batcher(one, 2)}
-    loader = Loader(wrap[between](collated))
-    for _ in loader:
-        assert not unmade_in(loader.position.root)
-        assert not unmade_in(loader.root.state_dict())
-    loader.close()
-
-
 # --- real ranks that are killed -------------------------------------------------------------------
 
 KILLED = """
@@ -572,8 +496,7 @@ dist.barrier()
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_ranks_that_are_killed_go_on_with_the_same_batches(world_size, tmp_path):
+def test_ranks_that_are_killed_go_on_with_the_same_batches(tmp_path, world_size=2):
     def lines(folder):
         paths = [folder / f"{rank}.jsonl" for rank in range(world_size)]
         return [path.read_text().splitlines() if path.exists() else [] for path in paths]
@@ -587,7 +510,7 @@ def test_ranks_that_are_killed_go_on_with_the_same_batches(world_size, tmp_path)
     with start(tmp_path / "whole", 0.0) as job:
         job.finish(120)
     folder, kills = tmp_path / "killed", 0
-    for target in (3, 6, 13, 17):
+    for target in (3, 13):
         with start(folder, 0.02) as job:  # and is killed
             deadline = time.monotonic() + 60
             while min(map(len, lines(folder))) < target and time.monotonic() < deadline:
@@ -595,4 +518,20 @@ def test_ranks_that_are_killed_go_on_with_the_same_batches(world_size, tmp_path)
             kills += not (folder / "0.done").exists()
     with start(folder, 0.0) as job:
         job.finish(120)
-    assert kills > 2 and lines(folder) == lines(tmp_path / "whole")
+    assert kills and lines(folder) == lines(tmp_path / "whole")
+
+
+def test_a_key_that_is_not_there_any_more_is_an_error(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(f"{json.dumps({'n': n})}\n" for n in range(100, 400)))
+    source = JsonlSource(path)
+    assert source.read(len('{"n": 100}\n')) == {"n": 101}
+    for key in (3, 10**6, 1 << 40):
+        with pytest.raises(StateError, match=r"there is no record at byte \d+ of "):
+            source.read(key)
+    source.close()
+    path.unlink()
+    with pytest.raises(StateError, match="there is no record at byte 0 of .*No such file"):
+        source.read(0)
+    with pytest.raises(StateError, match="there is no sample 50: the data have 50 now"):
+        ShardedSampler(50).read(50)

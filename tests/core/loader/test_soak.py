@@ -53,7 +53,7 @@ def held():
 
 @pytest.mark.parametrize("are_known", [False, True], ids=["trainer collates", "workers collate"])
 def test_every_sample_comes_once_whatever_happens(are_known, tmp_path, exhaustive):
-    size, epochs = (50_000, 4) if exhaustive else (3_000, 2)
+    size, epochs = (50_000, 4) if exhaustive else (1_500, 2)
     rng = random.Random(5)
     ledger = Ledger(tmp_path)
 

@@ -189,14 +189,6 @@ def test_samples_that_are_put_back_wait_again_as_old_as_they_are(samples, budget
     assert once_each([*groups, {*taken} - {*back.tolist()}], len(samples))
 
 
-def test_no_group_holds_what_is_removed():
-    stream = Stream([(10, 0, 0)] * 12, TokenBudget(40), 8)
-    stream.fill()
-    stream.planner.remove(np.array([1, 7]))
-    assert stream.planner.pool.ordinals().tolist() == [0, 2, 3, 4, 5, 6]
-    assert sorted(sum(epoch_of(stream), [])) == [0, *range(2, 7), *range(8, 12)]
-
-
 def test_what_the_epoch_has_left_is_what_waits_and_what_will_come():
     planner = GroupPlanner(TokenBudget(100), 8, epoch_samples=lambda: 20)
     assert planner.samples_left() == 20
@@ -242,22 +234,6 @@ def test_a_limit_is_never_raised_again_whatever_ranks_ask_for():
     assert planner.limits == Limits(50, 3, None, 90, None)
     planner.begin_epoch()
     assert planner.limits == Limits(50, 3, None, 90, None)  # the next epoch has it, too
-
-
-def test_the_next_epoch_forms_its_groups_under_the_lower_limit():
-    stream = Stream([(10, 0, 0)] * 40, TokenBudget(100), 20)
-    stream.planner.lower_limits(Limits.of(TokenBudget(30)))
-    stream.planner.begin_epoch()
-    assert {len(group) for group in epoch_of(stream)} <= {1, 2, 3}
-
-
-def test_a_restart_has_the_limits_of_the_state_or_those_of_the_budget():
-    planner = GroupPlanner(TokenBudget(100), 8)
-    lower = planner.limits._replace(tokens=50)
-    restore(planner, limits=lower)
-    assert planner.limits == lower
-    restore(planner)
-    assert planner.limits == Limits.of(TokenBudget(100))
 
 
 # --- caps ----------------------------------------------------------------------------------------
@@ -329,12 +305,6 @@ def test_alone_a_rank_chooses_once_in_an_epoch_by_the_lengths_so_far():
     assert planner.window == 32 * 4
 
 
-def test_a_rank_without_samples_leaves_the_window_as_it_is():
-    planner = auto([]).planner
-    planner.choose_window_alone()
-    assert planner.window == LEAST_WINDOW and not planner.window_is_chosen
-
-
 def test_with_other_ranks_the_window_is_chosen_by_what_they_agree_on_alone():
     stream = auto([10] * 3000, follows_ranks=True)
     stream.next()
@@ -346,12 +316,6 @@ def test_with_other_ranks_the_window_is_chosen_by_what_they_agree_on_alone():
     assert stream.planner.window == stream.planner.pool.window == 300
     stream.next()
     assert stream.planner.report(0).lengths == (0, 0)  # what comes later is not told
-
-
-def test_settings_without_a_window_change_none():
-    planner = auto([10] * 300, follows_ranks=True).planner
-    planner.use(RoundSettings())
-    assert planner.window == LEAST_WINDOW and not planner.window_is_chosen
 
 
 @pytest.mark.parametrize(
@@ -389,34 +353,11 @@ def test_a_window_grows_once_it_is_full():
     assert (planner.room(), planner.window) == (320 - LEAST_WINDOW, 320)
 
 
-def test_there_is_no_room_once_the_data_has_ended_however_short_the_epoch():
-    planner = auto([], lambda: 50, follows_ranks=True).planner
-    planner.add(facts_of([10] * 50), 50)
-    planner.end()
-    assert planner.room() == 0
-
-
-def test_no_window_shrinks_before_ranks_agree():
-    stream = auto([90] * 400, lambda: 400, follows_ranks=True)
-    stream.fill()
-    assert stream.planner.window == len(stream.planner.pool) == LEAST_WINDOW
-
-
 def test_the_age_bound_holds_while_the_window_grows():
     stream = auto([100, *[10] * 3000])
     while group := stream.next():
         assert stream.planner.pool.pulled - min(group) <= MAX_AGE_WINDOWS * stream.planner.window
         stream.planner.choose_window_alone()
-
-
-def test_a_state_of_an_auto_window_is_restored_with_what_it_is_chosen_by():
-    stream = auto([10] * 3000, follows_ranks=True)
-    stream.next()
-    state, again = stream.planner.window_state(), auto([]).planner
-    restore(again, window=state)
-    assert again.window_state() == state
-    assert again.report(0) == stream.planner.report(0)._replace(offer=again.report(0).offer)
-    assert again.window == again.pool.window
 
 
 # --- epochs, the largest groups, and room ---------------------------------------------------------
@@ -436,18 +377,6 @@ def test_each_epoch_begins_with_its_largest_groups_as_many_as_are_asked_for():
         planner.begin_epoch()
         assert (planner.pool.pulled, planner.ended) == (0, False)
     assert not GroupPlanner(TokenBudget(50), 5).is_largest
-
-
-def test_there_is_room_until_the_data_ends_or_the_pool_is_full():
-    stream = Stream([(10, 0, 0)] * 99, TokenBudget(100), 8)
-    planner = stream.planner
-    assert planner.room() == 8
-    stream.fill()
-    assert planner.room() <= 0
-    planner.next_group()
-    assert planner.room() > 0
-    planner.end()
-    assert planner.room() == 0
 
 
 class Notes:

@@ -114,10 +114,6 @@ def test_an_oversize_sample_is_alone_or_dropped_or_an_error_that_names_it():
         assert plan_epoch([90], nothing) == plan_epoch([90], nothing, world_size=2) == []
 
 
-def test_fewer_samples_than_ranks_leave_ranks_without_any():
-    assert plan_epoch([5], 64, world_size=3) == [[[0], [], []]]
-
-
 def unevenness(steps, times):
     """How long the longest of a step takes, relative to the mean: 1 where ranks are level."""
     of_each = np.array([[times(group) for group in step] for step in steps if all(step)])
@@ -159,16 +155,6 @@ def test_ranks_that_are_told_what_a_step_takes_are_level_in_that(layout):
         for one in (step_time, StepTime())
     )
     assert level < 1.03 and level < of_tokens - (0.02 if layout == "padded" else 0.05)
-
-
-def test_packed_rows_are_level_in_the_time_of_a_typical_model_unless_told_otherwise():
-    budget = TokenBudget(160, layout="packed", attention_tokens=30)
-    job = {"world_size": 3, "seed": 1}
-    default = plan_epoch(LENGTHS, budget, **job)
-    assert default == plan_epoch(LENGTHS, budget, step_time=StepTime.typical(budget), **job)
-    assert default != plan_epoch(LENGTHS, budget, step_time=StepTime(), **job)
-    alone = plan_epoch(LENGTHS, budget)  # One rank waits for none.
-    assert alone == plan_epoch(LENGTHS, budget, step_time=StepTime(squares=9))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

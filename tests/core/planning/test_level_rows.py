@@ -161,10 +161,3 @@ def test_fewest_rows_are_a_multiple_and_hold_all(lengths, multiple, step_time, m
     check_rows(rows, lengths, budget)
     assert len(rows) % multiple == 0 or all(len(row) == 1 for row in rows)
     assert len(rows) >= -(-sum(lengths) // 100)
-
-
-def test_a_plan_depends_on_nothing_but_its_samples():
-    lengths = lognormal(600, cv=1.0)
-    budget = TokenBudget(8_192, layout="packed")
-    plans = [parts_of(lengths, budget, 3, 64, StepTime(squares=1 / 800)) for _ in range(2)]
-    assert plans[0] == plans[1]

@@ -24,7 +24,6 @@ fewer = settings(max_examples=max(10, settings.default.max_examples // 5))
 BUDGET = TokenBudget(100)
 OF_JOB = JobOptions.__dataclass_fields__
 OF_PLANNER = ("window", "window_start", "largest_first", "diversity")
-LOWER = 40
 SHARD = 10_000  # the samples of rank r are numbered from r * SHARD on, over all ranks
 
 
@@ -317,12 +316,6 @@ def test_ranks_stop_with_the_first_that_ends_and_say_what_no_step_has(shards, jo
     assert any(first_to_end)
 
 
-def test_a_rank_without_samples_fills_the_steps_of_the_others():
-    steps = steps_of([[50] * 8, []], shares_rest=False)
-    assert [step[1] for step in steps] == [None] * len(steps)
-    assert items_of(steps) == [*range(8)]
-
-
 def test_the_example_has_caps_and_a_last_round_that_is_shared_out():
     ranks = Ranks(LEVELLED, **LEVEL_JOB)
     steps = [*ranks.steps()]
@@ -429,16 +422,6 @@ def test_a_round_ends_where_it_is_planned_anew_or_with_its_last_step():
         assert plan.is_between_rounds and len(plan.settled) == 0
 
 
-def test_steps_to_come_of_the_last_round_may_be_planned_anew_too():
-    ranks = Ranks([[50] * 6], round_size=8)
-    all_steps = ranks.steps()
-    while not ranks.plans[0].is_last:
-        next(all_steps)
-    ranks.ranks[0].planner.put_back(ranks.plans[0].replan(ranks.plans[0].settled.emitted))
-    assert not ranks.plans[0].is_at_end
-    assert len([*all_steps]) > 0
-
-
 # --- groups that are formed ahead ----------------------------------------------------------------
 
 
@@ -532,14 +515,6 @@ def test_the_last_round_is_of_all_groups_and_has_no_caps():
     assert planner.formed == 11
 
 
-def test_settings_are_used_from_the_second_group_of_a_round_on():
-    """The first is formed already when they are agreed on."""
-    ranks = Ranks([[[5, 6]] * 11] * 2, NotingRank)
-    steps = ranks.steps()
-    next(steps), next(steps)
-    assert [formed for formed, *_ in ranks.plans[0].planner.used] == [1, 1, 2, 3, 4]
-
-
 # --- what is told, and what is agreed on ---------------------------------------------------------
 
 
@@ -618,25 +593,6 @@ def test_a_rank_tells_what_it_has_after_the_round_where_it_can_share_it(
     assert plan.report().remaining == left
 
 
-def test_each_epoch_chooses_an_auto_window_by_its_own_lengths():
-    planner, windows = GroupPlanner(TokenBudget(600), "auto"), []
-    for length in (9, 27, 81):
-        plan = RankPlan(planner, JobOptions(), measure, tasks=2)
-        while not plan.is_at_end:
-            while (room := plan.lacks()) > 0:
-                pulled = planner.pool.pulled
-                planner.add(facts_of([length] * min(room, 600 - pulled), pulled), room)
-                if planner.pool.pulled > 600:
-                    planner.end()
-            if plan.is_between_rounds:
-                plan.settle(plan.agree([plan.report()]))
-            if not plan.is_at_end:
-                plan.next_step()
-        windows.append(planner.window)
-        planner.begin_epoch()
-    assert windows == [round(32 * 600 / length) for length in (9, 27, 81)]
-
-
 # --- the last round, shared out ------------------------------------------------------------------
 
 
@@ -688,13 +644,6 @@ def test_groups_of_the_last_round_are_split_where_a_rank_has_fewer_than_others()
     assert len(steps) == 7 and all(group for step in steps for group in step)
 
 
-def test_ranks_that_are_even_keep_what_they_have():
-    ranks, groups = shared_out([[10, 20], [20, 10]], TokenBudget(50))
-    items = [rank.items_of(of_rank) for rank, of_rank in zip(ranks, groups, strict=True)]
-    assert items == [[0, 1], [SHARD, SHARD + 1]]
-    assert [len(of_rank) for of_rank in groups] == [1, 1]
-
-
 def test_a_rank_gives_only_what_all_others_can_make():
     samples = facts_of([10] * 20, sharers=[2, 1] * 10)
     rests = [LastRound(one, BUDGET, rank, 2) for rank, one in enumerate((samples, facts_of([20])))]
@@ -744,13 +693,6 @@ def test_groups_of_a_users_node_are_taken_as_they_are(groups, job):
             assert sorted(sum(taken, [])) == sum(whole, [])
             splits = sum(splits[number] for *_, splits, _, _ in told)
             assert len(taken) == len(whole) + splits
-
-
-def test_a_rank_with_groups_of_a_users_node_tells_of_nothing_left_and_of_no_pool():
-    ranks = Ranks([[[5, 6]] * 9] * 2, GivenRank)
-    next(ranks.steps())
-    report = ranks.plans[0].report()
-    assert (report.remaining, len(report.pool.offer), report.pool.lengths) == (-1, 0, (0, 0))
 
 
 def test_a_rank_whose_data_has_ended_uses_the_settings_of_a_round_that_it_has_no_group_for():

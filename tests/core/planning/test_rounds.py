@@ -1,7 +1,6 @@
 """Rounds: what ranks tell each other, and the steps that all of them plan from it."""
 
 import random
-from dataclasses import astuple
 from itertools import pairwise, permutations, product
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from odb_nodes import TokenBudget
 from odb_nodes.core.planning import CostReport, GroupCost, plan_round, round_steps
-from odb_nodes.core.planning.caps import NO_CAPS, joined_costs
+from odb_nodes.core.planning.caps import NO_CAPS
 from odb_nodes.core.planning.facts import Facts
 from odb_nodes.core.planning.group_planner import GroupPlanner, PoolReport, RoundSettings
 from odb_nodes.core.planning.rounds import (
@@ -220,34 +219,6 @@ def test_groups_are_matched_by_time_whatever_they_cost():
     assert plan.totals[:, 3].tolist() == [*map(max, costs, others)]
 
 
-@given(
-    st.lists(
-        st.lists(
-            st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1)), min_size=1, max_size=6
-        ),
-        min_size=2,
-        max_size=4,
-    ),
-    st.integers(0, 99),
-)
-@few
-def test_the_groups_of_all_ranks_are_in_the_same_order_of_time(ranks, key):
-    reports = [timed_report(*zip(*of_rank, strict=True)) for of_rank in ranks]
-    plan = plan_round(reports, uneven="fill", key=key)
-    most = max(map(len, ranks))
-    times = np.full((len(ranks), plan.groups.shape[1]), -1, np.int64)
-    for rank, of_rank in enumerate(ranks):
-        splits = plan.splits[rank]
-        assert splits == 0
-        for step, index in enumerate(plan.groups[rank].tolist()):
-            if index != FILLER:
-                times[rank, step] = of_rank[index][1]
-    assert times.shape[1] == most
-    order = np.lexsort((-times.min(axis=0), -times.max(axis=0)))
-    for of_rank in times[:, order]:
-        assert (np.diff(of_rank) <= 0).all() or len({*times.max(axis=0).tolist()}) < most
-
-
 def test_steps_are_shuffled_by_the_key_alone():
     assert all(sorted(shuffled(9, key)) == [*range(9)] for key in range(20))
     assert len({tuple(shuffled(9, key)) for key in range(20)}) == 20
@@ -298,26 +269,6 @@ def test_a_rank_alone_takes_its_groups_as_they_come():
         assert (plan.splits, plan.last) == ([0], True)
         assert plan.totals.tolist() == step_totals([[*map(measure, groups[0])]]).tolist()
     assert not round_of([[[3], [4]]], 1)[2].last
-
-
-def test_a_rank_alone_is_not_split_though_it_has_fewer_groups_than_a_round():
-    _, reports, plan, emitted = round_of([[[3, 4, 5]]], 4)
-    assert len(reports[0].table) > 1  # what it would split into, if there were others
-    assert len(emitted[0]) == plan.groups.shape[1] == len(plan.totals) == 1
-
-
-def test_the_totals_of_planned_steps_are_those_of_the_plan():
-    groups = [[group_of(3, 4), group_of(5)], [group_of(8, 9), group_of(12)]]
-    costs = [[*map(measure, of_rank)] for of_rank in groups]
-    plan = round_of([[[3, 4], [5]], [[8, 9], [12]]])[2]
-    order = [plan.groups[rank].tolist() for rank in range(2)]
-    planned = [[costs[rank][at] for at in order[rank]] for rank in range(2)]
-    assert step_totals(planned).tolist() == plan.totals.tolist()
-
-
-def test_a_round_without_groups_has_no_steps():
-    plan = round_of([[], []], 4)[2]
-    assert plan.groups.shape == (2, 0) and len(plan.totals) == 0 and plan.last
 
 
 # --- uneven="stop" -------------------------------------------------------------------------------
@@ -510,12 +461,6 @@ def test_no_message_about_a_round_is_larger_than_said(lengths, most, offered):
     report = ladder_and_report(groups, most, pool=planner.report(offered))[1]
     assert bool(len(report.pool.offer)) == (offered > 0)
     assert len(report.to_message()) <= CostReport.message_size(most, TASKS)
-
-
-def test_a_row_holds_all_that_is_known_of_a_group():
-    cost = GroupCost(2, 3, 5, 7, (11, 13), 17)
-    assert row_of(cost) == [2, 3, joined_costs(17, 5), 0, 7, 11, 13]
-    assert len(row_of(GroupCost(*astuple(cost)[:4]))) == COLUMNS
 
 
 # --- how long rounds are, and what the next is formed under --------------------------------------

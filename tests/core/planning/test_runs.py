@@ -1,7 +1,6 @@
 """Groups of padded rows: runs in order of length, chosen by work done, or mixed by task."""
 
 import math
-import zlib
 from collections import Counter
 from dataclasses import replace
 
@@ -12,14 +11,12 @@ from hypothesis import strategies as st
 from pools import lognormal, padded_budgets, pool_of, run, table_of
 from refusals import refuses
 
-from odb_nodes import Sample, SampleError, Skipped
 from odb_nodes.core.planning import SimulationOptions, StepTime, TokenBudget
 from odb_nodes.core.planning.caps import costs_of, joined_costs, times_of
 from odb_nodes.core.planning.runs import (
     STEP_COST_SHARE,
     LengthRuns,
     check_diversity,
-    check_has_task,
     diversities,
 )
 from odb_nodes.core.planning.table import ORDINALS, PATCHES, TOKENS
@@ -282,20 +279,6 @@ def test_all_samples_are_cut_into_runs_that_keep_to_a_time(samples, budget, step
             assert time_of(table, columns, step_time, budget) <= most_time
 
 
-@given(samples, step_times, st.sampled_from([TokenBudget(60), TokenBudget(90, max_samples=3)]))
-@few
-def test_times_of_runs_are_those_of_their_batches(samples, step_time, budget):
-    table = table_of(samples)
-    runs = LengthRuns(budget, step_time=step_time)
-    times = runs.full_times(table).tolist()
-    for (first, stop), time in zip(full_runs(table, budget), times, strict=True):
-        told = time_of(table, slice(first, stop), step_time, budget)
-        assert abs(told - time) <= 0.5 * (stop - first + 1)  # Patches are rounded.
-    for column in range(len(samples)):
-        alone = time_of(table, [column], step_time, budget)
-        assert abs(runs.least_cap_time(table, column) - alone) <= 1
-
-
 def test_a_pool_offers_the_times_and_costs_of_its_full_groups():
     budget, step_time = TokenBudget(100), StepTime(squares=0.1)
     table = table_of([(50, 0)] * 20 + [(10, 0)] * 60)
@@ -447,21 +430,6 @@ test_a_weight_that_is_none_is_refused = refuses(
 def test_a_weight_is_a_float_from_zero_to_one():
     weights = [check_diversity(weight, TokenBudget(100)) for weight in (0, 1, 0.5)]
     assert weights == [0.0, 1.0, 0.5] and {*map(type, weights)} == {float}
-
-
-def test_a_sample_without_a_task_has_no_part_in_a_mix():
-    check_has_task(Sample(None, 5, 4, task="code"))
-    check_has_task(Sample(None, 5, 4, source="chat"))
-    check_has_task(Skipped("short"))
-    with pytest.raises(SampleError, match=r"`diversity` must be 0 .* a sample \(key 7\) has none"):
-        check_has_task(Sample(None, 5, 4, key=7))
-
-
-def test_the_rule_of_diversity_has_not_changed():
-    """Golden: another grouping of the same data would break every saved state."""
-    lengths, tasks = mixed([300, 800, 2000], 120)
-    groups, _ = run(lengths, 8192, 32, tasks=tasks, diversity=0.5)
-    assert zlib.crc32(str(groups).encode()) == 1560102240
 
 
 def test_packed_groups_refuse_it():

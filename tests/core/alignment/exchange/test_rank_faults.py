@@ -46,7 +46,6 @@ STEPS = """
 @pytest.mark.parametrize(
     ("ranks", "victim", "how", "read_ahead", "timeout_s"),
     [
-        (4, 0, signal.SIGKILL, 2, 20),
         (4, 2, signal.SIGKILL, 0, 20),
         (3, 0, signal.SIGSTOP, 2, 4),  # Rank 0 hosts the store: a call into it would never return.
     ],
@@ -384,7 +383,7 @@ def test_loaders_that_begin_at_once_on_threads_meet_their_own_ranks(tmp_path):
     run_ranks(tmp_path, body, 2)
 
 
-@pytest.mark.parametrize(("what", "action"), [("loader", "iter"), ("node", "next")])
+@pytest.mark.parametrize(("what", "action"), [("node", "next")])
 def test_a_forked_child_of_a_rank_is_told_so_and_its_parent_goes_on(what, action, tmp_path):
     body = """
     from odb_nodes.core.contract.graph import walk

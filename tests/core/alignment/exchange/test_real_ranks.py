@@ -9,7 +9,7 @@ import pytest
 import torch
 from aligned_ranks import on_ranks
 from elastic import trained_on
-from gradients import SCALINGS, SIZES
+from gradients import SCALINGS
 from in_process import InProcessHub
 from rank_jobs import (
     epochs_of,
@@ -112,7 +112,7 @@ def errors(found, scaling):
     return seen
 
 
-@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_the_gradient_of_ranks_is_that_of_one_process(world_size, tmp_path):
     # Under DDP and FSDP2, each with gradient accumulation of 1 and of 3.
     ranks = run_ranks(tmp_path, GRADIENT_JOB, world_size, timeout_s=240)
@@ -303,7 +303,7 @@ MULTIPROCESSING = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["torchrun", "fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("how", ["torchrun", "fork"])
 def test_ranks_get_the_groups_of_ranks_on_threads_however_they_are_started(how, tmp_path):
     if how == "torchrun":
         launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2")

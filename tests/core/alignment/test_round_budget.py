@@ -15,7 +15,7 @@ from aligned_ranks import (
     shard,
 )
 from elastic import ENDED_EARLY, LEFT_OUT
-from jobs import Given, Job
+from jobs import Job, JobSpec
 from torchdata.nodes import IterableWrapper
 
 from odb_nodes import (
@@ -43,7 +43,7 @@ ASKED = 40
 @pytest.mark.filterwarnings(*LEFT_OUT, ENDED_EARLY)
 def test_the_smallest_wish_of_a_rank_is_what_all_ranks_form_groups_under(kind, ranks):
     """That such a run resumes exactly is tested by the resume machine."""
-    run = Job(Given(kind, ranks, None))
+    run = Job(JobSpec(kind, ranks, None))
     first, second = ([[one.info for one in step] for step in run.epoch()] for _ in range(2))
     run.end()
     assert max(info.most_cost for step in first[:4] for info in step) > ASKED

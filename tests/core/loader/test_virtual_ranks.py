@@ -6,7 +6,7 @@ import time
 import pytest
 from aligned_ranks import TIMEOUT_S, on_ranks
 from elastic import job, make, states_at
-from jobs import Given, Job, by_virtual_rank
+from jobs import Job, JobSpec, by_virtual_rank
 from refusals import refuses
 from torch.utils.data import IterableDataset
 from torchdata.nodes import IterableWrapper
@@ -39,8 +39,8 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize("kind", ["accumulate", "threads", "stateful"])
 def test_all_numbers_of_processes_take_the_steps_of_plain_ranks(kind, tmp_path):
-    jobs = [Job(Given(kind, 4, tmp_path))]
-    jobs += [Job(Given(f"virtual {kind}", processes, tmp_path)) for processes in (4, 2, 1)]
+    jobs = [Job(JobSpec(kind, 4, tmp_path))]
+    jobs += [Job(JobSpec(f"virtual {kind}", processes, tmp_path)) for processes in (4, 2, 1)]
     for _ in range(2):
         expected, *found = [by_virtual_rank(one.epoch()) for one in jobs]
         assert {rank for *_, rank in expected} == {0, 1, 2, 3}

@@ -440,34 +440,6 @@ def resumed(exchange, states, at, **options):
     ]
 
 
-@pytest.mark.filterwarnings("ignore:`uneven=.stop.`")
-def test_what_is_left_out_as_another_rank_has_ended_is_not_made_again_for_that():
-    sizes, processes = [60, 300], [Process(), Process()]
-    states = on_ranks(2, lambda exchange: states_of(exchange, sizes, uneven="stop"))
-
-    def resume(exchange):
-        process = processes[exchange.rank]
-        return resumed(exchange, states, -2, sizes=sizes, process=process, uneven="stop")
-
-    steps = on_ranks(2, resume)
-    emitted = [sum(len(ids) for _, ids in of_rank) for of_rank in steps]
-    assert [process.made for process in processes] == emitted and min(emitted) > 0
-
-
-def test_no_step_is_filled_with_a_sample_that_is_excluded_wherever_a_run_resumes():
-    sizes = [3, 60]
-    states = on_ranks(2, lambda exchange: states_of(exchange, sizes))
-    for at in range(2, len(states[0]) - 1, 2):
-        steps = on_ranks(
-            2,
-            lambda exchange, at=at: resumed(
-                exchange, states, at, sizes=sizes, process=Process(), exclude=[0]
-            ),
-        )
-        assert any(is_filler for is_filler, _ in steps[0])
-        assert all(0 not in ids for _, ids in steps[0])
-
-
 def test_an_error_below_a_node_of_the_user_loses_no_sample():
     """It is raised at once: a node in between may have no state after an error."""
 

@@ -6,7 +6,6 @@ import re
 import pytest
 from aligned_ranks import (
     TIMEOUT_S,
-    described,
     epoch_of,
     errors_on_ranks,
     graph,
@@ -131,20 +130,6 @@ def test_an_epoch_begins_with_128_and_the_second_round_has_what_suits(ranks, siz
         assert second >= window  # the second epoch begins with as many
 
 
-def test_ranks_with_a_window_of_their_own_choose_nothing_and_hold_no_one_up():
-    def run(exchange):
-        options = {"size": 500, "window": ["auto", 64][exchange.rank]}
-        loader = loader_of(exchange, **options)
-        steps = [(batch["ids"], loader.state_dict()) for batch in loader]
-        resumed = loader_of(exchange, **options)
-        resumed.load_state_dict(steps[9][1])
-        assert [batch["ids"] for batch in resumed] == [ids for ids, _ in steps[10:]]
-        return window_of(loader)
-
-    auto, fixed = on_ranks(2, run)
-    assert (fixed, auto > 128) == (64, True)
-
-
 def test_where_a_node_reads_ahead_below_the_aligner_each_rank_chooses_by_itself():
     def run(exchange):
         lengths = [10 * (exchange.rank + 1)] * 600
@@ -205,24 +190,3 @@ def test_there_are_none_of_one_rank_nor_where_a_node_reads_ahead(ranks, options)
         return epoch_of(loader_over(exchange, tokens_of_rank(exchange.rank)[:200], **options))
 
     assert not any(has_caps(state) for _, states in on_ranks(ranks, run) for state in states)
-
-
-def test_a_rank_that_has_drained_in_a_short_round_fills_with_the_same_sample_again():
-    def make(exchange):
-        rank, size = exchange.rank, [118, 260, 260][exchange.rank]
-        seeds = [1000 * rank + index + (10**6 if rank == 0 else 0) for index in range(size)]
-        shortest, most, times = (3, 9, 3) if rank == 0 else (1, 12, 5)
-        tokens = [times * random.Random(seed).randint(shortest, most) for seed in seeds]
-        return loader_over(exchange, tokens, window=40)
-
-    whole = on_ranks(3, lambda exchange: epoch_of(make(exchange)))
-    place = len(whole[0][0]) - 3
-    assert whole[0][0][place].is_filler
-
-    def resumed(exchange):
-        steps, states = whole[exchange.rank]
-        loader = make(exchange)
-        loader.load_state_dict(states[place])
-        return [*map(described, loader)] == steps[place:]
-
-    assert on_ranks(3, resumed) == [True] * 3

@@ -206,15 +206,6 @@ def test_a_state_that_is_noted_does_not_replace_those_that_are_needed():
     assert items.state_at(10)[0] == 10
 
 
-def test_looking_for_a_state_forgets_none():
-    items, _ = numbered()
-    taken(items, 30)
-    assert [items.state_at(number)[0] for number in (30, 13, 0)] == [28, 12, 0]
-    items.forget(13)
-    assert [items.state_at(number)[0] for number in (30, 13)] == [28, 12]
-    assert items.state_at(3)[0] == 12  # the first that there is
-
-
 def test_of_a_source_of_chunks_states_are_as_far_apart_and_are_kept_as_they_were():
     items, source = numbered(distance=10, source=Chunks())
     items.keep_from(0, 10)
@@ -236,15 +227,6 @@ def test_keys_that_the_source_tells_come_with_the_items():
     assert {number: key.key for number, (_, key) in found.items()} == {7: 1008, 2: 1003}
 
 
-def test_items_are_read_again_while_the_epoch_goes_on():
-    items, source = numbered()
-    items.keep_from(5, 4)
-    taken(items, 30)
-    assert items.read_again([6, 29]) == {6: ("item 6", None), 29: ("item 29", None)}
-    assert source.resets == 2 and source.reads[30:] == [*range(4, 30)]
-    assert taken(items, 2) == names([30, 31])
-
-
 def test_after_a_restore_the_source_is_read_forward_once():
     items, _ = numbered()
     items.keep_from(13, 4)
@@ -256,16 +238,6 @@ def test_after_a_restore_the_source_is_read_forward_once():
     again, source = resumed(items, 30)
     assert taken(again, 1) == names([30])
     assert source.reads == [*range(12, 31)] and source.resets == 1
-
-
-def test_the_state_after_an_error_stands_before_the_lost_item():
-    items, _ = numbered(fails_at=21)
-    with pytest.raises(OSError, match="disk"):
-        taken(items, 30)
-    items.note_state()
-    assert (items.position, items.state_at(21)[0]) == (21, 20)
-    again, _ = resumed(items, 21)
-    assert rest_of(again) == names(range(21, SIZE))
 
 
 # --- what does not fit ----------------------------------------------------------------------------
@@ -447,18 +419,6 @@ def test_an_order_that_is_not_seeded_is_an_error_that_says_so(kind, between):
     ):
         node.reset(state)
         list(node)
-
-
-@pytest.mark.parametrize("state", ["replay", "payload"])
-@pytest.mark.parametrize("groups", [0, 6])
-def test_a_source_that_has_become_shorter_is_found_by_the_restore(state, groups):
-    node = pool_of(Letters(), state=state)
-    node.reset(None)
-    numbers_of(node, groups) if groups else next(node)
-    saved = node.state_dict()
-    shorter = pool_of(Letters(saved["pulled"] - 3), state=state)
-    with pytest.raises(StateError, match="ParallelProcessor cannot resume .* the source ended"):
-        shorter.reset(saved)
 
 
 def test_items_of_each_source_are_counted_where_all_can_be_read_by_key():

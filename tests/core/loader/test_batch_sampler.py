@@ -199,22 +199,6 @@ def test_a_stateful_loader_resumes_exactly(workers):
 
 
 @pytest.mark.slow
-def test_a_plain_loader_with_workers_resumes_by_the_steps_that_were_trained():
-    one = sampler()
-    batches = iter(loader_of(DataLoader, one, num_workers=2))
-    trained = [next(batches).tolist() for _ in range(5)]
-    state = one.state_dict(len(trained))
-    assert one.step > len(trained)
-    rest = [*batches][:-1]  # The workers have the last ones, though the sampler is at its end.
-    assert one.state_dict(len(trained)) == state
-    assert one.state_dict(5 + len(rest))["step"] == 5 + len(rest)
-    del batches
-    again = sampler()
-    again.load_state_dict(state)
-    assert [*trained, *ids(loader_of(DataLoader, again, num_workers=2))] == [*sampler()]
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.. is deprecated")
 def test_lightning_and_accelerate_train_each_epoch_anew(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch")
@@ -278,3 +262,19 @@ def test_a_state_of_other_settings_or_a_damaged_one_is_refused():
         sampler().state_dict(-1)
     with pytest.raises(ValueError, match="`step` must be at most 3"):
         one.state_dict(4)
+
+
+@pytest.mark.slow
+def test_a_plain_loader_with_workers_resumes_by_the_steps_that_were_trained():
+    one = sampler()
+    batches = iter(loader_of(DataLoader, one, num_workers=2))
+    trained = [next(batches).tolist() for _ in range(5)]
+    state = one.state_dict(len(trained))
+    assert one.step > len(trained)
+    rest = [*batches][:-1]  # The workers have the last ones, though the sampler is at its end.
+    assert one.state_dict(len(trained)) == state
+    assert one.state_dict(5 + len(rest))["step"] == 5 + len(rest)
+    del batches
+    again = sampler()
+    again.load_state_dict(state)
+    assert [*trained, *ids(loader_of(DataLoader, again, num_workers=2))] == [*sampler()]

@@ -653,18 +653,6 @@ def test_a_state_that_could_not_be_taken_loses_nothing(prefetched, then, error):
     loader.close()
 
 
-def test_an_epoch_whose_state_could_not_be_taken_is_left_at_the_next_try():
-    source = Numbers()
-    loader = Loader(source)
-    take(loader, 2)
-    source.faults["state"] = OSError("disk")
-    for _ in range(2):
-        with pytest.raises(OSError, match="disk"):
-            iter(loader)
-    source.faults.clear()
-    assert list(loader) == epoch(1)
-
-
 @pytest.fixture
 def gate():
     """A process function that waits within the item (0, 1), and its events."""

@@ -216,46 +216,6 @@ def test_an_item_that_was_edited_or_swapped_is_found_before_the_batch_that_holds
         assert keys_of(over(data, loader.state_dict(), seed=seed)) == rest[len(seen) :]
 
 
-def on_two_ranks(exchange, data):
-    return graph_of(exchange, lambda **shard: ShardedSampler(1000, **shard), Counting(data), 16)
-
-
-def states_within_a_round(data):
-    """The state of each of two ranks after 22 steps, and the steps after it."""
-
-    def run(exchange):
-        loader = Loader(on_two_ranks(exchange, data))
-        it = iter(loader)
-        for _ in range(22):  # 1 + 2 + 3 + 4 + 5 + 6 steps are six rounds
-            next(it)
-        return loader.state_dict(), [next(it) for _ in range(6)]
-
-    return on_ranks(2, run)
-
-
-@pytest.mark.filterwarnings("ignore:.*has other content now")
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_sample_that_is_held_for_the_round_is_compared_even_if_a_change_is_meant(strict):
-    data = data_of(0, 1000)
-    ranks = states_within_a_round(data)
-
-    def resume(exchange):
-        state, rest = ranks[exchange.rank]
-        key = rest[-1][0][0].key
-        changed = [[n + (at == key) for n in one] for at, one in enumerate(data)]
-        loader = Loader(on_two_ranks(exchange, changed))
-        loader.load_state_dict(state, strict=strict)
-        message = rf"WindowBucketer cannot .*\(key {key}\)" if strict else "within a round of steps"
-        taken = []
-        with pytest.raises(StateError, match=message):
-            for item in loader:
-                taken.append(item)
-        assert taken == rest[: len(taken)] and (strict or not taken)
-        assert not strict or key in [one.key for one in rest[len(taken)][0]]
-
-    on_ranks(2, resume)
-
-
 def test_a_change_that_is_meant_is_warned_of_once():
     next(iter(loader := over(data := data_of(1))))
     changed = [[n + 1 for n in one] for one in data]

@@ -259,23 +259,6 @@ def test_what_raises_within_a_step_is_raised_once_and_loses_nothing(place, at, e
     assert {*threading.enumerate()} == threads
 
 
-def test_virtual_ranks_that_do_not_stand_at_the_same_step_are_named():
-    states = []
-    for batches in (3, 6):
-        it = iter(loader := hosted())
-        for _ in range(batches):
-            next(it)
-        states.append(loader.root.state_dict())
-    states[0]["sources"]["1"] = states[1]["sources"]["1"]
-    del states[0]["digest"]  # It would tell, too.
-    node = hosted().root
-    node.reset(states[0])
-    with pytest.raises(
-        StateError, match="virtual ranks .* do not continue from .*they differ in .*step"
-    ):
-        next(node)
-
-
 class Numbers(IterableDataset):
     def __iter__(self):
         yield from ({"input_ids": [n] * (n % 7 + 1)} for n in range(80))

@@ -279,25 +279,6 @@ def test_a_state_after_an_error_counts_nothing_twice():
     assert node.skipped_samples == {"missing": 1}
 
 
-def test_a_warning_that_is_an_error_leaves_no_sample_counted_twice():
-    first, second = max(epoch_of(nodes_of()), key=len)[:2]
-
-    def process(number):
-        reasons = {first: "blurred", second: "missing"}
-        return Skipped(reasons[number]) if number in reasons else Process()(number)
-
-    node, groups = planned(process), []
-    for _ in range(2):
-        with warnings.catch_warnings(), pytest.raises(UserWarning, match="is skipped"):
-            warnings.simplefilter("error")
-            groups += map(list, node)
-        assert node.skipped_samples == {}
-        node.reset(node.state_dict())
-    list(node)
-    assert node.skipped_samples == {"blurred": 1, "missing": 1}
-    assert left_out_of(node) == sorted([(first, "blurred"), (second, "missing")])
-
-
 def batches_of(node, collate=None, **options):
     return Loader(GroupCollator(node, collate, rank=0, **options))
 
@@ -358,16 +339,6 @@ def test_an_error_in_collating_names_the_step_and_its_group_is_kept():
 def test_batches_are_made_by_who_processes_the_samples_or_in_the_trainer_the_same(collate):
     by_workers, here = nodes_of(collate=collate), nodes_of()
     assert values_of(batches_of(by_workers, collate)) == values_of(batches_of(here, collate))
-
-
-def test_random_numbers_of_a_batch_differ_by_group_and_epoch():
-    collate = Draws()
-    loader = batches_of(nodes_of(collate=collate), collate)
-    drawn = [str(batch["drawn"]) for _, batch in values_of(loader) + values_of(loader)]
-    assert len({*drawn}) == len(drawn)
-    assert values_of(batches_of(nodes_of(collate=collate, seed=1), collate)) != values_of(
-        batches_of(nodes_of(collate=collate), collate)
-    )
 
 
 def test_a_batch_that_is_made_again_draws_the_same_numbers():
@@ -645,19 +616,6 @@ def test_samples_that_are_put_back_come_again_also_among_the_last(more, workers)
     node.reset(state)
     assert ids(node) == rest
     node.close()
-
-
-@pytest.mark.filterwarnings("ignore:.*exceed")
-def test_an_oversize_sample_that_is_put_back_is_counted_once():
-    node, groups = planned(Process(others={7: 130})), []
-    while not node.oversize_samples:
-        groups.append(next(node))
-    node.put_back(groups.pop())
-    for _ in range(2):  # also after a resume
-        state = node.state_dict()
-        assert numbers(ids(groups) + ids(node)) == [*range(SIZE)]
-        assert node.oversize_samples == 1
-        node.reset(state)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -98,14 +98,6 @@ def test_it_resumes_exactly_for_any_lengths(
     assert_resumes_exactly(make, every=every, **sampled(horizon=12, chain=1))
 
 
-def test_a_replay_takes_at_most_five_and_a_quarter_windows_and_says_how_many():
-    # A rare long sample stays as long as it may.
-    lengths, window = [400 if i % 301 == 0 else 1 + i % 50 for i in range(1500)], 64
-    node = bucketer(lengths, 800, window)
-    replayed = [again(node, lengths, window=window).replayed_samples for _ in node]
-    assert window < max(replayed) <= 5.25 * window
-
-
 def test_processing_that_is_not_deterministic_is_an_error_that_names_the_remedy():
     draws = iter(np.random.default_rng(0).integers(1, 50, 10_000).tolist())
 

@@ -106,15 +106,6 @@ def test_all_that_decides_times_is_in_the_fingerprint_and_the_budget_is_in_that_
     assert name(padded, StepTime(squares=0.5)) != name(padded, StepTime(squares=0.5, base=3))
 
 
-def test_all_that_decides_costs_is_in_the_fingerprint():
-    measure = estimator(None, len, {"odd": bool, "even": bool}, ["a", "b"])
-    assert measure.fingerprint() == {
-        "step_time": "len",
-        "modalities": ["odd", "even"],
-        "tasks": ["a", "b"],
-    }
-
-
 def test_without_modalities_a_group_has_images_where_a_sample_has_patches():
     measure = estimator()
     text, image = Sample(None, 5, 4), Sample(None, 5, 4, patches=3)

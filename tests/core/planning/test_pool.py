@@ -171,16 +171,6 @@ def test_the_first_group_of_a_pool_that_starts_early_waits_for_two_budgets():
         assert pool.room() == 1
 
 
-def test_a_lower_limit_makes_the_budgets_of_a_growing_pool_smaller():
-    pool = RollingPool(TokenBudget(1000), 32)
-    pool.start_early()
-    pool.add(range(8), [100] * 8, [0] * 8)
-    pool.count(8)
-    assert pool.room() == 1
-    pool.limit(Limits.of(TokenBudget(400)))
-    assert pool.room() == 0
-
-
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=60), tokens=st.integers(30, 99))
 @few
 def test_the_tail_goes_out_in_the_fewest_groups(lengths, tokens):
@@ -270,19 +260,6 @@ def test_no_room_is_left_for_a_sample_that_would_make_the_oldest_too_old():
     assert pool.room() == 3
     pool.count(3)
     assert pool.room() == 0
-
-
-def test_once_the_oldest_is_four_windows_old_it_is_in_the_next_group():
-    lengths = [60, *[10] * 7]  # alone, it is a worse group than the others
-    for pulled, is_forced in [(4 * 8 - 1, False), (4 * 8, True)]:
-        pool = RollingPool(TokenBudget(100), 8)
-        pool.add([0, *range(20, 27)], lengths, [0] * 8)
-        pool.count(pulled)
-        assert (0 in pool.take().tolist()) == is_forced
-    pool = RollingPool(TokenBudget(100), 8)
-    pool.add([0, *range(20, 27)], [10, *[90] * 7], [0] * 8)
-    pool.count(4 * 8)
-    assert 0 in pool.take(largest=True).tolist()  # before the longest
 
 
 def test_every_group_holds_one_of_the_64_oldest():
@@ -500,3 +477,16 @@ def test_before_ranks_have_agreed_on_times_the_pool_takes_a_middle_one_of_its_ow
     by_cost = pool_of(lengths, budget)
     by_cost.remove(np.setdiff1d(by_cost.ordinals(), pool.ordinals()))
     assert pool.take().tolist() == by_cost.take().tolist()
+
+
+def test_once_the_oldest_is_four_windows_old_it_is_in_the_next_group():
+    lengths = [60, *[10] * 7]  # alone, it is a worse group than the others
+    for pulled, is_forced in [(4 * 8 - 1, False), (4 * 8, True)]:
+        pool = RollingPool(TokenBudget(100), 8)
+        pool.add([0, *range(20, 27)], lengths, [0] * 8)
+        pool.count(pulled)
+        assert (0 in pool.take().tolist()) == is_forced
+    pool = RollingPool(TokenBudget(100), 8)
+    pool.add([0, *range(20, 27)], [10, *[90] * 7], [0] * 8)
+    pool.count(4 * 8)
+    assert 0 in pool.take(largest=True).tolist()  # before the longest

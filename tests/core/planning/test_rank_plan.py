@@ -447,20 +447,6 @@ def test_how_many_groups_are_formed_ahead_follows_from_the_step_alone():
         assert expected + steps - emitted <= max(steps, following) + 2
 
 
-def test_all_groups_of_a_round_and_one_further_are_formed_before_it_is_settled():
-    formed = []
-
-    class Noting(Ranks):
-        def settle(self):
-            formed.append([len(plan.formed) for plan in self.plans])
-            super().settle()
-
-    steps = [*Noting([[50] * 200] * 2, round_size=8, shares_rest=False).steps()]
-    assert formed[:4] == [[2, 2], [3, 3], [4, 4], [5, 5]]
-    assert max(max(of_ranks) for of_ranks in formed) == 9
-    assert len(steps) == 89  # 178 samples of each rank, 2 in a group
-
-
 def test_groups_of_the_last_round_are_formed_two_with_each_step_and_the_others_at_its_end():
     ranks = Ranks([[50] * 100] * 2, round_size=4)
     assert len([*ranks.steps()]) == 45
@@ -551,11 +537,6 @@ def test_a_report_has_what_is_measured_of_each_group_and_whether_the_data_has_en
     assert not plan_of([10] * 90, ended=False).report().ended
 
 
-def test_with_stop_no_rank_tells_of_splits():
-    assert len(plan_of([10, 30, 30]).report().table) == 3
-    assert len(plan_of([10, 30, 30], options={"uneven": "stop"}).report().table) == 1
-
-
 @pytest.mark.parametrize(
     ("lengths", "before", "expected"), [([10], False, True), ([], True, True), ([], False, False)]
 )
@@ -634,14 +615,6 @@ def test_a_rank_without_samples_gets_some_and_steps_are_as_few_as_the_budget_all
     _, (first, second) = shared_out([[10] * 20, []], TokenBudget(50))
     assert [sum(map(len, groups)) for groups in (first, second)] == [10, 10]
     assert len(first) == len(second) == 2
-
-
-def test_groups_of_the_last_round_are_split_where_a_rank_has_fewer_than_others():
-    ranks = Ranks([[50] * 11, [80] * 7], round_size=4)  # 5 and 7 groups: nothing is given away
-    for plan in ranks.plans:
-        plan.settings = RoundSettings(is_last=True)
-    steps = [*ranks.steps()]
-    assert len(steps) == 7 and all(group for step in steps for group in step)
 
 
 def test_a_rank_gives_only_what_all_others_can_make():

@@ -179,18 +179,6 @@ def test_under_a_cap_less_padding_is_worth_some_of_it():
     assert LengthRuns(TokenBudget(1000)).choose(table, 9, np.array([400])) == slice(0, 3)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "shapes", "longest", "most"),
-    [(512, 8, 60, 1.3), (4096, 4, 2048, 1.8), (16_384, 60, 8192, 1.06)],
-)
-def test_few_shapes_cost_few_batches_however_short_the_samples_are(tokens, shapes, longest, most):
-    lengths = np.random.default_rng(0).integers(1, longest + 1, 500).tolist()
-    free, few = (
-        len(run(lengths, TokenBudget(tokens, shapes=at_most), 256)[0]) for at_most in (None, shapes)
-    )
-    assert few / free <= most
-
-
 def test_a_pool_offers_the_costs_of_its_full_groups():
     # From the longest down: 1 x 70, 2 x 40, 3 x 30, 10 x 10; what is left is not full.
     pool = pool_of([70, 40, 40, *[30] * 3, *[10] * 65], 100)
@@ -408,11 +396,6 @@ def test_a_mixed_group_still_holds_an_anchor_and_of_equally_mixed_ones_the_fulle
     # Both mix two tasks evenly.
     table = table_of([(10, 0, 0), (10, 0, 1), (20, 0, 0), (20, 0, 1)])
     assert LengthRuns(TokenBudget(40), 1.0).choose(table, 9) == slice(2, 4)
-
-
-def test_an_oversize_sample_fits_no_better_than_a_full_group():
-    table = table_of([(10, 0, 0), (10, 0, 1), (99, 0, 0)])
-    assert LengthRuns(TokenBudget(20), 0.001).choose(table, 9) == slice(0, 2)
 
 
 test_a_weight_that_is_none_is_refused = refuses(

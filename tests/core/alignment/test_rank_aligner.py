@@ -118,7 +118,10 @@ def test_equal_steps_and_every_sample_once_for_any_shards_and_rounds(sizes, **op
 def test_modalities_of_any_rank_are_known_on_all():
     def run(exchange):
         samples = [{"input_ids": [1] * 5, "id": i + 40 * exchange.rank} for i in range(40)]
-        modalities = {"audio": lambda one: False, "image": lambda one: one.data["id"] == 47}
+        modalities = {
+            "audio": lambda sample: False,
+            "image": lambda sample: sample.data["id"] == 47,
+        }
         return [item.info.modalities for item in graph(exchange, samples, modalities=modalities)]
 
     first, second = on_ranks(2, run)
@@ -163,7 +166,7 @@ def test_stop_names_all_samples_that_were_read(size=41):
         )
         infos = [pop_step_info(batch) for batch in loader]
         emitted = [key for info in infos if not info.is_filler for key in info.keys]
-        return emitted + [one.key for info in infos for one in info.left_out]
+        return emitted + [sample.key for info in infos for sample in info.left_out]
 
     for keys in on_ranks(2, run):
         assert sorted(keys) == [*range(len(keys))]
@@ -295,9 +298,9 @@ def is_odd(sample):
 def test_what_decides_the_steps_does_not_change_within_a_round_or_an_epoch(
     options, message, within
 ):
-    given = {"accumulate": 8} if within == "round" else {}
-    steps, states = epoch_of(Loader(graph(None, shard(0, 60), **given)))
-    changed = Loader(graph(None, shard(0, 60), **{**given, **options}))
+    plain = {"accumulate": 8} if within == "round" else {}
+    steps, states = epoch_of(Loader(graph(None, shard(0, 60), **plain)))
+    changed = Loader(graph(None, shard(0, 60), **{**plain, **options}))
     for place in [1] if within == "round" else [0, 3, len(steps) - 1]:
         changed.load_state_dict(states[place], strict=False)
         with pytest.raises(StateError, match=message):

@@ -43,7 +43,7 @@ ASKED = 40
 def test_the_smallest_wish_of_a_rank_is_what_all_ranks_form_groups_under(kind, ranks):
     """That such a run resumes exactly is tested by the resume machine."""
     run = Job(JobSpec(kind, ranks, None))
-    first, second = ([[one.info for one in step] for step in run.epoch()] for _ in range(2))
+    first, second = ([[batch.info for batch in step] for step in run.epoch()] for _ in range(2))
     run.end()
     assert max(info.most_cost for step in first[:4] for info in step) > ASKED
     assert max(info.most_cost for step in second[8:] for info in step) <= ASKED
@@ -77,9 +77,9 @@ def loader_of(
 ):
     first = 0 if exchange is None else 10_000 * exchange.rank
 
-    def sample(at):
-        tokens = scale * random.Random(first + at).randint(1, 32)
-        return {"input_ids": [1] * tokens, "id": first + at}
+    def sample(index):
+        tokens = scale * random.Random(first + index).randint(1, 32)
+        return {"input_ids": [1] * tokens, "id": first + index}
 
     if kind == "keys":
         source = ParallelProcessor(ShardedSampler(size, rank=0, world_size=1), sample)
@@ -88,7 +88,7 @@ def loader_of(
     state = "payload" if kind == "payload" else "replay"
     groups = WindowBucketer(LengthObserver(source), 100, window, state)
     aligner = RankAligner(groups, exchange, **{"round_size": 8, "timeout_s": TIMEOUT_S, **options})
-    node = GroupCollator(aligner, lambda group: {"ids": [one["id"] for one in group]})
+    node = GroupCollator(aligner, lambda group: {"ids": [sample["id"] for sample in group]})
     return Loader(ReadAhead(node, read_ahead) if read_ahead else node)
 
 
@@ -120,10 +120,10 @@ def test_an_epoch_begins_with_128_and_the_second_round_has_what_suits(ranks, siz
         next(iter(loader))
         return windows, pulled[0], pool.pool.pulled
 
-    found = on_ranks(ranks, run)
-    (window,) = {chosen for windows, _, _ in found for _, chosen in windows}
+    results = on_ranks(ranks, run)
+    (window,) = {chosen for windows, _, _ in results for _, chosen in windows}
     assert 160 < window < 240  # 32 budgets of 100 tokens, at a mean of 16.5
-    for windows, first, second in found:
+    for windows, first, second in results:
         # In a short epoch each rank chooses by its own lengths for the first round.
         assert (128 <= first < 160) == (size > 4 * window)
         assert {samples for samples, _ in windows} == {window}  # of the rounds after that
@@ -167,7 +167,9 @@ def tokens_of_rank(rank):
 
 def loader_over(exchange, tokens, window=64, reads_ahead=False, **options):
     """Over samples of these lengths, each rank for itself."""
-    samples = [{"input_ids": [1] * n, "id": (exchange.rank, at)} for at, n in enumerate(tokens)]
+    samples = [
+        {"input_ids": [1] * n, "id": (exchange.rank, index)} for index, n in enumerate(tokens)
+    ]
     groups = WindowBucketer(LengthObserver(IterableWrapper(samples)), 100, window)
     groups = ReadAhead(groups, 4) if reads_ahead else groups
     return Loader(RankAligner(groups, exchange, timeout_s=TIMEOUT_S, **options))

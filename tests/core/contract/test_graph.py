@@ -203,7 +203,7 @@ def test_a_thread_is_waited_for_until_it_has_left_its_source(gated, new_threads)
 
 @pytest.mark.parametrize("stop", [stop_threads, close_nodes])
 @pytest.mark.parametrize(
-    "make", [lambda one: Prefetcher(one, 3), lambda one: ParallelMapper(one, abs, 2)]
+    "make", [lambda source: Prefetcher(source, 3), lambda source: ParallelMapper(source, abs, 2)]
 )
 def test_a_thread_that_does_not_come_back_is_an_error_that_names_its_node(make, stop, gated):
     root = make(gated)

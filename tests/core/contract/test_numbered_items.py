@@ -122,19 +122,19 @@ def resumed(items, number, source=None, distance=4):
 
 
 def taken(items, count):
-    found = []
-    while len(found) < count:
-        found += items.take(count - len(found))[0]
-    return found
+    result = []
+    while len(result) < count:
+        result += items.take(count - len(result))[0]
+    return result
 
 
 def rest_of(items):
-    found = []
+    result = []
     while True:
         try:
-            found += items.take(7)[0]
+            result += items.take(7)[0]
         except StopIteration:
-            return found
+            return result
 
 
 def names(numbers):
@@ -164,8 +164,8 @@ def test_from_any_state_the_kept_items_and_the_rest_are_read_again(data):
     again.keep_from(oldest, distance)
     wanted = data.draw(st.sets(st.integers(oldest, out - 1))) if oldest < out else set()
     for holder, most in (again, out), (items, items.position):
-        found = holder.read_again(wanted)
-        assert found == {number: (f"item {number}", None) for number in wanted}
+        by_number = holder.read_again(wanted)
+        assert by_number == {number: (f"item {number}", None) for number in wanted}
         assert holder.position == most
     assert len(source.reads) == len({*source.reads})  # in order, once
     assert rest_of(again) == names(range(out, size))
@@ -222,9 +222,9 @@ def test_keys_that_the_source_tells_come_with_the_items():
     items.keep_from(0, 4)
     taken(items, 9)
     again = items.make_again([ItemKey("", number, 1) for number in (7, 2)])
-    assert [run[at] for run, at in again.take([0, 1])] == ["item 7", "item 2"] and again.are_made
-    found = items.read_again([7, 2])
-    assert {number: key.key for number, (_, key) in found.items()} == {7: 1008, 2: 1003}
+    assert [run[row] for run, row in again.take([0, 1])] == ["item 7", "item 2"] and again.are_made
+    reread = items.read_again([7, 2])
+    assert {number: key.key for number, (_, key) in reread.items()} == {7: 1008, 2: 1003}
 
 
 def test_after_a_restore_the_source_is_read_forward_once():
@@ -307,12 +307,12 @@ class Process:
 
 
 def numbers_of(groups, count=None):
-    found = []
+    numbers = []
     for group in groups:
-        found.append([one.data["input_ids"][0] for one in group])
-        if len(found) == count:
+        numbers.append([sample.data["input_ids"][0] for sample in group])
+        if len(numbers) == count:
             break
-    return found
+    return numbers
 
 
 def gz(folder):
@@ -393,8 +393,8 @@ def test_the_samples_of_a_source_without_keys_say_their_numbers():
         again = pool_of(type(source)() if isinstance(source, Letters) else source)
         again.reset(node.state_dict())
         held = again.store.look(again.store.ordinals())
-        assert [one.ordinal for one in held] == again.store.ordinals().tolist()
-        return [(one.key, one.ordinal) for one in group]
+        assert [sample.ordinal for sample in held] == again.store.ordinals().tolist()
+        return [(sample.key, sample.ordinal) for sample in group]
 
     assert all(key is None and number is not None for key, number in ordinals(Letters()))
     iterable = SOURCES["iterable"](None)
@@ -425,12 +425,12 @@ def test_items_of_each_source_are_counted_where_all_can_be_read_by_key():
     def counts(source):
         node = pool_of(source)
         node.reset(None)
-        processor, found = node.source, []
+        processor, states = node.source, []
         while hasattr(processor, "source") and not isinstance(processor, ParallelProcessor):
             processor = processor.source
         for _ in node:
-            found.append(copy_state(vars(processor.save())))
-        return [*found, vars(processor.save())]
+            states.append(copy_state(vars(processor.save())))
+        return [*states, vars(processor.save())]
 
     by_key = {name: ShardedSampler(60, rank=0, world_size=1) for name in "ab"}
     for state in counts(SourceMixer(by_key)):
@@ -498,11 +498,11 @@ def test_an_error_of_the_source_loses_nothing_whatever_is_with_workers():
     whole.reset(None)
     expected = numbers_of(whole)
     for fails_at in range(0, SIZE, 13):
-        node, found = make(fails_at), []
+        node, numbers = make(fails_at), []
         node.reset(None)
         with pytest.raises(OSError, match="disk"):
             for group in node:
-                found += numbers_of([group])
+                numbers += numbers_of([group])
         mended = make(workers=0)
         mended.reset(node.state_dict())
-        assert [*found, *numbers_of(mended)] == expected, fails_at
+        assert [*numbers, *numbers_of(mended)] == expected, fails_at

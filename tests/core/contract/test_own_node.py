@@ -71,12 +71,12 @@ def run(path, steps):
 def test_a_job_with_a_node_of_ones_own_that_is_killed_yields_what_one_run_does(tmp_path):
     expected, ended = run(tmp_path / "whole.pt", 0)
     assert ended
-    found = []
+    batches = []
     for steps in (5, 0):
         lines, ended = run(tmp_path / "killed.pt", steps)
         assert ended == (not steps)
-        found += lines
-    assert found == expected
+        batches += lines
+    assert batches == expected
 
 
 @dataclass(kw_only=True)
@@ -124,7 +124,7 @@ def test_a_snapshot_that_is_kept_shares_nothing_that_the_node_changes():
     next(node)
     kept, saved = snapshot(node), node.state_dict()
     list(node)
-    assert copy_state(kept) == {name: one for name, one in saved.items() if name != "digest"}
+    assert copy_state(kept) == {name: value for name, value in saved.items() if name != "digest"}
 
 
 def test_the_node_of_the_page_begins_each_epoch_with_its_defaults():

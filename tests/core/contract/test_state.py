@@ -98,7 +98,7 @@ def test_a_state_that_is_nested_too_deeply_is_refused(place, kind):
 def test_a_digest_is_of_values_whatever_the_order_of_keys():
     mixed = {2: 0, "2": 1, (1, b"x"): 2, None: 3}
     states = [{"b": mixed, "a": 2**70}, {"a": 2**70, "b": dict(reversed(mixed.items()))}]
-    assert len({add_digest(one)["digest"] for one in states}) == 1
+    assert len({add_digest(state)["digest"] for state in states}) == 1
 
 
 def test_a_digest_is_of_values_however_a_tensor_lies_in_memory():
@@ -115,7 +115,7 @@ def test_a_digest_is_of_values_however_a_tensor_lies_in_memory():
     ],
 )
 def test_a_digest_tells_values_of_other_types_apart(value, other):
-    digests = [add_digest({"x": [one]})["digest"] for one in (value, other)]
+    digests = [add_digest({"x": [content]})["digest"] for content in (value, other)]
     assert digests[0] != digests[1]
 
 
@@ -294,8 +294,8 @@ def test_ctrl_c_while_saving_is_a_keyboard_interrupt(path):
         thread.join()
         signal.signal(signal.SIGINT, before)
     assert interrupts > 20
-    found = load_state(path)  # on a slow disk, no call may have come to its end
-    assert found == {"step": 1} or found["weights"].shape == (400_000,)
+    state = load_state(path)  # on a slow disk, no call may have come to its end
+    assert state == {"step": 1} or state["weights"].shape == (400_000,)
     save_state(STATE, path)  # removes what an interrupt within the removal has left
     assert os.listdir(path.parent) == [path.name]
 

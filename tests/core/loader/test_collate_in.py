@@ -124,8 +124,8 @@ def allow_few_files(worker):
 )
 def test_a_worker_may_have_few_files_or_none(allow, lengths):
     """Then large arrays come through the socket."""
-    given = {"worker_init_fn": allow, "in_flight_samples": 200}
-    with loader_of(Rows(40, 800), lengths=lengths, workers=given) as loader:
+    options = {"worker_init_fn": allow, "in_flight_samples": 200}
+    with loader_of(Rows(40, 800), lengths=lengths, workers=options) as loader:
         images = {}
         for batch in loader:
             images.update(zip(batch["ids"], batch["pixels"], strict=True))

@@ -258,8 +258,8 @@ def test_a_partial_is_named_with_its_plain_arguments_and_a_tokenizer_by_its_voca
     )
     assert stable_name(partial(partial(crop, 5), None)) == "crop(5, None)"
     assert stable_name(partial(crop, np.int64(5))) == "crop(5)"
-    one, same, other = (
+    first, same, other = (
         stable_name(partial(crop, Tokenizer(*words))) for words in ("ab", "ab", "ba")
     )
-    assert one == same != other
-    assert one.startswith("crop(<Tokenizer of 2 tokens, ")
+    assert first == same != other
+    assert first.startswith("crop(<Tokenizer of 2 tokens, ")

@@ -331,7 +331,9 @@ def test_a_loader_that_is_forgotten_is_freed(when, method, prefetch):
 
 def test_a_forgotten_loader_may_be_collected_on_the_thread_that_reads_ahead(monkeypatch):
     unraisable, go, done = [], threading.Event(), threading.Event()
-    monkeypatch.setattr(sys, "unraisablehook", lambda one: unraisable.append(one.exc_value))
+    monkeypatch.setattr(
+        sys, "unraisablehook", lambda unraised: unraisable.append(unraised.exc_value)
+    )
 
     def collect():
         assert go.wait(20)

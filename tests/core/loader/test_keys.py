@@ -67,14 +67,14 @@ def check(steps, expected, left_out=()):
         assert len(info.keys) == len(info.row_sources) == len(info.row_repeats)
         assert len(info.keys) == info.local_samples
         assert info.is_filler or list(info.keys) == ids
-    out = [one for info, _ in steps for one in info.left_out]
+    out = [sample for info, _ in steps for sample in info.left_out]
     assert Counter(out) == Counter(left_out)
-    keys = [key for info, _ in steps for key in info.keys] + [one.key for one in out]
+    keys = [key for info, _ in steps for key in info.keys] + [sample.key for sample in out]
     assert sorted(keys) == sorted(expected)
 
 
 def collate_ids(group):
-    return {"id": torch.tensor([one["id"] for one in group])}
+    return {"id": torch.tensor([sample["id"] for sample in group])}
 
 
 def test_of_a_map_style_dataset_they_are_the_indices():
@@ -115,11 +115,11 @@ def test_indices_of_numpy_or_torch_stand_for_the_same_samples_as_plain_ones(kind
     plain, other = ([pop_step_info(batch).keys for batch in loader] for loader in loaders)
     assert plain == other and {type(key) for keys in other for key in keys} == {int}
 
-    one = loader_of(kind(order))
-    batches = iter(one)
+    first = loader_of(kind(order))
+    batches = iter(first)
     seen = [pop_step_info(next(batches)).keys for _ in range(3)]
     resumed = loader_of(order)  # by plain ones
-    resumed.load_state_dict(one.state_dict())
+    resumed.load_state_dict(first.state_dict())
     assert seen + [pop_step_info(batch).keys for batch in resumed] == plain
 
     excluding = loader_of(kind(order), exclude=kind([7]))
@@ -218,7 +218,7 @@ def augmented(index):
 
 def test_a_sample_that_comes_twice_in_an_epoch_is_drawn_anew():
     node = ParallelProcessor(IterableSource([3, 3, 3], yields_indices=True), augmented)
-    assert len({tuple(one["drawn"].tolist()) for one in Loader(node)}) == 3
+    assert len({tuple(sample["drawn"].tolist()) for sample in Loader(node)}) == 3
     mixer = SourceMixer({"a": ShardedSampler(2), "b": ShardedSampler(40)}, stop="cycle")
     everything = [*Loader(ParallelProcessor(mixer, lambda routed: (routed, random.random())))]
     of_a = [number for routed, number in everything if routed.source == "a"]
@@ -247,7 +247,7 @@ def keys_of(steps):
 
 
 def excluded_in(steps):
-    return [one.key for info in steps for one in info.left_out if one.reason == "excluded"]
+    return [sample.key for info in steps for sample in info.left_out if sample.reason == "excluded"]
 
 
 def alone(exclude=None, above=lambda node: node):
@@ -327,8 +327,8 @@ def test_a_file_names_keys_and_sources(tmp_path):
     lines = [17, {"source": "ocr", "key": 4, "reason": "NaN"}, {"key": 2**63 - 1}]
     path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
     expected = ExcludedKeys({"": [17, 2**63 - 1], "ocr": [4]})
-    for given in (path, str(path), expected, {"": iter([17, 2**63 - 1]), "ocr": {4}}):
-        assert ExcludedKeys.of(given) == expected
+    for exclude in (path, str(path), expected, {"": iter([17, 2**63 - 1]), "ocr": {4}}):
+        assert ExcludedKeys.of(exclude) == expected
     assert ExcludedKeys.from_state(expected.to_state()) == expected
     with pytest.warns(UserWarning, match="keys of source 'ocr', but `dataset` is no dict"):
         assert 17 not in keys_of(taken(loader_of(exclude=path)))
@@ -409,7 +409,7 @@ def skipping(**options):
 def test_the_first_of_each_reason_is_shown():
     with pytest.warns(UserWarning) as caught:
         taken(skipping())
-    shown = [str(one.message) for one in caught if "is skipped" in str(one.message)]
+    shown = [str(warning.message) for warning in caught if "is skipped" in str(warning.message)]
     assert [text.partition(". Further")[0] for text in shown] == [
         "sample 0 of the epoch (key 0) is skipped (missing): no file for 0",
         "sample 3 of the epoch (key 3) is skipped (corrupt): cannot read 3",
@@ -419,8 +419,8 @@ def test_the_first_of_each_reason_is_shown():
 def test_data_that_was_mended_or_lost_between_save_and_resume():
     next(iter(loader := skipping()))
     lost, mended = skipping(also=range(SIZE)), skipping(never=True)
-    for one in (lost, mended):
-        one.load_state_dict(loader.state_dict())
+    for loaded in (lost, mended):
+        loaded.load_state_dict(loader.state_dict())
     with pytest.raises(StateError, match="is skipped now .lost.: gone"):
         next(iter(lost))
     # What was skipped stays so, what comes later is good: nothing twice.

@@ -126,9 +126,9 @@ def test_a_table_of_tokens_is_planned_by_itself(tmp_path, caplog):
     assert is_planned(loader)
     assert "list offsets of the column 'input_ids'" in caplog.text
     assert numbers(ids(loader)) == [*range(SIZE)]
-    given = loader_of(rows)
-    given.set_epoch(0), loader.set_epoch(0)
-    assert ids(loader) == ids(given)
+    by_lengths = loader_of(rows)
+    by_lengths.set_epoch(0), loader.set_epoch(0)
+    assert ids(loader) == ids(by_lengths)
     for options in (
         {"lengths": False},
         {"process_fn": add_noise},
@@ -212,18 +212,18 @@ def test_the_trainer_makes_batches_that_workers_cannot_make(method):
     """A process that is not forked, and a thread that shares the generators with the trainer."""
     start_method = "spawn" if method == "process" else None
     workers = WorkerOptions(num_workers=1, method=method, start_method=start_method)
-    options = {"collate_fn": lambda samples: {"id": [one["id"] for one in samples]}}
-    with warnings.catch_warnings(record=True) as told:
+    options = {"collate_fn": lambda samples: {"id": [sample["id"] for sample in samples]}}
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loader = loader_of(workers=workers, collate_in="workers", **options)
         loader_of(workers=workers, **options)
     why = "cannot be pickled" if method == "process" else "may draw random numbers"
-    assert [why in str(one.message) for one in told] == [True]
+    assert [why in str(warning.message) for warning in caught] == [True]
     assert loader._graphs[0].bucketer.why_not_collated
 
 
 def draws_nothing(samples):
-    return {"id": [one["id"] for one in samples]}
+    return {"id": [sample["id"] for sample in samples]}
 
 
 draws_nothing.draws_random_numbers = False
@@ -247,8 +247,8 @@ def test_samples_with_keys_of_their_own_are_excluded_by_these():
         return Observation(len(sample["input_ids"]), key=1000 + sample["id"])
 
     for exclude, gone in ([17], []), ([1017], [17]):
-        found = numbers(ids(loader_of(observe=observe, exclude=exclude)))
-        assert found == [row for row in range(SIZE) if row not in gone]
+        rows = numbers(ids(loader_of(observe=observe, exclude=exclude)))
+        assert rows == [row for row in range(SIZE) if row not in gone]
 
 
 def with_source(sample):
@@ -268,8 +268,8 @@ def test_samples_that_processing_names_are_excluded_by_these_names_or_refused():
     for exclude, gone in ([17], []), ({"web": [17]}, [17]):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a source that the loader does not know
-            found = numbers(ids(loader_of(process_fn=declared, exclude=exclude)))
-        assert found == [row for row in range(SIZE) if row not in gone]
+            rows = numbers(ids(loader_of(process_fn=declared, exclude=exclude)))
+        assert rows == [row for row in range(SIZE) if row not in gone]
 
 
 def test_packed_samples_are_planned_with_what_fills_them_up():
@@ -378,8 +378,8 @@ KINDS_OF_LIES = {
 def test_ranks_take_as_many_steps_whatever_the_lengths_are(lie, seed, size, world_size):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 100, size).tolist()
-    told = KINDS_OF_LIES[lie](lengths, rng)
-    ranks = steps_of_ranks(world_size, dataset=Rows(lengths), lengths=told)
+    wrong_lengths = KINDS_OF_LIES[lie](lengths, rng)
+    ranks = steps_of_ranks(world_size, dataset=Rows(lengths), lengths=wrong_lengths)
     keys, totals = zip(*ranks, strict=True)
     assert len({*map(len, keys)}) == 1
     assert sorted(key for steps in keys for step in steps for key in step) == [*range(size)]
@@ -405,6 +405,6 @@ def test_it_warns_once_where_only_the_trainer_can_make_batches():
         return {"id": torch.tensor([sample["id"] for sample in samples])}
 
     with loader_of(collate_fn=collate, workers=WORKERS) as loader:
-        with pytest.warns(UserWarning, match="there is no device") as told:
+        with pytest.warns(UserWarning, match="there is no device") as caught:
             assert numbers(ids(loader)) == [*range(SIZE)]
-    assert len(told) == 1
+    assert len(caught) == 1

@@ -421,7 +421,7 @@ def spoil(state):
 def test_a_state_is_the_callers_and_a_loaded_one_is_neither_changed_nor_kept():
     loader = Loader(Live())
     states = [loader.state_dict() for _ in loader]
-    assert [len(one["root"]["seen"]) for one in states] == [1, 2, 3, 4]
+    assert [len(saved["root"]["seen"]) for saved in states] == [1, 2, 3, 4]
     assert [one["root"]["at"].item() for one in states] == [1, 2, 3, 4]
     state, before = states[1], copy.deepcopy(states[1])
     loader = resumed(state, Live())
@@ -624,8 +624,10 @@ def test_an_exception_stops_the_threads_and_is_raised_again_until_mended_and_los
     faults.clear()
     again = [list(resumed(state, FRAGILE[name](Numbers(8), process))), list(loader)]
     assert again[0] == again[1]
-    flat = [one for item in [*items, *again[0]] for one in (item if type(item) is list else [item])]
-    assert [getattr(one, "data", one) for one in flat] == epoch(0, 8)
+    flat = [
+        part for item in [*items, *again[0]] for part in (item if type(item) is list else [item])
+    ]
+    assert [getattr(part, "data", part) for part in flat] == epoch(0, 8)
     loader.close()
 
 

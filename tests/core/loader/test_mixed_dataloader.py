@@ -63,13 +63,17 @@ class Chats(JsonlSource):
 
 def test_a_source_may_be_in_many_loaders_and_under_many_names(chats):
     file = JsonlSource(chats)
-    given = {"token_budget": 400, "window": 8, "process_fn": lambda record: encode(record["text"])}
+    options = {
+        "token_budget": 400,
+        "window": 8,
+        "process_fn": lambda record: encode(record["text"]),
+    }
     for data, size in (({"a": file, "b": file}, 40), (file, 20), (Chats(folder=chats.parent), 20)):
-        one, other = (
-            [pop_step_info(batch) for batch in ODBDataLoader(data, **given)] for _ in range(2)
+        first, other = (
+            [pop_step_info(batch) for batch in ODBDataLoader(data, **options)] for _ in range(2)
         )
-        assert sum(info.local_samples for info in one) == size
-        assert one == other
+        assert sum(info.local_samples for info in first) == size
+        assert first == other
 
 
 @pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
@@ -167,10 +171,10 @@ FAULTS = {  # the second of two datasets, its function, other options
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_error_names_source_and_sample(chats, fault, num_workers):
     make, function, options, message = FAULTS[fault]
-    given = {"token_budget": 64, "process_fn": {"a": encode, "b": function}, "shuffle": False}
+    arguments = {"token_budget": 64, "process_fn": {"a": encode, "b": function}, "shuffle": False}
     data = {"a": ["x"] * 9, "b": make(chats)}
     with (
-        ODBDataLoader(data, num_workers=num_workers, **given | options) as loader,
+        ODBDataLoader(data, num_workers=num_workers, **arguments | options) as loader,
         pytest.raises(SampleError, match=message),
     ):
         list(loader)
@@ -198,9 +202,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*of the tokens of the first")
 
 def loader_of(exchange=None, by="samples", weights=FIRST, **options):
     data = {n: [{"input_ids": [i] * (3 + 7 * i % 29)} for i in range(SIZE)] for n in NAMES}
-    given = {"token_budget": 160, "window": 12, "seed": 1, "round_size": 8, "timeout_s": TIMEOUT_S}
-    given |= {"weights": Mixing(weights=weights, by=by), "process_group": exchange}
-    return ODBDataLoader(data, **given | options)
+    arguments = {
+        "token_budget": 160,
+        "window": 12,
+        "seed": 1,
+        "round_size": 8,
+        "timeout_s": TIMEOUT_S,
+    }
+    arguments |= {"weights": Mixing(weights=weights, by=by), "process_group": exchange}
+    return ODBDataLoader(data, **arguments | options)
 
 
 def rows_of(loader):
@@ -217,7 +227,7 @@ def drawn(loader, by="samples", ranks=1):
         info = pop_step_info(batch)
         rows = [*zip(info.row_sources, info.keys, strict=True)]
         if early.total() < EARLY[by] / ranks:
-            early.update({name: getattr(one, by) for name, one in info.local_sources.items()})
+            early.update({name: getattr(count, by) for name, count in info.local_sources.items()})
         seen.update([] if info.is_filler else rows)
     return seen, early
 
@@ -233,12 +243,12 @@ def test_the_next_epochs_are_drawn_by_what_was_set_last_and_each_sample_comes_on
     ranks, options, by
 ):
     def run(exchange):
-        loader, found = loader_of(exchange, by, **options), []
+        loader, by_epoch = loader_of(exchange, by, **options), []
         for calls in ([], [], [LATER, OTHER], [LATER], []):
             for weights in calls:
                 loader.set_weights(weights)
-            found.append(drawn(loader, by, ranks))
-        return found
+            by_epoch.append(drawn(loader, by, ranks))
+        return by_epoch
 
     epochs = zip(*on_ranks(ranks, run), strict=True)
     for weights, of_ranks in zip((FIRST, FIRST, OTHER, LATER, LATER), epochs, strict=True):
@@ -250,12 +260,12 @@ def test_the_next_epochs_are_drawn_by_what_was_set_last_and_each_sample_comes_on
 def test_the_present_epoch_goes_on_as_it_began():
     with loader_of() as loader, loader_of() as other:
         expected = rows_of(loader)
-        found = []
+        rows = []
         for step, batch in enumerate(other):
-            found.append(batch["input_ids"].tolist())
+            rows.append(batch["input_ids"].tolist())
             if step in (0, 7):
                 other.set_weights(LATER)
-        assert found == expected
+        assert rows == expected
         with loader_of(weights=LATER) as third:
             next(iter(third))  # leaves its first epoch
             assert rows_of(other) == rows_of(third)

@@ -50,15 +50,15 @@ def test_the_signature_of_the_loader_has_the_names_types_and_defaults_of_the_opt
 
 def test_the_docstring_of_the_loader_explains_every_option_and_editors_are_shown_them():
     documented = inspect.getdoc(ODBDataLoader)
-    assert all(f"\n    {one.name}: " in documented for one in fields(LoaderOptions))
+    assert all(f"\n    {field.name}: " in documented for field in fields(LoaderOptions))
     shown = inspect.signature(ODBDataLoader).parameters
-    assert {"dataset", *(one.name for one in fields(LoaderOptions))} == {*shown}
-    assert {one.kind for name, one in shown.items() if name != "dataset"} == {KEYWORD}
+    assert {"dataset", *(field.name for field in fields(LoaderOptions))} == {*shown}
+    assert {parameter.kind for name, parameter in shown.items() if name != "dataset"} == {KEYWORD}
 
 
 @pytest.mark.parametrize("node", [WindowBucketer, RankAligner])
 def test_the_nodes_have_the_defaults_of_the_options(node):
-    declared = {one.name: one.default for one in fields(LoaderOptions)}
+    declared = {field.name: field.default for field in fields(LoaderOptions)}
     shared = {
         name: parameter.default
         for name, parameter in parameters_of(node.__init__).items()
@@ -112,7 +112,7 @@ def test_an_option_that_is_not_valid_is_named_before_anything_runs(option, value
 
 
 def test_each_option_is_checked():
-    assert {option for option, *_ in INVALID} == {one.name for one in fields(LoaderOptions)}
+    assert {option for option, *_ in INVALID} == {field.name for field in fields(LoaderOptions)}
 
 
 def test_options_may_be_small_integers_of_numpy():
@@ -138,7 +138,7 @@ def saved(state):
 
 def test_no_option_of_a_made_loader_can_be_set():
     loader = ODBDataLoader([{"input_ids": [1]}], token_budget=64)
-    for name in ("dataset", *(one.name for one in fields(LoaderOptions))):
+    for name in ("dataset", *(field.name for field in fields(LoaderOptions))):
         with pytest.raises(
             AttributeError, match=f"`{name}` cannot be set .* Make another loader with"
         ):
@@ -188,7 +188,7 @@ def test_an_option_of_the_workers_that_is_not_valid_is_named(option, value, erro
 
 def test_each_option_of_the_workers_is_checked():
     checked = {option for option, *_ in INVALID_OF_WORKERS}
-    assert checked == {one.name for one in fields(WorkerOptions)}
+    assert checked == {field.name for field in fields(WorkerOptions)}
 
 
 @pytest.mark.parametrize("option", [{"start_method": "spawn"}, {"worker_init_fn": print}])

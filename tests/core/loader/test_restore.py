@@ -154,12 +154,12 @@ def test_a_source_of_ones_own_is_read_at_the_keys_that_are_needed(mixed):
     shelf = Shelf()
     again = make(shelf)
     again.reset(first.state_dict())
-    pooled = [one.key for one in again.store.look(again.store.ordinals())]
+    pooled = [sample.key for sample in again.store.look(again.store.ordinals())]
     assert shelf.nexts < WorkerOptions().nominal_chunk_samples  # of the chunk that it stands in
     assert len(shelf.reads) == len(pooled) or (mixed and 8 < len(shelf.reads) < len(pooled))
     assert {*shelf.reads} <= {*pooled}
-    rest = [[one.data for one in group] for group in again]
-    assert rest == [[one.data for one in group] for group in first]
+    rest = [[sample.data for sample in group] for group in again]
+    assert rest == [[sample.data for sample in group] for group in first]
 
 
 # --- what changed ---------------------------------------------------------------------------------
@@ -172,8 +172,8 @@ def data_of(seed, size=200):
 
 def over(data, state=None, strict=True, verify="lazy", **options):
     """A loader over samples of these tokens, begun where a state stands."""
-    given = {"token_budget": 200, "window": 24, "process_fn": Counting(data), **options}
-    loader = ODBDataLoader(range(len(data)), **given)
+    arguments = {"token_budget": 200, "window": 24, "process_fn": Counting(data), **options}
+    loader = ODBDataLoader(range(len(data)), **arguments)
     if state is not None:
         loader.load_state_dict(state, strict=strict, verify=verify)
         iter(loader)
@@ -195,8 +195,8 @@ def test_an_item_that_was_edited_or_swapped_is_found_before_the_batch_that_holds
     state = loader.state_dict()
     store = over(data, state, seed=seed)._graphs[0].bucketer.store
     pooled = store.look(store.ordinals())
-    key = rng.choice([one.key for one in pooled])
-    changed, other = [list(one) for one in data], key
+    key = rng.choice([sample.key for sample in pooled])
+    changed, other = [list(tokens) for tokens in data], key
     if seed % 2:
         changed[key][rng.randrange(len(data[key]))] += 1
     else:
@@ -218,11 +218,13 @@ def test_an_item_that_was_edited_or_swapped_is_found_before_the_batch_that_holds
 
 def test_a_change_that_is_meant_is_warned_of_once():
     next(iter(loader := over(data := data_of(1))))
-    changed = [[n + 1 for n in one] for one in data]
+    changed = [[n + 1 for n in tokens] for tokens in data]
     with pytest.warns(UserWarning, match="has other content now") as caught:
-        rest = [pop_step_info(one).keys for one in over(changed, loader.state_dict(), strict=False)]
-    found = [one for one in caught if "content" in str(one.message)]
-    assert len(found) == 1
+        rest = [
+            pop_step_info(batch).keys for batch in over(changed, loader.state_dict(), strict=False)
+        ]
+    warnings = [warning for warning in caught if "content" in str(warning.message)]
+    assert len(warnings) == 1
     assert len([key for keys in rest for key in keys]) > 150
 
 
@@ -347,7 +349,7 @@ def test_a_restore_that_is_refused_leaves_no_worker_behind():
     with over(data := data_of(2), num_workers=2) as loader:
         next(iter(loader))
         state = loader.state_dict()
-    with over([[n + 1 for n in one] for one in data], num_workers=2) as again:
+    with over([[n + 1 for n in tokens] for tokens in data], num_workers=2) as again:
         for verify in "lazy", "eager":
             again.load_state_dict(state, verify=verify)
             for _ in range(2):

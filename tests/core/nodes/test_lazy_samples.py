@@ -69,13 +69,13 @@ def aligner_of(process, exchange=None, pool=None, **options):
 
 def steps_of(node, count=None):
     """The numbers of the samples of each step, or of so many."""
-    found = []
+    steps = []
     for item in node:
         group = item[0] if isinstance(item, tuple) else item
-        found.append([one.data["input_ids"][0] for one in group])
-        if len(found) == count:
+        steps.append([sample.data["input_ids"][0] for sample in group])
+        if len(steps) == count:
             break
-    return found
+    return steps
 
 
 def saved(make, step=6):
@@ -178,8 +178,8 @@ def test_a_round_is_planned_without_the_data_of_samples_unless_a_function_asks_f
         return made
 
     asks = [
-        {"step_time": lambda group: sum(len(one.data["input_ids"]) for one in group)},
-        {"modalities": {"even": lambda one: one.data["input_ids"][0] % 2 == 0}},
+        {"step_time": lambda group: sum(len(sample.data["input_ids"]) for sample in group)},
+        {"modalities": {"even": lambda sample: sample.data["input_ids"][0] % 2 == 0}},
     ]
     fewest = max(on_ranks(2, run))
     for options in asks:
@@ -211,9 +211,9 @@ def test_what_is_left_over_is_named_without_being_made():
         expected = node.unemitted_samples
         again = make(process := Process())
         again.reset(state)
-        left = [one for _, info in again for one in info.left_out]
+        left = [sample for _, info in again for sample in info.left_out]
         assert again.unemitted_samples == expected
-        return len(process.made), [one.key for one in left if one.reason == "unemitted"]
+        return len(process.made), [sample.key for sample in left if sample.reason == "unemitted"]
 
     (_, left), _ = on_ranks(2, run)
     assert left
@@ -226,20 +226,20 @@ def test_what_is_left_over_is_named_without_being_made():
 def test_what_has_become_of_a_sample_is_an_error_before_its_group_and_loses_nothing(how):
     make = aligner_of
     state, rest = saved(make)
-    at = next(at for at, step in enumerate(rest) if at >= 2)
-    key = rest[at][0]
+    number = next(number for number, step in enumerate(rest) if number >= 2)
+    key = rest[number][0]
     kind, message = StateError, rf"\(key {key}\)"
     if how == "raising":
         kind, message = SampleError, rf"item {key}, which is made again for a restore"
     node = make(Process(**{how: (key,)}))
     node.reset(state)
-    assert steps_of(node, at) == rest[:at]
+    assert steps_of(node, number) == rest[:number]
     with pytest.raises(kind, match=message):
         next(node)
     after = node.state_dict()
     again = make(Process())
     again.reset(after)
-    assert steps_of(again) == rest[at:]
+    assert steps_of(again) == rest[number:]
 
 
 def test_a_source_of_ones_own_makes_its_samples_when_they_are_taken():
@@ -280,7 +280,7 @@ def test_a_sample_may_be_asked_for_alone():
     items = [ItemKey("", number, 1) for number in (7, 3, 5)]
     known = SampleBlock.of([*restore_items(node, items)])
     lazy = known.with_data(LazySamples(known, make_again(node, items), "a node"))
-    assert [one.data for one in lazy] == [7, 3, 5]
+    assert [sample.data for sample in lazy] == [7, 3, 5]
     assert lazy.take([1]).data() == [3] and len(lazy.sources[lazy.facts[DATA, 0]]) == 3
 
 
@@ -327,16 +327,16 @@ def test_workers_make_samples_again_that_nobody_has_asked_for_yet(method):
         for batch in loader:
             states.append(loader.state_dict())
             batches.append(batch["input_ids"].tolist())
-    for at in range(0, len(states), 18):
+    for step in range(0, len(states), 18):
         with make() as lazy, make() as eager:
-            lazy.load_state_dict(states[at])
-            eager.load_state_dict(states[at], verify="eager")
-            found = []
+            lazy.load_state_dict(states[step])
+            eager.load_state_dict(states[step], verify="eager")
+            ids = []
             for batch, same in zip(lazy, eager, strict=True):
-                found.append(batch["input_ids"].tolist())
-                assert found[-1] == same["input_ids"].tolist()
+                ids.append(batch["input_ids"].tolist())
+                assert ids[-1] == same["input_ids"].tolist()
                 assert lazy.state_dict() == eager.state_dict()
-            assert found == batches[at + 1 :]
+            assert ids == batches[step + 1 :]
 
 
 def test_a_loader_of_another_epoch_forgets_what_it_was_to_make_again():

@@ -62,12 +62,12 @@ class Process:
 
 def nodes_of(process=None, budget=100, lengths=LENGTHS, **options):
     """A node, which is not reset."""
-    given = {"rank": 0, "world_size": 1, **options}
-    return PlannedGroups(lengths, process or Process(lengths), budget, **given)
+    arguments = {"rank": 0, "world_size": 1, **options}
+    return PlannedGroups(lengths, process or Process(lengths), budget, **arguments)
 
 
-def planned(*given, **options):
-    node = nodes_of(*given, **options)
+def planned(*arguments, **options):
+    node = nodes_of(*arguments, **options)
     node.reset(None)
     return node
 
@@ -142,7 +142,7 @@ def test_all_numbers_tell_how_far_an_epoch_is():
 
 
 def left_out_of(node):
-    return sorted((one.key, one.reason) for one in node.take_left_out())
+    return sorted((sample.key, sample.reason) for sample in node.take_left_out())
 
 
 def test_a_skipped_sample_is_counted_and_its_group_goes_on_without_it():
@@ -184,20 +184,20 @@ def test_excluded_samples_are_not_even_read():
     assert node.excluded_samples == 3
     shares = [planned(exclude=range(9), rank=rank, world_size=4) for rank in range(4)]
     assert sum(node.excluded_samples for node in shares) == 9
-    told = [one.key for node in shares for one in node.take_left_out()]
-    assert sorted(told) == [*range(9)]
+    keys = [sample.key for node in shares for sample in node.take_left_out()]
+    assert sorted(keys) == [*range(9)]
     assert [*range(9, SIZE)] == numbers(sum(map(ids, shares), []))
 
 
 @pytest.mark.parametrize("has_items", [True, False])
 def test_an_oversize_sample_is_alone(has_items):
     others = {7: 130, 9: 101}
-    lengths = [others.get(at, length) for at, length in enumerate(LENGTHS)]
+    lengths = [others.get(number, length) for number, length in enumerate(LENGTHS)]
     node = planned(Process(lengths), lengths=lengths if has_items else LENGTHS)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         groups = ids(node)
-    first, summary = [str(one.message) for one in caught]
+    first, summary = [str(warning.message) for warning in caught]
     assert re.match(r"sample [79] \(key [79]\), with 1.* alone in its group", first)
     assert summary.startswith("of the 60 samples of the epoch, 2 exceed the budget")
     assert numbers(groups) == [*range(SIZE)]
@@ -207,7 +207,7 @@ def test_an_oversize_sample_is_alone(has_items):
 
 @pytest.mark.parametrize("has_items", [True, False])
 def test_an_oversize_sample_may_be_dropped(has_items):
-    lengths = [130 if at == 7 else length for at, length in enumerate(LENGTHS)]
+    lengths = [130 if number == 7 else length for number, length in enumerate(LENGTHS)]
     node = planned(
         Process(lengths), TokenBudget(100, oversize="drop"), lengths if has_items else LENGTHS
     )
@@ -223,9 +223,9 @@ def test_an_oversize_sample_may_be_dropped(has_items):
 
 @pytest.mark.parametrize("has_items", [True, False])
 def test_an_oversize_sample_may_be_an_error(has_items):
-    lengths = [130 if at == 7 else length for at, length in enumerate(LENGTHS)]
-    budget, told = TokenBudget(100, oversize="error"), lengths if has_items else LENGTHS
-    node, groups = planned(Process(lengths), budget, told), []
+    lengths = [130 if number == 7 else length for number, length in enumerate(LENGTHS)]
+    budget, known_lengths = TokenBudget(100, oversize="error"), lengths if has_items else LENGTHS
+    node, groups = planned(Process(lengths), budget, known_lengths), []
     with pytest.raises(SampleError, match=r"^sample 7 \(key 7\), with 130 tokens"):
         groups += map(list, node)
     before = node.state_dict()
@@ -314,25 +314,25 @@ class FailsOnce:
 
 def values_of(loader):
     """The batches of an epoch, as plain data."""
-    found = []
+    values = []
     for batch in loader:
         info = pop_step_info(batch)
-        found.append((info.step, {name: value.tolist() for name, value in batch.items()}))
-    return found
+        values.append((info.step, {name: value.tolist() for name, value in batch.items()}))
+    return values
 
 
 def test_an_error_in_collating_names_the_step_and_its_group_is_kept():
     collate = FailsOnce(7)
-    loader, found = batches_of(nodes_of(collate=collate), collate), []
-    step = next(at for at, group in enumerate(epoch_of(nodes_of())) if 7 in group)
+    loader, ids_of_batches = batches_of(nodes_of(collate=collate), collate), []
+    step = next(number for number, group in enumerate(epoch_of(nodes_of())) if 7 in group)
     with pytest.raises(SampleError, match=rf"collate_fn.* at step {step} of epoch 0") as caught:
         for batch in loader:
-            found.append(batch["id"].tolist())
+            ids_of_batches.append(batch["id"].tolist())
     assert "bad batch" in str(caught.value)
     collate.number = -1
     for batch in loader:
-        found.append(batch["id"].tolist())
-    assert found == epoch_of(nodes_of())
+        ids_of_batches.append(batch["id"].tolist())
+    assert ids_of_batches == epoch_of(nodes_of())
 
 
 @pytest.mark.parametrize("collate", [Draws(), keep_ids])
@@ -430,7 +430,7 @@ def test_the_budget_is_kept_whatever_the_lengths_are(
     for rank in range(world_size):
         node = planned(process, budget, lengths, rank=rank, world_size=world_size, **options)
         shares.append([*node])
-        left_out += [one.key for one in node.take_left_out()]
+        left_out += [sample.key for sample in node.take_left_out()]
     groups = sum(shares, [])
     assert sorted([*sum(ids(groups), []), *left_out]) == [*range(40)]
     for group in groups:
@@ -515,9 +515,9 @@ def test_a_state_says_how_many_groups_are_out_and_what_comes_later():
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_state_after_the_last_group_is_at_the_end_also_of_a_rank_without_a_last_step(rank):
     """The last window has a sample for one of the ranks."""
-    told, options = [10] * 9, {"rank": rank, "world_size": 2, "window": 4}
+    known_lengths, options = [10] * 9, {"rank": rank, "world_size": 2, "window": 4}
     process = lies(*((number, 60) for number in range(9)))
-    node, ends = planned(process, lengths=told, **options), []
+    node, ends = planned(process, lengths=known_lengths, **options), []
     for _ in node:
         ends.append(node.state_dict()["is_at_end"])
     assert len(ends) > 2 and ends == [False] * (len(ends) - 1) + [True]
@@ -692,8 +692,8 @@ def test_workers_that_cannot_send_a_batch_send_the_samples():
 
     node = nodes_of(collate=locked, workers=WORKERS)
     with batches_of(node, locked) as loader:
-        found = [batch["id"].tolist() for batch in loader]
-    assert found == epoch_of(nodes_of())
+        ids_of_batches = [batch["id"].tolist() for batch in loader]
+    assert ids_of_batches == epoch_of(nodes_of())
 
 
 @pytest.mark.slow
@@ -778,7 +778,9 @@ def made(results, budget=100, collate=keep_ids):
 
 def sample_of(number, tokens=10, patches=0):
     process = planned(Process([tokens] * (number + 1)), 200, [tokens] * (number + 1))
-    (sample,) = [one for group in process for one in group if one.data["id"] == number]
+    (sample,) = [
+        candidate for group in process for candidate in group if candidate.data["id"] == number
+    ]
     return sample._replace(patches=patches)
 
 

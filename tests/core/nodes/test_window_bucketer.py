@@ -57,7 +57,7 @@ def warnings_of(node, epochs=1):
         for _ in range(epochs):
             node.reset(None)
             list(node)
-    return [str(one.message) for one in caught]
+    return [str(warning.message) for warning in caught]
 
 
 def enough(message):
@@ -183,9 +183,9 @@ def test_oversize_gives_a_warning_a_summary_and_a_count_that_the_state_keeps(ove
     node.reset(None)
     groups = ids(node)
     assert sorted(groups) == ([[0], [1, 2, 4], [3]] if oversize == "alone" else [[1, 2, 4]])
-    for one in (node, other):
-        assert one.oversize_samples == 2
-        assert one.dropped_samples == (2 if oversize == "drop" else 0)
+    for pool_node in (node, other):
+        assert pool_node.oversize_samples == 2
+        assert pool_node.dropped_samples == (2 if oversize == "drop" else 0)
 
 
 @pytest.mark.parametrize("mode", ["replay", "payload"])
@@ -342,13 +342,13 @@ def test_samples_without_keys_that_are_put_back_are_found_again():
     def rest_of(node):
         groups, states = [], [node.state_dict()]
         for group in node:
-            groups.append([one.data["id"] for one in group])
+            groups.append([sample.data["id"] for sample in group])
             states.append(node.state_dict())
         return groups, states
 
     node = fresh()
     node.reset(None)
-    out = [one.data["id"] for _ in range(6) for one in next(node)]
+    out = [sample.data["id"] for _ in range(6) for sample in next(node)]
     planned = []
     for _ in range(4):
         node.fill()
@@ -356,7 +356,7 @@ def test_samples_without_keys_that_are_put_back_are_found_again():
     node.put_back(Facts.joined(planned))
     groups, states = rest_of(node)
     assert sorted([*out, *sum(groups, [])]) == [*range(len(lengths))]
-    for at in range(0, len(states), 3):
+    for step in range(0, len(states), 3):
         node = fresh()
-        node.reset(states[at])
-        assert rest_of(node)[0] == groups[at:], at
+        node.reset(states[step])
+        assert rest_of(node)[0] == groups[step:], step

@@ -78,7 +78,7 @@ def misses(lengths, window, step_time, budget=BUDGET, patches=None):
 
     groups, _ = run(lengths, budget, window, patches, step_time=step_time, caps_of=caps_of)
     aimed = [group for group in groups if max(group) < len(lengths) - window][: len(targets)]
-    fills = [sum(lengths[at] for at in group) / budget.tokens for group in aimed]
+    fills = [sum(lengths[index] for index in group) / budget.tokens for group in aimed]
     times = [
         abs(extra[group].sum() - target) / (budget.tokens + target)
         for group, target in zip(aimed, targets, strict=False)

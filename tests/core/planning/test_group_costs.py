@@ -69,8 +69,8 @@ def test_a_function_of_the_user_gets_the_samples_of_the_group():
         assert [sample.data for sample in samples] == ["a", "b"]
         return 70
 
-    told = estimator(TokenBudget(64, layout="packed"), time)(group)
-    assert (told.cost, told.time) == (14, 70)
+    cost = estimator(TokenBudget(64, layout="packed"), time)(group)
+    assert (cost.cost, cost.time) == (14, 70)
 
 
 def test_a_group_without_a_time_of_its_own_takes_what_it_costs():
@@ -83,20 +83,28 @@ def test_a_planned_group_is_measured_by_its_samples_rows_and_lengths_alone():
     seen = []
 
     def time(samples):
-        seen.extend((one.data, one.tokens, one.targets, one.patches) for one in samples)
+        seen.extend(
+            (sample.data, sample.tokens, sample.targets, sample.patches) for sample in samples
+        )
         return 5
 
     rows, tokens = np.array([7, 3]), np.array([10, 20])
-    given = (time, tokens, np.array([0, 0]), None, lambda: samples_of(rows, tokens, tokens - 1, 4))
-    assert time_of_group(*given) == 5
+    arguments = (
+        time,
+        tokens,
+        np.array([0, 0]),
+        None,
+        lambda: samples_of(rows, tokens, tokens - 1, 4),
+    )
+    assert time_of_group(*arguments) == 5
     assert seen == [(7, 10, 9, 4), (3, 20, 19, 4)]
-    assert time_of_group(None, *given[1:]) is None
+    assert time_of_group(None, *arguments[1:]) is None
     assert [sample.targets for sample in samples_of(rows, tokens)] == [0, 0]
 
 
 def test_all_that_decides_times_is_in_the_fingerprint_and_the_budget_is_in_that_of_its_node():
-    def name(*given):
-        return estimator(*given).fingerprint()["step_time"]
+    def name(*arguments):
+        return estimator(*arguments).fingerprint()["step_time"]
 
     padded, packed = TokenBudget(64), TokenBudget(64, layout="packed")
     assert name(padded) == name(TokenBudget(99, max_samples=3)) == name(None) == "None"
@@ -177,8 +185,8 @@ def test_a_time_that_is_no_integer_of_31_bits_is_refused(time, error):
         error, match=r"`step_time` must return an integer in 0\.\.2147483647"
     ) as raised:
         estimator(None, seconds)(group)
-    told = f"the function `seconds` returned {time!r} for a group of 2 samples and 14 tokens"
-    assert told in str(raised.value)
+    expected = f"the function `seconds` returned {time!r} for a group of 2 samples and 14 tokens"
+    assert expected in str(raised.value)
     assert "the longest sample has 9" in str(raised.value)
     assert estimator(None, lambda group: 0)(group).time == 0
 

@@ -102,7 +102,7 @@ def epoch_of(stream, events=None, restarts=False, **options):
 
 
 def once_each(groups, count):
-    return sorted(at for group in groups for at in group) == [*range(count)]
+    return sorted(index for group in groups for index in group) == [*range(count)]
 
 
 LOWER = 40
@@ -218,7 +218,7 @@ def test_a_lower_limit_in_mid_epoch_bounds_all_later_groups_and_loses_no_sample(
     lowered = Limits.of(budget)._replace(tokens=LOWER).of_groups(budget)
     for number, group in enumerate(groups):
         present = lowered if number >= 2 and budget.tokens > LOWER else budget
-        tokens, patches, _ = zip(*(samples[at] for at in group), strict=True)
+        tokens, patches, _ = zip(*(samples[index] for index in group), strict=True)
         assert len(group) == 1 or present.cost(tokens) <= present.tokens
         assert len(group) == 1 or sum(patches) <= (budget.max_patches or sum(patches))
         assert len(group) <= (budget.max_samples or len(group))
@@ -249,7 +249,9 @@ def test_caps_are_for_the_next_groups_and_the_last_given_count():
 
 
 def filled(window=40, budget=None):
-    stream = Stream([(5 + at % 40, 0, 0) for at in range(200)], budget or TokenBudget(100), window)
+    stream = Stream(
+        [(5 + index % 40, 0, 0) for index in range(200)], budget or TokenBudget(100), window
+    )
     stream.fill()
     return stream
 

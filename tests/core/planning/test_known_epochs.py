@@ -59,7 +59,7 @@ def test_each_sample_is_in_one_group_within_every_limit(
         accumulate=accumulate,
         step_time=step_time,
     )
-    kept = [at for at, one in enumerate(lengths) if one <= budget.capacity]
+    kept = [index for index, length in enumerate(lengths) if length <= budget.capacity]
     if budget.oversize == "alone":
         kept = [*range(len(lengths))]
     assert sorted(chain(*chain(*steps))) == kept
@@ -125,7 +125,7 @@ def test_padded_groups_of_a_step_are_matched_by_the_time_that_is_asked_for(windo
     values = np.random.default_rng(1).integers(0, 10**6, len(LENGTHS))
 
     def time(samples):
-        assert [LENGTHS[sample.data] for sample in samples] == [one.tokens for one in samples]
+        assert [LENGTHS[sample.data] for sample in samples] == [sample.tokens for sample in samples]
         return int(values[[sample.data for sample in samples]].sum())
 
     def time_of_indices(group):
@@ -151,8 +151,8 @@ def test_ranks_that_are_told_what_a_step_takes_are_level_in_that(layout):
         return step_time.of_group(lengths, [0] * len(lengths), budget)
 
     level, of_tokens = (
-        unevenness(plan_epoch(LENGTHS, budget, world_size=4, step_time=one), time)
-        for one in (step_time, StepTime())
+        unevenness(plan_epoch(LENGTHS, budget, world_size=4, step_time=candidate), time)
+        for candidate in (step_time, StepTime())
     )
     assert level < 1.03 and level < of_tokens - (0.02 if layout == "padded" else 0.05)
 
@@ -201,5 +201,5 @@ test_refusals = refuses(
         ({"budget": 0}, ValueError, "`budget`.*0"),
         ({"budget": TokenBudget(4, oversize="error")}, SampleError, "5 tokens"),
     ],
-    lambda given: plan_epoch(**{"lengths": [3, 5], "budget": 8, **given}),
+    lambda changed: plan_epoch(**{"lengths": [3, 5], "budget": 8, **changed}),
 )

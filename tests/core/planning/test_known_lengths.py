@@ -85,7 +85,7 @@ def test_each_sample_is_in_one_group_within_the_budget(tokens, budget, world_siz
         has_group = [bool(group) for group in steps[-1]]
         assert has_group[0] and has_group == sorted(has_group, reverse=True)
     length = dict(zip(rows.tolist(), tokens.tolist(), strict=True))
-    place = {row: at for at, row in enumerate(rows.tolist())}
+    place = {row: index for index, row in enumerate(rows.tolist())}
     for group in [group for step in steps for group in step if len(group) > 1]:
         lengths = [length[row] for row in group]
         assert group == sorted(group, key=place.__getitem__)  # in the order of the epoch
@@ -110,7 +110,7 @@ def test_the_rest_of_an_epoch_is_told_at_each_step(tokens, budget, world_size, o
 @few
 def test_a_key_shuffles_steps_and_changes_what_is_in_groups_no_more(tokens, budget, ranks, key):
     """Over ranks, groups of like costs may share other steps."""
-    steps, others = (planned(tokens, budget, ranks, key=one) for one in (key, key + 1))
+    steps, others = (planned(tokens, budget, ranks, key=step_key) for step_key in (key, key + 1))
     assert sorted(sum(steps, [])) == sorted(sum(others, []))
     if ranks == 1:
         assert sorted(map(str, steps)) == sorted(map(str, others))

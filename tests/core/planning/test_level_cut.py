@@ -56,7 +56,7 @@ def test_a_cheaper_largest_group_would_make_more_groups(more):
         tokens = np.random.default_rng(seed).integers(1, 60, 30).tolist()
         level_cut = LevelCut(facts_of(tokens), budget := TokenBudget(400))
         most = level_cut.fewest + more
-        cut = [[tokens[at] for at in group] for group in level_cut.groups(most)]
+        cut = [[tokens[index] for index in group] for group in level_cut.groups(most)]
         largest = max(map(budget.cost, cut))
         assert len(cut) <= most and largest > max(tokens)
         assert LevelCut(facts_of(tokens), TokenBudget(largest - 1)).fewest > most
@@ -88,7 +88,7 @@ def test_the_groups_of_the_rest_take_about_as_long_as_each_other(layout):
         level_cut = LevelCut(facts_of(tokens), budget, by)
         groups = level_cut.groups(LevelCut(facts_of(tokens), budget).fewest + 3)
         times = [
-            step_time.of_group([tokens[at] for at in group], [0] * len(group), budget)
+            step_time.of_group([tokens[index] for index in group], [0] * len(group), budget)
             for group in groups
         ]
         return max(times)

@@ -59,12 +59,12 @@ def test_a_rank_gives_nothing_that_it_has_no_surplus_for():
 
 def test_of_equal_samples_the_first_are_given_and_cut_first():
     """A sort that is not stable would differ from machine to machine."""
-    tokens = [1 + at * 7 % 3 for at in range(300)]
-    longest_first = sorted(range(300), key=lambda at: (-tokens[at], at))
-    every_eighth = [at for start in range(8) for at in longest_first[start::8]]
+    tokens = [1 + index * 7 % 3 for index in range(300)]
+    longest_first = sorted(range(300), key=lambda index: (-tokens[index], index))
+    every_eighth = [index for start in range(8) for index in longest_first[start::8]]
     assert gifts(np.array(tokens), sum(tokens)) == every_eighth
     level_cut = LevelCut(facts_of(tokens), TokenBudget(30))
-    cut = [at for group in level_cut.groups(level_cut.fewest)[::-1] for at in group]
+    cut = [index for group in level_cut.groups(level_cut.fewest)[::-1] for index in group]
     assert sorted(cut, key=tokens.__getitem__) == sorted(range(300), key=tokens.__getitem__)
 
 
@@ -86,7 +86,9 @@ class Left(NamedTuple):
 
 def after(lefts, moves):
     """The samples of each rank after the moves, as (rank, place), with those that stayed."""
-    holders = [[(rank, place) for place in range(len(one.facts))] for rank, one in enumerate(lefts)]
+    holders = [
+        [(rank, place) for place in range(len(left.facts))] for rank, left in enumerate(lefts)
+    ]
     for rank, of_rank in enumerate(moves):
         places = np.flatnonzero(lefts[rank].may_move)
         for row, receiver in of_rank:
@@ -97,7 +99,7 @@ def after(lefts, moves):
 
 
 def moves_between(lefts, budget, step_time):
-    messages = [remaining_message(one.facts, one.may_move, budget, step_time) for one in lefts]
+    messages = [remaining_message(left.facts, left.may_move, budget, step_time) for left in lefts]
     return moves_of(messages, budget, step_time)
 
 
@@ -120,7 +122,7 @@ def test_each_sample_moves_at_most_once_to_another_rank_and_some_stay(lefts, bud
         assert all(0 <= row < lefts[rank].may_move.sum() for row in rows)
         assert all(receiver != rank and 0 <= receiver < len(lefts) for _, receiver in of_rank)
     everything = [
-        (rank, place) for rank, one in enumerate(lefts) for place in range(len(one.facts))
+        (rank, place) for rank, left in enumerate(lefts) for place in range(len(left.facts))
     ]
     assert sorted(chain(*after(lefts, moves))) == everything
     assert moves_between(lefts, budget, step_time) == moves
@@ -136,8 +138,8 @@ def test_what_a_rank_tells_are_the_samples_that_may_move_and_the_sums_of_the_oth
 
 def totals(lefts, holders, values):
     """The sum of what the samples of each rank take."""
-    of_each = [values(one.facts) for one in lefts]
-    return np.array([sum(int(of_each[rank][at]) for rank, at in held) for held in holders])
+    of_each = [values(left.facts) for left in lefts]
+    return np.array([sum(int(of_each[rank][place]) for rank, place in held) for held in holders])
 
 
 def spread(sums):
@@ -163,7 +165,7 @@ def test_ranks_are_level_in_cost_and_in_time_after_the_moves(layout, kept):
     def largest(holders):
         """The sum over ranks of the difference between their largest samples, one by one."""
         of_ranks = [
-            sorted((int(extra(lefts[rank].facts)[at]) for rank, at in held), reverse=True)[:8]
+            sorted((int(extra(lefts[rank].facts)[place]) for rank, place in held), reverse=True)[:8]
             for held in holders
         ]
         return int(np.ptp(np.array(of_ranks), axis=0).sum())
@@ -183,7 +185,9 @@ def test_the_largest_samples_are_dealt_to_all_ranks_one_each():
     """Four that decide the times of steps, all of one rank; the others of another."""
     lefts = [Left.of([100] * 4 + [10] * 10), Left.of([11] * 40), Left.of([]), Left.of([12] * 9)]
     moved = after(lefts, moves_between(lefts, TokenBudget(120), StepTime(squares=1)))
-    assert [sum(lefts[rank].facts.lengths[at] == 100 for rank, at in held) for held in moved] == [
+    assert [
+        sum(lefts[rank].facts.lengths[place] == 100 for rank, place in held) for held in moved
+    ] == [
         1,
         1,
         1,

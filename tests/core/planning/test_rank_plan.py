@@ -200,11 +200,13 @@ class Ranks:
             share(self.ranks, rests)
         reports = [plan.report(rest) for plan, rest in zip(self.plans, rests, strict=True)]
         agreements = [plan.agree(reports) for plan in self.plans]
-        told = [described(agreement) for agreement in agreements]
-        assert all(one == told[0] for one in told)
-        self.rounds.append((told[0], [report.to_message().tolist() for report in reports]))
-        for at, rank in enumerate(self.ranks):
-            self.dropped[at] += rank.items_of(rank.plan.settle(agreements[at]))
+        described_agreements = [described(agreement) for agreement in agreements]
+        assert all(agreed == described_agreements[0] for agreed in described_agreements)
+        self.rounds.append(
+            (described_agreements[0], [report.to_message().tolist() for report in reports])
+        )
+        for number, rank in enumerate(self.ranks):
+            self.dropped[number] += rank.items_of(rank.plan.settle(agreements[number]))
 
 
 def described(agreement):
@@ -215,7 +217,7 @@ def described(agreement):
 def share(ranks, rests):
     """Share out what ranks have left, and cut it."""
     moves = rests[0].moves([rest.message() for rest in rests])
-    assert all(rest.moves([one.message() for one in rests]) == moves for rest in rests)
+    assert all(rest.moves([other.message() for other in rests]) == moves for rest in rests)
     places_of = [rest.give(moves) for rest in rests]
     given_away = [rest.given_away for rest in rests]
     items = [rank.items[facts.ordinal] for rank, facts in zip(ranks, given_away, strict=True)]
@@ -251,7 +253,9 @@ def samples_of(shards):
 
 def check_budget(shards, steps, budget):
     """A group is within the budget, unless it is a sample that is not."""
-    lengths = {rank * SHARD + at: n for rank, of in enumerate(shards) for at, n in enumerate(of)}
+    lengths = {
+        rank * SHARD + index: n for rank, of in enumerate(shards) for index, n in enumerate(of)
+    }
     for group in (group for step in steps for group in step if group):
         assert len(group) == 1 or max(lengths[item] for item in group) * len(group) <= budget
 
@@ -276,7 +280,7 @@ jobs = st.fixed_dictionaries(
         "knows_length": st.booleans(),
     }
 )
-LEVELLED = [[1 + at * 7919 % 60 for at in range(size)] for size in (120, 150)]
+LEVELLED = [[1 + index * 7919 % 60 for index in range(size)] for size in (120, 150)]
 LEVEL_JOB = {"window": 40, "round_size": 8}
 """Of which ranks agree on caps, and share out the rest."""
 
@@ -303,12 +307,12 @@ def test_ranks_stop_with_the_first_that_ends_and_say_what_no_step_has(shards, jo
     ranks = Ranks(shards, **job | {"uneven": "stop"})
     steps = [*ranks.steps()]
     assert all(group is not None for step in steps for group in step)
-    found = items_of(steps)
+    items = items_of(steps)
     for rank, dropped in zip(ranks.ranks, ranks.dropped, strict=True):
         unread = {*rank.items[rank.planner.pool.pulled :].tolist()} & {*samples_of(shards)}
-        found += [*dropped, *unread, *rank.items[rank.planner.pool.ordinals()].tolist()]
+        items += [*dropped, *unread, *rank.items[rank.planner.pool.ordinals()].tolist()]
         assert not rank.plan.formed
-    assert sorted(found) == samples_of(shards)
+    assert sorted(items) == samples_of(shards)
     first_to_end = [
         rank.planner.is_done and not dropped
         for rank, dropped in zip(ranks.ranks, ranks.dropped, strict=True)
@@ -319,8 +323,8 @@ def test_ranks_stop_with_the_first_that_ends_and_say_what_no_step_has(shards, jo
 def test_the_example_has_caps_and_a_last_round_that_is_shared_out():
     ranks = Ranks(LEVELLED, **LEVEL_JOB)
     steps = [*ranks.steps()]
-    settings_ = [told[-1] for told, _ in ranks.rounds]
-    assert any(one.caps for one in settings_[:-1]) and settings_[-2].is_last
+    settings_ = [agreed[-1] for agreed, _ in ranks.rounds]
+    assert any(round_settings.caps for round_settings in settings_[:-1]) and settings_[-2].is_last
     assert any(item >= SHARD for step in steps for item in step[0])  # of the other rank
 
 
@@ -580,7 +584,9 @@ def test_a_rank_tells_what_it_has_after_the_round_where_it_can_share_it(
 def shared_out(ranks, budget):
     """The groups of each rank's last round, of samples that have these lengths."""
     made = [Rank(rank, len(ranks), lengths) for rank, lengths in enumerate(ranks)]
-    rests = [LastRound(one.samples, budget, rank, len(ranks)) for rank, one in enumerate(made)]
+    rests = [
+        LastRound(of_rank.samples, budget, rank, len(ranks)) for rank, of_rank in enumerate(made)
+    ]
     share(made, rests)
     return made, [rest.groups for rest in rests]
 
@@ -599,7 +605,9 @@ def test_what_is_left_is_shared_out_whole_into_groups_within_the_budget(lengths,
     ranks, groups_of_ranks = shared_out(lengths, budget)
     items = [rank.items_of(groups) for rank, groups in zip(ranks, groups_of_ranks, strict=True)]
     assert sorted(sum(items, [])) == [
-        SHARD * rank + at for rank, of_rank in enumerate(lengths) for at in range(len(of_rank))
+        SHARD * rank + index
+        for rank, of_rank in enumerate(lengths)
+        for index in range(len(of_rank))
     ]
     work = [budget.row_cost(np.array(of_rank, np.int64)).sum() for of_rank in lengths]
     after = [0] * len(ranks)
@@ -619,7 +627,9 @@ def test_a_rank_without_samples_gets_some_and_steps_are_as_few_as_the_budget_all
 
 def test_a_rank_gives_only_what_all_others_can_make():
     samples = facts_of([10] * 20, sharers=[2, 1] * 10)
-    rests = [LastRound(one, BUDGET, rank, 2) for rank, one in enumerate((samples, facts_of([20])))]
+    rests = [
+        LastRound(facts, BUDGET, rank, 2) for rank, facts in enumerate((samples, facts_of([20])))
+    ]
     # What cannot move counts, too.
     assert rests[0].message().tolist() == [100, 0, *[10] * 10, *[0] * 10]
     moves = rests[0].moves([rest.message() for rest in rests])
@@ -651,8 +661,8 @@ def test_groups_of_a_users_node_are_taken_as_they_are(groups, job):
     job = {name: job[name] for name in ("accumulate", "round_size", "uneven")}
     ranks = Ranks(groups, GivenRank, **job)
     steps = [*ranks.steps(restart_all)]
-    told = [told for told, _ in ranks.rounds]
-    assert not any(settings.is_last or settings.caps for *_, settings in told)
+    agreed = [agreed for agreed, _ in ranks.rounds]
+    assert not any(settings.is_last or settings.caps for *_, settings in agreed)
     for number, rank in enumerate(ranks.ranks):
         whole = [rank.items_of([group]) for group in rank.given]
         taken = [step[number] for step in steps if step[number] is not None]
@@ -664,7 +674,7 @@ def test_groups_of_a_users_node_are_taken_as_they_are(groups, job):
             assert sorted([*sum(taken, []), *ranks.dropped[number], *unread]) == sum(whole, [])
         else:
             assert sorted(sum(taken, [])) == sum(whole, [])
-            splits = sum(splits[number] for *_, splits, _, _ in told)
+            splits = sum(splits[number] for *_, splits, _, _ in agreed)
             assert len(taken) == len(whole) + splits
 
 

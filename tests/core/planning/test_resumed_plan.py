@@ -77,9 +77,12 @@ def test_samples_that_waited_are_planned_by_what_they_have_also_alone():
     waiting = waiting_of([3, 4], [100, 90])
     earlier = [EarlierRanks([progress_of(before)], LIMITS, waiting)]
     (plan,) = plans_of(1, earlier=earlier)
-    for one in plan, plan.lowered(99):
-        assert [one.group(step).tolist() for step in range(len(one))] in ([[3], [4]], [[4], [3]])
-        assert one.were_in_group(np.arange(6)).tolist() == [False] * 3 + [True] * 2 + [False]
+    for lower in plan, plan.lowered(99):
+        assert [lower.group(step).tolist() for step in range(len(lower))] in (
+            [[3], [4]],
+            [[4], [3]],
+        )
+        assert lower.were_in_group(np.arange(6)).tolist() == [False] * 3 + [True] * 2 + [False]
     again = ResumedPlan(
         epoch_of(1),
         0,

@@ -83,7 +83,9 @@ def round_of(lengths, most=None, *, uneven="fill", key=0):
     most = most or max(1, *map(len, lengths))
     groups, ladders, reports = [], [], []
     for rank, of_rank in enumerate(lengths):
-        formed = [group_of(*group, rank=rank, number=at) for at, group in enumerate(of_rank)]
+        formed = [
+            group_of(*group, rank=rank, number=number) for number, group in enumerate(of_rank)
+        ]
         groups.append(formed[:most])
         ladder, report = ladder_and_report(formed[:most], most, has_ended=len(formed) <= most)
         ladders.append(ladder)
@@ -186,18 +188,18 @@ def test_every_rank_plans_the_same_from_the_messages_of_all(lengths, key, uneven
     _, reports, plan, _ = round_of(lengths, key=key, uneven=uneven)
     messages = [report.to_message() for report in reports]
     again = [CostReport.from_message(message, TASKS) for message in messages]
-    told = plan_round(again, uneven=uneven, key=key)
-    assert (told.groups == plan.groups).all()
-    assert (told.totals == plan.totals).all()
-    assert (told.splits, told.last) == (plan.splits, plan.last)
+    plan_again = plan_round(again, uneven=uneven, key=key)
+    assert (plan_again.groups == plan.groups).all()
+    assert (plan_again.totals == plan.totals).all()
+    assert (plan_again.splits, plan_again.last) == (plan.splits, plan.last)
 
 
 def test_of_equally_dear_groups_the_first_comes_first():
     """A sort that is not stable would differ from machine to machine."""
-    costs = [at * 7 % 3 for at in range(300)]
+    costs = [index * 7 % 3 for index in range(300)]
     table = np.array([row_of(GroupCost(1, 1, cost)) for cost in costs])
     plan = plan_round([CostReport(table, 300, ended=True)] * 2, uneven="fill", key=5)
-    largest_first = np.array(sorted(range(300), key=lambda at: (-costs[at], at)))
+    largest_first = np.array(sorted(range(300), key=lambda index: (-costs[index], index)))
     assert (plan.groups == largest_first[shuffled(300, 5)]).all()
 
 
@@ -242,7 +244,9 @@ def test_an_optimizer_step_has_a_step_of_each_part_of_the_lengths(lengths, accum
     assert sorted(order) == [*range(len(lengths))]
     assert order == spread_steps(np.array(lengths), accumulate, key).tolist()
     whole = len(lengths) // accumulate
-    optimizer_steps = [order[at * accumulate : (at + 1) * accumulate] for at in range(whole)]
+    optimizer_steps = [
+        order[number * accumulate : (number + 1) * accumulate] for number in range(whole)
+    ]
     ascending = sorted(lengths[step] for steps in optimizer_steps for step in steps)
     for steps in optimizer_steps:
         for part, length in enumerate(sorted(lengths[step] for step in steps)):
@@ -254,7 +258,7 @@ def test_steps_of_like_lengths_come_in_any_order():
     orders = {key: spread_steps(lengths, 4, key).tolist() for key in range(20)}
     assert len({*map(tuple, orders.values())}) == 20
     # Neither the longest of an optimizer step nor the longest of all comes at a certain place.
-    places = [max(range(4), key=lambda at: order[at]) for order in orders.values()]
+    places = [max(range(4), key=lambda step: order[step]) for order in orders.values()]
     assert {*places} == {0, 1, 2, 3}
     assert len({order.index(39) // 4 for order in orders.values()}) > 5
     assert spread_steps(lengths, 1, 5).tolist() == shuffled(40, 5).tolist()
@@ -335,7 +339,7 @@ def test_of_equally_dear_groups_the_first_is_split():
 @given(groups_of_rank)
 @few
 def test_a_ladder_ends_when_each_sample_is_a_group(lengths):
-    groups = [group_of(*group, number=at) for at, group in enumerate(lengths)]
+    groups = [group_of(*group, number=number) for number, group in enumerate(lengths)]
     ladder, samples = SplitLadder(groups, measure), sum(map(len, lengths))
     splits = 0
     while ladder.split() is not None:
@@ -532,7 +536,7 @@ def test_settings_of_the_next_round_say_whether_it_is_the_last():
 def test_the_last_round_shares_out_about_as_much_as_the_epoch_has_had_up_to_full_rounds():
     some = report(remaining=300)  # 30 steps of 10 samples
     planned = {steps: settings_after([some] * 2, RoundSettings(), 8, steps) for steps in (0, 7, 8)}
-    assert [one.is_last for one in planned.values()] == [False, False, True]
+    assert [round_settings.is_last for round_settings in planned.values()] == [False, False, True]
     assert not settings_after([report(remaining=640)] * 2, RoundSettings(), 8, 10_000).is_last
 
 
@@ -574,7 +578,7 @@ def report_with(remaining, groups=4, samples=10):
     ],
 )
 def test_the_last_round_begins_when_a_rank_has_little_left_and_none_has_much(remaining, begins):
-    assert begins_last_round([report_with(one) for one in remaining], steps=32) is begins
+    assert begins_last_round([report_with(samples) for samples in remaining], steps=32) is begins
 
 
 def test_a_round_without_groups_is_followed_by_no_last_one():

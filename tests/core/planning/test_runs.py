@@ -301,7 +301,7 @@ def test_groups_take_about_as_long_as_they_should():
 
     groups, _ = run(lengths, budget, 512, step_time=step_time, caps_of=caps_of)
     times = [
-        step_time.of_group([lengths[at] for at in group], [0] * len(group), budget)
+        step_time.of_group([lengths[index] for index in group], [0] * len(group), budget)
         for group in groups
     ]
     reached = np.array(times[: len(targets)][:-8]) / np.array(targets[: len(times)][:-8])
@@ -329,9 +329,9 @@ def test_the_diversity_of_a_run_is_its_entropy_among_the_tasks_of_the_pool(tasks
         evenness(tasks[begin:end], among) if among > 1 else 0.0
         for begin, end in zip(first, stop, strict=True)
     ]
-    found = diversities(np.array(tasks), first, stop)
-    assert found == pytest.approx(expected, abs=1e-6)
-    assert found.min() >= 0 and found.max() <= 1 + 1e-6
+    measured = diversities(np.array(tasks), first, stop)
+    assert measured == pytest.approx(expected, abs=1e-6)
+    assert measured.min() >= 0 and measured.max() <= 1 + 1e-6
 
 
 def test_which_task_has_which_number_decides_nothing():
@@ -339,8 +339,8 @@ def test_which_task_has_which_number_decides_nothing():
     tasks, numbers = rng.integers(0, 12, 800), rng.permutation(12) + 7
     first = rng.integers(0, 600, 2000)
     stop = first + rng.integers(1, 200, 2000)
-    found = diversities(tasks, first, stop)
-    assert (diversities(numbers[tasks], first, stop) == found).all()  # to the last bit
+    measured = diversities(tasks, first, stop)
+    assert (diversities(numbers[tasks], first, stop) == measured).all()  # to the last bit
     lengths = lognormal(800)
     groups = run(lengths, 16_384, 256, tasks=tasks.tolist(), diversity=0.5)
     renamed = numbers[tasks].tolist()
@@ -373,7 +373,7 @@ def test_groups_mix_tasks_more_evenly(means, window, gain):
 
     def mean_of(weight):
         groups, _ = run(lengths, 16_384, window, tasks=tasks, diversity=weight)
-        return np.mean([evenness([tasks[i] for i in one], len(means)) for one in groups])
+        return np.mean([evenness([tasks[i] for i in group], len(means)) for group in groups])
 
     assert mean_of(0.5) - mean_of(0.0) >= gain / 2
 

@@ -92,7 +92,7 @@ def emitted_of(samples, job):
 
 PACKED = TokenBudget(100, layout="packed")
 PATCHED = TokenBudget(100, max_patches=4)
-LEVELLED = [(1 + at * 7919 % 60, at % 3) for at in range(200)]
+LEVELLED = [(1 + index * 7919 % 60, index % 3) for index in range(200)]
 LEVEL_JOB = SimulationOptions(world_size=2, budget=100, window=60, round_size=8)
 """Of which ranks agree on caps, and share out the rest."""
 

@@ -96,14 +96,14 @@ def test_the_time_of_a_group_is_an_integer_whatever_the_order_of_its_samples(
         tokens, patches = zip(*samples, strict=True)
         return times.of_group(tokens, patches, budget)
 
-    told = time(samples)
-    assert type(told) is int
-    assert told == time(random.sample(samples, len(samples)))
+    measured = time(samples)
+    assert type(measured) is int
+    assert measured == time(random.sample(samples, len(samples)))
     tokens, patches = zip(*samples, strict=True)
-    assert told >= min(budget.padded_tokens(tokens), 2**31 - 1)
+    assert measured >= min(budget.padded_tokens(tokens), 2**31 - 1)
     exact = times.seconds_of(budget.padded_tokens(tokens), squares_of(tokens, budget), sum(patches))
     rows = max(len(samples), budget.shape(tokens)[0])
-    assert abs(told - exact / times.tokens) <= 1.5 + 0.5 * rows + 1e-9 * told
+    assert abs(measured - exact / times.tokens) <= 1.5 + 0.5 * rows + 1e-9 * measured
 
 
 def squares_of(tokens, budget):

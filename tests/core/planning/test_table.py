@@ -60,4 +60,4 @@ def test_without_any_of_the_groups_the_rest_makes_the_others_again(needs, data):
     kept = [group for number, group in enumerate(groups) if number not in gone]
     rest = sorted(column for group in kept for column in group)
     again = cut([needs[column] for column in rest])
-    assert [[rest[at] for at in group] for group in again] == kept
+    assert [[rest[index] for index in group] for group in again] == kept

@@ -25,8 +25,8 @@ def job(tmp_path):
         return jobs[-1]
 
     yield start
-    for one in jobs:
-        one.kill()
+    for started in jobs:
+        started.kill()
 
 
 def errors_of(results):

@@ -233,7 +233,7 @@ def loses_no_shard(job, ranks):
 @pytest.mark.filterwarnings("ignore:of the .* samples of the epoch")
 @given(job=JOBS, ranks=st.integers(1, 5))
 @fewer(8)
-def test_each_sample_comes_once_and_a_resume_goes_on_into_the_next_epoch(job, ranks):
+def test_each_sample_comes_once_and_a_resume_reaches_the_next_epoch(job, ranks):
     assume(loses_no_shard(job, ranks))
     draw = random.Random(job["seed"])
     emitted = {index for index in range(job["samples"]) if is_emitted(index, job)}

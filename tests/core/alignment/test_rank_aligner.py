@@ -259,7 +259,7 @@ STATES = {
 
 
 @pytest.mark.parametrize(("ranks", "place", "options", "message"), STATES.values(), ids=STATES)
-def test_a_state_that_one_rank_cannot_go_on_from_is_an_error_on_all(ranks, place, options, message):
+def test_a_state_refused_by_one_rank_is_an_error_on_all(ranks, place, options, message):
     def make(exchange, **changed):
         return Loader(graph(exchange, shard(exchange.rank, 60), **changed))
 
@@ -295,9 +295,7 @@ def is_odd(sample):
     ],
 )
 @pytest.mark.filterwarnings("ignore:the state does not fit")
-def test_what_decides_the_steps_does_not_change_within_a_round_or_an_epoch(
-    options, message, within
-):
+def test_options_that_decide_steps_may_not_change_within_a_round_or_epoch(options, message, within):
     plain = {"accumulate": 8} if within == "round" else {}
     steps, states = epoch_of(Loader(graph(None, shard(0, 60), **plain)))
     changed = Loader(graph(None, shard(0, 60), **{**plain, **options}))
@@ -310,7 +308,7 @@ def test_what_decides_the_steps_does_not_change_within_a_round_or_an_epoch(
     assert sorted(ids(changed)) == [*range(60)]
 
 
-def test_after_an_error_of_one_rank_all_go_on_where_they_were():
+def test_after_an_error_of_one_rank_all_ranks_resume():
     broken = threading.Event()
     broken.set()
 

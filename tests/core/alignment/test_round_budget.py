@@ -40,7 +40,7 @@ ASKED = 40
 
 @pytest.mark.parametrize(("kind", "ranks"), [("asks", 1), ("asks packed", 2)])
 @pytest.mark.filterwarnings(*LEFT_OUT, ENDED_EARLY)
-def test_the_smallest_wish_of_a_rank_is_what_all_ranks_form_groups_under(kind, ranks):
+def test_all_ranks_use_the_smallest_requested_budget(kind, ranks):
     """That such a run resumes exactly is tested by the resume machine."""
     run = Job(JobSpec(kind, ranks, None))
     first, second = ([[batch.info for batch in step] for step in run.epoch()] for _ in range(2))
@@ -108,7 +108,7 @@ def chosen_in(state):
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(1, 1000), (3, 600)])
-def test_an_epoch_begins_with_128_and_the_second_round_has_what_suits(ranks, size):
+def test_an_auto_window_begins_with_128_and_suits_from_the_second_round_on(ranks, size):
     def run(exchange):
         loader = loader_of(exchange, size=size)
         windows, pool = [], bucketer_of(loader).planner
@@ -140,7 +140,7 @@ def test_where_a_node_reads_ahead_below_the_aligner_each_rank_chooses_by_itself(
     assert on_ranks(2, run) == [320, 160]
 
 
-def test_ranks_that_have_chosen_different_windows_do_not_go_on():
+def test_ranks_with_different_auto_windows_cannot_resume():
     def saved(exchange, scale):
         it = iter(loader := loader_of(exchange, scale=scale, step_time=len))
         next(it)  # the first round

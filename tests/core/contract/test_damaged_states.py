@@ -113,7 +113,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_node_refuses_what_no_run_has_saved(what, tmp_path):
+def test_a_node_refuses_a_consistent_state_that_no_run_can_have_saved(what, tmp_path):
     """Its digest is right: as of a fault of the writer, not of the disk."""
     node, change = REFUSED[what]
     with make("replay", tmp_path) as loader:

@@ -105,7 +105,7 @@ def test_sources_are_found_in_containers(hold):
     assert list(walk(Node(label="text", raw=b"bytes", sources=hold(sources))))[1:] == sources
 
 
-def test_a_node_comes_once_whoever_refers_to_it():
+def test_a_shared_node_is_walked_once():
     shared = Node()
     parent = Node(left=Node(source=shared), right=Node(source=shared))
     shared.parent = parent

@@ -175,7 +175,7 @@ def test_from_any_state_the_kept_items_and_the_rest_are_read_again(data):
         again.take(1)
 
 
-def test_states_are_as_far_apart_as_asked_for_and_those_that_nobody_needs_are_forgotten():
+def test_states_keep_their_distance_and_unneeded_ones_are_dropped():
     items, source = numbered(distance=10)
     items.keep_from(0, 10)
     taken(items, 100)
@@ -352,7 +352,9 @@ def pool_of(source, process=None, workers=0, between=None, exclude=None, **optio
 @every_source
 @pytest.mark.slow
 @pytest.mark.sampled(8)
-def test_a_graph_goes_on_exactly_from_everywhere(source, state, workers, between, tmp_path):
+def test_a_graph_without_keys_resumes_exactly_at_every_step(
+    source, state, workers, between, tmp_path
+):
     def make():
         process = Process(skipped=range(5, SIZE, 11))
         options = {"between": between, "exclude": {"": [8, 9, 40], "a": [7]}}
@@ -370,7 +372,7 @@ def read_numbers(source, count):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_items_are_read_again_at_once_and_processed_when_they_are_needed(workers):
+def test_items_are_reread_at_once_and_processed_when_needed(workers):
     state, rest = read_numbers(Letters(), 6)
     node = pool_of(source := Letters(), process := Process(), workers)
     node.reset(state)
@@ -468,7 +470,7 @@ def test_an_error_of_a_sample_without_a_key_says_its_number(fault, message):
 
 @pytest.mark.parametrize("eagerly", [{"makes_all": True}, {"may_differ": True}, {}])
 @pytest.mark.filterwarnings("ignore:sample .* Further changed samples are not named")
-def test_what_changed_is_found_at_once_or_before_its_group(eagerly):
+def test_a_changed_sample_is_an_error_before_its_group(eagerly):
     make = SOURCES["iterable"]
     node = pool_of(make(None))
     node.reset(None)
@@ -490,7 +492,7 @@ def test_what_changed_is_found_at_once_or_before_its_group(eagerly):
             next(again)
 
 
-def test_an_error_of_the_source_loses_nothing_whatever_is_with_workers():
+def test_an_error_of_the_source_loses_no_sample_in_flight():
     def make(fails_at=None, workers=2):
         return pool_of(Letters(fails_at=fails_at), workers=workers)
 

@@ -68,7 +68,7 @@ def run(path, steps):
     return done.stdout.splitlines(), done.returncode == 0
 
 
-def test_a_job_with_a_node_of_ones_own_that_is_killed_yields_what_one_run_does(tmp_path):
+def test_a_killed_job_with_a_custom_node_resumes_exactly(tmp_path):
     expected, ended = run(tmp_path / "whole.pt", 0)
     assert ended
     batches = []
@@ -204,7 +204,7 @@ MISTAKES = {  # what replaces a piece of the node -> the error, when it is made 
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_a_node_of_ones_own_is_named_before_a_state_is_out(mistake):
+def test_a_mistake_in_a_custom_node_is_named_before_its_first_state(mistake):
     (before, after), message = MISTAKES[mistake]
     is_declared = mistake in ("no STATE", "no default", "no source")
     code = (NODE if is_declared else BOTH).replace(before, after)
@@ -411,7 +411,7 @@ def test_a_chunk_is_taken_where_it_is_defined_beside_or_below_next_and_not_above
         (([1, 2, 3], [None] * 3), "must return 1 to 2 items"),
     ],
 )
-def test_what_is_not_as_declared_is_refused(found, told):
+def test_a_next_chunk_of_the_wrong_size_is_refused(found, told):
     class Wrong(ShardedSampler):
         def next_chunk(self, count):
             return found

@@ -110,7 +110,7 @@ def test_an_epoch_may_be_an_integer_of_numpy_or_torch():
         assert [*drawn] == [*plain]
 
 
-def test_epochs_differ_and_any_of_them_can_be_gone_to():
+def test_set_epoch_goes_to_any_epoch():
     original = sampler()
     expected = epochs(original, 3)
     assert expected[0] != expected[1] != expected[2]
@@ -126,7 +126,7 @@ def test_epochs_differ_and_any_of_them_can_be_gone_to():
     assert len(original) == len(expected[1]) and [*original] == expected[1]
 
 
-def test_a_state_of_any_step_goes_on_there():
+def test_a_state_of_any_step_resumes_exactly():
     expected = epochs(sampler(), 2)
     original, states = sampler(), [sampler().state_dict()]
     states += [original.state_dict() for _ in original]
@@ -140,7 +140,7 @@ def test_a_state_of_any_step_goes_on_there():
 
 @pytest.mark.parametrize("chosen", [0, 3])
 @pytest.mark.parametrize("out", [1, 4, None], ids=["first", "within", "last"])
-def test_set_epoch_within_an_iteration_changes_what_follows_it_alone(chosen, out):
+def test_set_epoch_within_an_iteration_changes_the_next_one(chosen, out):
     """A state that is saved after the call gives what the run that goes on yields, too."""
 
     def make():

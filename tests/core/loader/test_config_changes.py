@@ -190,7 +190,7 @@ def test_a_budget_may_become_smaller_in_samples():
 
 
 @pytest.mark.parametrize("change_budget", [False, True])
-def test_a_smaller_budget_is_no_change_beside_those_of_other_nodes(change_budget):
+def test_change_budget_allows_no_change_of_another_node(change_budget):
     run, loader = loader_of(), loader_of(token_budget=200, seed=1)
     next(iter(run))
     loader.load_state_dict(run.state_dict(), change_budget=change_budget)
@@ -216,7 +216,7 @@ def test_that_argument_is_a_bool(value):
 
 @pytest.mark.filterwarnings("ignore:.*(Further ones|were skipped)")
 @pytest.mark.parametrize("strict", [True, False])
-def test_another_number_of_ranks_is_told_what_to_do(strict):
+def test_a_state_of_another_number_of_ranks_names_reshard(strict):
     state = elastic.states_at(elastic.job(3, steps=2), 2)[0]
     loader = elastic.make(None)
     loader.load_state_dict(state, strict=strict)
@@ -231,7 +231,7 @@ def test_another_number_of_ranks_is_told_what_to_do(strict):
         {"workers": WorkerOptions(num_workers=2, chunk_size=1, in_flight_samples=1)},
     ],
 )
-def test_what_decides_no_group_may_change(change):
+def test_options_that_decide_no_group_may_change(change):
     it = iter(reference := loader_of())
     for _ in range(4):
         next(it)

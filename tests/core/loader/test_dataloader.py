@@ -311,7 +311,7 @@ test_arguments_that_are_not_valid_are_named = refuses(
 
 
 @pytest.mark.slow  # to import
-def test_a_table_is_refused_whoever_made_it_and_its_rows_are_taken():
+def test_a_table_of_any_library_is_refused_and_its_rows_are_accepted():
     pyarrow, datasets = map(pytest.importorskip, ("pyarrow", "datasets"))
     table = pyarrow.table({name: [[1, 1], [2, 2]] for name in ("input_ids", "labels")})
     frame, rows = table.to_pandas(), datasets.Dataset(table)
@@ -340,7 +340,7 @@ def ungrouped_node():
 
 
 @pytest.mark.parametrize("make", [KeepsLoader, ungrouped_node, lambda: dict(enumerate(SAMPLES))])
-def test_what_looks_like_batches_or_a_mixture_may_be_a_dataset(make):
+def test_datasets_that_resemble_batches_or_mixtures_are_accepted(make):
     infos = [pop_step_info(batch) for batch in ODBDataLoader(make(), token_budget=16)]
     assert sum(info.local_samples for info in infos) == 20
     assert not any(info.local_sources for info in infos)

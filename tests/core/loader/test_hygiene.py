@@ -461,7 +461,7 @@ def forget(loader, iterator):
 
 
 @pytest.mark.parametrize(("method", "prefetch"), [("fork", 0), ("thread", 4)])
-def test_a_forked_child_is_told_to_make_a_loader_of_its_own_and_disturbs_nothing(method, prefetch):
+def test_using_a_loader_in_a_forked_child_is_an_error_and_harms_no_parent(method, prefetch):
     with dataloader(Texts(), method, prefetch=prefetch) as loader:
         iterator = iter(loader)
         first = next(iterator)
@@ -493,7 +493,7 @@ def test_a_node_that_a_child_closes_goes_on_in_its_parent():
     node.close()
 
 
-def test_a_loader_without_threads_or_that_was_not_begun_goes_on_in_a_child():
+def test_a_loader_without_threads_or_not_begun_works_in_a_forked_child():
     loader = ODBDataLoader(Texts(), token_budget=64, window=12, prefetch=0)
     iterator = iter(loader)
     next(iterator)

@@ -127,7 +127,7 @@ def test_indices_of_numpy_or_torch_stand_for_the_same_samples_as_plain_ones(kind
     assert excluding.excluded_samples == 1
 
 
-def test_what_is_no_integer_is_given_to_the_dataset_as_it_is():
+def test_indices_that_are_no_integers_reach_the_dataset_unchanged():
     letters = {"a": {"input_ids": [1, 2]}, "b": {"input_ids": [3]}}
 
     class Letters:
@@ -164,14 +164,14 @@ class Pages(EpochNode):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_node_of_ones_own_may_tell_them(mixed):
+def test_a_custom_node_may_give_keys(mixed):
     node = SourceMixer({"book": Pages()}) if mixed else Pages()
     steps = steps_of(Loader(GroupCollator(WindowBucketer(LengthObserver(node), 64, 4))))
     check(steps, range(101, 110))
     assert {*steps[0][0].row_sources} == ({"book"} if mixed else {""})
 
 
-def test_where_nobody_knows_there_is_none():
+def test_sources_without_keys_give_none():
     plain = IterableWrapper([{"input_ids": [1, 2], "id": n} for n in range(9)])
     many = Unbatcher(
         ParallelProcessor(ShardedSampler(3), lambda n: [{"input_ids": [n], "id": n}] * 2)
@@ -196,7 +196,7 @@ def sharded(exchange, size, seed=0):
 
 
 @pytest.mark.parametrize("is_own", [True, False])
-def test_where_each_rank_has_data_of_its_own_the_step_says_so(is_own):
+def test_step_info_names_sources_with_data_per_rank(is_own):
     def run(exchange):
         sampler = ShardedSampler(60) if is_own else sharded(exchange, 60)
         mixer = SourceMixer({"a": sampler, "b": sharded(exchange, 60)})
@@ -311,7 +311,7 @@ def test_an_index_of_a_sampler_that_is_no_key_is_an_error(index):
         taken(loader_of(sampler=[0, 1, index]))
 
 
-def test_of_a_mixture_those_of_one_source_go_however_often_they_come():
+def test_excluded_keys_of_a_repeated_source_never_come():
     data = {"long": range(60), "short": range(7)}
     steps = taken(loader_of(data, weights=Mixing(stop="cycle"), exclude={"short": [3]}))
     rows = Counter(pair for info in steps for pair in zip(info.row_sources, info.keys, strict=True))
@@ -351,7 +351,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("exclude", "error", "rule"), REFUSALS)
-def test_what_is_not_valid_is_named(exclude, error, rule):
+def test_an_invalid_exclude_is_named(exclude, error, rule):
     for make in (lambda: loader_of(exclude=exclude), lambda: alone(exclude)):
         with pytest.raises(error, match=rule):
             make()

@@ -242,7 +242,7 @@ def test_workers_make_batches_wherever_they_can(options):
     assert not loader_of(collate_in="workers", **options)._graphs[0].bucketer.why_not_collated
 
 
-def test_samples_with_keys_of_their_own_are_excluded_by_these():
+def test_samples_with_observed_keys_are_excluded_by_them():
     def observe(sample):
         return Observation(len(sample["input_ids"]), key=1000 + sample["id"])
 
@@ -272,7 +272,7 @@ def test_samples_that_processing_names_are_excluded_by_these_names_or_refused():
         assert rows == [row for row in range(SIZE) if row not in gone]
 
 
-def test_packed_samples_are_planned_with_what_fills_them_up():
+def test_packed_plans_count_sample_multiple_padding():
     budget = TokenBudget(BUDGET, layout="packed")
     collate = PackedCollate(sample_multiple=16)
     loader = loader_of(token_budget=budget, collate_fn=collate)
@@ -303,7 +303,7 @@ def states_of_an_epoch():
 
 @pytest.mark.filterwarnings("ignore:.*(strict|differ|changed|another).*")
 @pytest.mark.parametrize("field", CHANGES)
-def test_what_a_plan_depends_on_may_not_change_within_an_epoch_whatever_is_asked(field):
+def test_options_of_a_plan_may_not_change_within_an_epoch(field):
     middle, end = states_of_an_epoch()
     other = loader_of(**CHANGES[field])
     other.load_state_dict(middle, strict=False)
@@ -375,7 +375,7 @@ KINDS_OF_LIES = {
     world_size=st.sampled_from([2, 3]),
 )
 @fewer(8)
-def test_ranks_take_as_many_steps_whatever_the_lengths_are(lie, seed, size, world_size):
+def test_ranks_take_equal_steps_with_wrong_lengths(lie, seed, size, world_size):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 100, size).tolist()
     wrong_lengths = KINDS_OF_LIES[lie](lengths, rng)

@@ -345,7 +345,7 @@ WITHIN, WHOLE = ["next", "save", "kill"], ["next"] * 4
 @example([*WHOLE, 7, "iter raises", "close", "save", *WHOLE], True)
 @example(["next", "iter raises", "close", "iter", *WHOLE], True)
 @example(["next", "close", "save", "load", *WHOLE], True)
-def test_any_sequence_of_calls_does_what_the_docstring_says(operations, restart):
+def test_any_sequence_of_calls_follows_the_model(operations, restart):
     compare_with_expected(Numbers, operations, restart)
 
 
@@ -357,14 +357,14 @@ def test_any_sequence_of_calls_does_the_same_behind_a_prefetcher(operations, res
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_loader_is_not_copied_and_says_what_to_do_instead(duplicate):
+def test_copying_a_loader_is_an_error_with_a_remedy(duplicate):
     loader = Loader(Numbers())
     with pytest.raises(TypeError, match=r"a `Loader` cannot be copied .* load `state_dict\(\)`"):
         duplicate(loader)
 
 
 @pytest.mark.parametrize("take_items", [iter, list, lambda loader: next(iter(loader))])
-def test_a_loader_that_is_forgotten_is_gone_at_once(take_items):
+def test_an_unreferenced_loader_is_freed_at_once(take_items):
     """And so are the worker processes of its nodes, which would else last until a collection."""
     loader = Loader(Numbers())
     taken, gone = take_items(loader), weakref.ref(loader)
@@ -454,7 +454,7 @@ def without(state, *keys):
         (without(START, "ended", "num_yielded"), "lacks `num_yielded`, `ended`"),
     ],
 )
-def test_what_is_no_state_is_refused_at_once(state, message):
+def test_load_state_dict_refuses_other_data_at_once(state, message):
     loader = Loader(Numbers())
     take(loader, 1)
     with pytest.raises(StateError, match=message):
@@ -520,7 +520,7 @@ def test_a_root_that_is_refused(root, error, message):
         Loader(root)
 
 
-def test_a_node_belongs_to_the_loader_that_iterates_it_until_that_is_closed_or_gone():
+def test_a_node_belongs_to_one_loader_until_it_is_closed_or_freed():
     node = Numbers()
     loader, other = Loader(Mapper(node, str)), Loader(Batcher(node, 2))
     first = next(iter(loader))
@@ -541,7 +541,7 @@ def test_a_node_belongs_to_the_loader_that_iterates_it_until_that_is_closed_or_g
         (len, TypeError, "measure progress in samples"),
     ],
 )
-def test_what_a_loader_refuses(call, error, message):
+def test_invalid_calls_of_a_loader_are_refused(call, error, message):
     loader = Loader(Numbers())
     with pytest.raises(error, match=message):
         call(loader)

@@ -126,7 +126,7 @@ def test_shares_in_proportion_to_the_sizes_of_datasets(tmp_path):
 
 @pytest.mark.parametrize("oversize", ["alone", "error"])
 @pytest.mark.filterwarnings("ignore:no token of:UserWarning")
-def test_what_is_said_of_a_sample_that_is_too_large_names_its_source_and_the_limit(oversize):
+def test_an_oversize_sample_is_named_with_its_source_and_limit(oversize):
     data = {"a": ["x y"] * 3, "b": ["y" * 30]}
     budget = TokenBudget(20, pad_to_multiple_of=8, oversize=oversize)
     loader = ODBDataLoader(data, token_budget=budget, process_fn=encode)
@@ -239,9 +239,7 @@ def shares(weights):
 @pytest.mark.parametrize(
     ("ranks", "options", "by"), [(1, {}, "tokens"), (2, {"virtual_ranks": 2}, "samples")]
 )
-def test_the_next_epochs_are_drawn_by_what_was_set_last_and_each_sample_comes_once(
-    ranks, options, by
-):
+def test_set_weights_decides_the_next_epochs(ranks, options, by):
     def run(exchange):
         loader, by_epoch = loader_of(exchange, by, **options), []
         for calls in ([], [], [LATER, OTHER], [LATER], []):
@@ -257,7 +255,7 @@ def test_the_next_epochs_are_drawn_by_what_was_set_last_and_each_sample_comes_on
         assert shares(early) == pytest.approx(shares(weights), abs=0.1)
 
 
-def test_the_present_epoch_goes_on_as_it_began():
+def test_set_weights_does_not_change_the_present_epoch():
     with loader_of() as loader, loader_of() as other:
         expected = rows_of(loader)
         rows = []

@@ -140,7 +140,7 @@ class Shelf(EpochNode):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_source_of_ones_own_is_read_at_the_keys_that_are_needed(mixed):
+def test_a_custom_source_is_read_at_the_needed_keys(mixed):
     def make(shelf):
         node = SourceMixer({"a": shelf, "b": ShardedSampler(300)}) if mixed else shelf
         processed = ParallelProcessor(node, lambda item: getattr(item, "item", item))
@@ -285,13 +285,13 @@ KEYS = [(-5, 1), (5, 0), (2**63, 1), (5, 1, -1), ("5", 1)]
 
 
 @pytest.mark.parametrize("key", [*(ItemKey("", *key) for key in KEYS), ItemKey(None, 5, 1), 5])
-def test_a_key_that_is_none_names_the_node_that_told_it(key):
+def test_an_invalid_key_is_an_error_that_names_its_node(key):
     for node in (told(key), ParallelProcessor(told(key), int)):
         with pytest.raises(SampleError, match=r"`item_key\(\)` of `Shelf` must return an"):
             next(LengthObserver(node, lambda n: 30))
 
 
-def test_a_key_may_be_an_integer_of_numpy_but_one_that_is_read_must_be_told():
+def test_a_key_may_be_a_numpy_integer_but_not_none_for_a_readable_source():
     node = told(lambda node: ItemKey("", np.int64(node.position * 3), 1))
     assert type(next(LengthObserver(node, lambda n: 30)).key) is int
     node = WindowBucketer(LengthObserver(told(None), lambda n: 30), 64, 8)
@@ -309,7 +309,7 @@ def test_a_method_that_is_called_read_makes_no_source_readable():
 
 @pytest.mark.filterwarnings("ignore:.*Further ones")
 @pytest.mark.filterwarnings("ignore:of the .* skipped by processing")
-def test_a_state_after_a_round_that_failed_goes_on_like_the_one_before():
+def test_a_state_after_a_failed_round_resumes_like_the_state_before_it():
     """What is left out comes once, also where a round is tried again."""
 
     def text(index):
@@ -358,7 +358,7 @@ def test_a_restore_that_is_refused_leaves_no_worker_behind():
                 assert again.worker_pids == []
 
 
-def test_what_a_restore_was_to_make_is_not_made_after_another_reset():
+def test_a_reset_discards_samples_to_reprocess():
     started = []
 
     def slow(item):
@@ -419,7 +419,7 @@ class SaysOtherwise(WindowBucketer):
 
 
 @pytest.mark.parametrize("kind", [SavesOtherwise, SaysOtherwise])
-def test_a_derived_node_is_asked_for_its_own_state(kind):
+def test_a_snapshot_of_a_subclass_uses_its_own_save(kind):
     next(node := bucketer(kind))
     assert snapshot(node)["dropped_samples"] == 99
     assert bool(unmade_in(snapshot(node))) is (kind is SavesOtherwise)
@@ -458,7 +458,7 @@ dist.barrier()
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_ranks_that_are_killed_go_on_with_the_same_batches(tmp_path, world_size=2):
+def test_killed_ranks_resume_with_the_same_batches(tmp_path, world_size=2):
     def lines(folder):
         paths = [folder / f"{rank}.jsonl" for rank in range(world_size)]
         return [path.read_text().splitlines() if path.exists() else [] for path in paths]

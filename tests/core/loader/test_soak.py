@@ -52,7 +52,7 @@ def held():
 
 
 @pytest.mark.parametrize("are_known", [False, True], ids=["trainer collates", "workers collate"])
-def test_every_sample_comes_once_whatever_happens(are_known, tmp_path, exhaustive):
+def test_every_sample_comes_once_over_kills_breaks_and_resumes(are_known, tmp_path, exhaustive):
     size, epochs = (50_000, 4) if exhaustive else (1_500, 2)
     rng = random.Random(5)
     ledger = Ledger(tmp_path)

@@ -165,7 +165,7 @@ def test_a_stream_must_be_copied_and_a_guard_needs_plain_ranks():
         OomGuard(make(None, virtual_ranks=2))
 
 
-def test_each_process_hosts_as_many():
+def test_virtual_ranks_must_divide_over_processes():
     def run(exchange):
         with pytest.raises(ValueError, match=r"multiple of the number of ranks \(2\)"):
             make(exchange, virtual_ranks=3)
@@ -242,7 +242,7 @@ def keys_of(loader):
         ("collate", 11, OSError("disk")),
     ],
 )
-def test_what_raises_within_a_step_is_raised_once_and_loses_nothing(place, at, error):
+def test_an_error_within_a_step_is_raised_once_and_loses_nothing(place, at, error):
     expected, _ = keys_of(hosted())
     threads, start = {*threading.enumerate()}, time.monotonic()
     loader = hosted(**{place: Breaks(error, at)})

@@ -116,7 +116,7 @@ WEIGHED = {"accumulate": 3}  # One batch of one rank weighs 1 anyway.
         ),
     ],
 )
-def test_what_is_not_as_planned_is_told_of_once(data, options, message):
+def test_a_batch_that_differs_from_its_plan_is_warned_of_once(data, options, message):
     (warning,) = warned(data, **options)
     assert re.search(message, warning), warning
 

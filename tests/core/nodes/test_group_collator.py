@@ -121,7 +121,7 @@ def test_ids_that_are_no_integers_are_named_with_their_key(sample, message):
             use(sample)
 
 
-def test_what_needs_no_preparation_is_returned_as_it_is():
+def test_prepare_returns_a_ready_sample_itself():
     ready = {"input_ids": np.arange(3), "labels": 1, "token_type_ids": None, "name": "x"}
     for sample in (ready, "text", 5, {"text": [1]}, {"input_ids": None}):
         assert PaddingCollate().prepare(sample) is sample
@@ -268,7 +268,7 @@ def own_collate(samples):
 
 
 @pytest.mark.parametrize("collate_fn", [None, own_collate])
-def test_a_batch_is_pinned_once_and_text_is_written_there_at_once(collate_fn, monkeypatch):
+def test_a_batch_is_pinned_once_and_text_is_collated_into_pinned_memory(collate_fn, monkeypatch):
     memory = Pinned()
     monkeypatch.setattr(group_collator, "PinnedMemory", lambda: memory)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -386,13 +386,13 @@ FOUND_IN = {
 
 
 @pytest.mark.parametrize("how", FOUND_IN)
-def test_generators_are_found_wherever_a_function_keeps_them(how):
+def test_generators_in_closures_partials_and_containers_are_seeded(how):
     first, again = (drawn(collated(FOUND_IN[how](random.Random()))) for _ in range(2))
     assert first == again
 
 
 @pytest.mark.parametrize(("own", "lazily"), [*((own, False) for own in OWN), ("random", True)])
-def test_a_generator_that_others_use_as_well_goes_on_for_them(own, lazily):
+def test_a_shared_generator_continues_for_its_other_users(own, lazily):
     def fail(samples, generator):
         draw_from(generator)
         raise OSError(f"{len(samples)} unreadable")
@@ -424,7 +424,7 @@ def test_a_function_that_makes_a_generator_in_each_call_is_not_called_twice_for_
 # reading ahead
 
 
-def test_what_does_not_draw_is_collated_ahead_and_what_draws_is_not():
+def test_only_collate_functions_that_draw_nothing_run_ahead():
     threads = []
 
     def collate(samples, draws):
@@ -516,6 +516,6 @@ def wrapper(samples):
         (StepImages(), None),  # of this library, where nobody has said
     ],
 )
-def test_what_draws_nothing_says_so_and_not_for_its_subclasses_nor_wrappers(collate, draws):
+def test_draws_random_numbers_is_not_inherited_by_overrides(collate, draws):
     assert declares_draws(collate) is draws
     assert SeededCollate(collate).draws_nothing is (draws is False)

@@ -188,7 +188,7 @@ def test_a_round_is_planned_without_the_data_of_samples_unless_a_function_asks_f
 
 
 @pytest.mark.filterwarnings('ignore:`uneven="stop"`')
-def test_what_is_left_over_is_named_without_being_made():
+def test_unemitted_samples_are_named_without_being_made():
     """Rank 1 has far less, so rank 0 leaves samples over that it never makes."""
 
     def run(exchange):
@@ -223,7 +223,7 @@ def test_what_is_left_over_is_named_without_being_made():
 
 
 @pytest.mark.parametrize("how", ["changed", "skipped", "raising"])
-def test_what_has_become_of_a_sample_is_an_error_before_its_group_and_loses_nothing(how):
+def test_a_changed_skipped_or_failing_sample_is_an_error_before_its_group(how):
     make = aligner_of
     state, rest = saved(make)
     number = next(number for number, step in enumerate(rest) if number >= 2)
@@ -242,7 +242,7 @@ def test_what_has_become_of_a_sample_is_an_error_before_its_group_and_loses_noth
     assert steps_of(again) == rest[number:]
 
 
-def test_a_source_of_ones_own_makes_its_samples_when_they_are_taken():
+def test_a_custom_source_makes_samples_when_they_are_taken():
     class Own(LengthObserver):
         make_again = None  # as a node that knows nothing of it
 
@@ -313,7 +313,7 @@ def test_a_loader_makes_all_samples_first_where_that_is_asked_for():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["thread", "process"])
-def test_workers_make_samples_again_that_nobody_has_asked_for_yet(method):
+def test_workers_reprocess_samples_ahead_of_use(method):
     workers = WorkerOptions(num_workers=2, method=method, chunk_size=4)
 
     def observe(sample):
@@ -339,7 +339,7 @@ def test_workers_make_samples_again_that_nobody_has_asked_for_yet(method):
             assert ids == batches[step + 1 :]
 
 
-def test_a_loader_of_another_epoch_forgets_what_it_was_to_make_again():
+def test_a_new_epoch_discards_samples_to_reprocess():
     workers = WorkerOptions(num_workers=2, method="thread")
     with loader_of(Process(), workers=workers) as loader:
         next(iter(loader))

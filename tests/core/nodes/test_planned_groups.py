@@ -377,7 +377,7 @@ def test_a_function_that_takes_the_step_is_called_where_the_step_is_known():
 # --- lengths that differ from what was told -------------------------------------------------------
 
 
-def test_what_does_not_fit_comes_at_the_end_of_the_epoch():
+def test_a_sample_that_does_not_fit_comes_at_the_end_of_the_epoch():
     plain = epoch_of(nodes_of())
     for longer in next(group for group in plain if len(group) > 2):
         node = planned(lies((longer, 90)))
@@ -421,7 +421,7 @@ fields = st.sampled_from(
 )
 @pytest.mark.filterwarnings("ignore:.*(exceed|skipped).*")
 @fewer(4)
-def test_the_budget_is_kept_whatever_the_lengths_are(
+def test_wrong_lengths_break_no_budget_and_lose_no_sample(
     changes, fields, oversize, skips, options, world_size
 ):
     budget, lengths = TokenBudget(100, oversize=oversize, **fields), LENGTHS[:40]
@@ -451,7 +451,7 @@ def test_the_budget_is_kept_whatever_the_lengths_are(
 )
 @pytest.mark.filterwarnings("ignore:.*(exceed|skipped).*")
 @fewer(25)
-def test_it_resumes_exactly_whatever_the_lengths_are(
+def test_planned_groups_resume_exactly_for_any_lengths(
     changes, fields, oversize, skips, window, rank
 ):
     budget, lengths = TokenBudget(100, oversize=oversize, **fields), LENGTHS[:40]
@@ -760,7 +760,7 @@ def large(number):
         ),
     ],
 )
-def test_groups_ahead_are_as_many_as_options_allow(options, groups):
+def test_groups_in_flight_obey_the_options(options, groups):
     node = planned(large, workers=WorkerOptions(num_workers=2, start_method="fork", **options))
     ahead = []
     while next(node, None) is not None:
@@ -830,7 +830,7 @@ def test_a_part_of_a_group_and_another_order_have_no_whole_batch():
     assert whole_batch_of(SampleBlock.joined([group, other])) is None
 
 
-def test_whoever_asks_for_the_data_of_a_sample_has_them_made_again():
+def test_data_of_a_whole_batch_is_made_again_on_access():
     node = planned(process := Process(draws=True), collate=keep_ids)
     group, plain = next(node), next(planned(Process(draws=True)))
     (holder,) = group.sources.values()

@@ -82,7 +82,7 @@ def test_a_store_gives_what_was_put_in_until_it_is_taken(rounds):
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 2**16)), max_size=12))
-def test_records_of_a_store_are_those_of_its_samples_whatever_it_has_held(rounds):
+def test_records_of_a_store_equal_records_of_its_samples(rounds):
     store, after = SampleStore(), 0
     for count, seed in rounds:
         ordinals = np.arange(after, after + count)

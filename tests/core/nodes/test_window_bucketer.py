@@ -244,7 +244,7 @@ def test_an_error_in_the_middle_stays_until_a_reset_and_loses_nothing(
     assert ids(groups) + ids(mended) == ids(bucketer(LENGTHS, budget))
 
 
-def test_what_is_no_sample_is_refused():
+def test_items_that_are_no_samples_are_refused():
     node = WindowBucketer(IterableWrapper([1]), 100)
     node.reset(None)
     with pytest.raises(SampleError, match="must yield `Sample`, but `.*` yielded `int`"):
@@ -280,7 +280,7 @@ test_arguments_that_are_not_valid_are_named = refuses(
         (80, 100, TokenBudget(12_000), "auto"),
     ],
 )
-def test_a_pool_too_small_for_the_budget_is_told_of_with_a_window_that_does(
+def test_a_window_too_small_for_the_budget_is_warned_of_with_a_sufficient_one(
     part, longest, budget, window
 ):
     lengths = [min(1 + length // part, longest) for length in lognormal(80 * 200)]

@@ -33,12 +33,12 @@ def estimator(budget=None, step_time=None, modalities=None, tasks=()):
     return GroupCostEstimator(budget, step_time, modalities, tasks)
 
 
-def test_other_ranks_are_told_samples_targets_and_cost_of_a_group():
+def test_a_group_cost_has_samples_targets_and_cost():
     group = block(Sample(None, 5, 4), Sample(None, 9, 0), Sample(None, 2, 1))
     assert estimator()(group) == GroupCost(samples=3, targets=5, cost=27)
 
 
-def test_the_cost_under_a_budget_is_what_its_batch_costs():
+def test_a_group_costs_under_a_budget_what_its_batch_costs():
     group = block(Sample(None, 5, 4), Sample(None, 9, 0))
     for budget in (TokenBudget(64), TokenBudget(64, layout="packed", attention_tokens=4)):
         assert cost_of_group(group, budget) == budget.cost([5, 9])
@@ -73,7 +73,7 @@ def test_a_function_of_the_user_gets_the_samples_of_the_group():
     assert (cost.cost, cost.time) == (14, 70)
 
 
-def test_a_group_without_a_time_of_its_own_takes_what_it_costs():
+def test_a_group_without_a_time_is_ordered_by_its_cost():
     assert GroupCost(1, 1, 30).costs == GroupCost(1, 1, 30, time=30).costs
     assert GroupCost(1, 1, 30).costs < GroupCost(1, 1, 30, time=31).costs
     assert GroupCost(1, 1, 99, time=0).costs == 99
@@ -102,7 +102,7 @@ def test_a_planned_group_is_measured_by_its_samples_rows_and_lengths_alone():
     assert [sample.targets for sample in samples_of(rows, tokens)] == [0, 0]
 
 
-def test_all_that_decides_times_is_in_the_fingerprint_and_the_budget_is_in_that_of_its_node():
+def test_the_fingerprint_has_all_that_decides_times():
     def name(*arguments):
         return estimator(*arguments).fingerprint()["step_time"]
 

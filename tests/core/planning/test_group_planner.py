@@ -189,7 +189,7 @@ def test_samples_that_are_put_back_wait_again_as_old_as_they_are(samples, budget
     assert once_each([*groups, {*taken} - {*back.tolist()}], len(samples))
 
 
-def test_what_the_epoch_has_left_is_what_waits_and_what_will_come():
+def test_samples_left_counts_waiting_and_future_samples():
     planner = GroupPlanner(TokenBudget(100), 8, epoch_samples=lambda: 20)
     assert planner.samples_left() == 20
     planner.add(facts_of([10] * 5), 6)  # of which a sample is left out
@@ -224,7 +224,7 @@ def test_a_lower_limit_in_mid_epoch_bounds_all_later_groups_and_loses_no_sample(
         assert len(group) <= (budget.max_samples or len(group))
 
 
-def test_a_limit_is_never_raised_again_whatever_ranks_ask_for():
+def test_a_limit_is_never_raised_again():
     planner = GroupPlanner(TokenBudget(100), 8)
     for asked, tokens in [(120, 100), (0, 100), (60, 60), (80, 60), (0, 60), (50, 50)]:
         planner.use(RoundSettings(max_tokens=asked))
@@ -307,7 +307,7 @@ def test_alone_a_rank_chooses_once_in_an_epoch_by_the_lengths_so_far():
     assert planner.window == 32 * 4
 
 
-def test_with_other_ranks_the_window_is_chosen_by_what_they_agree_on_alone():
+def test_with_other_ranks_only_agreed_settings_change_the_window():
     stream = auto([10] * 3000, follows_ranks=True)
     stream.next()
     stream.planner.choose_window_alone()
@@ -328,7 +328,7 @@ def test_with_other_ranks_the_window_is_chosen_by_what_they_agree_on_alone():
         (None, LEAST_WINDOW),
     ],
 )
-def test_in_a_short_epoch_a_rank_has_a_window_of_its_own_until_ranks_agree(epoch_samples, window):
+def test_in_a_short_epoch_a_rank_chooses_a_first_window(epoch_samples, window):
     stream = auto([10] * 3000, lambda: epoch_samples, follows_ranks=True)
     stream.fill()
     assert stream.planner.window == stream.planner.pool.window == window
@@ -338,7 +338,7 @@ def test_in_a_short_epoch_a_rank_has_a_window_of_its_own_until_ranks_agree(epoch
     assert stream.planner.window == 200
 
 
-def test_a_window_of_its_own_is_chosen_once_and_not_where_a_rank_is_alone():
+def test_a_rank_chooses_a_first_window_once_and_not_if_alone():
     stream = auto([10] * 128 + [1] * 400, lambda: 528, follows_ranks=True)
     stream.fill()
     assert stream.planner.window == 320  # by its first 128 samples, whatever comes after
@@ -365,7 +365,7 @@ def test_the_age_bound_holds_while_the_window_grows():
 # --- epochs, the largest groups, and room ---------------------------------------------------------
 
 
-def test_each_epoch_begins_with_its_largest_groups_as_many_as_are_asked_for():
+def test_each_epoch_begins_with_largest_first_groups():
     stream = Stream([(n, 0, 0) for n in (10, 50, 20, 40, 30)], TokenBudget(50), 5, 2)
     planner = stream.planner
     for _ in range(2):

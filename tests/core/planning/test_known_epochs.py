@@ -143,7 +143,7 @@ def test_padded_groups_of_a_step_are_matched_by_the_time_that_is_asked_for(windo
 
 
 @pytest.mark.parametrize("layout", ["packed", "padded"])
-def test_ranks_that_are_told_what_a_step_takes_are_level_in_that(layout):
+def test_ranks_are_level_in_the_given_step_time(layout):
     budget, step_time = TokenBudget(160, layout=layout), StepTime(squares=1 / 20)
 
     def time(group):

@@ -98,7 +98,7 @@ def test_each_sample_is_in_one_group_within_the_budget(tokens, budget, world_siz
 
 @given(samples, budgets, world_sizes, st.fixed_dictionaries(options), st.data())
 @few
-def test_the_rest_of_an_epoch_is_told_at_each_step(tokens, budget, world_size, options, data):
+def test_rows_from_gives_the_rest_of_an_epoch(tokens, budget, world_size, options, data):
     rows = order_of(tokens)
     plan = plan_known(rows, tokens, budget, world_size=world_size, **options)
     step, rank = data.draw(st.integers(0, len(plan))), data.draw(st.integers(0, world_size - 1))

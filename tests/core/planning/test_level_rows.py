@@ -141,7 +141,7 @@ def test_rows_of_all_are_none_where_they_do_not_suffice():
     assert rows_of_all(tokens[:0], extra[:0], packing, 3) == []
 
 
-def test_where_rows_cannot_be_level_in_both_they_are_in_what_tokens_do_not_tell():
+def test_rows_are_level_in_extra_time_before_tokens():
     """Level in time, the four samples of 45 and 55 would have no room."""
     tokens = np.array([50, 50, 45, 55])
     extra = np.array([100, 0, 40, 30])

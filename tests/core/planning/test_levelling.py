@@ -128,7 +128,7 @@ def test_each_sample_moves_at_most_once_to_another_rank_and_some_stay(lefts, bud
     assert moves_between(lefts, budget, step_time) == moves
 
 
-def test_what_a_rank_tells_are_the_samples_that_may_move_and_the_sums_of_the_others():
+def test_a_remaining_message_has_movable_samples_and_sums_of_the_others():
     left = Left.of([10, 20, 30, 40], kept=2, patches=np.array([1, 2, 3, 4]))
     assert remaining_message(*left, TokenBudget(100), None).tolist() == [30, 0, 30, 40, 3, 4]
     step_time = StepTime(squares=0.1, patches=2)

@@ -153,7 +153,7 @@ def test_of_equally_full_groups_that_with_the_most_of_the_oldest_is_chosen():
     assert pool_of([60, 20, 20], packed(95)).take().tolist() == [0, 1]
 
 
-def test_the_oldest_are_found_by_age_whatever_their_lengths():
+def test_the_oldest_samples_are_taken_by_age():
     lengths = np.random.default_rng(0).permutation(np.arange(1, 101)).tolist()
     budget = packed(sum(lengths[:20]))  # which the oldest twenty fill
     assert pool_of(lengths, budget).take().tolist() == [*range(20)]

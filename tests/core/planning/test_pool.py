@@ -217,7 +217,7 @@ def test_an_empty_pool_has_no_group(layout):
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_what_is_removed_comes_out_no_more_also_of_the_tail(layout):
+def test_removed_samples_never_come_out_again(layout):
     pool = pool_of([3 + n * 7 % 23 for n in range(40)], TokenBudget(64, layout=layout))
     out = pool.take(draining=True).tolist()
     gone = [ordinal for ordinal in range(40) if ordinal not in out][:-3]  # whole groups of the tail

@@ -562,9 +562,7 @@ def test_a_rank_can_fill_if_it_has_a_group_or_has_had_one(lengths, before, expec
         ([50] * 8, {"sharers": 1}, {}, 0),  # nothing is left, so there is nothing to share
     ],
 )
-def test_a_rank_tells_what_it_has_after_the_round_where_it_can_share_it(
-    lengths, columns, options, left
-):
+def test_a_rank_reports_its_remaining_samples_if_they_can_move(lengths, columns, options, left):
     length = options.pop("epoch_samples", 100)
     job = {"uneven": options.pop("uneven", "fill")}
     planner = GroupPlanner(BUDGET, 1, epoch_samples=lambda: length)
@@ -601,7 +599,7 @@ remainders = st.lists(st.lists(st.integers(1, 40), max_size=30), min_size=2, max
     ),
 )
 @few
-def test_what_is_left_is_shared_out_whole_into_groups_within_the_budget(lengths, budget):
+def test_the_last_round_shares_out_all_samples_within_the_budget(lengths, budget):
     ranks, groups_of_ranks = shared_out(lengths, budget)
     items = [rank.items_of(groups) for rank, groups in zip(ranks, groups_of_ranks, strict=True)]
     assert sorted(sum(items, [])) == [

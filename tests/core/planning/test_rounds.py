@@ -148,7 +148,7 @@ def test_a_rank_fills_only_where_it_has_fewer_samples_than_the_round_has_steps(l
 
 @given(ranks_of_groups, st.integers(0, 2**64 - 1))
 @few
-def test_what_all_ranks_count_of_a_step_is_what_its_groups_hold(lengths, key):
+def test_totals_of_a_step_are_the_sums_of_its_groups(lengths, key):
     """The reports alone say what the parts of groups hold that other ranks will split."""
     _, _, plan, emitted = round_of(lengths, key=key)
     for step, totals in zip(steps_of(plan, emitted), plan.totals.tolist(), strict=True):
@@ -210,7 +210,7 @@ def timed_report(costs, times, **options):
     return CostReport(np.array(rows), len(rows), ended=True, **options)
 
 
-def test_groups_are_matched_by_time_whatever_they_cost():
+def test_groups_are_matched_by_time_instead_of_cost():
     """And what a step costs at most is told still."""
     reports = [timed_report([9, 5, 1], [10, 30, 20]), timed_report([2, 4, 8], [33, 11, 22])]
     plan = plan_round(reports, uneven="fill", key=0)
@@ -280,7 +280,7 @@ def test_a_rank_alone_takes_its_groups_as_they_come():
 
 @given(ranks_of_groups, st.integers(1, 6))
 @few
-def test_with_stop_all_ranks_end_with_the_first_that_does_and_nobody_fills_or_splits(lengths, most):
+def test_with_stop_all_ranks_end_with_the_first_and_none_fills_or_splits(lengths, most):
     groups, reports, plan, emitted = round_of(lengths, most, uneven="stop")
     ended = [report.groups for report in reports if report.ended]
     assert plan.groups.shape[1] == (min(ended) if ended else most)
@@ -349,7 +349,7 @@ def test_a_ladder_ends_when_each_sample_is_a_group(lengths):
     assert all(len(group) == 1 for group in ladder.groups(splits))
 
 
-def test_the_group_that_takes_longest_is_split_by_all_ranks_alike_whatever_it_costs():
+def test_the_group_with_the_longest_time_is_split_first():
     def timed(group):
         """Costs what is padded; takes the longer the more samples there are."""
         cost = len(group) * max(group.lengths)
@@ -457,7 +457,7 @@ def test_a_report_comes_back_out_of_the_message_that_begins_with_it(report, padd
 
 @given(groups_of_rank, st.integers(1, 6), st.integers(0, 6))
 @few
-def test_no_message_about_a_round_is_larger_than_said(lengths, most, offered):
+def test_a_report_fits_its_message_size(lengths, most, offered):
     offered = min(offered, most)
     planner = GroupPlanner(TokenBudget(10), 500)
     planner.add(group_of(*[*range(1, 11)] * 40), 400)
@@ -519,7 +519,7 @@ def test_an_auto_window_is_chosen_once_in_an_epoch():
     assert settings_after([report(), report()], RoundSettings(), 8).window == 0
 
 
-def test_caps_are_agreed_on_anew_for_each_round_as_many_as_it_has_steps():
+def test_each_round_has_one_cap_per_step():
     offers = [report(offer=[100, 90, 60]), report(offer=[100, 80, 50])]
     chosen = settings_after(offers, RoundSettings(), 2)
     assert chosen.caps == (55, 85)

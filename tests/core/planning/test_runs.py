@@ -127,9 +127,7 @@ def test_the_largest_group_is_the_full_run_of_the_longest_sample(samples, budget
 
 @given(samples, padded_budgets, st.data())
 @few
-def test_a_tail_is_cut_whole_and_without_a_group_the_rest_makes_the_others_again(
-    samples, budget, data
-):
+def test_the_tail_without_one_group_makes_the_other_groups(samples, budget, data):
     table, runs = table_of(samples), LengthRuns(budget)
     groups = [group.tolist() for group in runs.partition(table)]
     assert sorted(number for group in groups for number in group) == [*range(len(samples))]

@@ -153,7 +153,7 @@ def time_efficiency(lengths, model, **options):
     ("layout", "world_size", "least", "gain"),
     [("packed", 4, 0.97, 0.2), ("padded", 4, 0.85, 0.18)],
 )
-def test_ranks_that_are_told_what_a_step_takes_wait_less(layout, world_size, least, gain):
+def test_ranks_with_a_step_time_wait_less(layout, world_size, least, gain):
     lengths = lognormal(world_size * 800, cv=1.5, seed=11)
     step_time = StepTime(squares=1 / 1_600)
     job = {"budget": TokenBudget(16_384, layout=layout), "world_size": world_size, "window": 256}

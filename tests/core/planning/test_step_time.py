@@ -89,7 +89,7 @@ def test_a_group_takes_as_long_as_the_batch_that_it_becomes():
     st.randoms(use_true_random=False),
 )
 @few
-def test_the_time_of_a_group_is_an_integer_whatever_the_order_of_its_samples(
+def test_the_time_of_a_group_does_not_depend_on_the_order_of_samples(
     samples, budget, times, random
 ):
     def time(samples):
@@ -138,7 +138,7 @@ def test_ranks_are_level_in_time_without_being_asked_to_where_steps_are_mixed():
             assert step_time_of(given_time, budget) is given_time
 
 
-def test_what_says_nothing_of_times_is_refused():
+def test_a_step_time_without_terms_is_refused():
     check_step_time(None)
     for neither in (3, "squares"):
         with pytest.raises(TypeError, match="`step_time`"):

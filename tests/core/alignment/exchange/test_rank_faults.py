@@ -71,9 +71,7 @@ def test_all_ranks_that_are_lost_are_named(job):
         assert "ranks 2 and 3 were lost: they crashed, left the epoch, or did not answer" in error
 
 
-def test_a_rank_that_comes_when_the_host_of_the_store_has_given_up_is_told_where_to_look(
-    job, tmp_path
-):
+def test_a_late_rank_learns_that_rank_0_has_the_error(job, tmp_path):
     go_on = tmp_path / "go on"
     run = job(
         """
@@ -111,7 +109,7 @@ def test_a_rank_that_stops_early(job):
         assert "did not answer within 4" in error
 
 
-def test_ranks_that_answer_after_a_short_timeout_are_not_said_to_be_lost(job):
+def test_ranks_that_answer_after_a_short_timeout_are_not_reported_lost(job):
     run = job(
         """
         import numpy as np

@@ -92,6 +92,13 @@ def test_nothing_is_given_away_where_it_cannot_be_made_again_or_ranks_end_apart(
     assert not any(places_before_the_last_round(states) for _, states in whole)
 
 
+def test_ranks_with_other_budgets_give_nothing_away_and_still_end_together():
+    whole = on_ranks(2, lambda e: epoch_of(loader_of(e, budget=100 + e.rank)))
+    assert not given_away(whole)
+    assert len(whole[0][0]) == len(whole[1][0])
+    assert sorted(chain(*(ids_of(steps) for steps, _ in whole))) == [*range(SAMPLES)]
+
+
 def test_an_error_while_the_rest_is_read_loses_nothing():
     fails = {"now": True}
 

@@ -235,6 +235,12 @@ class Splits(dict):
     """As some libraries return the parts of a dataset."""
 
 
+class Frame(list):
+    """Has rows by number, but looks like a table of pandas."""
+
+    __module__ = "pandas.core.frame"
+
+
 def nodes_of_batches():
     return GroupCollator(WindowBucketer(LengthObserver(IterableWrapper(SAMPLES)), 16, 4))
 
@@ -254,6 +260,7 @@ REFUSALS = [
     ({"dataset": {"text": ["a", "b"], "label": [0, 1]}}, TypeError, r"columns \['label'\]"),
     ({"dataset": {"input_ids": torch.ones(3, 2)}}, TypeError, "the columns"),
     ({"dataset": UserDict(input_ids=[np.ones(2)])}, TypeError, "the columns"),
+    ({"dataset": Frame(SAMPLES)}, TypeError, "yields columns or scalars, not rows"),
     ({"dataset": ODBDataLoader(SAMPLES, token_budget=9)}, TypeError, "yields batches already"),
     ({"dataset": Loader(IterableWrapper(SAMPLES))}, TypeError, "`loader.root`"),
     ({"dataset": torchdata.nodes.Loader(IterableWrapper([1]))}, TypeError, "`loader.root`"),

@@ -222,9 +222,10 @@ def test_unemitted_samples_are_named_without_being_made():
 # --- what is not what it was ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["changed", "skipped", "raising"])
-def test_a_changed_skipped_or_failing_sample_is_an_error_before_its_group(how):
-    make = aligner_of
+@pytest.mark.parametrize(
+    ("make", "how"), [(aligner_of, "changed"), (pool_of, "skipped"), (aligner_of, "raising")]
+)
+def test_a_changed_skipped_or_failing_sample_is_an_error_before_its_group(make, how):
     state, rest = saved(make)
     number = next(number for number, step in enumerate(rest) if number >= 2)
     key = rest[number][0]

@@ -587,6 +587,22 @@ def test_a_lower_budget_regroups_what_a_rank_has_left(rank, taken, workers):
     node.close()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lower_budget_is_resumed_exactly(rank):
+    def make():
+        return planned(lies((5, 70), (6, 50)), rank=rank, world_size=2)
+
+    _, node = lowered(make(), 3, 60)
+    states, groups = [node.state_dict()], []
+    for group in node:
+        groups += ids([group])
+        states.append(node.state_dict())
+    for taken, state in enumerate(states):
+        other = make()
+        other.reset(state)
+        assert ids(other) == groups[taken:]
+
+
 @pytest.mark.parametrize("workers", [THREADS])
 def test_a_budget_that_is_lowered_twice_at_the_end_of_an_epoch_loses_nothing(workers):
     node, groups = planned(lies(*((number, 40) for number in range(12))), workers=workers), []
@@ -616,6 +632,19 @@ def test_samples_that_are_put_back_come_again_also_among_the_last(more, workers)
     node.reset(state)
     assert ids(node) == rest
     node.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*exceed")
+def test_an_oversize_sample_that_is_put_back_is_counted_once():
+    node, groups = planned(Process(others={7: 130})), []
+    while not node.oversize_samples:
+        groups.append(next(node))
+    node.put_back(groups.pop())
+    for _ in range(2):  # also after a resume
+        state = node.state_dict()
+        assert numbers(ids(groups) + ids(node)) == [*range(SIZE)]
+        assert node.oversize_samples == 1
+        node.reset(state)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -433,9 +433,9 @@ def states_of(exchange, sizes, **options):
     return states
 
 
-def resumed(exchange, states, at, **options):
+def resumed(exchange, states, step, **options):
     node = own_data(exchange, **options)
-    node.reset(states[exchange.rank][at])
+    node.reset(states[exchange.rank][step])
     return [
         (info.is_filler, [data["input_ids"][0] for data in group.data()]) for group, info in node
     ]

@@ -404,19 +404,19 @@ def test_a_chunk_is_taken_where_it_is_defined_beside_or_below_next_and_not_above
 
 
 @pytest.mark.parametrize(
-    "found, told",
+    ("chunk", "message"),
     [
         (([], []), "0 and 0 keys"),
         (([1, 2], [None]), "2 and 1 keys"),
         (([1, 2, 3], [None] * 3), "must return 1 to 2 items"),
     ],
 )
-def test_a_next_chunk_of_the_wrong_size_is_refused(found, told):
+def test_a_next_chunk_of_the_wrong_size_is_refused(chunk, message):
     class Wrong(ShardedSampler):
         def next_chunk(self, count):
-            return found
+            return chunk
 
     node = sampler(Wrong)
     for _ in range(2):  # The items are lost: it stays an error until a reset.
-        with pytest.raises(TypeError, match=rf"`next_chunk` of `Wrong`.*{told}|{told}"):
+        with pytest.raises(TypeError, match=rf"`next_chunk` of `Wrong`.*{message}|{message}"):
             take(node, 2)

@@ -422,7 +422,7 @@ def test_a_state_is_the_callers_and_a_loaded_one_is_neither_changed_nor_kept():
     loader = Loader(Live())
     states = [loader.state_dict() for _ in loader]
     assert [len(saved["root"]["seen"]) for saved in states] == [1, 2, 3, 4]
-    assert [one["root"]["at"].item() for one in states] == [1, 2, 3, 4]
+    assert [saved["root"]["at"].item() for saved in states] == [1, 2, 3, 4]
     state, before = states[1], copy.deepcopy(states[1])
     loader = resumed(state, Live())
     spoil(loader.state_dict())

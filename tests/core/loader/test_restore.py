@@ -254,8 +254,8 @@ def test_a_state_with_keys_needs_a_source_that_reads_them(monkeypatch):
 # --- what does not go well ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", ["bits_of", "records_of"])
-def test_a_state_that_was_interrupted_leaves_the_next_one_right(at, monkeypatch):
+@pytest.mark.parametrize("function", ["bits_of", "records_of"])
+def test_a_state_that_was_interrupted_leaves_the_next_one_right(function, monkeypatch):
     node = bucketer()
     for _ in range(9):
         next(node)
@@ -263,7 +263,7 @@ def test_a_state_that_was_interrupted_leaves_the_next_one_right(at, monkeypatch)
     for _ in range(3):
         next(node)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(sample_store, at, interrupt)
+            patched.setattr(sample_store, function, interrupt)
             node.state_dict()
     again = bucketer()
     again.reset(node.state_dict())

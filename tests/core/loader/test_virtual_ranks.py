@@ -234,7 +234,7 @@ def keys_of(loader):
 
 
 @pytest.mark.parametrize(
-    ("place", "at", "error"),
+    ("place", "call", "error"),
     [
         ("data", 30, KeyboardInterrupt("now")),
         ("data", 30, StopIteration("end")),
@@ -242,10 +242,10 @@ def keys_of(loader):
         ("collate", 11, OSError("disk")),
     ],
 )
-def test_an_error_within_a_step_is_raised_once_and_loses_nothing(place, at, error):
+def test_an_error_within_a_step_is_raised_once_and_loses_nothing(place, call, error):
     expected, _ = keys_of(hosted())
     threads, start = {*threading.enumerate()}, time.monotonic()
-    loader = hosted(**{place: Breaks(error, at)})
+    loader = hosted(**{place: Breaks(error, call)})
     keys, raised = keys_of(loader)
     assert time.monotonic() - start < TIMEOUT_S
     assert isinstance(error, Exception) or raised is error

@@ -363,8 +363,8 @@ def test_a_plan_holds_no_group_whose_step_is_out_and_no_round_between_two():
 class Change:
     """Has all ranks plan anew once, from the end of the optimizer step of step `at` on."""
 
-    def __init__(self, at, accumulate, limit=None, removes=False):
-        self.at, self.accumulate, self.limit, self.removes = at, accumulate, limit, removes
+    def __init__(self, step, accumulate, limit=None, removes=False):
+        self.at, self.accumulate, self.limit, self.removes = step, accumulate, limit, removes
         self.planned = None  # steps that stay as they were planned
         self.gone = []
 
@@ -401,10 +401,10 @@ class Change:
 @example(LEVELLED, LEVEL_JOB, 12, 40, True)
 @example(LEVELLED, LEVEL_JOB, 28, None, True)
 @fewer
-def test_steps_that_are_planned_anew_lose_and_repeat_nothing(shards, job, at, limit, removes):
+def test_steps_that_are_planned_anew_lose_and_repeat_nothing(shards, job, step, limit, removes):
     """Under a lower budget, or without some samples; the optimizer step is finished before."""
     job = job | {"uneven": "fill"}
-    ranks, change = Ranks(shards, **job), Change(at, job.get("accumulate", 1), limit, removes)
+    ranks, change = Ranks(shards, **job), Change(step, job.get("accumulate", 1), limit, removes)
     steps = [*ranks.steps(change)]
     assert sorted([*items_of(steps), *change.gone]) == samples_of(shards)
     if change.planned is not None:

@@ -13,12 +13,12 @@ TIMEOUT_S = 20.0
 
 def shard(rank, size):
     """Samples of one rank, whose lengths come from their ids; every third is masked in part."""
-    found = []
+    samples = []
     for index in range(1000 * rank, 1000 * rank + size):
         length = 2 + 7 * index % 23
         labels = ([-100] * (index % 3) + [1] * length)[:length]
-        found.append({"input_ids": [1] * length, "labels": labels, "id": index})
-    return found
+        samples.append({"input_ids": [1] * length, "labels": labels, "id": index})
+    return samples
 
 
 def graph(exchange, samples, *, budget=60, window=8, **options):
@@ -60,9 +60,9 @@ class Step(NamedTuple):
 
 
 def described(item):
-    info, found = item.info, [sample.data["id"] for sample in item.samples]
+    info, ids = item.info, [sample.data["id"] for sample in item.samples]
     return Step(
-        *(info.step, info.is_filler, found, info.left_out),
+        *(info.step, info.is_filler, ids, info.left_out),
         *(info.ends_epoch, info.optimizer_samples),
     )
 

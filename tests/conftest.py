@@ -121,9 +121,9 @@ RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 
 def of_this_process():
     """What other tests would run into: a process group, its environment, child processes."""
-    found = {f"`{name}` in the environment" for name in RANK_VARIABLES & os.environ.keys()}
-    found |= {f"process {child.name}" for child in multiprocessing.active_children()}
-    return found | {"a process group"} if torch.distributed.is_initialized() else found
+    leftovers = {f"`{name}` in the environment" for name in RANK_VARIABLES & os.environ.keys()}
+    leftovers |= {f"process {child.name}" for child in multiprocessing.active_children()}
+    return leftovers | {"a process group"} if torch.distributed.is_initialized() else leftovers
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -181,12 +181,12 @@ class Recorder:
         slow = {name.partition("[")[0] for name in slow}
         whole = {file for file, of_file in tests.items() if of_file <= slow or file in slow_names()}
         ran = {*tests, *set().union(*tests.values())}
-        found = (
+        table = (
             (slow_names() - ran)
             | whole
             | {name for name in slow if name.partition("::")[0] not in whole}
         )
-        TABLE.write_text("\n".join(sorted(found)) + "\n")
+        TABLE.write_text("\n".join(sorted(table)) + "\n")
 
 
 def leave_out_cases(config, items):

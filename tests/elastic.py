@@ -57,27 +57,34 @@ def job(world_size, states=None, steps=None, make=make, epochs=1, **options):
         loader = make(exchange, **options)
         if states is not None:
             loader.load_state_dict(states[exchange.rank])
-        found, saved = [], [loader.state_dict()] if states is None else []
+        steps_taken, saved = [], [loader.state_dict()] if states is None else []
         for _ in range(epochs):
             batches = iter(loader)
             saved = saved or [loader.state_dict()]
-            while steps is None or len(found) < steps:
+            while steps is None or len(steps_taken) < steps:
                 try:
                     batch = next(batches)
                 except StopIteration:
                     break
                 info = pop_step_info(batch)
-                found.append((info, [] if info.is_filler else batch["id"].tolist()))
+                steps_taken.append((info, [] if info.is_filler else batch["id"].tolist()))
                 saved.append(loader.state_dict())
-        return found, saved
+        return steps_taken, saved
 
     return on_ranks(world_size, run)
 
 
 def ids_of(ranks, steps=None):
     """What became of samples: those in steps, and those that are left out, by their keys."""
-    trained = [index for found, _ in ranks for _, ids in found[:steps] for index in ids]
-    left = [one.key for found, _ in ranks for info, _ in found[:steps] for one in info.left_out]
+    trained = [
+        index for steps_of_rank, _ in ranks for _, ids in steps_of_rank[:steps] for index in ids
+    ]
+    left = [
+        sample.key
+        for steps_of_rank, _ in ranks
+        for info, _ in steps_of_rank[:steps]
+        for sample in info.left_out
+    ]
     return sorted(trained), sorted(left)
 
 

@@ -1,4 +1,4 @@
-"""Jobs of every kind, for whatever must hold for all of them: who they are, and a run that goes on.
+"""Jobs of every kind, and a run of one: for promises that hold for all kinds.
 
 A job is a loader on each of N ranks, which are threads of this process.
 """
@@ -129,7 +129,7 @@ def read(end="", **options):
 
 
 def of_nodes(exchange, budget=BUDGET, exclude=(), source=ShardedSampler, **options):
-    """The graph of `ODBDataLoader`, node by node."""
+    """The graph of `ODBDataLoader`, built from nodes."""
     shard = {"rank": exchange.rank, "world_size": exchange.world_size}
     data = SAMPLES if source is ShardedSampler else range(SAMPLES)
     observed = LengthObserver(ParallelProcessor(source(data, **shard), sample, **shard))
@@ -144,22 +144,22 @@ def with_own_key(sample):
 
 
 def tokens_squared(group):
-    """What a step with a group takes."""
+    """The time of a step with this group."""
     return sum(sample.tokens**2 for sample in group)
 
 
 class Kind(NamedTuple):
-    """How a job is made.
+    """The configuration of a job.
 
     Attributes:
-        options: of `ODBDataLoader`; a `dataset` may be made of (folder, rank, world size).
-        moves: whether it goes on with another number of ranks also within an epoch.
+        options: options of `ODBDataLoader`; a callable `dataset` gets (folder, rank, world size).
+        moves: whether its states can be resharded within an epoch.
         make: exchange, budget, exclude -> loader, in place of `ODBDataLoader`.
-        ranks: the numbers of ranks that it may have.
+        ranks: the numbers of ranks to test.
         once: whether each sample comes once in an epoch.
-        counts_unread: whether samples that no rank reads are counted, as their number is known.
-        calls: weights that are set after a step, by its number, for the next epoch; or (rank,
-            tokens): that rank asks for a smaller budget then.
+        counts_unread: whether the number of samples is known, so that unread ones are counted.
+        calls: step -> weights to set for the next epoch, or (rank, tokens): the smaller budget
+            that the rank requests.
     """
 
     options: dict
@@ -171,7 +171,7 @@ class Kind(NamedTuple):
     calls: dict = {}  # noqa: RUF012
 
     def budget(self, cuts=0):
-        """Its budget, after it was lowered so many times."""
+        """The budget after `cuts` reductions."""
         budget = self.options.get("token_budget", BUDGET)
         return replace(budget, tokens=budget.tokens * (4, 3, 2)[cuts] // 4)
 
@@ -182,7 +182,7 @@ class Kind(NamedTuple):
         excluded = {"exclude": by_source.get("", by_source)} if exclude else {}
         if self.make is not None:
             return self.make(exchange, self.budget(cuts), **excluded)
-        given = {
+        options = {
             "dataset": range(SAMPLES),
             "process_fn": sample,
             "window": 16,
@@ -191,22 +191,22 @@ class Kind(NamedTuple):
             "timeout_s": TIMEOUT_S,
             "process_group": exchange,
         }
-        given |= self.options | excluded | {"token_budget": self.budget(cuts)}
-        if callable(given.get("sampler")):
-            given["sampler"] = given["sampler"]()  # Each loader draws by itself.
-        if callable(given["dataset"]):
-            given["dataset"] = given["dataset"](folder, exchange.rank, exchange.world_size)
-        return ODBDataLoader(**given)
+        options |= self.options | excluded | {"token_budget": self.budget(cuts)}
+        if callable(options.get("sampler")):
+            options["sampler"] = options["sampler"]()  # Each loader draws by itself.
+        if callable(options["dataset"]):
+            options["dataset"] = options["dataset"](folder, exchange.rank, exchange.world_size)
+        return ODBDataLoader(**options)
 
 
-def known(told=lambda index: len(tokens_of(index)), **options):
-    """A job whose lengths are told before samples are made."""
-    given = {"lengths": [told(index) for index in range(SAMPLES)], "window": "auto"}
-    return Kind({**given, **options})
+def known(length_of=lambda index: len(tokens_of(index)), **options):
+    """A job with `lengths`."""
+    lengths = [length_of(index) for index in range(SAMPLES)]
+    return Kind({"lengths": lengths, "window": "auto", **options})
 
 
 def lies(index):
-    """A length that is told: of one in three another one."""
+    """A length for `lengths`, wrong for one sample in three."""
     tokens = len(tokens_of(index))
     return tokens if index % 3 else max(1, tokens // 2 if index % 2 else 2 * tokens)
 
@@ -248,7 +248,7 @@ KINDS = {
     "records": Kind({"dataset": read()}),
     "records in order": Kind({"dataset": read(shuffle=False)}),
     "compressed": Kind({"dataset": read(".gz", shuffle=False)}, moves=False),
-    "mixed records": Kind({"dataset": lambda *given: {"a": range(60), "records": read()(*given)}}),
+    "mixed records": Kind({"dataset": lambda *shard: {"a": range(60), "records": read()(*shard)}}),
     "mixed": Kind({"dataset": two(), "weights": {"a": 0.6, "b": 0.4}}),
     "names": Kind({"dataset": two(names=("web", "web/en"))}),
     "mixed by tokens": Kind({"dataset": two(), "weights": Mixing(by="tokens")}),
@@ -267,7 +267,7 @@ KINDS = {
     ),
     "mixed kinds of sources": Kind(
         {
-            "dataset": lambda *given: {"a": read()(*given), "b": Shuffled(50)},
+            "dataset": lambda *shard: {"a": read()(*shard), "b": Shuffled(50)},
             "process_fn": {"a": sample, "b": augmented},
         },
         moves=False,
@@ -346,15 +346,15 @@ KINDS |= {
 }
 
 
-class Given(NamedTuple):
-    """What makes a job.
+class JobSpec(NamedTuple):
+    """A kind of job, and what may change between runs.
 
     Attributes:
         kind: name of its kind.
         world_size: number of ranks.
-        folder: where files of data may be.
-        exclude: (source, key) of samples that are left out.
-        cuts: how many times the budget was lowered.
+        folder: folder for files of data.
+        exclude: (source, key) of excluded samples.
+        cuts: number of reductions of the budget.
     """
 
     kind: str
@@ -365,31 +365,31 @@ class Given(NamedTuple):
 
 
 class Job:
-    """A run of N ranks that goes on: their loaders, and what each has at a step.
+    """A run of N ranks: their loaders, and the step of each rank.
 
     Args:
-        given: what makes it.
-        states: a state of each rank; None begins.
+        spec: the job.
+        states: a state of each rank; None begins an epoch.
     """
 
-    def __init__(self, given, states=None):
-        self.kind = KINDS[given.kind]
-        hub = InProcessHub(given.world_size, TIMEOUT_S)
-        self.threads = [ThreadPoolExecutor(1) for _ in range(given.world_size)]  # one for each rank
+    def __init__(self, spec, states=None):
+        self.kind = KINDS[spec.kind]
+        hub = InProcessHub(spec.world_size, TIMEOUT_S)
+        self.threads = [ThreadPoolExecutor(1) for _ in range(spec.world_size)]  # one for each rank
         make = self.kind.loader
         self.loaders = self.each(
-            lambda rank: make(hub.exchange(rank), given.folder, given.exclude, given.cuts),
-            range(given.world_size),
+            lambda rank: make(hub.exchange(rank), spec.folder, spec.exclude, spec.cuts),
+            range(spec.world_size),
         )
-        self.its, self.touched = None, False  # whether a step was taken since `iter`
-        self.loaded = False  # a state, which no `iter` has taken up yet
+        self.iterators, self.touched = None, False  # whether a step was taken since `iter`
+        self.loaded = False  # whether a state waits for `iter`
         if states is not None:
             self.load(states)
 
     def each(self, do, *of_ranks):
-        """What `do` returns on every rank at once."""
+        """Call `do` on all ranks at once; return its results."""
         calls = zip(self.threads, *of_ranks, strict=True)
-        futures = [thread.submit(do, *given) for thread, *given in calls]
+        futures = [thread.submit(do, *arguments) for thread, *arguments in calls]
         return [future.result(4 * TIMEOUT_S) for future in futures]
 
     def states(self):
@@ -401,44 +401,44 @@ class Job:
             self.loaders,
             states,
         )
-        self.its, self.touched, self.loaded = None, False, True
+        self.iterators, self.touched, self.loaded = None, False, True
 
     def step(self):
-        """What each rank has in its next step; None at the end of an epoch."""
-        if self.its is None:
+        """The next step of each rank; None at the end of an epoch."""
+        if self.iterators is None:
             self.begin()
         self.touched = True
-        found = self.each(lambda it: described(next(it, None)), self.its)
-        if found[0] is None:
-            assert not any(found), "some ranks have steps left"
-            self.its, self.touched = None, False
+        step = self.each(lambda iterator: described(next(iterator, None)), self.iterators)
+        if step[0] is None:
+            assert not any(step), "some ranks have steps left"
+            self.iterators, self.touched = None, False
             return None
-        self.call(self.kind.calls.get(found[0].info.step))
-        return found
+        self.call(self.kind.calls.get(step[0].info.step))
+        return step
 
-    def call(self, what):
-        if isinstance(what, dict):
-            self.each(lambda loader: loader.set_weights(what), self.loaders)
-        elif what is not None:
-            rank, tokens = what
+    def call(self, request):
+        if isinstance(request, dict):
+            self.each(lambda loader: loader.set_weights(request), self.loaders)
+        elif request is not None:
+            rank, tokens = request
             root = self.loaders[rank % len(self.loaders)].root
             (aligner,) = (node for node in walk(root) if isinstance(node, RankAligner))
             aligner.request_budget(tokens)
 
     def epoch(self):
-        """The steps that are left of an epoch."""
+        """The remaining steps of the epoch."""
         return list(iter(self.step, None))
 
     def begin(self):
-        """Begin an epoch, or go on with one that was loaded."""
-        self.its, self.touched, self.loaded = self.each(iter, self.loaders), False, False
+        """Begin an epoch, or resume a loaded one."""
+        self.iterators, self.touched, self.loaded = self.each(iter, self.loaders), False, False
 
     def set_epoch(self, number):
         self.each(lambda loader: loader.set_epoch(number), self.loaders)
-        self.its, self.touched = None, False
+        self.iterators, self.touched = None, False
 
     def counts(self):
-        """Over all ranks: samples that were left out, trained on, and left over by other ranks."""
+        """Counts over all ranks: samples left out, trained on, and not emitted."""
         out = [
             sum(loader.skipped_samples.values()) + loader.dropped_samples + loader.excluded_samples
             for loader in self.loaders
@@ -448,7 +448,7 @@ class Job:
 
     def close(self):
         self.each(lambda loader: loader.close(), self.loaders)
-        self.its, self.touched = None, False
+        self.iterators, self.touched = None, False
 
     def end(self):
         self.close()
@@ -457,7 +457,7 @@ class Job:
 
 
 class Step(NamedTuple):
-    """What a rank has in a step: a checksum of its tensors, and numbers that come from them."""
+    """The step of a rank: a checksum of its tensors, and counts from them."""
 
     info: object
     content: int
@@ -487,50 +487,50 @@ def described(batch):
 
 
 def left_out_of(steps):
-    """What all ranks have left out in some steps."""
-    return [one for step in steps for rank in step for one in rank.info.left_out]
+    """The samples that all ranks left out in these steps."""
+    return [sample for step in steps for rank in step for sample in rank.info.left_out]
 
 
 def keys_of(steps):
-    """The keys of all ranks in some steps: of samples that were trained on, and left out."""
+    """The keys of all ranks in these steps: of trained samples, and of samples left out."""
     trained = [key for step in steps for rank in step for key in rank.keys]
-    return trained, [(one.source, one.key) for one in left_out_of(steps)]
+    return trained, [(sample.source, sample.key) for sample in left_out_of(steps)]
 
 
 def check_counts(steps):
-    """Check that what steps say of all ranks is what the batches of all ranks hold."""
+    """Compare the totals in `StepInfo` with the batches of all ranks."""
     optimizer_step, number = [], 0
     for step in steps:
         optimizer_step += step
         number += 1
-        assert len({one.info.ends_optimizer_step for one in step}) == 1
+        assert len({rank.info.ends_optimizer_step for rank in step}) == 1
         if not step[0].info.ends_optimizer_step:
             continue
-        targets = sum(one.targets for one in optimizer_step)
-        samples = sum(len(one.rows) for one in optimizer_step)
+        targets = sum(batch.targets for batch in optimizer_step)
+        samples = sum(len(batch.rows) for batch in optimizer_step)
         assert samples
-        for one in optimizer_step:
-            info = one.info
-            assert (info.micro_steps, info.local_targets) == (number, one.targets)
+        for batch in optimizer_step:
+            info = batch.info
+            assert (info.micro_steps, info.local_targets) == (number, batch.targets)
             assert (info.optimizer_samples, info.optimizer_targets) == (samples, targets)
-            assert info.loss_scale == pytest.approx(len(step) * one.targets / max(1, targets))
+            assert info.loss_scale == pytest.approx(len(step) * batch.targets / max(1, targets))
         optimizer_step, number = [], 0
     assert not optimizer_step
 
 
 def by_virtual_rank(steps):
-    """What each virtual rank has at each step, the same whichever process hosts it."""
-    found = {}
+    """The step of each virtual rank, without the process that hosts it."""
+    by_rank = {}
     for of_ranks in steps:
-        for process, one in enumerate(of_ranks):
-            info = one.info
+        for process, batch in enumerate(of_ranks):
+            info = batch.info
             step, number = divmod(info.step, hosted := info.batches_per_step)
-            found[info.epoch, step, process * hosted + number] = (
-                one[1:],
-                one.rows,
+            by_rank[info.epoch, step, process * hosted + number] = (
+                batch[1:],
+                batch.rows,
                 info.left_out,
                 (info.micro_step // hosted, info.micro_steps // hosted),
                 (info.optimizer_samples, info.optimizer_targets, info.all_samples_this_step),
                 round(info.loss_scale / len(of_ranks), 9),
             )
-    return found
+    return by_rank

@@ -137,8 +137,8 @@ def groups_alone(samples):
 
 def make_dataloader(size, *, timeout_s=60.0, **options):
     """An `ODBDataLoader` over texts that its ranks share."""
-    given = {"token_budget": 96, "window": 16, "round_size": 8, **options}
-    return ODBDataLoader(Texts(size), timeout_s=timeout_s, **given)
+    arguments = {"token_budget": 96, "window": 16, "round_size": 8, **options}
+    return ODBDataLoader(Texts(size), timeout_s=timeout_s, **arguments)
 
 
 def describe(batch):
@@ -184,11 +184,11 @@ def check_epochs(sizes, epochs):
 
 def write_groups(folder, size):
     """Write what this rank gets, without workers and with two, to a file of its own."""
-    found = []
+    groups = []
     for num_workers in (0, 2):
         with make_dataloader(size, num_workers=num_workers) as loader:
-            found.append(epochs_of(loader))
-    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+            groups.append(epochs_of(loader))
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(groups))
     dist.destroy_process_group()
 
 

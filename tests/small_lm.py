@@ -88,12 +88,12 @@ def snapshot(training):
     model, optimizer = training.model, training.optimizer
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     return {
-        "weights": [one.detach().clone() for one in model.parameters()],
-        "buffers": [one.clone() for one in model.buffers()],
+        "weights": [parameter.detach().clone() for parameter in model.parameters()],
+        "buffers": [buffer.clone() for buffer in model.buffers()],
         "gradients": gradients,
         "optimizer": copy.deepcopy(optimizer.state_dict()),
         "python": random.getstate(),
-        "numpy": [np.asarray(one).tolist() for one in np.random.get_state()[1:]],
+        "numpy": [np.asarray(part).tolist() for part in np.random.get_state()[1:]],
         "torch": torch.get_rng_state(),
     }
 

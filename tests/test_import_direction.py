@@ -88,12 +88,12 @@ class Import(NamedTuple):
 
 def sources_of(root):
     """Return the source of each module of the package by its dotted name."""
-    found = {}
+    imports = {}
     for path in sorted((root / PACKAGE).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = path.read_text()
-    return found
+        imports[name] = path.read_text()
+    return imports
 
 
 def imports_of(module, modules):
@@ -135,7 +135,7 @@ def room_of(module):
 
 def upward_imports(modules):
     """Return the imports of a later room, and of a framework where it does not belong."""
-    found = []
+    upward = []
     for module in modules:
         room = room_of(module)
         for line, name, _ in imports_of(module, modules):
@@ -144,18 +144,20 @@ def upward_imports(modules):
             if package == PACKAGE:
                 other = room_of(name)
                 if ROOMS.index(other) > ROOMS.index(room):
-                    found.append(f"{where} `{name}` of the later room {other or PACKAGE!r}")
+                    upward.append(f"{where} `{name}` of the later room {other or PACKAGE!r}")
             elif room not in FRAMEWORKS.get(package, (room,)):
-                found.append(f"{where} `{name}`, which only {FRAMEWORKS[package]} may")
+                upward.append(f"{where} `{name}`, which only {FRAMEWORKS[package]} may")
             elif room == PURE and package not in PURE_NEEDS:
-                found.append(f"{where} `{name}`, but may import numpy alone")
-    return found
+                upward.append(f"{where} `{name}`, but may import numpy alone")
+    return upward
 
 
 def circle(modules):
     """Return modules each of which is imported by the next one, and the first one again."""
     needs = {
-        module: {one.name for one in imports_of(module, modules) if one.name in modules}
+        module: {
+            imported.name for imported in imports_of(module, modules) if imported.name in modules
+        }
         for module in modules
     }
     try:
@@ -192,8 +194,8 @@ def modules():
 
 
 def test_every_import_goes_to_the_same_or_an_earlier_room_and_in_no_circle(modules):
-    found = upward_imports(modules)
-    assert not found, "\n".join(found)
+    upward = upward_imports(modules)
+    assert not upward, "\n".join(upward)
     assert not circle(modules)
 
 
@@ -238,8 +240,8 @@ def test_code_blocks_of_the_documents_use_no_private_room():
     ],
 )
 def test_an_import_that_goes_the_wrong_way_is_named(changed, expected):
-    (found,) = upward_imports(package_with(changed))
-    assert expected in found
+    (violation,) = upward_imports(package_with(changed))
+    assert expected in violation
 
 
 def test_circles_ways_round_and_strangers_are_found():

@@ -49,10 +49,10 @@ class ForkedProgram:
     def communicate(self, timeout):
         """All that is left of its output and complaints, once it has ended."""
         end = time.monotonic() + timeout
-        found = {}
+        output = {}
 
         def read(name):
-            found[name] = getattr(self, name).read()
+            output[name] = getattr(self, name).read()
 
         threads = [
             threading.Thread(target=read, args=(name,), daemon=True)
@@ -65,7 +65,7 @@ class ForkedProgram:
             if thread.is_alive():
                 raise subprocess.TimeoutExpired(f"program {self.pid}", timeout)
         self.wait(max(0.0, end - time.monotonic()))
-        return found["stdout"], found["stderr"]
+        return output["stdout"], output["stderr"]
 
     def send_signal(self, number):
         os.kill(self.pid, number)

@@ -90,10 +90,10 @@ class Holding:
     def __len__(self):
         return self.size
 
-    def __getitem__(self, at):
+    def __getitem__(self, index):
         drawn = [self.python.random(), self.numpy.random(), self.legacy.random_sample()]
         drawn.append(float(torch.rand((), generator=self.torch)))
-        return {"input_ids": [at] * (at % 5 + 1), "epoch": self.epoch, "drawn": str(drawn)}
+        return {"input_ids": [index] * (index % 5 + 1), "epoch": self.epoch, "drawn": str(drawn)}
 
 
 class Bomb:
@@ -323,8 +323,8 @@ def dataloader(dataset, method="fork", **options):
     """An `ODBDataLoader` with two workers; `method` is a start method, "thread" or "ray"."""
     how = {"method": method} if method in ("thread", "ray") else {"start_method": method}
     workers = WorkerOptions(num_workers=2, chunk_size=4, **how)
-    given = {"token_budget": 64, "window": 12, "shuffle": False, "workers": workers, **options}
-    return ODBDataLoader(dataset, **given)
+    arguments = {"token_budget": 64, "window": 12, "shuffle": False, "workers": workers, **options}
+    return ODBDataLoader(dataset, **arguments)
 
 
 def forked(workers):

@@ -33,7 +33,11 @@ def sent(value):
     return unpack([bytearray(part) for part in pack(value)])
 
 
-COPIES = {"pickle": lambda one: pickle.loads(pickle.dumps(one)), "sent": sent, "copy": copy.copy}
+COPIES = {
+    "pickle": lambda block: pickle.loads(pickle.dumps(block)),
+    "sent": sent,
+    "copy": copy.copy,
+}
 
 
 # --- blocks ---------------------------------------------------------------------------------------
@@ -42,25 +46,25 @@ COPIES = {"pickle": lambda one: pickle.loads(pickle.dumps(one)), "sent": sent, "
 @pytest.mark.parametrize("data", [None, [f"data {n}" for n in range(len(SAMPLES))]])
 def test_a_sample_comes_out_as_it_went_in(data):
     block = SampleBlock.of(SAMPLES, data)
-    held = [one.data for one in SAMPLES] if data is None else data
-    expected = [one._replace(data=own) for one, own in zip(SAMPLES, held, strict=True)]
+    held = [sample.data for sample in SAMPLES] if data is None else data
+    expected = [sample._replace(data=own) for sample, own in zip(SAMPLES, held, strict=True)]
     for again in (block, block[:], block.take(range(len(block)))):
         assert [*again] == expected == again and again.data() == held
-        assert [again[at] for at in range(-6, 6)] == expected * 2
-        assert {type(one) for one in again} == {Sample}
-        assert {type(one.item) for one in again} == {ItemKey, type(None)}
-        assert {type(value) for one in again for value in one[1:4]} == {int}
-    assert block.tokens.tolist() == [one.tokens for one in SAMPLES]
-    assert block.targets.tolist() == [one.targets for one in SAMPLES]
-    assert block.patches.tolist() == [one.patches for one in SAMPLES]
-    assert [kind.task_name for kind in block.kinds] == [one.task_name for one in SAMPLES]
+        assert [again[index] for index in range(-6, 6)] == expected * 2
+        assert {type(sample) for sample in again} == {Sample}
+        assert {type(sample.item) for sample in again} == {ItemKey, type(None)}
+        assert {type(value) for sample in again for value in sample[1:4]} == {int}
+    assert block.tokens.tolist() == [sample.tokens for sample in SAMPLES]
+    assert block.targets.tolist() == [sample.targets for sample in SAMPLES]
+    assert block.patches.tolist() == [sample.patches for sample in SAMPLES]
+    assert [kind.task_name for kind in block.kinds] == [sample.task_name for sample in SAMPLES]
 
 
 def test_samples_are_the_same_objects_each_time():
     block = SampleBlock.of(SAMPLES)
-    assert all(one is given for one, given in zip(block, SAMPLES, strict=True))
+    assert all(sample is expected for sample, expected in zip(block, SAMPLES, strict=True))
     made = block[1:]
-    assert all(one is again for one, again in zip(made, made, strict=True))
+    assert all(sample is again for sample, again in zip(made, made, strict=True))
     assert SampleBlock.of(block) is block
 
 
@@ -116,11 +120,11 @@ def test_a_block_alone_holds_no_data_of_others():
 def test_facts_and_data_may_be_exchanged():
     block = two_sources()
     other = block.with_facts(digest=[1, 2, 3], ordinal=[4, 5, -1])
-    assert [(one.digest, one.ordinal) for one in other] == [(1, 4), (2, 5), (3, None)]
-    assert other.data() == block.data() and [one.digest for one in block] == [8, 8, 0]
+    assert [(sample.digest, sample.ordinal) for sample in other] == [(1, 4), (2, 5), (3, None)]
+    assert other.data() == block.data() and [sample.digest for sample in block] == [8, 8, 0]
     other = block.with_data("abc")
     assert other.data() == [*"abc"]
-    assert [one[1:] for one in other] == [one[1:] for one in block]
+    assert [sample[1:] for sample in other] == [sample[1:] for sample in block]
     assert [row for _, row in other.places()] == [0, 1, 2]
 
 
@@ -140,7 +144,7 @@ def test_keys_come_out_as_they_went_in(keys):
     columns = ItemKeys.of(keys)
     for again in (columns, ItemKeys.of(columns), sent(columns), ItemKeys.joined([columns])):
         assert [*again] == keys and len(again) == len(keys)
-        assert [again[at] for at in range(len(keys))] == keys
+        assert [again[index] for index in range(len(keys))] == keys
         assert {type(key) for key in again} <= {ItemKey, type(None)}
         assert again.are_known is (None not in keys)
         assert [*again[1:]] == keys[1:] and [*again[:1]] == keys[:1]
@@ -202,7 +206,7 @@ def check_rows(columns, data):
 
 @pytest.mark.parametrize("kind", VALUES)
 def test_values_of_a_key_come_out_as_they_went_in(kind):
-    data = [{"n": at, "value": value} for at, value in enumerate(VALUES[kind])]
+    data = [{"n": index, "value": value} for index, value in enumerate(VALUES[kind])]
     columns = DataColumns.of(data)
     assert isinstance(columns.column("value"), Column) is (kind in JOINED)
     assert columns.column("n") == [0, 1, 2, 3] and columns.column("other") is None
@@ -256,11 +260,11 @@ TEXTS = [{"input_ids": np.array([5, 6]), "labels": np.array([7, 8])} for _ in ra
 
 def test_what_somebody_changes_in_a_sample_is_collated():
     block = SampleBlock.of(
-        [Sample(one, 2, 1) for one in TEXTS], DataColumns.of([{**one} for one in TEXTS])
+        [Sample(text, 2, 1) for text in TEXTS], DataColumns.of([{**text} for text in TEXTS])
     )
     assert PaddingCollate().collate_block(block)["labels"].all()
-    for one in block:
-        one.data["labels"] = one.data["labels"] * 0
+    for sample in block:
+        sample.data["labels"] = sample.data["labels"] * 0
     assert block[0] is block[0] and block.index(block[0]) == 0
     for changed in (block, block.take([0, 1]), block[:2], SampleBlock.joined([block, block])):
         labels = PaddingCollate().collate_block(changed)["labels"]
@@ -269,12 +273,12 @@ def test_what_somebody_changes_in_a_sample_is_collated():
 
 def test_no_samples_that_were_looked_at_make_none_of_others():
     assert [*NO_SAMPLES] == []
-    block = SampleBlock.of([Sample(one, 2, 1) for one in TEXTS], DataColumns.of(TEXTS))
+    block = SampleBlock.of([Sample(text, 2, 1) for text in TEXTS], DataColumns.of(TEXTS))
     assert not SampleBlock.joined([block, NO_SAMPLES, block]).has_objects
 
 
 def test_a_batch_is_written_into_the_memory_that_is_asked_for():
-    block = SampleBlock.of([Sample(one, 2, 1) for one in TEXTS], DataColumns.of(TEXTS))
+    block = SampleBlock.of([Sample(text, 2, 1) for text in TEXTS], DataColumns.of(TEXTS))
     made = []
 
     def new(*of):
@@ -283,7 +287,7 @@ def test_a_batch_is_written_into_the_memory_that_is_asked_for():
 
     batch = PaddingCollate().collate_block(block, new)
     assert [*batch] == ["input_ids", "labels", "attention_mask"]
-    assert all(one is there for one, there in zip(batch.values(), made, strict=True))
+    assert all(value is there for value, there in zip(batch.values(), made, strict=True))
     assert str(batch) == str(PaddingCollate()(TEXTS))
 
 

@@ -66,7 +66,7 @@ def epoch(ranks, **options):
 
 def places_before_the_last_round(states):
     """Those of the round before the one in which ranks share out what is left; none without."""
-    return [at for at, state in enumerate(states) if state["root"]["settings"][3]]
+    return [step for step, state in enumerate(states) if state["root"]["settings"][3]]
 
 
 def given_away(whole):
@@ -108,17 +108,17 @@ def test_an_error_while_the_rest_is_read_loses_nothing():
         return sample(index, ranks)
 
     def run(exchange):
-        loader, found = loader_of(exchange, process=process), []
+        loader, steps = loader_of(exchange, process=process), []
         expected = SampleError if exchange.rank == 0 else PeerError
         with pytest.raises(expected, match="the disk is away"):
             for item in loader:
-                found.append(described(item))
+                steps.append(described(item))
         state = loader.state_dict()
         barrier.wait(TIMEOUT_S)
         fails["now"] = False
         again = loader_of(exchange, process=process)
         again.load_state_dict(state)
-        return [*found, *map(described, again)]
+        return [*steps, *map(described, again)]
 
     barrier = threading.Barrier(2)
     assert on_ranks(2, run) == [steps for steps, _ in epoch(2)]
@@ -147,15 +147,17 @@ def test_a_skipped_gift_is_left_out_once_though_the_last_round_is_begun_again(st
             loader.root.reset(loader.root.state_dict())
             loader = loader.root
         items += map(described, loader)
-        return ids_of(items), [(one.key, one.reason) for item in items for one in item.left_out]
+        return ids_of(items), [
+            (sample.key, sample.reason) for item in items for sample in item.left_out
+        ]
 
     barrier = threading.Barrier(3)
     with pytest.warns(UserWarning, match="are not what they were: a sample.* is skipped here"):
-        found = on_ranks(3, run)
-    assert [bool(left_out) for _, left_out in found] == [False, True, False]
-    left_out = dict(found[1][1])
-    assert {*left_out.values()} == {"not here"} and len(left_out) == len(found[1][1])
-    assert sorted(chain(*(ids for ids, _ in found), left_out)) == [*range(SAMPLES)]
+        results = on_ranks(3, run)
+    assert [bool(left_out) for _, left_out in results] == [False, True, False]
+    left_out = dict(results[1][1])
+    assert {*left_out.values()} == {"not here"} and len(left_out) == len(results[1][1])
+    assert sorted(chain(*(ids for ids, _ in results), left_out)) == [*range(SAMPLES)]
 
 
 def test_a_sample_that_is_another_one_on_another_rank_is_warned_of():
@@ -163,10 +165,10 @@ def test_a_sample_that_is_another_one_on_another_rank_is_warned_of():
 
     def run(exchange):
         def process(index, ranks):
-            found = sample(index, ranks)
+            made = sample(index, ranks)
             if index in moved and index % 2 != exchange.rank:
-                found["input_ids"] = [2] * len(found["input_ids"])
-            return found
+                made["input_ids"] = [2] * len(made["input_ids"])
+            return made
 
         list(loader_of(exchange, process=process))
 
@@ -207,9 +209,9 @@ def any_sample(index, job):
 
 
 def is_emitted(index, job):
-    found = any_sample(index, job)
+    made = any_sample(index, job)
     longest = OVERSIZE_TOKENS if job["oversize"] == "alone" else OVERSIZE_TOKENS - 1
-    return not isinstance(found, Skipped) and len(found["input_ids"]) <= longest
+    return not isinstance(made, Skipped) and len(made["input_ids"]) <= longest
 
 
 def loader_of_job(job, rank, ranks, exchange=None):
@@ -218,7 +220,7 @@ def loader_of_job(job, rank, ranks, exchange=None):
     sampler = ShardedSampler(job["samples"], shuffle=job["shuffle"], **place)
     if exchange is None:
         return Loader(sampler)
-    samples = ParallelProcessor(sampler, lambda at: any_sample(at, job), **place)
+    samples = ParallelProcessor(sampler, lambda index: any_sample(index, job), **place)
     budget = TokenBudget(100, oversize=job["oversize"], layout=job["layout"])
     groups = WindowBucketer(LengthObserver(samples), budget, job["window"])
     rounds = {name: job[name] for name in ("round_size", "accumulate", "step_time")}
@@ -230,7 +232,7 @@ def loses_no_shard(job, ranks):
     """Whether no rank loses all that it has in an epoch: that is an error."""
     loaders = [loader_of_job(job, rank, ranks) for rank in range(ranks)]
     shards = [[*loader] for loader in loaders for _ in range(EPOCHS + 1)]
-    return all(not shard or any(is_emitted(at, job) for at in shard) for shard in shards)
+    return all(not shard or any(is_emitted(index, job) for index in shard) for shard in shards)
 
 
 @pytest.mark.slow
@@ -238,7 +240,7 @@ def loses_no_shard(job, ranks):
 @pytest.mark.filterwarnings("ignore:of the .* samples of the epoch")
 @given(job=JOBS, ranks=st.integers(1, 5))
 @fewer(8)
-def test_each_sample_comes_once_and_a_resume_goes_on_into_the_next_epoch(job, ranks):
+def test_each_sample_comes_once_and_a_resume_reaches_the_next_epoch(job, ranks):
     assume(loses_no_shard(job, ranks))
     draw = random.Random(job["seed"])
     emitted = {index for index in range(job["samples"]) if is_emitted(index, job)}
@@ -254,7 +256,9 @@ def test_each_sample_comes_once_and_a_resume_goes_on_into_the_next_epoch(job, ra
     for number in range(EPOCHS):
         steps = [epochs[number][0] for epochs in whole]
         assert Counter(chain(*map(ids_of, steps))) == Counter(emitted)
-        left_out = Counter(one.key for rank in steps for step in rank for one in step.left_out)
+        left_out = Counter(
+            sample.key for rank in steps for step in rank for sample in step.left_out
+        )
         assert left_out == Counter({*range(job["samples"])} - emitted)
         assert len({*map(len, steps)}) == 1
         assert [step.ends_epoch for step in steps[0]] == [False] * (len(steps[0]) - 1) + [True]

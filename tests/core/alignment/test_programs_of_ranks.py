@@ -40,8 +40,8 @@ class Follower:
         if action in ("iterate", "save"):
             self.saved.append(self.loader.state_dict())
         elif action.startswith("load") and self.saved:
-            at = -1 if action == "load the last" else number % len(self.saved)
-            self.loader.load_state_dict(self.saved[at])
+            place = -1 if action == "load the last" else number % len(self.saved)
+            self.loader.load_state_dict(self.saved[place])
         elif action == "finish":
             self.seen.append(f"{len(list(self.loader))} steps")
         elif action == "close":
@@ -65,12 +65,16 @@ def test_a_program(seed):
         for action, number in program:
             follower.act(action, number)
         list(loader)  # what is left of the epoch, or one more
-        whole = [one.data["id"] for item in loader if not item.info.is_filler for one in item[0]]
+        whole = [
+            sample.data["id"] for item in loader if not item.info.is_filler for sample in item[0]
+        ]
         loader.close()
         return follower.seen, whole
 
     seen, epochs = zip(*on_ranks(len(sizes), follow), strict=True)
-    assert all(one == seen[0] for one in seen), program
+    assert all(of_rank == seen[0] for of_rank in seen), program
     if uneven == "fill":
-        expected = [[one["id"] for one in shard(rank, size)] for rank, size in enumerate(sizes)]
+        expected = [
+            [sample["id"] for sample in shard(rank, size)] for rank, size in enumerate(sizes)
+        ]
         assert [sorted(epoch) for epoch in epochs] == expected, program

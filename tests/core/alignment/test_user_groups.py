@@ -55,20 +55,20 @@ def planned_loader(exchange, seed, tokens):
     """Ranks whose samples are often longer than was told, so that some steps are filled."""
     draw = random.Random(seed)
     size, ranks = draw.choice([61, 85, 100]), draw.choice([3, 4])
-    told = [draw.randint(1, 30) for _ in range(size)]
-    lengths = [one + (draw.random() < 0.6) * draw.randint(0, 25) for one in told]
+    known_lengths = [draw.randint(1, 30) for _ in range(size)]
+    lengths = [length + (draw.random() < 0.6) * draw.randint(0, 25) for length in known_lengths]
     assert ranks == exchange.world_size
 
     def process(number):
         return Sample({"id": number}, lengths[number], 1)
 
     budget, place = TokenBudget(tokens, oversize="alone"), (exchange.rank, ranks)
-    node = PlannedGroups(told, process, budget, seed=1, rank=place[0], world_size=place[1])
+    node = PlannedGroups(known_lengths, process, budget, seed=1, rank=place[0], world_size=place[1])
     return Loader(RankAligner(node, exchange, 24, accumulate=3, timeout_s=10))
 
 
 @pytest.mark.filterwarnings("ignore:.*(exceed|longer)")
-@pytest.mark.parametrize(("seed", "ranks", "steps"), [(5028, 4, 10), (5035, 4, 10)])
+@pytest.mark.parametrize(("seed", "ranks", "steps"), [(5035, 4, 10)])
 def test_a_state_after_a_lower_budget_within_an_optimizer_step_loads_with_its_fillers(
     seed, ranks, steps
 ):

@@ -50,11 +50,11 @@ def test_no_damage_of_a_node_s_own_state_passes(kind, tmp_path):
         root = loader.root
         state = root.state_dict()
         broken = list(damaged(state))
-        for what, one in random.Random(zlib.crc32(kind.encode())).sample(broken, 150):
+        for what, damaged_state in random.Random(zlib.crc32(kind.encode())).sample(broken, 150):
             if what == "digest: nothing":  # as a state within another
                 continue
             with pytest.raises(StateError):
-                root.reset(one)
+                root.reset(damaged_state)
                 pytest.fail(what)
         root.reset(state)
         assert root.state_dict() == state
@@ -113,7 +113,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_node_refuses_what_no_run_has_saved(what, tmp_path):
+def test_a_node_refuses_a_consistent_state_that_no_run_can_have_saved(what, tmp_path):
     """Its digest is right: as of a fault of the writer, not of the disk."""
     node, change = REFUSED[what]
     with make("replay", tmp_path) as loader:
@@ -142,9 +142,9 @@ def test_flipped_bits_in_the_bytes_of_a_distributed_state_are_found(tmp_path, ex
             flipped = bytearray(data)
             flipped[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
             broken.append(flipped)
-        for one in broken:
+        for damaged_bytes in broken:
             with pytest.raises(StateError, match="is damaged"):
-                DistributedState(loader).load_state_dict({key: io.BytesIO(one)})
+                DistributedState(loader).load_state_dict({key: io.BytesIO(damaged_bytes)})
 
 
 class Counting(EpochNode):

@@ -105,7 +105,7 @@ def test_sources_are_found_in_containers(hold):
     assert list(walk(Node(label="text", raw=b"bytes", sources=hold(sources))))[1:] == sources
 
 
-def test_a_node_comes_once_whoever_refers_to_it():
+def test_a_shared_node_is_walked_once():
     shared = Node()
     parent = Node(left=Node(source=shared), right=Node(source=shared))
     shared.parent = parent
@@ -203,7 +203,7 @@ def test_a_thread_is_waited_for_until_it_has_left_its_source(gated, new_threads)
 
 @pytest.mark.parametrize("stop", [stop_threads, close_nodes])
 @pytest.mark.parametrize(
-    "make", [lambda one: Prefetcher(one, 3), lambda one: ParallelMapper(one, abs, 2)]
+    "make", [lambda source: Prefetcher(source, 3), lambda source: ParallelMapper(source, abs, 2)]
 )
 def test_a_thread_that_does_not_come_back_is_an_error_that_names_its_node(make, stop, gated):
     root = make(gated)

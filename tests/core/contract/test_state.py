@@ -95,10 +95,10 @@ def test_a_state_that_is_nested_too_deeply_is_refused(place, kind):
         unseal_whole(state, "Node", AnyField)
 
 
-def test_a_digest_is_of_values_whatever_the_order_of_keys():
+def test_a_digest_does_not_depend_on_the_order_of_keys():
     mixed = {2: 0, "2": 1, (1, b"x"): 2, None: 3}
     states = [{"b": mixed, "a": 2**70}, {"a": 2**70, "b": dict(reversed(mixed.items()))}]
-    assert len({add_digest(one)["digest"] for one in states}) == 1
+    assert len({add_digest(state)["digest"] for state in states}) == 1
 
 
 def test_a_digest_is_of_values_however_a_tensor_lies_in_memory():
@@ -115,7 +115,7 @@ def test_a_digest_is_of_values_however_a_tensor_lies_in_memory():
     ],
 )
 def test_a_digest_tells_values_of_other_types_apart(value, other):
-    digests = [add_digest({"x": [one]})["digest"] for one in (value, other)]
+    digests = [add_digest({"x": [content]})["digest"] for content in (value, other)]
     assert digests[0] != digests[1]
 
 
@@ -130,7 +130,7 @@ def test_a_digest_tells_values_of_other_types_apart(value, other):
         (torch.eye(2).to_sparse(), (2 * torch.eye(2)).to_sparse()),
     ],
 )
-def test_a_digest_covers_whatever_a_file_may_hold(value, other):
+def test_a_digest_covers_all_types_that_torch_load_allows(value, other):
     state = seal_whole("Node", AnyField(x=value))
     assert type(unseal_whole(state, "Node", AnyField).x) is type(value)
     with pytest.raises(StateError, match="digest"):
@@ -223,7 +223,7 @@ def nested():
         (nested(), "`state` is nested too deeply"),
     ],
 )
-def test_what_could_not_be_loaded_is_not_saved_and_leaves_no_file(value, message, path):
+def test_unloadable_data_is_not_saved_and_leaves_no_file(value, message, path):
     with pytest.raises(StateError, match=message):
         save_state({"w": STATE["weights"], "x": [value]}, path)
     assert_unchanged(path)
@@ -294,8 +294,8 @@ def test_ctrl_c_while_saving_is_a_keyboard_interrupt(path):
         thread.join()
         signal.signal(signal.SIGINT, before)
     assert interrupts > 20
-    found = load_state(path)  # on a slow disk, no call may have come to its end
-    assert found == {"step": 1} or found["weights"].shape == (400_000,)
+    state = load_state(path)  # on a slow disk, no call may have come to its end
+    assert state == {"step": 1} or state["weights"].shape == (400_000,)
     save_state(STATE, path)  # removes what an interrupt within the removal has left
     assert os.listdir(path.parent) == [path.name]
 

@@ -63,7 +63,7 @@ def test_the_batches_are_those_of_our_loader_on_every_rank(world_size, options):
             data, lengths=LENGTHS, token_budget=budget, process_group=exchange, **options
         )
         infos = [[pop_step_info(batch) for batch in loader] for _ in range(2)]
-        return [[[] if one.is_filler else [*one.keys] for one in epoch] for epoch in infos]
+        return [[[] if info.is_filler else [*info.keys] for info in epoch] for epoch in infos]
 
     for rank, expected in enumerate(on_ranks(world_size, trained)):
         of_rank = TokenBatchSampler(LENGTHS, budget, rank=rank, world_size=world_size, **options)
@@ -76,16 +76,6 @@ def test_the_batches_are_those_of_our_loader_on_every_rank(world_size, options):
                 assert of_epoch == batches
 
 
-def test_a_rank_without_a_sample_takes_the_shortest_once_more():
-    batches = [
-        [*TokenBatchSampler([40, 40, 40, 9], 40, rank=rank, world_size=3)] for rank in range(3)
-    ]
-    assert [len(of_rank) for of_rank in batches] == [2, 2, 2]
-    steps = [*zip(*batches, strict=True)]
-    assert sorted(itertools.chain(*steps[0]), key=str) != [3, 3, 3] and steps[1].count([3]) >= 2
-    assert {index for batch in itertools.chain(*steps) for index in batch} == {0, 1, 2, 3}
-
-
 def test_an_epoch_is_planned_once():
     planned, plan = [], KnownJob.plan
 
@@ -94,11 +84,11 @@ def test_an_epoch_is_planned_once():
         return plan(job, samples, order, epoch)
 
     with patch.object(KnownJob, "plan", counted):
-        one = sampler()
-        len(one)
-        batches = iter(one)
+        first = sampler()
+        len(first)
+        batches = iter(first)
         next(batches)
-        state = one.state_dict()
+        state = first.state_dict()
         assert [*batches] and planned == [0]
         again = sampler()
         again.load_state_dict(state)
@@ -107,46 +97,39 @@ def test_an_epoch_is_planned_once():
         assert len(again) and [*again] and planned == [0, 0, 1]
 
 
-def test_without_an_order_of_its_own_an_epoch_is_planned_2048_samples_of_a_rank_together():
-    lengths = np.random.default_rng(0).integers(1, 41, 5000)
-    options = {"rank": 0, "world_size": 2, "shuffle": False}
-    batches = [*TokenBatchSampler(lengths, 128, **options)]
-    windows = [{index // 4096 for index in batch} for batch in batches]
-    assert [{0}, {1}] == [window for window, _ in itertools.groupby(windows)]
-    assert batches == [*TokenBatchSampler(lengths, 128, window=2048, **options)]
-
-
 def test_an_epoch_may_be_an_integer_of_numpy_or_torch():
     for kind in (np.int64, torch.tensor):
-        one = sampler()
-        one.set_epoch(kind(1))
-        assert [*one] == epochs(sampler(), 2)[1] and type(one.state_dict()["epoch"]) is int
+        any_epoch = sampler()
+        any_epoch.set_epoch(kind(1))
+        assert [*any_epoch] == epochs(sampler(), 2)[1] and type(
+            any_epoch.state_dict()["epoch"]
+        ) is int
         drawn, plain = WeightedSampler([1.0] * 9), WeightedSampler([1.0] * 9)
         drawn.set_epoch(kind(3))
         plain.set_epoch(3)
         assert [*drawn] == [*plain]
 
 
-def test_epochs_differ_and_any_of_them_can_be_gone_to():
-    one = sampler()
-    expected = epochs(one, 3)
+def test_set_epoch_goes_to_any_epoch():
+    original = sampler()
+    expected = epochs(original, 3)
     assert expected[0] != expected[1] != expected[2]
-    one.set_epoch(1)
-    assert epochs(one, 2) == expected[1:]
-    one.set_epoch(0)
-    batches = iter(one)
+    original.set_epoch(1)
+    assert epochs(original, 2) == expected[1:]
+    original.set_epoch(0)
+    batches = iter(original)
     assert [next(batches) for _ in range(5)] == expected[0][:5]
-    assert [*one] == expected[0]  # An iteration that was left begins the epoch again.
-    one.set_epoch(0)
-    batches = iter(one)
-    assert [next(batches) for _ in range(len(one))] == expected[0]  # and nothing asks for more
-    assert len(one) == len(expected[1]) and [*one] == expected[1]
+    assert [*original] == expected[0]  # An iteration that was left begins the epoch again.
+    original.set_epoch(0)
+    batches = iter(original)
+    assert [next(batches) for _ in range(len(original))] == expected[0]  # and nothing asks for more
+    assert len(original) == len(expected[1]) and [*original] == expected[1]
 
 
-def test_a_state_of_any_step_goes_on_there():
+def test_a_state_of_any_step_resumes_exactly():
     expected = epochs(sampler(), 2)
-    one, states = sampler(), [sampler().state_dict()]
-    states += [one.state_dict() for _ in one]
+    original, states = sampler(), [sampler().state_dict()]
+    states += [original.state_dict() for _ in original]
     for step, state in enumerate(states):
         again = sampler()
         again.load_state_dict(copy.deepcopy(state))
@@ -157,20 +140,20 @@ def test_a_state_of_any_step_goes_on_there():
 
 @pytest.mark.parametrize("chosen", [0, 3])
 @pytest.mark.parametrize("out", [1, 4, None], ids=["first", "within", "last"])
-def test_set_epoch_within_an_iteration_changes_what_follows_it_alone(chosen, out):
+def test_set_epoch_within_an_iteration_changes_the_next_one(chosen, out):
     """A state that is saved after the call gives what the run that goes on yields, too."""
 
     def make():
         return TokenBatchSampler(LENGTHS[:60], 128, window=32, rank=0, world_size=1)
 
-    one, expected = make(), epochs(make(), 4)
-    batches, out = iter(one), len(expected[0]) if out is None else out
+    original, expected = make(), epochs(make(), 4)
+    batches, out = iter(original), len(expected[0]) if out is None else out
     assert [*itertools.islice(batches, out)] == expected[0][:out]
-    before = one.state_dict()
-    one.set_epoch(chosen)
-    assert {**one.state_dict(), "next_epoch": None, "digest": 0} == {**before, "digest": 0}
+    before = original.state_dict()
+    original.set_epoch(chosen)
+    assert {**original.state_dict(), "next_epoch": None, "digest": 0} == {**before, "digest": 0}
     for step in (out - 1, out):  # The last batch may wait in a worker of a `DataLoader`.
-        state, again = one.state_dict(step), make()
+        state, again = original.state_dict(step), make()
         again.load_state_dict(state)
         assert len(again) == len(expected[0])
         assert [*again] == expected[0][step:] and [*again] == expected[chosen]
@@ -178,15 +161,15 @@ def test_set_epoch_within_an_iteration_changes_what_follows_it_alone(chosen, out
         again.set_epoch(0)  # by the loop that resumes: it decides
         assert [*again] == expected[0][step:] and [*again] == expected[1]
     assert [*batches] == expected[0][out:]
-    assert one.state_dict()["epoch"] == chosen and len(one) == len(expected[chosen])
-    assert [*one] == expected[chosen]
+    assert original.state_dict()["epoch"] == chosen and len(original) == len(expected[chosen])
+    assert [*original] == expected[chosen]
 
 
 def test_an_epoch_that_contradicts_a_loaded_state_leaves_out_no_batch():
     expected = epochs(sampler(), 2)
-    one, again = sampler(), sampler()
-    next(iter(one))
-    again.load_state_dict(one.state_dict())
+    original, again = sampler(), sampler()
+    next(iter(original))
+    again.load_state_dict(original.state_dict())
     with pytest.raises(StateError, match=r"be given 0, .* got 1, .* `set_epoch\(0\)` to continue"):
         again.set_epoch(1)
     assert [*again] == expected[0][1:]
@@ -205,32 +188,16 @@ def test_a_stateful_loader_resumes_exactly(workers):
     expected = [ids(epoch) for epoch in epochs(loader(), 2)]
     assert expected == epochs(sampler(), 2)
     for step in 1, 7, len(expected[0]) - 1:
-        one = loader()
-        batches = iter(one)
+        original = loader()
+        batches = iter(original)
         for _ in range(step):
             next(batches)
-        state = one.state_dict()
+        state = original.state_dict()
         del batches
         again = loader()
         again.load_state_dict(state)
         assert ids(again) == expected[0][step:]
         assert ids(again) == expected[1]
-
-
-@pytest.mark.slow
-def test_a_plain_loader_with_workers_resumes_by_the_steps_that_were_trained():
-    one = sampler()
-    batches = iter(loader_of(DataLoader, one, num_workers=2))
-    trained = [next(batches).tolist() for _ in range(5)]
-    state = one.state_dict(len(trained))
-    assert one.step > len(trained)
-    rest = [*batches][:-1]  # The workers have the last ones, though the sampler is at its end.
-    assert one.state_dict(len(trained)) == state
-    assert one.state_dict(5 + len(rest))["step"] == 5 + len(rest)
-    del batches
-    again = sampler()
-    again.load_state_dict(state)
-    assert [*trained, *ids(loader_of(DataLoader, again, num_workers=2))] == [*sampler()]
 
 
 @pytest.mark.slow
@@ -280,11 +247,11 @@ test_what_cannot_be_is_named = refuses(
 
 
 def test_a_state_of_other_settings_or_a_damaged_one_is_refused():
-    one = sampler(seed=1)
-    batches = iter(one)
+    saved = sampler(seed=1)
+    batches = iter(saved)
     for _ in range(3):
         next(batches)
-    state = one.state_dict(3)
+    state = saved.state_dict(3)
     with pytest.raises(
         StateError, match=r"`seed` was 1 when saved, but is 0 now.* `set_epoch\(1\)`"
     ):
@@ -296,4 +263,20 @@ def test_a_state_of_other_settings_or_a_damaged_one_is_refused():
     with pytest.raises(ValueError, match="`step`"):
         sampler().state_dict(-1)
     with pytest.raises(ValueError, match="`step` must be at most 3"):
-        one.state_dict(4)
+        saved.state_dict(4)
+
+
+@pytest.mark.slow
+def test_a_plain_loader_with_workers_resumes_by_the_steps_that_were_trained():
+    original = sampler()
+    batches = iter(loader_of(DataLoader, original, num_workers=2))
+    trained = [next(batches).tolist() for _ in range(5)]
+    state = original.state_dict(len(trained))
+    assert original.step > len(trained)
+    rest = [*batches][:-1]  # The workers have the last ones, though the sampler is at its end.
+    assert original.state_dict(len(trained)) == state
+    assert original.state_dict(5 + len(rest))["step"] == 5 + len(rest)
+    del batches
+    again = sampler()
+    again.load_state_dict(state)
+    assert [*trained, *ids(loader_of(DataLoader, again, num_workers=2))] == [*sampler()]

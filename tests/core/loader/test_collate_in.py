@@ -82,8 +82,9 @@ def open_files(process="self"):
 
 @pytest.mark.slow
 @needs_files
-@pytest.mark.parametrize("forking", [False, True])
-@pytest.mark.parametrize("lengths", [None, [*map(length_of, range(40))]], ids=["unknown", "known"])
+@pytest.mark.parametrize(
+    ("forking", "lengths"), [(False, None), (True, [*map(length_of, range(40))])]
+)
 def test_epochs_hold_no_more_and_more_files(forking, lengths):
     """Also where a child that was forked in between has them open."""
     before = open_files()
@@ -117,12 +118,14 @@ def allow_few_files(worker):
 
 @pytest.mark.slow
 @needs_files
-@pytest.mark.parametrize("allow", [allow_no_files, allow_few_files])
-@pytest.mark.parametrize("lengths", [None, [*map(length_of, range(40))]], ids=["unknown", "known"])
+@pytest.mark.parametrize(
+    ("allow", "lengths"),
+    [(allow_no_files, None), (allow_few_files, [*map(length_of, range(40))])],
+)
 def test_a_worker_may_have_few_files_or_none(allow, lengths):
     """Then large arrays come through the socket."""
-    given = {"worker_init_fn": allow, "in_flight_samples": 200}
-    with loader_of(Rows(40, 800), lengths=lengths, workers=given) as loader:
+    options = {"worker_init_fn": allow, "in_flight_samples": 200}
+    with loader_of(Rows(40, 800), lengths=lengths, workers=options) as loader:
         images = {}
         for batch in loader:
             images.update(zip(batch["ids"], batch["pixels"], strict=True))

@@ -190,7 +190,7 @@ def test_a_budget_may_become_smaller_in_samples():
 
 
 @pytest.mark.parametrize("change_budget", [False, True])
-def test_a_smaller_budget_is_no_change_beside_those_of_other_nodes(change_budget):
+def test_change_budget_allows_no_change_of_another_node(change_budget):
     run, loader = loader_of(), loader_of(token_budget=200, seed=1)
     next(iter(run))
     loader.load_state_dict(run.state_dict(), change_budget=change_budget)
@@ -216,7 +216,7 @@ def test_that_argument_is_a_bool(value):
 
 @pytest.mark.filterwarnings("ignore:.*(Further ones|were skipped)")
 @pytest.mark.parametrize("strict", [True, False])
-def test_another_number_of_ranks_is_told_what_to_do(strict):
+def test_a_state_of_another_number_of_ranks_names_reshard(strict):
     state = elastic.states_at(elastic.job(3, steps=2), 2)[0]
     loader = elastic.make(None)
     loader.load_state_dict(state, strict=strict)
@@ -224,38 +224,14 @@ def test_another_number_of_ranks_is_told_what_to_do(strict):
         next(iter(loader))
 
 
-@pytest.mark.parametrize(("before", "after"), [("replay", "payload"), ("payload", "replay")])
-def test_a_change_of_what_a_state_holds_loses_nothing(before, after):
-    reference = list(Loader(bucketed(state=before)))
-    loader = Loader(bucketed(state=after))
-    loader.load_state_dict(saved(bucketed(state=before)), strict=False)
-    if before == "payload":  # whose source is past the pool: a replay could not reach it
-        with pytest.raises(StateError, match="Change this between epochs"), pytest.warns():
-            next(iter(loader))
-        return
-    with pytest.warns(UserWarning, match="`state`"):
-        groups = [next(iter(loader))]
-    again = Loader(bucketed(state=after))
-    again.load_state_dict(loader.state_dict())
-    assert ids(groups + list(again)) == ids(reference[3:])
-
-
-def ids(groups):
-    return [[sample.data["id"] for sample in group] for group in groups]
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        {"num_workers": 2},
-        {"num_workers": 1, "prefetch": 64},
         {"prefetch": 0, "workers": WorkerOptions(chunk_size=3)},
         {"workers": WorkerOptions(num_workers=2, chunk_size=1, in_flight_samples=1)},
-        {"workers": WorkerOptions(num_workers=4, method="thread")},
-        {"workers": WorkerOptions(num_workers=2, start_method="spawn")},
     ],
 )
-def test_what_decides_no_group_may_change(change):
+def test_options_that_decide_no_group_may_change(change):
     it = iter(reference := loader_of())
     for _ in range(4):
         next(it)
@@ -282,18 +258,8 @@ def test_a_partial_is_named_with_its_plain_arguments_and_a_tokenizer_by_its_voca
     )
     assert stable_name(partial(partial(crop, 5), None)) == "crop(5, None)"
     assert stable_name(partial(crop, np.int64(5))) == "crop(5)"
-    one, same, other = (
+    first, same, other = (
         stable_name(partial(crop, Tokenizer(*words))) for words in ("ab", "ab", "ba")
     )
-    assert one == same != other
-    assert one.startswith("crop(<Tokenizer of 2 tokens, ")
-
-
-def test_of_long_values_the_part_that_differs_is_shown():
-    long = partial(crop, "x" * 5000)
-    loader = Loader(processed(partial(crop, "x" * 5000, tokens=3)))
-    loader.load_state_dict(saved(processed(long), steps=0))
-    shown = r"""\.\.\.x+'\)" when saved, but is \.\.\.x+', tokens=3\)" now"""
-    with pytest.raises(StateError, match=shown) as caught:
-        next(iter(loader))
-    assert len(str(caught.value)) < 600
+    assert first == same != other
+    assert first.startswith("crop(<Tokenizer of 2 tokens, ")

@@ -83,7 +83,7 @@ def test_it_claims_no_total_that_levelling_exceeds():
             pass
         return loader
 
-    fewer, more = sorted(on_ranks(2, run), key=lambda one: one.samples_done)
+    fewer, more = sorted(on_ranks(2, run), key=lambda loader: loader.samples_done)
     assert fewer.samples_done < fewer.num_samples and more.samples_done > more.num_samples
     assert f": {fewer.samples_done} of about {fewer.num_samples} samples" in repr(fewer)
     assert f": {more.samples_done} samples done" in repr(more)
@@ -98,12 +98,12 @@ def test_ids_are_converted_before_the_pool_for_a_collate_function_of_ours_alone(
         return len(sample["input_ids"])
 
     def pooled_as(collate_fn):
-        given = {"token_budget": 256, "window": 24, "observe": observe, "collate_fn": collate_fn}
-        loader = ODBDataLoader(range(SIZE), process_fn=listed, **given)
+        options = {"token_budget": 256, "window": 24, "observe": observe, "collate_fn": collate_fn}
+        loader = ODBDataLoader(range(SIZE), process_fn=listed, **options)
         next(iter(loader))
         store = loader._graphs[0].bucketer.store
         pooled = store.look(store.ordinals())
-        return {type(data_of(one)["input_ids"]) for one in pooled}
+        return {type(data_of(sample)["input_ids"]) for sample in pooled}
 
     assert pooled_as(None) == pooled_as(PaddingCollate()) == {np.ndarray}
     assert pooled_as(lambda samples: PaddingCollate()(samples)) == {list}
@@ -235,6 +235,12 @@ class Splits(dict):
     """As some libraries return the parts of a dataset."""
 
 
+class Frame(list):
+    """Has rows by number, but looks like a table of pandas."""
+
+    __module__ = "pandas.core.frame"
+
+
 def nodes_of_batches():
     return GroupCollator(WindowBucketer(LengthObserver(IterableWrapper(SAMPLES)), 16, 4))
 
@@ -254,6 +260,7 @@ REFUSALS = [
     ({"dataset": {"text": ["a", "b"], "label": [0, 1]}}, TypeError, r"columns \['label'\]"),
     ({"dataset": {"input_ids": torch.ones(3, 2)}}, TypeError, "the columns"),
     ({"dataset": UserDict(input_ids=[np.ones(2)])}, TypeError, "the columns"),
+    ({"dataset": Frame(SAMPLES)}, TypeError, "yields columns or scalars, not rows"),
     ({"dataset": ODBDataLoader(SAMPLES, token_budget=9)}, TypeError, "yields batches already"),
     ({"dataset": Loader(IterableWrapper(SAMPLES))}, TypeError, "`loader.root`"),
     ({"dataset": torchdata.nodes.Loader(IterableWrapper([1]))}, TypeError, "`loader.root`"),
@@ -311,7 +318,7 @@ test_arguments_that_are_not_valid_are_named = refuses(
 
 
 @pytest.mark.slow  # to import
-def test_a_table_is_refused_whoever_made_it_and_its_rows_are_taken():
+def test_a_table_of_any_library_is_refused_and_its_rows_are_accepted():
     pyarrow, datasets = map(pytest.importorskip, ("pyarrow", "datasets"))
     table = pyarrow.table({name: [[1, 1], [2, 2]] for name in ("input_ids", "labels")})
     frame, rows = table.to_pandas(), datasets.Dataset(table)
@@ -340,7 +347,7 @@ def ungrouped_node():
 
 
 @pytest.mark.parametrize("make", [KeepsLoader, ungrouped_node, lambda: dict(enumerate(SAMPLES))])
-def test_what_looks_like_batches_or_a_mixture_may_be_a_dataset(make):
+def test_datasets_that_resemble_batches_or_mixtures_are_accepted(make):
     infos = [pop_step_info(batch) for batch in ODBDataLoader(make(), token_budget=16)]
     assert sum(info.local_samples for info in infos) == 20
     assert not any(info.local_sources for info in infos)
@@ -414,8 +421,8 @@ def test_nothing_is_seeded_where_all_say_that_they_draw_nothing(
 ):
     random.seed(7)
     numbers.clear()
-    given = {"process_fn": process_fn, "observe": observe, "shuffle": False}
-    assert len(list(ODBDataLoader(dataset, token_budget=64, **given))) > 0
+    options = {"process_fn": process_fn, "observe": observe, "shuffle": False}
+    assert len(list(ODBDataLoader(dataset, token_budget=64, **options))) > 0
     own = random.Random(7)
     assert (numbers != [own.random() for _ in numbers]) is seeded
 
@@ -429,22 +436,22 @@ class Table(list):
         super().__init__(rows)
         self.bad, self.read = bad, []
 
-    def __getitem__(self, at):
-        self.read.append(at)
-        if at in self.bad:
+    def __getitem__(self, index):
+        self.read.append(index)
+        if index in self.bad:
             raise OSError("unreadable")
-        return super().__getitem__(at)
+        return super().__getitem__(index)
 
     def __getitems__(self, places):
         self.read.append(places)
         if not self.bad.isdisjoint(places):
             raise OSError("one of them is unreadable")
-        return [list.__getitem__(self, at) for at in places]
+        return [list.__getitem__(self, index) for index in places]
 
 
 def together(table, reads):
     """Whether all rows were read, and none of them alone."""
-    return sorted(at for places in reads for at in places) == [*range(len(table))]
+    return sorted(index for places in reads for index in places) == [*range(len(table))]
 
 
 def test_a_dataset_reads_many_rows_at_once():
@@ -478,7 +485,7 @@ def test_a_module_of_the_user_may_be_called_datasets(monkeypatch):
 class Together(Table):
     draws_random_numbers = False
 
-    def __getitem__(self, at):
+    def __getitem__(self, index):
         raise AssertionError("reads one row")
 
 
@@ -523,11 +530,15 @@ def test_rows_that_cannot_be_read_together_are_read_alone():
     ],
 )
 def test_equal_shares_of_very_unequal_datasets_are_warned_of_where_nobody_chose_them(options, fate):
-    given = {"dataset": {"large": SAMPLES * 10, "small": SAMPLES}, "token_budget": 16, **options}
+    arguments = {
+        "dataset": {"large": SAMPLES * 10, "small": SAMPLES},
+        "token_budget": 16,
+        **options,
+    }
     with nullcontext() if fate is None else pytest.warns(match=f"`weights` .*{fate}") as caught:
         if fate is None:
             warnings.simplefilter("error")
-        ODBDataLoader(**given)
+        ODBDataLoader(**arguments)
     assert fate is None or caught[0].filename == __file__
 
 

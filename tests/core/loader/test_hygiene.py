@@ -93,7 +93,7 @@ KILLED = """
 DOING = ["idle", "without prefetch", "writing", "sleeping", "computing", "busy in C"]
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_a_killed_trainer_leaves_no_process(start_method, run, exhaustive):
     names = [*DOING, "busy in C, of a thread that has ended"]
     if start_method != "fork" and not exhaustive:  # where each worker imports torch
@@ -137,7 +137,7 @@ def test_a_process_forked_by_others_keeps_no_worker_alive(run):
 
 @pytest.mark.parametrize(
     ("start_method", "doing"),
-    [("fork", "training"), ("spawn", "waiting"), ("thread", "waiting")],
+    [("fork", "training"), ("spawn", "waiting")],
 )
 def test_ctrl_c_ends_everything(start_method, doing, run):
     program = run(
@@ -244,8 +244,6 @@ ENDINGS = """
     [
         ("unfinished", "forkserver"),
         ("busy", "fork"),
-        ("busy", "thread"),
-        ("next epoch", "fork"),
         ("exception", "fork"),
         ("sigterm handler", "fork"),
         ("inside torch", "thread"),
@@ -290,7 +288,7 @@ EPOCHS = """
 """
 
 
-@pytest.mark.parametrize(("start_method", "prefetch"), [("fork", 4), ("fork", 0), ("thread", 4)])
+@pytest.mark.parametrize(("start_method", "prefetch"), [("fork", 4), ("thread", 4)])
 def test_many_epochs_leave_nothing_behind(start_method, prefetch, run):
     finish_well(run(EPOCHS, start_method, prefetch))
 
@@ -307,7 +305,6 @@ def divide_by_zero(index):
     ("when", "method", "prefetch"),
     [
         ("begun", "fork", 4),
-        ("unfinished", "fork", 0),
         ("unfinished", "thread", 4),
         ("finished", "thread", 0),
         ("broken", "fork", 4),
@@ -334,7 +331,9 @@ def test_a_loader_that_is_forgotten_is_freed(when, method, prefetch):
 
 def test_a_forgotten_loader_may_be_collected_on_the_thread_that_reads_ahead(monkeypatch):
     unraisable, go, done = [], threading.Event(), threading.Event()
-    monkeypatch.setattr(sys, "unraisablehook", lambda one: unraisable.append(one.exc_value))
+    monkeypatch.setattr(
+        sys, "unraisablehook", lambda unraised: unraisable.append(unraised.exc_value)
+    )
 
     def collect():
         assert go.wait(20)
@@ -461,8 +460,8 @@ def forget(loader, iterator):
     gc.collect()
 
 
-@pytest.mark.parametrize(("method", "prefetch"), [("fork", 4), ("fork", 0), ("thread", 4)])
-def test_a_forked_child_is_told_to_make_a_loader_of_its_own_and_disturbs_nothing(method, prefetch):
+@pytest.mark.parametrize(("method", "prefetch"), [("fork", 0), ("thread", 4)])
+def test_using_a_loader_in_a_forked_child_is_an_error_and_harms_no_parent(method, prefetch):
     with dataloader(Texts(), method, prefetch=prefetch) as loader:
         iterator = iter(loader)
         first = next(iterator)
@@ -494,7 +493,7 @@ def test_a_node_that_a_child_closes_goes_on_in_its_parent():
     node.close()
 
 
-def test_a_loader_without_threads_or_that_was_not_begun_goes_on_in_a_child():
+def test_a_loader_without_threads_or_not_begun_works_in_a_forked_child():
     loader = ODBDataLoader(Texts(), token_budget=64, window=12, prefetch=0)
     iterator = iter(loader)
     next(iterator)

@@ -11,12 +11,10 @@ from torch.utils.data import IterableDataset
 
 from odb_nodes import (
     GroupCollator,
-    IterableSource,
     JsonlSource,
     LengthObserver,
     Loader,
     Mixing,
-    Observation,
     ODBDataLoader,
     PeerError,
     SampleError,
@@ -65,13 +63,17 @@ class Chats(JsonlSource):
 
 def test_a_source_may_be_in_many_loaders_and_under_many_names(chats):
     file = JsonlSource(chats)
-    given = {"token_budget": 400, "window": 8, "process_fn": lambda record: encode(record["text"])}
+    options = {
+        "token_budget": 400,
+        "window": 8,
+        "process_fn": lambda record: encode(record["text"]),
+    }
     for data, size in (({"a": file, "b": file}, 40), (file, 20), (Chats(folder=chats.parent), 20)):
-        one, other = (
-            [pop_step_info(batch) for batch in ODBDataLoader(data, **given)] for _ in range(2)
+        first, other = (
+            [pop_step_info(batch) for batch in ODBDataLoader(data, **options)] for _ in range(2)
         )
-        assert sum(info.local_samples for info in one) == size
-        assert one == other
+        assert sum(info.local_samples for info in first) == size
+        assert first == other
 
 
 @pytest.mark.parametrize("stop", ["all_exhausted", "first_exhausted", "cycle"])
@@ -124,7 +126,7 @@ def test_shares_in_proportion_to_the_sizes_of_datasets(tmp_path):
 
 @pytest.mark.parametrize("oversize", ["alone", "error"])
 @pytest.mark.filterwarnings("ignore:no token of:UserWarning")
-def test_what_is_said_of_a_sample_that_is_too_large_names_its_source_and_the_limit(oversize):
+def test_an_oversize_sample_is_named_with_its_source_and_limit(oversize):
     data = {"a": ["x y"] * 3, "b": ["y" * 30]}
     budget = TokenBudget(20, pad_to_multiple_of=8, oversize=oversize)
     loader = ODBDataLoader(data, token_budget=budget, process_fn=encode)
@@ -169,31 +171,16 @@ FAULTS = {  # the second of two datasets, its function, other options
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_error_names_source_and_sample(chats, fault, num_workers):
     make, function, options, message = FAULTS[fault]
-    given = {"token_budget": 64, "process_fn": {"a": encode, "b": function}, "shuffle": False}
+    arguments = {"token_budget": 64, "process_fn": {"a": encode, "b": function}, "shuffle": False}
     data = {"a": ["x"] * 9, "b": make(chats)}
     with (
-        ODBDataLoader(data, num_workers=num_workers, **given | options) as loader,
+        ODBDataLoader(data, num_workers=num_workers, **arguments | options) as loader,
         pytest.raises(SampleError, match=message),
     ):
         list(loader)
 
 
 # Batches that mix tasks more evenly.
-
-
-def test_a_task_that_is_observed_counts_like_a_source():
-    lengths = np.random.default_rng(0).integers(4, 30, 200).tolist()
-    items = [(tokens, "ab"[n % 3 == 0]) for n, tokens in enumerate(lengths)]
-
-    def groups(names, **options):
-        source = IterableSource([(tokens, names[task]) for tokens, task in items])
-        observed = LengthObserver(source, lambda item: Observation(item[0], task=item[1]))
-        bucketer = WindowBucketer(observed, 128, 16, **options)
-        return [[sample.data[0] for sample in group] for group in bucketer]
-
-    mixed = groups({"a": "a", "b": "b"}, diversity=0.5)
-    assert groups({"a": "z", "b": "y"}, diversity=0.5) == mixed
-    assert groups({"a": "a", "b": "b"}) != mixed
 
 
 def test_samples_without_a_task_are_refused():
@@ -215,9 +202,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*of the tokens of the first")
 
 def loader_of(exchange=None, by="samples", weights=FIRST, **options):
     data = {n: [{"input_ids": [i] * (3 + 7 * i % 29)} for i in range(SIZE)] for n in NAMES}
-    given = {"token_budget": 160, "window": 12, "seed": 1, "round_size": 8, "timeout_s": TIMEOUT_S}
-    given |= {"weights": Mixing(weights=weights, by=by), "process_group": exchange}
-    return ODBDataLoader(data, **given | options)
+    arguments = {
+        "token_budget": 160,
+        "window": 12,
+        "seed": 1,
+        "round_size": 8,
+        "timeout_s": TIMEOUT_S,
+    }
+    arguments |= {"weights": Mixing(weights=weights, by=by), "process_group": exchange}
+    return ODBDataLoader(data, **arguments | options)
 
 
 def rows_of(loader):
@@ -234,7 +227,7 @@ def drawn(loader, by="samples", ranks=1):
         info = pop_step_info(batch)
         rows = [*zip(info.row_sources, info.keys, strict=True)]
         if early.total() < EARLY[by] / ranks:
-            early.update({name: getattr(one, by) for name, one in info.local_sources.items()})
+            early.update({name: getattr(count, by) for name, count in info.local_sources.items()})
         seen.update([] if info.is_filler else rows)
     return seen, early
 
@@ -243,19 +236,17 @@ def shares(weights):
     return {name: weight / sum(weights.values()) for name, weight in weights.items()}
 
 
-@pytest.mark.parametrize("by", ["samples", "tokens"])
-@pytest.mark.parametrize("options", [{}, {"virtual_ranks": 2}])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_next_epochs_are_drawn_by_what_was_set_last_and_each_sample_comes_once(
-    ranks, options, by
-):
+@pytest.mark.parametrize(
+    ("ranks", "options", "by"), [(1, {}, "tokens"), (2, {"virtual_ranks": 2}, "samples")]
+)
+def test_set_weights_decides_the_next_epochs(ranks, options, by):
     def run(exchange):
-        loader, found = loader_of(exchange, by, **options), []
+        loader, by_epoch = loader_of(exchange, by, **options), []
         for calls in ([], [], [LATER, OTHER], [LATER], []):
             for weights in calls:
                 loader.set_weights(weights)
-            found.append(drawn(loader, by, ranks))
-        return found
+            by_epoch.append(drawn(loader, by, ranks))
+        return by_epoch
 
     epochs = zip(*on_ranks(ranks, run), strict=True)
     for weights, of_ranks in zip((FIRST, FIRST, OTHER, LATER, LATER), epochs, strict=True):
@@ -264,24 +255,21 @@ def test_the_next_epochs_are_drawn_by_what_was_set_last_and_each_sample_comes_on
         assert shares(early) == pytest.approx(shares(weights), abs=0.1)
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_present_epoch_goes_on_as_it_began(num_workers):
-    options = {"workers": None, "num_workers": num_workers}
-    with loader_of(**options) as loader, loader_of(**options) as other:
+def test_set_weights_does_not_change_the_present_epoch():
+    with loader_of() as loader, loader_of() as other:
         expected = rows_of(loader)
-        found = []
+        rows = []
         for step, batch in enumerate(other):
-            found.append(batch["input_ids"].tolist())
+            rows.append(batch["input_ids"].tolist())
             if step in (0, 7):
                 other.set_weights(LATER)
-        assert found == expected
+        assert rows == expected
         with loader_of(weights=LATER) as third:
             next(iter(third))  # leaves its first epoch
             assert rows_of(other) == rows_of(third)
 
 
-@pytest.mark.parametrize("other", [LATER, None])
-@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize(("within", "other"), [(False, LATER), (True, None)])
 def test_ranks_that_set_different_weights_all_raise_when_the_epoch_begins(within, other):
     def run(exchange):
         loader = loader_of(exchange)
@@ -320,14 +308,6 @@ test_what_cannot_be_set_is_refused = refuses(
 def test_one_dataset_has_no_weights_to_set():
     with pytest.raises(ValueError, match="`set_weights` needs a mixture"):
         ODBDataLoader([{"input_ids": [1]}], token_budget=9).set_weights(FIRST)
-
-
-def test_a_refused_call_changes_nothing():
-    loader = loader_of()
-    loader.set_weights(OTHER)
-    with pytest.raises(ValueError, match="weights"):
-        loader.set_weights({**FIRST, "a": -1})
-    assert rows_of(loader) == rows_of(loader_of(weights=OTHER))
 
 
 def test_the_outermost_mixture_of_a_graph_of_nodes_has_them():

@@ -20,7 +20,7 @@ from odb_nodes.core.loader.reshard_nodes import _EPOCH_START
 from odb_nodes.core.nodes.planned_groups import PlannedGroups
 
 SOURCES = {"source", "sources"}  # each of which is put to the beginning itself
-EPOCH = {one.name for one in fields(EpochState)}  # which the next epoch follows
+EPOCH = {field.name for field in fields(EpochState)}  # which the next epoch follows
 LEFT_OUT = {
     *("excluded", "excluded_samples", "dropped_samples", "oversize_samples"),
     *("skipped_samples", "left_out"),
@@ -57,7 +57,7 @@ NODES = [
 
 @pytest.mark.parametrize("node", NODES)
 def test_each_field_of_a_state_begins_the_epoch_anew_or_is_kept_by_name(node):
-    name, declared = node.__name__, {one.name for one in fields(node.STATE)}
+    name, declared = node.__name__, {field.name for field in fields(node.STATE)}
     reset, kept = {*_EPOCH_START.get(name, {})}, KEPT.get(name, set())
     assert not reset & kept
     assert reset | kept == declared - SOURCES - EPOCH

@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 from aligned_ranks import on_ranks
 from rank_jobs import RankJob
-from torchdata.nodes import Batcher, Prefetcher
 
 from odb_nodes import (
-    GroupCollator,
     ItemKey,
     IterableSource,
     JsonlSource,
     LengthObserver,
     Loader,
-    Mixing,
     ODBDataLoader,
     ParallelProcessor,
     PeerError,
@@ -66,8 +63,7 @@ def graph_of(exchange, source, process_fn, window, num_workers=0):
     return RankAligner(bucketer, exchange, ROUND, timeout_s=20.0)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("has_keys", [True, False])
+@pytest.mark.parametrize(("has_keys", "num_workers"), [(True, 0), (False, 2)])
 def test_a_restore_processes_at_most_the_window_and_the_round(has_keys, num_workers):
     window, world_size = 64, 2
     size = 6 * window * world_size
@@ -144,7 +140,7 @@ class Shelf(EpochNode):
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_source_of_ones_own_is_read_at_the_keys_that_are_needed(mixed):
+def test_a_custom_source_is_read_at_the_needed_keys(mixed):
     def make(shelf):
         node = SourceMixer({"a": shelf, "b": ShardedSampler(300)}) if mixed else shelf
         processed = ParallelProcessor(node, lambda item: getattr(item, "item", item))
@@ -158,12 +154,12 @@ def test_a_source_of_ones_own_is_read_at_the_keys_that_are_needed(mixed):
     shelf = Shelf()
     again = make(shelf)
     again.reset(first.state_dict())
-    pooled = [one.key for one in again.store.look(again.store.ordinals())]
+    pooled = [sample.key for sample in again.store.look(again.store.ordinals())]
     assert shelf.nexts < WorkerOptions().nominal_chunk_samples  # of the chunk that it stands in
     assert len(shelf.reads) == len(pooled) or (mixed and 8 < len(shelf.reads) < len(pooled))
     assert {*shelf.reads} <= {*pooled}
-    rest = [[one.data for one in group] for group in again]
-    assert rest == [[one.data for one in group] for group in first]
+    rest = [[sample.data for sample in group] for group in again]
+    assert rest == [[sample.data for sample in group] for group in first]
 
 
 # --- what changed ---------------------------------------------------------------------------------
@@ -176,8 +172,8 @@ def data_of(seed, size=200):
 
 def over(data, state=None, strict=True, verify="lazy", **options):
     """A loader over samples of these tokens, begun where a state stands."""
-    given = {"token_budget": 200, "window": 24, "process_fn": Counting(data), **options}
-    loader = ODBDataLoader(range(len(data)), **given)
+    arguments = {"token_budget": 200, "window": 24, "process_fn": Counting(data), **options}
+    loader = ODBDataLoader(range(len(data)), **arguments)
     if state is not None:
         loader.load_state_dict(state, strict=strict, verify=verify)
         iter(loader)
@@ -189,7 +185,7 @@ def keys_of(batches):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 8))]
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 5))]
 )
 def test_an_item_that_was_edited_or_swapped_is_found_before_the_batch_that_holds_it(seed):
     rng, data = random.Random(seed), data_of(seed)
@@ -199,8 +195,8 @@ def test_an_item_that_was_edited_or_swapped_is_found_before_the_batch_that_holds
     state = loader.state_dict()
     store = over(data, state, seed=seed)._graphs[0].bucketer.store
     pooled = store.look(store.ordinals())
-    key = rng.choice([one.key for one in pooled])
-    changed, other = [list(one) for one in data], key
+    key = rng.choice([sample.key for sample in pooled])
+    changed, other = [list(tokens) for tokens in data], key
     if seed % 2:
         changed[key][rng.randrange(len(data[key]))] += 1
     else:
@@ -220,92 +216,16 @@ def test_an_item_that_was_edited_or_swapped_is_found_before_the_batch_that_holds
         assert keys_of(over(data, loader.state_dict(), seed=seed)) == rest[len(seen) :]
 
 
-def on_two_ranks(exchange, data):
-    return graph_of(exchange, lambda **shard: ShardedSampler(1000, **shard), Counting(data), 16)
-
-
-def states_within_a_round(data):
-    """The state of each of two ranks after 22 steps, and the steps after it."""
-
-    def run(exchange):
-        loader = Loader(on_two_ranks(exchange, data))
-        it = iter(loader)
-        for _ in range(22):  # 1 + 2 + 3 + 4 + 5 + 6 steps are six rounds
-            next(it)
-        return loader.state_dict(), [next(it) for _ in range(6)]
-
-    return on_ranks(2, run)
-
-
-@pytest.mark.filterwarnings("ignore:.*has other content now")
-@pytest.mark.parametrize("strict", [True, False])
-def test_a_sample_that_is_held_for_the_round_is_compared_even_if_a_change_is_meant(strict):
-    data = data_of(0, 1000)
-    ranks = states_within_a_round(data)
-
-    def resume(exchange):
-        state, rest = ranks[exchange.rank]
-        key = rest[-1][0][0].key
-        changed = [[n + (at == key) for n in one] for at, one in enumerate(data)]
-        loader = Loader(on_two_ranks(exchange, changed))
-        loader.load_state_dict(state, strict=strict)
-        message = rf"WindowBucketer cannot .*\(key {key}\)" if strict else "within a round of steps"
-        taken = []
-        with pytest.raises(StateError, match=message):
-            for item in loader:
-                taken.append(item)
-        assert taken == rest[: len(taken)] and (strict or not taken)
-        assert not strict or key in [one.key for one in rest[len(taken)][0]]
-
-    on_ranks(2, resume)
-
-
-@pytest.mark.slow
-def test_other_ranks_hear_of_a_changed_sample_within_a_round():
-    data = data_of(0, 1000)
-    ranks = states_within_a_round(data)
-    key = ranks[1][1][4][0][0].key  # of rank 1 alone, five steps on
-
-    def resume(exchange):
-        state, rest = ranks[exchange.rank]
-        changed = [[n + (at == key) for n in one] for at, one in enumerate(data)]
-        loader, taken = Loader(on_two_ranks(exchange, changed)), []
-        loader.load_state_dict(state)
-        kind = StateError if exchange.rank else (PeerError, StateError)
-        with pytest.raises(kind, match=rf"\(key {key}\)") as caught:
-            for item in loader:
-                taken.append(item)
-        assert exchange.rank or "rank 1" in str(caught.value)
-        assert taken[:4] == rest[:4]
-        return len(taken)
-
-    assert on_ranks(2, resume)[1] == 4
-
-
 def test_a_change_that_is_meant_is_warned_of_once():
     next(iter(loader := over(data := data_of(1))))
-    changed = [[n + 1 for n in one] for one in data]
+    changed = [[n + 1 for n in tokens] for tokens in data]
     with pytest.warns(UserWarning, match="has other content now") as caught:
-        rest = [pop_step_info(one).keys for one in over(changed, loader.state_dict(), strict=False)]
-    found = [one for one in caught if "content" in str(one.message)]
-    assert len(found) == 1
+        rest = [
+            pop_step_info(batch).keys for batch in over(changed, loader.state_dict(), strict=False)
+        ]
+    warnings = [warning for warning in caught if "content" in str(warning.message)]
+    assert len(warnings) == 1
     assert len([key for keys in rest for key in keys]) > 150
-
-
-def test_a_key_that_is_not_there_any_more_is_an_error(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(f"{json.dumps({'n': n})}\n" for n in range(100, 400)))
-    source = JsonlSource(path)
-    assert source.read(len('{"n": 100}\n')) == {"n": 101}
-    for key in (3, 10**6, 1 << 40):
-        with pytest.raises(StateError, match=r"there is no record at byte \d+ of "):
-            source.read(key)
-    source.close()
-    path.unlink()
-    with pytest.raises(StateError, match="there is no record at byte 0 of .*No such file"):
-        source.read(0)
-    with pytest.raises(StateError, match="there is no sample 50: the data have 50 now"):
-        ShardedSampler(50).read(50)
 
 
 def bucketer(kind=WindowBucketer, process=None, size=900):
@@ -334,8 +254,8 @@ def test_a_state_with_keys_needs_a_source_that_reads_them(monkeypatch):
 # --- what does not go well ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", ["bits_of", "records_of"])
-def test_a_state_that_was_interrupted_leaves_the_next_one_right(at, monkeypatch):
+@pytest.mark.parametrize("function", ["bits_of", "records_of"])
+def test_a_state_that_was_interrupted_leaves_the_next_one_right(function, monkeypatch):
     node = bucketer()
     for _ in range(9):
         next(node)
@@ -343,7 +263,7 @@ def test_a_state_that_was_interrupted_leaves_the_next_one_right(at, monkeypatch)
     for _ in range(3):
         next(node)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(sample_store, at, interrupt)
+            patched.setattr(sample_store, function, interrupt)
             node.state_dict()
     again = bucketer()
     again.reset(node.state_dict())
@@ -365,13 +285,13 @@ KEYS = [(-5, 1), (5, 0), (2**63, 1), (5, 1, -1), ("5", 1)]
 
 
 @pytest.mark.parametrize("key", [*(ItemKey("", *key) for key in KEYS), ItemKey(None, 5, 1), 5])
-def test_a_key_that_is_none_names_the_node_that_told_it(key):
+def test_an_invalid_key_is_an_error_that_names_its_node(key):
     for node in (told(key), ParallelProcessor(told(key), int)):
         with pytest.raises(SampleError, match=r"`item_key\(\)` of `Shelf` must return an"):
             next(LengthObserver(node, lambda n: 30))
 
 
-def test_a_key_may_be_an_integer_of_numpy_but_one_that_is_read_must_be_told():
+def test_a_key_may_be_a_numpy_integer_but_not_none_for_a_readable_source():
     node = told(lambda node: ItemKey("", np.int64(node.position * 3), 1))
     assert type(next(LengthObserver(node, lambda n: 30)).key) is int
     node = WindowBucketer(LengthObserver(told(None), lambda n: 30), 64, 8)
@@ -389,7 +309,7 @@ def test_a_method_that_is_called_read_makes_no_source_readable():
 
 @pytest.mark.filterwarnings("ignore:.*Further ones")
 @pytest.mark.filterwarnings("ignore:of the .* skipped by processing")
-def test_a_state_after_a_round_that_failed_goes_on_like_the_one_before():
+def test_a_state_after_a_failed_round_resumes_like_the_state_before_it():
     """What is left out comes once, also where a round is tried again."""
 
     def text(index):
@@ -429,7 +349,7 @@ def test_a_restore_that_is_refused_leaves_no_worker_behind():
     with over(data := data_of(2), num_workers=2) as loader:
         next(iter(loader))
         state = loader.state_dict()
-    with over([[n + 1 for n in one] for one in data], num_workers=2) as again:
+    with over([[n + 1 for n in tokens] for tokens in data], num_workers=2) as again:
         for verify in "lazy", "eager":
             again.load_state_dict(state, verify=verify)
             for _ in range(2):
@@ -438,7 +358,7 @@ def test_a_restore_that_is_refused_leaves_no_worker_behind():
                 assert again.worker_pids == []
 
 
-def test_what_a_restore_was_to_make_is_not_made_after_another_reset():
+def test_a_reset_discards_samples_to_reprocess():
     started = []
 
     def slow(item):
@@ -454,29 +374,6 @@ def test_what_a_restore_was_to_make_is_not_made_after_another_reset():
     assert next(node)["input_ids"] == [0]
     assert len(started) < 100
     node.close()
-
-
-# --- the size of a state --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["one", "mixed", "cycle"])
-def test_a_state_has_at_most_20_bytes_a_pooled_sample(kind):
-    window, size = 512, 1536
-    few = size if kind == "mixed" else 50
-    data = range(size) if kind == "one" else {"web": range(size), "ocr": range(few)}
-    options = {"process_fn": Counting(), "window": window}
-    if kind == "cycle":
-        options["weights"] = Mixing(weights={"web": 1, "ocr": 1}, stop="cycle")
-    with ODBDataLoader(data, token_budget=4096, **options) as loader:
-        it = iter(loader)
-        for _ in range(8):
-            next(it)
-        state = loader._graphs[0].bucketer.state_dict()
-    _, *bits, records, _ = state["held"]
-    *parts, columns = records
-    parts = [part for part in (*parts, *columns.values(), *bits) if isinstance(part, bytes)]
-    assert sum(map(len, parts)) <= 20 * len(loader._graphs[0].bucketer.store)
-    assert [*columns] == ["repeats"] * (kind == "cycle")
 
 
 # --- states that are kept: whenever they are made, they are what they would have been at once ----
@@ -522,21 +419,10 @@ class SaysOtherwise(WindowBucketer):
 
 
 @pytest.mark.parametrize("kind", [SavesOtherwise, SaysOtherwise])
-def test_a_derived_node_is_asked_for_its_own_state(kind):
+def test_a_snapshot_of_a_subclass_uses_its_own_save(kind):
     next(node := bucketer(kind))
     assert snapshot(node)["dropped_samples"] == 99
     assert bool(unmade_in(snapshot(node))) is (kind is SavesOtherwise)
-
-
-@pytest.mark.parametrize("between", ["Prefetcher", "Batcher"])
-def test_nodes_of_torchdata_between_are_handed_plain_data(between):
-    collated = GroupCollator(RankAligner(bucketer(size=150)), rank=0)
-    wrap = {"Prefetcher": lambda one: Prefetcher(one, 2), "Batcher": lambda one: Batcher(one, 2)}
-    loader = Loader(wrap[between](collated))
-    for _ in loader:
-        assert not unmade_in(loader.position.root)
-        assert not unmade_in(loader.root.state_dict())
-    loader.close()
 
 
 # --- real ranks that are killed -------------------------------------------------------------------
@@ -572,8 +458,7 @@ dist.barrier()
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_ranks_that_are_killed_go_on_with_the_same_batches(world_size, tmp_path):
+def test_killed_ranks_resume_with_the_same_batches(tmp_path, world_size=2):
     def lines(folder):
         paths = [folder / f"{rank}.jsonl" for rank in range(world_size)]
         return [path.read_text().splitlines() if path.exists() else [] for path in paths]
@@ -587,7 +472,7 @@ def test_ranks_that_are_killed_go_on_with_the_same_batches(world_size, tmp_path)
     with start(tmp_path / "whole", 0.0) as job:
         job.finish(120)
     folder, kills = tmp_path / "killed", 0
-    for target in (3, 6, 13, 17):
+    for target in (3, 13):
         with start(folder, 0.02) as job:  # and is killed
             deadline = time.monotonic() + 60
             while min(map(len, lines(folder))) < target and time.monotonic() < deadline:
@@ -595,4 +480,20 @@ def test_ranks_that_are_killed_go_on_with_the_same_batches(world_size, tmp_path)
             kills += not (folder / "0.done").exists()
     with start(folder, 0.0) as job:
         job.finish(120)
-    assert kills > 2 and lines(folder) == lines(tmp_path / "whole")
+    assert kills and lines(folder) == lines(tmp_path / "whole")
+
+
+def test_a_key_that_is_not_there_any_more_is_an_error(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(f"{json.dumps({'n': n})}\n" for n in range(100, 400)))
+    source = JsonlSource(path)
+    assert source.read(len('{"n": 100}\n')) == {"n": 101}
+    for key in (3, 10**6, 1 << 40):
+        with pytest.raises(StateError, match=r"there is no record at byte \d+ of "):
+            source.read(key)
+    source.close()
+    path.unlink()
+    with pytest.raises(StateError, match="there is no record at byte 0 of .*No such file"):
+        source.read(0)
+    with pytest.raises(StateError, match="there is no sample 50: the data have 50 now"):
+        ShardedSampler(50).read(50)

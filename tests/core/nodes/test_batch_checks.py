@@ -9,11 +9,11 @@ import torch
 from odb_nodes import Observation, ODBDataLoader, PaddingCollate, TokenBudget, pop_step_info
 
 TEXT = [{"input_ids": [1] * (n % 60 + 4)} for n in range(150)]
-LABELS = [{**one, "labels": one["input_ids"]} for one in TEXT]
-NOTED = [{**one, "label": n % 3} for n, one in enumerate(TEXT)]
-ANSWERS = [{**one, "labels": [1] * (n % 9 + 2)} for n, one in enumerate(TEXT)]
-SHORT = [one for one in ANSWERS if len(one["labels"]) <= len(one["input_ids"])]
-SILENT = [{**one, "labels": [-100] * len(one["input_ids"])} for one in TEXT]
+LABELS = [{**sample, "labels": sample["input_ids"]} for sample in TEXT]
+NOTED = [{**sample, "label": n % 3} for n, sample in enumerate(TEXT)]
+ANSWERS = [{**sample, "labels": [1] * (n % 9 + 2)} for n, sample in enumerate(TEXT)]
+SHORT = [sample for sample in ANSWERS if len(sample["labels"]) <= len(sample["input_ids"])]
+SILENT = [{**sample, "labels": [-100] * len(sample["input_ids"])} for sample in TEXT]
 PADDED = [
     dict.fromkeys(("input_ids", "attention_mask"), ([1] * (n % 60 + 4) + [0] * 512)[:512])
     for n in range(150)
@@ -30,7 +30,7 @@ def warned(dataset, epochs=2, trusts_labels=False, **options):
         for _ in range(epochs):
             for _ in loader:
                 pass
-    return [str(one.message) for one in caught]
+    return [str(warning.message) for warning in caught]
 
 
 def padded_to_128(samples):
@@ -102,7 +102,7 @@ WEIGHED = {"accumulate": 3}  # One batch of one rank weighs 1 anyway.
         (SHORT, {"collate_fn": seq2seq, **WEIGHED}, "as for an encoder-decoder"),
         (SHORT, {"collate_fn": with_decoder, **WEIGHED}, "as for an encoder-decoder"),
         (
-            [*LABELS[:75], *({**one, "labels": 1} for one in TEXT[:75])],
+            [*LABELS[:75], *({**sample, "labels": 1} for sample in TEXT[:75])],
             {"collate_fn": lambda group: {"ids": [*map(len, group)]}},
             r"labels\+samples",
         ),
@@ -111,14 +111,14 @@ WEIGHED = {"accumulate": 3}  # One batch of one rank weighs 1 anyway.
         (SILENT, {"trusts_labels": True}, "step 0 of epoch 0 is supervised"),
         (
             TEXT,
-            {"observe": lambda one: Observation(len(one["input_ids"]), targets=0)},
+            {"observe": lambda sample: Observation(len(sample["input_ids"]), targets=0)},
             "is supervised, on any rank",
         ),
     ],
 )
-def test_what_is_not_as_planned_is_told_of_once(data, options, message):
-    (found,) = warned(data, **options)
-    assert re.search(message, found), found
+def test_a_batch_that_differs_from_its_plan_is_warned_of_once(data, options, message):
+    (warning,) = warned(data, **options)
+    assert re.search(message, warning), warning
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_what_is_not_as_planned_is_told_of_once(data, options, message):
         (TEXT, WITH_PACKED),
         # Tokens that the model makes of an image are not taken for padding.
         (
-            [{**one, "attention_mask": [1] * len(one["input_ids"])} for one in TEXT],
-            {"observe": lambda one: len(one["input_ids"]) + 576, "token_budget": 4096},
+            [{**sample, "attention_mask": [1] * len(sample["input_ids"])} for sample in TEXT],
+            {"observe": lambda sample: len(sample["input_ids"]) + 576, "token_budget": 4096},
         ),
         # Labels that the collate function makes are right where nothing goes by their number.
         (TEXT, {"collate_fn": masked}),
@@ -140,12 +140,12 @@ def test_what_is_not_as_planned_is_told_of_once(data, options, message):
         (TEXT, {"collate_fn": masked, **WEIGHED, "trusts_labels": True}),
         (NOTED, {}),
         (NOTED, {"collate_fn": renamed, **WEIGHED}),
-        ([{**one, "labels": 1} for one in TEXT], WEIGHED),
-        ([{**one, "label": 1} for one in LABELS], WEIGHED),
+        ([{**sample, "labels": 1} for sample in TEXT], WEIGHED),
+        ([{**sample, "label": 1} for sample in LABELS], WEIGHED),
         (SHORT, {"collate_fn": seq2seq}),
         (SHORT, {"collate_fn": seq2seq, **WEIGHED, "observe": all_labels}),
         (
-            [{**one, "labels": [-100, *one["labels"][1:]]} for one in SHORT],
+            [{**sample, "labels": [-100, *sample["labels"][1:]]} for sample in SHORT],
             {"collate_fn": seq2seq, **WEIGHED},
         ),
         (SILENT, {"loss_scaling": "none"}),  # The loss may be one over samples.
@@ -162,5 +162,5 @@ def test_with_that_count_batches_are_weighed_by_all_labels():
     for batch in ODBDataLoader(ANSWERS, **options, observe=all_labels):
         info = pop_step_info(batch)
         if not info.is_filler:
-            found = int(batch["labels"].ne(-100).sum())
-            assert info.loss_scale == pytest.approx(found / info.optimizer_targets)
+            labels = int(batch["labels"].ne(-100).sum())
+            assert info.loss_scale == pytest.approx(labels / info.optimizer_targets)

@@ -121,7 +121,7 @@ def test_ids_that_are_no_integers_are_named_with_their_key(sample, message):
             use(sample)
 
 
-def test_what_needs_no_preparation_is_returned_as_it_is():
+def test_prepare_returns_a_ready_sample_itself():
     ready = {"input_ids": np.arange(3), "labels": 1, "token_type_ids": None, "name": "x"}
     for sample in (ready, "text", 5, {"text": [1]}, {"input_ids": None}):
         assert PaddingCollate().prepare(sample) is sample
@@ -268,26 +268,28 @@ def own_collate(samples):
 
 
 @pytest.mark.parametrize("collate_fn", [None, own_collate])
-def test_a_batch_is_pinned_once_and_text_is_written_there_at_once(collate_fn, monkeypatch):
+def test_a_batch_is_pinned_once_and_text_is_collated_into_pinned_memory(collate_fn, monkeypatch):
     memory = Pinned()
     monkeypatch.setattr(group_collator, "PinnedMemory", lambda: memory)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     data = [{"input_ids": np.array(row)} for row in ([1, 2], [3, 4])]
-    block = SampleBlock.of([Sample(one, 2, 1) for one in data], DataColumns.of(data))
+    block = SampleBlock.of([Sample(row, 2, 1) for row in data], DataColumns.of(data))
     node = GroupCollator(IterableWrapper([block, block]), collate_fn, pin_memory=True)
     batches = [*node]
     assert [batch["input_ids"].tolist() for batch in batches] == [[[1, 2], [3, 4]]] * 2
-    assert [id(one["input_ids"]) for one in memory.pinned] == [
-        id(one["input_ids"]) for one in batches
+    assert [id(batch["input_ids"]) for batch in memory.pinned] == [
+        id(batch["input_ids"]) for batch in batches
     ]
-    made = {id(one) for one in memory.made}
+    made = {id(tensor) for tensor in memory.made}
     assert (id(batches[0]["input_ids"]) in made) == (collate_fn is None)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_of_text_are_in_pinned_memory():
     node = GroupCollator(groups([{"input_ids": [1, 2]}, {"input_ids": [3]}]), pin_memory=True)
-    assert all(one.is_pinned() for one in next(node).values() if isinstance(one, torch.Tensor))
+    assert all(
+        value.is_pinned() for value in next(node).values() if isinstance(value, torch.Tensor)
+    )
 
 
 # --- collate functions that draw random numbers --------------------------------------------------
@@ -352,7 +354,7 @@ def test_the_generators_of_the_trainer_are_left_alone_also_if_the_function_keeps
 def test_each_step_epoch_rank_and_seed_has_numbers_of_its_own():
     epochs = Loader(collated(draw_all))
     runs = [epochs, epochs, collated(draw_all, rank=1), collated(draw_all, seed=1)]
-    numbers = [number for run in runs for one in drawn(run) for number in one]
+    numbers = [number for run in runs for batch in drawn(run) for number in batch]
     assert len({*numbers}) == 4 * 6 * 3
     assert numbers[: 6 * 3] == sum(drawn(collated(draw_all)), [])
 
@@ -384,13 +386,13 @@ FOUND_IN = {
 
 
 @pytest.mark.parametrize("how", FOUND_IN)
-def test_generators_are_found_wherever_a_function_keeps_them(how):
+def test_generators_in_closures_partials_and_containers_are_seeded(how):
     first, again = (drawn(collated(FOUND_IN[how](random.Random()))) for _ in range(2))
     assert first == again
 
 
 @pytest.mark.parametrize(("own", "lazily"), [*((own, False) for own in OWN), ("random", True)])
-def test_a_generator_that_others_use_as_well_goes_on_for_them(own, lazily):
+def test_a_shared_generator_continues_for_its_other_users(own, lazily):
     def fail(samples, generator):
         draw_from(generator)
         raise OSError(f"{len(samples)} unreadable")
@@ -422,7 +424,7 @@ def test_a_function_that_makes_a_generator_in_each_call_is_not_called_twice_for_
 # reading ahead
 
 
-def test_what_does_not_draw_is_collated_ahead_and_what_draws_is_not():
+def test_only_collate_functions_that_draw_nothing_run_ahead():
     threads = []
 
     def collate(samples, draws):
@@ -434,7 +436,7 @@ def test_what_does_not_draw_is_collated_ahead_and_what_draws_is_not():
         threads.clear()
         assert len(list(Loader(ReadAhead(collated(partial(collate, draws=draws)), 2)))) == 6
         assert here not in threads[:1]  # The first batch shows it, while the trainer waits.
-        assert {one == here for one in threads[1:]} == {draws}
+        assert {thread == here for thread in threads[1:]} == {draws}
 
 
 def test_a_function_may_say_that_it_draws_for_some_batches_alone():
@@ -456,16 +458,16 @@ def test_a_group_that_cannot_be_collated_on_the_trainers_thread_is_not_lost():
         return {"drawn": random.random()}
 
     expected = drawn(collated(collate))
-    fails[0], found = True, []
+    fails[0], numbers = True, []
     node = ReadAhead(collated(collate), 2)
     with pytest.raises(SampleError, match="raised OSError: no route") as caught:
         for batch in node:
-            found.append(batch["drawn"])
+            numbers.append(batch["drawn"])
     assert type(caught.value.__cause__) is OSError
     with pytest.raises(StateError, match="no state after `collate_fn` failed"):
         node.state_dict()
     fails[0] = False
-    assert found + drawn(node) == expected
+    assert numbers + drawn(node) == expected
 
 
 # what a function says
@@ -514,6 +516,6 @@ def wrapper(samples):
         (StepImages(), None),  # of this library, where nobody has said
     ],
 )
-def test_what_draws_nothing_says_so_and_not_for_its_subclasses_nor_wrappers(collate, draws):
+def test_draws_random_numbers_is_not_inherited_by_overrides(collate, draws):
     assert declares_draws(collate) is draws
     assert SeededCollate(collate).draws_nothing is (draws is False)

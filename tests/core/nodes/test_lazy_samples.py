@@ -9,7 +9,6 @@ from aligned_ranks import on_ranks
 from odb_nodes import (
     ItemKey,
     LengthObserver,
-    Loader,
     Observation,
     ODBDataLoader,
     ParallelProcessor,
@@ -70,13 +69,13 @@ def aligner_of(process, exchange=None, pool=None, **options):
 
 def steps_of(node, count=None):
     """The numbers of the samples of each step, or of so many."""
-    found = []
+    steps = []
     for item in node:
         group = item[0] if isinstance(item, tuple) else item
-        found.append([one.data["input_ids"][0] for one in group])
-        if len(found) == count:
+        steps.append([sample.data["input_ids"][0] for sample in group])
+        if len(steps) == count:
             break
-    return found
+    return steps
 
 
 def saved(make, step=6):
@@ -120,17 +119,6 @@ def test_records_of_samples_that_are_numbered_need_no_keys():
             from_records(records)
 
 
-@pytest.mark.parametrize("labels", [False, True])
-def test_a_record_of_text_has_at_most_20_bytes(labels):
-    samples = [
-        Sample(None, 100 + n, 99 + n - labels * n % 7, 0, "", "labels", n, ItemKey("", n, 1), n)
-        for n in range(500)
-    ]
-    costs, keys, _, numbers, columns = to_records(SampleBlock.of(samples))
-    parts = [costs, keys, numbers or b"", *columns.values()]
-    assert sum(map(len, parts)) <= (16 + 4 * labels) * 500
-
-
 def test_records_that_contradict_the_samples_are_an_error():
     state, _ = saved(pool_of)
     *bits, (costs, *others), payload = state["held"]
@@ -160,21 +148,6 @@ def test_samples_are_made_before_the_group_that_holds_them(make):
 
 
 @both
-def test_a_state_that_is_saved_before_samples_are_made_is_that_of_the_run_that_has_made_them(make):
-    state, _ = saved(make)
-    before, after = make(Process()), make(Process())
-    for node in before, after:
-        node.reset(state)
-    assert before.state_dict() == state
-    for _ in range(5):
-        assert before.state_dict() == after.state_dict()
-        again = make(Process())
-        again.reset(before.state_dict())
-        assert again.state_dict() == before.state_dict()
-        assert steps_of(again, 1) == steps_of(before, 1) == steps_of(after, 1)
-
-
-@both
 def test_samples_that_are_excluded_or_put_back_are_not_made(make):
     state, rest = saved(make)
     keys = {number for step in rest[:4] for number in step[::2]}
@@ -191,8 +164,7 @@ def test_samples_that_are_excluded_or_put_back_are_not_made(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_round_is_planned_without_the_data_of_samples_unless_a_function_asks_for_them(world_size):
+def test_a_round_is_planned_without_the_data_of_samples_unless_a_function_asks_for_them():
     def run(exchange, **options):
         node = aligner_of(Process(), exchange, **options)
         node.reset(None)
@@ -206,17 +178,17 @@ def test_a_round_is_planned_without_the_data_of_samples_unless_a_function_asks_f
         return made
 
     asks = [
-        {"step_time": lambda group: sum(len(one.data["input_ids"]) for one in group)},
-        {"modalities": {"even": lambda one: one.data["input_ids"][0] % 2 == 0}},
+        {"step_time": lambda group: sum(len(sample.data["input_ids"]) for sample in group)},
+        {"modalities": {"even": lambda sample: sample.data["input_ids"][0] % 2 == 0}},
     ]
-    fewest = max(on_ranks(world_size, run))
+    fewest = max(on_ranks(2, run))
     for options in asks:
-        assert on_ranks(world_size, partial(run, **options))
+        assert on_ranks(2, partial(run, **options))
     assert fewest < 4 * WINDOW
 
 
 @pytest.mark.filterwarnings('ignore:`uneven="stop"`')
-def test_what_is_left_over_is_named_without_being_made():
+def test_unemitted_samples_are_named_without_being_made():
     """Rank 1 has far less, so rank 0 leaves samples over that it never makes."""
 
     def run(exchange):
@@ -239,9 +211,9 @@ def test_what_is_left_over_is_named_without_being_made():
         expected = node.unemitted_samples
         again = make(process := Process())
         again.reset(state)
-        left = [one for _, info in again for one in info.left_out]
+        left = [sample for _, info in again for sample in info.left_out]
         assert again.unemitted_samples == expected
-        return len(process.made), [one.key for one in left if one.reason == "unemitted"]
+        return len(process.made), [sample.key for sample in left if sample.reason == "unemitted"]
 
     (_, left), _ = on_ranks(2, run)
     assert left
@@ -250,27 +222,28 @@ def test_what_is_left_over_is_named_without_being_made():
 # --- what is not what it was ----------------------------------------------------------------------
 
 
-@both
-@pytest.mark.parametrize("how", ["changed", "skipped", "raising"])
-def test_what_has_become_of_a_sample_is_an_error_before_its_group_and_loses_nothing(make, how):
+@pytest.mark.parametrize(
+    ("make", "how"), [(aligner_of, "changed"), (pool_of, "skipped"), (aligner_of, "raising")]
+)
+def test_a_changed_skipped_or_failing_sample_is_an_error_before_its_group(make, how):
     state, rest = saved(make)
-    at = next(at for at, step in enumerate(rest) if at >= 2)
-    key = rest[at][0]
+    number = next(number for number, step in enumerate(rest) if number >= 2)
+    key = rest[number][0]
     kind, message = StateError, rf"\(key {key}\)"
     if how == "raising":
         kind, message = SampleError, rf"item {key}, which is made again for a restore"
     node = make(Process(**{how: (key,)}))
     node.reset(state)
-    assert steps_of(node, at) == rest[:at]
+    assert steps_of(node, number) == rest[:number]
     with pytest.raises(kind, match=message):
         next(node)
     after = node.state_dict()
     again = make(Process())
     again.reset(after)
-    assert steps_of(again) == rest[at:]
+    assert steps_of(again) == rest[number:]
 
 
-def test_a_source_of_ones_own_makes_its_samples_when_they_are_taken():
+def test_a_custom_source_makes_samples_when_they_are_taken():
     class Own(LengthObserver):
         make_again = None  # as a node that knows nothing of it
 
@@ -308,7 +281,7 @@ def test_a_sample_may_be_asked_for_alone():
     items = [ItemKey("", number, 1) for number in (7, 3, 5)]
     known = SampleBlock.of([*restore_items(node, items)])
     lazy = known.with_data(LazySamples(known, make_again(node, items), "a node"))
-    assert [one.data for one in lazy] == [7, 3, 5]
+    assert [sample.data for sample in lazy] == [7, 3, 5]
     assert lazy.take([1]).data() == [3] and len(lazy.holders[lazy.facts[DATA, 0]]) == 3
 
 
@@ -341,7 +314,7 @@ def test_a_loader_makes_all_samples_first_where_that_is_asked_for():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["thread", "process"])
-def test_workers_make_samples_again_that_nobody_has_asked_for_yet(method):
+def test_workers_reprocess_samples_ahead_of_use(method):
     workers = WorkerOptions(num_workers=2, method=method, chunk_size=4)
 
     def observe(sample):
@@ -355,19 +328,19 @@ def test_workers_make_samples_again_that_nobody_has_asked_for_yet(method):
         for batch in loader:
             states.append(loader.state_dict())
             batches.append(batch["input_ids"].tolist())
-    for at in range(0, len(states), 6):
+    for step in range(0, len(states), 18):
         with make() as lazy, make() as eager:
-            lazy.load_state_dict(states[at])
-            eager.load_state_dict(states[at], verify="eager")
-            found = []
+            lazy.load_state_dict(states[step])
+            eager.load_state_dict(states[step], verify="eager")
+            ids = []
             for batch, same in zip(lazy, eager, strict=True):
-                found.append(batch["input_ids"].tolist())
-                assert found[-1] == same["input_ids"].tolist()
+                ids.append(batch["input_ids"].tolist())
+                assert ids[-1] == same["input_ids"].tolist()
                 assert lazy.state_dict() == eager.state_dict()
-            assert found == batches[at + 1 :]
+            assert ids == batches[step + 1 :]
 
 
-def test_a_loader_of_another_epoch_forgets_what_it_was_to_make_again():
+def test_a_new_epoch_discards_samples_to_reprocess():
     workers = WorkerOptions(num_workers=2, method="thread")
     with loader_of(Process(), workers=workers) as loader:
         next(iter(loader))
@@ -379,11 +352,12 @@ def test_a_loader_of_another_epoch_forgets_what_it_was_to_make_again():
         assert [batch["input_ids"].tolist() for batch in again] == second
 
 
-def test_loaders_of_plain_graphs_are_lazy_too():
-    loader = Loader(aligner_of(Process()))
-    iter(loader)
-    state = loader.state_dict()
-    again = Loader(aligner_of(process := Process()))
-    again.load_state_dict(state)
-    iter(again)
-    assert not process.made
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_record_of_text_has_at_most_20_bytes(labels):
+    samples = [
+        Sample(None, 100 + n, 99 + n - labels * n % 7, 0, "", "labels", n, ItemKey("", n, 1), n)
+        for n in range(500)
+    ]
+    costs, keys, _, numbers, columns = to_records(SampleBlock.of(samples))
+    parts = [costs, keys, numbers or b"", *columns.values()]
+    assert sum(map(len, parts)) <= (16 + 4 * labels) * 500

@@ -25,11 +25,11 @@ TEXTS = ["news", b"news", ["news", "sports"], {"topic": 3}, None]
         ({}, 3, "tokens"),
         ({"labels": IDS}, 3, "labels"),
         *(
-            ({key: one}, 1, "samples")
+            ({key: value}, 1, "samples")
             for key in ("labels", "label", "label_ids")
-            for one in CLASSES
+            for value in CLASSES
         ),
-        *(({key: one}, 3, "tokens") for key in ("label", "label_ids") for one in TEXTS),
+        *(({key: value}, 3, "tokens") for key in ("label", "label_ids") for value in TEXTS),
         # Several classes, or one for each token.
         *(({key: [0, 1, 1, 0, 1]}, 1, "samples") for key in ("label", "label_ids")),
         *(({key: [0] * 4}, 3, "labels") for key in ("label", "label_ids")),

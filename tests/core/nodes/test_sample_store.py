@@ -16,11 +16,11 @@ PLAIN = Sample(None, 1, 0)
 
 def block_of(ordinals):
     """Samples whose data say their ordinals."""
-    items = [ItemKey("", int(at), 1, 0) for at in ordinals]
+    items = [ItemKey("", int(ordinal), 1, 0) for ordinal in ordinals]
     return SampleBlock.of(
         [
-            Sample({"at": int(at)}, 1 + int(at) % 7, 1, item=item)
-            for at, item in zip(ordinals, items, strict=True)
+            Sample({"at": int(ordinal)}, 1 + int(ordinal) % 7, 1, item=item)
+            for ordinal, item in zip(ordinals, items, strict=True)
         ]
     )
 
@@ -30,15 +30,15 @@ def unlike_block(ordinals):
     return SampleBlock.of(
         [
             Sample(
-                {"at": at},
-                1 + at % 7,
-                at % 7 if at % 11 else 0,
-                int(at % 13 == 0),
-                "b" if at % 17 == 0 else "a",
-                key=at if at % 5 else None,
-                item=ItemKey("", at, 1, int(at % 19 == 0)),
+                {"at": ordinal},
+                1 + ordinal % 7,
+                ordinal % 7 if ordinal % 11 else 0,
+                int(ordinal % 13 == 0),
+                "b" if ordinal % 17 == 0 else "a",
+                key=ordinal if ordinal % 5 else None,
+                item=ItemKey("", ordinal, 1, int(ordinal % 19 == 0)),
             )
-            for at in ordinals.tolist()
+            for ordinal in ordinals.tolist()
         ]
     )
 
@@ -71,8 +71,8 @@ def test_a_store_gives_what_was_put_in_until_it_is_taken(rounds):
         taken = draws.choice([*held], draws.integers(0, len(held) + 1), replace=False)
         assert ats(store.look(taken)) == taken.tolist()
         assert ats(store.take(taken)) == taken.tolist()
-        for at in taken.tolist():
-            del held[at]
+        for ordinal in taken.tolist():
+            del held[ordinal]
         assert store.ordinals().tolist() == [*held]
         assert (len(store), store.oldest(-5)) == (len(held), min(held, default=-5))
         records = store.state(store.ordinals()).to_state()
@@ -82,7 +82,7 @@ def test_a_store_gives_what_was_put_in_until_it_is_taken(rounds):
 
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 2**16)), max_size=12))
-def test_records_of_a_store_are_those_of_its_samples_whatever_it_has_held(rounds):
+def test_records_of_a_store_equal_records_of_its_samples(rounds):
     store, after = SampleStore(), 0
     for count, seed in rounds:
         ordinals = np.arange(after, after + count)
@@ -119,10 +119,10 @@ def test_a_filler_is_kept_after_it_was_given_out_until_there_is_another():
 
 
 def test_a_sample_that_comes_twice_keeps_its_data_until_both_are_out():
-    block = SampleBlock.of([Sample({"at": at}, 1, 1) for at in range(2)]).take([0, 0, 1])
+    block = SampleBlock.of([Sample({"at": row}, 1, 1) for row in range(2)]).take([0, 0, 1])
     store = SampleStore()
     store.add(np.arange(3), block)
-    taken = [store.take(array(at)).data() for at in range(3)]
+    taken = [store.take(array(ordinal)).data() for ordinal in range(3)]
     assert taken == [[{"at": 0}], [{"at": 0}], [{"at": 1}]]
     assert not store._holders._by_number and not store._holders.rows
 
@@ -131,7 +131,7 @@ def test_chunks_of_which_few_samples_are_held_are_cut_down_to_these():
     store = SampleStore()
     for first in range(0, 500, 50):
         ordinals = np.arange(first, first + 50)
-        rows = DataColumns.of([{"ids": np.array([at])} for at in ordinals])
+        rows = DataColumns.of([{"ids": np.array([ordinal])} for ordinal in ordinals])
         store.add(ordinals, SampleBlock.of([PLAIN] * 50).with_data(rows))
         out = ordinals[ordinals % 10 > 0]
         assert [row["ids"].item() for row in store.take(out).data()] == out.tolist()

@@ -87,9 +87,9 @@ WINDOWS = [
 
 @pytest.mark.parametrize("call", WINDOWS)
 def test_another_window_is_an_error(call):
-    check, *given = call
+    check, *arguments = call
     with pytest.raises((TypeError, ValueError), match="`window` must be "):
-        check(*given)
+        check(*arguments)
 
 
 def test_a_window_on_the_command_line():
@@ -133,7 +133,7 @@ def messages(groups, window, tokens=60, **fields):
         check = PoolCheck(TokenBudget(tokens, **fields))
         for group in groups:
             check.note(group, window)
-    return [str(one.message) for one in caught]
+    return [str(warning.message) for warning in caught]
 
 
 PADDED = [[10, 30]] * 16  # 20 tokens on average: a third of the tokens are padding

@@ -262,7 +262,7 @@ def test_limits_that_are_tightened_are_the_tighter_of_each_two_in_any_order(firs
     assert both == second.tightened(first) == both.tightened(first)
     assert is_within(both, first) and is_within(both, second)
     pairs = zip(both, first, second, strict=True)
-    assert all(limit in (one, other) for limit, one, other in pairs)
+    assert all(limit in (first_limit, other) for limit, first_limit, other in pairs)
 
 
 def test_the_limits_of_a_budget_change_neither_its_groups_nor_its_samples():

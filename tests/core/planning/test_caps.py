@@ -22,7 +22,7 @@ from odb_nodes.core.planning.caps import (
 few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
 
-def test_what_is_nearly_full_counts_as_full():
+def test_nearly_full_groups_count_as_full():
     offer = offered_costs(np.array([99, 98, 50]), pool_cost=800, budget_tokens=100, count=3)
     assert offer.tolist() == [100, 100, 98, 50]
     assert not len(offered_costs(np.array([99, 98, 50]), 799, 100, 3))
@@ -73,9 +73,7 @@ offers = st.lists(
 
 @given(offers, st.integers(0, 2), st.integers(1, 9), st.randoms(use_true_random=False))
 @few
-def test_caps_are_ascending_and_within_what_was_offered_whatever_the_order_of_the_ranks(
-    offers, silent, steps, random
-):
+def test_caps_ascend_within_the_offers_in_any_order_of_ranks(offers, silent, steps, random):
     ranks = [*offers, *[NO_CAPS] * silent]
     caps = caps_of_round(agreed_caps(ranks), steps).tolist()
     shuffled = random.sample(ranks, len(ranks))

@@ -28,7 +28,7 @@ def test_each_column_has_its_name():
     assert (len(facts), facts.lengths) == (3, [3, 4, 5])
 
 
-def test_a_sample_has_no_task_and_its_data_is_of_this_rank_alone_unless_told():
+def test_facts_default_to_no_task_and_one_sharer():
     facts = Facts(ordinal=[4, 5], tokens=[1, 2], targets=[0, 1], patches=0)
     assert columns_of(facts) == [[4, 5], [1, 2], [0, 1], [0, 0], [0, 0], [1, 1]]
 
@@ -100,7 +100,7 @@ def test_columns_are_found_by_ordinal_as_in_a_dict(steps):
         assert not columns.take(np.array([*unused], np.int64)).any()
 
 
-def test_a_table_holds_about_twice_what_waits_however_many_have_come():
+def test_a_table_holds_about_twice_the_waiting_samples():
     columns, moves, before = ColumnsByOrdinal(1), 0, None
     for first in range(0, 20_000, 5):
         ordinals = np.arange(first, first + 5)

@@ -33,12 +33,12 @@ def estimator(budget=None, step_time=None, modalities=None, tasks=()):
     return GroupCostEstimator(budget, step_time, modalities, tasks)
 
 
-def test_other_ranks_are_told_samples_targets_and_cost_of_a_group():
+def test_a_group_cost_has_samples_targets_and_cost():
     group = block(Sample(None, 5, 4), Sample(None, 9, 0), Sample(None, 2, 1))
     assert estimator()(group) == GroupCost(samples=3, targets=5, cost=27)
 
 
-def test_the_cost_under_a_budget_is_what_its_batch_costs():
+def test_a_group_costs_under_a_budget_what_its_batch_costs():
     group = block(Sample(None, 5, 4), Sample(None, 9, 0))
     for budget in (TokenBudget(64), TokenBudget(64, layout="packed", attention_tokens=4)):
         assert cost_of_group(group, budget) == budget.cost([5, 9])
@@ -69,11 +69,11 @@ def test_a_function_of_the_user_gets_the_samples_of_the_group():
         assert [sample.data for sample in samples] == ["a", "b"]
         return 70
 
-    told = estimator(TokenBudget(64, layout="packed"), time)(group)
-    assert (told.cost, told.time) == (14, 70)
+    cost = estimator(TokenBudget(64, layout="packed"), time)(group)
+    assert (cost.cost, cost.time) == (14, 70)
 
 
-def test_a_group_without_a_time_of_its_own_takes_what_it_costs():
+def test_a_group_without_a_time_is_ordered_by_its_cost():
     assert GroupCost(1, 1, 30).costs == GroupCost(1, 1, 30, time=30).costs
     assert GroupCost(1, 1, 30).costs < GroupCost(1, 1, 30, time=31).costs
     assert GroupCost(1, 1, 99, time=0).costs == 99
@@ -83,20 +83,28 @@ def test_a_planned_group_is_measured_by_its_samples_rows_and_lengths_alone():
     seen = []
 
     def time(samples):
-        seen.extend((one.data, one.tokens, one.targets, one.patches) for one in samples)
+        seen.extend(
+            (sample.data, sample.tokens, sample.targets, sample.patches) for sample in samples
+        )
         return 5
 
     rows, tokens = np.array([7, 3]), np.array([10, 20])
-    given = (time, tokens, np.array([0, 0]), None, lambda: samples_of(rows, tokens, tokens - 1, 4))
-    assert time_of_group(*given) == 5
+    arguments = (
+        time,
+        tokens,
+        np.array([0, 0]),
+        None,
+        lambda: samples_of(rows, tokens, tokens - 1, 4),
+    )
+    assert time_of_group(*arguments) == 5
     assert seen == [(7, 10, 9, 4), (3, 20, 19, 4)]
-    assert time_of_group(None, *given[1:]) is None
+    assert time_of_group(None, *arguments[1:]) is None
     assert [sample.targets for sample in samples_of(rows, tokens)] == [0, 0]
 
 
-def test_all_that_decides_times_is_in_the_fingerprint_and_the_budget_is_in_that_of_its_node():
-    def name(*given):
-        return estimator(*given).fingerprint()["step_time"]
+def test_the_fingerprint_has_all_that_decides_times():
+    def name(*arguments):
+        return estimator(*arguments).fingerprint()["step_time"]
 
     padded, packed = TokenBudget(64), TokenBudget(64, layout="packed")
     assert name(padded) == name(TokenBudget(99, max_samples=3)) == name(None) == "None"
@@ -104,15 +112,6 @@ def test_all_that_decides_times_is_in_the_fingerprint_and_the_budget_is_in_that_
     close = StepTime(squares=0.5), StepTime(squares=0.5 + 1e-9)  # Plans differ by less.
     assert name(padded, close[0]) != name(padded, close[1])
     assert name(padded, StepTime(squares=0.5)) != name(padded, StepTime(squares=0.5, base=3))
-
-
-def test_all_that_decides_costs_is_in_the_fingerprint():
-    measure = estimator(None, len, {"odd": bool, "even": bool}, ["a", "b"])
-    assert measure.fingerprint() == {
-        "step_time": "len",
-        "modalities": ["odd", "even"],
-        "tasks": ["a", "b"],
-    }
 
 
 def test_without_modalities_a_group_has_images_where_a_sample_has_patches():
@@ -186,8 +185,8 @@ def test_a_time_that_is_no_integer_of_31_bits_is_refused(time, error):
         error, match=r"`step_time` must return an integer in 0\.\.2147483647"
     ) as raised:
         estimator(None, seconds)(group)
-    told = f"the function `seconds` returned {time!r} for a group of 2 samples and 14 tokens"
-    assert told in str(raised.value)
+    expected = f"the function `seconds` returned {time!r} for a group of 2 samples and 14 tokens"
+    assert expected in str(raised.value)
     assert "the longest sample has 9" in str(raised.value)
     assert estimator(None, lambda group: 0)(group).time == 0
 

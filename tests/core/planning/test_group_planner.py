@@ -102,7 +102,7 @@ def epoch_of(stream, events=None, restarts=False, **options):
 
 
 def once_each(groups, count):
-    return sorted(at for group in groups for at in group) == [*range(count)]
+    return sorted(index for group in groups for index in group) == [*range(count)]
 
 
 LOWER = 40
@@ -189,15 +189,7 @@ def test_samples_that_are_put_back_wait_again_as_old_as_they_are(samples, budget
     assert once_each([*groups, {*taken} - {*back.tolist()}], len(samples))
 
 
-def test_no_group_holds_what_is_removed():
-    stream = Stream([(10, 0, 0)] * 12, TokenBudget(40), 8)
-    stream.fill()
-    stream.planner.remove(np.array([1, 7]))
-    assert stream.planner.pool.ordinals().tolist() == [0, 2, 3, 4, 5, 6]
-    assert sorted(sum(epoch_of(stream), [])) == [0, *range(2, 7), *range(8, 12)]
-
-
-def test_what_the_epoch_has_left_is_what_waits_and_what_will_come():
+def test_samples_left_counts_waiting_and_future_samples():
     planner = GroupPlanner(TokenBudget(100), 8, epoch_samples=lambda: 20)
     assert planner.samples_left() == 20
     planner.add(facts_of([10] * 5), 6)  # of which a sample is left out
@@ -226,13 +218,13 @@ def test_a_lower_limit_in_mid_epoch_bounds_all_later_groups_and_loses_no_sample(
     lowered = Limits.of(budget)._replace(tokens=LOWER).of_groups(budget)
     for number, group in enumerate(groups):
         present = lowered if number >= 2 and budget.tokens > LOWER else budget
-        tokens, patches, _ = zip(*(samples[at] for at in group), strict=True)
+        tokens, patches, _ = zip(*(samples[index] for index in group), strict=True)
         assert len(group) == 1 or present.cost(tokens) <= present.tokens
         assert len(group) == 1 or sum(patches) <= (budget.max_patches or sum(patches))
         assert len(group) <= (budget.max_samples or len(group))
 
 
-def test_a_limit_is_never_raised_again_whatever_ranks_ask_for():
+def test_a_limit_is_never_raised_again():
     planner = GroupPlanner(TokenBudget(100), 8)
     for asked, tokens in [(120, 100), (0, 100), (60, 60), (80, 60), (0, 60), (50, 50)]:
         planner.use(RoundSettings(max_tokens=asked))
@@ -242,22 +234,6 @@ def test_a_limit_is_never_raised_again_whatever_ranks_ask_for():
     assert planner.limits == Limits(50, 3, None, 90, None)
     planner.begin_epoch()
     assert planner.limits == Limits(50, 3, None, 90, None)  # the next epoch has it, too
-
-
-def test_the_next_epoch_forms_its_groups_under_the_lower_limit():
-    stream = Stream([(10, 0, 0)] * 40, TokenBudget(100), 20)
-    stream.planner.lower_limits(Limits.of(TokenBudget(30)))
-    stream.planner.begin_epoch()
-    assert {len(group) for group in epoch_of(stream)} <= {1, 2, 3}
-
-
-def test_a_restart_has_the_limits_of_the_state_or_those_of_the_budget():
-    planner = GroupPlanner(TokenBudget(100), 8)
-    lower = planner.limits._replace(tokens=50)
-    restore(planner, limits=lower)
-    assert planner.limits == lower
-    restore(planner)
-    assert planner.limits == Limits.of(TokenBudget(100))
 
 
 # --- caps ----------------------------------------------------------------------------------------
@@ -273,7 +249,9 @@ def test_caps_are_for_the_next_groups_and_the_last_given_count():
 
 
 def filled(window=40, budget=None):
-    stream = Stream([(5 + at % 40, 0, 0) for at in range(200)], budget or TokenBudget(100), window)
+    stream = Stream(
+        [(5 + index % 40, 0, 0) for index in range(200)], budget or TokenBudget(100), window
+    )
     stream.fill()
     return stream
 
@@ -329,13 +307,7 @@ def test_alone_a_rank_chooses_once_in_an_epoch_by_the_lengths_so_far():
     assert planner.window == 32 * 4
 
 
-def test_a_rank_without_samples_leaves_the_window_as_it_is():
-    planner = auto([]).planner
-    planner.choose_window_alone()
-    assert planner.window == LEAST_WINDOW and not planner.window_is_chosen
-
-
-def test_with_other_ranks_the_window_is_chosen_by_what_they_agree_on_alone():
+def test_with_other_ranks_only_agreed_settings_change_the_window():
     stream = auto([10] * 3000, follows_ranks=True)
     stream.next()
     stream.planner.choose_window_alone()
@@ -348,12 +320,6 @@ def test_with_other_ranks_the_window_is_chosen_by_what_they_agree_on_alone():
     assert stream.planner.report(0).lengths == (0, 0)  # what comes later is not told
 
 
-def test_settings_without_a_window_change_none():
-    planner = auto([10] * 300, follows_ranks=True).planner
-    planner.use(RoundSettings())
-    assert planner.window == LEAST_WINDOW and not planner.window_is_chosen
-
-
 @pytest.mark.parametrize(
     ("epoch_samples", "window"),
     [
@@ -362,7 +328,7 @@ def test_settings_without_a_window_change_none():
         (None, LEAST_WINDOW),
     ],
 )
-def test_in_a_short_epoch_a_rank_has_a_window_of_its_own_until_ranks_agree(epoch_samples, window):
+def test_in_a_short_epoch_a_rank_chooses_a_first_window(epoch_samples, window):
     stream = auto([10] * 3000, lambda: epoch_samples, follows_ranks=True)
     stream.fill()
     assert stream.planner.window == stream.planner.pool.window == window
@@ -372,7 +338,7 @@ def test_in_a_short_epoch_a_rank_has_a_window_of_its_own_until_ranks_agree(epoch
     assert stream.planner.window == 200
 
 
-def test_a_window_of_its_own_is_chosen_once_and_not_where_a_rank_is_alone():
+def test_a_rank_chooses_a_first_window_once_and_not_if_alone():
     stream = auto([10] * 128 + [1] * 400, lambda: 528, follows_ranks=True)
     stream.fill()
     assert stream.planner.window == 320  # by its first 128 samples, whatever comes after
@@ -389,19 +355,6 @@ def test_a_window_grows_once_it_is_full():
     assert (planner.room(), planner.window) == (320 - LEAST_WINDOW, 320)
 
 
-def test_there_is_no_room_once_the_data_has_ended_however_short_the_epoch():
-    planner = auto([], lambda: 50, follows_ranks=True).planner
-    planner.add(facts_of([10] * 50), 50)
-    planner.end()
-    assert planner.room() == 0
-
-
-def test_no_window_shrinks_before_ranks_agree():
-    stream = auto([90] * 400, lambda: 400, follows_ranks=True)
-    stream.fill()
-    assert stream.planner.window == len(stream.planner.pool) == LEAST_WINDOW
-
-
 def test_the_age_bound_holds_while_the_window_grows():
     stream = auto([100, *[10] * 3000])
     while group := stream.next():
@@ -409,20 +362,10 @@ def test_the_age_bound_holds_while_the_window_grows():
         stream.planner.choose_window_alone()
 
 
-def test_a_state_of_an_auto_window_is_restored_with_what_it_is_chosen_by():
-    stream = auto([10] * 3000, follows_ranks=True)
-    stream.next()
-    state, again = stream.planner.window_state(), auto([]).planner
-    restore(again, window=state)
-    assert again.window_state() == state
-    assert again.report(0) == stream.planner.report(0)._replace(offer=again.report(0).offer)
-    assert again.window == again.pool.window
-
-
 # --- epochs, the largest groups, and room ---------------------------------------------------------
 
 
-def test_each_epoch_begins_with_its_largest_groups_as_many_as_are_asked_for():
+def test_each_epoch_begins_with_largest_first_groups():
     stream = Stream([(n, 0, 0) for n in (10, 50, 20, 40, 30)], TokenBudget(50), 5, 2)
     planner = stream.planner
     for _ in range(2):
@@ -436,18 +379,6 @@ def test_each_epoch_begins_with_its_largest_groups_as_many_as_are_asked_for():
         planner.begin_epoch()
         assert (planner.pool.pulled, planner.ended) == (0, False)
     assert not GroupPlanner(TokenBudget(50), 5).is_largest
-
-
-def test_there_is_room_until_the_data_ends_or_the_pool_is_full():
-    stream = Stream([(10, 0, 0)] * 99, TokenBudget(100), 8)
-    planner = stream.planner
-    assert planner.room() == 8
-    stream.fill()
-    assert planner.room() <= 0
-    planner.next_group()
-    assert planner.room() > 0
-    planner.end()
-    assert planner.room() == 0
 
 
 class Notes:

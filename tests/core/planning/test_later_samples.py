@@ -51,7 +51,7 @@ def test_samples_that_are_added_to_groups_have_all_grouped_anew():
     assert not later.were_in_group(later.rows).any()
 
 
-def test_the_samples_of_several_states_are_one_and_parts_of_them_others():
+def test_later_samples_join_states_and_split_into_parts():
     states = [later_of([5, 6]).to_state(), None, later_of([7]).to_state()]
     later = LaterSamples.of_states(*states)
     assert later.tokens.tolist() == [5, 6, 7] and later.tokens_of(101) == 6

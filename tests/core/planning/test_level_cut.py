@@ -13,14 +13,14 @@ from odb_nodes.core.planning.level_cut import LevelCut
 few = settings(max_examples=max(20, settings.default.max_examples // 5))
 
 lengths = st.lists(st.integers(1, 200), max_size=40)
-step_times = st.sampled_from([StepTime(squares=1 / 40), StepTime(squares=1, patches=9)])
+step_times = st.sampled_from([None, StepTime(squares=1 / 40), StepTime(squares=1, patches=9)])
 
 
-@given(lengths, budgets, st.integers(0, 5))
+@given(lengths, budgets, st.integers(0, 5), step_times)
 @few
-def test_the_rest_is_cut_into_as_few_groups_as_asked_for_at_the_least_cost(tokens, budget, more):
+def test_the_rest_is_cut_into_as_few_groups_as_asked_for(tokens, budget, more, step_time):
     samples = facts_of(tokens, patches=np.arange(len(tokens)) % 4)
-    level_cut = LevelCut(samples, budget)
+    level_cut = LevelCut(samples, budget, step_time)
     groups = level_cut.groups(level_cut.fewest + more)
     assert sorted(index for group in groups for index in group) == [*range(len(samples))]
     assert len(groups) <= level_cut.fewest + more
@@ -28,9 +28,8 @@ def test_the_rest_is_cut_into_as_few_groups_as_asked_for_at_the_least_cost(token
     def largest(cut):
         return max((budget.cost([tokens[index] for index in group]) for group in cut), default=0)
 
-    assert largest(groups) <= largest(
-        level_cut.groups(level_cut.fewest)
-    )  # also if a sample is oversize
+    if step_time is None:  # also if a sample is oversize
+        assert largest(groups) <= largest(level_cut.groups(level_cut.fewest))
     for group in groups:
         patches = sum(samples.patches[index] for index in group)
         alone = len(group) == 1
@@ -57,7 +56,7 @@ def test_a_cheaper_largest_group_would_make_more_groups(more):
         tokens = np.random.default_rng(seed).integers(1, 60, 30).tolist()
         level_cut = LevelCut(facts_of(tokens), budget := TokenBudget(400))
         most = level_cut.fewest + more
-        cut = [[tokens[at] for at in group] for group in level_cut.groups(most)]
+        cut = [[tokens[index] for index in group] for group in level_cut.groups(most)]
         largest = max(map(budget.cost, cut))
         assert len(cut) <= most and largest > max(tokens)
         assert LevelCut(facts_of(tokens), TokenBudget(largest - 1)).fewest > most
@@ -74,34 +73,10 @@ def test_nothing_is_left_to_cut():
     assert (level_cut.fewest, level_cut.groups(0), level_cut.groups(5)) == (0, [], [])
 
 
-def test_oversize_samples_alone_are_cut_to_groups_of_their_own():
-    level_cut = LevelCut(facts_of([500, 400]), TokenBudget(90))
-    assert sorted(level_cut.groups(2)) == sorted(level_cut.groups(4)) == [[0], [1]]
-
-
 def test_fewer_groups_than_the_budget_needs_are_refused():
     samples = facts_of([30] * 9)
     with pytest.raises(ValueError, match="`most` must be at least 3, but is 2"):
         LevelCut(samples, TokenBudget(90)).groups(2)
-
-
-@given(lengths, budgets, st.integers(0, 5), step_times)
-@few
-def test_the_rest_is_cut_into_at_most_as_many_groups_whatever_they_are_level_in(
-    tokens, budget, more, step_time
-):
-    samples = facts_of(tokens, patches=np.arange(len(tokens)) % 4)
-    level_cut = LevelCut(samples, budget, step_time)
-    groups = level_cut.groups(level_cut.fewest + more)
-    assert sorted(index for group in groups for index in group) == [*range(len(samples))]
-    assert len(groups) <= level_cut.fewest + more
-    for group in groups:
-        assert len(group) >= 1 and group == sorted(group)
-        alone = len(group) == 1
-        patches = sum(samples.patches[index] for index in group)
-        assert alone or budget.cost([tokens[index] for index in group]) <= budget.tokens
-        assert alone or patches <= (budget.max_patches or patches)
-        assert len(group) <= (budget.max_samples or len(group))
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -113,7 +88,7 @@ def test_the_groups_of_the_rest_take_about_as_long_as_each_other(layout):
         level_cut = LevelCut(facts_of(tokens), budget, by)
         groups = level_cut.groups(LevelCut(facts_of(tokens), budget).fewest + 3)
         times = [
-            step_time.of_group([tokens[at] for at in group], [0] * len(group), budget)
+            step_time.of_group([tokens[index] for index in group], [0] * len(group), budget)
             for group in groups
         ]
         return max(times)

@@ -141,7 +141,7 @@ def test_rows_of_all_are_none_where_they_do_not_suffice():
     assert rows_of_all(tokens[:0], extra[:0], packing, 3) == []
 
 
-def test_where_rows_cannot_be_level_in_both_they_are_in_what_tokens_do_not_tell():
+def test_rows_are_level_in_extra_time_before_tokens():
     """Level in time, the four samples of 45 and 55 would have no room."""
     tokens = np.array([50, 50, 45, 55])
     extra = np.array([100, 0, 40, 30])
@@ -161,10 +161,3 @@ def test_fewest_rows_are_a_multiple_and_hold_all(lengths, multiple, step_time, m
     check_rows(rows, lengths, budget)
     assert len(rows) % multiple == 0 or all(len(row) == 1 for row in rows)
     assert len(rows) >= -(-sum(lengths) // 100)
-
-
-def test_a_plan_depends_on_nothing_but_its_samples():
-    lengths = lognormal(600, cv=1.0)
-    budget = TokenBudget(8_192, layout="packed")
-    plans = [parts_of(lengths, budget, 3, 64, StepTime(squares=1 / 800)) for _ in range(2)]
-    assert plans[0] == plans[1]

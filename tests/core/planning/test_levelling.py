@@ -44,33 +44,6 @@ def test_gifts_are_long_samples_between_which_others_stay():
     assert sum(index >= 1_000 - 80 for index in given_away) == 10  # every eighth
 
 
-@given(st.lists(lengths, min_size=2, max_size=6))
-@few
-def test_ranks_come_as_near_to_each_other_as_samples_allow(ranks):
-    budget = TokenBudget(200)
-    works = [budget.row_cost(np.array(tokens, np.int64)) for tokens in ranks]
-    totals = [int(work.sum()) for work in works]
-    mean = sum(totals) / len(totals)
-    given_away = [work[gifts(work, work.sum() - mean)] for work in works]
-    chosen = receivers(totals, given_away)
-    after = [total - work.sum() for total, work in zip(totals, given_away, strict=True)]
-    for costs, to in zip(given_away, chosen, strict=True):
-        assert len(costs) == len(to)
-        for cost, rank in zip(costs, to, strict=True):
-            after[rank] += cost
-    assert sum(after) == sum(totals)
-    assert max(after) <= max(totals)
-    assert min(after) >= min(totals)
-    # Whatever a rank keeps above the mean is less than each sample that it has.
-    assert max(after) - mean <= 200
-
-
-def test_a_gift_goes_to_the_rank_with_least_and_the_largest_first():
-    # The ranks keep 5, 20 and 10. 9 to rank 0 (14), 8 to rank 2 (18), 3 to rank 0 (17).
-    given_away = [np.array([3], np.int64), np.array([8, 9], np.int64), np.array([], np.int64)]
-    assert receivers([8, 37, 10], given_away) == [[0], [2, 0], []]
-
-
 def test_of_ranks_with_as_much_the_first_receives():
     given_away = [np.array([], np.int64), np.array([], np.int64), np.array([4, 4], np.int64)]
     assert receivers([5, 5, 28], given_away) == [[], [], [0, 1]]
@@ -86,12 +59,12 @@ def test_a_rank_gives_nothing_that_it_has_no_surplus_for():
 
 def test_of_equal_samples_the_first_are_given_and_cut_first():
     """A sort that is not stable would differ from machine to machine."""
-    tokens = [1 + at * 7 % 3 for at in range(300)]
-    longest_first = sorted(range(300), key=lambda at: (-tokens[at], at))
-    every_eighth = [at for start in range(8) for at in longest_first[start::8]]
+    tokens = [1 + index * 7 % 3 for index in range(300)]
+    longest_first = sorted(range(300), key=lambda index: (-tokens[index], index))
+    every_eighth = [index for start in range(8) for index in longest_first[start::8]]
     assert gifts(np.array(tokens), sum(tokens)) == every_eighth
     level_cut = LevelCut(facts_of(tokens), TokenBudget(30))
-    cut = [at for group in level_cut.groups(level_cut.fewest)[::-1] for at in group]
+    cut = [index for group in level_cut.groups(level_cut.fewest)[::-1] for index in group]
     assert sorted(cut, key=tokens.__getitem__) == sorted(range(300), key=tokens.__getitem__)
 
 
@@ -113,7 +86,9 @@ class Left(NamedTuple):
 
 def after(lefts, moves):
     """The samples of each rank after the moves, as (rank, place), with those that stayed."""
-    holders = [[(rank, place) for place in range(len(one.facts))] for rank, one in enumerate(lefts)]
+    holders = [
+        [(rank, place) for place in range(len(left.facts))] for rank, left in enumerate(lefts)
+    ]
     for rank, of_rank in enumerate(moves):
         places = np.flatnonzero(lefts[rank].may_move)
         for row, receiver in of_rank:
@@ -124,7 +99,7 @@ def after(lefts, moves):
 
 
 def moves_between(lefts, budget, step_time):
-    messages = [remaining_message(one.facts, one.may_move, budget, step_time) for one in lefts]
+    messages = [remaining_message(left.facts, left.may_move, budget, step_time) for left in lefts]
     return moves_of(messages, budget, step_time)
 
 
@@ -147,13 +122,13 @@ def test_each_sample_moves_at_most_once_to_another_rank_and_some_stay(lefts, bud
         assert all(0 <= row < lefts[rank].may_move.sum() for row in rows)
         assert all(receiver != rank and 0 <= receiver < len(lefts) for _, receiver in of_rank)
     everything = [
-        (rank, place) for rank, one in enumerate(lefts) for place in range(len(one.facts))
+        (rank, place) for rank, left in enumerate(lefts) for place in range(len(left.facts))
     ]
     assert sorted(chain(*after(lefts, moves))) == everything
     assert moves_between(lefts, budget, step_time) == moves
 
 
-def test_what_a_rank_tells_are_the_samples_that_may_move_and_the_sums_of_the_others():
+def test_a_remaining_message_has_movable_samples_and_sums_of_the_others():
     left = Left.of([10, 20, 30, 40], kept=2, patches=np.array([1, 2, 3, 4]))
     assert remaining_message(*left, TokenBudget(100), None).tolist() == [30, 0, 30, 40, 3, 4]
     step_time = StepTime(squares=0.1, patches=2)
@@ -163,8 +138,8 @@ def test_what_a_rank_tells_are_the_samples_that_may_move_and_the_sums_of_the_oth
 
 def totals(lefts, holders, values):
     """The sum of what the samples of each rank take."""
-    of_each = [values(one.facts) for one in lefts]
-    return np.array([sum(int(of_each[rank][at]) for rank, at in held) for held in holders])
+    of_each = [values(left.facts) for left in lefts]
+    return np.array([sum(int(of_each[rank][place]) for rank, place in held) for held in holders])
 
 
 def spread(sums):
@@ -190,7 +165,7 @@ def test_ranks_are_level_in_cost_and_in_time_after_the_moves(layout, kept):
     def largest(holders):
         """The sum over ranks of the difference between their largest samples, one by one."""
         of_ranks = [
-            sorted((int(extra(lefts[rank].facts)[at]) for rank, at in held), reverse=True)[:8]
+            sorted((int(extra(lefts[rank].facts)[place]) for rank, place in held), reverse=True)[:8]
             for held in holders
         ]
         return int(np.ptp(np.array(of_ranks), axis=0).sum())
@@ -210,7 +185,9 @@ def test_the_largest_samples_are_dealt_to_all_ranks_one_each():
     """Four that decide the times of steps, all of one rank; the others of another."""
     lefts = [Left.of([100] * 4 + [10] * 10), Left.of([11] * 40), Left.of([]), Left.of([12] * 9)]
     moved = after(lefts, moves_between(lefts, TokenBudget(120), StepTime(squares=1)))
-    assert [sum(lefts[rank].facts.lengths[at] == 100 for rank, at in held) for held in moved] == [
+    assert [
+        sum(lefts[rank].facts.lengths[place] == 100 for rank, place in held) for held in moved
+    ] == [
         1,
         1,
         1,

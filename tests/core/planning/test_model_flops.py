@@ -126,10 +126,12 @@ def test_layers_with_a_window_count_in_tokens(family):
     config = getattr(transformers, f"{family}Config")(**options)
     flat = getattr(transformers, f"{family}Config")(**options)
     flat.layer_types, flat.sliding_window = ["full_attention"] * 3, None
-    found, full = (flops_of_config(one, causal=True, image_patches=1) for one in (config, flat))
+    windowed, full = (
+        flops_of_config(layers, causal=True, image_patches=1) for layers in (config, flat)
+    )
     pair = full.square / 3
-    assert found.square == pytest.approx(pair * (3 - windows))
-    assert found.token == pytest.approx(full.token + windows * 2 * pair * 16)
+    assert windowed.square == pytest.approx(pair * (3 - windows))
+    assert windowed.token == pytest.approx(full.token + windows * 2 * pair * 16)
     # Far beyond the window that is what a causal window lets through, pair by pair.
     length = 4_000
     position = torch.arange(length)
@@ -152,10 +154,10 @@ def test_a_window_that_holds_every_sample_is_none():
 def test_chunks_and_layers_that_differ_in_size_count_by_layer():
     config = {**GROUPED, "hidden_act": "silu", "attention_chunk_size": 32}
     kinds = ["chunked_attention", "full_attention", "full_attention"]
-    found = flops_of_config({**config, "layer_types": kinds}, causal=True, image_patches=1)
+    flops_now = flops_of_config({**config, "layer_types": kinds}, causal=True, image_patches=1)
     full = flops_of_config(config, causal=True, image_patches=1)
-    assert found.square == pytest.approx(full.square * 2 / 3)
-    assert found.token == pytest.approx(full.token + full.square / 3 * 32)
+    assert flops_now.square == pytest.approx(full.square * 2 / 3)
+    assert flops_now.token == pytest.approx(full.token + full.square / 3 * 32)
     wider = {**config, "per_layer_config": {"01": {"head_dim": 24}}}
     assert flops_of_config(wider, causal=True, image_patches=1).square == full.square * 4 / 3
 
@@ -172,15 +174,15 @@ def test_linear_attention_has_no_squares():
         layer_types=["linear_attention", "linear_attention", "full_attention"],
     )
     model = model_of(config)
-    found = flops_of_config(config, causal=False, image_patches=1)
-    assert found.square == 2 * 2 * 4 * 16  # of one layer
+    counted_flops = flops_of_config(config, causal=False, image_patches=1)
+    assert counted_flops.square == 2 * 2 * 4 * 16  # of one layer
     linears = sum(
         2 * module.weight.numel()
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and "expert" not in name
     )
     routed = 3 * 2 * 48 * ((2 + 1) * 3 * 24 + 8)
-    assert found.token == pytest.approx(linears + routed, rel=0.02)
+    assert counted_flops.token == pytest.approx(linears + routed, rel=0.02)
     hybrid = transformers.JambaConfig(**GROUPED, attn_layer_period=3, attn_layer_offset=2)
     assert flops_of_config(hybrid, causal=False, image_patches=1).square == 2 * 2 * 48
 
@@ -222,12 +224,12 @@ def test_patches_of_images_of_any_size_are_those_that_are_counted(family):
     side = 16  # patches: 16 windows of 4 x 4
     values = torch.randn(side * side, 3 * 2 * 4 * 4)
     counter = flops(encoder, hidden_states=values, grid_thw=torch.tensor([[1, side, side]]))
-    found = flops_of_config(config, causal=True, image_patches=side * side)
-    assert found.patch == pytest.approx(of_blocks(counter, "blocks") / side**2, rel=0.02)
+    counted_flops = flops_of_config(config, causal=True, image_patches=side * side)
+    assert counted_flops.patch == pytest.approx(of_blocks(counter, "blocks") / side**2, rel=0.02)
     text = flops_of_config(config.text_config, causal=True, image_patches=1)
-    assert found[:2] == text[:2]
+    assert counted_flops[:2] == text[:2]
     time = StepTime.of_config(config, image_patches=side * side)
-    assert time.patches == pytest.approx(found.patch / found.token)
+    assert time.patches == pytest.approx(counted_flops.patch / counted_flops.token)
 
 
 TOWERS = {

@@ -97,15 +97,15 @@ def test_the_tail_is_first_fit_longest_first(lengths, capacity):
         if row is None:
             rows.append(row := [])
         row.append(length)
-    found = [sorted((lengths[i] for i in group), reverse=True) for group in groups]
-    assert sorted(found) == sorted(rows)
+    rows_of_groups = [sorted((lengths[i] for i in group), reverse=True) for group in groups]
+    assert sorted(rows_of_groups) == sorted(rows)
     longest = [max(group, key=lambda index: (lengths[index], index)) for group in groups]
     assert longest == sorted(longest)
 
 
 def test_the_oldest_are_taken_in_order_of_age_however_many_fit():
     """They are looked for among the 64 oldest first, and then among twice as many."""
-    for lengths in ([1] * 200, [1 + at % 2 for at in range(200)]):
+    for lengths in ([1] * 200, [1 + index % 2 for index in range(200)]):
         for capacity in (63, 64, 65, 130, 150):
             taken, fits = [], 0
             while fits + lengths[len(taken)] <= capacity:
@@ -113,7 +113,7 @@ def test_the_oldest_are_taken_in_order_of_age_however_many_fit():
                 taken.append(len(taken))
             group = pool_of(lengths, packed(capacity)).take().tolist()
             assert group[: len(taken) - 1] == taken[:-1]
-            assert sum(lengths[at] for at in group) == capacity
+            assert sum(lengths[index] for index in group) == capacity
 
 
 def test_a_sample_that_does_not_fit_ends_the_oldest_though_a_younger_one_would_fit():
@@ -140,7 +140,7 @@ def test_a_row_is_as_long_as_its_shape_where_all_have_one():
 )
 def test_the_largest_group_is_the_longest_sample_and_the_longest_that_fit_beside_it(lengths, group):
     taken = pool_of(lengths, packed(100)).take(largest=True)
-    assert sorted((lengths[at] for at in taken), reverse=True) == group
+    assert sorted((lengths[index] for index in taken), reverse=True) == group
 
 
 def test_patches_bound_the_tail_and_the_largest_group_as_well():
@@ -153,7 +153,7 @@ def test_of_equally_full_groups_that_with_the_most_of_the_oldest_is_chosen():
     assert pool_of([60, 20, 20], packed(95)).take().tolist() == [0, 1]
 
 
-def test_the_oldest_are_found_by_age_whatever_their_lengths():
+def test_the_oldest_samples_are_taken_by_age():
     lengths = np.random.default_rng(0).permutation(np.arange(1, 101)).tolist()
     budget = packed(sum(lengths[:20]))  # which the oldest twenty fill
     assert pool_of(lengths, budget).take().tolist() == [*range(20)]

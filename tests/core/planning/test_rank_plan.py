@@ -24,7 +24,6 @@ fewer = settings(max_examples=max(10, settings.default.max_examples // 5))
 BUDGET = TokenBudget(100)
 OF_JOB = JobOptions.__dataclass_fields__
 OF_PLANNER = ("window", "window_start", "largest_first", "diversity")
-LOWER = 40
 SHARD = 10_000  # the samples of rank r are numbered from r * SHARD on, over all ranks
 
 
@@ -201,11 +200,13 @@ class Ranks:
             share(self.ranks, rests)
         reports = [plan.report(rest) for plan, rest in zip(self.plans, rests, strict=True)]
         agreements = [plan.agree(reports) for plan in self.plans]
-        told = [described(agreement) for agreement in agreements]
-        assert all(one == told[0] for one in told)
-        self.rounds.append((told[0], [report.to_message().tolist() for report in reports]))
-        for at, rank in enumerate(self.ranks):
-            self.dropped[at] += rank.items_of(rank.plan.settle(agreements[at]))
+        described_agreements = [described(agreement) for agreement in agreements]
+        assert all(agreed == described_agreements[0] for agreed in described_agreements)
+        self.rounds.append(
+            (described_agreements[0], [report.to_message().tolist() for report in reports])
+        )
+        for number, rank in enumerate(self.ranks):
+            self.dropped[number] += rank.items_of(rank.plan.settle(agreements[number]))
 
 
 def described(agreement):
@@ -216,7 +217,7 @@ def described(agreement):
 def share(ranks, rests):
     """Share out what ranks have left, and cut it."""
     moves = rests[0].moves([rest.message() for rest in rests])
-    assert all(rest.moves([one.message() for one in rests]) == moves for rest in rests)
+    assert all(rest.moves([other.message() for other in rests]) == moves for rest in rests)
     places_of = [rest.give(moves) for rest in rests]
     given_away = [rest.given_away for rest in rests]
     items = [rank.items[facts.ordinal] for rank, facts in zip(ranks, given_away, strict=True)]
@@ -252,7 +253,9 @@ def samples_of(shards):
 
 def check_budget(shards, steps, budget):
     """A group is within the budget, unless it is a sample that is not."""
-    lengths = {rank * SHARD + at: n for rank, of in enumerate(shards) for at, n in enumerate(of)}
+    lengths = {
+        rank * SHARD + index: n for rank, of in enumerate(shards) for index, n in enumerate(of)
+    }
     for group in (group for step in steps for group in step if group):
         assert len(group) == 1 or max(lengths[item] for item in group) * len(group) <= budget
 
@@ -277,7 +280,7 @@ jobs = st.fixed_dictionaries(
         "knows_length": st.booleans(),
     }
 )
-LEVELLED = [[1 + at * 7919 % 60 for at in range(size)] for size in (120, 150)]
+LEVELLED = [[1 + index * 7919 % 60 for index in range(size)] for size in (120, 150)]
 LEVEL_JOB = {"window": 40, "round_size": 8}
 """Of which ranks agree on caps, and share out the rest."""
 
@@ -304,12 +307,12 @@ def test_ranks_stop_with_the_first_that_ends_and_say_what_no_step_has(shards, jo
     ranks = Ranks(shards, **job | {"uneven": "stop"})
     steps = [*ranks.steps()]
     assert all(group is not None for step in steps for group in step)
-    found = items_of(steps)
+    items = items_of(steps)
     for rank, dropped in zip(ranks.ranks, ranks.dropped, strict=True):
         unread = {*rank.items[rank.planner.pool.pulled :].tolist()} & {*samples_of(shards)}
-        found += [*dropped, *unread, *rank.items[rank.planner.pool.ordinals()].tolist()]
+        items += [*dropped, *unread, *rank.items[rank.planner.pool.ordinals()].tolist()]
         assert not rank.plan.formed
-    assert sorted(found) == samples_of(shards)
+    assert sorted(items) == samples_of(shards)
     first_to_end = [
         rank.planner.is_done and not dropped
         for rank, dropped in zip(ranks.ranks, ranks.dropped, strict=True)
@@ -317,17 +320,11 @@ def test_ranks_stop_with_the_first_that_ends_and_say_what_no_step_has(shards, jo
     assert any(first_to_end)
 
 
-def test_a_rank_without_samples_fills_the_steps_of_the_others():
-    steps = steps_of([[50] * 8, []], shares_rest=False)
-    assert [step[1] for step in steps] == [None] * len(steps)
-    assert items_of(steps) == [*range(8)]
-
-
 def test_the_example_has_caps_and_a_last_round_that_is_shared_out():
     ranks = Ranks(LEVELLED, **LEVEL_JOB)
     steps = [*ranks.steps()]
-    settings_ = [told[-1] for told, _ in ranks.rounds]
-    assert any(one.caps for one in settings_[:-1]) and settings_[-2].is_last
+    settings_ = [agreed[-1] for agreed, _ in ranks.rounds]
+    assert any(round_settings.caps for round_settings in settings_[:-1]) and settings_[-2].is_last
     assert any(item >= SHARD for step in steps for item in step[0])  # of the other rank
 
 
@@ -366,8 +363,8 @@ def test_a_plan_holds_no_group_whose_step_is_out_and_no_round_between_two():
 class Change:
     """Has all ranks plan anew once, from the end of the optimizer step of step `at` on."""
 
-    def __init__(self, at, accumulate, limit=None, removes=False):
-        self.at, self.accumulate, self.limit, self.removes = at, accumulate, limit, removes
+    def __init__(self, step, accumulate, limit=None, removes=False):
+        self.at, self.accumulate, self.limit, self.removes = step, accumulate, limit, removes
         self.planned = None  # steps that stay as they were planned
         self.gone = []
 
@@ -404,10 +401,10 @@ class Change:
 @example(LEVELLED, LEVEL_JOB, 12, 40, True)
 @example(LEVELLED, LEVEL_JOB, 28, None, True)
 @fewer
-def test_steps_that_are_planned_anew_lose_and_repeat_nothing(shards, job, at, limit, removes):
+def test_steps_that_are_planned_anew_lose_and_repeat_nothing(shards, job, step, limit, removes):
     """Under a lower budget, or without some samples; the optimizer step is finished before."""
     job = job | {"uneven": "fill"}
-    ranks, change = Ranks(shards, **job), Change(at, job.get("accumulate", 1), limit, removes)
+    ranks, change = Ranks(shards, **job), Change(step, job.get("accumulate", 1), limit, removes)
     steps = [*ranks.steps(change)]
     assert sorted([*items_of(steps), *change.gone]) == samples_of(shards)
     if change.planned is not None:
@@ -427,16 +424,6 @@ def test_a_round_ends_where_it_is_planned_anew_or_with_its_last_step():
         assert not plan.is_between_rounds
         plan.replan(2)
         assert plan.is_between_rounds and len(plan.settled) == 0
-
-
-def test_steps_to_come_of_the_last_round_may_be_planned_anew_too():
-    ranks = Ranks([[50] * 6], round_size=8)
-    all_steps = ranks.steps()
-    while not ranks.plans[0].is_last:
-        next(all_steps)
-    ranks.ranks[0].planner.put_back(ranks.plans[0].replan(ranks.plans[0].settled.emitted))
-    assert not ranks.plans[0].is_at_end
-    assert len([*all_steps]) > 0
 
 
 # --- groups that are formed ahead ----------------------------------------------------------------
@@ -462,20 +449,6 @@ def test_how_many_groups_are_formed_ahead_follows_from_the_step_alone():
         expected = max(1, (emitted + 1) * (following + 1) // steps) if emitted else 1
         assert formed == [expected] * 2
         assert expected + steps - emitted <= max(steps, following) + 2
-
-
-def test_all_groups_of_a_round_and_one_further_are_formed_before_it_is_settled():
-    formed = []
-
-    class Noting(Ranks):
-        def settle(self):
-            formed.append([len(plan.formed) for plan in self.plans])
-            super().settle()
-
-    steps = [*Noting([[50] * 200] * 2, round_size=8, shares_rest=False).steps()]
-    assert formed[:4] == [[2, 2], [3, 3], [4, 4], [5, 5]]
-    assert max(max(of_ranks) for of_ranks in formed) == 9
-    assert len(steps) == 89  # 178 samples of each rank, 2 in a group
 
 
 def test_groups_of_the_last_round_are_formed_two_with_each_step_and_the_others_at_its_end():
@@ -532,14 +505,6 @@ def test_the_last_round_is_of_all_groups_and_has_no_caps():
     assert planner.formed == 11
 
 
-def test_settings_are_used_from_the_second_group_of_a_round_on():
-    """The first is formed already when they are agreed on."""
-    ranks = Ranks([[[5, 6]] * 11] * 2, NotingRank)
-    steps = ranks.steps()
-    next(steps), next(steps)
-    assert [formed for formed, *_ in ranks.plans[0].planner.used] == [1, 1, 2, 3, 4]
-
-
 # --- what is told, and what is agreed on ---------------------------------------------------------
 
 
@@ -576,11 +541,6 @@ def test_a_report_has_what_is_measured_of_each_group_and_whether_the_data_has_en
     assert not plan_of([10] * 90, ended=False).report().ended
 
 
-def test_with_stop_no_rank_tells_of_splits():
-    assert len(plan_of([10, 30, 30]).report().table) == 3
-    assert len(plan_of([10, 30, 30], options={"uneven": "stop"}).report().table) == 1
-
-
 @pytest.mark.parametrize(
     ("lengths", "before", "expected"), [([10], False, True), ([], True, True), ([], False, False)]
 )
@@ -602,9 +562,7 @@ def test_a_rank_can_fill_if_it_has_a_group_or_has_had_one(lengths, before, expec
         ([50] * 8, {"sharers": 1}, {}, 0),  # nothing is left, so there is nothing to share
     ],
 )
-def test_a_rank_tells_what_it_has_after_the_round_where_it_can_share_it(
-    lengths, columns, options, left
-):
+def test_a_rank_reports_its_remaining_samples_if_they_can_move(lengths, columns, options, left):
     length = options.pop("epoch_samples", 100)
     job = {"uneven": options.pop("uneven", "fill")}
     planner = GroupPlanner(BUDGET, 1, epoch_samples=lambda: length)
@@ -618,32 +576,15 @@ def test_a_rank_tells_what_it_has_after_the_round_where_it_can_share_it(
     assert plan.report().remaining == left
 
 
-def test_each_epoch_chooses_an_auto_window_by_its_own_lengths():
-    planner, windows = GroupPlanner(TokenBudget(600), "auto"), []
-    for length in (9, 27, 81):
-        plan = RankPlan(planner, JobOptions(), measure, tasks=2)
-        while not plan.is_at_end:
-            while (room := plan.lacks()) > 0:
-                pulled = planner.pool.pulled
-                planner.add(facts_of([length] * min(room, 600 - pulled), pulled), room)
-                if planner.pool.pulled > 600:
-                    planner.end()
-            if plan.is_between_rounds:
-                plan.settle(plan.agree([plan.report()]))
-            if not plan.is_at_end:
-                plan.next_step()
-        windows.append(planner.window)
-        planner.begin_epoch()
-    assert windows == [round(32 * 600 / length) for length in (9, 27, 81)]
-
-
 # --- the last round, shared out ------------------------------------------------------------------
 
 
 def shared_out(ranks, budget):
     """The groups of each rank's last round, of samples that have these lengths."""
     made = [Rank(rank, len(ranks), lengths) for rank, lengths in enumerate(ranks)]
-    rests = [LastRound(one.samples, budget, rank, len(ranks)) for rank, one in enumerate(made)]
+    rests = [
+        LastRound(of_rank.samples, budget, rank, len(ranks)) for rank, of_rank in enumerate(made)
+    ]
     share(made, rests)
     return made, [rest.groups for rest in rests]
 
@@ -658,11 +599,13 @@ remainders = st.lists(st.lists(st.integers(1, 40), max_size=30), min_size=2, max
     ),
 )
 @few
-def test_what_is_left_is_shared_out_whole_into_groups_within_the_budget(lengths, budget):
+def test_the_last_round_shares_out_all_samples_within_the_budget(lengths, budget):
     ranks, groups_of_ranks = shared_out(lengths, budget)
     items = [rank.items_of(groups) for rank, groups in zip(ranks, groups_of_ranks, strict=True)]
     assert sorted(sum(items, [])) == [
-        SHARD * rank + at for rank, of_rank in enumerate(lengths) for at in range(len(of_rank))
+        SHARD * rank + index
+        for rank, of_rank in enumerate(lengths)
+        for index in range(len(of_rank))
     ]
     work = [budget.row_cost(np.array(of_rank, np.int64)).sum() for of_rank in lengths]
     after = [0] * len(ranks)
@@ -680,24 +623,11 @@ def test_a_rank_without_samples_gets_some_and_steps_are_as_few_as_the_budget_all
     assert len(first) == len(second) == 2
 
 
-def test_groups_of_the_last_round_are_split_where_a_rank_has_fewer_than_others():
-    ranks = Ranks([[50] * 11, [80] * 7], round_size=4)  # 5 and 7 groups: nothing is given away
-    for plan in ranks.plans:
-        plan.settings = RoundSettings(is_last=True)
-    steps = [*ranks.steps()]
-    assert len(steps) == 7 and all(group for step in steps for group in step)
-
-
-def test_ranks_that_are_even_keep_what_they_have():
-    ranks, groups = shared_out([[10, 20], [20, 10]], TokenBudget(50))
-    items = [rank.items_of(of_rank) for rank, of_rank in zip(ranks, groups, strict=True)]
-    assert items == [[0, 1], [SHARD, SHARD + 1]]
-    assert [len(of_rank) for of_rank in groups] == [1, 1]
-
-
 def test_a_rank_gives_only_what_all_others_can_make():
     samples = facts_of([10] * 20, sharers=[2, 1] * 10)
-    rests = [LastRound(one, BUDGET, rank, 2) for rank, one in enumerate((samples, facts_of([20])))]
+    rests = [
+        LastRound(facts, BUDGET, rank, 2) for rank, facts in enumerate((samples, facts_of([20])))
+    ]
     # What cannot move counts, too.
     assert rests[0].message().tolist() == [100, 0, *[10] * 10, *[0] * 10]
     moves = rests[0].moves([rest.message() for rest in rests])
@@ -729,8 +659,8 @@ def test_groups_of_a_users_node_are_taken_as_they_are(groups, job):
     job = {name: job[name] for name in ("accumulate", "round_size", "uneven")}
     ranks = Ranks(groups, GivenRank, **job)
     steps = [*ranks.steps(restart_all)]
-    told = [told for told, _ in ranks.rounds]
-    assert not any(settings.is_last or settings.caps for *_, settings in told)
+    agreed = [agreed for agreed, _ in ranks.rounds]
+    assert not any(settings.is_last or settings.caps for *_, settings in agreed)
     for number, rank in enumerate(ranks.ranks):
         whole = [rank.items_of([group]) for group in rank.given]
         taken = [step[number] for step in steps if step[number] is not None]
@@ -742,15 +672,8 @@ def test_groups_of_a_users_node_are_taken_as_they_are(groups, job):
             assert sorted([*sum(taken, []), *ranks.dropped[number], *unread]) == sum(whole, [])
         else:
             assert sorted(sum(taken, [])) == sum(whole, [])
-            splits = sum(splits[number] for *_, splits, _, _ in told)
+            splits = sum(splits[number] for *_, splits, _, _ in agreed)
             assert len(taken) == len(whole) + splits
-
-
-def test_a_rank_with_groups_of_a_users_node_tells_of_nothing_left_and_of_no_pool():
-    ranks = Ranks([[[5, 6]] * 9] * 2, GivenRank)
-    next(ranks.steps())
-    report = ranks.plans[0].report()
-    assert (report.remaining, len(report.pool.offer), report.pool.lengths) == (-1, 0, (0, 0))
 
 
 def test_a_rank_whose_data_has_ended_uses_the_settings_of_a_round_that_it_has_no_group_for():

@@ -71,15 +71,18 @@ def test_each_sample_comes_once_over_any_numbers_of_ranks(ranks, taken, lowers, 
     assert remaining(plans_of(2, earlier=earlier)) == sorted({*range(SIZE)} - done)
 
 
-def test_samples_that_waited_are_planned_by_what_they_have_also_alone():
+def test_waiting_samples_are_planned_by_their_observed_lengths():
     (before,) = plans_of(1)
     before.go_to_end()
     waiting = waiting_of([3, 4], [100, 90])
     earlier = [EarlierRanks([progress_of(before)], LIMITS, waiting)]
     (plan,) = plans_of(1, earlier=earlier)
-    for one in plan, plan.lowered(99):
-        assert [one.group(step).tolist() for step in range(len(one))] in ([[3], [4]], [[4], [3]])
-        assert one.were_in_group(np.arange(6)).tolist() == [False] * 3 + [True] * 2 + [False]
+    for lower in plan, plan.lowered(99):
+        assert [lower.group(step).tolist() for step in range(len(lower))] in (
+            [[3], [4]],
+            [[4], [3]],
+        )
+        assert lower.were_in_group(np.arange(6)).tolist() == [False] * 3 + [True] * 2 + [False]
     again = ResumedPlan(
         epoch_of(1),
         0,
@@ -108,7 +111,7 @@ def test_only_an_epoch_that_begins_has_the_longest_first():
     assert TOKENS[left.group(0)].max() < TOKENS[left.remaining()].max()
 
 
-def test_what_no_epoch_has_is_refused():
+def test_positions_beyond_the_epoch_are_refused():
     (plan,) = plans_of(1)
     for taken in (-1, len(plan) + 1):
         with pytest.raises(ValueError, match=f"{taken} groups of {len(plan)}"):

@@ -1,7 +1,6 @@
 """Rounds: what ranks tell each other, and the steps that all of them plan from it."""
 
 import random
-from dataclasses import astuple
 from itertools import pairwise, permutations, product
 
 import numpy as np
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from odb_nodes import TokenBudget
 from odb_nodes.core.planning import CostReport, GroupCost, plan_round, round_steps
-from odb_nodes.core.planning.caps import NO_CAPS, joined_costs
+from odb_nodes.core.planning.caps import NO_CAPS
 from odb_nodes.core.planning.facts import Facts
 from odb_nodes.core.planning.group_planner import GroupPlanner, PoolReport, RoundSettings
 from odb_nodes.core.planning.rounds import (
@@ -84,7 +83,9 @@ def round_of(lengths, most=None, *, uneven="fill", key=0):
     most = most or max(1, *map(len, lengths))
     groups, ladders, reports = [], [], []
     for rank, of_rank in enumerate(lengths):
-        formed = [group_of(*group, rank=rank, number=at) for at, group in enumerate(of_rank)]
+        formed = [
+            group_of(*group, rank=rank, number=number) for number, group in enumerate(of_rank)
+        ]
         groups.append(formed[:most])
         ladder, report = ladder_and_report(formed[:most], most, has_ended=len(formed) <= most)
         ladders.append(ladder)
@@ -147,7 +148,7 @@ def test_a_rank_fills_only_where_it_has_fewer_samples_than_the_round_has_steps(l
 
 @given(ranks_of_groups, st.integers(0, 2**64 - 1))
 @few
-def test_what_all_ranks_count_of_a_step_is_what_its_groups_hold(lengths, key):
+def test_totals_of_a_step_are_the_sums_of_its_groups(lengths, key):
     """The reports alone say what the parts of groups hold that other ranks will split."""
     _, _, plan, emitted = round_of(lengths, key=key)
     for step, totals in zip(steps_of(plan, emitted), plan.totals.tolist(), strict=True):
@@ -187,18 +188,18 @@ def test_every_rank_plans_the_same_from_the_messages_of_all(lengths, key, uneven
     _, reports, plan, _ = round_of(lengths, key=key, uneven=uneven)
     messages = [report.to_message() for report in reports]
     again = [CostReport.from_message(message, TASKS) for message in messages]
-    told = plan_round(again, uneven=uneven, key=key)
-    assert (told.groups == plan.groups).all()
-    assert (told.totals == plan.totals).all()
-    assert (told.splits, told.last) == (plan.splits, plan.last)
+    plan_again = plan_round(again, uneven=uneven, key=key)
+    assert (plan_again.groups == plan.groups).all()
+    assert (plan_again.totals == plan.totals).all()
+    assert (plan_again.splits, plan_again.last) == (plan.splits, plan.last)
 
 
 def test_of_equally_dear_groups_the_first_comes_first():
     """A sort that is not stable would differ from machine to machine."""
-    costs = [at * 7 % 3 for at in range(300)]
+    costs = [index * 7 % 3 for index in range(300)]
     table = np.array([row_of(GroupCost(1, 1, cost)) for cost in costs])
     plan = plan_round([CostReport(table, 300, ended=True)] * 2, uneven="fill", key=5)
-    largest_first = np.array(sorted(range(300), key=lambda at: (-costs[at], at)))
+    largest_first = np.array(sorted(range(300), key=lambda index: (-costs[index], index)))
     assert (plan.groups == largest_first[shuffled(300, 5)]).all()
 
 
@@ -209,7 +210,7 @@ def timed_report(costs, times, **options):
     return CostReport(np.array(rows), len(rows), ended=True, **options)
 
 
-def test_groups_are_matched_by_time_whatever_they_cost():
+def test_groups_are_matched_by_time_instead_of_cost():
     """And what a step costs at most is told still."""
     reports = [timed_report([9, 5, 1], [10, 30, 20]), timed_report([2, 4, 8], [33, 11, 22])]
     plan = plan_round(reports, uneven="fill", key=0)
@@ -218,34 +219,6 @@ def test_groups_are_matched_by_time_whatever_they_cost():
     costs = [(9, 5, 1)[first] for first, _ in plan.groups.T.tolist()]
     others = [(2, 4, 8)[second] for _, second in plan.groups.T.tolist()]
     assert plan.totals[:, 3].tolist() == [*map(max, costs, others)]
-
-
-@given(
-    st.lists(
-        st.lists(
-            st.tuples(st.integers(0, 2**31 - 1), st.integers(0, 2**31 - 1)), min_size=1, max_size=6
-        ),
-        min_size=2,
-        max_size=4,
-    ),
-    st.integers(0, 99),
-)
-@few
-def test_the_groups_of_all_ranks_are_in_the_same_order_of_time(ranks, key):
-    reports = [timed_report(*zip(*of_rank, strict=True)) for of_rank in ranks]
-    plan = plan_round(reports, uneven="fill", key=key)
-    most = max(map(len, ranks))
-    times = np.full((len(ranks), plan.groups.shape[1]), -1, np.int64)
-    for rank, of_rank in enumerate(ranks):
-        splits = plan.splits[rank]
-        assert splits == 0
-        for step, index in enumerate(plan.groups[rank].tolist()):
-            if index != FILLER:
-                times[rank, step] = of_rank[index][1]
-    assert times.shape[1] == most
-    order = np.lexsort((-times.min(axis=0), -times.max(axis=0)))
-    for of_rank in times[:, order]:
-        assert (np.diff(of_rank) <= 0).all() or len({*times.max(axis=0).tolist()}) < most
 
 
 def test_steps_are_shuffled_by_the_key_alone():
@@ -271,7 +244,9 @@ def test_an_optimizer_step_has_a_step_of_each_part_of_the_lengths(lengths, accum
     assert sorted(order) == [*range(len(lengths))]
     assert order == spread_steps(np.array(lengths), accumulate, key).tolist()
     whole = len(lengths) // accumulate
-    optimizer_steps = [order[at * accumulate : (at + 1) * accumulate] for at in range(whole)]
+    optimizer_steps = [
+        order[number * accumulate : (number + 1) * accumulate] for number in range(whole)
+    ]
     ascending = sorted(lengths[step] for steps in optimizer_steps for step in steps)
     for steps in optimizer_steps:
         for part, length in enumerate(sorted(lengths[step] for step in steps)):
@@ -283,7 +258,7 @@ def test_steps_of_like_lengths_come_in_any_order():
     orders = {key: spread_steps(lengths, 4, key).tolist() for key in range(20)}
     assert len({*map(tuple, orders.values())}) == 20
     # Neither the longest of an optimizer step nor the longest of all comes at a certain place.
-    places = [max(range(4), key=lambda at: order[at]) for order in orders.values()]
+    places = [max(range(4), key=lambda step: order[step]) for order in orders.values()]
     assert {*places} == {0, 1, 2, 3}
     assert len({order.index(39) // 4 for order in orders.values()}) > 5
     assert spread_steps(lengths, 1, 5).tolist() == shuffled(40, 5).tolist()
@@ -300,32 +275,12 @@ def test_a_rank_alone_takes_its_groups_as_they_come():
     assert not round_of([[[3], [4]]], 1)[2].last
 
 
-def test_a_rank_alone_is_not_split_though_it_has_fewer_groups_than_a_round():
-    _, reports, plan, emitted = round_of([[[3, 4, 5]]], 4)
-    assert len(reports[0].table) > 1  # what it would split into, if there were others
-    assert len(emitted[0]) == plan.groups.shape[1] == len(plan.totals) == 1
-
-
-def test_the_totals_of_planned_steps_are_those_of_the_plan():
-    groups = [[group_of(3, 4), group_of(5)], [group_of(8, 9), group_of(12)]]
-    costs = [[*map(measure, of_rank)] for of_rank in groups]
-    plan = round_of([[[3, 4], [5]], [[8, 9], [12]]])[2]
-    order = [plan.groups[rank].tolist() for rank in range(2)]
-    planned = [[costs[rank][at] for at in order[rank]] for rank in range(2)]
-    assert step_totals(planned).tolist() == plan.totals.tolist()
-
-
-def test_a_round_without_groups_has_no_steps():
-    plan = round_of([[], []], 4)[2]
-    assert plan.groups.shape == (2, 0) and len(plan.totals) == 0 and plan.last
-
-
 # --- uneven="stop" -------------------------------------------------------------------------------
 
 
 @given(ranks_of_groups, st.integers(1, 6))
 @few
-def test_with_stop_all_ranks_end_with_the_first_that_does_and_nobody_fills_or_splits(lengths, most):
+def test_with_stop_all_ranks_end_with_the_first_and_none_fills_or_splits(lengths, most):
     groups, reports, plan, emitted = round_of(lengths, most, uneven="stop")
     ended = [report.groups for report in reports if report.ended]
     assert plan.groups.shape[1] == (min(ended) if ended else most)
@@ -384,7 +339,7 @@ def test_of_equally_dear_groups_the_first_is_split():
 @given(groups_of_rank)
 @few
 def test_a_ladder_ends_when_each_sample_is_a_group(lengths):
-    groups = [group_of(*group, number=at) for at, group in enumerate(lengths)]
+    groups = [group_of(*group, number=number) for number, group in enumerate(lengths)]
     ladder, samples = SplitLadder(groups, measure), sum(map(len, lengths))
     splits = 0
     while ladder.split() is not None:
@@ -394,7 +349,7 @@ def test_a_ladder_ends_when_each_sample_is_a_group(lengths):
     assert all(len(group) == 1 for group in ladder.groups(splits))
 
 
-def test_the_group_that_takes_longest_is_split_by_all_ranks_alike_whatever_it_costs():
+def test_the_group_with_the_longest_time_is_split_first():
     def timed(group):
         """Costs what is padded; takes the longer the more samples there are."""
         cost = len(group) * max(group.lengths)
@@ -502,7 +457,7 @@ def test_a_report_comes_back_out_of_the_message_that_begins_with_it(report, padd
 
 @given(groups_of_rank, st.integers(1, 6), st.integers(0, 6))
 @few
-def test_no_message_about_a_round_is_larger_than_said(lengths, most, offered):
+def test_a_report_fits_its_message_size(lengths, most, offered):
     offered = min(offered, most)
     planner = GroupPlanner(TokenBudget(10), 500)
     planner.add(group_of(*[*range(1, 11)] * 40), 400)
@@ -510,12 +465,6 @@ def test_no_message_about_a_round_is_larger_than_said(lengths, most, offered):
     report = ladder_and_report(groups, most, pool=planner.report(offered))[1]
     assert bool(len(report.pool.offer)) == (offered > 0)
     assert len(report.to_message()) <= CostReport.message_size(most, TASKS)
-
-
-def test_a_row_holds_all_that_is_known_of_a_group():
-    cost = GroupCost(2, 3, 5, 7, (11, 13), 17)
-    assert row_of(cost) == [2, 3, joined_costs(17, 5), 0, 7, 11, 13]
-    assert len(row_of(GroupCost(*astuple(cost)[:4]))) == COLUMNS
 
 
 # --- how long rounds are, and what the next is formed under --------------------------------------
@@ -570,7 +519,7 @@ def test_an_auto_window_is_chosen_once_in_an_epoch():
     assert settings_after([report(), report()], RoundSettings(), 8).window == 0
 
 
-def test_caps_are_agreed_on_anew_for_each_round_as_many_as_it_has_steps():
+def test_each_round_has_one_cap_per_step():
     offers = [report(offer=[100, 90, 60]), report(offer=[100, 80, 50])]
     chosen = settings_after(offers, RoundSettings(), 2)
     assert chosen.caps == (55, 85)
@@ -587,7 +536,7 @@ def test_settings_of_the_next_round_say_whether_it_is_the_last():
 def test_the_last_round_shares_out_about_as_much_as_the_epoch_has_had_up_to_full_rounds():
     some = report(remaining=300)  # 30 steps of 10 samples
     planned = {steps: settings_after([some] * 2, RoundSettings(), 8, steps) for steps in (0, 7, 8)}
-    assert [one.is_last for one in planned.values()] == [False, False, True]
+    assert [round_settings.is_last for round_settings in planned.values()] == [False, False, True]
     assert not settings_after([report(remaining=640)] * 2, RoundSettings(), 8, 10_000).is_last
 
 
@@ -629,7 +578,7 @@ def report_with(remaining, groups=4, samples=10):
     ],
 )
 def test_the_last_round_begins_when_a_rank_has_little_left_and_none_has_much(remaining, begins):
-    assert begins_last_round([report_with(one) for one in remaining], steps=32) is begins
+    assert begins_last_round([report_with(samples) for samples in remaining], steps=32) is begins
 
 
 def test_a_round_without_groups_is_followed_by_no_last_one():

@@ -89,21 +89,21 @@ def test_a_group_takes_as_long_as_the_batch_that_it_becomes():
     st.randoms(use_true_random=False),
 )
 @few
-def test_the_time_of_a_group_is_an_integer_whatever_the_order_of_its_samples(
+def test_the_time_of_a_group_does_not_depend_on_the_order_of_samples(
     samples, budget, times, random
 ):
     def time(samples):
         tokens, patches = zip(*samples, strict=True)
         return times.of_group(tokens, patches, budget)
 
-    told = time(samples)
-    assert type(told) is int
-    assert told == time(random.sample(samples, len(samples)))
+    measured = time(samples)
+    assert type(measured) is int
+    assert measured == time(random.sample(samples, len(samples)))
     tokens, patches = zip(*samples, strict=True)
-    assert told >= min(budget.padded_tokens(tokens), 2**31 - 1)
+    assert measured >= min(budget.padded_tokens(tokens), 2**31 - 1)
     exact = times.seconds_of(budget.padded_tokens(tokens), squares_of(tokens, budget), sum(patches))
     rows = max(len(samples), budget.shape(tokens)[0])
-    assert abs(told - exact / times.tokens) <= 1.5 + 0.5 * rows + 1e-9 * told
+    assert abs(measured - exact / times.tokens) <= 1.5 + 0.5 * rows + 1e-9 * measured
 
 
 def squares_of(tokens, budget):
@@ -138,7 +138,7 @@ def test_ranks_are_level_in_time_without_being_asked_to_where_steps_are_mixed():
             assert step_time_of(given_time, budget) is given_time
 
 
-def test_what_says_nothing_of_times_is_refused():
+def test_a_step_time_without_terms_is_refused():
     check_step_time(None)
     for neither in (3, "squares"):
         with pytest.raises(TypeError, match="`step_time`"):

@@ -54,10 +54,10 @@ def test_each_sample_is_in_one_group_which_holds_no_more_than_it_may(needs):
 
 @given(columns, st.data())
 @few
-def test_without_any_of_the_groups_the_rest_makes_the_others_again(needs, data):
+def test_first_fit_without_some_groups_makes_the_other_groups(needs, data):
     groups = cut(needs)
     gone = data.draw(st.sets(st.integers(0, len(groups) - 1), max_size=len(groups) - 1))
     kept = [group for number, group in enumerate(groups) if number not in gone]
     rest = sorted(column for group in kept for column in group)
     again = cut([needs[column] for column in rest])
-    assert [[rest[at] for at in group] for group in again] == kept
+    assert [[rest[index] for index in group] for group in again] == kept

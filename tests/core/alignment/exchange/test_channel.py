@@ -88,7 +88,7 @@ def begin_and_leave(rank, kind):
 
 
 @pytest.mark.parametrize("kind", LEFT_BEHIND)
-def test_what_one_rank_left_behind_harms_no_beginning(kind):
+def test_messages_of_a_left_epoch_harm_no_new_one(kind):
     def run(rank):
         begin_and_leave(rank, kind)
         rank.begin(step=5)
@@ -116,7 +116,7 @@ def test_a_bad_state_reaches_ranks_that_left_something_behind(kind):
 
 
 @pytest.mark.parametrize("busy", [0, 1])
-def test_a_bad_state_is_told_where_one_rank_began_once_more(busy):
+def test_a_bad_state_is_reported_when_one_rank_began_again(busy):
     def run(rank):
         if rank.rank == busy:
             rank.channel.begin()

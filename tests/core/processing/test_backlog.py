@@ -6,9 +6,10 @@ from itertools import count
 import pytest
 
 from odb_nodes.core.processing.backlog import Backlog, ItemsToRemake, QueuedChunk
-from odb_nodes.core.processing.chunk import ChunkResult, ChunkTask, Pool
+from odb_nodes.core.processing.chunk import ChunkResult, ChunkTask
 from odb_nodes.core.processing.chunk_runner import ChunkRunner
 from odb_nodes.core.processing.options import WorkerOptions
+from odb_nodes.core.processing.pool import Pool
 from odb_nodes.core.sample_block import ItemKeys
 from odb_nodes.errors import WorkerError
 

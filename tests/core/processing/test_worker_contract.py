@@ -1193,7 +1193,7 @@ def test_ctrl_c_while_a_chunk_is_written_ends_the_worker_which_would_misread_the
         list(node)
     monkeypatch.undo()
     wait_for(lambda: node.runner._pool.exit_reason)
-    with pytest.raises(UserWarning, match="was interrupted while it gave it work"):
+    with pytest.raises(UserWarning, match="was interrupted while it sent"):
         node.reset(None)
     assert epoch(node) == [*range(SIZE)]
 

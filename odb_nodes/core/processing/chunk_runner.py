@@ -245,15 +245,15 @@ class ChunkRunner:
         self, task: ChunkTask, future: Future[ChunkResult]
     ) -> tuple[list[Sequence[Any]], Failure | None]:
         """Return the good results of a chunk in runs, and the failure that ended it early."""
+        pool = self._pool  # Another thread may close it meanwhile.
         if not future.done():
             self._wait(future)
         self.check()
         if not future.done():
             raise self._fail(
                 f"no result within {self.options.timeout_s} s (`timeout_s`) for {task}: "
-                f"{self._what_hangs(task, future)}"
+                f"{self._what_hangs(pool, task, future)}"
             )
-        pool = self._pool
         try:
             result = future.result()
             if result.unread and pool is not None:
@@ -279,13 +279,13 @@ class ChunkRunner:
         futures = (future, self._interruption)
         wait(futures, self.options.timeout_s, return_when=FIRST_COMPLETED)
 
-    def _what_hangs(self, task: ChunkTask, future: Future[ChunkResult]) -> str:
+    def _what_hangs(self, pool: Pool | None, task: ChunkTask, future: Future[ChunkResult]) -> str:
         sent = future.sent if isinstance(future, QueuedChunk) else future
-        if self._pool is None:
+        if pool is None:
             return "the pool was closed."
         if sent is None:
             return "all workers are busy."
-        return self._pool.what_hangs(sent, self._processor.functions_of(task))
+        return pool.what_hangs(sent, self._processor.functions_of(task))
 
     def _fail(self, message: str) -> WorkerError:
         """Stop the workers: the next `start` makes new ones."""

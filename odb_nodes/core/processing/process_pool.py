@@ -85,7 +85,7 @@ class WorkerProcess:
         self._index = index
         self._last_words = ""
         self._reason = ""  # why the trainer has killed the worker
-        self._ended_idle = False
+        self._ended_idle: bool | None = None  # `None` until the reader has noticed the end
         self._stage = Stage.STARTING
         self._has_answered = False
         self._forked = context.get_start_method() == "fork"
@@ -122,7 +122,7 @@ class WorkerProcess:
                     self._pending.put(future)
                 self._send_part(part)
         except BaseException:  # Ctrl-C, for example, may have left half of the message written.
-            self.end("the trainer was interrupted while it sent it a chunk.")
+            self.end("the trainer was interrupted while sending it a chunk.")
             raise
         if self.connection.fileno() < 0:
             # The reader has closed the socket, and may have failed the pending futures already.
@@ -204,9 +204,12 @@ class WorkerProcess:
 
     def mark_dead(self) -> None:
         """Close the socket of this worker, which has died or closed it, and fail its futures."""
-        self._ended_idle = self._pending.empty() and self._stage is Stage.READY
+        self._ended_idle = self._is_idle()
         self.connection.close()
         self.fail_pending()
+
+    def _is_idle(self) -> bool:
+        return self._pending.empty() and self._stage is Stage.READY
 
     def fail_pending(self) -> None:
         """Fail every future of this worker, which has died or closed its socket."""
@@ -234,7 +237,8 @@ class WorkerProcess:
             how = f"was killed by signal {-code}, {cause}."
         else:
             how = f"died with exit code {code}."
-        idle = " It had nothing to do." if self._ended_idle else ""
+        is_idle = self._is_idle() if self._ended_idle is None else self._ended_idle
+        idle = " It had nothing to do." if is_idle else ""
         return f"worker process {self.pid} {how}{idle}"
 
     def _advice(self) -> str:

@@ -916,8 +916,6 @@ def ended(program, limit_s=LIMIT_S):
     ("kind", "fault", "said"),
     [
         ("spawn", "os._exit(9)", "died with exit code 9. Nothing is lost"),
-        ("forkserver", "os._exit(9)", "died with exit code 9. Nothing is lost"),
-        ("spawn", "os.kill(os.getpid(), 9)", "was killed by signal 9, often the out-of-memory"),
         ("forkserver", "os.kill(os.getpid(), 9)", "was killed by signal 9, often the out-of-mem"),
         ("spawn", "time.sleep(600)", "has not come up: importing"),
         ("forkserver", "time.sleep(600)", "has not come up: importing"),
@@ -930,10 +928,11 @@ def test_a_worker_that_never_reads_its_work_is_an_error(kind, fault, said, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("server", ["new", "old"])
-@pytest.mark.parametrize("kind", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    ("kind", "server"), [("spawn", "new"), ("forkserver", "new"), ("forkserver", "old")]
+)
 def test_ctrl_c_while_workers_start_is_that_alone(kind, server, tmp_path):
-    """Also where a server forks them that somebody else has started, so that they hear it, too."""
+    """Even if the program has started the fork server before, whose children get the signal."""
     before = f"""
     import multiprocessing
     process = multiprocessing.get_context("{kind}").Process(target=int)
@@ -1199,7 +1198,7 @@ def test_ctrl_c_while_a_chunk_is_written_ends_the_worker_which_would_misread_the
         list(node)
     monkeypatch.undo()
     wait_for(lambda: node.runner._pool.exit_reason)
-    with pytest.raises(UserWarning, match="was interrupted while it sent"):
+    with pytest.raises(UserWarning, match="was interrupted while sending"):
         node.reset(None)
     assert epoch(node) == [*range(SIZE)]
 

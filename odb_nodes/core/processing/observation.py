@@ -122,14 +122,21 @@ def made_of(result: Any, item: ItemKey | None) -> Any:
     if type(result) is Sample:
         check_fits(result)
     if isinstance(result, Sample):
-        key = item.key if result.key is None and item is not None else result.key
+        data, tokens, targets, patches, source, counted, key, old_item, digest, task, _, padding = (
+            result  # Unpacked at once, since attributes take longer.
+        )
         return Sample(
-            *result[:6],
-            key,
-            item or result.item,
-            digest_of(result),
-            result.task,
-            padding=result.padding,
+            data,
+            tokens,
+            targets,
+            patches,
+            source,
+            counted,
+            item.key if key is None and item is not None else key,
+            item or old_item,
+            digest_of(result) if digest is None else digest,
+            task,
+            padding=padding,
         )
     if item is None:
         return result

@@ -106,7 +106,7 @@ def leak(model: Any, batch: Mapping[str, Any], compute: Callable[[], Any]) -> fl
 def pretrained(model: Any) -> Any:
     """Return the model of transformers inside a model; `None` if there is none."""
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    return next((each for each in modules if hasattr(type(each), "base_model_prefix")), None)
+    return next((module for module in modules if hasattr(type(module), "base_model_prefix")), None)
 
 
 def _end_of_first(batch: Mapping[str, Any]) -> int | None:

@@ -7,7 +7,7 @@ from odb_nodes.core.collate.padding_collate import PaddingCollate
 from odb_nodes.core.collate.protocol import Collate
 from odb_nodes.core.planning import TokenBudget
 
-_OF_THE_BUDGET = ("pad_to_multiple_of", "shapes", "max_samples")
+_BUDGET_FIELDS = ("pad_to_multiple_of", "shapes", "max_samples")
 
 
 def collate_for(budget: TokenBudget | None, collate_fn: Collate | None) -> Collate:
@@ -29,9 +29,11 @@ def collate_for(budget: TokenBudget | None, collate_fn: Collate | None) -> Colla
             f"`{kind.__name__}.of(budget)`, and for images "
             "`VisionLanguageCollate.of(budget, ...)`."
         )
-    for field, expected in vars(kind.of(budget)).items():
-        if field not in _OF_THE_BUDGET:
+    expected_collate = kind.of(budget)
+    for field in _BUDGET_FIELDS:
+        if not hasattr(expected_collate, field):  # `PaddingCollate` has no `max_samples`.
             continue
+        expected = getattr(expected_collate, field)
         value = getattr(collate_fn, field)
         if value != expected:
             raise ValueError(

@@ -27,10 +27,10 @@ def collate_group(collate: Any, samples: list[Any], info: StepInfo) -> Batch:
 
 
 def block_collate(collate: Any) -> Callable[..., Batch] | None:
-    """Return the method `collate_block` of a collate function, if its `__call__` agrees with it.
+    """Return the method `collate_block` of a collate function, unless a subclass disables it.
 
-    In a subclass that overrides `__call__` or `collate_step` alone, it does not agree. The method
-    takes the block, and a `NewTensor` that makes the tensors of the batch.
+    A subclass that overrides `__call__` or `collate_step` alone would make other batches. The
+    method takes the block, and a `NewTensor` that makes the tensors of the batch.
     """
     names = {"__call__", "collate_step", "collate_block"}
     for cls in type(collate).__mro__:
@@ -40,7 +40,7 @@ def block_collate(collate: Any) -> Callable[..., Batch] | None:
 
 
 def new_tensor(shape: tuple[int, ...], fill: int, dtype: np.dtype[Any]) -> torch.Tensor:
-    """Return a tensor that is filled with a value."""
+    """Return a tensor filled with a value."""
     return torch.from_numpy(np.full(shape, fill, dtype))  # half the time of `torch.full`
 
 

@@ -32,8 +32,7 @@ TOKEN_KEYS = (
     "special_tokens_mask",
 )
 
-
-_INT64 = 2**63
+_INT64_END = 2**63
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +253,7 @@ def _tensor_of(key: str, numbers: list[Any]) -> torch.Tensor:
     """Return the numbers of samples as an (n,) tensor."""
     array = np.asarray(numbers)
     for index, number in enumerate(numbers if array.dtype.kind in "Ouf" else ()):
-        is_wide = isinstance(number, Integral) and not -_INT64 <= int(number) < _INT64
+        is_wide = isinstance(number, Integral) and not -_INT64_END <= int(number) < _INT64_END
         if is_wide or (array.dtype == object and np.asarray(number).dtype == object):
             raise of_group(
                 SampleError(
@@ -309,7 +308,7 @@ def row_of(key: str, value: Any) -> Any:
             f"`{key}` must hold {rule}, one per token, but is {value!r:.200} instead. Convert it "
             "in processing, or pass your own `collate_fn`."
         )
-    if row.dtype == np.uint64 and (row >= _INT64).any():
+    if row.dtype == np.uint64 and (row >= _INT64_END).any():
         raise SampleError(
             f"`{key}` must hold integers of 64 bits with their sign, but has {row.max()}. Map "
             "such numbers to smaller ones in processing."

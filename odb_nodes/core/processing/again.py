@@ -17,12 +17,12 @@ from odb_nodes.core.sample_block import ItemKeys
 
 
 class ProcessedAgain(ItemsAgain, ItemsToRemake):
-    """Items that a `ParallelProcessor` makes again: when they are taken, or ahead, by a `Backlog`.
+    """Items that a node processes again: when `take` is called, or ahead, by the `Backlog`.
 
-    The results of a chunk are kept until each of them is taken.
+    Results are kept until they are taken.
 
     whole: the chunk of all items.
-    order: their rows, with neighbours in the data side by side.
+    order: the rows of the items, with neighbours in the data side by side.
     """
 
     def __init__(self, runner: ChunkRunner, whole: ChunkTask, order: Sequence[int]) -> None:
@@ -32,7 +32,7 @@ class ProcessedAgain(ItemsAgain, ItemsToRemake):
         self._neighbours = dict(zip(order, range(len(order)), strict=True)).__getitem__
         self._was_sent = bytearray(len(order))
         self._sent: dict[int, tuple[Future[ChunkResult], ChunkTask, Sequence[int]]] = {}
-        self._made: dict[int, tuple[Sequence[Any], int]] = {}
+        self._results: dict[int, tuple[Sequence[Any], int]] = {}
         if self._backlog is not None:
             self._backlog.add_later(self)
 
@@ -41,28 +41,28 @@ class ProcessedAgain(ItemsAgain, ItemsToRemake):
         return self._whole.keys[row]
 
     def name_of(self, row: int) -> str:
-        """Return the name of an item for an error: its key, or else its number in the epoch."""
+        """Return the name of an item in errors: its key, or else its number in the epoch."""
         return self._whole.name_of(row)
 
     def want(self, rows: Sequence[int]) -> None:
-        """Make these rows after those wanted before, and before all other items."""
+        """Queue these rows: after all queued rows, before the remaining ones."""
         if self._backlog is not None:
             self._runner.check_process()  # A forked child may have inherited a lock that is held.
             self._backlog.plan(self, sorted(rows, key=self._neighbours))
 
     def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
-        """Return for each row a run of results, and the place of the row's result in it.
+        """Return for each row a run of results, and the index of the row's result in it.
 
         Raises:
-            SampleError: processing raised for one of them; names its key.
+            SampleError: processing an item raised; names the item's key.
             WorkerError: a worker died, did not answer in time, or belongs to another process.
         """
         self._runner.check_process()
         with self._lock:  # Otherwise the backlog might send the same rows meanwhile.
-            lacking = [row for row in rows if row not in self._sent and row not in self._made]
-            for row in lacking:
+            unsent = [row for row in rows if row not in self._sent and row not in self._results]
+            for row in unsent:
                 self._was_sent[row] = True
-        self._send(lacking)
+        self._send(unsent)
         return [self._result(row) for row in rows]
 
     def was_sent(self, row: int) -> bool:
@@ -71,11 +71,11 @@ class ProcessedAgain(ItemsAgain, ItemsToRemake):
 
     @property
     def has_unsent(self) -> bool:
-        """Whether there is a row that was never sent to the workers."""
+        """Whether a row was never sent to the workers."""
         return 0 in self._was_sent
 
     def next_chunk(self, count: int) -> QueuedChunk:
-        """Return a chunk of the first rows that were never sent."""
+        """Return a chunk of the first rows that were never sent, and note that they are."""
         rows: list[int] = []
         row = self._was_sent.find(0)
         while row >= 0 and len(rows) < count:
@@ -84,18 +84,18 @@ class ProcessedAgain(ItemsAgain, ItemsToRemake):
         return self.chunk_of(rows)
 
     def chunk_of(self, rows: Sequence[int]) -> QueuedChunk:
-        """Return the chunk of some rows, which is sent next."""
+        """Return a chunk of these rows, and note that they are sent."""
         chunk = QueuedChunk(self._task_of(rows))
         self._note_sent(chunk, chunk.task, rows)
         return chunk
 
     def _task_of(self, rows: Sequence[int]) -> ChunkTask:
-        items, keys, places = self._whole.items, self._whole.keys, self._whole.positions
+        whole = self._whole
         return replace(
-            self._whole,
-            items=[items[row] for row in rows],
-            keys=ItemKeys.of([keys[row] for row in rows]),
-            positions=[places[row] for row in rows],
+            whole,
+            items=[whole.items[row] for row in rows],
+            keys=ItemKeys.of([whole.keys[row] for row in rows]),
+            positions=[whole.positions[row] for row in rows],
         )
 
     def _send(self, rows: Sequence[int]) -> None:
@@ -114,18 +114,17 @@ class ProcessedAgain(ItemsAgain, ItemsToRemake):
             self._sent[row] = future, task, rows
 
     def _result(self, row: int) -> tuple[Sequence[Any], int]:
-        while row not in self._made:
+        while row not in self._results:
             if row not in self._sent:  # An earlier item of its chunk has failed.
                 self._send([row])
             future, task, rows = self._sent[row]
             runs, failure = self._runner.results(task, future)
-            places = [(run, place) for run in runs for place in range(len(run))]
+            results = [(run, index) for run in runs for index in range(len(run))]
             with self._lock:
                 for chunk_row in rows:
                     if self._sent.get(chunk_row, (None,))[0] is future:
                         del self._sent[chunk_row]
-                self._made.update(zip(rows, places, strict=False))
-            if failure is not None and rows[len(places)] == row:
-                name = self.name_of(row)
-                raise failure.explained(f"which is made again for a restore ({name})")
-        return self._made.pop(row)
+                self._results.update(zip(rows, results, strict=False))
+            if failure is not None and rows[len(results)] == row:
+                raise failure.explained(f"which is made again for a restore ({self.name_of(row)})")
+        return self._results.pop(row)

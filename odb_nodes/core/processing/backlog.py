@@ -1,4 +1,4 @@
-"""Chunks that wait for a worker, those that a caller waits for first."""
+"""A queue of chunks, in which the chunks that the trainer waits for come first."""
 
 from __future__ import annotations
 
@@ -12,33 +12,27 @@ from functools import partial
 
 from odb_nodes.core.processing.chunk import ChunkResult, ChunkTask
 
-_DEPTH_S = 0.15
-"""Queued work of each worker while items are made again: as long as an urgent chunk may wait."""
+_DEPTH_S = 0.15  # of work that a worker may have, for which an urgent chunk then waits
 _NEWEST_WEIGHT = 0.25  # of the last chunk in the average seconds of an item
 
 
 class QueuedChunk(Future[ChunkResult]):
-    """The result of a chunk that may not be with a worker yet."""
+    """The result of a chunk that may not be sent to a worker yet."""
 
     def __init__(self, task: ChunkTask) -> None:
         super().__init__()
         self.task = task
         self.sent: Future[ChunkResult] | None = None
-        """The pool's future, once a worker has the chunk."""
-
-    def send(self, submit: Callable[[ChunkTask], Future[ChunkResult]]) -> Future[ChunkResult]:
-        """Give the chunk to the workers."""
-        self.sent = sent = submit(self.task)
-        return sent
+        """The future of the pool, once the chunk is sent."""
 
 
 class ItemsToRemake(ABC):
-    """Items that will be made at some time; each has a row number."""
+    """Items of a restored state, which workers process again. Each item has a row number."""
 
     @property
     @abstractmethod
     def has_unsent(self) -> bool:
-        """Whether there is a row that was never sent to the workers."""
+        """Whether a row was never sent to the workers."""
 
     @abstractmethod
     def was_sent(self, row: int) -> bool:
@@ -46,23 +40,23 @@ class ItemsToRemake(ABC):
 
     @abstractmethod
     def next_chunk(self, count: int) -> QueuedChunk:
-        """Return a chunk of the first `count` rows that were never sent."""
+        """Return a chunk of the first `count` rows that were never sent, and note that they are."""
 
     @abstractmethod
     def chunk_of(self, rows: Sequence[int]) -> QueuedChunk:
-        """Return the chunk of some rows, which is sent next."""
+        """Return a chunk of these rows, and note that they are sent."""
 
 
 class Backlog:
-    """Chunks that are not with a worker yet, while items are still to be made again.
+    """A queue of chunks, for as long as items of a restored state are not all processed again.
 
-    Workers get urgent chunks first, then the items of planned steps, in the order of the steps,
-    then new items, then all other items to be made again. Workers have few chunks at a time, so
-    that an urgent chunk is soon next. The thread that notes that a chunk is done sends the next
-    one, so no worker waits for the trainer's thread.
+    Workers get chunks in this order: urgent chunks; items of planned steps, in the order of the
+    steps; new items; the remaining items of the restored state. Each worker has few chunks at a
+    time, so that an urgent chunk is soon the next. The thread that notices the end of a chunk sends
+    the next chunk, so workers do not wait for the trainer's thread.
 
-    `lock` guards all attributes, and the items of each `ItemsToRemake`. No thread waits for a
-    worker while it holds the lock.
+    `lock` guards all attributes, and each `ItemsToRemake`. No thread waits for a worker while it
+    holds the lock.
     """
 
     def __init__(
@@ -72,18 +66,21 @@ class Backlog:
         chunk_items: Callable[[], int],
     ) -> None:
         self.lock = threading.RLock()
-        self._submit, self._num_workers, self._chunk_items = submit, num_workers, chunk_items
-        self._urgent, self._new = deque[QueuedChunk](), deque[QueuedChunk]()
+        self._submit = submit
+        self._num_workers = num_workers
+        self._chunk_items = chunk_items
+        self._urgent = deque[QueuedChunk]()
+        self._new = deque[QueuedChunk]()
         self._planned = deque[tuple[ItemsToRemake, int]]()  # rows, in the order of the steps
         self._later = deque[ItemsToRemake]()
-        self._waits_for_new = False  # whether the trainer waits for new items alone
-        self._chunks = self._items = 0  # with the workers
+        self._waits_for_new = False  # whether the trainer waits for new items, not for planned ones
+        self._sent_chunks = self._sent_items = 0  # that workers have now
         self._item_s: float | None = None  # average time of an item in a worker
-        self._error: BaseException | None = None  # ends the backlog
+        self._error: BaseException | None = None  # the error after which nothing is sent
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is queued or still to be made again."""
+        """Whether all chunks and items were sent."""
         with self.lock:
             return not (self._urgent or self._planned or self._new or self._later)
 
@@ -99,14 +96,14 @@ class Backlog:
         return chunk
 
     def add_later(self, items: ItemsToRemake) -> None:
-        """Make all these items when workers have nothing else to do, from the next chunk on."""
+        """Queue all these items after everything else, from the next chunk on."""
         with self.lock:
             self._later.append(items)
 
     def plan(self, items: ItemsToRemake, rows: Sequence[int]) -> None:
-        """Make these rows after those that were planned before, from the next chunk on.
+        """Queue these rows after all planned rows, from the next chunk on.
 
-        Idle workers may have made them already.
+        Rows that were sent already are skipped.
         """
         with self.lock:
             self._planned += [(items, row) for row in rows]
@@ -121,7 +118,7 @@ class Backlog:
         self.send()
 
     def send(self) -> None:
-        """Send chunks to the workers as long as there is room."""
+        """Send chunks to the workers until they have enough."""
         while True:
             chunk: QueuedChunk | None = None
             with self.lock:
@@ -129,9 +126,9 @@ class Backlog:
                     chunk = None if self._error is not None else self._next()
                     if chunk is None:
                         return
-                    self._chunks += 1
-                    self._items += len(chunk.task.items)
-                    sent = chunk.send(self._submit)
+                    self._sent_chunks += 1
+                    self._sent_items += len(chunk.task.items)
+                    chunk.sent = sent = self._submit(chunk.task)
                 except BaseException as error:  # Even Ctrl-C loses the chunk.
                     if chunk is not None:
                         chunk.set_exception(error)
@@ -140,7 +137,7 @@ class Backlog:
             sent.add_done_callback(partial(self._note_done, chunk))
 
     def fail(self, error: BaseException) -> None:
-        """Send nothing more, and give the error to all waiting chunks."""
+        """Fail all queued chunks with this error, and send nothing more."""
         with self.lock:
             self._error = self._error or error
             waiting = [*self._urgent, *self._new]
@@ -150,7 +147,7 @@ class Backlog:
             chunk.set_exception(self._error)
 
     def _next(self) -> QueuedChunk | None:
-        """Return the next chunk to send; `None` if there is none, or no room for it."""
+        """Return the next chunk to send; `None` if there is none, or if workers have enough."""
         if self._has_later() and self._is_full():
             return None
         if self._urgent:
@@ -166,7 +163,7 @@ class Backlog:
         return None
 
     def _has_later(self) -> bool:
-        """Tell whether items are still to be made again; forget those that were sent already."""
+        """Tell whether items of a restored state were never sent; drop the others."""
         while self._planned and self._planned[0][0].was_sent(self._planned[0][1]):
             self._planned.popleft()
         while self._later and not self._later[0].has_unsent:
@@ -187,16 +184,16 @@ class Backlog:
 
     def _is_full(self) -> bool:
         if self._item_s is None:
-            return self._chunks >= 2 * self._num_workers
-        work_s = self._items * self._item_s
-        return self._chunks >= self._num_workers and work_s >= _DEPTH_S * self._num_workers
+            return self._sent_chunks >= 2 * self._num_workers
+        work_s = self._sent_items * self._item_s
+        return self._sent_chunks >= self._num_workers and work_s >= _DEPTH_S * self._num_workers
 
     def _note_done(self, chunk: QueuedChunk, sent: Future[ChunkResult]) -> None:
         error = sent.exception()
         items = len(chunk.task.items)
         with self.lock:
-            self._chunks -= 1
-            self._items -= items
+            self._sent_chunks -= 1
+            self._sent_items -= items
             if error is None and items:
                 each_s = sent.result().seconds / items
                 average_s = each_s if self._item_s is None else self._item_s
@@ -206,5 +203,5 @@ class Backlog:
             chunk.set_exception(error)
             return
         chunk.set_result(sent.result())
-        with contextlib.suppress(Exception):  # The waiting chunks have the error, too.
+        with contextlib.suppress(Exception):  # `send` has failed the queued chunks with the error.
             self.send()

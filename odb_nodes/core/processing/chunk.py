@@ -1,4 +1,4 @@
-"""A chunk of items, how it is processed, and the interface of a pool of workers."""
+"""A chunk of items, and how it is processed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import traceback
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
@@ -19,7 +18,6 @@ from typing import Any, Protocol
 
 from odb_nodes._support.hashing import hash_ints, hash_rows
 from odb_nodes._support.held_generators import HeldGenerators
-from odb_nodes._support.processes import Owner
 from odb_nodes._support.seeds import own_rngs, seed_rngs
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.processing.columns import DataColumns
@@ -63,15 +61,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """The items of a chunk, and what their random numbers and errors depend on."""
+    """The items of a chunk, with the data for their random numbers and errors."""
 
     items: Sequence[Any]
     keys: ItemKeys
     epoch: int
-    cycle: int  # how often the epoch was begun again
-    positions: Sequence[int]  # of the items in the epoch; rows for items made again by their keys
+    cycle: int  # how many times the epoch was begun again
+    positions: Sequence[int]  # of the items in the epoch; row numbers for items made again by key
     is_again: bool = False  # whether the items were processed in this epoch before
-    # for the items of one group: the key of its random numbers, and its budget
+    # if the items are those of a group: the key of its random numbers, and its budget
     group: tuple[int, TokenBudget] | None = None
 
     def __str__(self) -> str:
@@ -84,7 +82,7 @@ class ChunkTask:
         return f"samples {first}..{last} of epoch {self.epoch}"
 
     def name_of(self, row: int) -> str:
-        """Return the name of an item for an error: its key, or else its number in the epoch."""
+        """Return the name of an item in errors: its key, or else its number in the epoch."""
         return str(self.keys[row] or f"sample {self.positions[row]} of the epoch")
 
     def _short_name(self, row: int) -> str:
@@ -96,16 +94,16 @@ class ChunkTask:
 class ChunkResult:
     """The results of a chunk."""
 
-    # the good results in order, in runs of one kind (see `runs_of`); their parts if `is_packed`
+    # the good results in order, in runs of one type (see `runs_of`); message parts if `is_packed`
     results: Any
     failure: Failure | None  # the error that ended the chunk early
     seconds: float = 0.0  # processing time
-    is_packed: bool = False  # whether it comes from another process
-    unread: str = ""  # why the worker could not unpickle it
+    is_packed: bool = False  # whether the results come from another process
+    unread: str = ""  # why the worker could not unpickle the chunk
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that have come from another process."""
+        """Bytes of the results, if they come from another process."""
         if not self.is_packed:
             return 0
         return sum(map(len, self.results))
@@ -119,51 +117,23 @@ class Fetcher:
     """A `process_fn` that can read many items at once."""
 
     parts: Sequence[Any] = ()
-    """The functions and datasets that it consists of."""
+    """The functions and datasets that this function consists of."""
 
     def fetch(self, items: Sequence[Any]) -> Sequence[Any]:
-        """Read items; return for each the argument of a call."""
+        """Read items; return for each item the argument of `__call__`."""
         raise NotImplementedError
 
 
 class MakesGroups(Protocol):
-    """Turns the results of a group's items into what is sent to the trainer.
+    """Makes the value that is sent to the trainer for a group from the results of its items.
 
-    collates: whether it calls `collate_fn`.
+    collates: whether `collate_fn` is called.
     """
 
     collates: bool
 
     def __call__(self, results: Sequence[Any], key: int, budget: TokenBudget) -> Any:
         """Return the group; `key` seeds its random numbers, `budget` limits it."""
-
-
-class Pool:
-    """Processes chunks, and returns futures of their results. Workers live until `close`."""
-
-    pids: Sequence[int] = ()  # process ids of the workers that are processes of this machine
-    exit_reason = ""  # how the first worker that ended has ended; "" while all live
-
-    def __init__(self) -> None:
-        self.owner = Owner()
-
-    def submit(self, task: ChunkTask) -> Future[ChunkResult]:
-        """Queue a chunk."""
-        raise NotImplementedError
-
-    def dumps(self, value: Any) -> bytes:
-        """Pickle a value as `submit` does."""
-        return pickle.dumps(value)
-
-    def what_hangs(self, future: Future[ChunkResult], functions: str) -> str:  # noqa: ARG002
-        """Return why a chunk is not done, by one of these functions, and what to do."""
-        return f"{functions} hangs, or needs a longer limit."
-
-    def discard(self) -> None:
-        """Skip queued chunks that no worker has begun, since their results are not needed."""
-
-    def close(self) -> None:
-        """Stop the workers, in the process that started them; repeatable, from any thread."""
 
 
 _last_epochs: dict[int, tuple[Any, int]] = {}  # id of an object -> a reference, and its epoch
@@ -175,10 +145,10 @@ def _parts_of(function: Any) -> list[Any]:
     return [leaf for part in parts for leaf in _parts_of(part)] or [function]
 
 
-def _tell_epoch(holder: Any, epoch: int) -> bool:
+def _call_set_epoch(holder: Any, epoch: int) -> bool:
     """Call `set_epoch` of a function or dataset; `False` if its last call had the same epoch.
 
-    Loaders in one process may share the object, so its last epoch is kept here, not by a loader.
+    Loaders in one process may share the object, so its last epoch is kept in this module.
     """
     reference, last_epoch = _last_epochs.get(id(holder), (lambda: None, -1))
     if last_epoch == epoch and reference() is holder:
@@ -199,7 +169,7 @@ def _tell_epoch(holder: Any, epoch: int) -> bool:
 class ChunkProcessor:
     """Applies `process_fn` to the items of a chunk, and seeds the generators before each item.
 
-    These are the global generators, and those that the dataset and the functions hold.
+    It seeds the global generators, and the generators that the dataset and the functions hold.
     """
 
     process_fn: Callable[[Any], Any]
@@ -216,36 +186,36 @@ class ChunkProcessor:
         return HeldGenerators(*_parts_of(self.process_fn) if self.seed is not None else ())
 
     @cached_property
-    def _hearers(self) -> list[Any]:
+    def _with_epochs(self) -> list[Any]:
         """The functions and datasets with `set_epoch`."""
         return [part for part in _parts_of(self.process_fn) if hasattr(part, "set_epoch")]
 
     def functions_of(self, task: ChunkTask) -> str:
-        """Return the functions of the user that a chunk calls."""
+        """Return the user's functions that process a chunk, for an error."""
         make_group = None if task.group is None else self.make_group
         collates = make_group is not None and make_group.collates
         return "`process_fn` or `collate_fn`" if collates else "`process_fn`"
 
     @property
     def takes_turns(self) -> bool:
-        """Whether threads must process one chunk at a time: they share generators and epochs."""
-        return self.seed is not None or bool(self._hearers)
+        """Whether threads must process one chunk at a time: they share generators or epochs."""
+        return self.seed is not None or bool(self._with_epochs)
 
     def forget_epoch(self) -> None:
         """Call `set_epoch` again next time: other code may have called it with another epoch."""
-        for hearer in self._hearers:
-            _last_epochs.pop(id(hearer), None)
+        for holder in self._with_epochs:
+            _last_epochs.pop(id(holder), None)
 
-    def tell_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the functions and datasets of this process that have it."""
-        was_called = [_tell_epoch(hearer, epoch) for hearer in self._hearers]
+        was_called = [_call_set_epoch(holder, epoch) for holder in self._with_epochs]
         if any(was_called):  # `set_epoch` may have made other generators.
             self._held.forget()
 
     def run(
         self, task: ChunkTask, caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
     ) -> ChunkResult:
-        """Process a chunk in the trainer's process, and put its global generators back after."""
+        """Process a chunk in the trainer's process, and restore its global generators."""
         start = time.perf_counter()
         alone = own_rngs(self.limit_s, preserves=self.seed is not None)
         with alone if self.takes_turns else nullcontext():
@@ -254,7 +224,7 @@ class ChunkProcessor:
         return ChunkResult(runs, failure, time.perf_counter() - start)
 
     def run_pickled(self, task: bytes) -> ChunkResult:
-        """Process a chunk that was pickled, in a worker process, and pack the results."""
+        """Process a pickled chunk in a worker process, and pack the results."""
         try:
             chunk: ChunkTask = pickle.loads(task)
         except Exception as error:
@@ -293,7 +263,7 @@ class ChunkProcessor:
         return [[self.make_group(results, *task.group)]]
 
     def _packed(self, results: list[Any], failure: Failure | None) -> ChunkResult:
-        if failure is not None:  # Not every exception can be sent: its text says it all.
+        if failure is not None:  # Not every exception can be pickled: its text is sent.
             failure = replace(failure, cause=None)
         return ChunkResult(pack(runs_of(results, joined=True)), failure, is_packed=True)
 
@@ -303,7 +273,7 @@ class ChunkProcessor:
         if not task.items:
             return [], None
         try:
-            self.tell_epoch(task.epoch)
+            self.set_epoch(task.epoch)
             preserved = self._held.preserved()
         except caught as error:
             return [], _describe(task.items[0], error)
@@ -321,7 +291,7 @@ class ChunkProcessor:
         seeds = None if self.seed is None else self._seeds_of(task)
         try:
             arguments = process.fetch(task.items) if isinstance(process, Fetcher) else task.items
-        except caught:  # Each item is read alone, which shows the one that raises.
+        except caught:  # Each item is read alone, to name the item that raises.
             arguments = task.items
         for item, argument, key in zip(task.items, arguments, task.keys, strict=True):
             try:
@@ -345,23 +315,23 @@ class ChunkProcessor:
         keys = task.keys
         if len(keys) >= _HASHED_ROWS and keys.are_known:
             try:
-                begins = [self._begin(task.epoch, *origin) for origin in keys.origins]
-                begin_of_rows = [begins[code] for code in keys.codes.tolist()]
-                return iter(hash_rows(begin_of_rows, keys.numbers.tolist(), keys.repeats.tolist()))
+                source_seeds = [self._source_seed(task.epoch, *origin) for origin in keys.origins]
+                row_seeds = [source_seeds[code] for code in keys.codes.tolist()]
+                return iter(hash_rows(row_seeds, keys.numbers.tolist(), keys.repeats.tolist()))
             except Exception:  # A key is not valid: the error is raised again at its item.
                 pass
-        return self._seeds_one_by_one(task)
+        return self._seeds_of_rows(task)
 
-    def _seeds_one_by_one(self, task: ChunkTask) -> Iterator[int]:
+    def _seeds_of_rows(self, task: ChunkTask) -> Iterator[int]:
         assert self.seed is not None
-        begin = cache(partial(self._begin, task.epoch))
+        source_seed = cache(partial(self._source_seed, task.epoch))
         for key, position in zip(task.keys, task.positions, strict=True):
             if key is None:
                 yield hash_ints(self.seed, task.epoch, task.cycle, self.rank, position)
             else:
-                yield hash_ints(begin(key.source, key.world_size), key.key, key.repeat)
+                yield hash_ints(source_seed(key.source, key.world_size), key.key, key.repeat)
 
-    def _begin(self, epoch: int, source: str, world_size: int) -> int:
+    def _source_seed(self, epoch: int, source: str, world_size: int) -> int:
         """Return the common part of the seeds of a source's items."""
         assert self.seed is not None
         owner = 0 if world_size == self.world_size else 1 + self.rank
@@ -371,7 +341,7 @@ class ChunkProcessor:
 def runs_of(results: Sequence[Any], *, joined: bool = False) -> list[Sequence[Any]]:
     """Return results in runs: samples as a `SampleBlock`, other results as lists.
 
-    `joined`: whether their data become columns, the form in which they travel.
+    `joined`: whether their data become columns, as they are sent between processes.
     """
     runs: list[Sequence[Any]] = []
     for are_samples, group in groupby(results, lambda result: type(result) is Sample):
@@ -386,7 +356,7 @@ def runs_of(results: Sequence[Any], *, joined: bool = False) -> list[Sequence[An
 
 
 def describe_unread(task: ChunkTask, dumps: Callable[[Any], bytes]) -> str:
-    """Name the item of a chunk that `dumps` pickles, but pickle cannot load."""
+    """Name the item of a chunk whose pickle cannot be loaded."""
     for item, key in zip(task.items, task.keys, strict=True):
         try:
             pickle.loads(dumps(item))
@@ -396,7 +366,7 @@ def describe_unread(task: ChunkTask, dumps: Callable[[Any], bytes]) -> str:
 
 
 def _describe(item: Any, error: BaseException) -> Failure:
-    expected = isinstance(error, SampleError)  # Its message suffices without a traceback.
+    expected = isinstance(error, SampleError)  # The message suffices without a traceback.
     return Failure(
         item=_show(item),
         error=_show(error, str) if expected else f"{type(error).__name__}: {_show(error, str)}",
@@ -410,10 +380,10 @@ def _format_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def _show(value: Any, how: Callable[[Any], str] = repr) -> str:
-    """Return a short text for a value of the user, even if its `repr` raises."""
+def _show(value: Any, to_text: Callable[[Any], str] = repr) -> str:
+    """Return a text for a value of the user, even if `to_text` raises. A `repr` is shortened."""
     try:
-        text = how(value)
+        text = to_text(value)
     except Exception as error:
         return f"<{type(value).__name__} that cannot be shown: {type(error).__name__}>"
-    return text if how is not repr or len(text) <= 80 else text[:77] + "..."
+    return text if to_text is not repr or len(text) <= 80 else text[:77] + "..."

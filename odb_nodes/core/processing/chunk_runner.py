@@ -1,21 +1,16 @@
-"""Runs chunks in processes, threads or actors, or in place, and waits for their results."""
+"""Runs chunks with a pool of workers, waits for their results, and adapts their size."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import queue
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import replace
-from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from odb_nodes._support.processes import deferred_interrupt, start_thread
+from odb_nodes._support.processes import deferred_interrupt
 from odb_nodes._support.seeds import declares_draws
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.processing.backlog import Backlog, QueuedChunk
@@ -24,10 +19,10 @@ from odb_nodes.core.processing.chunk import (
     ChunkResult,
     ChunkTask,
     Failure,
-    Pool,
     describe_unread,
 )
 from odb_nodes.core.processing.options import AUTO, WorkerOptions
+from odb_nodes.core.processing.pool import ENDED, InlinePool, Pool, ThreadPool
 from odb_nodes.core.processing.process_pool import ProcessPool
 from odb_nodes.core.processing.ray_pool import RayPool
 from odb_nodes.errors import WorkerError
@@ -37,49 +32,48 @@ _GROUPS_AHEAD = 2  # for each worker
 _CHUNK_S = 0.02
 _CHUNK_BYTES = 1 << 20
 _GROWTH = 2  # from one chunk to the next: the first items may be cheap by chance
-_THREADS_STOP_S = 1.0  # for all threads, since one that hangs cannot be stopped
 _NEWEST_WEIGHT = 0.25  # of the last chunk in the average bytes of an item
 
 
 class ChunkFit:
-    """Adapts the size of chunks to the time and bytes of their items so far.
+    """Adapts the size of chunks to the time and bytes of earlier items.
 
     Each chunk costs a message and two pickles, so chunks should not be small. A chunk that takes
-    long delays the next batch while other workers are idle. Their size changes no sample.
+    long delays the next batch while other workers are idle. Samples do not depend on the size.
     """
 
     def __init__(self, options: WorkerOptions) -> None:
         self._options = options
         self.items = options.nominal_chunk_samples  # items of the next chunk
-        self._fits = options.chunk_size == AUTO and options.num_workers > 0
+        self._adapts = options.chunk_size == AUTO and options.num_workers > 0
         # Two chunks for each worker: one in process, and one waiting.
         self._chunks = 2 * options.num_workers
-        shared = options.samples_ahead // max(1, self._chunks)
-        self._most = min(options.most_chunk_samples, max(1, shared))
-        if self._fits:
-            self.items = min(_FIRST_ITEMS, self._most)
-        self._ahead, self._most_bytes = options.samples_ahead, options.in_flight_bytes
+        share = options.samples_ahead // max(1, self._chunks)
+        self._most_items = min(options.most_chunk_samples, max(1, share))
+        if self._adapts:
+            self.items = min(_FIRST_ITEMS, self._most_items)
         self._items_seen = 0
         self._item_bytes = 0.0
-        self._item_s = math.inf  # by the last chunk
+        self._item_s = math.inf  # in the last chunk
 
     @property
     def items_ahead(self) -> int:
-        """Items that may be in flight, beyond the chunk in hand.
+        """Items that may be in flight beyond the current chunk.
 
-        Until the bytes of an item are known, at most twice the items seen so far.
+        With `in_flight_bytes`, at most twice the items seen so far, whose bytes are an estimate.
         """
-        if self._most_bytes is None:
-            return self._ahead
+        options = self._options
+        if options.in_flight_bytes is None:
+            return options.samples_ahead
         most: float = 2 * self._items_seen
         if self._item_bytes:
-            most = min(most, self._most_bytes / self._item_bytes)
-        return min(self._ahead, max(self._chunks * self.items, int(most)))
+            most = min(most, options.in_flight_bytes / self._item_bytes)
+        return min(options.samples_ahead, max(self._chunks * self.items, int(most)))
 
     def has_room_for_group(self, groups: int, samples: int) -> bool:
         """Tell whether workers get another group while this many groups and samples are in flight.
 
-        Each worker gets one; `in_flight_samples` and `in_flight_bytes` allow or forbid more.
+        Each worker gets a group; `in_flight_samples` and `in_flight_bytes` allow or forbid more.
         """
         options = self._options
         workers = max(1, options.num_workers)
@@ -102,105 +96,17 @@ class ChunkFit:
         if size_bytes:
             average = self._item_bytes or size_bytes / items
             self._item_bytes = average + _NEWEST_WEIGHT * (size_bytes / items - average)
-        if not self._fits:
+        if not self._adapts:
             return
-        # The smaller of two, since a single chunk may have waited for the processor.
-        each_s = min(seconds / items, self._item_s)
+        # The smaller time of two chunks, since a single chunk may have waited for a CPU.
+        item_s = min(seconds / items, self._item_s)
         self._item_s = seconds / items
-        share = max(each_s / _CHUNK_S, size_bytes / items / _CHUNK_BYTES, 1e-9)
-        self.items = int(max(1, min(1 / share, _GROWTH * self.items, self._most)))
-
-
-class InlinePool(Pool):
-    """Processes each chunk when its results are taken, on that thread and in that process."""
-
-    def __init__(self, processor: ChunkProcessor) -> None:
-        super().__init__()
-        self._processor = processor
-
-    def submit(self, task: ChunkTask) -> Future[ChunkResult]:
-        """Return a future whose `result` processes the chunk."""
-        return _Deferred(self._processor, task)
-
-
-class _Deferred(Future[ChunkResult]):
-    def __init__(self, processor: ChunkProcessor, task: ChunkTask) -> None:
-        super().__init__()
-        self._run = partial(processor.run, task)
-        self.set_running_or_notify_cancel()
-
-    def done(self) -> bool:
-        return True
-
-    def result(self, timeout: float | None = None) -> ChunkResult:  # noqa: ARG002
-        result = self._run()
-        failure = result.failure
-        return replace(result, failure=None if failure is None else replace(failure, worker=""))
-
-
-class ThreadPool(Pool):
-    """Daemon threads that take chunks from one queue; a single thread if chunks take turns."""
-
-    def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
-        super().__init__()
-        self._processor = processor
-        self._closed = False
-        self._tasks: queue.SimpleQueue[tuple[ChunkTask, Future[ChunkResult]] | None] = (
-            queue.SimpleQueue()
-        )
-        # Where chunks take turns, more threads gain nothing, and a later chunk that hangs could
-        # block an earlier one.
-        count = 1 if processor.takes_turns else options.num_workers
-        self._threads: list[threading.Thread] = []
-        try:
-            for index in range(count):
-                self._threads.append(start_thread(f"worker-{index}", self._work))
-        except BaseException:
-            self.close()
-            raise
-
-    def submit(self, task: ChunkTask) -> Future[ChunkResult]:
-        """Queue a chunk."""
-        future: Future[ChunkResult] = Future()
-        self._tasks.put((task, future))
-        if self._closed:  # The threads may have ended.
-            self.discard()
-        return future
-
-    def discard(self) -> None:
-        """Skip queued chunks that no thread has begun."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                entry = self._tasks.get_nowait()
-                if entry is not None:
-                    entry[1].set_exception(WorkerError("the worker pool was closed or reset."))
-        if self._closed:
-            self._tasks.put(None)  # The loop above may have removed the entry that ends threads.
-
-    def close(self) -> None:
-        """Stop the threads; one that is inside the user's code stops when that returns."""
-        if not self.owner.is_here:
-            return  # A forked child has a copy of the queue, and none of the threads.
-        self._closed = True
-        self.discard()
-        deadline = time.monotonic() + _THREADS_STOP_S
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _work(self) -> None:
-        while (entry := self._tasks.get()) is not None:
-            task, future = entry
-            try:
-                # An item has raised a KeyboardInterrupt here: Ctrl-C reaches the main thread.
-                future.set_result(self._processor.run(task, (BaseException,)))
-            except BaseException as error:
-                future.set_exception(error)
-        self._tasks.put(None)  # for the next thread
+        share = max(item_s / _CHUNK_S, size_bytes / items / _CHUNK_BYTES, 1e-9)
+        self.items = int(max(1, min(1 / share, _GROWTH * self.items, self._most_items)))
 
 
 def start_pool(processor: ChunkProcessor, options: WorkerOptions) -> Pool:
-    """Start the workers of these options."""
+    """Start workers with these options."""
     if options.num_workers == 0:
         return InlinePool(processor)
     if options.method == "thread":
@@ -219,7 +125,7 @@ class ChunkRunner:
         self._finalizer: Callable[[], Any] | None = None
         self._interruption: Future[ChunkResult] = Future()
         self.fit = ChunkFit(options)
-        self._backlog: Backlog | None = None  # while items are still to be made again
+        self._backlog: Backlog | None = None  # while items of a restored state are unprocessed
 
     @property
     def is_started(self) -> bool:
@@ -234,11 +140,11 @@ class ChunkRunner:
     def start(self, epoch: int) -> None:
         """Start the workers for an epoch, unless all run already.
 
-        Here, `set_epoch` is called for the datasets of this process; workers call it for theirs.
+        This calls `set_epoch` of the datasets of this process. Workers call it for their copies.
         """
         self._processor.forget_epoch()
         if self.options.num_workers and self.options.method != "thread":
-            self._processor.tell_epoch(epoch)
+            self._processor.set_epoch(epoch)
         exit_reason = "" if self._pool is None else self._pool.exit_reason
         if exit_reason:
             self.close()
@@ -250,13 +156,13 @@ class ChunkRunner:
             warn_user(f"{exit_reason} All workers are started anew.")
 
     def close(self) -> None:
-        """Stop the workers. A forked child only forgets them: they belong to its parent."""
+        """Stop the workers. A forked child only drops them: they belong to its parent."""
         finalizer, self._finalizer = self._finalizer, None
         self._forget_backlog()
         if self.is_started:
             self._pool = None
         if finalizer is not None:
-            with deferred_interrupt():  # A pool that is half closed would wait for dead workers.
+            with deferred_interrupt():  # A half-closed pool would wait for dead workers.
                 finalizer()
 
     def discard(self) -> None:
@@ -266,7 +172,7 @@ class ChunkRunner:
             self._pool.discard()
 
     def backlog(self) -> Backlog | None:
-        """Return the queue of chunks, which is kept until it is done; `None` without workers."""
+        """Return the queue of chunks, kept until all are sent; `None` without workers."""
         if self.is_started and self._backlog is None:
             fit = self.fit
             self._backlog = Backlog(self._send, self.options.num_workers, lambda: fit.items)
@@ -274,14 +180,14 @@ class ChunkRunner:
 
     @property
     def has_backlog(self) -> bool:
-        """Whether chunks wait for a worker, or items are still to be made again."""
+        """Whether there may be chunks or items that were not sent to workers."""
         return self._backlog is not None
 
     def _forget_backlog(self) -> None:
         backlog, self._backlog = self._backlog, None
-        # A forked child may have inherited a lock that is held.
+        # In a forked child, the lock of the backlog may be held for ever.
         if backlog is not None and self._pool is not None and self._pool.owner.is_here:
-            backlog.fail(WorkerError("the worker pool was closed or reset."))
+            backlog.fail(WorkerError(ENDED))
 
     def interrupt(self) -> None:
         """Make `results` raise until `resume`, even if it waits on another thread."""
@@ -304,7 +210,7 @@ class ChunkRunner:
             self._pool.owner.check(f"`{self._name}`")
 
     def submit(self, task: ChunkTask, *, urgent: bool = False) -> Future[ChunkResult]:
-        """Queue a chunk; an urgent one before those that no worker has yet."""
+        """Send a chunk to the workers. An urgent chunk precedes chunks that were not sent yet."""
         if self._pool is None:
             raise WorkerError("the workers were closed: reset the node to start them again.")
         if self._backlog is not None and self._backlog.is_done:
@@ -324,12 +230,12 @@ class ChunkRunner:
             raise
 
     def _send(self, task: ChunkTask) -> Future[ChunkResult]:
-        """Give a chunk to the workers; runs on the thread that finds room for it."""
+        """Give a chunk to the pool. With a backlog, this may run on any thread."""
         if self._pool is None:
             raise WorkerError("the workers were closed.")
         try:
             return self._pool.submit(task)
-        except Exception as error:  # of pickling
+        except Exception as error:  # raised by pickling
             raise WorkerError(
                 f"{task} cannot be sent to a worker: {type(error).__name__}: {error}. Let the "
                 'source yield plain data, or use `method="thread"`.'
@@ -339,23 +245,15 @@ class ChunkRunner:
         self, task: ChunkTask, future: Future[ChunkResult]
     ) -> tuple[list[Sequence[Any]], Failure | None]:
         """Return the good results of a chunk in runs, and the failure that ended it early."""
-        pool = self._pool
-        limit_s = self.options.timeout_s
+        pool = self._pool  # Another thread may close it meanwhile.
         if not future.done():
-            if isinstance(future, QueuedChunk) and self._backlog is not None:
-                with self._closed_on_failure():
-                    self._backlog.hurry(future)
-            wait((future, self._interruption), limit_s, return_when=FIRST_COMPLETED)
+            self._wait(future)
         self.check()
         if not future.done():
-            sent = future.sent if isinstance(future, QueuedChunk) else future
-            cause = "the pool was closed."
-            if pool is not None:
-                functions = self._processor.functions_of(task)
-                cause = "all workers are busy."
-                if sent is not None:
-                    cause = pool.what_hangs(sent, functions)
-            raise self._fail(f"no result within {limit_s} s (`timeout_s`) for {task}: {cause}")
+            raise self._fail(
+                f"no result within {self.options.timeout_s} s (`timeout_s`) for {task}: "
+                f"{self._what_hangs(pool, task, future)}"
+            )
         try:
             result = future.result()
             if result.unread and pool is not None:
@@ -373,6 +271,22 @@ class ChunkRunner:
                 f"the results of {task} cannot be unpickled here: {type(error).__name__}: {error}"
             ) from error
 
+    def _wait(self, future: Future[ChunkResult]) -> None:
+        """Wait until a chunk is done, `interrupt` is called, or `timeout_s` is over."""
+        if isinstance(future, QueuedChunk) and self._backlog is not None:
+            with self._closed_on_failure():
+                self._backlog.hurry(future)
+        futures = (future, self._interruption)
+        wait(futures, self.options.timeout_s, return_when=FIRST_COMPLETED)
+
+    def _what_hangs(self, pool: Pool | None, task: ChunkTask, future: Future[ChunkResult]) -> str:
+        sent = future.sent if isinstance(future, QueuedChunk) else future
+        if pool is None:
+            return "the pool was closed."
+        if sent is None:
+            return "all workers are busy."
+        return pool.what_hangs(sent, self._processor.functions_of(task))
+
     def _fail(self, message: str) -> WorkerError:
         """Stop the workers: the next `start` makes new ones."""
         self.close()
@@ -380,9 +294,9 @@ class ChunkRunner:
 
 
 def cannot_collate(collate: Any, options: WorkerOptions) -> str:
-    """Return why a worker could not collate the samples that it has processed; "" if it could."""
+    """Return why workers cannot collate the samples that they process; "" if they can."""
     if not options.num_workers:
-        return ""  # Without workers, the same thread would collate a little later.
+        return ""  # The same thread processes and collates.
     if options.method == "thread" and declares_draws(collate) is not False:
         # Seeding the global generators for a batch would disturb the trainer, which uses them.
         return "`collate_fn` may draw random numbers, for which threads disturb the trainer"

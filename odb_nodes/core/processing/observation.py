@@ -50,12 +50,11 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
             "its processing (`process_fn`, or the dataset) returned None. Return a sample, or "
             "`Skipped(reason, text)` to leave it out."
         )
-    seen = Observation(_length_of(data)) if observe is None else observe(data)
-    if not isinstance(seen, tuple):
-        seen = Observation(seen)
+    observation = Observation(_length_of(data)) if observe is None else observe(data)
+    if not isinstance(observation, tuple):
+        observation = Observation(observation)
     try:
-        seen = seen if type(seen) is Observation else Observation(*seen)
-        tokens, targets, patches, key, task = seen
+        tokens, targets, patches, key, task = Observation(*observation)
         tokens = check_count("tokens", tokens)
         check_type("task", task, str | None)
         counted = "observed"
@@ -93,7 +92,7 @@ def sample_of(
 
 
 def _observe_text(data: dict[Any, Any]) -> Sample | None:
-    """Return the sample of text as (L,) integers, which most data are; `None` for other data."""
+    """Return the sample of text, (L,) integers, the most common data; `None` for other data."""
     ids: Any = data.get("input_ids")
     labels: Any = data.get("labels")
     if type(ids) is list:
@@ -119,12 +118,12 @@ def _observe_text(data: dict[Any, Any]) -> Sample | None:
 
 
 def made_of(result: Any, item: ItemKey | None) -> Any:
-    """Return a result of processing with the key of its item, if that has one."""
+    """Return a result of processing with the key of its item, if the item has a key."""
     if type(result) is Sample:
         check_fits(result)
     if isinstance(result, Sample):
-        data, tokens, targets, patches, source, counted, key, own_item, digest, task, _, padding = (
-            result
+        data, tokens, targets, patches, source, counted, key, old_item, digest, task, _, padding = (
+            result  # Unpacked at once, since attributes take longer.
         )
         return Sample(
             data,
@@ -134,7 +133,7 @@ def made_of(result: Any, item: ItemKey | None) -> Any:
             source,
             counted,
             item.key if key is None and item is not None else key,
-            item or own_item,
+            item or old_item,
             digest_of(result) if digest is None else digest,
             task,
             padding=padding,
@@ -164,7 +163,7 @@ def _length_of(data: Any) -> int:
 
 
 def _count_targets(data: Any, tokens: int) -> tuple[int, str]:
-    """Return the targets of a sample, and which of `COUNTED` they are."""
+    """Return the targets of a sample, and what they count, one of `COUNTED`."""
     fields = data if is_mapping(data) else {}
     labels = fields.get("labels")
     if labels is None:
@@ -194,7 +193,7 @@ def _count_targets(data: Any, tokens: int) -> tuple[int, str]:
 
 
 def _is_note(label: Any) -> bool:
-    """Tell whether a label is absent, or text, which is a note for people."""
+    """Tell whether a label is absent, or text, which no loss is computed from."""
     first = label[0] if isinstance(label, (list, tuple)) and label else label
     return first is None or isinstance(first, (str, bytes, Mapping))
 

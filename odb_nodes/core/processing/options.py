@@ -12,20 +12,20 @@ from odb_nodes._support.checks import check_callable, check_choice, check_second
 Method = Literal["process", "thread", "ray"]
 ChunkSize = int | Literal["auto"]
 
-_NOT_FOR = {"thread": ("start_method", "worker_init_fn"), "ray": ("start_method",)}
+_ONLY_FOR_PROCESSES = {"thread": ("start_method", "worker_init_fn"), "ray": ("start_method",)}
 AUTO: Final = "auto"
 _NOMINAL_SAMPLES = 32
-"""Samples that an `"auto"` chunk counts as, for states and samples in flight."""
+"""Samples that an `"auto"` chunk counts as in states and in the default of `in_flight_samples`."""
 MOST_SAMPLES = 256  # the most samples of an `"auto"` chunk
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerOptions:
-    """How processing runs in parallel. No option changes a sample or a group.
+    """How processing runs in parallel. Samples and groups do not depend on these options.
 
-    Where lengths are known before samples are read, a worker gets a whole group at a time. Then
-    `chunk_size` matters only for samples that are made again, and at least one group per worker is
-    in flight, two if `in_flight_samples` is `None`.
+    If lengths are known before samples are read, a worker gets a whole group at a time. Then
+    `chunk_size` matters only for samples that are processed again after a resume, and at least one
+    group per worker is in flight, two if `in_flight_samples` is `None`.
 
     Args:
         num_workers: number of workers; 0 processes in the trainer's own thread.
@@ -33,13 +33,13 @@ class WorkerOptions:
             actors of a Ray cluster (docs/ray.md; needs `odb-nodes[ray]`).
         start_method: how worker processes start: `"fork"`, `"spawn"`, `"forkserver"`, or `None`
             for the platform's default.
-        chunk_size: number of samples sent and processed together; `"auto"`: as many as take a
-            worker 20 ms or fill 1 MiB, from 1 to 256, so that all workers are busy.
+        chunk_size: number of samples sent and processed together; `"auto"`: from 1 to 256
+            samples, which take a worker up to 20 ms and up to 1 MiB, so that all workers are busy.
         in_flight_samples: number of samples being processed or waiting to be taken; `None` for 4
             chunks per worker.
         in_flight_bytes: the most bytes of these samples, estimated from earlier ones; `None` for no
             limit. At least two chunks per worker are in flight. No effect on threads.
-        timeout_s: seconds to wait for a chunk before it is an error.
+        timeout_s: seconds to wait for a chunk before an error is raised.
         worker_init_fn: called with the worker's number when a worker process starts. It must be
             `None` for threads, and `start_method` for threads and Ray.
 
@@ -69,7 +69,7 @@ class WorkerOptions:
             check_choice("start_method", self.start_method, multiprocessing.get_all_start_methods())
         check_seconds("timeout_s", self.timeout_s)
         check_callable("worker_init_fn", self.worker_init_fn)
-        for name in _NOT_FOR.get(self.method, ()):
+        for name in _ONLY_FOR_PROCESSES.get(self.method, ()):
             if getattr(self, name) is not None:
                 raise ValueError(
                     f'`{name}` must be None where `method` is "{self.method}", but is '
@@ -84,7 +84,7 @@ class WorkerOptions:
 
     @property
     def nominal_chunk_samples(self) -> int:
-        """Samples that a chunk counts as for states and samples in flight, even if `"auto"`."""
+        """Samples that a chunk counts as in states and in the default of `in_flight_samples`."""
         return _NOMINAL_SAMPLES if self.chunk_size == AUTO else self.chunk_size
 
     @property
@@ -94,7 +94,7 @@ class WorkerOptions:
 
     @property
     def samples_ahead(self) -> int:
-        """Samples in flight beyond the chunk in hand, up to a whole number of chunks."""
+        """Samples in flight beyond the current chunk, before rounding up to whole chunks."""
         if self.num_workers == 0:
             return 0
         if self.in_flight_samples is None:
@@ -103,11 +103,14 @@ class WorkerOptions:
 
 
 def share_of(workers: WorkerOptions, count: int) -> WorkerOptions:
-    """Return the options of each of `count` nodes that share workers, of which each gets one."""
-    ahead, most_bytes = workers.in_flight_samples, workers.in_flight_bytes
+    """Return options for each of `count` nodes that divide the workers; at least 1 for each."""
+
+    def share(limit: int | None) -> int | None:
+        return None if limit is None else max(1, limit // count)
+
     return replace(
         workers,
         num_workers=-(-workers.num_workers // count),
-        in_flight_samples=None if ahead is None else max(1, ahead // count),
-        in_flight_bytes=None if most_bytes is None else max(1, most_bytes // count),
+        in_flight_samples=share(workers.in_flight_samples),
+        in_flight_bytes=share(workers.in_flight_bytes),
     )

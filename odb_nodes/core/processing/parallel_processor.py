@@ -41,57 +41,58 @@ T = TypeVar("T")
 class ProcessorState(EpochState):
     """Position of a `ParallelProcessor`."""
 
-    source: SourceState  # before an item that is out, and before all that may be made again
-    taken: int  # items taken since
-    position: int  # items of the epoch that are out
-    # source -> how many of `taken` it has, and the `repeat` of the last one. Only for sources with
-    # names that read by key, since only their items can be dealt to other ranks.
+    source: SourceState  # at or before the last item taken, and before items to be made again
+    taken: int  # items taken since the state of the source
+    position: int  # items of the epoch that were taken
+    # source name -> items among `taken`, and the `repeat` of the last one. Only for named sources
+    # that read by key, since only their items can be divided among other ranks.
     taken_of: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass
 class _ReadChunk:
-    """A chunk that is in flight, and how its items were read."""
+    """A chunk in flight, and how its items were read."""
 
     task: ChunkTask
     future: Future[ChunkResult]
-    locations: Sequence[ItemLocation | None]  # of the items, if the source tells
-    error: Exception | None  # the source's, after the items
+    locations: Sequence[ItemLocation | None]  # of the items, if the source has locations
+    error: Exception | None  # raised by the source after these items
 
 
-class _ChunkInHand(Generic[T]):
-    """The results of a chunk that are not out yet, and the error that comes after them."""
+class _CurrentChunk(Generic[T]):
+    """The results of the chunk that `next` takes from, and the error after them."""
 
     def __init__(
         self, runs: Sequence[Sequence[T]], keys: ItemKeys, failure: Exception | None
     ) -> None:
         self._runs = [*runs]
-        self._run_start = 0  # items of the first run that are out
+        self._run_taken = 0  # results taken from the first run
         self._keys = keys
-        self._out = 0
+        self._taken = 0
         self._count = sum(map(len, runs))
         self.failure = failure
 
     @property
-    def is_out(self) -> bool:
-        """Whether all results are out."""
-        return self._out == self._count
+    def is_used_up(self) -> bool:
+        """Whether all results were taken."""
+        return self._taken == self._count
 
     @property
     def last_key(self) -> ItemKey | None:
-        """The key of the item of the last result that is out."""
-        return self._keys[self._out - 1] if self._out else None
+        """The key of the item of the last result taken."""
+        return self._keys[self._taken - 1] if self._taken else None
 
     def take(self, count: int) -> tuple[Sequence[T], ItemKeys]:
         """Return the next results, at most `count`, and the keys of their items."""
-        run, start, first = self._runs[0], self._run_start, self._out
-        results = run[start : start + count]
-        self._run_start += len(results)
-        self._out += len(results)
-        if self._run_start == len(run):  # to free samples that are out
+        run = self._runs[0]
+        results = run[self._run_taken : self._run_taken + count]
+        self._run_taken += len(results)
+        if self._run_taken == len(run):  # This frees the samples of the run.
             del self._runs[0]
-            self._run_start = 0
-        return results, self._keys[first : self._out]
+            self._run_taken = 0
+        first = self._taken
+        self._taken += len(results)
+        return results, self._keys[first : self._taken]
 
 
 class ParallelProcessor(ChunkNode[T, ProcessorState]):
@@ -144,11 +145,11 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         self._items: NumberedItems[Any] = NumberedItems(
             self.source, type(self).__name__, self.runner.options.nominal_chunk_samples
         )
-        self._has_read_all = False  # whether the source has no more items, or has failed
-        self._chunk: _ChunkInHand[T] = _ChunkInHand([], ItemKeys.of([]), None)
-        self._position = 0  # items out in this epoch
-        # By source, since the state of the source. Empty if the source cannot read by key:
-        # `keep_items` then decides which state is saved, and the counts would not fit it.
+        self._has_read_all = False  # whether the source is exhausted, or has failed
+        self._chunk: _CurrentChunk[T] = _CurrentChunk([], ItemKeys.of([]), None)
+        self._position = 0  # items of this epoch that were taken
+        # Counts by source name since the state of the source. Empty if the source cannot read by
+        # key: `keep_items` then decides which state is saved, and the counts would not fit it.
         self._taken_of: dict[str, tuple[int, int]] = {}
 
     def __len__(self) -> int:
@@ -156,7 +157,7 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         return length_of(self.source)
 
     def prepare_reset(self) -> None:
-        """Discard what is in flight."""
+        """Discard the chunks in flight."""
         super().prepare_reset()
         self._clear()
 
@@ -166,7 +167,7 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         self._items.begin()
 
     def restore(self, state: ProcessorState) -> None:
-        """Restore the source, and skip the items that are out since its state."""
+        """Restore the source, and skip the items that were taken since its state."""
         self._position, self._taken_of = state.position, state.taken_of
         self.source.reset(copy_state(state.source))
         self._items.restore(state.source, state.position - state.taken, state.position)
@@ -184,10 +185,10 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         )
 
     def _state_of_source(self) -> tuple[int, Any]:
-        """Return a state of the source, and the number of the item that comes next in it.
+        """Return the number of the next item in a state of the source, and that state.
 
-        The state is before the last item that is out: whether there is a state right after that
-        item depends on how far the source was read ahead.
+        The state is before the last item taken: a state right after that item may not exist,
+        depending on how far the source was read ahead.
         """
         return self._items.state_at(max(0, self._position - 1))
 
@@ -198,7 +199,7 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
             SampleError: `process_fn` raised; names the item, its position and the worker. Raised
                 again until the next reset, so that no sample is lost silently.
             WorkerError: a worker died, did not answer in time, or belongs to the process that this
-                one was forked from. Raised again until the next reset.
+                process was forked from. Raised again until the next reset.
         """
         (result,), _ = self._take(1)
         return result
@@ -208,7 +209,7 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         return self._take(count)
 
     def _take(self, count: int) -> tuple[Sequence[T], ItemKeys]:
-        while self._chunk.is_out:
+        while self._chunk.is_used_up:
             if self._chunk.failure is not None:
                 raise self._chunk.failure
             self._take_chunk()
@@ -223,17 +224,17 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         self._items.forget(self._position - 1)
         if not can_restore(self.source):
             return
-        since, _ = self._state_of_source()
-        if since >= first:
+        state_position, _ = self._state_of_source()
+        if state_position >= first:
             self._taken_of = {}
-            keys = keys[since - first :]
+            keys = keys[state_position - first :]
         for code, (source, _) in enumerate(keys.origins):
             if not source:
                 continue
-            of_source = np.flatnonzero((keys.codes == code) & (keys.numbers >= 0))
-            if len(of_source):
-                taken, _ = self._taken_of.get(source, (0, 0))
-                self._taken_of[source] = taken + len(of_source), int(keys.repeats[of_source[-1]])
+            rows = np.flatnonzero((keys.codes == code) & (keys.numbers >= 0))
+            if len(rows):
+                count, _ = self._taken_of.get(source, (0, 0))
+                self._taken_of[source] = count + len(rows), int(keys.repeats[rows[-1]])
 
     def item_key(self) -> ItemKey | None:
         """Return the key of the last sample's item."""
@@ -245,10 +246,10 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         return can_restore(self.source)
 
     def keep_items(self, first: int, distance: int) -> bool:
-        """Keep states of the source, from which all items from number `first` on are read again.
+        """Keep states of the source, so that items from number `first` on can be read again.
 
-        The states are about `distance` items apart. Returns whether they are kept: if the source
-        has keys, items are read by key instead.
+        The states are about `distance` items apart. Returns `False`, and keeps none, if the source
+        has keys: items are then read by key.
         """
         if can_restore(self.source):
             return False
@@ -256,9 +257,9 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         return True
 
     def make_again(self, items: Sequence[ItemKey]) -> ProcessedAgain:
-        """Return samples of this epoch that are made again when they are taken, or by idle workers.
+        """Return samples of this epoch, which are processed again when taken, or by idle workers.
 
-        Their raw items are read now: by their keys, or by their numbers (see `keep_items`).
+        Their raw items are read now: by key, or by number (see `keep_items`).
         """
         order = sorted(range(len(items)), key=lambda row: items[row][:2])  # neighbours together
         numbers: Sequence[int] = range(len(items))
@@ -276,35 +277,37 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         return ProcessedAgain(self.runner, task, order)
 
     def _take_chunk(self) -> None:
-        """Make the results of the next chunk ready, and read further ahead."""
+        """Read ahead, and wait for the results of the next chunk."""
         self.runner.check()
         while not self._has_read_all and self._has_room():
             self._read_chunk()
         if not self._in_flight:
-            if self._items.note_state():  # of the end of the epoch: no item is taken since
+            if self._items.note_state():  # At the end of the epoch, no item is taken since.
                 self._taken_of = {}
             raise StopIteration
-        read: _ReadChunk = self._in_flight[0]
-        runs, failure = self.runner.results(read.task, read.future)
+        chunk: _ReadChunk = self._in_flight[0]
+        task = chunk.task
+        runs, failure = self.runner.results(task, chunk.future)
         self._in_flight.popleft()
-        error = read.error
+        error = chunk.error
         if failure is not None:
-            bad = sum(map(len, runs))
-            location = format_location(read.locations[bad])
-            where = f"sample {read.task.positions[bad]} of epoch {read.task.epoch}{location}"
-            error = failure.explained(where)
-        self._chunk = _ChunkInHand(runs, read.task.keys, error)
+            failed = sum(map(len, runs))
+            location = format_location(chunk.locations[failed])
+            error = failure.explained(
+                f"sample {task.positions[failed]} of epoch {task.epoch}{location}"
+            )
+        self._chunk = _CurrentChunk(runs, task.keys, error)
 
     def _has_room(self) -> bool:
-        """Tell whether the items beyond the next chunk are fewer than may be in flight."""
+        """Tell whether more items may be in flight."""
         if not self._in_flight:
             return True
-        due: _ReadChunk = self._in_flight[0]
-        stop = due.task.positions[-1] + 1
-        return self._items.position - stop < self.runner.fit.items_ahead
+        oldest: _ReadChunk = self._in_flight[0]
+        items_ahead = self._items.position - (oldest.task.positions[-1] + 1)
+        return items_ahead < self.runner.fit.items_ahead
 
     def _read_chunk(self) -> None:
-        """Send the next items to the workers; an error of the source comes after them."""
+        """Read a chunk and send it to the workers. Keep an error of the source for later."""
         first, count = self._items.position, self.runner.fit.items
         items: list[Any] = []
         keys: list[Sequence[ItemKey | None]] = []
@@ -316,15 +319,15 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
                 if not isinstance(chunk_keys, ItemKeys):
                     chunk_keys = [checked_key(self.source, key) for key in chunk_keys]
                 keys.append(chunk_keys)
-                is_alone = len(chunk) == 1
-                where = call_member(self.source, "item_location") if is_alone else None
-                locations += [where] * len(chunk)
+                is_single = len(chunk) == 1
+                location = call_member(self.source, "item_location") if is_single else None
+                locations += [location] * len(chunk)
                 items += chunk
         except StopIteration:
             self._has_read_all = True
-        except Exception as failed:
+        except Exception as source_error:
             self._has_read_all = True
-            error = failed
+            error = source_error
         if items or error is not None:
             task = self._task(items, ItemKeys.joined(keys), range(first, first + len(items)))
             self._in_flight.append(_ReadChunk(task, self.runner.submit(task), locations, error))
@@ -335,7 +338,7 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         return ChunkTask(items, keys, self._epochs.epoch, self._epochs.cycle, positions, is_again)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only if it is equal."""
+        """Return the configuration that decides the output; a state fits only an equal one."""
         return {
             "process_fn": self._name,
             "seed": self._seed,
@@ -363,9 +366,9 @@ class PerSource(Fetcher):
 
     @property
     def draws_random_numbers(self) -> bool | None:
-        """`False` if all functions declare it; `None` if it is not known."""
-        functions = self._functions.values()
-        return False if all(declares_draws(each) is False for each in functions) else None
+        """`False` if all functions declare `False`, else `None`: unknown."""
+        draws = map(declares_draws, self._functions.values())
+        return False if all(draw is False for draw in draws) else None
 
     def fetch(self, items: Sequence[SourceItem]) -> Sequence[SourceItem]:
         """Read items by the functions of their sources."""

@@ -1,16 +1,15 @@
 """Worker processes for chunks, each with a separate socket.
 
-The executor of the standard library does not serve: all its workers share one pipe, so a worker
-that is killed while it writes leaves `ProcessPoolExecutor` reading half a message for ever. At exit
-it also finishes everything that was submitted. Here only the worker holds the far end of its
-socket, so its death always ends the stream.
+`ProcessPoolExecutor` does not serve: its workers share one pipe, so after a worker was killed while
+it wrote, the executor reads half a message and waits for the rest for ever. At exit it also
+finishes everything that was submitted. Here only the worker holds the far end of its socket, so the
+death of the worker always ends the stream.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import pickle
 import queue
 import selectors
@@ -27,23 +26,22 @@ from functools import partial
 from itertools import count
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
-from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any
 
-from odb_nodes._compat.multiprocessing import bounded_start, keep_from_forks, start_tracker
+from odb_nodes._compat.multiprocessing import Child, start_tracker
 from odb_nodes._support.processes import block_interrupt, limit_behind, start_thread
-from odb_nodes.core.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Pool
+from odb_nodes.core.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.core.processing.options import WorkerOptions
+from odb_nodes.core.processing.pool import Pool
 from odb_nodes.core.processing.transport import Pages, Part, dumps, encode, mapped, receive, write
 from odb_nodes.core.processing.worker import LastWords, Message, Setup, Stage, work
 from odb_nodes.errors import WorkerError
 
-_DEATH_POLL_S = 1.0  # between two checks of the reader that silent workers live
-_BEGIN_S = (2.0, 4.0, 8.0, 16.0)  # for a forked worker to begin, before it is replaced
-_STOP_S = 5.0  # for a killed process, or a thread, to be gone
+_DEATH_POLL_S = 1.0  # between two checks whether workers that send nothing are alive
+_BEGIN_S = (2.0, 4.0, 8.0, 16.0)  # how long a forked worker may be silent before it is replaced
+_STOP_S = 5.0  # for a killed process, or a thread, to end
 _END_S = 1.0  # for a process to end after it has closed its socket
-_LONGEST_POLL_S = 0.02
 _NOW = getattr(socket, "MSG_DONTWAIT", 1)
 _PICKLABLE = (
     " The dataset and the functions must be picklable where `start_method` is not "
@@ -63,12 +61,15 @@ _FORK_LOCK = (
     " It may wait for ever for a lock that another thread of the trainer held when it was forked, "
     'as while that imports a module: `start_method="forkserver"` avoids that.'
 )
-_RESUME = " Nothing is lost: load the last state, or iterate again, to go on."
+_RESUME = " Nothing is lost: load the last state, or iterate again, to continue."
 _starting = threading.Lock()  # see `_started`
 
 
-class Answer(Future[ChunkResult]):
-    """A `ChunkResult`, and the worker that owes it."""
+_Outbox = queue.SimpleQueue[Callable[[], None] | None]
+
+
+class WorkerFuture(Future[ChunkResult]):
+    """The result of a chunk, and the worker that has the chunk."""
 
     def __init__(self, worker: WorkerProcess) -> None:
         super().__init__()
@@ -76,19 +77,20 @@ class Answer(Future[ChunkResult]):
 
 
 class WorkerProcess:
-    """One worker process, its socket, and the futures of the chunks sent to it, in order."""
+    """A worker process, its socket, and the futures of the chunks sent to it, in order."""
 
     def __init__(
         self, context: BaseContext, index: int, setup: Setup, outbox: _Outbox, limit_s: float
     ) -> None:
         self._index = index
         self._last_words = ""
-        self._reason = ""  # why the trainer has killed it
-        self._ended_idle = False
+        self._reason = ""  # why the trainer has killed the worker
+        self._ended_idle: bool | None = None  # `None` until the reader has noticed the end
         self._stage = Stage.STARTING
         self._has_answered = False
         self._forked = context.get_start_method() == "fork"
-        self._pending: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._pending: queue.SimpleQueue[WorkerFuture] = queue.SimpleQueue()
+        self._outbox = outbox
         self._sending = threading.Lock()
         self._unsent: deque[deque[Any]] = deque()  # messages that the sender has to write
         try:
@@ -100,54 +102,50 @@ class WorkerProcess:
             ) from error
         self.pid = self.child.pid
         if setup.part is not None:
-            self._send(outbox, setup.part)
-
-    def has_begun(self) -> bool:
-        """Tell whether a forked worker has said something, or has ended."""
-        return not self._forked or bool(wait([self.connection], 0))
+            self._send_part(setup.part)
 
     @property
     def chunks_due(self) -> int:
         """How many chunks were sent and have no result yet."""
         return self._pending.qsize()
 
-    def tell(self, outbox: _Outbox, message: Message) -> Answer:
-        """Send a message. What does not fit into the socket is left to the sender thread.
+    def send(self, message: Message) -> WorkerFuture:
+        """Send a message. The sender thread sends what does not fit into the socket.
 
         So a worker that hangs, and does not read its socket, does not block the trainer.
         """
-        answer = Answer(self)
+        future = WorkerFuture(self)
         try:
             part = pickle.dumps(message, protocol=5)
             with self._sending:
                 if message.task is not None:
-                    self._pending.put(answer)
-                self._send(outbox, part)
-        except BaseException:  # After Ctrl-C, say, half of the message may be written.
-            self.end("the trainer was interrupted while it gave it work.")
+                    self._pending.put(future)
+                self._send_part(part)
+        except BaseException:  # Ctrl-C, for example, may have left half of the message written.
+            self.end("the trainer was interrupted while sending it a chunk.")
             raise
         if self.connection.fileno() < 0:
-            # The reader has closed it, and may have failed the pending futures already.
+            # The reader has closed the socket, and may have failed the pending futures already.
             self.fail_pending()
-        return answer
+        return future
 
-    def _send(self, outbox: _Outbox, part: Part) -> None:
-        waiting = deque(encode([part]))
-        if self._unsent or not self._write(waiting, _NOW):
-            self._unsent.append(waiting)
-            outbox.put(self._write_unsent)
+    def _send_part(self, part: Part) -> None:
+        buffers = deque(encode([part]))
+        if self._unsent or not self._write(buffers, _NOW):
+            self._unsent.append(buffers)
+            self._outbox.put(self._write_unsent)
 
     def _write_unsent(self) -> None:
-        # Removed only afterwards, so that messages that come meanwhile queue up behind it.
+        # The message is removed only afterwards, so that later messages queue up behind it.
         self._write(self._unsent[0])
         with self._sending:
             self._unsent.popleft()
 
-    def _write(self, waiting: deque[Any], flags: int = 0) -> bool:
+    def _write(self, buffers: deque[Any], flags: int = 0) -> bool:
         try:
-            return write(self.connection, waiting, flags)
+            return write(self.connection, buffers, flags)
         except OSError:
-            return True  # The worker is gone. The reader sees that too, and fails its futures.
+            return True  # The worker is dead. The reader notices that too, and fails its futures.
         except Exception as error:
             self.end(f"the trainer could not send it a chunk: {type(error).__name__}: {error}.")
             return True
@@ -206,15 +204,17 @@ class WorkerProcess:
 
     def mark_dead(self) -> None:
         """Close the socket of this worker, which has died or closed it, and fail its futures."""
-        # A worker that has not come up fails by itself, whether or not it has work already.
-        self._ended_idle = self._pending.empty() and self._stage is Stage.READY
+        self._ended_idle = self._is_idle()
         self.connection.close()
         self.fail_pending()
+
+    def _is_idle(self) -> bool:
+        return self._pending.empty() and self._stage is Stage.READY
 
     def fail_pending(self) -> None:
         """Fail every future of this worker, which has died or closed its socket."""
         if not self.child.wait_until_ended(_END_S):
-            self.child.kill()  # Its socket is closed.
+            self.child.kill()  # It cannot be reached: its socket is closed.
             self.child.wait_until_ended(_STOP_S)
         error = WorkerError(self.exit_reason() + self._advice())
         with contextlib.suppress(queue.Empty):
@@ -224,7 +224,7 @@ class WorkerProcess:
                     future.set_exception(error)
 
     def exit_reason(self) -> str:
-        """Return how this worker has ended."""
+        """Return how this worker ended."""
         if self._reason:
             return f"worker process {self.pid} was ended: {self._reason}"
         if self._last_words:
@@ -237,7 +237,8 @@ class WorkerProcess:
             how = f"was killed by signal {-code}, {cause}."
         else:
             how = f"died with exit code {code}."
-        idle = " It had nothing to do." if self._ended_idle else ""
+        is_idle = self._is_idle() if self._ended_idle is None else self._ended_idle
+        idle = " It had nothing to do." if is_idle else ""
         return f"worker process {self.pid} {how}{idle}"
 
     def _advice(self) -> str:
@@ -249,86 +250,23 @@ class WorkerProcess:
         return _RESUME + (_advice_on_main() if is_of_main else "")
 
     def hang_up(self) -> None:
-        """End the stream for the reader: a child of the worker may hold the socket open."""
+        """End the stream for the reader: a child of the worker may keep the socket open."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
 
 
-class _Child:
-    """A child process; several threads may kill it and read its exit code."""
-
-    def __init__(self, process: BaseProcess) -> None:
-        self._process, self._exit_code = process, process.exitcode
-        assert process.pid is not None
-        self.pid = process.pid
-        self._released = False
-        # The system reports an exit code once: a second thread that asks meanwhile gets None.
-        # Re-entrant, since a signal handler of the trainer may close the loader.
-        self._reaping = threading.RLock()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the process is gone."""
-        return self.exit_code() is not None or not _exists(self.pid)
-
-    def exit_code(self) -> int | None:
-        """Return the exit code; `None` while it runs, or if other code has taken the exit code."""
-        with self._reaping:
-            if not self._released:
-                self._exit_code = self._process.exitcode
-            return self._exit_code
-
-    def kill(self) -> None:
-        """End the process, and do not wait for it."""
-        with self._reaping:
-            if not self._released:
-                self._process.kill()
-
-    def wait_until_ended(self, timeout_s: float) -> bool:
-        """Wait for the process to end; tell whether it did in time.
-
-        `Process.join` does not serve: it waits for a pipe that a child of the worker may hold open,
-        and has no limit for a worker that has closed the pipe itself.
-        """
-        deadline = time.monotonic() + timeout_s
-        pause_s = 0.0005
-        while not self.ended:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-        self._release()
-        return True
-
-    def _release(self) -> None:
-        """Close the files of a process that has ended, which a kept error may refer to."""
-        if self.exit_code() is not None:
-            with self._reaping:
-                if not self._released:
-                    self._process.close()
-                self._released = True
-
-
 def _started(
     context: BaseContext, index: int, setup: Setup, limit_s: float
-) -> tuple[socket.socket, _Child]:
+) -> tuple[socket.socket, Child]:
     """Start a worker; return the connection to it, and its process."""
-    # One at a time: a sibling that is forked between these lines would inherit the far end and
-    # keep it open, which would hide the death of this worker.
+    # One at a time: a worker that is forked between these lines would inherit the far end of this
+    # worker's socket and keep it open, which would hide the death of this worker.
     with _starting:
         connection, far_end = socket.socketpair()
         connection.settimeout(None)  # despite `socket.setdefaulttimeout`
         try:
-            process = context.Process(  # type: ignore[attr-defined]
-                target=work,
-                args=(far_end, index, setup),
-                name=f"odb_nodes-worker-{index}",
-                daemon=True,
-            )
-            with bounded_start(context, limit_s):
-                process.start()
-            keep_from_forks(process)
-            return connection, _Child(process)
+            name = f"odb_nodes-worker-{index}"
+            return connection, Child(context, limit_s, name, work, far_end, index, setup)
         except BaseException:
             connection.close()
             raise
@@ -353,30 +291,17 @@ def _advice_on_main() -> str:
     main = sys.modules["__main__"]
     path = str(getattr(main, "__file__", ""))
     if not path and main.__spec__ is None:
-        return ""  # Workers of a notebook, say, do not import it.
+        return ""  # Workers of a notebook, for example, do not import the main module.
     return _NO_FILE_OF_MAIN if path.startswith("<") else _GUARD
 
 
 def kill(workers: list[WorkerProcess]) -> None:
-    """End all of these workers, and wait until they are gone."""
+    """Kill these workers, and wait until they have ended."""
     for worker in workers:
         worker.child.kill()
     deadline = time.monotonic() + _STOP_S
     for worker in workers:
         worker.child.wait_until_ended(max(0.0, deadline - time.monotonic()))
-
-
-def _exists(pid: int) -> bool:
-    if sys.platform == "win32":  # There, signal 0 is Ctrl-C.
-        return True
-    try:
-        os.kill(pid, 0)
-    except OSError as error:
-        return not isinstance(error, ProcessLookupError)
-    return True
-
-
-_Outbox = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class ProcessPool(Pool):
@@ -387,23 +312,23 @@ class ProcessPool(Pool):
     #
     # Nothing blocks for ever: `submit` never waits for a socket. The sender may block on the full
     # socket of a worker, but a worker reads all messages before each chunk, and the reader takes
-    # its results at any time. A worker that hangs does block the sender until it is killed, which
-    # breaks the socket.
+    # its results at any time. A worker that hangs blocks the sender until the worker is killed,
+    # which breaks the socket.
     #
-    # No future of a dead worker is forgotten: the reader closes the socket, then fails the pending
-    # futures. `tell` adds a future, then checks the socket. A future that is too late for the
-    # reader was added after the socket was closed, so `tell` notices, and fails it.
+    # Each future of a dead worker fails: the reader closes the socket, then fails the pending
+    # futures. `WorkerProcess.send` adds a future, then checks the socket. A future that the reader
+    # misses was added after the socket was closed, so `send` notices, and fails the future.
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
         super().__init__()
-        self._generation = 0  # workers skip chunks of an older one
+        self._generation = 0  # Workers skip chunks of older generations.
         self._sequence = count()
         self._workers: list[WorkerProcess] = []
         self._outbox: _Outbox = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         start = partial(_start_workers, self._workers, processor, options, self._outbox)
-        # Workers die with the thread that starts them: the main thread where possible, since a fork
-        # should see few threads; else the sender, since other threads may end before the pool.
+        # Workers die with the thread that starts them. This is the main thread if possible, since
+        # few threads should run at a fork; else the sender, since other threads may end too early.
         on_main = threading.current_thread() is threading.main_thread()
         try:
             if on_main:
@@ -432,29 +357,30 @@ class ProcessPool(Pool):
 
     @property
     def exit_reason(self) -> str:  # type: ignore[override]
-        """How the first worker that ended has ended; "" while all live."""
-        return next((worker.exit_reason() for worker in self._workers if worker.child.ended), "")
+        """How the first dead worker ended; "" while all live."""
+        dead = (worker.exit_reason() for worker in self._workers if worker.child.has_ended)
+        return next(dead, "")
 
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
-        """Queue a chunk with a worker that has the fewest; with several such workers in turn."""
+        """Send a chunk to a worker that has the fewest chunks, in turn if there are several."""
         first = next(self._sequence) % len(self._workers)
         in_turn = self._workers[first:] + self._workers[:first]
         worker = min(in_turn, key=lambda worker: worker.chunks_due)
-        return worker.tell(self._outbox, Message(self._generation, dumps(task)))
+        return worker.send(Message(self._generation, dumps(task)))
 
     def what_hangs(self, future: Future[ChunkResult], functions: str) -> str:  # noqa: ARG002
         """Return why a chunk is not done."""
-        assert isinstance(future, Answer)
+        assert isinstance(future, WorkerFuture)
         return future.worker.what_hangs()
 
     def discard(self) -> None:
         """Skip queued chunks that no worker has begun."""
         self._generation += 1
         for worker in self._workers:
-            worker.tell(self._outbox, Message(self._generation))
+            worker.send(Message(self._generation))
 
     def close(self) -> None:
-        """Kill the workers and wait until they and the threads are gone."""
+        """Kill the workers; wait until they and the threads have ended."""
         if not self.owner.is_here:
             return
         self._outbox.put(None)
@@ -480,7 +406,10 @@ def _start_workers(
     start = partial(WorkerProcess, context, setup=setup, outbox=outbox, limit_s=options.timeout_s)
     for index in range(options.num_workers):
         workers.append(start(index))
-    # A forked worker may have inherited a lock that a thread held then: it is forked again.
+    if context.get_start_method() != "fork":
+        return
+    # A forked worker may wait for ever for a lock that another thread held at the fork. So a worker
+    # that sends nothing is replaced.
     deadline = time.monotonic() + options.timeout_s
     for limit_s in _BEGIN_S:
         silent = _silent(workers, min(time.monotonic() + limit_s, deadline))
@@ -493,13 +422,15 @@ def _start_workers(
 
 
 def _silent(workers: list[WorkerProcess], deadline: float) -> list[int]:
-    """Return the forked workers that have sent nothing by a deadline; early if there is none."""
+    """Return the workers that have sent nothing by the deadline; early if there is none."""
     while True:
-        silent = [index for index, worker in enumerate(workers) if not worker.has_begun()]
+        connections = {worker.connection: index for index, worker in enumerate(workers)}
+        for connection in wait([*connections], 0):
+            del connections[connection]  # type: ignore[arg-type]
         remaining_s = deadline - time.monotonic()
-        if not silent or remaining_s <= 0:
-            return silent
-        wait([workers[index].connection for index in silent], remaining_s)
+        if not connections or remaining_s <= 0:
+            return [*connections.values()]
+        wait([*connections], remaining_s)
 
 
 def _settle(future: Future[None], job: Callable[[], None]) -> None:
@@ -511,14 +442,14 @@ def _settle(future: Future[None], job: Callable[[], None]) -> None:
 
 
 def _run_sender(outbox: _Outbox) -> None:
-    """Run jobs in order that the trainer must not wait for."""
+    """Run jobs that the trainer must not wait for, in order."""
     block_interrupt()  # Workers that this thread starts inherit the mask, until they ignore SIGINT.
     while (job := outbox.get()) is not None:
         job()
 
 
 def _read_results(workers: list[WorkerProcess]) -> None:
-    """Hand results to their futures until every worker is gone."""
+    """Pass results to their futures until all workers have ended."""
     with selectors.DefaultSelector() as selector:
         try:
             for worker in workers:
@@ -530,9 +461,9 @@ def _read_results(workers: list[WorkerProcess]) -> None:
                         _bury(selector, worker)
                 if ready:
                     continue
-                # The stream of a dead worker does not end while a child of it holds the socket.
+                # The stream of a dead worker does not end while its child keeps the socket open.
                 for worker in [key.data for key in alive.values()]:
-                    if worker.child.ended:
+                    if worker.child.has_ended:
                         while wait([worker.connection], 0) and worker.read():
                             pass
                         _bury(selector, worker)

@@ -1,4 +1,4 @@
-"""Actors of a Ray cluster for chunks, also on other machines."""
+"""A pool of actors of a Ray cluster, also on other machines."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ import torch
 
 from odb_nodes._support.checks import import_extra
 from odb_nodes._support.processes import block_interrupt, keep_freed_memory, start_thread
-from odb_nodes.core.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask, Pool
+from odb_nodes.core.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.core.processing.options import WorkerOptions
+from odb_nodes.core.processing.pool import ENDED, Pool
 from odb_nodes.core.processing.worker import KEPT_BYTES
 from odb_nodes.errors import WorkerError
 
 _AT_ONCE = 2  # chunks of an actor: one in process, and one waiting
 _MOST_LOSSES = 3  # actors lost with one chunk, or at the start of one worker
 _STOP_S = 10.0  # for the thread to end, which shuts down Ray
-_POLL_S = 1.0  # between two checks of the thread that Ray is there
-_ENDED = "the worker pool was closed or reset."
+_POLL_S = 1.0  # between two checks whether Ray is connected
 _SHUT_DOWN = (
     "Ray was shut down while its actors were in use. Close the loader before `ray.shutdown()`."
 )
 
 _starting = threading.Lock()
-_sharers = 0  # pools that use the Ray that a pool has started
+_sharers = 0  # pools that use a Ray started by a pool
 _started = ""  # the session of that Ray
-_unused = threading.Event()  # set when its last pool is closed
+_unused = threading.Event()  # set when the last of these pools is closed
 
 
 @dataclass(eq=False)
 class _Job:
-    """A pickled chunk, and how many actors were lost that processed it."""
+    """A pickled chunk, and how many actors were lost while they processed it."""
 
     task: bytes
     future: Future[ChunkResult]
@@ -60,7 +60,7 @@ class _Worker:
 
     index: int
     handle: Any
-    losses: int  # actors in a row, right before it, that were lost before they had begun
+    losses: int  # predecessors in a row that were lost before they had begun
     has_begun: bool = False
     jobs: deque[_Job] = field(default_factory=deque)
 
@@ -76,22 +76,22 @@ class ChunkActor:
     def begin(self, index: int, setup: bytes) -> str:
         """Prepare for chunks; return an error, or ""."""
         self._pid = os.getpid()
-        doing = "It could not unpickle its work"
+        problem = "It could not unpickle its work"
         try:
             torch.set_num_threads(1)
             keep_freed_memory(KEPT_BYTES)
             self._processor, worker_init_fn = pickle.loads(setup)
-            doing = "Its `worker_init_fn` raised"
+            problem = "Its `worker_init_fn` raised"
             if worker_init_fn is not None:
                 worker_init_fn(index)
         except BaseException:
-            return f"{doing}:\n{traceback.format_exc()}"
+            return f"{problem}:\n{traceback.format_exc()}"
         return ""
 
     def run(self, task: bytes) -> tuple[ChunkResult, list[np.ndarray[Any, Any]]]:
-        """Process a pickled chunk; return its result, and the parts of that as arrays."""
+        """Process a pickled chunk; return its result, and the parts of the result as arrays."""
         result = self._processor.run_pickled(task)
-        if os.getpid() != self._pid:  # `process_fn` has forked, and this is the child
+        if os.getpid() != self._pid:  # This is a child that `process_fn` has forked.
             os._exit(0)
         failure = result.failure
         if failure is not None:
@@ -109,9 +109,9 @@ class RayPool(Pool):
     """
 
     # One thread makes all calls to Ray, and owns all state: requests and answers go to its inbox.
-    # So no lock is needed, and only this thread ever waits for a cluster that does not answer. Most
-    # calls would start another Ray if there is none, and none is valid in another session: before
-    # each call, the thread checks that the session of its actors is the current one.
+    # So no lock is needed, and only this thread waits for a cluster that does not answer. Most
+    # calls would start another Ray if there is none, and no call is valid in another session. So
+    # the thread checks before each call that the session of its actors is the current one.
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class RayPool(Pool):
         self._waiting: deque[_Job] = deque()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
-        self._broken = ""  # why it no longer processes chunks
+        self._broken = ""  # why the pool no longer processes chunks
         try:
             setup = self._ray.cloudpickle.dumps((processor, options.worker_init_fn))
         except Exception as error:
@@ -129,14 +129,14 @@ class RayPool(Pool):
                 f"{type(error).__name__}: {error}. They must be picklable, or use "
                 '`method="thread"`.'
             ) from error
-        self._session = ""  # of Ray, which the actors live in
-        self._shares = False  # whether Ray is shut down with the last pool
+        self._session = ""  # the session of Ray that the actors belong to
+        self._shares = False  # whether a pool has started this Ray, and the last pool shuts it down
         self._inbox.put(partial(self._start_all, options.num_workers, setup))
         self._thread = start_thread("ray", self._work)
 
     @property
     def actors(self) -> list[Any]:
-        """Handles of the actors that live."""
+        """Handles of the live actors."""
         return [worker.handle for worker in self._workers]
 
     def dumps(self, value: Any) -> bytes:
@@ -149,7 +149,7 @@ class RayPool(Pool):
         job = _Job(self.dumps(task), Future())
         self._inbox.put(partial(self._queue, job))
         if self._closed:  # The thread may have ended.
-            job.fail(_ENDED)
+            job.fail(ENDED)
         return job.future
 
     def what_hangs(self, future: Future[ChunkResult], functions: str) -> str:  # noqa: ARG002
@@ -165,13 +165,13 @@ class RayPool(Pool):
         )
 
     def discard(self) -> None:
-        """Skip queued chunks that no actor has."""
-        self._inbox.put(partial(self._fail_all, _ENDED))
+        """Skip chunks that no actor has yet."""
+        self._inbox.put(partial(self._fail_all, ENDED))
 
     def close(self) -> None:
         """Kill the actors; shut Ray down if a pool has started it, and no other pool uses it.
 
-        After some seconds without an answer from the cluster, it gives up.
+        Returns after 10 s even if the cluster does not answer.
         """
         if not self.owner.is_here:
             return
@@ -190,7 +190,7 @@ class RayPool(Pool):
             except Exception as error:  # of Ray: the cluster may be gone
                 failed = f"Ray failed: {type(error).__name__}: {error}"
                 self._break(failed if self._is_connected else _SHUT_DOWN)
-        self._break(_ENDED)
+        self._break(ENDED)
         if self._shares:
             _leave(self._ray, self._session)
 
@@ -217,7 +217,7 @@ class RayPool(Pool):
         self._expect(worker.handle.begin.remote(index, self._setup), self._begun, worker)
 
     def _expect(self, reply: Any, take: Callable[..., None], *args: Any) -> None:
-        """Have the thread take a reply when it comes."""
+        """Call `take` with a reply of Ray, on the thread of this pool."""
         reply.future().add_done_callback(
             lambda answer: self._inbox.put(partial(take, answer, *args))
         )
@@ -239,7 +239,7 @@ class RayPool(Pool):
     def _dispatch(self) -> None:
         """Give chunks to the actors that have the fewest."""
         while self._waiting:
-            begun = (worker for worker in self._workers if worker.has_begun)
+            begun = [worker for worker in self._workers if worker.has_begun]
             free = [worker for worker in begun if len(worker.jobs) < _AT_ONCE]
             if not free:
                 return
@@ -271,7 +271,7 @@ class RayPool(Pool):
         if not isinstance(error, errors.RayError) or isinstance(error, errors.RayTaskError):
             return False
         self._workers.remove(worker)
-        self._ray.kill(worker.handle)  # It may live out of reach.
+        self._ray.kill(worker.handle)  # It may be alive but unreachable.
         if worker.jobs:
             first = worker.jobs[0]  # the chunk in process
             first.losses += 1
@@ -295,7 +295,7 @@ class RayPool(Pool):
         self._waiting.clear()
 
     def _break(self, message: str) -> None:
-        """Kill the actors; all chunks fail from now on."""
+        """Kill the actors, and fail all present and future chunks."""
         self._broken = self._broken or message
         self._fail_all(self._broken)
         workers, self._workers = self._workers, []
@@ -340,7 +340,8 @@ def _leave(ray: Any, session: str) -> None:
 def _connect(ray: Any) -> None:
     """Connect on a thread that lasts, since Ray's local processes die with the thread.
 
-    There, Ray cannot set its SIGTERM handler, which would end a trainer that wants to save.
+    On that thread, Ray cannot set its SIGTERM handler, which would end a trainer that wants to
+    save.
     """
     connected: Future[None] = Future()
 

@@ -1,20 +1,19 @@
-"""Carry values between processes, through a socket, or in memory that both processes map.
+"""Send values to another process: through a socket, or in memory that both processes map.
 
 `pack` pickles a value with its buffers out of band (PEP 574). Tensors travel as numpy arrays, since
-torch's own pickles take a file descriptor for each tensor. A message is a sequence of parts: the
-pickle and its buffers. On the socket, the number of parts and their sizes come first, 8 bytes each,
-so the receiver allocates each part once and reads straight into it. A negative size announces the
+torch's pickles need a file descriptor for each tensor. A message is a sequence of parts: the pickle
+and its buffers. On the socket, the number of parts and their sizes come first, 8 bytes each, so the
+receiver allocates each part once and reads straight into it. A negative size announces the
 descriptor of a `PageFile`.
 
-A `PageFile` is an anonymous file of memory (`memfd_create`), which the receiver maps. Its pages
-live as long as a process has it open or mapped, so a killed process leaves nothing behind.
+A `PageFile` is an anonymous file in memory (`memfd_create`), which the receiver maps. Its pages
+live as long as a process has the file open or mapped, so a killed process leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import errno
 import io
-import math
 import mmap
 import os
 import pickle
@@ -23,9 +22,9 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import islice
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -42,16 +41,16 @@ from odb_nodes._support.content import (
 Pages = bytearray | memoryview | mmap.mmap
 
 SHARED_BYTES = 2 << 20
-"""Buffers of this size and above are sent as files: a file costs more than a small copy."""
+"""Buffers of at least this size are sent as files. Copying a smaller one costs less than a file."""
 
 CAN_SHARE = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
-"""Whether this system has anonymous files, and can hand them to other processes."""
+"""Whether this system has anonymous files, and can send them to other processes."""
 
 _OTHER_DTYPES = frozenset((torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2))
-"""Dtypes of large tensors that numpy lacks."""
+"""Dtypes that numpy lacks."""
 
-_UNZEROED_BYTES = 64 << 10  # from here on, a numpy array is cheaper than a zeroed bytearray
-_MOST_VECTORS = 512  # buffers of one call; the system allows 1024
+_UNZEROED_BYTES = 64 << 10  # from this size on, a numpy array is cheaper than a zeroed bytearray
+_MOST_VECTORS = 512  # buffers per system call, which allows 1024
 _RETRY_S = 0.001
 _BYTE = b"\0"  # A descriptor cannot be sent without data.
 
@@ -97,7 +96,7 @@ def pack(value: Any) -> list[memoryview]:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value in one piece. It may have tensors of dtypes that torch cannot unpickle."""
+    """Pickle a value in one piece, with tensors even of dtypes that torch cannot unpickle."""
     body = io.BytesIO()
     _Pickler(body, protocol=5).dump(value)
     return body.getvalue()
@@ -106,19 +105,6 @@ def dumps(value: Any) -> bytes:
 def unpack(parts: Sequence[Pages]) -> Any:
     """Return the value of a message of `pack`. Its arrays use the memory of the parts."""
     return pickle.loads(parts[0], buffers=parts[1:])
-
-
-@contextmanager
-def _naming_bytes(size_bytes: int) -> Iterator[None]:
-    """Add a text to a `MemoryError`, which Python raises without one."""
-    try:
-        yield
-    except MemoryError:
-        raise MemoryError(
-            f"there are no {size_bytes} bytes of memory for samples or a batch on the way between "
-            "a worker and the trainer. Lower `in_flight_bytes` or `chunk_size` of `WorkerOptions`, "
-            "or `prefetch`."
-        ) from None
 
 
 # --- the socket -----------------------------------------------------------------------------------
@@ -146,13 +132,10 @@ def write(connection: socket.socket, waiting: deque[Any], flags: int = 0) -> boo
             waiting[0].send(connection)
             waiting.popleft()
         elif hasattr(connection, "sendmsg"):
-            vectors = []
-            for part in islice(waiting, _MOST_VECTORS):
-                if isinstance(part, PageFile):
-                    break
-                vectors.append(part)
+            first = islice(waiting, _MOST_VECTORS)
+            buffers = takewhile(lambda part: not isinstance(part, PageFile), first)
             try:
-                _advance(waiting, connection.sendmsg(vectors, [], flags))
+                _advance(waiting, connection.sendmsg([*buffers], [], flags))
             except BlockingIOError:
                 return False
         elif flags:  # on Windows
@@ -219,7 +202,8 @@ class PageFile:
     def of(cls, content: bytes | memoryview) -> PageFile | None:
         """Return a file with this content; `None` where the system cannot provide one.
 
-        Half of the descriptors stay free, since a process without free ones loses what it is sent.
+        Half of the descriptors stay free: a process without a free descriptor loses those that
+        other processes send to it.
         """
         if not CAN_SHARE:
             return None
@@ -228,7 +212,7 @@ class PageFile:
         except OSError:  # too many are open, or the system forbids it
             return None
         pages = cls(file, len(content))
-        if pages.is_one_of_many:
+        if _are_scarce(file):
             return None
         offset = 0
         with memoryview(content) as unwritten, suppress(OSError):  # no memory
@@ -247,11 +231,6 @@ class PageFile:
             raise OSError("a descriptor could not be received: too many are open (`ulimit -n`).")
         return cls(files[0], size_bytes)
 
-    @property
-    def is_one_of_many(self) -> bool:
-        """Whether at least half of the descriptors that a process may have are in use."""
-        return 2 * self._file >= _open_files_limit()  # The system assigns the lowest free number.
-
     def __del__(self) -> None:
         os.close(self._file)
 
@@ -261,24 +240,27 @@ class PageFile:
             try:
                 socket.send_fds(connection, [_BYTE], [self._file])
                 return
-            except OSError as error:  # The limit of open files holds for those in transit, too.
+            except OSError as error:  # Descriptors in transit count as open files.
                 if error.errno != errno.ETOOMANYREFS:
                     raise
                 time.sleep(_RETRY_S)
 
     def pages(self) -> Pages:
-        """Return its memory as a private mapping; as a copy where descriptors are scarce.
+        """Return the memory as a private mapping, or as a copy if descriptors are scarce.
 
-        A mapping has a descriptor, too. No other process sees what is written to it.
+        A mapping keeps a descriptor open. Other processes do not see writes to it.
         """
-        if not self.is_one_of_many:
+        if not _are_scarce(self._file):
             with suppress(OSError):  # too many mappings
                 return mmap.mmap(self._file, self.size_bytes, mmap.MAP_PRIVATE)
-        return self._copied()
-
-    def _copied(self) -> bytearray:
-        with _naming_bytes(self.size_bytes):
+        try:
             buffer = bytearray(self.size_bytes)
+        except MemoryError:  # without a text
+            raise MemoryError(
+                f"there are no {self.size_bytes} bytes of memory for samples or a batch on the way "
+                "between a worker and the trainer. Lower `in_flight_bytes` or `chunk_size` of "
+                "`WorkerOptions`, or `prefetch`."
+            ) from None
         offset = 0
         while offset < self.size_bytes:
             offset += os.preadv(self._file, [memoryview(buffer)[offset:]], offset)
@@ -288,11 +270,12 @@ class PageFile:
 Part = bytes | bytearray | mmap.mmap | memoryview | PageFile
 
 
-def _open_files_limit() -> float:
-    """Return how many files this process may have open."""
+def _are_scarce(file: int) -> bool:
+    """Tell whether at least half of the descriptors of this process are in use; `file` is new."""
     if sys.platform == "win32":
-        return math.inf
+        return False
     import resource
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return math.inf if limit == resource.RLIM_INFINITY else limit
+    # The system assigns the lowest free number.
+    return limit != resource.RLIM_INFINITY and 2 * file >= limit

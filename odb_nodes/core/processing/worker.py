@@ -1,4 +1,4 @@
-"""The main loop of a worker process, which processes chunks until the trainer is gone."""
+"""The main loop of a worker process, which processes chunks until the trainer ends."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from odb_nodes._support.seeds import preserved_rngs
 from odb_nodes.core.processing.chunk import ChunkProcessor, ChunkResult
 from odb_nodes.core.processing.transport import PageFile, Part, mapped, receive, send
 
-_SHARED_SETUP_BYTES = 64 << 10  # from here on, workers read the setup from one file
-KEPT_BYTES = 64 << 20  # of freed memory, for the next samples
-_PARENT_POLL_S = 1.0  # between two checks of a worker that the trainer lives
+_SHARED_SETUP_BYTES = 64 << 10  # from this size on, workers read the setup from a shared file
+KEPT_BYTES = 64 << 20  # of freed memory, reused for the next samples
+_PARENT_POLL_S = 1.0  # between two checks whether the trainer is alive
 
 
 class Stage(enum.Enum):
-    """What a worker is doing. It says so in messages: while it starts, and when it collates."""
+    """What a worker is doing, which it reports in messages."""
 
-    STARTING = enum.auto()  # It imports modules and unpickles the dataset; never sent.
-    INITIALIZING = enum.auto()
-    READY = enum.auto()
-    COLLATING = enum.auto()  # It makes the batch of a group, until it sends that.
+    STARTING = enum.auto()  # Importing modules and unpickling the dataset; never sent.
+    INITIALIZING = enum.auto()  # In `worker_init_fn`.
+    READY = enum.auto()  # Processing chunks, or waiting for them.
+    COLLATING = enum.auto()  # Making the batch of a group, until it is sent.
 
 
 @dataclass(frozen=True)
 class LastWords:
-    """The last message of a worker that could not start: the reason."""
+    """The last message of a worker that could not start: why."""
 
     text: str
 
@@ -58,10 +58,10 @@ class Message:
 
 
 class Setup:
-    """The functions of workers. Those that are not forked get them pickled, through their sockets.
+    """The functions of workers. Workers that are not forked receive them through their sockets.
 
-    multiprocessing would write the pickle to a pipe that it also keeps open for reading: it would
-    block for ever if a worker ends or hangs before it has read the pipe.
+    multiprocessing would write the pickle to a pipe that it also keeps open for reading, and block
+    for ever if a worker ends or hangs before it has read the pipe.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Setup:
     ) -> None:
         self.processor, self.worker_init_fn = processor, worker_init_fn
         self.part: Part | None = None
-        """The pickle to send to a worker, once multiprocessing has pickled this object."""
+        """The pickle to send to a worker, set when multiprocessing pickles this object."""
         self._pickled: Any = None
 
     def __reduce__(self) -> Any:
-        # Here, since locks and files can be pickled only while multiprocessing starts a process.
+        # Locks and files can be pickled only here, while multiprocessing starts a process.
         pickled = _SetupPickler.dumps((self.processor, self.worker_init_fn))
         if pickled != self._pickled:  # Workers share one file, which may hold the dataset.
             self._pickled = pickled
@@ -97,7 +97,7 @@ class Setup:
 
 
 class _SetupPickler(ForkingPickler):
-    """Copies the state of a `torch.Generator`: torch would share memory that is freed too soon."""
+    """Copies the state of a `torch.Generator`: torch would share memory that is freed too early."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, torch.Generator):
@@ -128,7 +128,7 @@ def _advice_on_main() -> str:
 def work(connection: socket.socket, index: int, setup: Setup) -> None:
     """Process chunks until the trainer closes the socket or dies."""
     ignore_interrupt()
-    # The trainer gets SIGTERM as well: when preempted, it may finish its step and save.
+    # A preempted trainer gets SIGTERM, too, and may finish its step and save.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection.settimeout(None)
     try:
@@ -144,10 +144,10 @@ def _process_chunks(connection: socket.socket, processor: ChunkProcessor) -> Non
     pid = os.getpid()
     newest_generation = 0
     waiting: deque[tuple[int, bytes]] = deque()  # generations and pickled chunks
-    tell = partial(send, connection, [pickle.dumps(Stage.COLLATING)])
-    processor = replace(processor, before_collate=tell)
+    report = partial(send, connection, [pickle.dumps(Stage.COLLATING)])
+    processor = replace(processor, before_collate=report)
     while True:
-        # All messages are read first: chunks of older generations are skipped.
+        # All messages are read first, since the newest one may make older chunks obsolete.
         while not waiting or wait([connection], 0):
             (part,) = receive(connection)
             message: Message = pickle.loads(mapped(part))
@@ -157,14 +157,14 @@ def _process_chunks(connection: socket.socket, processor: ChunkProcessor) -> Non
         generation, task = waiting.popleft()
         is_stale = generation != newest_generation
         result = ChunkResult([], None) if is_stale else processor.run_pickled(task)
-        if os.getpid() != pid:  # a child that a function of the user has forked
+        if os.getpid() != pid:  # This is a child that the user's function has forked.
             os._exit(0)
         send(connection, [pickle.dumps(replace(result, results=None)), *result.results])
 
 
 def _begin(connection: socket.socket, index: int, setup: Setup) -> bool:
-    """Make this process a worker, and report the progress to the trainer; `False` if it fails."""
-    doing = "start"
+    """Prepare this process, and report each stage to the trainer; `False` if that fails."""
+    step = "start"
     try:
         _die_with_parent()
         torch.set_num_threads(1)
@@ -176,22 +176,21 @@ def _begin(connection: socket.socket, index: int, setup: Setup) -> bool:
             return False
         if setup.worker_init_fn is not None:
             send(connection, [pickle.dumps(Stage.INITIALIZING)])
-            doing = "`worker_init_fn`"
+            step = "`worker_init_fn`"
             setup.worker_init_fn(index)
     except BaseException:
-        send(
-            connection, [pickle.dumps(LastWords(f" Its {doing} raised:\n{traceback.format_exc()}"))]
-        )
+        last_words = LastWords(f" Its {step} raised:\n{traceback.format_exc()}")
+        send(connection, [pickle.dumps(last_words)])
         return False
     send(connection, [pickle.dumps(Stage.READY)])
     return True
 
 
 def _use_locks() -> None:
-    """Use the locks of the global generators.
+    """Acquire the locks of the global generators.
 
-    A worker that was forked while another thread held a lock waits for it for ever. If that happens
-    here, the trainer notices, and starts another worker in its place.
+    A worker that was forked while another thread held such a lock waits for ever. Here, before the
+    first message, the trainer notices that, and replaces the worker.
     """
     with preserved_rngs():
         np.random.random_sample()

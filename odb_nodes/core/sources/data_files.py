@@ -26,7 +26,7 @@ class FileKind(NamedTuple):
     ends: tuple[str, ...]  # what a folder stands for
     unread: tuple[str, ...] = ()  # further ends of such data, beside `ends` with a compression
     doubtful: tuple[str, ...] = ()  # ends of files that may be such data, or something else
-    partitioned: bool = False  # whether folders named `key=value` are part of the one above them
+    partitioned: bool = False  # whether a folder includes its subfolders named `key=value`
 
     def is_read(self, name: str) -> bool:
         """Tell whether a folder stands for a file of this name."""
@@ -92,7 +92,7 @@ def _split(path: str) -> tuple[str, str]:
 
 
 def matches(path: str | os.PathLike[str]) -> list[str]:
-    """Return what a pattern matches; names of existing folders in it are taken literally."""
+    """Return the paths that match a pattern; existing folders in it are taken literally."""
     folder, pattern = _split(os.fspath(path))
     return sorted(glob.glob(glob.escape(folder) + pattern, recursive=True))
 
@@ -169,7 +169,7 @@ def _shown(files: Iterable[str | Path]) -> str:
 
 
 def check_files(files: Sequence[str | Path]) -> None:
-    """Raise a `ValueError` for a file that comes twice, and a local one that is not regular."""
+    """Raise a `ValueError` for a file that is named twice, or a local file that is not regular."""
     names: dict[object, list[str]] = {}  # of each file
     for file in files:
         status = None if is_url(file) else os.stat(file)
@@ -182,12 +182,13 @@ def check_files(files: Sequence[str | Path]) -> None:
         if status is not None and status.st_ino:  # hard links share it; some disks have none
             identity = (status.st_dev, status.st_ino)
         names.setdefault(identity, []).append(str(file))
-    if twice := [same for same in names.values() if len(same) > 1]:
-        raise ValueError(
-            f"`paths` must name each file once, but {twice[0][0]} comes {len(twice[0])} times, as "
-            f"{_shown({*twice[0]})}: by its name, a (hard) link or a pattern. To read a file more "
-            "often, mix sources by `weights`."
-        )
+    for names_of_file in names.values():
+        if len(names_of_file) > 1:
+            raise ValueError(
+                f"`paths` must name each file once, but {names_of_file[0]} comes "
+                f"{len(names_of_file)} times, as {_shown({*names_of_file})}: by its name, a (hard) "
+                "link or a pattern. To read a file more often, mix sources by `weights`."
+            )
 
 
 def is_url(file: str | Path) -> bool:

@@ -44,7 +44,7 @@ def source_of(
     sampler: Iterable[int] | None,
     shard: tuple[int, int],
 ) -> tuple[BaseNode[Any], Any]:
-    """Return the source node, and the dataset that its items index; `None` if they are data."""
+    """Return the source node, and the dataset that its items index; `None` if they are samples."""
     if isinstance(dataset, (str, bytes, os.PathLike)):
         raise TypeError(
             f"`dataset` must be a dataset, but is {dataset!r:.80} instead. For files pass "
@@ -127,7 +127,7 @@ def reads_alike(dataset: Any) -> bool:
 def holds_no_generators(dataset: Any) -> bool:
     """Tell whether a dataset is a table of `datasets` without a transform.
 
-    To look through one for random generators takes longer than to read some hundreds of its rows.
+    Searching a table for random generators takes longer than reading some hundreds of its rows.
     """
     if type(dataset) is Subset:
         return holds_no_generators(dataset.dataset)
@@ -157,7 +157,7 @@ def dataset_of_rank(dataset: Any, rank: int, world_size: int) -> Any:
     if isinstance(dataset, (IterableDataset, Stateful)) or is_stream(dataset):
         try:
             return copy.deepcopy(dataset)
-        except Exception as error:  # of any kind: it is the user's
+        except Exception as error:  # of any type: it is the user's
             raise TypeError(
                 f"`dataset` (`{type(dataset).__name__}`) must be copied for each of several "
                 f"`virtual_ranks` in one process, which raised {error!r}. Open files and "
@@ -167,7 +167,7 @@ def dataset_of_rank(dataset: Any, rank: int, world_size: int) -> Any:
 
 
 def order_of(loader: DataLoader[Any], shard: tuple[int, int]) -> dict[str, Any]:
-    """Return the arguments of `ODBDataLoader` that stand for the order of a `DataLoader`."""
+    """Return the arguments of `ODBDataLoader` for the order of a `DataLoader`."""
     sampler: Any = loader.sampler
     if loader.batch_sampler is not None and loader.batch_size is None:
         # The user's batch sampler: the `sampler` of torch says nothing of its order.
@@ -195,7 +195,7 @@ def order_of(loader: DataLoader[Any], shard: tuple[int, int]) -> dict[str, Any]:
 
 
 def _check_share(node: BaseNode[Any], shard: tuple[int, int]) -> None:
-    """Raise a ValueError where a node leaves items to ranks that do not read them, or to none."""
+    """Raise a ValueError if items of a node would be read by no rank, or by several."""
     kinds = (IterableSource, JsonlSource, ShardedSampler)
     sources = [source for source in walk(node) if isinstance(source, kinds)]
     shares = [(node.fingerprint()["world_size"], type(node).__name__) for node in sources]

@@ -37,7 +37,7 @@ REPEATABLE = "Wrap a generator in an `IterableDataset` whose `__iter__` begins a
 
 @dataclass(kw_only=True)
 class IterableState(EpochState):
-    """Where an `IterableSource` stands."""
+    """Position of an `IterableSource`."""
 
     position: int  # items read, including the items of other ranks
     ended: bool  # the iterable has raised `StopIteration`
@@ -67,7 +67,7 @@ class IterableSource(EpochNode[T, IterableState]):
             size of 1) if the iterable shards itself.
         world_size: number of ranks. Default: from torch.distributed, or `WORLD_SIZE`.
         yields_indices: the items are indices into a dataset, and so are the keys of the samples.
-            One that is negative, or a bool, is a `SampleError`.
+            A negative item, or a bool, is a `SampleError`.
             Default: the key is the number of the item in the epoch.
 
     Raises:
@@ -95,7 +95,7 @@ class IterableSource(EpochNode[T, IterableState]):
         self._iterable: Any = iterable
         if is_stream(iterable):
             self._iterable = _Stream(iterable, self._rank, self._world_size)
-        self._stateful = _tells_its_state(self._iterable)
+        self._stateful = _with_own_state(self._iterable)
         split = isinstance(self._iterable, _Stream) and self._iterable.split
         self._offset, self._stride = (0, 1) if split else (self._rank, self._world_size)
         self._position = 0
@@ -114,16 +114,16 @@ class IterableSource(EpochNode[T, IterableState]):
         return len(range(self._offset, len(self._iterable), self._stride))
 
     def begin_epoch(self) -> None:
-        """Stand before the first item."""
+        """Go to the first item."""
         self._forget(retry=self._ended and self._loaded is not None)
-        self._tell_epoch()
+        self._set_epoch()
 
     def restore(self, state: IterableState) -> None:
-        """Go to an item: by the iterable's own state, or by reading it again up to there."""
+        """Go to an item: by the iterable's own state, or by reading all items before it again."""
         self._forget(retry=False)
         self._position, self._ended, self._loaded = state.position, state.ended, state.iterable
         self._restoring = ", which a state continues"
-        self._tell_epoch()
+        self._set_epoch()
         if self._stateful is not None and self._loaded is not None:
             self._load_own(self._stateful)
             self._digest = state.items_digest
@@ -188,7 +188,7 @@ class IterableSource(EpochNode[T, IterableState]):
     def _load_own(self, iterable: Stateful) -> None:
         try:
             iterable.load_state_dict(copy_state(self._loaded))
-        except Exception as error:  # of any kind: it is the user's
+        except Exception as error:  # of any type: it is the user's
             raise StateError(
                 f"`load_state_dict` of `{type(iterable).__name__}` raised {error!r}: the state of "
                 f"{type(self).__name__} holds {self._loaded!r:.80} for it."
@@ -209,18 +209,18 @@ class IterableSource(EpochNode[T, IterableState]):
         self._restoring = ""
         self._position = self._digest = 0
 
-    def _tell_epoch(self) -> None:
+    def _set_epoch(self) -> None:
         if callable(set_epoch := getattr(self._iterable, "set_epoch", None)):
             set_epoch(self._epochs.shuffle_key)
 
     def _count(self, item: Any) -> bool:
-        """Count an item as read, and tell whether it is this rank's."""
-        mine = self._position % self._stride == self._offset
+        """Count an item as read, and tell whether it belongs to this rank."""
+        is_mine = self._position % self._stride == self._offset
         self._position += 1
-        if mine:
-            seen = item if type(item) is int else content_digest(item)
-            self._digest = hash_ints(self._digest, seen) >> 1  # torch's states hold 63 bits
-        return mine
+        if is_mine:
+            digest = item if type(item) is int else content_digest(item)
+            self._digest = hash_ints(self._digest, digest) >> 1  # torch's states hold 63 bits
+        return is_mine
 
     @property
     def _shard(self) -> tuple[int, int]:
@@ -250,13 +250,13 @@ class IterableSource(EpochNode[T, IterableState]):
             )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only if it is equal."""
+        """Return the configuration that decides the output; a state fits only an equal one."""
         order = self._iterable.fingerprint if isinstance(self._iterable, _Stream) else {}
         return {"rank": self._rank, "world_size": self._world_size, **order}
 
 
 def _plain_index(item: Any) -> Any:
-    """Return an integer of any kind (numpy, 0-d tensor) as the int that keys and states hold."""
+    """Return an integer of any type (numpy, 0-d tensor) as the int that keys and states hold."""
     if getattr(item, "shape", ()) != ():
         return item
     is_bool = isinstance(item, (bool, np.bool_)) or getattr(item, "dtype", None) is torch.bool
@@ -285,17 +285,17 @@ def _check_is_whole(iterable: Any, world_size: int) -> None:
         )
 
 
-def _tells_its_state(iterable: Any) -> Stateful | None:
+def _with_own_state(iterable: Any) -> Stateful | None:
     """Return the iterable if it can be restored by its own state; `None` otherwise."""
-    if not isinstance(iterable, Stateful):  # by the names of its methods
+    if not isinstance(iterable, Stateful):  # a protocol: by the names of the methods
         return None
     if isinstance(iterable, _Stream):
         return iterable if iterable.restores else None
     try:
         inspect.signature(iterable.state_dict).bind()
-    except TypeError:  # it takes arguments that only its own loader knows
+    except TypeError:  # It takes arguments that only a loader of its library knows.
         return None
-    except ValueError:  # it has no signature
+    except ValueError:  # It has no signature.
         pass
     return iterable
 
@@ -311,9 +311,9 @@ def is_stream(dataset: Any) -> bool:
 
 
 class _Stream:
-    """A stream that begins each epoch anew, split over ranks where its shards divide evenly.
+    """A stream that begins each epoch anew, split over ranks if its shards divide evenly.
 
-    Its own state is text, since it may hold integers of 128 bits.
+    The state of the stream is saved as text, since it may hold integers of 128 bits.
     """
 
     def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
@@ -329,7 +329,7 @@ class _Stream:
         self.restores = are_restorable and hf_datasets.restores_exactly()
         divides = 1 < world_size and not shards % world_size
         self.split = divides and hf_datasets.splits_by_shards(stages)
-        self._dataset = hf_datasets.own_copy(dataset)  # Others may read it at the same time.
+        self._dataset = hf_datasets.own_copy(dataset)  # Other nodes may read the dataset, too.
         if self.split:
             self._dataset = hf_datasets.split_over_ranks(self._dataset, rank, world_size)
         states = [json.dumps(state, default=str) for state in hf_datasets.shuffle_states(stages)]
@@ -338,7 +338,7 @@ class _Stream:
         self._loaded: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        # A state that was loaded once would be applied to every iteration of its epoch.
+        # `datasets` would apply a loaded state to every iteration of its epoch.
         state, self._loaded = self._loaded, None
         self._dataset.load_state_dict(state)
         return iter(self._dataset)

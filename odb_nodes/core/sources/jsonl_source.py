@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_bool, check_integer
 from odb_nodes._support.processes import has_data_elsewhere, resolve_rank
 from odb_nodes._support.progress import SlowProgress
@@ -246,7 +246,7 @@ class JsonlSource(ShardedOrder[Any]):
     def _opened(self, file: int) -> IO[bytes]:
         if file not in self._open:
             if len(self._open) >= _MOST_OPEN:
-                self._open.pop(next(iter(self._open))).close()  # the one that is open the longest
+                self._open.pop(next(iter(self._open))).close()  # the file open for the longest time
             self._open[file] = _open_lines(self._paths[file])
         return self._open[file]
 
@@ -264,7 +264,7 @@ class JsonlSource(ShardedOrder[Any]):
 
 
 def _open_files(source: JsonlSource) -> dict[int, IO[bytes]]:
-    """Return what holds the open files of a source, and closes them when it is gone."""
+    """Return a dict for the open files of a source, which closes them when the source is freed."""
     files: dict[int, IO[bytes]] = {}
     weakref.finalize(source, _close_all, files)
     return files
@@ -296,18 +296,17 @@ def _text(lines: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class LineIndex:
-    """Where the records of a file are."""
+    """The positions of the records of a file."""
 
-    starts: NDArray[np.int64]  # at which byte each begins, ascending, (n,) int64
-    # records before each blank line, ascending, (m,) int64
-    blanks: NDArray[np.int64]
-    size: NDArray[np.int64]  # bytes of the file's text
+    starts: IntArray  # the byte at which each record begins, ascending, (n,)
+    blanks: IntArray  # the number of records before each blank line, ascending, (m,)
+    size: IntArray  # bytes of the file's text
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def span(self, record: int) -> tuple[int, int]:
-        """Return the bytes at which a record begins, and at which the next one does."""
+        """Return the bytes at which a record and the next record begin."""
         is_last = record + 1 == len(self.starts)
         return int(self.starts[record]), int(self.size if is_last else self.starts[record + 1])
 
@@ -323,7 +322,7 @@ class LineIndex:
 
 
 def _index_lines(path: Path) -> Index:
-    """Return where the records of a file are: the lines with anything but white space."""
+    """Return the positions of the records of a file: all lines that are not blank."""
     starts, blanks, offset = array("q"), array("q"), 0
     progress = SlowProgress(f"bytes of {path} read, to find its records", path.stat().st_size)
     try:

@@ -1,4 +1,4 @@
-"""The lengths of a dataset's samples, where they are known before a sample is made."""
+"""The lengths of a dataset's samples, if they are known before a sample is made."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from odb_nodes.errors import StateError
 TABLE_VERSION = 1
 """Version of the files that `LengthTable` writes."""
 
-_NULL = np.iinfo(np.int64).min  # stands for a null of a column
+_NULL = np.iinfo(np.int64).min  # in place of a null in a column
 _IDS = "input_ids"
 _WITH_PATCHES = {"image_grid_thw", "pixel_values"}
 
@@ -151,7 +151,7 @@ def _columns_of(dataset: Any) -> Sequence[str] | None:
 
 
 def _columns_text(dataset: Any) -> str:
-    """Return the end of the error for a missing column: the columns, and the remedy."""
+    """Return the columns, and the remedy, for the error about a missing column."""
     if (names := _columns_of(dataset)) is not None:
         return f"the columns are {[*names]}. Name one of these, or pass an integer for each row."
     return (
@@ -216,7 +216,7 @@ def _of_rows(rows: int, lengths: Any) -> IntArray:
             values = np.asarray(lengths[:])  # A column of `datasets` is read row by row otherwise.
         else:
             values = np.asarray(lengths)
-    except (TypeError, ValueError):  # of a dtype that numpy lacks; of rows
+    except (TypeError, ValueError):  # numpy lacks the dtype, or `lengths` are rows
         pass
     if values is None or values.ndim != 1 or (len(values) and values.dtype.kind not in "iu"):
         kind = "" if values is None or not values.ndim else f" {values.shape} of {values.dtype}"
@@ -233,7 +233,7 @@ def _of_rows(rows: int, lengths: Any) -> IntArray:
 
 
 def _checked(tokens: IntArray, origin: str) -> IntArray:
-    """Return the lengths; raise an error that names the first that is no positive count."""
+    """Return the lengths; raise an error that names the first invalid length."""
     if not (are_counts := _is_count(tokens)).all():
         row = int(np.argmin(are_counts))
         seen = "no value" if tokens[row] == _NULL else f"{tokens[row]}"

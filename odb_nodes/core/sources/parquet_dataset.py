@@ -19,7 +19,7 @@ from odb_nodes.core.sources.data_files import PARQUET, Paths, check_files, files
 from odb_nodes.core.sources.kept_index import stamp_of
 
 _TRIES = 3  # to read a row group, as over a network
-_WAIT_S = 0.5  # before the second one, and twice as long before the third
+_WAIT_S = 0.5  # before the second try, and twice as long before the third
 _PARTITION = re.compile(r"(?<=/)([^/=?&]+)=([^/]*)(?=/)")  # a folder of a hive-partitioned table
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 
@@ -66,7 +66,7 @@ class ParquetDataset:
         self._partitions = [*map(_partitions_of, self._files)]
         self._metadata: list[Any] = []
         self._stamps: list[tuple[int, int]] = []
-        self._groups: list[tuple[int, int]] = []  # of each block: its file, and its number there
+        self._groups: list[tuple[int, int]] = []  # of each block: file number, row group number
         rows = [0]
         for number, file in enumerate(self._files):
             metadata = _read(
@@ -182,7 +182,7 @@ def _partitions_of(file: str) -> dict[str, str | None]:
 
 
 def _stamp_of(file: str) -> tuple[int, int]:
-    """Return size and time of a local file; -1 for others, which are not asked each time."""
+    """Return size and time of a local file; -1 for a URL, which is not checked."""
     return (-1, -1) if is_url(file) else stamp_of(os.stat(file))
 
 
@@ -193,7 +193,7 @@ def _open(file: str) -> Any:
 
 
 def _read(read: Callable[[Any], Any], file: str, problem: str, kind: type[Exception]) -> Any:
-    """Return what `read` returns for the open file; over a network, try several times."""
+    """Open a file and call `read` with it; over a network, try several times."""
     tries = _TRIES if is_url(file) else 1
     for attempt in range(tries):
         try:

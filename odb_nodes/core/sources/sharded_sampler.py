@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_bool, check_count, check_integer
 from odb_nodes._support.hashing import hash_ints
 from odb_nodes._support.processes import has_data_elsewhere, resolve_rank
@@ -19,15 +20,14 @@ from odb_nodes.core.sample_block import ItemKeys
 from odb_nodes.errors import StateError
 
 T = TypeVar("T")
-Numbers = npt.NDArray[np.int64]
 
 _BLOCK = 1024  # indices computed at a time
-_ORDERED = 1 << 18  # of a whole epoch's order: computing one takes 40 bytes for a moment
-_MAX_SIZE = 2**62  # they are computed in 64 bits
+_ORDERED = 1 << 18  # indices of a whole epoch's order computed at a time, in 40 bytes each
+_MAX_SIZE = 2**62  # Indices are computed in 64 bits.
 _ROUNDS = 6
 _MIN_HALF_BITS = 4  # Tiny Feistel halves mix badly.
 _MIXED_BLOCKS = 4
-_FEW = 64  # Most positions of the smallest network lie outside of so few: it is a table for them.
+_TABLE_SIZE = 64  # Up to this size, most values of the smallest network are outside: use a table.
 
 
 # --- a permutation --------------------------------------------------------------------------------
@@ -48,10 +48,10 @@ class Permutation:
         self._mask = np.uint64((1 << bits) - 1)
         self._keys = [np.uint64(hash_ints(seed, index)) for index in range(_ROUNDS)]
         self._table: npt.NDArray[np.uint64] | None = None
-        if size <= _FEW:
+        if size <= _TABLE_SIZE:
             self._table = self._encrypt(np.arange(1 << 2 * bits, dtype=np.uint64))
 
-    def __call__(self, positions: Numbers) -> Numbers:
+    def __call__(self, positions: IntArray) -> IntArray:
         """Return the elements at `positions`: (n,) int64 in `range(size)` -> (n,) int64."""
         elements = self._map(positions.astype(np.uint64))
         outside = np.flatnonzero(elements >= self._size)
@@ -72,7 +72,7 @@ class Permutation:
         return (high << self._half) | low
 
 
-def epoch_order(size: int, seed: int, epoch: int, *, shuffle: bool) -> Numbers:
+def epoch_order(size: int, seed: int, epoch: int, *, shuffle: bool) -> IntArray:
     """Return the order of an epoch whose samples are in no blocks, (size,)."""
     order = np.arange(size)
     if shuffle:
@@ -84,9 +84,9 @@ def epoch_order(size: int, seed: int, epoch: int, *, shuffle: bool) -> Numbers:
 
 
 class BlockPermutation:
-    """A permutation of `range(size)` that keeps elements together which are read together.
+    """A permutation of `range(size)` that keeps the elements of a block close to each other.
 
-    Blocks are permuted, and then the elements of every `mixed` of them in turn.
+    The blocks are permuted, and then the elements within each run of `mixed` blocks.
     """
 
     def __init__(self, size: int, starts: Sequence[int], mixed: int, seed: int) -> None:
@@ -96,7 +96,7 @@ class BlockPermutation:
         self._starts = np.asarray(starts, np.int64)[order]
         self._ends = np.cumsum(sizes[order])  # of each block, among the positions
 
-    def __call__(self, positions: Numbers) -> Numbers:
+    def __call__(self, positions: IntArray) -> IntArray:
         """Return the elements at `positions`: (n,) int64 in `range(size)` -> (n,) int64."""
         elements, ends = np.empty_like(positions), self._ends
         mixes = np.searchsorted(ends, positions, "right") // self._mixed
@@ -120,10 +120,9 @@ class SamplerState(EpochState):
     """The position of a source, and the share of its rank in the epoch."""
 
     position: int = 0  # samples of the epoch that were yielded, plus `done`
-    # samples of the epoch that were read when the job had another number of ranks, and that this
-    # rank counts as its own
+    # samples that this rank counts as read, of those read when the job had another number of ranks
     done: int = 0
-    start: int = 0  # from this number on, the ranks take numbers in turn
+    start: int = 0  # the number from which on the ranks take turns
     extra: bytes | None = None  # lower numbers of this rank, ascending, as bytes
 
 
@@ -134,24 +133,24 @@ class Share:
         self._rank, self._world_size = rank, world_size
         self.state = state or SamplerState()  # defines the share; its position is not used
         self.done, self._start = self.state.done, self.state.start
-        self._extra: Numbers = np.frombuffer(self.state.extra or b"", "<i8").astype(np.int64)
+        self._extra: IntArray = np.frombuffer(self.state.extra or b"", "<i8").astype(np.int64)
 
     def count(self, size: int) -> int:
         """Return how many of `size` numbers are this rank's, including `done`."""
         extra = int(np.searchsorted(self._extra, size))
         return self.done + extra + len(range(self._start + self._rank, size, self._world_size))
 
-    def at(self, first: int, stop: int) -> Numbers:
+    def at(self, first: int, stop: int) -> IntArray:
         """Return the numbers of the samples `first`..`stop - 1`, none of which is `done`."""
         first, stop = first - self.done, stop - self.done
         extra = self._extra[first:stop]
         turns = np.arange(max(first - len(self._extra), 0), max(stop - len(self._extra), 0))
         return np.concatenate((extra, self._start + self._rank + turns * self._world_size))
 
-    def after(self, samples: int) -> tuple[Numbers, int]:
-        """Return the numbers that remain after `samples` samples, including `done`.
+    def after(self, samples: int) -> tuple[IntArray, int]:
+        """Return what remains after `samples` samples, including `done`.
 
-        These are the extra numbers, and the number from which on the ranks take turns.
+        This is the remaining extra numbers, and the number from which on the ranks take turns.
         """
         read = max(0, samples - self.done)
         turns = max(0, read - len(self._extra))
@@ -159,11 +158,11 @@ class Share:
         return self._extra[read:], first - self._rank
 
 
-def dealt(unread: Sequence[tuple[Numbers, int]], world_size: int, size: int) -> list[SamplerState]:
-    """Deal the unread samples of an epoch to another number of ranks.
+def dealt(unread: Sequence[tuple[IntArray, int]], world_size: int, size: int) -> list[SamplerState]:
+    """Divide the unread samples of an epoch among another number of ranks.
 
-    From the number that no rank has reached on, the new ranks take turns. The lower numbers, which
-    remain since some ranks have read less than others, are listed.
+    From the first number that no rank has reached, the new ranks take turns. Lower numbers, which
+    ranks that have read less have left, become extra numbers.
 
     Args:
         unread: for each old rank, what `Share.after` returned.
@@ -224,7 +223,7 @@ class ShardedOrder(EpochNode[T, SamplerState]):
     def __len__(self) -> int:
         """Return how many indices this rank yields in the epoch.
 
-        In an epoch that another number of ranks began, this includes its share of the read ones.
+        In an epoch that another number of ranks began, this includes a share of the read samples.
         """
         return self._share.count(self._size)
 
@@ -234,7 +233,7 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         return self._size
 
     def begin_epoch(self) -> None:
-        """Stand at the first index of the epoch."""
+        """Go to the first index of the epoch."""
         size = self._size if self._sized is None else len(self._sized)
         if size != self._size:
             raise ValueError(
@@ -289,14 +288,14 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         return indices
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: a state fits only if it is equal."""
-        of_data: dict[str, Any] = {} if self._data_id is None else {"data_id": self._data_id}
+        """Return the configuration that decides the output; a state fits only an equal one."""
+        data: dict[str, Any] = {} if self._data_id is None else {"data_id": self._data_id}
         if self._blocks is not None:
             starts = zlib.crc32(np.array(self._blocks, "<i8").tobytes())
-            of_data["blocks"] = f"{len(self._blocks)}, CRC-32 {starts}"
-            of_data["mixed_blocks"] = self._mixed_blocks
+            data["blocks"] = f"{len(self._blocks)}, CRC-32 {starts}"
+            data["mixed_blocks"] = self._mixed_blocks
         return {
-            **of_data,
+            **data,
             "size": self._size,
             "shuffle": self._shuffle,
             "seed": self._seed,

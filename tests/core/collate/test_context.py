@@ -58,10 +58,10 @@ def test_each_rank_has_its_part_of_each_sample(order, first, second):
 
 def test_rows_of_a_padded_batch_are_cut_alike_and_keep_their_positions():
     batch = PaddingCollate(pad_to_multiple_of=4)([{"input_ids": row} for row in ROWS])
-    one = PaddingCollate(pad_to_multiple_of=4)(
+    short = PaddingCollate(pad_to_multiple_of=4)(
         [{"input_ids": [1, 2, 3], "position_ids": [0, 1, 2]}]
     )
-    assert shard_context(one, 0, 2)["input_ids"].tolist() == [[1, 0]]
+    assert shard_context(short, 0, 2)["input_ids"].tolist() == [[1, 0]]
     batch["pixel_values"] = torch.zeros(3, 3, 4, 4)  # an image for each row
     part = shard_context(batch, 1, 2)
     assert part["pixel_values"].shape == (3, 3, 4, 4)
@@ -85,7 +85,7 @@ LEFT = {"attention_mask": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])}
 
 
 @pytest.mark.parametrize(
-    ("given", "is_packed"),
+    ("more", "is_packed"),
     [
         ({"position_ids": RESTARTS}, True),
         ({"position_ids": RESTARTS, **ONES}, True),
@@ -98,9 +98,9 @@ LEFT = {"attention_mask": torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])}
         (ONES, False),
     ],
 )
-def test_a_packed_row_without_bounds_is_never_cut_across_its_samples(given, is_packed):
-    rows = 2 if given.get("position_ids", ONES["attention_mask"]).shape == (2, 8) else 1
-    batch = {"input_ids": torch.ones(rows, 8, dtype=torch.int64), **given}
+def test_a_packed_row_without_bounds_is_never_cut_across_its_samples(more, is_packed):
+    rows = 2 if more.get("position_ids", ONES["attention_mask"]).shape == (2, 8) else 1
+    batch = {"input_ids": torch.ones(rows, 8, dtype=torch.int64), **more}
     if is_packed:
         with pytest.raises(ValueError, match="by its `cu_seq_lens_q`, but has none"):
             shard_context(batch, 0, 2)
@@ -135,8 +135,10 @@ def test_the_budget_holds_the_padding_and_targets_are_those_of_the_samples():
     assert targets == sum(len(row["input_ids"]) - 1 for row in rows)
 
 
-@pytest.mark.parametrize("observe", [None, lambda row: -(-len(row["input_ids"]) // 4) * 4])
-@pytest.mark.parametrize("state", ["replay", "payload"])
+@pytest.mark.parametrize(
+    ("state", "observe"),
+    [("replay", None), ("payload", lambda row: -(-len(row["input_ids"]) // 4) * 4)],
+)
 def test_the_padding_of_samples_is_no_real_token(state, observe):
     rows = [{"input_ids": [1] * (index % 13 + 2)} for index in range(90)]
     budget = TokenBudget(64, layout="packed")
@@ -191,7 +193,7 @@ class Model(torch.nn.Module):
         self.mixed, self.head = torch.nn.Linear(8, 24), torch.nn.Linear(8, 50)
         self.double()
 
-    def loss(self, part, gather=lambda one: one):
+    def loss(self, part, gather=lambda tensor: tensor):
         """The sum over the labels of a part of a packed row."""
         place = part["position_ids"][0]
         sample = torch.repeat_interleave(part["cu_seq_lens_q"].diff())
@@ -214,29 +216,31 @@ def loader_of(**options):
 
 
 ON_A_MESH = """
-    sys.path.insert(0, sys.argv[2])
+    sys.path.insert(0, sys.argv[1])
     import test_context as t
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed._functional_collectives import all_gather_tensor_autograd
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
-    group, model, targets = mesh["cp"].get_group(), t.Model(), []
-    gather = lambda one: all_gather_tensor_autograd(one.contiguous(), 0, group)
-    for batch in t.loader_of(process_group=mesh):
-        info = r.pop_step_info(batch)
-        part = t.shard_context(batch, mesh["cp"].get_local_rank(), 2, order=sys.argv[1])
-        loss = model.loss(part, gather) / max(info.local_targets, 1)
-        (loss * info.loss_scale * 2).backward()  # 2 ranks have parts of the same mean
-        targets.append(info.all_targets)
-    for one in model.parameters():
-        dist.all_reduce(one.grad)
-    grads = [(one.grad / world_size).flatten().tolist() for one in model.parameters()]
-    print(json.dumps([targets, grads]))
+    group, results = mesh["cp"].get_group(), []
+    gather = lambda tensor: all_gather_tensor_autograd(tensor.contiguous(), 0, group)
+    for order in ("zigzag", "contiguous"):
+        model, targets = t.Model(), []
+        for batch in t.loader_of(process_group=mesh):
+            info = r.pop_step_info(batch)
+            part = t.shard_context(batch, mesh["cp"].get_local_rank(), 2, order=order)
+            loss = model.loss(part, gather) / max(info.local_targets, 1)
+            (loss * info.loss_scale * 2).backward()  # 2 ranks have parts of the same mean
+            targets.append(info.all_targets)
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+        grads = [(p.grad / world_size).flatten().tolist() for p in model.parameters()]
+        results.append([targets, grads])
+    print(json.dumps(results))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
-def test_gradients_of_a_mesh_are_those_of_one_process(order, tmp_path):
+def test_gradients_of_a_mesh_are_those_of_one_process(tmp_path):
     def batches(exchange):
         return [(pop_step_info(batch), batch) for batch in loader_of(process_group=exchange)]
 
@@ -246,8 +250,9 @@ def test_gradients_of_a_mesh_are_those_of_one_process(order, tmp_path):
         for info, batch in step:
             if not info.is_filler:
                 (model.loss(shard_context(batch, 0, 1)) / targets[-1]).backward()
-    expected = torch.cat([one.grad.flatten() for one in model.parameters()])
-    for found, grads in run_ranks(tmp_path, ON_A_MESH, 4, order, Path(__file__).parent):
-        assert found == targets and len(targets) > 4
+    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    results = run_ranks(tmp_path, ON_A_MESH, 4, Path(__file__).parent)
+    for rank_targets, grads in chain(*results):
+        assert rank_targets == targets and len(targets) > 4
         off = torch.tensor([*chain(*grads)], dtype=torch.float64) - expected
         assert off.abs().max() < 1e-12 * expected.abs().max()

@@ -59,8 +59,8 @@ def test_padding_is_a_sample_of_its_own_that_nothing_is_learnt_from():
     assert batch["labels"].tolist() == [[-100, 2, 3, -100, -100, 6, -100, -100]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 0, 0]]
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 4, 6, 8]
-    made = PackedCollate(pad_to_multiple_of=8)([{"input_ids": row} for row in ROWS])
-    assert torch.equal(made["labels"], batch["labels"])
+    without_labels = PackedCollate(pad_to_multiple_of=8)([{"input_ids": row} for row in ROWS])
+    assert torch.equal(without_labels["labels"], batch["labels"])
 
 
 def test_batches_of_one_shape_differ_in_no_shape():

@@ -79,18 +79,20 @@ COLLATE = {
 @torch.no_grad()
 def test_every_token_has_the_loss_that_it_has_alone(kind, attention):
     llama = model(attention)
-    expected, got = alone(llama), token_losses(llama, COLLATE[kind](DATASET))
-    assert sorted(got) == sorted(expected)
+    expected, losses_of = alone(llama), token_losses(llama, COLLATE[kind](DATASET))
+    assert sorted(losses_of) == sorted(expected)
     for index, losses in expected.items():
-        torch.testing.assert_close(got[index], losses, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(losses_of[index], losses, atol=TOLERANCE, rtol=0)
 
 
 def test_with_a_cache_samples_would_see_each_other():
     """Why `use_cache=False` is in the batch: this must fail once transformers needs it no more."""
     llama, batch = model("sdpa"), PackedCollate()(DATASET)
     batch["use_cache"] = True
-    expected, got = alone(llama), token_losses(llama, batch)
-    assert max((got[i] - expected[i]).abs().max() for i in expected if len(expected[i])) > 0.01
+    expected, losses_of = alone(llama), token_losses(llama, batch)
+    assert (
+        max((losses_of[i] - expected[i]).abs().max() for i in expected if len(expected[i])) > 0.01
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What waits for a worker while items are made again: in which order it goes, and how it ends."""
+"""The queue of chunks while items of a restored state are processed again: its order, its end."""
 
 from concurrent.futures import Future
 from itertools import count
@@ -6,9 +6,10 @@ from itertools import count
 import pytest
 
 from odb_nodes.core.processing.backlog import Backlog, ItemsToRemake, QueuedChunk
-from odb_nodes.core.processing.chunk import ChunkResult, ChunkTask, Pool
+from odb_nodes.core.processing.chunk import ChunkResult, ChunkTask
 from odb_nodes.core.processing.chunk_runner import ChunkRunner
 from odb_nodes.core.processing.options import WorkerOptions
+from odb_nodes.core.processing.pool import Pool
 from odb_nodes.core.sample_block import ItemKeys
 from odb_nodes.errors import WorkerError
 
@@ -18,7 +19,7 @@ def task(*items):
 
 
 class Later(ItemsToRemake):
-    """Items "name0", "name1", ... that are to be made at some time."""
+    """Items "name0", "name1", ... of a restored state."""
 
     def __init__(self, name, size):
         self.name, self.unsent, self.chunks = name, [*range(size)], []
@@ -40,7 +41,7 @@ class Later(ItemsToRemake):
 
 
 class Workers:
-    """Have as many chunks as they are given, until the test says that one is done."""
+    """Workers that keep all chunks until the test finishes them."""
 
     def __init__(self, num_workers=1, chunk_items=1):
         self.sent, self._done, self.refuses = [], count(), None
@@ -58,7 +59,7 @@ class Workers:
         return [item for items, _ in self.sent for item in items]
 
     def finish(self, seconds=1.0):
-        """The oldest chunk is done."""
+        """Finish the oldest chunk."""
         items, future = self.sent[next(self._done)]
         future.set_result(ChunkResult([items], None, seconds))
 
@@ -71,12 +72,9 @@ def test_what_is_waited_for_comes_first_then_planned_items_then_new_ones_then_th
     workers, later = Workers(), Later("old", 6)
     backlog = workers.backlog
     backlog.add_later(later)
-    assert workers.items == []  # nobody has asked for anything yet
+    assert workers.items == []  # until the first chunk is queued
     backlog.add(task("new0"))
-    assert workers.items == [
-        "new0",
-        "old0",
-    ]  # two chunks, as long as nobody knows how long it takes
+    assert workers.items == ["new0", "old0"]  # two chunks, while their time is unknown
     backlog.add(task("new1"))
     backlog.plan(later, [4, 3])
     backlog.add(task("urgent"), urgent=True)
@@ -94,7 +92,7 @@ def test_new_items_that_are_waited_for_come_before_planned_ones():
     workers.finish()
     workers.finish()
     assert workers.items == ["old0", "old1", "new"]
-    workers.backlog.plan(later, [8])  # A further step is planned, so nobody waits for new ones.
+    workers.backlog.plan(later, [8])  # With another planned step, the trainer waits for it.
     workers.backlog.add(task("another"))
     workers.finish()
     assert workers.items[3:] == ["old2"]
@@ -170,7 +168,7 @@ def test_workers_that_take_no_chunk_are_closed_where_a_result_is_waited_for(monk
     backlog.add_later(Later("old", 9))
     monkeypatch.setattr(backlog, "_is_full", lambda: True)
     chunk = runner.submit(task("new"))
-    monkeypatch.undo()  # There is room, and nobody has used it yet.
+    monkeypatch.undo()  # Now there is room for the chunk.
     with pytest.raises(WorkerError, match="no room"):
         runner.results(chunk.task, chunk)
     assert not runner.is_started

@@ -29,7 +29,7 @@ def draws_of(keys, positions, seed):
     processor = ChunkProcessor(draw, seed, rank=1, world_size=2)
     chunk = processor.run(ChunkTask([*positions], ItemKeys.of(keys), 3, 1, [*positions]))
     assert chunk.failure is None
-    return [drawn(one) for run in chunk.results for one in run]
+    return [drawn(sample) for run in chunk.results for sample in run]
 
 
 @given(
@@ -78,22 +78,22 @@ def numbers_of(processor, items, epoch=0):
     keys = ItemKeys.of([ItemKey("", item, 1, 0) for item in items])
     chunk = processor.run(ChunkTask([*items], keys, epoch, 0, [*items]))
     assert chunk.failure is None, chunk.failure
-    return [one for run in chunk.results for one in run]
+    return [number for run in chunk.results for number in run]
 
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_held_generator_draws_for_each_item_by_seed_epoch_and_key(kind):
-    def processor(cls=Drawing, seed=0, **given):
-        return ChunkProcessor(cls(MAKE[kind], **given), seed)
+    def processor(cls=Drawing, seed=0, **options):
+        return ChunkProcessor(cls(MAKE[kind], **options), seed)
 
     first = numbers_of(processor(), range(20))
     assert len({*first, *numbers_of(processor(), range(20), epoch=1)}) == 40
     assert not {*first} & {*numbers_of(processor(seed=1), range(20))}
-    for again in processor(), processor(lazily=True), processor(DrawingAnew):
-        assert numbers_of(again, range(3)) + numbers_of(again, range(3, 20)) == first
-        later = numbers_of(again, range(20), epoch=1)
+    for fresh in processor(), processor(lazily=True), processor(DrawingAnew):
+        assert numbers_of(fresh, range(3)) + numbers_of(fresh, range(3, 20)) == first
+        later = numbers_of(fresh, range(20), epoch=1)
         assert later == numbers_of(processor(), range(20), epoch=1)
-        assert numbers_of(again, [19, 4, 7]) == [first[19], first[4], first[7]]
+        assert numbers_of(fresh, [19, 4, 7]) == [first[19], first[4], first[7]]
 
 
 @pytest.mark.parametrize("kind", MAKE)
@@ -127,8 +127,8 @@ def test_a_function_that_makes_a_generator_in_each_call_is_called_twice_for_the_
 
 
 def test_a_generator_that_no_seed_resets_is_an_error_that_says_so():
-    held = np.random.RandomState(np.random.PCG64(1))
-    processor = ChunkProcessor(lambda item: held.random_sample(), 0)
+    generator = np.random.RandomState(np.random.PCG64(1))
+    processor = ChunkProcessor(lambda item: generator.random_sample(), 0)
     failure = processor.run(ChunkTask([3], ItemKeys.of([None]), 0, 0, [0])).failure
     assert "a `RandomState` that the dataset or a function holds cannot be seeded" in failure.error
 
@@ -186,8 +186,8 @@ MIB = 1 << 20
 
 def fitted(chunks, seconds_per_item=0.0, bytes_per_item=0, **options):
     """What fits after some chunks of such items."""
-    given = {"num_workers": 2, "in_flight_samples": 4096}
-    fit = ChunkFit(WorkerOptions(**given | options))
+    defaults = {"num_workers": 2, "in_flight_samples": 4096}
+    fit = ChunkFit(WorkerOptions(**defaults | options))
     for _ in range(chunks):
         fit.note(fit.items, fit.items * seconds_per_item, fit.items * bytes_per_item)
     return fit
@@ -277,17 +277,17 @@ def test_states_do_not_depend_on_what_is_in_a_chunk():
         node = ParallelProcessor(
             ShardedSampler(300, rank=0, world_size=1), str, workers=WorkerOptions(**options)
         )
-        found = []
+        saved = []
         node.reset(None)
         for number in range(300):
             node.runner.fit.items = sizes[number % len(sizes)]
-            found.append(node.state_dict())
+            saved.append(node.state_dict())
             next(node)
         node.close()
-        return found
+        return saved
 
     expected = states([32])
-    assert [one["taken"] for one in expected[:34]] == [*range(33), 1]
+    assert [state["taken"] for state in expected[:34]] == [*range(33), 1]
     for options in {}, {"num_workers": 2, "method": "thread"}:
         for sizes in [1], [5, 40], [256, 3, 31]:
             assert states(sizes, **options) == expected
@@ -331,8 +331,8 @@ def outcome(data):
 def test_a_dict_costs_what_any_other_mapping_does(kind, ids, labels, more):
     data = {"input_ids": KINDS[kind](ids), **more}
     of_all = [data, *({**data, "labels": make(labels)} for make in KINDS.values())]
-    for one in of_all:
-        assert outcome(one) == outcome(UserDict(one))
+    for sample in of_all:
+        assert outcome(sample) == outcome(UserDict(sample))
 
 
 @given(LABELS.filter(len), st.sampled_from(sorted({*KINDS} - NOT_INTEGERS)))
@@ -359,5 +359,5 @@ def test_a_result_keeps_its_own_key_and_digest_and_learns_its_item():
     of_item = made_of(Sample(data, 3, 2, 1, "s", "labels", task="t"), item)
     assert of_item == (data, 3, 2, 1, "s", "labels", item.key, item, of_item.digest, "t", None, 0)
     assert of_item.digest == digest_of(Sample(data, 3, 2, 1, task="t"))
-    own = made_of(Sample(data, 3, 2, key=0, digest=0), item)
-    assert (own.key, own.digest, own.item) == (0, 0, item)
+    keyed = made_of(Sample(data, 3, 2, key=0, digest=0), item)
+    assert (keyed.key, keyed.digest, keyed.item) == (0, 0, item)

@@ -21,9 +21,6 @@ KINDS = {
     "threads": {"num_workers": 2, "method": "thread"},
     "processes": {"num_workers": 2, "start_method": "fork"},
 }
-everywhere = pytest.mark.parametrize(
-    "kind", ["inline", "threads", pytest.param("processes", marks=pytest.mark.slow)]
-)
 
 
 def rows():
@@ -36,16 +33,16 @@ def rows():
 def epochs(dataset, process_fn=None, kind="inline", count=2, **options):
     """The tokens of each sample, in the order of epochs and samples."""
     workers = WorkerOptions(**KINDS[kind])
-    given = {"token_budget": 24, "window": 8, "process_fn": process_fn, "workers": workers}
-    with ODBDataLoader(dataset, **given, **options) as loader:
+    arguments = {"token_budget": 24, "window": 8, "process_fn": process_fn, "workers": workers}
+    with ODBDataLoader(dataset, **arguments, **options) as loader:
         batches = [batch for _ in range(count) for batch in loader]
-    found = []
+    rows = []
     for batch in batches:
         keys = pop_step_info(batch).keys
         lengths = batch["attention_mask"].sum(1).tolist()
         ids = batch["input_ids"].tolist()
-        found += [(key, row[:n]) for key, row, n in zip(keys, ids, lengths, strict=True)]
-    return found
+        rows += [(key, row[:n]) for key, row, n in zip(keys, ids, lengths, strict=True)]
+    return rows
 
 
 class Buffer:
@@ -82,8 +79,15 @@ BUFFERS = {
 }
 
 
-@everywhere
-@pytest.mark.parametrize("name", BUFFERS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("array", "inline"),
+        ("tensor", "inline"),
+        ("tensor", "threads"),
+        pytest.param("tensor", "processes", marks=pytest.mark.slow),
+    ],
+)
 def test_a_result_that_a_later_sample_overwrites_is_an_error(name, kind):
     buffer = BUFFERS[name]
     message = r"(?s)item .*, sample 0 of epoch 0.*its result was changed .*buffer\[:n\].clone\(\)"
@@ -105,7 +109,7 @@ class LateBuffer(Buffer):
         return super().__call__(sample) if self.calls > 30 else {"input_ids": sample["input_ids"]}
 
 
-@everywhere
+@pytest.mark.parametrize("kind", ["inline", pytest.param("processes", marks=pytest.mark.slow)])
 def test_a_buffer_that_is_used_later_only_is_an_error_within_some_hundred_samples(kind):
     with pytest.raises(SampleError, match="its result was changed while later items"):
         epochs(rows() * 16, LateBuffer(np.zeros(8, np.int64), np.array), kind, count=1)
@@ -160,16 +164,17 @@ class Shallow:
         return {**self.rows[index]}
 
 
-@everywhere
 @pytest.mark.parametrize(
-    ("dataset", "process_fn", "how"),
+    ("dataset", "process_fn", "how", "kind"),
     [
-        (rows, grow, "another sample"),
-        (Shallow, grow, "another sample"),
-        (rows, GrowsAtRandom(), "another sample"),
-        (rows, count_in_place, "another sample"),
-        (rows, pop, r"none \(KeyError: 'label'\)"),
-        (lambda: {"a": rows(), "b": rows()}, grow, "another sample"),
+        (rows, grow, "another sample", "inline"),
+        (rows, grow, "another sample", "threads"),
+        pytest.param(rows, grow, "another sample", "processes", marks=pytest.mark.slow),
+        (Shallow, grow, "another sample", "inline"),
+        (rows, GrowsAtRandom(), "another sample", "inline"),
+        (rows, count_in_place, "another sample", "inline"),
+        (rows, pop, r"none \(KeyError: 'label'\)", "inline"),
+        (lambda: {"a": rows(), "b": rows()}, grow, "another sample", "inline"),
     ],
 )
 def test_an_item_that_would_make_another_sample_later_is_an_error(dataset, process_fn, how, kind):
@@ -269,10 +274,10 @@ def test_an_item_is_as_it_was_where_its_processing_is_repeated(dataset):
     ],
 )
 def test_what_changes_no_sample_passes_and_is_not_disturbed(dataset, process_fn, monkeypatch):
-    found = epochs(dataset(), process_fn)
+    checked = epochs(dataset(), process_fn)
     monkeypatch.setattr(first_samples.FirstSamples, "take", lambda self, count: 0)
-    assert found == epochs(dataset(), process_fn)
-    assert len(found) == 80
+    assert checked == epochs(dataset(), process_fn)
+    assert len(checked) == 80
 
 
 def test_a_function_that_changes_nothing_is_called_once_for_each_sample():

@@ -53,14 +53,14 @@ def none_left(ray):
 
 def steps(loader, kill_at=None):
     """Batches as bytes, with their `StepInfo`, and the state after each."""
-    found = []
+    rows = []
     for batch in loader:
         info = pop_step_info(batch)
         values = {key: (value.dtype, value.tolist()) for key, value in batch.items()}
-        found.append((info, values, deepcopy(loader.state_dict())))
-        if len(found) == kill_at:
+        rows.append((info, values, deepcopy(loader.state_dict())))
+        if len(rows) == kill_at:
             os.kill(actor_pids()[-1], signal.SIGKILL)
-    return found
+    return rows
 
 
 def augment(sample):
@@ -81,8 +81,8 @@ def test_batches_infos_and_states_are_those_of_processes_also_after_actors_are_k
     with seeded("ray", collate_in="workers") as loader:
         assert steps(loader) == expected
         loader.load_state_dict(expected[5][2])
-        again = steps(loader, kill_at=5)
-    assert [one[:2] for one in again] == [one[:2] for one in expected[6:]]
+        resumed = steps(loader, kill_at=5)
+    assert [step[:2] for step in resumed] == [step[:2] for step in expected[6:]]
 
 
 def test_functions_may_be_lambdas_and_results_can_be_written_to():
@@ -104,17 +104,17 @@ def test_a_lost_actor_is_replaced_and_its_chunks_are_processed_again(ray):
     wanted = [drawn(sample) for sample in processor(slowly, **options)]
     node = processor(slowly, **options, **RAY)
     node.reset()
-    found, pids = [], set()
+    samples, pids = [], set()
     for sample in node:
-        found.append(drawn(sample))
-        if len(found) in (10, 40, 80):
+        samples.append(drawn(sample))
+        if len(samples) in (10, 40, 80):
             pids |= {*actor_pids()}
             first = node.runner._pool.actors[0]
-        if len(found) == 10:
+        if len(samples) == 10:
             os.kill(actor_pids()[0], signal.SIGKILL)
-        elif len(found) in (40, 80):
-            ray.kill(first, no_restart=len(found) == 40)
-    assert found == wanted
+        elif len(samples) in (40, 80):
+            ray.kill(first, no_restart=len(samples) == 40)
+    assert samples == wanted
     assert len(pids | {*actor_pids()}) >= 4
     node.close()
 
@@ -276,18 +276,18 @@ def test_ray_that_is_shut_down_in_mid_run_is_an_error_and_no_other_is_started(tm
 
 
 @pytest.mark.parametrize(
-    ("own", "how"), [(True, signal.SIGKILL), (False, signal.SIGKILL), (False, signal.SIGINT)]
+    ("starts_ray", "how"), [(True, signal.SIGKILL), (False, signal.SIGKILL), (False, signal.SIGINT)]
 )
-def test_a_trainer_that_ends_leaves_no_actor(tmp_path, ray, own, how):
-    address = {} if own else {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+def test_a_trainer_that_ends_leaves_no_actor(tmp_path, ray, starts_ray, how):
+    address = {} if starts_ray else {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     with Program(tmp_path, TRAIN, environment=address) as program:
         assert program.line() == "trains"
         of_trainer = partial(children, program.process.pid, "ChunkActor")
-        actors = wait_for(of_trainer if own else actor_pids, 2)
-        assert own or not children(program.process.pid)
-        os.kill(program.process.pid, how) if own else os.killpg(program.process.pid, how)
+        actors = wait_for(of_trainer if starts_ray else actor_pids, 2)
+        assert starts_ray or not children(program.process.pid)
+        os.kill(program.process.pid, how) if starts_ray else os.killpg(program.process.pid, how)
         wait_for(lambda: [pid for pid in actors if is_running(pid)], 0)
-        if not own:
+        if not starts_ray:
             code, out, err = program.finish(200)
             assert (code, out) == ((-9, "") if how == signal.SIGKILL else (-2, "stops\n")), err
 

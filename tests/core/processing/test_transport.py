@@ -65,31 +65,31 @@ def bits(tensor):
     return plain.view(torch.uint8).tolist() if plain.numel() else []
 
 
-def assert_same(got, sent, where="items"):
+def assert_same(arrived, sent, where="items"):
     """Same types all the way down, same dtypes, shapes and bytes."""
-    assert type(got) is type(sent), where
+    assert type(arrived) is type(sent), where
     if isinstance(sent, np.ndarray):
         # Not the byte order: numpy's own unpickling makes it native.
         native = sent.astype(sent.dtype.newbyteorder("="))
-        assert (got.dtype.newbyteorder("="), got.shape) == (native.dtype, sent.shape), where
+        assert (arrived.dtype.newbyteorder("="), arrived.shape) == (native.dtype, sent.shape), where
         if sent.dtype.hasobject:
-            assert_same(got.ravel().tolist(), sent.ravel().tolist(), where)
+            assert_same(arrived.ravel().tolist(), sent.ravel().tolist(), where)
         else:
-            assert got.astype(native.dtype).tobytes() == native.tobytes(), where
+            assert arrived.astype(native.dtype).tobytes() == native.tobytes(), where
     elif isinstance(sent, torch.Tensor):
-        assert (got.dtype, got.shape) == (sent.dtype, sent.shape), where
-        assert got.requires_grad == sent.requires_grad, where
-        assert bits(got) == bits(sent), where
+        assert (arrived.dtype, arrived.shape) == (sent.dtype, sent.shape), where
+        assert arrived.requires_grad == sent.requires_grad, where
+        assert bits(arrived) == bits(sent), where
     elif isinstance(sent, dict):
-        assert list(map(repr, got)) == list(map(repr, sent)), f"{where}: keys, in order"
+        assert list(map(repr, arrived)) == list(map(repr, sent)), f"{where}: keys, in order"
         for key in sent:
-            assert_same(got[key], sent[key], f"{where}[{key!r}]")
+            assert_same(arrived[key], sent[key], f"{where}[{key!r}]")
     elif isinstance(sent, (list, tuple)):
-        assert len(got) == len(sent), where
-        for index, pair in enumerate(zip(got, sent, strict=True)):
+        assert len(arrived) == len(sent), where
+        for index, pair in enumerate(zip(arrived, sent, strict=True)):
             assert_same(*pair, f"{where}[{index}]")
     else:
-        assert repr(got) == repr(sent), where
+        assert repr(arrived) == repr(sent), where
 
 
 def leaves(value):
@@ -201,7 +201,7 @@ chunks |= st.tuples(chunks, chunks).map(lambda parts: parts[0] + parts[1])
 
 @settings(fewer(2), suppress_health_check=list(HealthCheck))
 @given(items=chunks)
-@example([{"x": one} for one in ONE_BY_ONE])
+@example([{"x": leaf} for leaf in ONE_BY_ONE])
 @example([{"x": torch.ones(5, 4).to(torch.float8_e5m2)[:, :2]} for _ in range(2)])
 @example(ONE_BY_ONE)
 @example([Sample({}, 3, 2, 1, "a", "labels", n, ItemKey("a", n, 2, 1), 9, "task") for n in (0, 1)])
@@ -214,7 +214,7 @@ chunks |= st.tuples(chunks, chunks).map(lambda parts: parts[0] + parts[1])
 @example([{"x": np.array(["a", None], object)} for _ in range(2)])
 @example([frozen(np.zeros((2, 3))), 1])
 def test_anything_arrives_as_it_left_in_memory_of_its_own(items):
-    has_graph = any(isinstance(one, torch.Tensor) and one.requires_grad for one in leaves(items))
+    has_graph = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves(items))
     before = items if has_graph else copy.deepcopy(items)
     arrived = moved(items)
     assert_same(items, before, "the original")  # nothing happens to it
@@ -259,12 +259,12 @@ def test_a_large_array_does_not_keep_the_chunk_alive():
 @given(st.lists(KEYS | st.none(), max_size=20))
 def test_a_task_arrives_as_it_was_sent_and_samples_know_their_keys(keys):
     task = ChunkTask([*range(len(keys))], ItemKeys.of(keys), 3, 1, range(len(keys)))
-    (again,) = moved([task])
-    assert [*again.keys] == keys and [*map(type, again.keys)] == [*map(type, keys)]
-    assert replace(again, keys=task.keys) == task
+    (arrived_task,) = moved([task])
+    assert [*arrived_task.keys] == keys and [*map(type, arrived_task.keys)] == [*map(type, keys)]
+    assert replace(arrived_task, keys=task.keys) == task
     samples = [Sample({}, 1, 1, item=key) for key in keys]
-    arrived = [one for run in moved(runs_of(samples, joined=True)) for one in run]
-    assert arrived == samples and [type(one.item) for one in arrived] == [*map(type, keys)]
+    arrived = [sample for run in moved(runs_of(samples, joined=True)) for sample in run]
+    assert arrived == samples and [type(sample.item) for sample in arrived] == [*map(type, keys)]
 
 
 # --- between processes ----------------------------------------------------------------------------
@@ -300,18 +300,18 @@ def held():
 @pytest.mark.slow
 def test_all_arrives_from_a_worker_and_large_buffers_are_gone_with_their_samples():
     mapped, files = held()
-    found = through_a_worker(range(6), image)
-    assert held()[0] == mapped + 2 * len(found)
-    assert_same(found, [image(index) for index in range(6)])
-    assert_owned(found)
+    images = through_a_worker(range(6), image)
+    assert held()[0] == mapped + 2 * len(images)
+    assert_same(images, [image(index) for index in range(6)])
+    assert_owned(images)
     child = os.fork()  # What one process writes, no other sees.
     if not child:
-        found[1]["image"][:] = 9
+        images[1]["image"][:] = 9
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert (found[1]["image"] == 1).all()
-    kept = found[3]["image"]
-    del found
+    assert (images[1]["image"] == 1).all()
+    kept = images[3]["image"]
+    del images
     assert held()[0] == mapped + 1
     assert (kept == 3).all()
     del kept

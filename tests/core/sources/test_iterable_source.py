@@ -165,32 +165,36 @@ def test_an_iterable_that_starts_over_from_its_last_state_resumes_exactly_too():
 
 @pytest.mark.parametrize("kind", [Shuffled, Resumable])
 def test_an_empty_shard_resumes_into_the_next_epoch(kind):
-    node, again = source(kind(2), 2, 3), source(kind(2), 2, 3)
+    node, restored = source(kind(2), 2, 3), source(kind(2), 2, 3)
     for _ in range(2):
         assert epoch_of(node) == []
-    again.reset(node.get_state())
-    assert list(again) == []
-    assert again.get_state() == node.get_state()
-    again.reset(None)
-    assert again.get_state()["epoch"] == 2
+    restored.reset(node.get_state())
+    assert list(restored) == []
+    assert restored.get_state() == node.get_state()
+    restored.reset(None)
+    assert restored.get_state()["epoch"] == 2
 
 
 @pytest.mark.parametrize(("kind", "reads"), [(Shuffled, 6), (Resumable, 2)])
 def test_what_has_a_state_of_its_own_is_not_read_again(kind, reads):
     node, data = taken(source(kind()), 4), kind()
-    again = source(data)
-    again.reset(node.get_state())
-    assert list(again) == list(node)
+    restored = source(data)
+    restored.reset(node.get_state())
+    assert list(restored) == list(node)
     assert data.reads == reads
 
 
 @pytest.mark.parametrize("count", [0, 1])
 def test_a_state_asked_for_after_restoring_is_the_one_restored(count):
     """Before the first item the iterable is not asked."""
-    node, again, third = taken(source(Resumable()), count), source(Resumable()), source(Resumable())
-    again.reset(node.get_state())
-    third.reset(again.get_state())
-    assert node.get_state() == again.get_state() == third.get_state()
+    node, restored, third = (
+        taken(source(Resumable()), count),
+        source(Resumable()),
+        source(Resumable()),
+    )
+    restored.reset(node.get_state())
+    third.reset(restored.get_state())
+    assert node.get_state() == restored.get_state() == third.get_state()
     assert list(third) == list(node)
 
 
@@ -265,9 +269,9 @@ def test_only_items_of_this_rank_are_compared():
         def __iter__(self):
             return iter([0, random.random(), 2, random.random(), 4])
 
-    node, again = taken(source(OthersDiffer(), 0, 2), 3), source(OthersDiffer(), 0, 2)
-    again.reset(node.get_state())
-    assert list(again) == []
+    node, restored = taken(source(OthersDiffer(), 0, 2), 3), source(OthersDiffer(), 0, 2)
+    restored.reset(node.get_state())
+    assert list(restored) == []
 
 
 def test_reading_again_for_long_says_how_far_it_is(monkeypatch, caplog):

@@ -209,13 +209,13 @@ def test_what_is_no_json_in_utf_8_is_named_and_no_encoding_is_guessed(line, tmp_
         ids(in_order(tmp_path / "a.jsonl", *ALONE))
 
 
-@pytest.mark.parametrize("left", [2, 2.5, 0])  # lines
-def test_a_file_that_is_cut_while_it_is_read_does_not_end_the_epoch(tmp_path, left):
+@pytest.mark.parametrize("lines_left", [2, 2.5, 0])
+def test_a_file_that_is_cut_while_it_is_read_does_not_end_the_epoch(tmp_path, lines_left):
     path = tmp_path / "data.jsonl"
     lines = [json.dumps({"id": n, "pad": "x" * 30_000}) + "\n" for n in range(5)]
     path.write_text("".join(lines))
     node = begun(in_order(path, *ALONE))
-    os.truncate(path, int(left * len(lines[0])))
+    os.truncate(path, int(lines_left * len(lines[0])))
     seen = read_until_error(node, r"data\.jsonl ends at byte .* but had \d+ bytes")
     path.write_text("".join(lines))
     assert [0, *seen, *(record["id"] for record in node)] == [0, 1, 2, 3, 4]
@@ -322,7 +322,7 @@ def test_an_index_that_is_damaged_is_made_again(cut, files, kept, monkeypatch):
 def test_an_index_of_other_arrays_is_made_again(change, files, kept):
     expected = ids(in_order(files, *ALONE))
     with np.load(kept[0]) as index:
-        arrays = {name: one for name, one in {**index, **change}.items() if one is not None}
+        arrays = {name: array for name, array in {**index, **change}.items() if array is not None}
     with kept[0].open("wb") as file:
         np.savez(file, **arrays)
     assert ids(in_order(files, *ALONE)) == expected

@@ -33,9 +33,9 @@ def observed(dataset):
 
 def told(dataset, lengths):
     """Lengths that were given, of a dataset of which nothing else is known."""
-    known = known_lengths(dataset, lengths, is_processed=True)
-    assert known.tokens.dtype == np.int64
-    return known.tokens.tolist()
+    column = known_lengths(dataset, lengths, is_processed=True)
+    assert column.tokens.dtype == np.int64
+    return column.tokens.tolist()
 
 
 # --- tables of `datasets`, which takes seconds to import ------------------------------------------
@@ -145,12 +145,12 @@ def ids_of(dataset):
 def test_lengths_of_a_table_are_those_that_an_observer_says(datasets, data):
     table = data.draw(tables(datasets))
     dataset = data.draw(st.sampled_from(WRAPPERS))(table, data.draw)
-    known = known_lengths(dataset, is_processed=False)
-    assert known.tokens.tolist() == observed(dataset)
-    assert known.tokens.dtype == np.int64
-    assert known.origin == "list offsets of the column 'input_ids'"
+    stored = known_lengths(dataset, is_processed=False)
+    assert stored.tokens.tolist() == observed(dataset)
+    assert stored.tokens.dtype == np.int64
+    assert stored.origin == "list offsets of the column 'input_ids'"
     assert known_lengths(dataset, is_processed=True) is None
-    assert told(dataset, "input_ids") == known.tokens.tolist()
+    assert told(dataset, "input_ids") == stored.tokens.tolist()
     assert told(dataset, "id") == [int(row) for row in ids_of(dataset)]
     together = table.__getitems__([*range(len(table))])
     alone = known_lengths(table, is_processed=False).tokens.tolist()
@@ -160,13 +160,13 @@ def test_lengths_of_a_table_are_those_that_an_observer_says(datasets, data):
 @pytest.mark.slow
 def test_a_batch_has_the_lengths_that_were_known(datasets):
     table = datasets.Dataset.from_list(DICTS).select_columns("input_ids").shuffle(seed=1)
-    known = known_lengths(table, is_processed=False)
+    stored = known_lengths(table, is_processed=False)
     for format_ in (None, "numpy", "torch"):
         seen = {}
         for batch in ODBDataLoader(table.with_format(format_), token_budget=20, seed=0):
             keys = pop_step_info(batch).keys
             seen |= dict(zip(keys, batch["attention_mask"].sum(1).tolist(), strict=True))
-        assert [seen[row] for row in range(len(table))] == known.tokens.tolist()
+        assert [seen[row] for row in range(len(table))] == stored.tokens.tolist()
 
 
 def rows_of(datasets, values, kind=None, **columns):
@@ -243,12 +243,12 @@ def test_a_row_takes_16_bytes_while_lengths_are_found_whatever_it_holds(datasets
     pa.set_memory_pool(pool)
     tracemalloc.start()
     try:
-        known = known_lengths(table, is_processed=False)
+        stored = known_lengths(table, is_processed=False)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
         pa.set_memory_pool(before)
-    assert known.tokens.nbytes == 8 * rows
+    assert stored.tokens.nbytes == 8 * rows
     assert peak + pool.max_memory() < 16 * rows + 100_000  # the values take 400
 
 
@@ -298,8 +298,8 @@ def test_a_column_of_dicts_holds_integers_or_lists():
     kinds = [np.int32(4), torch.tensor(4), np.ones(4), torch.ones(4), (1, 2, 3, 4)]
     assert told([{"n": value} for value in kinds], "n") == [4] * 5
     assert told([{"n": torch.tensor([9])}], "n") == [1]
-    known = known_lengths(DICTS, "n_tokens", is_processed=False)
-    assert known.origin == "the column 'n_tokens'"
+    column = known_lengths(DICTS, "n_tokens", is_processed=False)
+    assert column.origin == "the column 'n_tokens'"
 
 
 @pytest.mark.slow
@@ -313,9 +313,9 @@ def test_a_column_of_parquet_files_is_read_by_itself(tmp_path_factory, sizes, gr
     schema = pa.schema([("ids", pa.list_(pa.int32())), ("n", pa.int16()), ("text", pa.string())])
     expected = []
     for number, size in enumerate(sizes):
-        own = [next(lengths) for _ in range(size)]
-        expected += own
-        rows = [{"ids": [5] * n, "n": n, "text": "a"} for n in own]
+        part = [next(lengths) for _ in range(size)]
+        expected += part
+        rows = [{"ids": [5] * n, "n": n, "text": "a"} for n in part]
         table = pa.Table.from_pylist(rows, schema)
         pq.write_table(table, folder / f"{number}.parquet", row_group_size=group)
     dataset = ParquetDataset(folder, ["text"])
@@ -344,18 +344,18 @@ def test_a_column_that_only_some_parquet_files_have_is_none(tmp_path):
     [list, tuple, np.array, lambda n: np.array(n, np.uint8), torch.tensor, lambda n: pa.array(n)],
 )
 def test_an_integer_for_each_row_is_taken_as_it_is(make):
-    known = known_lengths(DICTS, make(LENGTHS), is_processed=False)
-    assert known.tokens.tolist() == LENGTHS
-    assert known.origin == "`lengths`"
+    column = known_lengths(DICTS, make(LENGTHS), is_processed=False)
+    assert column.tokens.tolist() == LENGTHS
+    assert column.origin == "`lengths`"
     assert told(DICTS, range(2, 9)) == [*range(2, 9)]
 
 
 def test_lengths_are_a_copy_and_are_read_at_once():
     """A column of `datasets` takes some 0.1 ms for each element that is read by itself."""
     array = np.array(LENGTHS)
-    known = known_lengths(DICTS, array, is_processed=True)
+    column = known_lengths(DICTS, array, is_processed=True)
     array[:] = 1
-    assert known.tokens.tolist() == LENGTHS
+    assert column.tokens.tolist() == LENGTHS
 
     class Column(UserList):
         def __getitem__(self, key):
@@ -415,9 +415,9 @@ def skip_short(item):
 def test_a_file_tells_the_lengths_of_a_profile(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     observe_lengths(DICTS).save("lengths.npz")
-    known = known_lengths(DICTS, "lengths.npz", is_processed=True)
-    assert known.tokens.tolist() == told(DICTS, tmp_path / "lengths.npz") == LENGTHS
-    assert known.origin == "the file 'lengths.npz'"
+    column = known_lengths(DICTS, "lengths.npz", is_processed=True)
+    assert column.tokens.tolist() == told(DICTS, tmp_path / "lengths.npz") == LENGTHS
+    assert column.origin == "the file 'lengths.npz'"
     named = [{"lengths.npz": 2 * n} for n in LENGTHS]  # a column comes first
     assert told(named, "lengths.npz") == [2 * n for n in LENGTHS]
     table = LengthTable.load("lengths.npz")
@@ -446,21 +446,20 @@ def test_a_file_that_is_not_of_the_rows_is_refused(why, tmp_path):
         told(DICTS, tmp_path / "lengths.npz")
 
 
-def test_a_file_of_json_lines_is_refused_for_a_table_of_the_same_rows(datasets, tmp_path):
+def test_a_file_of_json_lines_is_refused_for_a_dataset_of_the_same_rows(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in DICTS))
     observe_lengths(JsonlSource(tmp_path / "rows.jsonl")).save(tmp_path / "lengths.npz")
-    table = datasets.Dataset.from_list(DICTS)
     with pytest.raises(ValueError, match="byte offsets of JSON Lines.*profile module:function"):
-        told(table, tmp_path / "lengths.npz")
-    assert told(table, LengthTable.load(tmp_path / "lengths.npz").tokens) == LENGTHS
+        told(DICTS, tmp_path / "lengths.npz")
+    assert told(DICTS, LengthTable.load(tmp_path / "lengths.npz").tokens) == LENGTHS
 
 
 def test_a_file_of_other_parquet_files_is_refused(tmp_path):
     for name, lengths in (("a", LENGTHS), ("b", LENGTHS[::-1])):
         pq.write_table(pa.table({"input_ids": [[1] * n for n in lengths]}), tmp_path / name)
-    one, other = (ParquetDataset(tmp_path / name) for name in "ab")
-    observe_lengths(one).save(tmp_path / "lengths.npz")
-    assert told(one, tmp_path / "lengths.npz") == LENGTHS
+    first, other = (ParquetDataset(tmp_path / name) for name in "ab")
+    observe_lengths(first).save(tmp_path / "lengths.npz")
+    assert told(first, tmp_path / "lengths.npz") == LENGTHS
     with pytest.raises(ValueError, match="they are of other data .'1 files, CRC-32"):
         told(other, tmp_path / "lengths.npz")
 

@@ -35,7 +35,11 @@ def files(tmp_path):
     paths, ids = [], iter(range(1000))
     for number, size in enumerate(SIZES):
         rows = [
-            {"id": (at := next(ids)), "input_ids": [at % 9] * (at % 23 + 2)} for _ in range(size)
+            {
+                "id": (number_of_row := next(ids)),
+                "input_ids": [number_of_row % 9] * (number_of_row % 23 + 2),
+            }
+            for _ in range(size)
         ]
         schema = pa.schema([("id", pa.int64()), ("input_ids", pa.list_(pa.int32()))])
         paths.append(tmp_path / f"{number}.parquet")
@@ -71,14 +75,14 @@ def test_a_permutation_of_blocks_keeps_the_elements_of_few_together(starts, mixe
     every, orders = np.arange(100), []
     for seed in range(3):
         permutation = BlockPermutation(100, starts, mixed, seed)
-        found = permutation(every)
-        assert sorted(found) == [*range(100)]
-        assert [*permutation(every[::-1])[::-1]] == [*found] == [*map(int, found)]
-        blocks = np.searchsorted(starts, found, "right")
+        order = permutation(every)
+        assert sorted(order) == [*range(100)]
+        assert [*permutation(every[::-1])[::-1]] == [*order] == [*map(int, order)]
+        blocks = np.searchsorted(starts, order, "right")
         for block in {*blocks}:
             places = np.flatnonzero(blocks == block)
             assert len({*blocks[places[0] : places[-1] + 1]}) <= mixed
-        orders.append(tuple(found))
+        orders.append(tuple(order))
     assert len({*orders}) == 3
 
 
@@ -113,8 +117,8 @@ def test_ranks_share_the_rows_and_others_go_on(files):
         loader.load_state_dict(states[exchange.rank])
         return [ids_of(batch) for batch in loader]
 
-    found = [done for done, _ in parts] + on_ranks(3, rest)
-    assert sorted(index for rank in found for ids in rank for index in ids) == [*range(205)]
+    ids = [done for done, _ in parts] + on_ranks(3, rest)
+    assert sorted(index for rank in ids for ids in rank for index in ids) == [*range(205)]
 
 
 def test_a_state_does_not_fit_other_files(files):
@@ -265,8 +269,11 @@ def test_members_are_those_that_tarfile_finds(tmp_path):
                 member.size = draw.randrange(1500) if member.isreg() else 0
                 tar.addfile(member, io.BytesIO(b"q" * member.size))
         with tarfile.open(tmp_path / "a.tar") as tar:
-            files = [one for one in tar if one.isreg() or one.issym()]
-        expected = [(one.name, one.offset_data, one.size if one.isreg() else None) for one in files]
+            files = [member for member in tar if member.isreg() or member.issym()]
+        expected = [
+            (member.name, member.offset_data, member.size if member.isreg() else None)
+            for member in files
+        ]
         assert [*tar_dataset._members(tmp_path / "a.tar")] == expected
 
 
@@ -369,11 +376,11 @@ def test_each_sample_comes_once_and_a_run_resumes_exactly_whoever_reads(
         expected = [steps(loader) for _ in range(2)]
     assert sorted(index for ids, _ in expected[0] for index in ids) == [*range(size)]
     assert expected[0] != expected[1]
-    with make(paths, **options) as loader, make(paths, **options) as again:
+    with make(paths, **options) as loader, make(paths, **options) as resumed:
         batches = iter(loader)
         for step in range(7):
-            again.load_state_dict(loader.state_dict())
+            resumed.load_state_dict(loader.state_dict())
             if step in (1, 6):
-                assert steps(again) == expected[0][step:]
-                assert steps(again) == expected[1]
+                assert steps(resumed) == expected[0][step:]
+                assert steps(resumed) == expected[1]
             next(batches)

@@ -121,10 +121,10 @@ def test_set_epoch_waits_for_the_reset_and_counts_on_from_there():
 # State.
 
 
-@pytest.mark.parametrize("given", [np.int64, Sized])
-def test_a_trillion_samples_need_no_memory_and_the_state_stays_small(given):
+@pytest.mark.parametrize("make_size", [np.int64, Sized])
+def test_a_trillion_samples_need_no_memory_and_the_state_stays_small(make_size):
     three, eight = np.int64(3), np.int64(8)
-    node, again = (sampler(given(10**12), rank=three, world_size=eight) for _ in range(2))
+    node, restored = (sampler(make_size(10**12), rank=three, world_size=eight) for _ in range(2))
     node.reset(None)
     first = list(islice(node, 1500))
     state = node.get_state()
@@ -132,10 +132,10 @@ def test_a_trillion_samples_need_no_memory_and_the_state_stays_small(given):
     assert state["position"] == 1500
     assert len(pickle.dumps(state)) < 250
     assert b"numpy" not in pickle.dumps(state)
-    again.reset(state)
-    rest = list(islice(node, 5))
-    assert list(islice(again, 5)) == rest
-    assert len({*first, *rest}) == 1505
+    restored.reset(state)
+    remaining = list(islice(node, 5))
+    assert list(islice(restored, 5)) == remaining
+    assert len({*first, *remaining}) == 1505
 
 
 @pytest.mark.parametrize("size", [11, 9])
@@ -162,36 +162,36 @@ def shard(request):
 @pytest.mark.parametrize("looks", [1, 2], ids=["end seen once", "end seen twice"])
 @pytest.mark.parametrize("looks_again", [0, 2])
 def test_restored_at_the_end_of_an_epoch_it_goes_on_with_the_next(shard, looks, looks_again):
-    node, again = shard(), shard()
+    node, restored = shard(), shard()
     node.reset(None)
     for _ in range(looks):
         list(node)
-    again.reset(node.get_state())
+    restored.reset(node.get_state())
     for _ in range(looks_again):
-        assert list(again) == []
-    assert again.get_state() == node.get_state()
+        assert list(restored) == []
+    assert restored.get_state() == node.get_state()
     for _ in range(2):
-        assert epoch_of(again) == epoch_of(node)
-        assert again.get_state() == node.get_state()
+        assert epoch_of(restored) == epoch_of(node)
+        assert restored.get_state() == node.get_state()
     assert node.get_state()["epoch"] == 2
 
 
 def test_restored_anywhere_it_has_begun_the_epoch_only_if_an_item_is_out(shard):
     node = shard()
     node.reset(None)
-    for taken in range(len(node) + 1):
-        again, looked = shard(), shard()
-        again.reset(node.get_state())
+    for count in range(len(node) + 1):
+        restored, looked = shard(), shard()
+        restored.reset(node.get_state())
         looked.reset(node.get_state())
-        assert again.get_state() == node.get_state()
-        rest = list(looked)
-        assert len(rest) == len(node) - taken
-        if not taken:
-            assert epoch_of(again) == rest
-        elif taken == len(node):
-            assert epoch_of(again) == epoch_of(looked) != []
-        if rest:
-            assert next(node) == rest[0]
+        assert restored.get_state() == node.get_state()
+        remaining = list(looked)
+        assert len(remaining) == len(node) - count
+        if not count:
+            assert epoch_of(restored) == remaining
+        elif count == len(node):
+            assert epoch_of(restored) == epoch_of(looked) != []
+        if remaining:
+            assert next(node) == remaining[0]
 
 
 def test_an_ended_epoch_stays_ended(shard):
@@ -213,11 +213,11 @@ def test_the_stock_sampler_wrapper_repeats_the_epoch_it_was_restored_at_the_end_
         def __iter__(self):
             return iter([self.epoch])
 
-    node, again = SamplerWrapper(Epochs()), SamplerWrapper(Epochs())
+    node, restored = SamplerWrapper(Epochs()), SamplerWrapper(Epochs())
     assert epoch_of(node) == [0]
-    again.reset(node.get_state())
+    restored.reset(node.get_state())
     assert epoch_of(node) == [1]
-    assert epoch_of(again) == [0]  # should be [1]
+    assert epoch_of(restored) == [0]  # should be [1]
 
 
 # Under nodes of torchdata.
@@ -278,8 +278,8 @@ def environment(monkeypatch):
 
 
 def test_the_rank_is_the_argument_or_that_of_torch_or_of_the_environment(environment):
-    def places(*given):
-        return epoch_of(ShardedSampler(8, False, 0, *given))
+    def places(*arguments):
+        return epoch_of(ShardedSampler(8, False, 0, *arguments))
 
     assert places() == [*range(8)]
     environment.setenv("RANK", "2")
@@ -376,13 +376,13 @@ def test_what_is_left_of_a_share_is_dealt_once():
         size, ranks = rng.randrange(1, 200), rng.randrange(1, 6)
         shares, seen = [Share(rank, ranks) for rank in range(ranks)], []
         for _ in range(3):
-            left = []
+            unread = []
             for share in shares:
                 out = rng.randint(share.done, share.count(size))
                 seen += share.at(share.done, out).tolist()
-                left.append(share.after(out))
+                unread.append(share.after(out))
             ranks = rng.randrange(1, 6)
-            states = dealt(left, ranks, size)
+            states = dealt(unread, ranks, size)
             for state in states:
                 state.done = rng.randrange(5)
             shares = [Share(rank, ranks, state) for rank, state in enumerate(states)]
@@ -403,9 +403,9 @@ def test_indices_are_drawn_by_their_weights():
 
 def test_an_epoch_has_an_order_of_its_own_that_comes_again():
     sampler = WeightedSampler([1.0] * 50, seed=1)
-    first, again = list(sampler), list(sampler)
+    first, repeated = list(sampler), list(sampler)
     sampler.set_epoch(1)
-    assert first == again != list(sampler)
+    assert first == repeated != list(sampler)
     assert list(WeightedSampler([1.0] * 50, seed=2)) != first
 
 

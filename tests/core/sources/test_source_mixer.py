@@ -76,8 +76,8 @@ def test_shares_follow_the_weights_at_every_point(by):
     node.reset(None)
     had, longest = Counter(), 40 if by == "tokens" else 2
     for _ in range(3000):
-        one = next(node)
-        had[one.source] += one.tokens if by == "tokens" else 1
+        sample = next(node)
+        had[sample.source] += sample.tokens if by == "tokens" else 1
         for name, weight in WEIGHTS.items():
             assert abs(had[name] - weight * had.total()) <= longest
     assert getattr(node, by) == had
@@ -85,10 +85,10 @@ def test_shares_follow_the_weights_at_every_point(by):
 
 def test_weights_may_be_numbers_of_numpy_and_are_shares():
     weights = {"chat": np.float32(0.5), "caption": np.int64(1), "ocr": 1}
-    known = mixer(weights=weights).fingerprint()["weights"]
-    assert known == {"chat": 1.0, "caption": 2.0, "ocr": 2.0}
-    assert {type(weight) for weight in known.values()} == {float}
-    node, doubled = mixer(), mixer(weights={name: 2 * one for name, one in WEIGHTS.items()})
+    saved = mixer(weights=weights).fingerprint()["weights"]
+    assert saved == {"chat": 1.0, "caption": 2.0, "ocr": 2.0}
+    assert {type(weight) for weight in saved.values()} == {float}
+    node, doubled = mixer(), mixer(weights={name: 2 * weight for name, weight in WEIGHTS.items()})
     node.reset(None)
     for _ in range(5):
         next(node)
@@ -102,12 +102,12 @@ def test_weights_may_be_numbers_of_numpy_and_are_shares():
 def test_items_and_samples_keep_their_source():
     items = list(Loader(SourceMixer({"a": IterableWrapper([1, 2])})))
     assert items == [SourceItem("a", 1), SourceItem("a", 2)]
-    assert Counter(one.source for one in Loader(observed())) == SIZES
+    assert Counter(sample.source for sample in Loader(observed())) == SIZES
     inner = SourceMixer({"b": IterableWrapper([1]), "c": IterableWrapper([2])})
     process = PerSource({"a": sample, "in": PerSource({"b": sample, "c": sample})})
     outer = SourceMixer({"a": IterableWrapper([3]), "in": inner})
     processed = ParallelProcessor(outer, process, rank=0, world_size=1)
-    sources = [one.source for one in Loader(LengthObserver(processed))]
+    sources = [sample.source for sample in Loader(LengthObserver(processed))]
     assert sorted(sources) == ["a", "in/b", "in/c"]
 
 
@@ -158,16 +158,16 @@ def test_an_error_of_reading_names_source_and_sample_and_loses_nothing(tmp_path)
 @pytest.mark.parametrize("stop", STOPS)
 def test_when_an_epoch_ends(stop):
     items = list(Loader(mixer(stop=stop)))
-    of = {name: [item for source, item in items if source == name] for name in SIZES}
+    items_of = {name: [item for source, item in items if source == name] for name in SIZES}
     if stop == "first_exhausted":
-        assert any(len(of[name]) == size for name, size in SIZES.items())
+        assert any(len(items_of[name]) == size for name, size in SIZES.items())
     for name, size in SIZES.items():
         if stop == "all_exhausted":
-            assert sorted(of[name]) == list(range(size))
+            assert sorted(items_of[name]) == list(range(size))
         elif stop == "cycle":
-            assert {*of[name]} == {*range(size)}
+            assert {*items_of[name]} == {*range(size)}
         else:
-            assert len({*of[name]}) == len(of[name])
+            assert len({*items_of[name]}) == len(items_of[name])
     if stop == "all_exhausted":
         assert len(mixer(stop=stop)) == len(items)
     else:
@@ -237,19 +237,19 @@ def named(*names, by="samples"):
 
 
 @pytest.mark.parametrize(
-    ("saved", "now", "message"),
+    ("saved", "changed", "message"),
     [
         (mixer, lambda: mixer(weights={**WEIGHTS, "ocr": 0.1}), "`weights` was"),
         (lambda: named("a", "b"), lambda: named("b", "a"), r"`sources` was \['a', 'b'\]"),
         (lambda: named("a", "b", by="tokens"), lambda: named("b", "a", by="tokens"), "`sources`"),
     ],
 )
-def test_another_mixture_is_refused(saved, now, message):
+def test_another_mixture_is_refused(saved, changed, message):
     node = saved()
     node.reset(None)
     next(node)
     with pytest.raises(StateError, match=message):
-        now().reset(node.state_dict())
+        changed().reset(node.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:.*`sources` was:UserWarning")
@@ -323,8 +323,8 @@ def test_each_source_is_told_once_which_items_to_make_again_first(monkeypatch):
     for _ in range(9):
         next(node)
         items.append(node.item_key())
-    again = make_again(node, items)
-    again.want([3, 0])
+    items_again = make_again(node, items)
+    items_again.want([3, 0])
     for _ in range(2):
-        again.take([0, 3, 5])
+        items_again.take([0, 3, 5])
     assert len(wanted) == 3

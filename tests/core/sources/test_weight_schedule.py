@@ -14,7 +14,7 @@ from odb_nodes import LengthObserver, Loader, ShardedSampler, SourceMixer, State
 from odb_nodes import WeightSchedule as Schedule
 
 NAMES = ("a", "b", "c")
-SCALE = {"a": 40, "b": 5, "c": 300}
+SCALE = {"a": 40, "b": 5, "c": 80}
 PLACES = [
     (0, {"a": 6, "b": 4, "c": 0}),
     (400, {"a": 0.1, "b": 0.1, "c": 0.8}),
@@ -64,16 +64,16 @@ def test_shares_of_samples_follow_the_weights_of_each_stretch():
 
 
 def test_shares_of_tokens_follow_the_weights_of_each_stretch():
-    places = [(place * 300, weights) for place, weights in PLACES]
-    node = in_tokens(Schedule(places), 10_000)
+    places = [(place * 60, weights) for place, weights in PLACES]
+    node = in_tokens(Schedule(places), 2_000)
     node.reset(None)
-    counts, found = Counter(), []
-    while counts.total() < 600_000:
-        if len(found) < len(places) and counts.total() >= places[len(found)][0]:
-            found.append(Counter(counts))
-        one = next(node)
-        counts[one.source] += one.tokens
-    for (_, weights), (before, after) in zip(places, pairwise([*found, counts]), strict=True):
+    counts, at_places = Counter(), []
+    while counts.total() < 120_000:
+        if len(at_places) < len(places) and counts.total() >= places[len(at_places)][0]:
+            at_places.append(Counter(counts))
+        sample = next(node)
+        counts[sample.source] += sample.tokens
+    for (_, weights), (before, after) in zip(places, pairwise([*at_places, counts]), strict=True):
         total = after.total() - before.total()
         for name, share in shares_of(weights).items():
             assert abs((after[name] - before[name]) / total - share) < 0.03
@@ -98,9 +98,11 @@ def test_a_ramp_has_the_shares_between_its_ends():
 )
 @fewer(5)
 def test_no_source_drifts_however_often_the_weights_change(weights, stretch, ramp):
-    every = [{name: one.get(name, 0) for name in NAMES} for one in weights]
+    every = [{name: stretch_weights.get(name, 0) for name in NAMES} for stretch_weights in weights]
     places = [(0, dict.fromkeys(NAMES, 1))]
-    places += [(stretch * (at + 1), one) for at, one in enumerate(every)]
+    places += [
+        (stretch * (number + 1), stretch_weights) for number, stretch_weights in enumerate(every)
+    ]
     schedule = Schedule(places, ramp)
     node = mixer(schedule, stop="first_exhausted")
     node.reset(None)
@@ -150,7 +152,9 @@ def test_when_an_epoch_ends_otherwise():
 def test_a_schedule_for_part_of_the_data_has_its_places_there():
     scaled = Schedule(PLACES).scaled(0.1)
     assert [place for place, _ in scaled.places] == [0, 40, 90, 150]
-    assert [shares for _, shares in scaled.places] == [one for _, one in Schedule(PLACES).places]
+    assert [shares for _, shares in scaled.places] == [
+        shares for _, shares in Schedule(PLACES).places
+    ]
     assert [place for place, _ in Schedule(PLACES).scaled(0.0001).places] == [0, 1, 2, 3]  # apart
 
 

@@ -33,6 +33,7 @@ from odb_nodes.core.sample import Sample, name_of
 from odb_nodes.core.step_info import StepInfo, pop_step_info
 from odb_nodes.errors import PeerError, StateError, StepMemoryError
 from odb_nodes.training.memory.gradients import (
+    Kind,
     average_gradients,
     check_has_all,
     check_no_gradients,
@@ -61,10 +62,10 @@ Run = Callable[[Part, Any], torch.Tensor]
 
 MILLIONTHS = 1e6  # unit in which ranks gather shares, as integers
 
-_MOST_SHRINK = 4  # `shrink` applies to at least this fraction of the limit
-_SHOWN = 8  # keys in an error
-_SHRINK = 0.9  # budget that an error recommends, as a share of the cost that did not fit
-_MOST_SKIPPED = 32  # samples of whole steps in a row: a step may consist of outliers alone
+_LEAST_FAILED_SHARE = 0.25  # of the limit: `shrink` takes a cheaper failed part for as expensive
+_MOST_KEYS_SHOWN = 8  # in an error
+_RECOMMENDED_SHARE = 0.9  # budget that an error recommends, as a share of the failed cost
+_MOST_SKIPPED_SAMPLES = 32  # of whole steps in a row: a step may consist of outliers alone
 
 
 class StepBatch(NamedTuple):
@@ -140,7 +141,7 @@ class OomGuard:
         self.loader, self.on_oom, self._shrink = loader, on_oom, shrink
         self.guard_above = guard_above
         self.limit = budget_tokens if limit is None else check_count("limit", limit)
-        self.fits = self.limit  # the cost that surely fits on this rank
+        self.fitting_cost = self.limit  # a batch of this cost fits on this rank
         self.cost = partial(cost_of_group, budget=budget)
         self.meter = None if meter is None else check_meter(meter)
         self.rule = LossRule(accumulate=1, world_size=1)
@@ -150,10 +151,10 @@ class OomGuard:
         self.watch: FailureWatch | None = None
         # Models that passed `check_has_all`. The guard must not keep them alive: freeing DDP after
         # `destroy_process_group` may hang, waiting for threads with the GIL that these need.
-        self.checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._checked_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._is_warned = False
         self._begun: list[StepBatch] = []  # batches of a step within which the loader has raised
-        self.skipped_in_a_row = 0  # samples of all ranks, in the last steps that were skipped whole
+        self._skipped_in_a_row = 0  # samples of all ranks, in the last steps, all skipped whole
         self.ooms = self.split_steps = self.skipped_samples = 0
         self.peak_share = 0.0
         self.begin_metrics()
@@ -225,7 +226,8 @@ class OomGuard:
             device: device of the tensors for `gather`.
         """
         new_ooms = self.ooms - self._ooms_before
-        row = [new_ooms, *self.computed, round(self._share * MILLIONTHS)]
+        share = round(self._new_share * MILLIONTHS)
+        row = [new_ooms, self._new_parts, self._new_batches, share]
         rows = gather(torch.tensor([row], device=device)).reshape(-1, len(row))
         self.begin_metrics()
         ooms, parts, batches, _ = rows.sum(0).tolist()
@@ -237,8 +239,8 @@ class OomGuard:
     def begin_metrics(self) -> None:
         """Reset the counts of `take_metrics`."""
         self._ooms_before = self.ooms
-        self._share = 0.0
-        self.computed = [0, 0]  # parts and batches since the metrics were taken
+        self._new_share = 0.0  # like `peak_share`
+        self._new_parts = self._new_batches = 0  # computed
 
     # --- the other ranks --------------------------------------------------------------------------
 
@@ -283,7 +285,7 @@ class OomGuard:
         if published is not None:
             raise published from error
 
-    # --- used by `GuardedStep` --------------------------------------------------------------------
+    # --- used by `GuardedStep`, which changes nothing here itself ---------------------------------
 
     def guards(self, infos: Sequence[StepInfo]) -> bool:
         """Tell whether a step may run out of memory; all ranks decide alike."""
@@ -296,6 +298,14 @@ class OomGuard:
         pop_step_info(batch)
         return batch
 
+    def has_checked(self, model: nn.Module) -> bool:
+        """Tell whether a loss of the model was found to train no other parameters."""
+        return model in self._checked_models
+
+    def note_checked(self, model: nn.Module) -> None:
+        """Note that no further loss of this model needs to be checked."""
+        self._checked_models.add(model)
+
     @contextmanager
     def computing(self, part: Part) -> Iterator[None]:
         """Measure a part; with `on_oom="raise"`, count out-of-memory errors here."""
@@ -307,14 +317,14 @@ class OomGuard:
                 yield
                 if meter is not None:
                     share = meter.peak_bytes() / meter.limit_bytes
-                    self._share = max(self._share, share)
+                    self._new_share = max(self._new_share, share)
                     self.peak_share = max(self.peak_share, share)
         except Exception as error:
             if self.on_oom == "raise" and is_out_of_memory(error):
-                self.note(part, "the error is raised", shrinks=False)
+                self.note_oom(part, "the error is raised", shrinks=False)
             raise
 
-    def note(self, failed: Part, remedy: str, *, shrinks: bool = True) -> None:
+    def note_oom(self, failed: Part, remedy: str, *, shrinks: bool = True) -> None:
         """Count and log an out-of-memory error, and request a smaller budget."""
         self.ooms += 1
         logger.warning(
@@ -327,11 +337,28 @@ class OomGuard:
             remedy,
         )
         if self._shrink is not None and shrinks:
-            least = 1 if self.limit is None else self.limit // _MOST_SHRINK
+            least = _LEAST_FAILED_SHARE * (self.limit or 0)
             tokens = max(1, int(self._shrink * max(failed.cost, least)))
-            self.fits = min(tokens, self.fits or tokens)
+            self.fitting_cost = min(tokens, self.fitting_cost or tokens)
             if self.aligner is not None:
-                self.aligner.request_budget(self.fits)
+                self.aligner.request_budget(self.fitting_cost)
+
+    def note_skipped(self, failed: Part) -> None:
+        """Count a sample that does not fit alone, and is skipped."""
+        self.note_oom(failed, "the sample is skipped, and the step is recomputed")
+        self.skipped_samples += not failed.info.is_filler
+
+    def note_step(self, parts: int, batches: int) -> None:
+        """Count a step of `batches` batches that was computed in `parts` parts."""
+        self.split_steps += parts > batches
+        self._new_parts += parts
+        self._new_batches += batches
+
+    def note_skipped_step(self, info: StepInfo, *, is_skipped: bool) -> int:
+        """Return the samples of all ranks in the last steps that were skipped whole."""
+        samples = self._skipped_in_a_row + info.optimizer_samples
+        self._skipped_in_a_row = samples if is_skipped else 0
+        return self._skipped_in_a_row
 
 
 class GuardedStep:
@@ -352,7 +379,7 @@ class GuardedStep:
         planned = [(samples, info) for _, samples, info in batches]
         self.parts = StepParts(planned, guard.rule, guard.cost)
         self.losses: list[torch.Tensor] = []  # this rank's share, of each computed batch
-        self._tried: set[int] = set()  # ids of samples that have failed alone once
+        self._retried: set[int] = set()  # ids of samples that have failed alone once
         self._has_failed = False
 
     def backward(
@@ -383,8 +410,18 @@ class GuardedStep:
                 `model` cannot be computed in parts.
             PeerError: another rank failed, or did not answer.
         """
-        guard, model = self._guard, uncompiled(model)
+        model = uncompiled(model)
         kind = kind_of(model)
+        self._begin(model, kind)
+        is_alone = kind == "local" or (kind == "ddp" and self._guard.guards(self.infos))
+        run = partial(self._add_gradients, model, loss_fn, scaler, is_alone)
+        compute = self._compute_alone if is_alone else self._compute_together
+        self.loss = compute(model, run)
+        return self.loss
+
+    def _begin(self, model: nn.Module, kind: Kind) -> None:
+        """Check the call of `backward`."""
+        guard = self._guard
         if self.is_done:
             raise RuntimeError("`backward` was called before for this step. Take the next one.")
         self.is_done = True
@@ -393,64 +430,86 @@ class GuardedStep:
                 "a DDP model needs a `RankAligner` over all of its ranks below the guard, so that "
                 "they agree on the parts of a step. Use `ODBDataLoader`, or add a `RankAligner`."
             )
-        if kind == "local" and guard.channel is not None and model not in guard.checked:
+        if kind == "local" and guard.channel is not None and not guard.has_checked(model):
             warn_user(
                 "several ranks train, but the model of `step.backward` is not in DDP or FSDP: "
                 "their weights differ after the first step, unless you average the gradients. "
                 "Pass the wrapped model."
             )
+        if kind == "sharded":  # It is never recomputed, so no gradient could count twice.
+            guard.note_checked(model)
 
-        def run(part: Part, batch: Any) -> torch.Tensor:
-            if computes_alone and not (part.is_whole or part.info.loss_scale):
-                # The mean over no targets is NaN, and so would be its gradients.
-                return torch.zeros((), device=next(model.parameters()).device)
-            loss = loss_fn(guard.collate(part) if batch is None else batch)
-            if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
-                raise TypeError(
-                    "`loss_fn` must return the mean loss of the batch, a tensor without dimensions "
-                    f"that has a graph, but returned {loss!r:.80}."
-                )
-            if kind != "sharded" and model not in guard.checked:
-                check_has_all(model, loss)
-            weight = part.info.loss_scale
-            # A mean over no targets is NaN, and NaN times 0 is NaN.
-            loss = loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
-            (loss if scaler is None else scaler.scale(loss)).backward()
-            guard.checked.add(model)  # Not before: memory may run out in the first part.
-            return loss.detach()
+    def _add_gradients(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        scaler: torch.amp.GradScaler | None,
+        is_alone: bool,
+        part: Part,
+        batch: Any,
+    ) -> torch.Tensor:
+        """Add the gradients of a part; return its share of the loss. See `Run`."""
+        weight = part.info.loss_scale
+        if is_alone and not (part.is_whole or weight):
+            # The mean over no targets is NaN, and so would be its gradients.
+            return torch.zeros((), device=_device_of(model))
+        loss = loss_fn(self._guard.collate(part) if batch is None else batch)
+        if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
+            raise TypeError(
+                "`loss_fn` must return the mean loss of the batch, a tensor without dimensions "
+                f"that has a graph, but returned {loss!r:.80}."
+            )
+        if not self._guard.has_checked(model):
+            check_has_all(model, loss)
+        # A mean over no targets is NaN, and NaN times 0 is NaN.
+        loss = loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        self._guard.note_checked(model)  # Not before: memory may run out in the first part.
+        return loss.detach()
 
-        computes_alone = kind == "local" or (kind == "ddp" and guard.guards(self.infos))
-        if not computes_alone:
-            self.loss = self._compute_together(model, run)
-            return self.loss
+    def _compute_alone(self, model: nn.Module, run: Run) -> torch.Tensor:
+        """Compute the step on this rank alone; then all ranks average their gradients."""
         check_no_gradients(model)
         for number in range(len(self.infos)):
             self.compute(number, model, run)
-        left_out, loss = self.agree(), torch.stack(self.losses).sum()
+        left_out = self.agree()
+        loss = torch.stack(self.losses).sum()
         if self.settle(left_out):
             factor = self.parts.loss_factor(left_out)
             scale_gradients(model, factor)
             loss = loss * factor
         self.join(model)
-        self.loss = loss
         return loss
 
-    def join(self, model: nn.Module) -> None:
-        """Average the gradients over the ranks of a DDP model, once all batches are computed."""
-        if isinstance(model, DistributedDataParallel):
-            average_gradients(model)
-        give_gradients(model)  # All samples of all ranks may have been skipped.
+    def _compute_together(self, model: nn.Module, run: Run) -> torch.Tensor:
+        """Compute the step on all ranks together."""
+        limit, most = self._guard.limit, max(info.most_cost for info in self.infos)
+        if limit is not None and most > limit:
+            pieces = -(-most // limit)
+            self.parts.cut(min(pieces, max(info.all_samples_this_step for info in self.infos)))
+        losses, count = [], len(self.parts)
+        for number, part in enumerate(self.parts):
+            waits = isinstance(model, DistributedDataParallel) and number < count - 1
+            with (
+                self.together(part),
+                model.no_sync() if waits else nullcontext(),  # type: ignore[operator]
+            ):
+                losses.append(run(part, self.take(part)))
+        self.count()
+        return torch.stack(losses).sum()
+
+    # --- the stages of a step, for trainers too ---------------------------------------------------
 
     def compute(self, number: int, model: nn.Module, run: Run) -> None:
         """Add the gradients of batch `number`, on this rank alone; split batches until it fits."""
         guard, batches = self._guard, range(number, number + 1)
         if number == 0:
-            while guard.fits is not None and self.parts.halve(guard.fits + 1):
+            while guard.fitting_cost is not None and self.parts.halve(guard.fitting_cost + 1):
                 pass
         try:
             ddp = model if isinstance(model, DistributedDataParallel) else None
             with nullcontext() if ddp is None else without_ddp_sync(ddp):
-                while (failed := self._failing(batches, model, run)) is not None:
+                while (failed := self._compute_batches(batches, model, run)) is not None:
                     self._make_room(failed)
                     model.zero_grad(set_to_none=True)
                     batches = range(number + 1)
@@ -469,36 +528,40 @@ class GuardedStep:
     def settle(self, left_out: Sequence[tuple[int, int]]) -> bool:
         """Count the step, remove skipped samples from `infos`, and tell whether there were any.
 
-        Raises a `StepMemoryError` after `_MOST_SKIPPED` samples of steps that were skipped whole.
+        Raises a `StepMemoryError` after `_MOST_SKIPPED_SAMPLES` in steps that were skipped whole.
         """
-        guard, info = self._guard, self.infos[0]
         self.count()
+        info = self.infos[0]
         samples, targets = map(sum, zip(*left_out, strict=True))
         if info.optimizer_targets:  # Samples without targets train nothing.
-            is_whole = targets == info.optimizer_targets
+            is_skipped = targets == info.optimizer_targets
         else:
-            is_whole = samples == info.optimizer_samples
-        guard.skipped_in_a_row = guard.skipped_in_a_row + info.optimizer_samples if is_whole else 0
-        if guard.skipped_in_a_row >= _MOST_SKIPPED:
+            is_skipped = samples == info.optimizer_samples
+        in_a_row = self._guard.note_skipped_step(info, is_skipped=is_skipped)
+        if in_a_row >= _MOST_SKIPPED_SAMPLES:
             raise StepMemoryError(
-                f"{self.where}: none of the last {guard.skipped_in_a_row} samples of all ranks "
-                "fits into memory alone: whole steps are skipped, and nothing is trained any more. "
-                "Free memory, or use less for each token, such as by `enable_checkpointing`."
+                f"{self.where}: none of the last {in_a_row} samples of all ranks fits into memory "
+                "alone: whole steps are skipped, and nothing is trained any more. Free memory, or "
+                "use less for each token, such as by `enable_checkpointing`."
             )
         if samples:
             self.infos = self.parts.infos(left_out)
         return bool(samples)
 
+    def join(self, model: nn.Module) -> None:
+        """Average the gradients over the ranks of a DDP model, once all batches are computed."""
+        if isinstance(model, DistributedDataParallel):
+            average_gradients(model)
+        give_gradients(model)  # All samples of all ranks may have been skipped.
+
     def count(self) -> None:
         """Count the step, once it is computed."""
-        parts, batches = len(self.parts), len(self.batches)
-        self._guard.split_steps += parts > batches
-        self._guard.computed[0] += parts
-        self._guard.computed[1] += batches
+        self._guard.note_step(len(self.parts), len(self.batches))
 
     def take(self, part: Part) -> Any:
         """Return the loader's batch of a part, once: `loss_fn` may change it. Else `None`."""
-        batch, self.batches[part.batch] = self.batches[part.batch], None
+        batch = self.batches[part.batch]
+        self.batches[part.batch] = None
         return batch if part.is_whole else None
 
     @contextmanager
@@ -514,19 +577,8 @@ class GuardedStep:
             if watch is not None:
                 watch.leave()
             if guard.on_oom != "raise" and is_out_of_memory(error):
-                guard.note(part, "the step cannot be computed")
-                samples, limit = part.samples, guard.limit
-                keys = ", ".join(str(sample.key) for sample in samples[:_SHOWN])
-                more = f" and {len(samples) - _SHOWN} more" if len(samples) > _SHOWN else ""
-                most = part.cost if limit is None else min(part.cost, limit)
-                reason = StepMemoryError(
-                    f"rank {guard.rank} ran out of memory in {self.where}, with {len(samples)} "
-                    f"samples of up to {max(sample.tokens for sample in samples)} tokens and "
-                    f"{sum(sample.patches for sample in samples)} patches (keys {keys}{more}; cost "
-                    f"{part.cost}). All ranks compute such a step together, so it cannot be "
-                    "recomputed. Resume from the last checkpoint with a budget of "
-                    f"{int(_SHRINK * most)} or less."
-                )
+                guard.note_oom(part, "the step cannot be computed")
+                reason = self._error_of(part)
                 if watch is not None:
                     watch.publish(reason)
                 raise reason from error
@@ -535,26 +587,23 @@ class GuardedStep:
         if watch is not None and not runs_ahead():
             watch.leave()
 
-    def _compute_together(self, model: nn.Module, run: Run) -> torch.Tensor:
-        """Compute a step on all ranks together."""
-        limit, most = self._guard.limit, max(info.most_cost for info in self.infos)
-        if limit is not None and most > limit:
-            pieces = -(-most // limit)
-            self.parts.cut(min(pieces, max(info.all_samples_this_step for info in self.infos)))
-        losses, count = [], len(self.parts)
-        for number, part in enumerate(self.parts):
-            waits = isinstance(model, DistributedDataParallel) and number < count - 1
-            with (
-                self.together(part),
-                model.no_sync() if waits else nullcontext(),  # type: ignore[operator]
-            ):
-                losses.append(run(part, self.take(part)))
-        self.count()
-        return torch.stack(losses).sum()
+    def _error_of(self, part: Part) -> StepMemoryError:
+        """Return the error of a part that ran out of memory while all ranks computed it."""
+        samples, limit = part.samples, self._guard.limit
+        keys = ", ".join(str(sample.key) for sample in samples[:_MOST_KEYS_SHOWN])
+        if len(samples) > _MOST_KEYS_SHOWN:
+            keys += f" and {len(samples) - _MOST_KEYS_SHOWN} more"
+        most = part.cost if limit is None else min(part.cost, limit)
+        return StepMemoryError(
+            f"rank {self._guard.rank} ran out of memory in {self.where}, with {len(samples)} "
+            f"samples of up to {max(sample.tokens for sample in samples)} tokens and "
+            f"{sum(sample.patches for sample in samples)} patches (keys {keys}; cost {part.cost}). "
+            "All ranks compute such a step together, so it cannot be recomputed. Resume from the "
+            f"last checkpoint with a budget of {int(_RECOMMENDED_SHARE * most)} or less."
+        )
 
-    def _failing(self, numbers: range, model: nn.Module, run: Run) -> Part | None:
+    def _compute_batches(self, numbers: range, model: nn.Module, run: Run) -> Part | None:
         """Compute batches; return the part that ran out of memory, or `None`."""
-        nothing = torch.zeros((), device=next(model.parameters()).device)
         for number in numbers:
             losses: list[torch.Tensor] = []
             for part in self.parts.of(number):
@@ -567,24 +616,25 @@ class GuardedStep:
                     free_memory(error, old_garbage=self._has_failed)
                     self._has_failed = True
                     return part
-            self.losses[number : number + 1] = [torch.stack(losses).sum() if losses else nothing]
+            if not losses:  # all samples were skipped
+                losses = [torch.zeros((), device=_device_of(model))]
+            self.losses[number : number + 1] = [torch.stack(losses).sum()]
         return None
 
     def _make_room(self, failed: Part) -> None:
         """Split or skip what does not fit, or raise an error."""
         guard, sample = self._guard, failed.samples[0]
         if len(failed.samples) > 1:
-            guard.note(failed, "batches that cost as much are halved, and the step is recomputed")
+            guard.note_oom(failed, "batches that cost as much are halved and recomputed")
             self.parts.halve(failed.cost)
-        elif id(sample) not in self._tried:  # Freed memory may be in one piece now.
-            guard.note(failed, "the step is recomputed, once", shrinks=False)
-            self._tried.add(id(sample))
+        elif id(sample) not in self._retried:  # Freed memory may be in one piece now.
+            guard.note_oom(failed, "the step is recomputed, once", shrinks=False)
+            self._retried.add(id(sample))
         elif guard.on_oom == "skip" or failed.info.is_filler:
-            guard.note(failed, "the sample is skipped, and the step is recomputed")
+            guard.note_skipped(failed)
             self.parts.skip(failed)
-            guard.skipped_samples += not failed.info.is_filler
         else:
-            guard.note(failed, "the step cannot be computed")
+            guard.note_oom(failed, "the step cannot be computed")
             raise StepMemoryError(
                 f"{self.where}, rank {guard.rank}: a sample{name_of(sample)} with {sample.tokens} "
                 f"tokens and {sample.patches} patches does not fit into memory alone. Shorten it, "
@@ -596,6 +646,10 @@ class GuardedStep:
     def where(self) -> str:
         """The step, for error texts."""
         return f"step {self.infos[0].step} of epoch {self.infos[0].epoch}"
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def runs_ahead() -> bool:

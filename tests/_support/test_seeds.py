@@ -2,10 +2,14 @@
 
 import multiprocessing
 import threading
+import time
+from contextlib import suppress
 
 import pytest
 
+from odb_nodes._support import seeds
 from odb_nodes._support.seeds import own_rngs
+from odb_nodes.errors import WorkerError
 
 LIMIT_S = 20.0
 
@@ -44,3 +48,32 @@ def test_a_fork_within_a_turn_leaves_it_to_the_child_to_end():
         child.start()
         child.join(LIMIT_S)
     assert child.exitcode == 0
+
+
+@pytest.mark.parametrize(("turns", "turn_s", "is_error"), [(5, 0.2, False), (1, 1.2, True)])
+def test_a_thread_waits_for_many_turns_but_for_none_above_its_limit(
+    monkeypatch, turns, turn_s, is_error
+):
+    """All turns together take longer than the limit of one."""
+    monkeypatch.setattr(seeds, "_POLL_S", 0.01)
+    holds = threading.Event()
+
+    def take_turns():
+        for _ in range(turns):
+            with own_rngs(0.7):
+                holds.set()
+                time.sleep(turn_s)
+
+    def wait():
+        with suppress(WorkerError), own_rngs(0.7):
+            return
+        errors.append(True)
+
+    errors = []
+    threads = [threading.Thread(target=target) for target in (take_turns, wait)]
+    threads[0].start()
+    holds.wait(LIMIT_S)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert errors == [True] * is_error

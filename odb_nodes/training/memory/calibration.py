@@ -27,6 +27,7 @@ from odb_nodes.core.planning import StepTime, TokenBudget
 from odb_nodes.core.planning.budget import allowed_rows
 from odb_nodes.training.memory.checkpointing import enable_checkpointing
 from odb_nodes.training.memory.meter import (
+    GIB,
     MemoryMeter,
     ShapeTooLargeError,
     check_meter,
@@ -41,15 +42,15 @@ TrainStep = Callable[[Any], Any]
 MakeBatch = Callable[..., Any]
 """(rows, width), or (rows, width, patches) where rows have patches, -> batch."""
 
-TOLERANCE = 0.02  # width of a bracket that is exact enough, as a share of the rows that fit
+TOLERANCE = 0.02  # of rows in an exact bracket, as a share of the rows that fit
 LARGEST_LEAP = 8  # most rows of the next trial, as a multiple of the rows that fit
-FARTHEST = 32  # how far two peaks are extrapolated, in multiples of their difference
+MOST_EXTRAPOLATED = 32  # bytes beyond the larger of two peaks, in multiples of their difference
 STALLED_TOKENS = 2**22  # if a larger batch takes no more than the smallest, memory never grows
 LEAST_TRIALS = 2  # for each width: a trial that fits and a trial that does not
 TRIALS_TO_SEE = 3  # a meter that reports no growth in this many trials is an error
 ENOUGH_POINTS = 4  # trials that suffice to fit the model to large batches alone
 MISFIT = 0.1  # relative error from which the model is fitted to large batches alone
-CANDIDATES = 512  # widths that are compared to find the fullest batch
+CANDIDATE_WIDTHS = 512  # widths that are compared to find the fullest batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +172,8 @@ def find_budget(
         return calibrate()
     with ExitStack() as stack:
         stack.callback(enable_checkpointing(checkpointing).disable)
-        saving = replace(calibrate(), checkpointing=True)
-    slower, faster = sorted((saving, calibrate()), key=lambda way: way.tokens_per_s)
+        checkpointed = replace(calibrate(), checkpointing=True)
+    slower, faster = sorted((checkpointed, calibrate()), key=lambda way: way.tokens_per_s)
     return replace(faster, slower=slower)
 
 
@@ -233,7 +234,7 @@ def preflight(
                     width,
                     trial.patches,
                 )
-        trials.check_seen()
+        trials.check_meter_sees()
     return tuple(trials.done[1:])
 
 
@@ -248,7 +249,7 @@ def _largest_shapes(budget: TokenBudget, lengths: Sequence[int]) -> list[tuple[i
         budget.width(min(length, budget.capacity)) for length in (min(lengths), max(lengths))
     )
     candidates = {
-        budget.width(round(width)) for width in np.geomspace(shortest, longest, CANDIDATES)
+        budget.width(round(width)) for width in np.geomspace(shortest, longest, CANDIDATE_WIDTHS)
     }
     shapes = [(_most_rows(budget, width), width) for width in sorted(candidates)]
     fullest = max(shapes, key=lambda shape: (shape[0] * budget.row_cost(shape[1]), shape[1]))
@@ -307,7 +308,7 @@ class Trials:
         shape = (rows, width, patches) if self._per_row else (rows, width)
         failure: Exception | None = None
         weights, has_gradients = self._state.weights, set[bool]()
-        without = [weight for weight in weights if weight.grad is None]
+        without_gradient = [weight for weight in weights if weight.grad is None]
         hook = register_multi_grad_hook(weights, lambda _: has_gradients.add(True), mode="any")
         with measuring(meter):
             meter.reset()
@@ -327,7 +328,7 @@ class Trials:
             peak_bytes = meter.peak_bytes()
         if failure is not None:
             free_memory(failure)
-            for weight in without:
+            for weight in without_gradient:
                 weight.grad = None
         self._state.restore_values()
         trial = Trial(
@@ -342,7 +343,7 @@ class Trials:
         self.done.append(trial)
         self._has_grown |= peak_bytes > idle_bytes
         if self._bar is not None:
-            outcome = f"fits, {trial.peak_bytes / 2**30:.2f} GiB" if trial.fits else "does not fit"
+            outcome = f"fits, {trial.peak_bytes / GIB:.2f} GiB" if trial.fits else "does not fit"
             self._bar.set_postfix_str(f"{rows} x {width} {outcome}", refresh=False)
             self._bar.update()
         if len(self.done) == 1 and failure is None and weights and not has_gradients:
@@ -351,10 +352,10 @@ class Trials:
                 "backward pass, training takes more memory than these trials."
             )
         if len(self.done) == TRIALS_TO_SEE:
-            self.check_seen()
+            self.check_meter_sees()
         return trial
 
-    def check_seen(self) -> None:
+    def check_meter_sees(self) -> None:
         """Raise a `ValueError` if the meter has measured no growth in any trial."""
         if not self._has_grown:
             trial = self.done[-1]
@@ -371,26 +372,29 @@ class Trials:
 
 @dataclass
 class Bracket:
-    """The most rows of a width that fit (0: none yet), and the fewest that do not."""
+    """What the trials of a width have shown."""
 
     width: int
-    fits: int = 0
-    fails: int | None = None
+    fitting_rows: int = 0  # the most rows that fit; 0: none yet
+    failing_rows: int | None = None  # the fewest rows that do not
 
     @property
-    def step(self) -> int:
-        """The difference of `fits` and `fails` that is close enough, in rows."""
-        return max(ceil(TOLERANCE * self.fits), 1)
+    def tolerance(self) -> int:
+        """How close `fitting_rows` and `failing_rows` must be, in rows."""
+        return max(ceil(TOLERANCE * self.fitting_rows), 1)
 
     @property
-    def most(self) -> int:
+    def most_rows(self) -> int:
         """The most rows of a trial: more would exceed the largest budget."""
         return max(MAX_COUNT // self.width - 1, 1)
 
     @property
     def is_exact(self) -> bool:
-        """Whether `fits` and `fails` are close enough."""
-        return self.fails is not None and self.fails - self.fits <= self.step
+        """Whether `fitting_rows` is close to the most rows that fit."""
+        return (
+            self.failing_rows is not None
+            and self.failing_rows - self.fitting_rows <= self.tolerance
+        )
 
 
 class BudgetSearch(Trials):
@@ -404,16 +408,17 @@ class BudgetSearch(Trials):
         for number, width in enumerate([widest, *between]):
             bracket = Bracket(width)
             if not self._per_row:  # Tokens that fit in wider rows fit in these.
-                wider = (done for done in brackets if done.width > width)
-                bracket.fits = max((done.fits * done.width // width for done in wider), default=0)
+                wider = [earlier for earlier in brackets if earlier.width > width]
+                fitting = [earlier.fitting_rows * earlier.width // width for earlier in wider]
+                bracket.fitting_rows = max(fitting, default=0)
             brackets.append(bracket)
             trials_left = max_trials - len(self.done)
-            for_others = LEAST_TRIALS * (len(widths) - number - 1)
-            for _ in range(max(trials_left - for_others, min(LEAST_TRIALS, trials_left))):
-                self._try(bracket, min(self._next_rows(bracket), bracket.most))
-                if bracket.is_exact or bracket.fits == bracket.most:
+            reserved = LEAST_TRIALS * (len(widths) - number - 1)  # for the other widths
+            for _ in range(max(trials_left - reserved, min(LEAST_TRIALS, trials_left))):
+                self._try(bracket, min(self._next_rows(bracket), bracket.most_rows))
+                if bracket.is_exact or bracket.fitting_rows == bracket.most_rows:
                     break
-        return [bracket for bracket in brackets if bracket.fits or bracket.fails]
+        return [bracket for bracket in brackets if bracket.fitting_rows or bracket.failing_rows]
 
     def model(self) -> MemoryModel:
         """Return a model of the finished trials; only of large ones if small ones do not match."""
@@ -427,41 +432,43 @@ class BudgetSearch(Trials):
 
     def verified_budget(self, brackets: Sequence[Bracket]) -> TokenBudget:
         """Return the model's budget, within the bounds that the trials set."""
-        model = self.model()
         exact = [bracket for bracket in brackets if bracket.is_exact]
-        try:
-            budget = model.budget(self._meter.limit_bytes, threshold=1.0)
-            most_tokens = model.budget(self._meter.limit_bytes, threshold=1.0, margin=0.0).tokens
-        except ValueError:
-            if not exact:
-                raise
-            patches = min(bracket.fits for bracket in brackets) * self._per_row
-            most_tokens = min((bracket.fits + 1) * bracket.width - 1 for bracket in brackets)
-            budget = TokenBudget(most_tokens, max_patches=patches or None)
+        budget, most_tokens = self._predicted_budget(brackets, must_predict=not exact)
         tokens = budget.tokens
-        if exact and not self._per_row:  # with `max_patches`, batches have fewer rows than tried
-            tried_tokens = min(tried.fits * budget.row_cost(tried.width) for tried in exact)
-            tokens = max(
-                tokens, min(tried_tokens, most_tokens)
-            )  # A batch that fit needs no margin.
+        if exact and not self._per_row:  # With `max_patches`, batches have fewer rows than tried.
+            costs = [tried.fitting_rows * budget.row_cost(tried.width) for tried in exact]
+            tokens = max(tokens, min(*costs, most_tokens))  # A batch that fit needs no margin.
         for bracket in brackets:
-            most_rows = bracket.fits
-            if (
-                len(exact) > 1 and not bracket.is_exact
-            ):  # the model knows memory from the exact ones
-                if bracket.fails is None:
+            most_rows = bracket.fitting_rows
+            if len(exact) > 1 and not bracket.is_exact:  # The exact brackets determine the model.
+                if bracket.failing_rows is None:
                     continue
-                most_rows = bracket.fails - 1
+                most_rows = bracket.failing_rows - 1
             if budget.max_patches is None or budget.max_patches > most_rows * self._per_row:
                 tokens = min(tokens, (most_rows + 1) * budget.row_cost(bracket.width) - 1)
         return replace(budget, tokens=tokens)
 
+    def _predicted_budget(
+        self, brackets: Sequence[Bracket], *, must_predict: bool
+    ) -> tuple[TokenBudget, int]:
+        """Return the budget of the model, and its tokens without a margin."""
+        model, limit_bytes = self.model(), self._meter.limit_bytes
+        try:
+            budget = model.budget(limit_bytes, threshold=1.0)
+            return budget, model.budget(limit_bytes, threshold=1.0, margin=0.0).tokens
+        except ValueError:
+            if must_predict:
+                raise
+        patches = min(bracket.fitting_rows for bracket in brackets) * self._per_row
+        tokens = min((bracket.fitting_rows + 1) * bracket.width - 1 for bracket in brackets)
+        return TokenBudget(tokens, max_patches=patches or None), tokens
+
     def tokens_per_s(self, brackets: Sequence[Bracket]) -> float:
         """Return the mean tokens per second over the largest batch of each width that fit."""
-        largest = {(bracket.width, bracket.fits) for bracket in brackets}
-        timed = {(trial.width, trial.rows): trial.seconds for trial in self.done}
-        tried = largest & {*timed}  # `fits` of a bracket may follow from wider rows, untried
-        return sum(width * rows for width, rows in tried) / sum(timed[shape] for shape in tried)
+        largest = {(bracket.width, bracket.fitting_rows) for bracket in brackets}
+        seconds = {(trial.width, trial.rows): trial.seconds for trial in self.done}
+        tried = largest & {*seconds}  # That some rows fit may follow from wider rows, untried.
+        return sum(width * rows for width, rows in tried) / sum(seconds[shape] for shape in tried)
 
     def step_time(self) -> StepTime | None:
         """Return the fitted time of the steps that fit; `None` if they have a single width."""
@@ -477,10 +484,10 @@ class BudgetSearch(Trials):
     def _try(self, bracket: Bracket, rows: int) -> None:
         trial = self.run(rows, bracket.width)
         if trial.fits:
-            bracket.fits = max(bracket.fits, rows)
+            bracket.fitting_rows = max(bracket.fitting_rows, rows)
             self._check_growth()
         elif rows > 1:
-            bracket.fails = rows if bracket.fails is None else min(bracket.fails, rows)
+            bracket.failing_rows = min(rows, bracket.failing_rows or rows)
         else:
             raise ShapeTooLargeError(
                 f"a single row of {bracket.width} tokens does not fit: "
@@ -501,18 +508,21 @@ class BudgetSearch(Trials):
             )
 
     def _next_rows(self, bracket: Bracket) -> int:
-        fits, fails, expected = bracket.fits, bracket.fails, self._expected_rows(bracket.width)
-        most = max(LARGEST_LEAP * fits, 1)
-        if fails is None:
-            return most if expected is None else min(max(expected, fits + bracket.step), most)
-        first, last = fits + bracket.step, fails - bracket.step
+        fitting, failing = bracket.fitting_rows, bracket.failing_rows
+        expected = self._expected_rows(bracket.width)
+        most = max(LARGEST_LEAP * fitting, 1)
+        if failing is None:
+            return (
+                most if expected is None else min(max(expected, fitting + bracket.tolerance), most)
+            )
         failed = [trial for trial in self.done if trial.width == bracket.width and not trial.fits]
-        is_misled = expected is not None and expected >= fails and len(failed) > 1
-        if expected is None or expected < fits or is_misled:
-            rows = isqrt(fits * fails)
+        is_misled = expected is not None and expected >= failing and len(failed) > 1
+        if expected is None or expected < fitting or is_misled:
+            rows = isqrt(fitting * failing)
         else:
+            first, last = fitting + bracket.tolerance, failing - bracket.tolerance
             rows = min(max(expected, first), last) if first < last else (first + last) // 2
-        return min(max(rows, fits + 1), fails - 1)
+        return min(max(rows, fitting + 1), failing - 1)
 
     def _expected_rows(self, width: int) -> int | None:
         """Return how many rows of a width should fit; `None` if the trials cannot tell."""
@@ -521,7 +531,7 @@ class BudgetSearch(Trials):
             fewer, more = sorted(peaks)[-2:]
             difference = peaks[more] - peaks[fewer]
             room_bytes = self._meter.limit_bytes - peaks[more]
-            if difference <= 0 or room_bytes > FARTHEST * difference:
+            if difference <= 0 or room_bytes > MOST_EXTRAPOLATED * difference:
                 return None
             return more + int(room_bytes * (more - fewer) // difference)
         if len({trial.width for trial in self._ended()} - {width}) < 2:

@@ -173,7 +173,7 @@ def test_a_rank_that_the_others_wait_for_is_named(shares, said):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            notices.look(shares, Counts.over_ranks(shares), None)
+            notices.check(shares, Counts.over_ranks(shares), None)
     found = [str(one.message) for one in caught if str(one.message).startswith("rank")]
     assert len(found) == (said is not None) and all(one.startswith(said) for one in found)
 
@@ -184,7 +184,7 @@ def test_a_rank_is_named_only_if_consecutive_records_show_it():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for shares in (LATE, LATE[1:] + LATE[:1]) * 3:
-            notices.look(shares, Counts.over_ranks(shares), None)
+            notices.check(shares, Counts.over_ranks(shares), None)
 
 
 # --- a batch that is told twice is refused; one that is not told is said --------------------------
@@ -195,7 +195,7 @@ def test_a_batch_that_is_told_twice_is_refused(tmp_path):
     monitor = Monitor(tmp_path)
     monitor.step(*first)
     monitor.step(*second)
-    with pytest.raises(ValueError, match="for step 1 of epoch 0, for which it was called again"):
+    with pytest.raises(ValueError, match="for step 1 of epoch 0 a second time"):
         monitor.step(*second)
 
 

@@ -63,8 +63,8 @@ def joint_batches(data, ranks, accumulate=1):
 
     of_ranks = on_ranks(ranks, run)
     for start in range(0, len(of_ranks[0]), accumulate):
-        batches = [one for of_rank in of_ranks for one in of_rank[start : start + accumulate]]
-        whole = [one for one in batches if not pop_step_info(one).is_filler]
+        batches = [batch for of_rank in of_ranks for batch in of_rank[start : start + accumulate]]
+        whole = [batch for batch in batches if not pop_step_info(batch).is_filler]
         yield {key: torch.cat([one[key] for one in whole]) for key in ("x", "y", "task")}
 
 
@@ -83,7 +83,7 @@ def balanced(loader, tasks=NEAR_FAR, spoil=lambda number: 1.0, **options):
 
 
 def flat(gradients):
-    return torch.cat([one.flatten() for one in gradients])
+    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def projected_gradients(loader, tasks=NEAR_FAR):
@@ -97,9 +97,9 @@ def projected_gradients(loader, tasks=NEAR_FAR):
         conflicts.backward(losses, info)
         weights.loss(losses, info).backward()
         if info.ends_optimizer_step:
-            plain = flat(one.grad for one in model.parameters())
+            plain = flat(weight.grad for weight in model.parameters())
             model.zero_grad()
             conflicts.step()
-            found.append((flat(one.grad for one in model.parameters()), plain))
+            found.append((flat(weight.grad for weight in model.parameters()), plain))
             model.zero_grad()
     return found

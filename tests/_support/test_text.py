@@ -132,7 +132,9 @@ def test_lines_come_soon_and_then_each_minute_and_say_how_far_it_is(
     assert [int(message.split()[-2]) for message in caplog.messages] == seconds
     if first_s == 1:
         assert caplog.messages[1] == "samples read: 20 of 200 after 20 s"
-    assert {(one.name, one.levelno) for one in caplog.records} <= {("odb_nodes", logging.WARNING)}
+    assert {(record.name, record.levelno) for record in caplog.records} <= {
+        ("odb_nodes", logging.WARNING)
+    }
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 3), (1, 0)])
@@ -180,7 +182,7 @@ def said_by(run):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         run()
-    return [one for one in caught if one.category is UserWarning]
+    return [warning for warning in caught if warning.category is UserWarning]
 
 
 def narrow_loader():

@@ -381,7 +381,7 @@ def test_schedulers_scalers_and_generators_are_as_they_were():
     def states():
         objects = (training.optimizer, scheduler, scaler)
         numbers = [generator.get_state(), own_numbers.bit_generator.state]
-        return [*(copy.deepcopy(one.state_dict()) for one in objects), *numbers]
+        return [*(copy.deepcopy(holder.state_dict()) for holder in objects), *numbers]
 
     before, more = states(), [scheduler, scaler, generator, own_numbers]
     options = {"train_step": train_step, "make_batch": batches, "widths": [10, 40]}
@@ -393,7 +393,9 @@ def test_a_step_that_failed_leaves_no_gradients_to_the_next():
     training, with_gradients = make_training(), []
 
     def train_step(batch):
-        with_gradients.append(sum(one.grad is not None for one in training.model.parameters()))
+        with_gradients.append(
+            sum(weight.grad is not None for weight in training.model.parameters())
+        )
         training.model(*batch).backward()
         training.optimizer.step()
         training.optimizer.zero_grad()

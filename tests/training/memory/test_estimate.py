@@ -99,13 +99,13 @@ def test_parameters_gradients_and_states_are_exact_also_of_a_model_without_memor
     found = estimate_training_memory(model, (2, 8))
     with torch.device("meta"):
         assert estimate_training_memory(made(), (2, 8)) == found
-    weights = [torch.zeros_like(one, device="cpu") for one in model.parameters()]
-    assert found.parameter_bytes == sum(one.nbytes for one in weights)
-    trained = [one for one, own in zip(weights, model.parameters(), strict=True)
+    weights = [torch.zeros_like(weight, device="cpu") for weight in model.parameters()]
+    assert found.parameter_bytes == sum(zeros.nbytes for zeros in weights)
+    trained = [zeros for zeros, own in zip(weights, model.parameters(), strict=True)
                if own.requires_grad]  # fmt: skip
     for one in trained:
         one.requires_grad_().grad = torch.ones_like(one)
-    assert found.gradient_bytes == sum(one.grad.nbytes for one in trained)
+    assert found.gradient_bytes == sum(weight.grad.nbytes for weight in trained)
     for name, make_optimizer in {
         "adamw": torch.optim.AdamW,
         "rmsprop": torch.optim.RMSprop,
@@ -113,7 +113,7 @@ def test_parameters_gradients_and_states_are_exact_also_of_a_model_without_memor
         "sgd": torch.optim.SGD,
     }.items():
         (optimizer := make_optimizer(trained)).step()
-        states = (one for state in optimizer.state.values() for one in state.values())
+        states = (value for state in optimizer.state.values() for value in state.values())
         kept = sum(one.nbytes for one in states if torch.is_tensor(one) and one.ndim)
         estimate = estimate_training_memory(model, (2, 8), optimizer=name)
         assert estimate.optimizer_bytes == kept

@@ -31,8 +31,8 @@ def prompts(count=9):
 
 def batch_of():
     width = max(map(len, prompts()))
-    rows = [[PAD] * (width - len(one)) + one for one in prompts()]
-    mask = [[0] * (width - len(one)) + [1] * len(one) for one in prompts()]
+    rows = [[PAD] * (width - len(prompt)) + prompt for prompt in prompts()]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts()]
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
 
 
@@ -88,7 +88,9 @@ def test_results_are_in_the_order_of_the_data(model, ranks):
         assert longest == sorted(longest, reverse=True)
     for prompt, found in zip(data, results, strict=True):
         alone = model.generate(torch.tensor([prompt]), **OPTIONS)[0].tolist()
-        assert [token for token in found if token != PAD] == [one for one in alone if one != PAD]
+        assert [token for token in found if token != PAD] == [
+            token for token in alone if token != PAD
+        ]
 
 
 @pytest.mark.parametrize("how", [{"pad_to_multiple_of": 16}, {"shapes": 3}])

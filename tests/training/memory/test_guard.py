@@ -155,7 +155,7 @@ def test_batches_of_a_step_in_which_the_loader_raises_are_kept(step):
                 model.zero_grad()
         except ValueError:
             continue
-    check_equal(found, [one[:3] for one in expected])
+    check_equal(found, [step[:3] for step in expected])
 
 
 def own_mean(model, batch):
@@ -174,7 +174,7 @@ def test_a_mean_over_no_targets_leaves_no_nan_in_the_gradients_of_a_split_batch(
         epoch(loader_of(token_budget=250), FailingModel(fails), own_mean)
         for fails in (never, above(60))
     )
-    has_targets = [number for number, one in enumerate(whole) if one[0].isfinite().all()]
+    has_targets = [number for number, step in enumerate(whole) if step[0].isfinite().all()]
     check_equal([found[number] for number in has_targets], [whole[n] for n in has_targets])
     assert guard.split_steps > 2 and len(has_targets) > 2
 
@@ -187,12 +187,12 @@ def row_means(model, batch):
 
 @pytest.mark.parametrize("scaling", ["none", "approx"])
 def test_batches_without_targets_are_weighed_by_samples_where_the_loss_is(scaling):
-    data = [{**one, "labels": [-100] * len(one["labels"])} for one in samples_of(0, 20)]
+    data = [{**sample, "labels": [-100] * len(sample["labels"])} for sample in samples_of(0, 20)]
     options = {"data": data, "loss_scaling": scaling}
     (_, whole), (_, parts) = (epoch(loader_of(**options), None, row_means, limit=limit)
                               for limit in (None, 30))  # fmt: skip
     check_equal(parts, whole)
-    assert all(one[0].abs().max() > 0 for one in whole)
+    assert all(step[0].abs().max() > 0 for step in whole)
 
 
 def test_parts_of_a_batch_draw_random_numbers_of_their_own():
@@ -216,7 +216,7 @@ def test_parts_of_a_batch_draw_random_numbers_of_their_own():
 
 def with_targets():
     """The samples that have targets: others need not be computed in parts, and fit so."""
-    return [one for one in samples_of(0, SAMPLES) if (one["labels"][1:] != -100).any()]
+    return [sample for sample in samples_of(0, SAMPLES) if (sample["labels"][1:] != -100).any()]
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -230,13 +230,13 @@ def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(accumulate, tmp_
             assert relative_error(gradient, whole.gradient([ids], "exact")) < 1e-12
     left = {*range(SAMPLES)} - {*keys_of(found)}
     assert len(left) == guard.skipped_samples
-    assert left == {one["id"] for one in with_targets() if len(one["input_ids"]) > 12}
+    assert left == {sample["id"] for sample in with_targets() if len(sample["input_ids"]) > 12}
     report = audit(tmp_path, SAMPLES)
     assert report.ok and f"{len(left)} skipped (out of memory)" in str(report)
 
 
 def test_a_sample_that_does_not_fit_alone_is_an_error_that_names_it():
-    tokens = max(len(one["input_ids"]) for one in with_targets())
+    tokens = max(len(sample["input_ids"]) for sample in with_targets())
     message = rf"step \d+ of epoch 0, rank 0: a sample \(key \d+\) with {tokens} tokens .* alone"
     with pytest.raises(StepMemoryError, match=message):
         epoch(loader_of(), FailingModel(above(tokens - 1)))
@@ -303,7 +303,7 @@ def test_a_budget_shrinks_where_memory_runs_out_and_stays_so_but_for_an_epoch_wi
     _, later = epoch(loader)
     resumed, fresh = loader_of(round_size=1), loader_of(round_size=1)
     resumed.load_state_dict(state)
-    assert [one[2] for one in epoch(resumed)[1]] == [one[2] for one in later]
+    assert [step[2] for step in epoch(resumed)[1]] == [step[2] for step in later]
     assert limit_of(loader) == limit_of(resumed) == shrunk
     fresh.set_epoch(1)
     _, found = epoch(fresh)
@@ -422,8 +422,8 @@ def test_a_step_without_its_backward_is_warned_of_once():
             if number not in (1, 2):
                 step.backward(model, loss_of(model))
                 model.zero_grad()
-    ours = [one for one in caught if "not called" in str(one.message)]
-    assert [one.filename for one in ours] == [__file__]
+    ours = [warning for warning in caught if "not called" in str(warning.message)]
+    assert [warning.filename for warning in ours] == [__file__]
 
 
 def test_a_loss_that_trains_what_the_model_does_not_have_is_refused():
@@ -472,13 +472,13 @@ def test_a_gpu_that_runs_out_of_memory_gives_the_same_gradients():
         found, guard = [], OomGuard(ODBDataLoader(data, **loader_options), **options)
         for step in guard:
             step.backward(model, loss)
-            found.append(torch.cat([one.grad.flatten() for one in model.parameters()]))
+            found.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
             model.zero_grad()
         return guard, found
 
     torch.cuda.reset_peak_memory_stats()
     _, expected = gradients()
-    expected = [one.cpu() for one in expected]
+    expected = [step.cpu() for step in expected]
     peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(0.6 * peak / total)

@@ -59,7 +59,7 @@ def test_terms_that_are_exact_are_found_again(terms, seed):
     a, b, c, d = terms
     terms, draw = {"a": a + 10**6, "b": b + 1, "c": c, "d": d}, random.Random(seed)
     shapes = [(draw.randint(1, 64), draw.randint(8, 512), draw.randint(0, 300)) for _ in range(12)]
-    model = model_of([(*one, synthetic(*one, **terms)) for one in shapes])
+    model = model_of([(*shape, synthetic(*shape, **terms)) for shape in shapes])
     for shape in [(3, 100, 0), (40, 300, 0), (1, 512, 200)]:
         assert model.predict(*shape) == pytest.approx(synthetic(*shape, **terms), rel=3e-3)
 
@@ -107,7 +107,7 @@ def test_a_budget_counts_only_what_takes_memory():
 
 def test_patches_get_the_share_that_they_had():
     points = [(n, w, n * 64) for n, w in EIGHT_SHAPES]
-    model = model_of([(*one, synthetic(*one, c=0)) for one in points])
+    model = model_of([(*point, synthetic(*point, c=0)) for point in points])
     budget = model.budget(20 * GIB, threshold=1.0)
     largest = synthetic(1, budget.tokens, budget.max_patches, c=0)
     assert 0.97 * 20 * GIB < largest <= 20 * GIB

@@ -54,7 +54,7 @@ def test_the_loss_of_each_sample_is_that_of_the_sample_alone(layout):
             places = torch.stack([places, *[torch.zeros_like(places)] * 3])
         losses = row_losses(logits, batch["labels"], position_ids=places)
         for number, key in enumerate(info.keys):
-            sample = {name: torch.tensor([one]) for name, one in SAMPLES[key].items()}
+            sample = {name: torch.tensor([values]) for name, values in SAMPLES[key].items()}
             alone = cross_entropy(
                 logits_of(sample)[0, :-1].float(), sample["labels"][0, 1:], reduction="sum"
             )
@@ -94,10 +94,10 @@ def train(monitor, loader, epochs, steps=None, states=None):
 
 def expected(epochs):
     return {
-        SampleLoss(source, key, 0, epoch, len(one["input_ids"]) - 1, loss_of(source, key, epoch))
+        SampleLoss(source, key, 0, epoch, len(row["input_ids"]) - 1, loss_of(source, key, epoch))
         for epoch in range(epochs)
         for source, rows in DATA.items()
-        for key, one in enumerate(rows)
+        for key, row in enumerate(rows)
     }
 
 
@@ -134,8 +134,8 @@ def test_the_loss_and_that_of_the_sources_come_from_the_samples(tmp_path):
     assert [path.name for path in (tmp_path / "without").iterdir()] == ["monitor.jsonl"]
     (epoch,) = read_run(tmp_path / "with").epochs
     for name in ("loss/web", "loss/code", "loss"):
-        rows = [one for one in expected(1) if name.endswith((one.source, "loss"))]
-        mean = sum(one.loss * one.targets for one in rows) / sum(one.targets for one in rows)
+        rows = [loss for loss in expected(1) if name.endswith((loss.source, "loss"))]
+        mean = sum(loss.loss * loss.targets for loss in rows) / sum(loss.targets for loss in rows)
         assert epoch["mean"][name] == pytest.approx(mean, rel=1e-6)
 
 
@@ -156,7 +156,7 @@ def test_a_block_that_is_cut_short_or_damaged_is_left_out(tmp_path):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             losses = {*read_losses(tmp_path)}
-        found = ["are damaged" in str(one.message) for one in caught]
+        found = ["are damaged" in str(warning.message) for warning in caught]
         is_harmless = losses == {*whole}  # base64 ignores some bits of a line's last character
         assert losses < {*whole} or (is_harmless and not found)
         assert found == [True] or (not found and (is_harmless or at >= last))
@@ -173,7 +173,7 @@ def test_a_full_disk_warns_once(tmp_path, monkeypatch):
         monkeypatch.setattr(os, "write", lambda file, data: 0)
         with pytest.warns(UserWarning, match="the losses of these samples are missing") as caught:
             train(monitor, loader, 1)
-        assert sum("losses of these samples" in str(one.message) for one in caught) == 1
+        assert sum("losses of these samples" in str(warning.message) for warning in caught) == 1
 
 
 def test_the_worst_samples_have_the_highest_loss_at_last(tmp_path):
@@ -185,8 +185,8 @@ def test_the_worst_samples_have_the_highest_loss_at_last(tmp_path):
         for epoch, loss in enumerate(values)
     ]
     found = worst_samples([*losses, SampleLoss("c", 1, 0, 0, 0, 99.0)], 3)
-    assert [(one[-1].source, one[-1].key) for one in found] == [("b", 1), ("b", 2), ("a", 2)]
-    assert [one.loss for one in found[2]] == [1.0, 2.0]
+    assert [(loss[-1].source, loss[-1].key) for loss in found] == [("b", 1), ("b", 2), ("a", 2)]
+    assert [loss.loss for loss in found[2]] == [1.0, 2.0]
 
 
 def test_losses_of_fewer_samples_than_the_batch_has_are_refused_at_once(tmp_path):
@@ -219,10 +219,10 @@ def test_samples_of_ranks_with_data_of_their_own_are_told_apart(tmp_path):
 
     on_ranks(2, run)
     found = read_losses(tmp_path / "run")
-    assert {(one.rank, one.key): one.loss for one in found} == {
+    assert {(loss.rank, loss.key): loss.loss for loss in found} == {
         (rank, key): 1.0 + 100 * rank + key for rank in range(2) for key in range(20)
     }
-    assert [one[-1].rank for one in worst_samples(found, 21)] == [1] * 20 + [0]
+    assert [history[-1].rank for history in worst_samples(found, 21)] == [1] * 20 + [0]
     report(tmp_path / "run", html=tmp_path / "r.html", json=tmp_path / "r.json")
     (run,) = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert run["worst"][0][-1]["loss"] == 120.0
@@ -261,7 +261,8 @@ def test_files_of_ranks_that_the_run_had_not_do_not_count(
         expected.add((1, 2.0))
     names = ("step", "world_size", "time_s")
     attempts = [
-        {"kind": "attempt", "version": 2, **dict(zip(names, one, strict=True))} for one in begins
+        {"kind": "attempt", "version": 2, **dict(zip(names, begin, strict=True))}
+        for begin in begins
     ]
     (tmp_path / "monitor.jsonl").write_text("".join(map(line_of, attempts)))
-    assert {(one.key, one.loss) for one in read_losses(tmp_path)} == expected
+    assert {(loss.key, loss.loss) for loss in read_losses(tmp_path)} == expected

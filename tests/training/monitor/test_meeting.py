@@ -127,7 +127,7 @@ def warned(loader, folder, losses=(), **options):
         for number, batch in enumerate(monitor.watch(loader)):
             loss = losses[number] if number < len(losses) else 1.0
             monitor.step(batch, pop_step_info(batch), loss=loss, **options)
-    texts = [str(one.message) for one in caught if one.category is UserWarning]
+    texts = [str(warning.message) for warning in caught if warning.category is UserWarning]
     return [text for text in texts if "are padding" not in text]
 
 
@@ -174,8 +174,10 @@ def test_a_rank_that_the_others_wait_for_is_named(shares, said):
         warnings.simplefilter("always")
         for _ in range(3):
             notices.check(shares, Counts.over_ranks(shares), None)
-    found = [str(one.message) for one in caught if str(one.message).startswith("rank")]
-    assert len(found) == (said is not None) and all(one.startswith(said) for one in found)
+    found = [str(warning.message) for warning in caught if str(warning.message).startswith("rank")]
+    assert len(found) == (said is not None) and all(
+        warning_text.startswith(said) for warning_text in found
+    )
 
 
 def test_a_rank_is_named_only_if_consecutive_records_show_it():
@@ -205,7 +207,7 @@ def test_a_batch_that_is_not_told_is_warned_of_once_with_its_number(tmp_path):
             for number, step in enumerate(steps_of(loader_of())):
                 if number not in (3, 5):
                     monitor.step(*step)
-        assert sum("was not called for" in str(one.message) for one in caught) == 1
+        assert sum("was not called for" in str(warning.message) for warning in caught) == 1
     loader, monitor = loader_of(), Monitor(tmp_path / "later")
     for step in steps_of(loader):
         monitor.step(*step)
@@ -283,5 +285,5 @@ def test_an_epoch_whose_end_is_not_told_is_warned_of_once(tmp_path, told, expect
                 for number, batch in enumerate(monitor.watch(loader)):
                     if number in told:
                         monitor.step(batch, pop_step_info(batch))
-    told_of = [one.filename for one in caught if "was not called" in str(one.message)]
+    told_of = [warning.filename for warning in caught if "was not called" in str(warning.message)]
     assert told_of == [__file__]

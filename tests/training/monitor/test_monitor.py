@@ -46,7 +46,7 @@ def test_padding_is_a_share_of_what_observe_counts(tmp_path, layout):
         with Monitor(tmp_path / f"{times}", every=1) as monitor:
             train(monitor, loader_of(**options))
         run = read_run(tmp_path / f"{times}")
-        return [one["mean"]["padding_share"] for one in [*run.steps, *run.epochs]]
+        return [record["mean"]["padding_share"] for record in [*run.steps, *run.epochs]]
 
     doubled = shares(2)
     assert doubled == shares(1)
@@ -65,8 +65,8 @@ def test_the_records_add_up_to_the_data(tmp_path):
     (epoch,) = run.epochs
     check_steps_follow([{"step": 0}, *run.steps])
     assert (epoch["first_step"], epoch["step"]) == (1, run.steps[-1]["step"])
-    assert all(one["step"] - one["first_step"] == 1 for one in run.steps[:-1])
-    tokens = {name: sum(len(one["input_ids"]) for one in rows) for name, rows in DATA.items()}
+    assert all(record["step"] - record["first_step"] == 1 for record in run.steps[:-1])
+    tokens = {name: sum(len(sample["input_ids"]) for sample in rows) for name, rows in DATA.items()}
     sums = epoch["sum"]
     assert sums["samples"] == 100
     assert sums["tokens"] == sum(tokens.values())
@@ -80,7 +80,7 @@ def test_the_records_add_up_to_the_data(tmp_path):
     for number, one in enumerate(run.steps):
         assert one["mean"]["loss"] == mean_loss(infos[4 * number : 4 * number + 4])
     for name in ("samples", "tokens", "padded_tokens", "targets", "optimizer_steps"):
-        assert sum(one["sum"][name] for one in run.steps) == sums[name]
+        assert sum(record["sum"][name] for record in run.steps) == sums[name]
     for one in run.steps:
         for shape, number in one["shapes"].items():
             shapes[shape] -= number
@@ -189,7 +189,7 @@ def test_an_error_or_an_epoch_that_is_left_loses_the_rest_and_nothing_else(tmp_p
     with pytest.raises(KeyboardInterrupt), Monitor(tmp_path / "error", every=2) as monitor:
         train(monitor, loader, steps=3)
         raise KeyboardInterrupt
-    assert [one["step"] for one in read_run(tmp_path / "error").steps] == [2]
+    assert [record["step"] for record in read_run(tmp_path / "error").steps] == [2]
     with Monitor(tmp_path / "left") as monitor:
         train(monitor, loader, steps=2)
         monitor.attach(loader)
@@ -261,7 +261,9 @@ def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, monkeypatch, caplo
         monitor.step(*told, loss=2.5)
         if told[1].step == 4:
             break
-    first, _, third, *_ = [one for one in caplog.messages if one.startswith("optimizer step")]
+    first, _, third, *_ = [
+        message for message in caplog.messages if message.startswith("optimizer step")
+    ]
     samples = r", \d+ of 100 samples" if is_watched else ""
     assert re.fullmatch(f"optimizer steps: 1 after 0 s; epoch 0{samples}", first)
     figures = r", loss 2.5, tokens/s [\d,]+, padding [\d.]+%, waiting \d+%"
@@ -271,7 +273,7 @@ def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, monkeypatch, caplo
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     Monitor(tmp_path / "rank 1", every=100).step(*told)
-    assert not [one for one in caplog.messages if one.startswith("optimizer step")]
+    assert not [message for message in caplog.messages if message.startswith("optimizer step")]
 
 
 class Lines(IterableDataset):
@@ -289,7 +291,7 @@ def loader_without_length(kind, folder):
 
 @pytest.mark.parametrize("kind", ["composed", "dataset", "lines"])
 def test_a_loader_that_does_not_know_its_length_is_watched(tmp_path, kind):
-    (tmp_path / "web.jsonl").write_text("".join(json.dumps(one) + "\n" for one in DATA["web"]))
+    (tmp_path / "web.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA["web"]))
     with Monitor(tmp_path / "run", every=2) as monitor:
         train(monitor, loader := loader_without_length(kind, tmp_path))
     if kind == "lines":
@@ -310,7 +312,7 @@ def test_a_record_has_the_squares_of_the_lengths_that_attend(tmp_path, layout, p
             info = pop_step_info(batch)
             lengths = [len(data[key]["input_ids"]) for key in info.keys]
             rows = lengths if layout == "packed" else [max(lengths)] * len(lengths)
-            expected += sum(one * one for one in rows)
+            expected += sum(sample * sample for sample in rows)
             if positions is not None:
                 batch["position_ids"] = batch["position_ids"].expand(positions)
             monitor.step(batch, info)
@@ -353,7 +355,10 @@ def test_a_meter_counts_batches_and_the_wait_for_each():
         meter.add(batch, pop_step_info(batch), wait_s=0.25)
         padded, batches = padded + batch["input_ids"].numel(), batches + 1
     rows, steps, _ = meter.take()
-    found, real = summarize(rows[None], steps, 10.0), sum(len(one["input_ids"]) for one in dataset)
+    found, real = (
+        summarize(rows[None], steps, 10.0),
+        sum(len(sample["input_ids"]) for sample in dataset),
+    )
     assert found["odb/padding_share"] == pytest.approx(1 - real / padded)
     assert found["odb/samples_per_step"] == 50 / steps
     assert found["odb/data_wait_share"] == pytest.approx(0.25 * batches / 10)

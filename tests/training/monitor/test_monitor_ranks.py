@@ -49,9 +49,9 @@ def test_ranks_that_are_killed_go_on_in_one_file(tmp_path):
     (epoch,) = read_run(whole).epochs
     assert epoch["sum"]["samples"] == 200
     found = read_losses(killed)
-    assert sorted(one.key for one in found) == [*range(200)]
+    assert sorted(loss.key for loss in found) == [*range(200)]
     assert sorted(found) == sorted(read_losses(whole))
-    weighted = sum(one.loss * one.targets for one in found) / epoch["sum"]["targets"]
+    weighted = sum(loss.loss * loss.targets for loss in found) / epoch["sum"]["targets"]
     assert epoch["mean"]["loss"] == pytest.approx(weighted, rel=1e-6)
 
 
@@ -66,10 +66,10 @@ def test_other_ranks_go_on_in_one_file(tmp_path):
     (epoch,) = run.epochs
     assert (epoch["first_step"], epoch["step"]) == (1, run.steps[-1]["step"])
     assert epoch["sum"]["samples"] == 200
-    assert [one["first_step"] for one in run.steps[:3]] == [1, 5, 8]
-    assert [one["world_size"] for one in run.attempts] == [2, 3]
-    assert sorted(one.key for one in found) == [*range(200)]
-    weighted = sum(one.loss * one.targets for one in found) / epoch["sum"]["targets"]
+    assert [record["first_step"] for record in run.steps[:3]] == [1, 5, 8]
+    assert [attempt["world_size"] for attempt in run.attempts] == [2, 3]
+    assert sorted(loss.key for loss in found) == [*range(200)]
+    weighted = sum(loss.loss * loss.targets for loss in found) / epoch["sum"]["targets"]
     assert epoch["mean"]["loss"] == pytest.approx(weighted, rel=1e-6)
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for b", "ignore:.*are 
 
 
 def steps_of(folder):
-    return [one["step"] for one in read_run(folder).steps]
+    return [record["step"] for record in read_run(folder).steps]
 
 
 def test_a_folder_has_one_monitor_and_a_run_that_begins_anew_says_so(tmp_path):
@@ -38,7 +38,7 @@ def test_a_full_disk_warns_once_and_is_a_gap(tmp_path, monkeypatch):
     with Monitor(tmp_path, every=1) as monitor:
         with pytest.warns(UserWarning, match="cannot be written") as caught:
             train(monitor, loader_of(), steps=6, after=after)
-    assert sum("cannot be written" in str(one.message) for one in caught) == 1
+    assert sum("cannot be written" in str(warning.message) for warning in caught) == 1
     assert steps_of(tmp_path) == [1, 2, 5, 6]
 
 
@@ -53,7 +53,7 @@ def test_a_folder_that_is_deleted_is_noticed_and_made_anew(tmp_path, writers):
     monitor = Monitor(folder, every=1, writers=writers, losses_by_sample=True)
     with monitor, pytest.warns(UserWarning, match="deleted") as caught:
         train(monitor, loader_of(), steps=5, after=after)
-    assert 1 <= sum("deleted" in str(one.message) for one in caught) <= 3
+    assert 1 <= sum("deleted" in str(warning.message) for warning in caught) <= 3
     assert steps_of(folder) == [4, 5] and len(read_run(folder).attempts) == 1
     if "tensorboard" in writers:
         assert any((folder / "tensorboard").iterdir())
@@ -80,8 +80,8 @@ def test_an_attempt_that_a_full_disk_has_no_room_for_comes_with_the_next_record(
                 after=lambda _: monkeypatch.setattr(os, "write", write),
             )
     run = read_run(tmp_path)
-    assert [one["step"] for one in run.steps] == [1, 2, 4, 5]
-    assert [one["step"] for one in run.attempts] == [0, 2, 2, 2]
+    assert [record["step"] for record in run.steps] == [1, 2, 4, 5]
+    assert [attempt["step"] for attempt in run.attempts] == [0, 2, 2, 2]
 
 
 @pytest.fixture
@@ -223,4 +223,4 @@ def test_a_run_that_goes_on_from_the_last_step_of_an_epoch_has_its_record(tmp_pa
     first, second = run.epochs
     assert (first["first_step"], first["step"], second["first_step"]) == (1, batches, batches + 1)
     assert second["step"] == run.steps[-1]["step"]
-    assert [one["sum"]["samples"] for one in run.epochs] == [100, 100]
+    assert [record["sum"]["samples"] for record in run.epochs] == [100, 100]

@@ -31,7 +31,8 @@ def runs(tmp_path_factory):
         for batch in loader_of(accumulate=1):
             info = pop_step_info(batch)
             by_source = {
-                name: (3.0 * one.tokens, one.tokens) for name, one in info.local_sources.items()
+                name: (3.0 * count.tokens, count.tokens)
+                for name, count in info.local_sources.items()
             }
             told = {"lr": 0.1, "loss_by_source": by_source, "values": {"weight/web": info.step}}
             monitor.step(batch, info, loss=loss_of(info), **told)
@@ -71,7 +72,7 @@ def test_a_mean_of_the_run_is_weighed_by_what_it_is_a_mean_over(tmp_path):
             infos.append(pop_step_info(batch))
             loss = float(number) if number % 3 else None
             monitor.step(batch, infos[-1], loss=loss, loss_weight=infos[-1].local_samples)
-    told = [(number, one.local_samples) for number, one in enumerate(infos) if number % 3]
+    told = [(number, info.local_samples) for number, info in enumerate(infos) if number % 3]
     expected = sum(a * b for a, b in told) / sum(b for _, b in told)
     assert read_run(tmp_path).epochs[0]["mean"]["loss"] == pytest.approx(expected)
     assert report(tmp_path).runs[0].whole["mean"]["loss"] == pytest.approx(expected)
@@ -98,24 +99,24 @@ def test_a_page_has_all_tables_and_figures_and_asks_for_nothing(tmp_path, runs):
     assert "<b>" not in body and "a &lt;b&gt;" in body
     for table in ("padding share", "token_budget", "Sources and tasks of other", ": complete"):
         assert table in body
-    drawn = [one.layout.title.text for one in found.figures()]
+    drawn = [figure.layout.title.text for figure in found.figures()]
     assert re.findall("<h3>(.*?)</h3>", body) == drawn and len(drawn) >= 9
     assert body.count("Plotly.newPlot") == body.count('["sendChartToCloud"]') == len(drawn)
 
 
 def test_figures_have_a_series_for_each_run_with_the_values_of_the_records(runs):
-    found = {one.layout.title.text: one for one in report(runs).figures()}
+    found = {figure.layout.title.text: figure for figure in report(runs).figures()}
     loss = found["Loss, nats per supervised token"]
-    assert [one.name for one in loss.data] == ["a &lt;b&gt;", "other"]  # the legend reads HTML
+    assert [curve.name for curve in loss.data] == ["a &lt;b&gt;", "other"]  # the legend reads HTML
     for folder, drawn in zip(runs, loss.data, strict=True):
         steps = read_run(folder).steps
         assert list(drawn.x) == [one["step"] for one in steps]
         assert list(drawn.y) == [one["mean"]["loss"] for one in steps]
-    tokens = [one["sum"]["tokens"] for one in read_run(runs[1]).steps]
+    tokens = [record["sum"]["tokens"] for record in read_run(runs[1]).steps]
     over_tokens = found["Loss over real tokens, nats per supervised token"].data[1]
     assert list(over_tokens.x) == [sum(tokens[: n + 1]) for n in range(len(tokens))]
     by_source = found["Loss by source or task, nats per supervised token"]
-    assert [one.name for one in by_source.data] == ["a &lt;b&gt;: code", "a &lt;b&gt;: web"]
+    assert [curve.name for curve in by_source.data] == ["a &lt;b&gt;: code", "a &lt;b&gt;: web"]
     assert found["weight"].data[0].name == "a &lt;b&gt;: web"
     shapes = report(runs).runs[1].shapes()
     dots = found["Shapes of the batches of rank 0"].data[1]
@@ -140,7 +141,7 @@ def test_a_run_that_went_on_otherwise_says_so_by_stretch(tmp_path, runs):
     del attempt["crc"]
     other = attempt | {"world_size": 9, "step": 5, "resumed_at": 5}
     last = attempt | {"world_size": 2, "step": 3, "resumed_at": 3, "config": {"lr": 0.2}}
-    own = [line_of(one).rstrip() for one in (attempt, other, last)]
+    own = [line_of(record).rstrip() for record in (attempt, other, last)]
     lines = [own[0], *records[:5], own[1], records[5], own[2], *records[3:]]
     (tmp_path / "monitor.jsonl").write_text("\n".join(lines) + "\n")
     found = report(tmp_path)
@@ -151,15 +152,15 @@ def test_a_run_that_went_on_otherwise_says_so_by_stretch(tmp_path, runs):
     assert summary.facts()[half_at] == 12_288
     assert summary.facts()["resumed after step"] == "3"
     assert summary.facts()["optimizer steps without a record"] is None
-    gap = [one for one in lines if json.loads(one).get("first_step") != 2]
+    gap = [line for line in lines if json.loads(line).get("first_step") != 2]
     (tmp_path / "monitor.jsonl").write_text("\n".join(gap) + "\n")
     (summary,) = report(tmp_path).runs
     assert summary.facts()["optimizer steps without a record"] == 1
     assert summary.settings()["lr (config)"] == "0.1, then 0.2 from step 4"
     assert summary.settings()["token_budget"] == "96"
-    drawn = {one.layout.title.text: one for one in found.figures()}
+    drawn = {figure.layout.title.text: figure for figure in found.figures()}
     assert "Balance of the ranks, %" in drawn  # of the part with several
-    assert [one.x0 for one in drawn["Learning rate"].layout.shapes] == [3]
+    assert [line.x0 for line in drawn["Learning rate"].layout.shapes] == [3]
 
 
 def test_a_run_without_planned_step_times_has_a_report_without_them(tmp_path, runs):
@@ -265,8 +266,8 @@ def test_a_task_has_its_samples_tokens_and_loss_in_records_and_reports(run):
         tokens[task_of(row)] += len(row["input_ids"])
     (epoch,) = read_run(run).epochs
     for counts, kind in ((samples, "samples"), (tokens, "tokens")):
-        told = {name: one for name, one in epoch["sum"].items() if name.startswith(f"{kind}/")}
-        assert told == {f"{kind}/{name}": one for name, one in counts.items()}
+        told = {name: value for name, value in epoch["sum"].items() if name.startswith(f"{kind}/")}
+        assert told == {f"{kind}/{name}": count for name, count in counts.items()}
     for name, loss in LOSSES.items():
         assert epoch["mean"][f"loss/{name}"] == pytest.approx(loss)
         assert epoch["sum"][f"targets/{name}"] == tokens[name] - samples[name]
@@ -276,10 +277,13 @@ def test_a_task_has_its_samples_tokens_and_loss_in_records_and_reports(run):
     found = report(run)
     sources = found.runs[0].sources()
     assert {*sources} == {*LOSSES} and sources["long"]["loss"] == pytest.approx(3.0)
-    assert sum(one["share of tokens"] for one in sources.values()) == pytest.approx(1.0)
+    assert sum(source["share of tokens"] for source in sources.values()) == pytest.approx(1.0)
     (line,) = [line for line in str(found).splitlines() if line.startswith("| long ")]
     assert line.split()[3] == str(sources["long"]["samples"])
-    drawn = {one.layout.title.text: [curve.name for curve in one.data] for one in found.figures()}
+    drawn = {
+        figure.layout.title.text: [curve.name for curve in figure.data]
+        for figure in found.figures()
+    }
     assert drawn["Loss by source or task, nats per supervised token"] == ["long", "short", "web"]
     assert drawn["weight"] == ["long"]
 
@@ -291,7 +295,7 @@ def test_a_task_without_a_sample_in_an_epoch_is_counted_and_warned_of(tmp_path):
         for _ in range(2):
             for batch in monitor.watch(loader):
                 monitor.step(batch, pop_step_info(batch))
-    assert sum("'none' had no sample in epoch 0" in str(one.message) for one in caught) == 1
-    assert not any("'web' had no sample" in str(one.message) for one in caught)
+    assert sum("'none' had no sample in epoch 0" in str(warning.message) for warning in caught) == 1
+    assert not any("'web' had no sample" in str(warning.message) for warning in caught)
     for epoch in read_run(tmp_path).epochs:
         assert epoch["sum"]["samples/none"] == 0 < epoch["sum"]["samples/web"]

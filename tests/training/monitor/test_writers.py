@@ -116,12 +116,12 @@ def test_weights_and_biases_has_the_scalars_over_the_optimizer_step(tmp_path, mo
             for path in sorted(paths)
             for data in offline_records(path.read_bytes())
         ]
-        ends = sum(one.WhichOneof("record_type") == "exit" for one in records)
+        ends = sum(record.WhichOneof("record_type") == "exit" for record in records)
         time.sleep(0.1)
     for record in records:
-        config |= {one.key: one.value_json for one in record.run.config.update}
-        row = {one.key or one.nested_key[0]: one.value_json for one in record.history.item}
-        for name in (one for one in row if "/" in one):
+        config |= {item.key: item.value_json for item in record.run.config.update}
+        row = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+        for name in (name for name in row if "/" in name):
             found[name, int(row["optimizer_step"])] = float(np.float32(float(row[name])))
     assert {*values_of(tmp_path / "run").items()} <= {*found.items()}
     assert config["lr"] == "0.1" and config["token_budget"] == "96"
@@ -137,9 +137,9 @@ def test_mlflow_has_the_scalars_and_the_settings(tmp_path, monkeypatch):
     assert mlflow.active_run() is None
     client = mlflow.tracking.MlflowClient()
     found = {
-        (name, one.step, float(np.float32(one.value)))
+        (name, metric.step, float(np.float32(metric.value)))
         for name in client.get_run(run_id).data.metrics
-        for one in client.get_metric_history(run_id, name)
+        for metric in client.get_metric_history(run_id, name)
     }
     for (name, step), value in values_of(tmp_path / "run").items():
         assert (name.replace("/", ".").replace(".", "/", 1), step, value) in found

@@ -51,7 +51,7 @@ def by_hand(ranks, steps):
         for number, task in enumerate(NEAR_FAR):
             mean = losses[batch["task"] == number].mean()
             grads = torch.autograd.grad(mean, [*model.trunk.parameters()], retain_graph=True)
-            norms[task] = float(torch.cat([one.flatten() for one in grads]).norm())
+            norms[task] = float(torch.cat([grad.flatten() for grad in grads]).norm())
             pulls[task], means[task] = weights[task] * norms[task], float(mean.detach())
             first.setdefault(task, means[task])
         left = {task: means[task] / first[task] for task in NEAR_FAR}
@@ -61,7 +61,7 @@ def by_hand(ranks, steps):
             side = (pulls[task] > wanted) - (pulls[task] < wanted)
             weights[task] -= 0.01 * side * norms[task] / (sum(norms.values()) / 2)
         total = sum(weights.values())
-        weights = {task: max(0.05, 2 * one / total) for task, one in weights.items()}
+        weights = {task: max(0.05, 2 * weight / total) for task, weight in weights.items()}
         found.append((dict(weights), pulls))
     return found
 
@@ -116,7 +116,7 @@ def test_observing_leaves_the_gradients_alone():
     expected = torch.autograd.grad(losses.sum(), trunk, retain_graph=True)
     GradNorm(even(), trunk).observe(losses, info)
     losses.sum().backward()
-    assert all(one.grad.equal(other) for one, other in zip(trunk, expected, strict=True))
+    assert all(weight.grad.equal(other) for weight, other in zip(trunk, expected, strict=True))
 
 
 @pytest.mark.parametrize(("place", "rule"), [(0, "gradnorm"), (3, "ratio")])
@@ -344,7 +344,7 @@ BOTH = [
     ({"timeout_s": 0}, ValueError, "`timeout_s` must be in"),
 ]
 REFUSALS = [
-    *[(kind, *one) for kind in KINDS for one in BOTH],
+    *[(kind, *row) for kind in KINDS for row in BOTH],
     (GradNorm, {"rule": "ratio", "alpha": 2.5}, ValueError, "`alpha` must be in .0, 2.,"),
     (GradNorm, {"least": 0}, ValueError, "`least` must be in .0, 1.,"),
     (PCGrad, {"seed": "x"}, TypeError, "`seed` must be an integer"),

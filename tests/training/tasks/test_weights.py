@@ -29,7 +29,9 @@ def observe(sample):
 
 def loader_of(data, **options):
     given = {"token_budget": 96, "window": 16, "observe": observe, "tasks": TASKS, **options}
-    return ODBDataLoader(data, **{name: one for name, one in given.items() if one is not None})
+    return ODBDataLoader(
+        data, **{name: value for name, value in given.items() if value is not None}
+    )
 
 
 def token_losses(model, batch):
@@ -81,7 +83,7 @@ def gradients_of_rank(loader, model, weights):
 )
 def test_the_gradient_is_that_of_the_weighted_mean(ranks, budget, accumulate, weights):
     of_ranks = [samples_of(rank, max(size, 1)) for rank, size in enumerate(SIZES[ranks])]
-    data = {one["id"]: one for samples in of_ranks for one in samples}
+    data = {sample["id"]: sample for samples in of_ranks for sample in samples}
     models = [LanguageModel() for _ in of_ranks]  # which seed the generator that threads share
 
     def run(exchange):
@@ -93,7 +95,7 @@ def test_the_gradient_is_that_of_the_weighted_mean(ranks, budget, accumulate, we
     compared = 0
     for step in zip(*on_ranks(ranks, run), strict=True):
         samples = [data[index] for _, ids in step for index in ids]
-        if any((one["labels"][1:] != -100).any() for one in samples):
+        if any((sample["labels"][1:] != -100).any() for sample in samples):
             found = torch.stack([gradient for gradient, _ in step]).mean(0)
             assert relative_error(found, expected_gradient(samples, weights)) < 1e-12
             compared += 1

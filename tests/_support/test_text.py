@@ -41,12 +41,12 @@ def test_cells_are_escaped_and_the_first_row_has_the_titles():
 
 
 def test_what_is_looked_at_is_a_table():
-    for made, cells in [
+    for shown, cells in [
         (TABLE, ["80", "1,220", "15", "40"]),
         (profile(TABLE, budget=128, windows=(16,)), ["all samples", "-&gt;", "1% of the best"]),
         (simulate(TABLE, world_size=1, budget=128), ["steps"]),
     ]:
-        html = made._repr_html_()
+        html = shown._repr_html_()
         assert html.count("<table>") == html.count("</table>") >= 1
         assert all(cell in html for cell in cells)
 
@@ -191,11 +191,11 @@ def narrow_loader():
 
 
 def test_a_warning_points_to_the_line_of_the_user_or_of_a_thread():
-    (one,) = said_by(lambda: list(narrow_loader()))
-    assert "are padding" in str(one.message) and one.filename == __file__
+    (warning,) = said_by(lambda: list(narrow_loader()))
+    assert "are padding" in str(warning.message) and warning.filename == __file__
     samples = LengthObserver(IterableWrapper([1, 9, 1]), int)
-    (one,) = said_by(lambda: list(Loader(ReadAhead(WindowBucketer(samples, 5), 2))))
-    assert one.filename.endswith("exclusions.py")
+    (warning,) = said_by(lambda: list(Loader(ReadAhead(WindowBucketer(samples, 5), 2))))
+    assert warning.filename.endswith("exclusions.py")
 
 
 def test_a_cause_is_said_once_whatever_its_numbers():

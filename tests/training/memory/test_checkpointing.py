@@ -29,10 +29,10 @@ def loss_and_gradients(model):
     return [loss, *(p.grad for p in model.parameters() if p.grad is not None)], forward_bytes
 
 
-def assert_equal(some, others):
-    assert len(some) == len(others)
-    for one, other in zip(some, others, strict=True):
-        assert torch.equal(one, other)
+def assert_equal(expected, actual):
+    assert len(expected) == len(actual)
+    for tensor, other_tensor in zip(expected, actual, strict=True):
+        assert torch.equal(tensor, other_tensor)
 
 
 def test_loss_and_gradients_are_bitwise_the_same_of_less_memory_until_it_is_disabled():
@@ -43,14 +43,14 @@ def test_loss_and_gradients_are_bitwise_the_same_of_less_memory_until_it_is_disa
         with pytest.raises(ValueError, match="is checkpointed already"):
             enable_checkpointing(model)
         for _ in range(2):
-            got, bytes_saved = loss_and_gradients(model)
-            assert_equal(expected, got)
+            tensors, bytes_saved = loss_and_gradients(model)
+            assert_equal(expected, tensors)
             assert bytes_saved < plain_bytes / 2
         assert [*model.state_dict()] == names
         checkpointing.disable()
         checkpointing.disable()
-        got, bytes_saved = loss_and_gradients(model)
-        assert_equal(expected, got)
+        tensors, bytes_saved = loss_and_gradients(model)
+        assert_equal(expected, tensors)
         assert bytes_saved == plain_bytes
 
 
@@ -63,9 +63,9 @@ def test_the_blocks_are_found_or_named():
         enable_checkpointing(model, blocks=model.blocks[:1])
     checkpointing.disable()
     enable_checkpointing(model, blocks=model.blocks[:1])
-    one_bytes = loss_and_gradients(model)[1]
+    one_block_bytes = loss_and_gradients(model)[1]
     enable_checkpointing(model, blocks=model.blocks[1:])
-    assert loss_and_gradients(model)[1] < one_bytes < plain_bytes
+    assert loss_and_gradients(model)[1] < one_block_bytes < plain_bytes
 
 
 def test_a_forward_of_the_modules_own_is_kept():

@@ -58,26 +58,26 @@ def graph():
 def epoch(loader, model=None, loss=mean_loss, ledger=None, **options):
     """Of each optimizer step: gradient, loss, keys, and the loader's state after it."""
     model = FailingModel(never) if model is None else model
-    guard, found = OomGuard(loader, **options), []
+    guard, steps = OomGuard(loader, **options), []
     for step in guard:
         value = float(step.backward(model, lambda batch: loss(model, batch)))
         keys = [info.keys for info in step.infos]
-        found.append((gradient_of(model), value, keys, loader.state_dict()))
+        steps.append((gradient_of(model), value, keys, loader.state_dict()))
         for info in step.infos if ledger else ():
             ledger.record(info)
         model.zero_grad()
-    return guard, found
+    return guard, steps
 
 
-def check_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
+def check_equal(steps, expected):
+    for one, other in zip(steps, expected, strict=True):
         assert relative_error(one[0], other[0]) < 1e-12
         assert one[1] == pytest.approx(other[1], rel=1e-12)
         assert one[2:] == other[2:]
 
 
-def keys_of(found):
-    return sorted(key for _, _, keys, _ in found for some in keys for key in some)
+def keys_of(steps):
+    return sorted(key for _, _, keys, _ in steps for batch_keys in keys for key in batch_keys)
 
 
 def once_alone():
@@ -87,7 +87,7 @@ def once_alone():
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "fails", "place", "guarded"),
+    ("make", "options", "fails", "place", "limits"),
     [
         (loader_of, {}, above(70), "forward", {}),
         (loader_of, {"accumulate": 3}, above(40), "backward", {}),
@@ -100,13 +100,13 @@ def once_alone():
         (loader_of, {}, above(40), "forward", {"limit": 40}),  # in parts from the beginning
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_computed_in_parts(make, options, fails, place, guarded):
+def test_what_does_not_fit_is_computed_in_parts(make, options, fails, place, limits):
     _, expected = epoch(make(**options))
     loader = make(**options)
-    guard, found = epoch(loader, FailingModel(fails, place), **guarded)
-    check_equal(found, expected)
-    assert 0 < guard.split_steps <= len(found)
-    assert (guard.ooms == 0) == (guarded == {"limit": 40})
+    guard, steps = epoch(loader, FailingModel(fails, place), **limits)
+    check_equal(steps, expected)
+    assert 0 < guard.split_steps <= len(steps)
+    assert (guard.ooms == 0) == (limits == {"limit": 40})
     assert guard.skipped_samples == 0
     if make is loader_of:
         loader.close()
@@ -116,11 +116,11 @@ def test_what_does_not_fit_is_computed_in_parts(make, options, fails, place, gua
 def test_at_every_step_memory_may_run_out_by_chance(accumulate, place, sampled):
     model = FailingModel(never)
     _, expected = epoch(loader_of(accumulate=accumulate), model)
-    several = [number for number, (rows, _) in enumerate(model.calls) if rows > 1]
-    for number in several[:: sampled(every=5).get("every", 1)]:
+    failing_calls = [number for number, (rows, _) in enumerate(model.calls) if rows > 1]
+    for number in failing_calls[:: sampled(every=5).get("every", 1)]:
         failing = FailingModel(at_call({number}), place)
-        guard, found = epoch(loader_of(accumulate=accumulate), failing)
-        check_equal(found, expected)
+        guard, steps = epoch(loader_of(accumulate=accumulate), failing)
+        check_equal(steps, expected)
         assert guard.ooms == 1
 
 
@@ -142,20 +142,20 @@ class FailsOnce:
         return self(samples)
 
 
-@pytest.mark.parametrize("step", [0, 4])  # the first of an optimizer step, and one within
-def test_batches_of_a_step_in_which_the_loader_raises_are_kept(step):
+@pytest.mark.parametrize("failing_step", [0, 4])  # the first of an optimizer step, and a later one
+def test_batches_of_a_step_in_which_the_loader_raises_are_kept(failing_step):
     _, expected = epoch(loader_of(accumulate=3))
-    model, found = FailingModel(above(40)), []
-    guard = OomGuard(loader_of(accumulate=3, collate_fn=FailsOnce(step)))
+    model, steps = FailingModel(above(40)), []
+    guard = OomGuard(loader_of(accumulate=3, collate_fn=FailsOnce(failing_step)))
     for _ in range(2):
         try:
-            for one in guard:
-                loss = float(one.backward(model, loss_of(model)))
-                found.append((gradient_of(model), loss, [info.keys for info in one.infos]))
+            for step in guard:
+                loss = float(step.backward(model, loss_of(model)))
+                steps.append((gradient_of(model), loss, [info.keys for info in step.infos]))
                 model.zero_grad()
         except ValueError:
             continue
-    check_equal(found, [step[:3] for step in expected])
+    check_equal(steps, [step[:3] for step in expected])
 
 
 def own_mean(model, batch):
@@ -170,12 +170,12 @@ def own_mean(model, batch):
 
 
 def test_a_mean_over_no_targets_leaves_no_nan_in_the_gradients_of_a_split_batch():
-    (_, whole), (guard, found) = (
+    (_, whole), (guard, steps) = (
         epoch(loader_of(token_budget=250), FailingModel(fails), own_mean)
         for fails in (never, above(60))
     )
     has_targets = [number for number, step in enumerate(whole) if step[0].isfinite().all()]
-    check_equal([found[number] for number in has_targets], [whole[n] for n in has_targets])
+    check_equal([steps[number] for number in has_targets], [whole[n] for n in has_targets])
     assert guard.split_steps > 2 and len(has_targets) > 2
 
 
@@ -197,15 +197,15 @@ def test_batches_without_targets_are_weighed_by_samples_where_the_loss_is(scalin
 
 def test_parts_of_a_batch_draw_random_numbers_of_their_own():
     def draws(**options):
-        found = []
+        drawn = []
 
         def loss(model, batch):
-            found.append(float(batch.pop("draw")))
+            drawn.append(float(batch.pop("draw")))
             return mean_loss(model, batch)
 
         collate = lambda samples: PaddingCollate()(samples) | {"draw": torch.rand(())}  # noqa: E731
         epoch(loader_of(collate_fn=collate), None, loss, **options)
-        return found
+        return drawn
 
     whole, parts = draws(), draws(limit=24)
     assert len(parts) == len({*parts}) > len(whole) == len({*whole})
@@ -224,15 +224,15 @@ def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(accumulate, tmp_
     samples, whole = samples_of(0, SAMPLES), OneProcess([SAMPLES])
     loader, model = loader_of(accumulate=accumulate), FailingModel(above(12))
     with Ledger(tmp_path) as ledger:
-        guard, found = epoch(loader, model, ledger=ledger, on_oom="skip")
-    for gradient, _, keys, _ in found:
-        if ids := [samples[key]["id"] for some in keys for key in some]:
+        guard, steps = epoch(loader, model, ledger=ledger, on_oom="skip")
+    for gradient, _, keys, _ in steps:
+        if ids := [samples[key]["id"] for batch_keys in keys for key in batch_keys]:
             assert relative_error(gradient, whole.gradient([ids], "exact")) < 1e-12
-    left = {*range(SAMPLES)} - {*keys_of(found)}
-    assert len(left) == guard.skipped_samples
-    assert left == {sample["id"] for sample in with_targets() if len(sample["input_ids"]) > 12}
+    skipped = {*range(SAMPLES)} - {*keys_of(steps)}
+    assert len(skipped) == guard.skipped_samples
+    assert skipped == {sample["id"] for sample in with_targets() if len(sample["input_ids"]) > 12}
     report = audit(tmp_path, SAMPLES)
-    assert report.ok and f"{len(left)} skipped (out of memory)" in str(report)
+    assert report.ok and f"{len(skipped)} skipped (out of memory)" in str(report)
 
 
 def test_a_sample_that_does_not_fit_alone_is_an_error_that_names_it():
@@ -274,12 +274,12 @@ def raises(error):
 )
 def test_errors_are_raised_as_they_are(options, fails, on_oom, error, ooms):
     guard, model = OomGuard(loader_of(**options), on_oom=on_oom), FailingModel(fails)
-    for again in (1, 2):
+    for epochs in (1, 2):
         with pytest.raises(error):
             for step in guard:
                 step.backward(model, loss_of(model))
                 model.zero_grad()
-        assert (guard.ooms, guard.split_steps) == (ooms * again, 0)
+        assert (guard.ooms, guard.split_steps) == (ooms * epochs, 0)
         model.zero_grad()
 
 
@@ -294,9 +294,9 @@ def limit_of(loader):
 def test_a_budget_shrinks_where_memory_runs_out_and_stays_so_but_for_an_epoch_without_a_state():
     _, before = epoch(loader_of(round_size=1))
     loader = loader_of(round_size=1)
-    guard, found = epoch(loader, FailingModel(above(60)), shrink=0.9)
-    assert keys_of(found) == [*range(SAMPLES)]
-    assert len(before) < len(found) - 3
+    guard, steps = epoch(loader, FailingModel(above(60)), shrink=0.9)
+    assert keys_of(steps) == [*range(SAMPLES)]
+    assert len(before) < len(steps) - 3
     assert 0 < guard.ooms <= 2
     shrunk, state = limit_of(loader), loader.state_dict()
     assert 40 < shrunk <= 0.9 * 96
@@ -306,9 +306,9 @@ def test_a_budget_shrinks_where_memory_runs_out_and_stays_so_but_for_an_epoch_wi
     assert [step[2] for step in epoch(resumed)[1]] == [step[2] for step in later]
     assert limit_of(loader) == limit_of(resumed) == shrunk
     fresh.set_epoch(1)
-    _, found = epoch(fresh)
-    assert limit_of(fresh) == 96 and len(found) < len(later)
-    assert keys_of(found) == keys_of(later) == [*range(SAMPLES)]
+    _, steps = epoch(fresh)
+    assert limit_of(fresh) == 96 and len(steps) < len(later)
+    assert keys_of(steps) == keys_of(later) == [*range(SAMPLES)]
 
 
 def test_memory_in_pieces_does_not_shrink_the_budget():

@@ -65,15 +65,15 @@ dist.destroy_process_group()
 
 def train(tmp_path, world_size, **how):
     """How often memory ran out, and which samples were skipped, after all else is checked."""
-    found = run_ranks(tmp_path, TRAIN, world_size, json.dumps(how), str(tmp_path / "ledger"))
-    errors, seen, skipped, steps, ooms, left = zip(*found, strict=True)
+    results = run_ranks(tmp_path, TRAIN, world_size, json.dumps(how), str(tmp_path / "ledger"))
+    errors, seen, skipped, steps, ooms, skipped_counts = zip(*results, strict=True)
     ids = [index for of_rank in (*seen, *skipped) for index in of_rank]
     assert len(ids) == len({*ids}) == {2: 80, 4: 68}[world_size]
     assert audit(tmp_path / "ledger").ok
     assert max(errors) < 1e-12
     assert all(of_rank == steps[0] for of_rank in steps)
-    assert [*left] == [len(of_rank) for of_rank in skipped]
-    return sum(ooms), sum(left)
+    assert [*skipped_counts] == [len(of_rank) for of_rank in skipped]
+    return sum(ooms), sum(skipped_counts)
 
 
 LIMIT = {"limit": 40, "above": 60, "guard_above": 1.0}
@@ -90,9 +90,9 @@ LIMIT = {"limit": 40, "above": 60, "guard_above": 1.0}
     ],
 )
 def test_any_rank_may_run_out_of_memory_or_leave_samples_out(tmp_path, world_size, how):
-    ooms, left = train(tmp_path, world_size, **how)
+    ooms, skipped = train(tmp_path, world_size, **how)
     assert ooms > 1 or "limit" in how
-    assert left > 3 if "on_oom" in how else left == 0
+    assert skipped > 3 if "on_oom" in how else skipped == 0
 
 
 def ends_of(tmp_path, body, **how):
@@ -230,8 +230,8 @@ os._exit(3)
 @pytest.mark.parametrize("above", [0.0, 1.0])
 def test_a_rank_whose_batch_fails_tells_the_others_that_wait_within_a_step(tmp_path, above):
     ends = ends_of(tmp_path, COLLATE, above=above)
-    (name, text), own = (json.loads(text.splitlines()[-1]) for _, text in ends)
-    assert own[0] == "SampleError" and "as the test wants it" in own[1]
+    (name, text), failed_rank = (json.loads(text.splitlines()[-1]) for _, text in ends)
+    assert failed_rank[0] == "SampleError" and "as the test wants it" in failed_rank[1]
     assert name == "PeerError"
     cause = "SampleError: `collate_fn` raised ValueError: as the test wants it"
     assert f"rank 1 failed in taking a batch: {cause}" in text

@@ -109,8 +109,8 @@ def test_the_book_has_each_sample_once_per_epoch_and_so_it_is_after_resumes(tmp_
     with book(tmp_path) as monitor:
         states = []
         train(monitor, loader_of(), 2, states=states)
-    found = read_losses(tmp_path)
-    assert len(found) == 200 and {*found} == expected(2)
+    losses = read_losses(tmp_path)
+    assert len(losses) == 200 and {*losses} == expected(2)
     for number in range(0, len(states), 7):
         folder = tmp_path / str(number)
         with book(folder) as monitor:
@@ -121,8 +121,8 @@ def test_the_book_has_each_sample_once_per_epoch_and_so_it_is_after_resumes(tmp_
             monitor.load_state_dict(state)
             loader.load_state_dict(position)
             train(monitor, loader, 2 - state["epoch"])
-        again = read_losses(folder)
-        assert len(again) == 200 and {*again} == expected(2), number
+        resumed_losses = read_losses(folder)
+        assert len(resumed_losses) == 200 and {*resumed_losses} == expected(2), number
 
 
 def test_the_loss_and_that_of_the_sources_come_from_the_samples(tmp_path):
@@ -184,9 +184,13 @@ def test_the_worst_samples_have_the_highest_loss_at_last(tmp_path):
         for source, key, values in history
         for epoch, loss in enumerate(values)
     ]
-    found = worst_samples([*losses, SampleLoss("c", 1, 0, 0, 0, 99.0)], 3)
-    assert [(loss[-1].source, loss[-1].key) for loss in found] == [("b", 1), ("b", 2), ("a", 2)]
-    assert [loss.loss for loss in found[2]] == [1.0, 2.0]
+    histories = worst_samples([*losses, SampleLoss("c", 1, 0, 0, 0, 99.0)], 3)
+    assert [(history[-1].source, history[-1].key) for history in histories] == [
+        ("b", 1),
+        ("b", 2),
+        ("a", 2),
+    ]
+    assert [loss.loss for loss in histories[2]] == [1.0, 2.0]
 
 
 def test_losses_of_fewer_samples_than_the_batch_has_are_refused_at_once(tmp_path):
@@ -218,11 +222,11 @@ def test_samples_of_ranks_with_data_of_their_own_are_told_apart(tmp_path):
                 Monitor(tmp_path / "other").load_state_dict(monitor.state_dict())
 
     on_ranks(2, run)
-    found = read_losses(tmp_path / "run")
-    assert {(loss.rank, loss.key): loss.loss for loss in found} == {
+    losses = read_losses(tmp_path / "run")
+    assert {(loss.rank, loss.key): loss.loss for loss in losses} == {
         (rank, key): 1.0 + 100 * rank + key for rank in range(2) for key in range(20)
     }
-    assert [history[-1].rank for history in worst_samples(found, 21)] == [1] * 20 + [0]
+    assert [history[-1].rank for history in worst_samples(losses, 21)] == [1] * 20 + [0]
     report(tmp_path / "run", html=tmp_path / "r.html", json=tmp_path / "r.json")
     (run,) = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert run["worst"][0][-1]["loss"] == 120.0

@@ -48,10 +48,10 @@ def test_ranks_that_are_killed_go_on_in_one_file(tmp_path):
     assert len(read_run(killed).attempts) == 3
     (epoch,) = read_run(whole).epochs
     assert epoch["sum"]["samples"] == 200
-    found = read_losses(killed)
-    assert sorted(loss.key for loss in found) == [*range(200)]
-    assert sorted(found) == sorted(read_losses(whole))
-    weighted = sum(loss.loss * loss.targets for loss in found) / epoch["sum"]["targets"]
+    losses = read_losses(killed)
+    assert sorted(loss.key for loss in losses) == [*range(200)]
+    assert sorted(losses) == sorted(read_losses(whole))
+    weighted = sum(loss.loss * loss.targets for loss in losses) / epoch["sum"]["targets"]
     assert epoch["mean"]["loss"] == pytest.approx(weighted, rel=1e-6)
 
 
@@ -62,14 +62,14 @@ def test_other_ranks_go_on_in_one_file(tmp_path):
             results = job.results()
         codes = [code for code, *_ in results]
         assert codes == [-9 if kill_at else 0] * world_size, results
-    run, found = read_run(tmp_path / "run"), read_losses(tmp_path / "run")
+    run, losses = read_run(tmp_path / "run"), read_losses(tmp_path / "run")
     (epoch,) = run.epochs
     assert (epoch["first_step"], epoch["step"]) == (1, run.steps[-1]["step"])
     assert epoch["sum"]["samples"] == 200
     assert [record["first_step"] for record in run.steps[:3]] == [1, 5, 8]
     assert [attempt["world_size"] for attempt in run.attempts] == [2, 3]
-    assert sorted(loss.key for loss in found) == [*range(200)]
-    weighted = sum(loss.loss * loss.targets for loss in found) / epoch["sum"]["targets"]
+    assert sorted(loss.key for loss in losses) == [*range(200)]
+    weighted = sum(loss.loss * loss.targets for loss in losses) / epoch["sum"]["targets"]
     assert epoch["mean"]["loss"] == pytest.approx(weighted, rel=1e-6)
 
 

@@ -69,12 +69,12 @@ def test_an_attempt_that_a_full_disk_has_no_room_for_comes_with_the_next_record(
     write = os.write
     attempt = len((tmp_path / "monitor.jsonl").read_bytes().splitlines()[0])
     for room in (0, 10, attempt + 20):  # bytes that are written of the attempt and the record
-        again = Monitor(tmp_path, every=1)
-        again.load_state_dict(states[1])
+        resumed = Monitor(tmp_path, every=1)
+        resumed.load_state_dict(states[1])
         monkeypatch.setattr(os, "write", lambda file, data, room=room: write(file, data[:room]))
-        with pytest.warns(UserWarning, match="cannot be written"), again:
+        with pytest.warns(UserWarning, match="cannot be written"), resumed:
             train(
-                again,
+                resumed,
                 loader_of(),
                 steps=3,
                 after=lambda _: monkeypatch.setattr(os, "write", write),
@@ -93,8 +93,8 @@ def run(tmp_path):
     lines = path.read_text().splitlines()
 
     def replace(number, change):
-        given = json.loads(lines[number - 1])
-        lines[number - 1] = change if isinstance(change, str) else json.dumps(change(given))
+        record = json.loads(lines[number - 1])
+        lines[number - 1] = change if isinstance(change, str) else json.dumps(change(record))
         path.write_text("\n".join(lines) + "\n")
         return tmp_path
 
@@ -107,9 +107,9 @@ DAMAGED = [
     '{"kind": "steps"}',
     '{"kind": "attempt", "version": 2, "step": 3}',
     '{"kind": ["steps"]}',
-    lambda one: one | {"kind": "other"},
-    lambda one: {name: value for name, value in one.items() if name != "weight"},
-    lambda one: one | {"step": one["step"] + 1},  # one digit
+    lambda record: record | {"kind": "other"},
+    lambda record: {name: value for name, value in record.items() if name != "weight"},
+    lambda record: record | {"step": record["step"] + 1},  # record digit
 ]
 
 
@@ -130,7 +130,7 @@ def test_the_last_line_too_is_told_if_it_was_written_whole(run):
 
 def test_records_of_another_version_are_refused_and_a_folder_without_any(run):
     for version in (1, 99):
-        folder = run(1, lambda one, version=version: {"kind": "attempt", "version": version})
+        folder = run(1, lambda record, version=version: {"kind": "attempt", "version": version})
         for read in (read_run, report):
             with pytest.raises(ValueError, match=f"version {version}, .* reads 2"):
                 read(folder)
@@ -140,10 +140,10 @@ def test_records_of_another_version_are_refused_and_a_folder_without_any(run):
 
 def test_no_step_counts_twice_where_the_attempt_is_damaged(run):
     """The run goes on from step 2; the line that says so is damaged."""
-    folder = run(2, lambda one: one)
+    folder = run(2, lambda record: record)
     lines = (folder / "monitor.jsonl").read_text().splitlines()
-    again = [*lines, "{damaged", *lines[3:]]
-    (folder / "monitor.jsonl").write_text("\n".join(again) + "\n")
+    damaged = [*lines, "{damaged", *lines[3:]]
+    (folder / "monitor.jsonl").write_text("\n".join(damaged) + "\n")
     assert steps_of(folder) == [1, 2, 3, 4]
     assert "resumed after step" not in str(report(run(1, "")))  # the other attempt, too
 
@@ -168,14 +168,14 @@ def test_a_run_that_is_resumed_at_any_step_writes_what_the_whole_run_writes(tmp_
         first = Monitor(folder, every=every)
         train(first, loader_of(), epochs=2, steps=step + 2)  # it went on after the checkpoint
         first.close()
-        resumed, again = Monitor(folder, every=every), loader_of()
+        resumed, resumed_loader = Monitor(folder, every=every), loader_of()
         resumed.load_state_dict(state)
-        again.load_state_dict(position)
-        train(resumed, again, epochs=2 - state["epoch"])
+        resumed_loader.load_state_dict(position)
+        train(resumed, resumed_loader, epochs=2 - state["epoch"])
         resumed.close()
-        found = records_of(folder)
-        check_steps_follow([{"step": 0}, *found[0]])
-        assert found == expected, step
+        records = records_of(folder)
+        check_steps_follow([{"step": 0}, *records[0]])
+        assert records == expected, step
 
 
 @pytest.mark.parametrize("world_size", [None, 2])

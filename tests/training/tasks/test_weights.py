@@ -28,15 +28,15 @@ def observe(sample):
 
 
 def loader_of(data, **options):
-    given = {"token_budget": 96, "window": 16, "observe": observe, "tasks": TASKS, **options}
+    arguments = {"token_budget": 96, "window": 16, "observe": observe, "tasks": TASKS, **options}
     return ODBDataLoader(
-        data, **{name: value for name, value in given.items() if value is not None}
+        data, **{name: value for name, value in arguments.items() if value is not None}
     )
 
 
 def token_losses(model, batch):
-    given = [batch[key] for key in ("input_ids", "position_ids") if key in batch]
-    logits = model(*given)[:, :-1]
+    inputs = [batch[key] for key in ("input_ids", "position_ids") if key in batch]
+    logits = model(*inputs)[:, :-1]
     return cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none")
 
 
@@ -54,21 +54,21 @@ def expected_gradient(samples, weights):
 
 def gradients_of_rank(loader, model, weights):
     """Of each optimizer step: this rank's gradient, and the ids of its samples."""
-    weigh, found, ids = TaskWeights(weights), [], []
+    task_weights, gradients, ids = TaskWeights(weights), [], []
     for batch in loader:
-        info, given = pop_step_info(batch), {"position_ids": batch.get("position_ids")}
+        info, options = pop_step_info(batch), {"position_ids": batch.get("position_ids")}
         losses = token_losses(model, batch)
-        by_task = weigh.by_task(losses, info, **given)
+        by_task = task_weights.by_task(losses, info, **options)
         assert sum(targets for _, targets in by_task.values()) == info.local_targets
         total = sum(total.item() for total, _ in by_task.values())
         assert info.is_filler or total == pytest.approx(losses.sum().item())
-        weigh.loss(losses, info, **given).backward()
+        task_weights.loss(losses, info, **options).backward()
         ids += [] if info.is_filler else batch["id"].tolist()
         if info.ends_optimizer_step:
-            found.append((gradient_of(model), ids))
+            gradients.append((gradient_of(model), ids))
             model.zero_grad()
             ids = []
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_the_gradient_is_that_of_the_weighted_mean(ranks, budget, accumulate, we
     for step in zip(*on_ranks(ranks, run), strict=True):
         samples = [data[index] for _, ids in step for index in ids]
         if any((sample["labels"][1:] != -100).any() for sample in samples):
-            found = torch.stack([gradient for gradient, _ in step]).mean(0)
-            assert relative_error(found, expected_gradient(samples, weights)) < 1e-12
+            mean = torch.stack([gradient for gradient, _ in step]).mean(0)
+            assert relative_error(mean, expected_gradient(samples, weights)) < 1e-12
             compared += 1
     assert compared > 1
 
@@ -145,14 +145,14 @@ def moved():
     """An info whose rank has more targets of a task than all ranks have."""
     losses, info = one_batch()
     task = max(info.task_targets, key=info.task_targets.get)
-    others = {name: 0 for name in TASKS if name != task}
-    targets = {**others, TASKS[task == TASKS[0]]: info.optimizer_targets, task: 0}
+    no_targets = {name: 0 for name in TASKS if name != task}
+    targets = {**no_targets, TASKS[task == TASKS[0]]: info.optimizer_targets, task: 0}
     return losses, replace(info, task_targets=targets)
 
 
 def loss(weights, losses=slice(None), **options):
-    found, info = one_batch(**options)
-    return TaskWeights(weights).loss(found[losses], info)
+    all_losses, info = one_batch(**options)
+    return TaskWeights(weights).loss(all_losses[losses], info)
 
 
 REFUSALS = [

@@ -302,46 +302,22 @@ class Trials:
 
     def run(self, rows: int, width: int, most_patches: int | None = None) -> Trial:
         """Make a step with a batch of this shape."""
-        meter, patches = self._meter, rows * self._per_row
+        patches = rows * self._per_row
         if most_patches is not None:
             patches = min(patches, most_patches)
-        shape = (rows, width, patches) if self._per_row else (rows, width)
-        failure: Exception | None = None
         weights, has_gradients = self._state.weights, set[bool]()
         without_gradient = [weight for weight in weights if weight.grad is None]
         hook = register_multi_grad_hook(weights, lambda _: has_gradients.add(True), mode="any")
-        with measuring(meter):
-            meter.reset()
-            idle_bytes = meter.peak_bytes()
-            start_s = time.perf_counter()
-            try:
-                self._train_step(self._make_batch(*shape))
-                if torch.cuda.is_initialized():
-                    torch.cuda.synchronize()  # raises an error of a kernel
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                failure = error
-            finally:
-                hook.remove()
-            seconds = time.perf_counter() - start_s
-            peak_bytes = meter.peak_bytes()
+        try:
+            trial, failure = self._measure(rows, width, patches)
+        finally:
+            hook.remove()
         if failure is not None:
             free_memory(failure)
             for weight in without_gradient:
                 weight.grad = None
         self._state.restore_values()
-        trial = Trial(
-            rows=rows,
-            width=width,
-            patches=patches,
-            peak_bytes=peak_bytes,
-            fits=failure is None and peak_bytes <= meter.limit_bytes,
-            seconds=seconds,
-            error="" if failure is None else str(failure),
-        )
         self.done.append(trial)
-        self._has_grown |= peak_bytes > idle_bytes
         if self._bar is not None:
             outcome = f"fits, {trial.peak_bytes / GIB:.2f} GiB" if trial.fits else "does not fit"
             self._bar.set_postfix_str(f"{rows} x {width} {outcome}", refresh=False)
@@ -354,6 +330,36 @@ class Trials:
         if len(self.done) == TRIALS_TO_SEE:
             self.check_meter_sees()
         return trial
+
+    def _measure(self, rows: int, width: int, patches: int) -> tuple[Trial, Exception | None]:
+        """Make a step; return the trial, and the out-of-memory error of the step, if any."""
+        meter, failure = self._meter, None
+        shape = (rows, width, patches) if self._per_row else (rows, width)
+        with measuring(meter):
+            meter.reset()
+            idle_bytes = meter.peak_bytes()
+            start_s = time.perf_counter()
+            try:
+                self._train_step(self._make_batch(*shape))
+                if torch.cuda.is_initialized():
+                    torch.cuda.synchronize()  # raises an error of a kernel
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = error
+            seconds = time.perf_counter() - start_s
+            peak_bytes = meter.peak_bytes()
+        self._has_grown |= peak_bytes > idle_bytes
+        trial = Trial(
+            rows=rows,
+            width=width,
+            patches=patches,
+            peak_bytes=peak_bytes,
+            fits=failure is None and peak_bytes <= meter.limit_bytes,
+            seconds=seconds,
+            error="" if failure is None else str(failure),
+        )
+        return trial, failure
 
     def check_meter_sees(self) -> None:
         """Raise a `ValueError` if the meter has measured no growth in any trial."""
@@ -555,7 +561,7 @@ def _model_of(trials: Sequence[Trial]) -> MemoryModel:
 
 
 class TrainingState:
-    """CPU copies of everything that training changes in `states`, and of the generators."""
+    """CPU copies of everything that steps change in `states`, and of the generators."""
 
     def __init__(self, states: Sequence[Any]) -> None:
         check_type(
@@ -605,7 +611,7 @@ class TrainingState:
             )
 
     def restore_values(self) -> None:
-        """Restore what decides the next step. Gradients and optimizer states keep their memory."""
+        """Restore all but gradients and optimizer states, which keep their memory."""
         for weight, (value, _) in self._values.items():
             weight.data.copy_(value.data)
         for buffers, name, saved in self._buffers:

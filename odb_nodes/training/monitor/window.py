@@ -364,16 +364,13 @@ class Window:
 
 
 def _squares_of(batch: Mapping[str, Any]) -> Number:
-    """Return the sum of the squared widths of rows, or lengths of packed samples; 0 if unknown.
-
-    Of positions (4, 1, T), those in row 0 begin at 0 in each sample of a packed row.
-    """
+    """Return the sum of the squared widths of rows, or lengths of packed samples; 0 if unknown."""
     ids, positions = batch.get("input_ids"), batch.get("position_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         return 0
     rows, width = ids.shape
     if rows == 1 and isinstance(positions, torch.Tensor) and positions.shape[-2:] == ids.shape:
-        text = positions.reshape(-1, width)[0]
+        text = positions.reshape(-1, width)[0]  # of (4, 1, T): positions of the text
         return text.sum() * 2 + width  # l**2 is the sum of the first l odd numbers
     return rows * width * width
 

@@ -52,7 +52,7 @@ ITEMS = [
 ]
 
 
-def test_items_have_equal_digests_where_they_are_equal():
+def test_equal_items_have_equal_digests():
     digests = [*map(content_digest, ITEMS)]
     assert len(set(digests)) == len(ITEMS)
     assert [content_digest(copy.deepcopy(item)) for item in ITEMS] == digests
@@ -137,12 +137,12 @@ def test_ints_of_32_bits_become_the_array_that_numpy_makes(values):
 
 
 @given(st.lists(INT32 | BYTES_OF_TAGS | OTHERS))
-def test_nothing_else_becomes_one(values):
+def test_other_lists_become_no_array(values):
     plain = bool(values) and all(type(v) is int and -(2**31) <= v < 2**31 for v in values)
     assert (array_of_ints(values) is not None) == plain
 
 
-def test_a_list_that_holds_itself_becomes_none():
+def test_a_list_that_holds_itself_becomes_no_array():
     values = [1]
     values.append(values)
     assert array_of_ints(values) is None
@@ -234,7 +234,7 @@ class LargestResult(TorchDispatchMode):
         (torch.zeros(0, 3), torch.zeros(0, 3), None),
     ],
 )
-def test_the_first_place_that_differs_is_told(expected_value, value, message):
+def test_the_first_place_that_differs_is_named(expected_value, value, message):
     assert difference(expected_value, value) == message
 
 

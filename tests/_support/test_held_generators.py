@@ -1,4 +1,4 @@
-"""Generators are found wherever a function or a dataset keeps them."""
+"""Generators are found wherever a function or a dataset holds them."""
 
 import random
 import sys
@@ -83,7 +83,7 @@ def found(holder):
 
 
 @pytest.mark.parametrize("where", HELD_IN)
-def test_it_is_found(where):
+def test_a_generator_is_found_in_each_holder(where):
     generator = np.random.default_rng(0)
     assert found(HELD_IN[where](generator)) == [generator]
 
@@ -102,7 +102,7 @@ class DrawsGlobally:
 
 
 @pytest.mark.parametrize("holder", [draw_globally, lambda item: draw_globally(), DrawsGlobally()])
-def test_one_in_a_global_variable_is_found_by_the_functions_that_name_it(holder):
+def test_a_generator_in_a_global_variable_is_found_by_functions_that_name_it(holder):
     assert found(holder) == [GLOBAL]
 
 
@@ -116,16 +116,16 @@ def test_one_in_a_global_variable_is_found_by_the_functions_that_name_it(holder)
         (in_class(TRANSFORM), TRANSFORM.generator),
     ],
 )
-def test_one_within_a_global_variable_or_a_variable_of_a_class_is_found(holder, generator):
+def test_a_generator_within_a_global_or_class_variable_is_found(holder, generator):
     assert found(holder) == [generator]
 
 
-def test_one_in_a_module_is_found(monkeypatch):
+def test_a_generator_in_a_module_is_found(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "these", sys.modules[__name__], raising=False)
     assert found(lambda item: these.GLOBAL.random()) == [GLOBAL]  # noqa: F821
 
 
-def test_each_is_found_once_in_a_fixed_order():
+def test_generators_are_found_once_in_a_fixed_order():
     generators = [random.Random(1), torch.Generator(), np.random.RandomState(2)]
     holder = partial(
         lambda *_: None, generators[0], Holder(generators[1]), [generators[0], {"a": generators[2]}]
@@ -145,5 +145,5 @@ def test_each_is_found_once_in_a_fixed_order():
         [[np.random.default_rng()]] * 33,  # data
     ],
 )
-def test_what_is_global_or_has_no_state_or_is_data_is_left_alone(holder):
+def test_global_and_stateless_generators_and_data_are_ignored(holder):
     assert found(holder) == []

@@ -1,4 +1,4 @@
-"""The global generators, which threads of this library take turns with."""
+"""Threads of this library take turns with the global generators."""
 
 import multiprocessing
 import threading
@@ -20,7 +20,7 @@ def take_a_turn():
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_waits_for_no_thread_that_it_does_not_have():
+def test_a_forked_child_does_not_wait_for_threads_of_its_parent():
     holds, is_done = threading.Event(), threading.Event()
 
     def hold():
@@ -42,7 +42,7 @@ def test_a_forked_child_waits_for_no_thread_that_it_does_not_have():
     assert not is_waiting
 
 
-def test_a_fork_within_a_turn_leaves_it_to_the_child_to_end():
+def test_a_forked_child_ends_the_turn_that_it_was_forked_in():
     with own_rngs(LIMIT_S):
         child = multiprocessing.get_context("fork").Process(target=take_a_turn)
         child.start()

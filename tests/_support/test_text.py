@@ -1,4 +1,4 @@
-"""Counts with their nouns, and tables of a notebook."""
+"""Counts with nouns, tables, checks of arguments, progress, and warnings."""
 
 import io
 import logging
@@ -40,7 +40,7 @@ def test_cells_are_escaped_and_the_first_row_has_the_titles():
     assert html_table([]) == ""
 
 
-def test_what_is_looked_at_is_a_table():
+def test_a_notebook_shows_results_as_tables():
     for shown, cells in [
         (TABLE, ["80", "1,220", "15", "40"]),
         (profile(TABLE, budget=128, windows=(16,)), ["all samples", "-&gt;", "1% of the best"]),
@@ -120,9 +120,7 @@ def clock(monkeypatch):
     ("first_s", "seconds"),
     [(1.0, [10, 20, 40, 80, 140, 200]), (25.0, [25, 50, 100, 160]), (0.0, [])],
 )
-def test_lines_come_soon_and_then_each_minute_and_say_how_far_it_is(
-    clock, caplog, first_s, seconds
-):
+def test_progress_lines_come_soon_and_then_each_minute(clock, caplog, first_s, seconds):
     slow = SlowProgress("samples read", 200)
     clock[0] += first_s  # of the first item
     slow.update(1)
@@ -198,7 +196,7 @@ def test_a_warning_points_to_the_line_of_the_user_or_of_a_thread():
     assert warning.filename.endswith("exclusions.py")
 
 
-def test_a_cause_is_said_once_whatever_its_numbers():
+def test_each_cause_is_warned_of_once():
     assert len(said_by(lambda: assert_resumes_exactly(narrow_loader, every=9))) == 1
     assert len(said_by(narrow_loader().__iter__().__next__)) == 0
     assert len(said_by(lambda: list(narrow_loader()))) == 1  # other filters: said anew

@@ -19,13 +19,11 @@ from typing import Any
 from odb_nodes._support.checks import check_type
 from odb_nodes._support.files import replacing
 from odb_nodes._support.text import Rows, Shown, html_table, html_text
-from odb_nodes.core.planning import StepTime
 from odb_nodes.training.ledger import Audit, audit
 from odb_nodes.training.memory.meter import GIB
 from odb_nodes.training.monitor.figures import Curve, Figure, curves, dots, page
 from odb_nodes.training.monitor.losses import ALL_RANKS, SampleLoss, read_losses, worst_samples
 from odb_nodes.training.monitor.records import FILE, GROUPS, Record, RunRecords, read_run
-from odb_nodes.training.monitor.step_times import compared_times
 from odb_nodes.training.monitor.window import LOSS_OF, Counts
 
 AnyPath = str | os.PathLike[str]
@@ -147,7 +145,6 @@ class RunSummary:
             "padding share": mean["padding_share"],
             "rank balance": mean["rank_balance"],
             "rank balance in time": mean.get("time_balance"),
-            **self._times(),
             "filler share": mean["filler_share"],
             "share of time waiting for data": mean["data_wait_share"],
             "largest batch, padded tokens": peak.get("padded_tokens"),
@@ -155,13 +152,6 @@ class RunSummary:
             "out of memory, times": sums.get("ooms", 0),
             "samples left out": sums.get("left_out", 0),
         }
-
-    def _times(self) -> dict[str, float | None]:
-        """Compare the step times that ranks were levelled by with the measured ones."""
-        attempts = [attempt for attempt in self.records.attempts if attempt["world_size"] > 1]
-        # Earlier versions did not record it, and a function has no fields.
-        fields = attempts[-1].get("step_time") if attempts else None
-        return {} if fields is None else compared_times(StepTime(**fields), self.records.folder)
 
     def sources(self) -> dict[str, dict[str, float | None]]:
         """Return samples, tokens, share of tokens and mean loss of each task, or source."""

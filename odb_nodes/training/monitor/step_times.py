@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -75,27 +74,6 @@ def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
     if not has_spread:
         step_time = replace(step_time, base=_CONSTANT_TOKENS * step_time.tokens)
     return step_time, origin
-
-
-def compared_times(planned: StepTime, folder: Path) -> dict[str, float | None]:
-    """Compare the times that ranks were levelled by, in any unit, with the measured ones.
-
-    If the folder of the `Monitor` has too few records, the measured figures are `None`.
-    """
-    steps = np.array([*_steps_of_records(folder)]).reshape(-1, 4)
-    fitted, error = None, None
-    if len(steps) >= _LEAST_LINES:
-        fitted = fitted_step_time(folder)[0].half_at
-        counts, tokens, squares, seconds = steps.T
-        times = planned.base * counts + planned.tokens * tokens + planned.squares * squares
-        ratio = seconds / times
-        error = float(np.mean(np.abs(ratio / np.median(ratio) - 1)))
-    half_at = "attention takes half of the time of, tokens"
-    return {
-        f"{half_at}: planned": planned.half_at if planned.squares else None,
-        f"{half_at}: fitted": None if fitted is None or fitted == math.inf else fitted,
-        "steps differ from planned times by, mean share": error,
-    }
 
 
 def _steps_of_lines(path: Path) -> Iterator[tuple[float, ...]]:

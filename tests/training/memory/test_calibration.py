@@ -1,4 +1,4 @@
-"""`find_budget` comes near the true largest budget; it and `preflight` leave all as it was."""
+"""`find_budget` finds nearly the largest budget; it and `preflight` restore all states."""
 
 import copy
 import random
@@ -133,7 +133,9 @@ class Device:
     st.lists(st.integers(32, 2048), min_size=1, max_size=3, unique=True),
 )
 @fewer(2)
-def test_it_comes_near_on_any_device(model, token, square, tokens, floor, grain, above, widths):
+def test_the_budget_is_nearly_the_largest_on_any_device(
+    model, token, square, tokens, floor, grain, above, widths
+):
     device = Device(
         limit_bytes=int(10**model * 1.6 + 10 ** (token + tokens)),
         constant=10**model,
@@ -150,7 +152,7 @@ def test_it_comes_near_on_any_device(model, token, square, tokens, floor, grain,
 @pytest.mark.parametrize(
     ("floor", "widths"), [(20 * GB, [32, 512, 4096]), (0, [*range(100, 1100, 100)])]
 )
-def test_large_floors_are_left_and_many_widths_are_predicted_from_a_few(floor, widths):
+def test_the_optimizers_peak_and_many_widths_are_predicted(floor, widths):
     Device(limit_bytes=40 * GB, floor=floor).check_near(widths)
 
 
@@ -162,7 +164,7 @@ def test_noise_costs_a_little():
     assert budget.tokens > 0.9 * (15 * GB / 30_000)
 
 
-def test_too_few_trials_give_what_has_fitted():
+def test_after_few_trials_the_budget_is_what_fitted():
     found = Device(limit_bytes=40 * GB).find([32, 512, 4096], max_trials=6)
     tried = {trial.width: trial.rows for trial in found.points if trial.fits}
     assert len(tried) > 1
@@ -170,7 +172,7 @@ def test_too_few_trials_give_what_has_fitted():
         assert found.budget.tokens // found.budget.row_cost(width) <= rows
 
 
-def test_one_row_alone_that_fits_is_the_budget_and_rows_have_a_bound_where_memory_hardly_grows():
+def test_a_single_row_may_be_the_budget_and_rows_are_bounded():
     budget = Device(limit_bytes=2 * GB, square=0.0).find([20_000]).budget
     assert budget.tokens // budget.row_cost(20_000) == 1
     found = Device(limit_bytes=10**12, constant=1e6, token=1e-3, square=0.0).find([64, 256])
@@ -178,7 +180,7 @@ def test_one_row_alone_that_fits_is_the_budget_and_rows_have_a_bound_where_memor
     assert 10**6 < max(trial.rows * trial.width for trial in found.points) < 2**31
 
 
-def test_patches_have_a_limit_of_their_own():
+def test_patches_get_their_own_limit():
     training = make_training()
     found = find(training, 8 * MIB, patches_per_row=100)
     assert all(trial.patches == 100 * trial.rows for trial in found.points)
@@ -212,7 +214,7 @@ def test_the_result_holds_no_tensors():
     assert alive() is None
 
 
-def test_with_and_without_checkpointing_the_slower_way_is_told_too(monkeypatch):
+def test_find_budget_returns_the_faster_and_the_slower_way_of_checkpointing(monkeypatch):
     training, clock = make_training(layers=4), [0.0]
     before = snapshot(training)
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
@@ -262,7 +264,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("steps_before", [0, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_goes_on_as_if_nothing_had_happened(name, steps_before):
+def test_every_optimizer_is_restored(name, steps_before):
     def begun(steps):
         training = make_training(partial(getattr(torch.optim, name), **OPTIMIZERS[name]), layers=1)
         for _ in range(steps):
@@ -330,7 +332,7 @@ class Wrapped(torch.optim.Optimizer):
     param_groups = property(lambda self: self.inner.param_groups)
 
 
-def test_buffers_graphs_and_states_of_other_kinds_are_kept():
+def test_buffers_graphs_and_custom_states_are_restored():
     training, module, counter = make_training(), Replacing(), Counter()
     loss = training.model(*make_batch(2, 8))
 
@@ -346,7 +348,7 @@ def test_buffers_graphs_and_states_of_other_kinds_are_kept():
 
 
 @pytest.mark.parametrize(("fails_in", "fresh"), [("forward", True), ("backward", False)])
-def test_everything_is_as_it_was_wherever_steps_fail(fails_in, fresh):
+def test_states_are_restored_wherever_a_step_fails(fails_in, fresh):
     """Of an optimizer in its wrapper, too."""
     training = make_training() if fresh else in_the_middle_of_a_run()
     before = snapshot(training)
@@ -357,7 +359,7 @@ def test_everything_is_as_it_was_wherever_steps_fail(fails_in, fresh):
     assert_same(before, snapshot(training))
 
 
-def test_schedulers_scalers_and_generators_are_as_they_were():
+def test_schedulers_scalers_and_generators_are_restored():
     training = make_training(optimizer=torch.optim.SGD)
     scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 2, gamma=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)  # too large: a step changes it
@@ -407,7 +409,7 @@ def test_a_step_that_failed_leaves_no_gradients_to_the_next():
 
 
 @pytest.mark.parametrize("error", [KeyError("a mistake"), KeyboardInterrupt()])
-def test_an_error_that_is_no_lack_of_memory_is_raised_as_it_is(error):
+def test_other_errors_of_a_step_are_raised_unchanged(error):
     training, calls = in_the_middle_of_a_run(), []
     before = snapshot(training)
 
@@ -424,7 +426,7 @@ def test_an_error_that_is_no_lack_of_memory_is_raised_as_it_is(error):
 
 
 @pytest.mark.parametrize("given", ["model", "optimizer of others"])
-def test_an_optimizer_that_is_not_given_is_an_error_before_it_changes_anything(given):
+def test_an_optimizer_missing_from_states_is_an_error_before_it_steps(given):
     training, other = make_training(), make_training()
     states = [training.model] + [other.optimizer] * (given != "model")
     before = snapshot(training)
@@ -507,7 +509,7 @@ def test_a_step_that_does_not_use_its_batch_is_named():
         find(train_step=step, meter=SavedTensorMeter(MIB), widths=[3], states=[])
 
 
-def test_a_step_without_a_backward_pass_is_warned_of_and_no_other():
+def test_only_a_step_without_a_backward_pass_is_warned_of():
     training, kept = make_training(), []
     weights = list(training.model.parameters())
 
@@ -603,7 +605,7 @@ def test_patches_are_as_many_as_the_budget_allows():
     assert [(trial.rows, trial.patches) for trial in trials] == [(1, 16), (10, 40)]
 
 
-def test_a_batch_that_does_not_fit_is_named_and_nothing_has_changed():
+def test_preflight_names_a_batch_that_does_not_fit_and_restores_all():
     training, meter = make_training(), SavedTensorMeter(2 * MIB, fails_in="backward")
     before = snapshot(training)
     with pytest.raises(ShapeTooLargeError, match="50 rows of 20 tokens does not fit") as e:

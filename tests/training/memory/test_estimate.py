@@ -139,7 +139,7 @@ def test_a_budget_stands_for_its_batch_of_the_widest_rows(batch, shape):
 
 
 T5 = T5ForConditionalGeneration(T5Config(num_layers=1, d_model=8, d_ff=8, num_heads=1))
-test_what_cannot_be_estimated_is_an_error = refuses(
+test_a_model_that_cannot_be_estimated_is_an_error = refuses(
     [
         (nn.Linear(2, 2), {}, ValueError, "`model.config` must be .* has no .*hidden_size or"),
         (T5, {}, ValueError, "an encoder with a decoder"),

@@ -126,7 +126,7 @@ IDS = torch.ones(9, 3, dtype=torch.int64)
         ({"input_ids": IDS[:0]}, {}, "`input_ids` must have one row or more"),
     ],
 )
-def test_what_cannot_be_halved_is_an_error(model, batch, options, message):
+def test_a_batch_that_cannot_be_halved_is_an_error(model, batch, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         generate_in_parts(model, batch, **options)
 
@@ -145,7 +145,7 @@ def skipping(number):
     return {"input_ids": [1]} if number < 2 else Skipped("empty")
 
 
-test_what_cannot_be_generated_for_is_an_error = refuses(
+test_bad_arguments_of_longest_first_are_an_error = refuses(
     [
         ({1, 2}, 96, {}, TypeError, "`dataset` must be a sequence"),
         (iter([1]), 96, {}, TypeError, "`dataset` .* Pass a list"),

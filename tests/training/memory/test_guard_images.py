@@ -1,4 +1,4 @@
-"""Batches with images are computed in parts, too: their patches are collated anew."""
+"""Batches with images are computed in parts, too: each part is collated with its patches."""
 
 import pytest
 import torch

@@ -105,7 +105,7 @@ def book(folder, **options):
     return Monitor(folder, every=3, losses_by_sample=True, progress=False, **options)
 
 
-def test_the_book_has_each_sample_once_per_epoch_and_so_it_is_after_resumes(tmp_path):
+def test_each_sample_has_one_loss_per_epoch_also_after_resumes(tmp_path):
     with book(tmp_path) as monitor:
         states = []
         train(monitor, loader_of(), 2, states=states)
@@ -125,7 +125,7 @@ def test_the_book_has_each_sample_once_per_epoch_and_so_it_is_after_resumes(tmp_
         assert len(resumed_losses) == 200 and {*resumed_losses} == expected(2), number
 
 
-def test_the_loss_and_that_of_the_sources_come_from_the_samples(tmp_path):
+def test_losses_of_the_run_and_of_sources_come_from_the_samples(tmp_path):
     """And without a book the records are the same, and nothing else is kept."""
     for name, kept in (("with", True), ("without", False)):
         with Monitor(tmp_path / name, every=3, losses_by_sample=kept) as monitor:
@@ -204,7 +204,7 @@ def test_losses_of_fewer_samples_than_the_batch_has_are_refused_at_once(tmp_path
         row_losses(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64))
 
 
-def test_samples_of_ranks_with_data_of_their_own_are_told_apart(tmp_path):
+def test_samples_of_ranks_with_separate_data_are_distinguished(tmp_path):
     hub = InProcessHub(2, 20.0)
 
     def run(exchange):
@@ -236,7 +236,7 @@ def test_samples_of_ranks_with_data_of_their_own_are_told_apart(tmp_path):
 
 @pytest.mark.parametrize("comes_back", [False, True])
 @pytest.mark.parametrize("begins_at", [0, 2])
-def test_files_of_ranks_that_the_run_had_not_do_not_count(
+def test_files_of_ranks_that_left_the_run_do_not_count(
     tmp_path, monkeypatch, begins_at, comes_back
 ):
     """A run of one rank begins anew in the folder of one of two, or goes on from its step 2.

@@ -1,4 +1,4 @@
-"""Ranks of one process write one file, and wait for nobody for ever."""
+"""Records over several ranks in one process; warnings; each batch is counted once."""
 
 import re
 import warnings
@@ -23,8 +23,8 @@ def samples_of(rank):
     return [{"input_ids": [1] * (n % (9 + 7 * rank) + 2)} for n in range(30 + 20 * rank)]
 
 
-def test_ranks_write_one_file_with_the_mean_over_the_targets_of_all(tmp_path):
-    """Two ranks with data of their own, of which one has less, and fills."""
+def test_ranks_write_one_file_with_the_mean_over_all_targets(tmp_path):
+    """Two ranks with separate data; the rank with less data fills."""
     hub = InProcessHub(2, 20.0)  # an exchange meets the next call of the others: one for each use
 
     def run(exchange):
@@ -60,7 +60,7 @@ def test_ranks_write_one_file_with_the_mean_over_the_targets_of_all(tmp_path):
     assert epoch["mean"]["rank_balance"] == pytest.approx(sum(map(sum, padded)) / (2 * busiest))
 
 
-def test_ranks_are_as_level_in_time_as_what_a_step_takes_says():
+def test_the_time_balance_of_ranks_follows_the_step_time():
     """Rank 0 has rows of 8 x 2 and 4 x 4 tokens, rank 1 of 1 x 16 twice."""
     rows = [[1, 16, 16, 0, 0] * 2, [1, 16, 16, 0, 0] * 2]
     ranks = [
@@ -117,11 +117,11 @@ def test_the_tokens_and_squares_are_those_of_the_largest_rank_of_each_step(tmp_p
     assert record["sum"]["slowest_squares"] == 4 * 1000**2 + 8 * 500**2 + 20_000**2
 
 
-# --- what a monitor warns of: once, and only where it is so ---------------------------------------
+# --- warnings: each once --------------------------------------------------------------------------
 
 
 def warned(loader, folder, losses=(), **options):
-    """What a run of a loader warns of, with these losses first and then 1.0."""
+    """Return the warnings of a run whose first losses are `losses`, and later ones 1.0."""
     with warnings.catch_warnings(record=True) as caught, Monitor(folder, every=2) as monitor:
         warnings.simplefilter("always", UserWarning)
         for number, batch in enumerate(monitor.watch(loader)):
@@ -131,7 +131,7 @@ def warned(loader, folder, losses=(), **options):
     return [text for text in texts if "are padding" not in text]
 
 
-def test_what_holds_a_run_up_is_warned_of_once_and_nothing_else(tmp_path):
+def test_waiting_for_data_and_a_loss_of_nan_are_warned_of_once(tmp_path):
     assert warned(loader_of(), tmp_path / "good", wait_s=0.0) == []
     (text,) = warned(loader_of(), tmp_path / "starved", wait_s=1.0)
     assert "goes into waiting for batches" in text
@@ -168,7 +168,7 @@ LATE = [
         (LATE, "rank 1 is slower than the other ranks"),
     ],
 )
-def test_a_rank_that_the_others_wait_for_is_named(shares, expected):
+def test_a_slow_rank_is_named(shares, expected):
     run_warnings = RunWarnings()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -179,7 +179,7 @@ def test_a_rank_that_the_others_wait_for_is_named(shares, expected):
 
 
 def test_a_rank_is_named_only_if_consecutive_records_show_it():
-    """Ranks that are slow in turn are no slow rank."""
+    """No rank is slow if ranks are slow in turn."""
     run_warnings = RunWarnings()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -187,10 +187,10 @@ def test_a_rank_is_named_only_if_consecutive_records_show_it():
             run_warnings.check(shares, Counts.over_ranks(shares), None)
 
 
-# --- a batch that is told twice is refused; one that is not told is said --------------------------
+# --- each batch is counted once -------------------------------------------------------------------
 
 
-def test_a_batch_that_is_told_twice_is_refused(tmp_path):
+def test_a_second_step_for_a_batch_is_refused(tmp_path):
     (first, second, *_) = steps_of(loader_of())  # micro-steps 0 and 1 of one optimizer step
     monitor = Monitor(tmp_path)
     monitor.step(*first)
@@ -199,7 +199,7 @@ def test_a_batch_that_is_told_twice_is_refused(tmp_path):
         monitor.step(*second)
 
 
-def test_a_batch_that_is_not_told_is_warned_of_once_with_its_number(tmp_path):
+def test_a_batch_without_a_step_is_warned_of_once(tmp_path):
     with Monitor(tmp_path, every=1) as monitor:
         with pytest.warns(UserWarning, match="was not called for step 3 of epoch 0") as caught:
             for number, step in enumerate(steps_of(loader_of())):
@@ -213,7 +213,7 @@ def test_a_batch_that_is_not_told_is_warned_of_once_with_its_number(tmp_path):
         monitor.step(*steps_of(loader)[1])
 
 
-def test_a_loader_that_begins_again_or_goes_on_from_a_state_is_not_warned_of(tmp_path):
+def test_a_loader_that_restarts_or_resumes_is_not_warned_of(tmp_path):
     monitor, loader = Monitor(tmp_path, every=1), loader_of()
     for _ in range(2):  # each time the first step of a new loader
         for batch in monitor.watch(loader_of()):
@@ -275,7 +275,7 @@ def test_a_second_watch_within_an_epoch_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("counted", "expected"), [([], "any step of epoch 0"), ([0, 1, 2], "step [0-9]+ of epoch 0")]
 )
-def test_an_epoch_whose_end_is_not_told_is_warned_of_once(tmp_path, counted, expected):
+def test_a_missing_step_at_the_end_of_an_epoch_is_warned_of_once(tmp_path, counted, expected):
     with Monitor(tmp_path) as monitor:
         with pytest.warns(UserWarning, match=f"was not called for {expected}") as caught:
             loader = loader_of()

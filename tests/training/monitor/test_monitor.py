@@ -1,4 +1,4 @@
-"""What a monitor writes: exact values, and nothing that is not told."""
+"""The values in the records of a monitor are exact."""
 
 import json
 import re
@@ -150,7 +150,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("options", "error", "match"), REFUSALS)
-def test_what_is_no_number_is_refused_by_name_and_leaves_no_trace(tmp_path, options, error, match):
+def test_bad_arguments_of_step_are_refused_and_not_counted(tmp_path, options, error, match):
     batch = next(iter(loader_of()))
     info = pop_step_info(batch)
     monitor = Monitor(tmp_path, every=100)
@@ -182,12 +182,12 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("options", "match"), ARGUMENTS)
-def test_an_argument_that_is_not_valid_is_refused(tmp_path, options, match):
+def test_bad_arguments_of_the_monitor_are_refused(tmp_path, options, match):
     with pytest.raises((TypeError, ValueError), match=match):
         Monitor(**{"folder": tmp_path} | options)
 
 
-def test_an_error_or_an_epoch_that_is_left_loses_the_rest_and_nothing_else(tmp_path):
+def test_an_interrupted_run_keeps_its_earlier_records(tmp_path):
     loader = loader_of()
     with pytest.raises(KeyboardInterrupt), Monitor(tmp_path / "error", every=2) as monitor:
         train(monitor, loader, steps=3)
@@ -202,7 +202,7 @@ def test_an_error_or_an_epoch_that_is_left_loses_the_rest_and_nothing_else(tmp_p
     assert 0 < first["sum"]["samples"] < 100 == second["sum"]["samples"]
 
 
-def test_an_attempt_says_what_the_run_was_made_with(tmp_path):
+def test_an_attempt_records_the_settings_of_the_run(tmp_path):
     config = {
         "lr": 0.1,
         "data": tmp_path,
@@ -255,7 +255,7 @@ def test_a_bar_shows_the_samples_and_the_rates_on_a_terminal(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
-def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, monkeypatch, caplog, is_watched):
+def test_without_a_terminal_progress_is_logged(tmp_path, monkeypatch, caplog, is_watched):
     monkeypatch.setattr(progress, "FIRST_S", 0.0)
     monkeypatch.setattr(progress, "EVERY_S", 0.0)
     monitor, loader = Monitor(tmp_path, every=2), loader_of(accumulate=1)
@@ -324,7 +324,7 @@ def test_a_record_has_the_squares_of_the_lengths_that_attend(tmp_path, layout, p
     assert record["sum"]["slowest_tokens"] == record["sum"]["padded_tokens"]
 
 
-def test_times_are_left_out_where_a_function_says_them(tmp_path):
+def test_a_function_as_step_time_records_no_time_balance(tmp_path):
     for step_time in (None, StepTime(squares=0.5), len):
         folder = tmp_path / str(step_time)
         loader = ODBDataLoader(DATA["web"], token_budget=96, window=12, step_time=step_time)

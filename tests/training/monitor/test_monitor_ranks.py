@@ -1,4 +1,4 @@
-"""A monitor of real ranks: one file, over a kill of all ranks; and a lost rank is no hang."""
+"""A monitor of real ranks: one file also after a kill; a lost rank is an error and no hang."""
 
 import pytest
 from monitors import records_of
@@ -34,7 +34,7 @@ monitor.close()
 """
 
 
-def test_ranks_that_are_killed_go_on_in_one_file(tmp_path):
+def test_killed_ranks_resume_in_one_file(tmp_path):
     for name, kills in (("whole", (0,)), ("killed", (7, 10, 0))):
         for kill_at in kills:
             folder = tmp_path / name
@@ -55,7 +55,7 @@ def test_ranks_that_are_killed_go_on_in_one_file(tmp_path):
     assert epoch["mean"]["loss"] == pytest.approx(weighted, rel=1e-6)
 
 
-def test_other_ranks_go_on_in_one_file(tmp_path):
+def test_another_number_of_ranks_resumes_in_one_file(tmp_path):
     """The checkpoint is of step 4; records had 3 steps each, so step 4 is in that of the epoch."""
     for world_size, kill_at in ((2, 7), (3, 0)):
         with RankJob(tmp_path, TRAIN, world_size, str(tmp_path), str(kill_at)) as job:

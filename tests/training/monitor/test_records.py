@@ -1,4 +1,4 @@
-"""The file of a run: one writer, torn lines, full disks, runs that begin anew."""
+"""The file of a run: one writer, torn lines, full disks, new runs and resumes."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def steps_of(folder):
     return [record["step"] for record in read_run(folder).steps]
 
 
-def test_a_folder_has_one_monitor_and_a_run_that_begins_anew_says_so(tmp_path):
+def test_a_folder_has_one_monitor_and_a_new_run_in_it_is_warned_of(tmp_path):
     with Monitor(tmp_path, every=1) as monitor:
         train(monitor, loader_of(), steps=2)
         with pytest.raises(RuntimeError, match="Give each run its own folder"):
@@ -43,7 +43,7 @@ def test_a_full_disk_warns_once_and_is_a_gap(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("writers", [("jsonl",), ("jsonl", "tensorboard")])
-def test_a_folder_that_is_deleted_is_noticed_and_made_anew(tmp_path, writers):
+def test_a_deleted_folder_is_created_again_with_a_warning(tmp_path, writers):
     folder = tmp_path / "run"
 
     def after(step):
@@ -59,9 +59,7 @@ def test_a_folder_that_is_deleted_is_noticed_and_made_anew(tmp_path, writers):
         assert any((folder / "tensorboard").iterdir())
 
 
-def test_an_attempt_that_a_full_disk_has_no_room_for_comes_with_the_next_record(
-    tmp_path, monkeypatch
-):
+def test_an_attempt_lost_to_a_full_disk_is_written_with_the_next_record(tmp_path, monkeypatch):
     """Or the steps of the attempt before would count twice."""
     monitor, loader, states = Monitor(tmp_path, every=1), loader_of(), []
     train(monitor, loader, steps=5, after=lambda _: states.append(monitor.state_dict()))
@@ -114,7 +112,7 @@ DAMAGED = [
 
 
 @pytest.mark.parametrize("change", DAMAGED)
-def test_a_line_that_is_damaged_is_left_out_and_told(run, change):
+def test_a_damaged_line_is_skipped_with_a_warning(run, change):
     folder = run(3, change)
     with open(folder / "monitor.jsonl", "a") as file:
         file.write('{"kind": "st')  # torn by a kill: no word of that
@@ -122,7 +120,7 @@ def test_a_line_that_is_damaged_is_left_out_and_told(run, change):
         assert steps_of(folder) == [1, 3, 4]
 
 
-def test_the_last_line_too_is_told_if_it_was_written_whole(run):
+def test_a_damaged_last_line_is_warned_of_if_it_was_written_whole(run):
     folder = run(5, "garbage{")
     with pytest.warns(UserWarning, match=r"are damaged, and left out: 5\."):
         read_run(folder)
@@ -148,11 +146,11 @@ def test_no_step_counts_twice_where_the_attempt_is_damaged(run):
     assert "resumed after step" not in str(report(run(1, "")))  # the other attempt, too
 
 
-# --- a run that is resumed anywhere writes what the whole run writes: no step twice, none missing -
+# --- resumes: each step is recorded once ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_run_that_is_resumed_at_any_step_writes_what_the_whole_run_writes(tmp_path, every):
+def test_a_run_resumed_at_any_step_writes_the_records_of_the_whole_run(tmp_path, every):
     whole, states = Monitor(tmp_path / "whole", every=every), {}
     loader = loader_of()
 
@@ -179,7 +177,7 @@ def test_a_run_that_is_resumed_at_any_step_writes_what_the_whole_run_writes(tmp_
 
 
 @pytest.mark.parametrize("world_size", [None, 2])
-def test_the_clock_goes_on_after_a_resume(tmp_path, world_size):
+def test_the_training_time_continues_after_a_resume(tmp_path, world_size):
     with Monitor(tmp_path, every=2) as first:
         train(first, loader := loader_of(), steps=3, after=lambda _: time.sleep(0.05))
         state = first.state_dict()
@@ -204,7 +202,7 @@ def test_a_state_that_was_changed_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("every", "is_same"), [(1, False), (5, True)])
-def test_a_run_that_goes_on_from_the_last_step_of_an_epoch_has_its_record(tmp_path, every, is_same):
+def test_a_run_resumed_at_the_end_of_an_epoch_has_the_record_of_the_epoch(tmp_path, every, is_same):
     """Without a `RankAligner`, it is known only afterwards that the epoch has ended."""
     batches = sum(1 for _ in composed_loader())
     monitor, loader = Monitor(tmp_path, every=every), composed_loader()

@@ -1,22 +1,19 @@
-"""The times of the steps of a run are found again in its log, beside those it was planned by."""
+"""The times of the steps of a run are recovered from its log."""
 
 import json
-import math
 
 import numpy as np
 import pytest
 from step_logs import TRUE, write_log, write_records
 
-from odb_nodes.core.planning import StepTime
 from odb_nodes.training.monitor import fitted_step_time
-from odb_nodes.training.monitor.step_times import compared_times
 
 
 def terms(step_time):
     return [step_time.base, step_time.tokens, step_time.squares]
 
 
-def test_the_times_of_a_run_are_found_again(tmp_path):
+def test_the_step_times_of_a_run_are_recovered(tmp_path):
     write_log(tmp_path / "steps.jsonl", 200)
     fitted, origin = fitted_step_time(tmp_path / "steps.jsonl")
     assert terms(fitted) == pytest.approx(terms(TRUE), rel=1e-6)
@@ -73,30 +70,3 @@ def test_a_log_without_steps_is_an_error(tmp_path):
         fitted_step_time(path)
     with pytest.raises(FileNotFoundError):
         fitted_step_time(tmp_path / "nowhere.jsonl")
-
-
-def test_planned_times_stand_beside_those_of_the_steps(tmp_path):
-    rng = np.random.default_rng(0)
-    widths = rng.choice([8, 32, 128, 512], (80, 2))
-    tokens = rng.integers(1, 4096 // widths) * widths
-    seconds = TRUE.seconds_of(tokens, tokens * widths).max(axis=1)
-    write_records(tmp_path, seconds, tokens, tokens * widths, every=2)
-    right, wrong = (
-        compared_times(planned, tmp_path)
-        for planned in (
-            StepTime(tokens=1, squares=TRUE.squares / TRUE.tokens, base=TRUE.base / TRUE.tokens),
-            StepTime(),
-        )
-    )
-    half_at = "attention takes half of the time of, tokens"
-    assert right[f"{half_at}: planned"] == pytest.approx(TRUE.half_at)
-    assert right[f"{half_at}: fitted"] == pytest.approx(TRUE.half_at, rel=1e-4)
-    assert wrong[f"{half_at}: planned"] is None and math.isinf(StepTime().half_at)
-    error = "steps differ from planned times by, mean share"
-    assert right[error] < 1e-6 < 0.05 < wrong[error]
-
-
-def test_few_records_tell_nothing_of_times(tmp_path):
-    write_records(tmp_path, np.ones(4), np.ones((4, 2)), np.ones((4, 2)), every=1)
-    figures = compared_times(StepTime(squares=0.5), tmp_path)
-    assert [*figures.values()] == [2.0, None, None]

@@ -1,4 +1,4 @@
-"""Every writer is told the numbers that are in the records, each step once, also after a resume."""
+"""Every writer gets the numbers of the records, each step once, also after a resume."""
 
 import sys
 import time
@@ -63,7 +63,7 @@ def resumed_run(folder, make_writer):
     return writer
 
 
-def test_a_writer_of_your_own_is_told_each_record_and_attempt(tmp_path):
+def test_a_custom_writer_gets_each_record_and_attempt(tmp_path):
     service = Service()
     resumed_run(tmp_path, lambda: service)
     # Of step 6 it was told by the first attempt.
@@ -165,7 +165,7 @@ def test_mlflow_has_the_scalars_and_the_settings(tmp_path, monkeypatch):
         ("mlflow", lambda _: MlflowWriter(), "tracking"),
     ],
 )
-def test_what_is_missing_is_named_when_the_writer_is_made(
+def test_a_missing_package_is_named_when_the_writer_is_made(
     tmp_path, monkeypatch, missing, make, extra
 ):
     monkeypatch.setitem(sys.modules, missing, None)

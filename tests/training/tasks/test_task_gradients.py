@@ -1,4 +1,4 @@
-"""Weights that follow the gradients of their tasks, alike on any number of ranks, and resume."""
+"""GradNorm and PCGrad: equal on any number of ranks, and after a resume."""
 
 import json
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_two_ranks_have_the_weights_of_one_with_the_joint_batch(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["gradnorm", "ratio"])
-def test_norms_of_ten_to_one_come_to_within_a_fifth(rule):
+def test_gradient_norms_of_ten_to_one_become_nearly_equal(rule):
     data = regression(3200)
     for row in data:  # the same gradient but for its size
         row["y"] = row["y"] / (1.0, 10.0)[row["task"]]
@@ -177,7 +177,7 @@ def test_a_state_that_is_loaded_within_an_optimizer_step_begins_it_again():
     assert balance.state_dict()["steps"] == 1
 
 
-def test_a_state_that_is_none_is_refused():
+def test_bad_states_are_refused():
     balance = GradNorm(even(), Model().trunk.parameters())
     state = balance.state_dict()
     for steps in (-1, "2", None):
@@ -300,7 +300,7 @@ def test_each_micro_step_is_added_once_and_the_step_is_after_the_last(kind, micr
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_optimizer_step_that_was_broken_off_leaves_nothing(kind):
+def test_an_abandoned_optimizer_step_leaves_nothing(kind):
     def result(broken):
         tasks, add, arguments = added(kind, accumulate=3)
         if broken:
@@ -352,7 +352,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("kind", "change", "error", "message"), REFUSALS)
-def test_arguments_of_another_kind_are_refused_by_name(kind, change, error, message):
+def test_bad_arguments_are_refused_by_name(kind, change, error, message):
     arguments = {"weights": even(), "parameters": Model().parameters(), **change}
     with pytest.raises(error, match=message):
         kind(arguments.pop("weights"), arguments.pop("parameters"), **arguments)
@@ -424,7 +424,7 @@ def test_two_ranks_project_the_gradient_of_the_joint_batch(tmp_path):
         assert relative_error(torch.tensor(gradient, dtype=torch.float64), joint) < 1e-12
 
 
-def test_the_order_of_the_others_depends_on_seed_and_step_alone():
+def test_the_order_of_projections_depends_on_seed_and_step_alone():
     pulls = {"a": [1.0, 2.0], "b": [-2.0, 1.0], "c": [0.5, -3.0]}
     options = {"observe": lambda task: Observation(4, task=task), "tasks": [*pulls]}
     loader = ODBDataLoader([*pulls], token_budget=12, collate_fn=lambda rows: {}, **options)
@@ -469,7 +469,7 @@ def test_without_a_conflict_sums_are_plain_and_of_half_precision_kept_in_float32
     assert float(weight.grad) == 1000.0
 
 
-def test_another_loss_beside_those_of_the_tasks_is_an_error():
+def test_a_loss_beside_the_losses_of_the_tasks_is_an_error():
     weight = torch.nn.Parameter(torch.ones(1))
     projected = PCGrad(TaskWeights(NEAR_FAR_WEIGHTS), [weight])
     loader = iter(loader_of(regression()))

@@ -102,7 +102,7 @@ def test_the_gradient_is_that_of_the_weighted_mean(ranks, budget, accumulate, we
     assert compared > 1
 
 
-def test_tasks_are_those_of_sources_unless_observe_tells():
+def test_sources_are_the_default_tasks():
     data = {name: [{"input_ids": [1] * (n % 5 + 2)} for n in range(12)] for name in ("a", "b")}
     loader = ODBDataLoader(data, token_budget=40, window=8, tasks=["a", "b"])
     infos = [pop_step_info(batch) for batch in loader]
@@ -175,7 +175,7 @@ REFUSALS = [
     (lambda: loader_of([1], tasks="ab"), TypeError, "`tasks` must be a list of names"),
     (lambda: loader_of([1], tasks=["a", "a"]), ValueError, "names that differ"),
 ]  # fmt: skip
-test_what_is_not_valid_is_refused = refuses(REFUSALS)
+test_bad_weights_and_losses_are_refused = refuses(REFUSALS)
 
 
 @pytest.mark.parametrize(

@@ -88,13 +88,13 @@ class Device:
     grain: int = 1  # bytes that peaks are rounded up to
     noise: float = 0.0
     fails_above: float = 1.0  # times the limit: only there a step raises
-    taken = 0
+    used_bytes = 0
 
     def reset(self):
-        self.taken = 0
+        self.used_bytes = 0
 
     def peak_bytes(self):
-        return self.taken
+        return self.used_bytes
 
     def peak(self, rows, width):
         exact = self.constant + rows * width * (self.token + self.square * width)
@@ -103,15 +103,15 @@ class Device:
         return int(-(-noisy // self.grain)) * self.grain
 
     def train_step(self, shape):
-        self.taken = self.peak(*shape)
-        if self.taken > self.fails_above * self.limit_bytes:
+        self.used_bytes = self.peak(*shape)
+        if self.used_bytes > self.fails_above * self.limit_bytes:
             raise torch.OutOfMemoryError("out of memory")
 
     def find(self, widths, max_trials=24):
         options = {"states": [], "meter": self, "widths": widths, "max_trials": max_trials}
-        found = find_budget(self.train_step, lambda *shape: shape, **options)
-        assert len(found.points) <= max_trials
-        return found
+        result = find_budget(self.train_step, lambda *shape: shape, **options)
+        assert len(result.points) <= max_trials
+        return result
 
     def check_near(self, widths, share=0.95):
         """Check that the budget that is found is nearly the largest that fits, and fits."""
@@ -165,26 +165,26 @@ def test_noise_costs_a_little():
 
 
 def test_after_few_trials_the_budget_is_what_fitted():
-    found = Device(limit_bytes=40 * GB).find([32, 512, 4096], max_trials=6)
-    tried = {trial.width: trial.rows for trial in found.points if trial.fits}
+    result = Device(limit_bytes=40 * GB).find([32, 512, 4096], max_trials=6)
+    tried = {trial.width: trial.rows for trial in result.points if trial.fits}
     assert len(tried) > 1
     for width, rows in tried.items():
-        assert found.budget.tokens // found.budget.row_cost(width) <= rows
+        assert result.budget.tokens // result.budget.row_cost(width) <= rows
 
 
 def test_a_single_row_may_be_the_budget_and_rows_are_bounded():
     budget = Device(limit_bytes=2 * GB, square=0.0).find([20_000]).budget
     assert budget.tokens // budget.row_cost(20_000) == 1
-    found = Device(limit_bytes=10**12, constant=1e6, token=1e-3, square=0.0).find([64, 256])
-    assert all(trial.fits for trial in found.points)
-    assert 10**6 < max(trial.rows * trial.width for trial in found.points) < 2**31
+    result = Device(limit_bytes=10**12, constant=1e6, token=1e-3, square=0.0).find([64, 256])
+    assert all(trial.fits for trial in result.points)
+    assert 10**6 < max(trial.rows * trial.width for trial in result.points) < 2**31
 
 
 def test_patches_get_their_own_limit():
     training = make_training()
-    found = find(training, 8 * MIB, patches_per_row=100)
-    assert all(trial.patches == 100 * trial.rows for trial in found.points)
-    budget = found.budget
+    result = find(training, 8 * MIB, patches_per_row=100)
+    assert all(trial.patches == 100 * trial.rows for trial in result.points)
+    budget = result.budget
     peaks = [
         peak_of(training, budget.tokens // budget.row_cost(width), width, budget.max_patches)
         for width in WIDTHS
@@ -196,17 +196,18 @@ def test_a_peak_above_the_limit_is_a_failure_also_if_the_step_ends():
     class Generous(SavedTensorMeter):
         limit_bytes = MIB
 
-    found = find(meter=Generous(ROOM))
-    assert not any(trial.error for trial in found.points)
-    assert {trial.fits for trial in found.points} == {True, False}
-    assert found.model.predict(1, 12) < MIB
+    result = find(meter=Generous(ROOM))
+    assert not any(trial.error for trial in result.points)
+    assert {trial.fits for trial in result.points} == {True, False}
+    assert result.model.predict(1, 12) < MIB
 
 
 def test_the_result_holds_no_tensors():
     training = make_training()
-    found = find(training)
+    result = find(training)
     assert (
-        f"budget=TokenBudget(tokens={found.budget.tokens}" in repr(found) and len(repr(found)) < 400
+        f"budget=TokenBudget(tokens={result.budget.tokens}" in repr(result)
+        and len(repr(result)) < 400
     )
     alive = weakref.ref(training.model)
     del training
@@ -224,12 +225,12 @@ def test_find_budget_returns_the_faster_and_the_slower_way_of_checkpointing(monk
         training.train_step(batch)
 
     options = {"widths": [12, 96], "checkpointing": training.model, "max_trials": 8}
-    found = find(training, 3 * MIB, train_step=train_step, **options)
+    result = find(training, 3 * MIB, train_step=train_step, **options)
     assert_same(before, snapshot(training))
     assert "forward" not in vars(training.model.blocks[0])
-    assert found.slower.checkpointing and not found.checkpointing
-    assert found.slower.budget.tokens > 1.5 * found.budget.tokens
-    assert found.slower.tokens_per_s < found.tokens_per_s
+    assert result.slower.checkpointing and not result.checkpointing
+    assert result.slower.budget.tokens > 1.5 * result.budget.tokens
+    assert result.slower.tokens_per_s < result.tokens_per_s
 
 
 def test_the_time_of_a_step_is_fitted_to_the_steps_that_fitted(monkeypatch):
@@ -244,9 +245,9 @@ def test_the_time_of_a_step_is_fitted_to_the_steps_that_fitted(monkeypatch):
             super().train_step(shape)
 
     device = Clocked(20 * GB, fails_above=1.1)
-    found = device.find([64, 512, 4096])
-    assert any(not trial.fits and not trial.error for trial in found.points)
-    assert vars(found.step_time) == pytest.approx(vars(expected), rel=1e-3)
+    result = device.find([64, 512, 4096])
+    assert any(not trial.fits and not trial.error for trial in result.points)
+    assert vars(result.step_time) == pytest.approx(vars(expected), rel=1e-3)
     assert device.find([512]).step_time is None  # any squares would fit
 
 
@@ -311,7 +312,7 @@ class Replacing(torch.nn.Module):
 
 
 class Counter:
-    """Has a state, of a kind that nobody knows."""
+    """Has a state in `state_dict`."""
 
     value = 0
 
@@ -349,13 +350,13 @@ def test_buffers_graphs_and_custom_states_are_restored():
 
 @pytest.mark.parametrize(("fails_in", "fresh"), [("forward", True), ("backward", False)])
 def test_states_are_restored_wherever_a_step_fails(fails_in, fresh):
-    """Of an optimizer in its wrapper, too."""
+    """An optimizer in a wrapper, too."""
     training = make_training() if fresh else in_the_middle_of_a_run()
     before = snapshot(training)
     meter = SavedTensorMeter(2 * MIB, fails_in=fails_in, backward_point=5)
     optimizer = Wrapped(training.optimizer) if fresh else training.optimizer
-    found = find(training, meter=meter, states=[training.model, optimizer])
-    assert any(f"in the {fails_in} pass" in trial.error for trial in found.points)
+    result = find(training, meter=meter, states=[training.model, optimizer])
+    assert any(f"in the {fails_in} pass" in trial.error for trial in result.points)
     assert_same(before, snapshot(training))
 
 
@@ -403,8 +404,8 @@ def test_a_step_that_failed_leaves_no_gradients_to_the_next():
         training.optimizer.zero_grad()
 
     meter = SavedTensorMeter(2 * MIB, fails_in="backward", backward_point=20)
-    found = find(training, train_step=train_step, meter=meter)
-    assert sum(bool(trial.error) for trial in found.points[:-1]) > 1
+    result = find(training, train_step=train_step, meter=meter)
+    assert sum(bool(trial.error) for trial in result.points[:-1]) > 1
     assert {*with_gradients} == {0}
 
 
@@ -425,10 +426,10 @@ def test_other_errors_of_a_step_are_raised_unchanged(error):
     assert_same(before, snapshot(training))
 
 
-@pytest.mark.parametrize("given", ["model", "optimizer of others"])
-def test_an_optimizer_missing_from_states_is_an_error_before_it_steps(given):
+@pytest.mark.parametrize("states_of", ["model", "optimizer of another training"])
+def test_an_optimizer_missing_from_states_is_an_error_before_it_steps(states_of):
     training, other = make_training(), make_training()
-    states = [training.model] + [other.optimizer] * (given != "model")
+    states = [training.model] + [other.optimizer] * (states_of != "model")
     before = snapshot(training)
     with pytest.raises(RuntimeError, match="step of an `AdamW` that is not in `states`"):
         find(training, states=states)
@@ -475,9 +476,9 @@ OF_PREFLIGHT = [
     ({"meter": ElsewhereMeter(MIB)}, "`meter` sees nothing of `train_step`: 3"),
 ]
 BAD = (TypeError, ValueError)
-test_bad_arguments_of_find_budget = refuses(REFUSED + OF_FIND, lambda given: find(**given), BAD)
+test_bad_arguments_of_find_budget = refuses(REFUSED + OF_FIND, lambda options: find(**options), BAD)
 test_bad_arguments_of_preflight = refuses(
-    REFUSED + OF_PREFLIGHT, lambda given: tried(**{"budget": TokenBudget(100), **given}), BAD
+    REFUSED + OF_PREFLIGHT, lambda options: tried(**{"budget": TokenBudget(100), **options}), BAD
 )
 
 
@@ -510,22 +511,22 @@ def test_a_step_that_does_not_use_its_batch_is_named():
 
 
 def test_only_a_step_without_a_backward_pass_is_warned_of():
-    training, kept = make_training(), []
+    training, last_loss = make_training(), []
     weights = list(training.model.parameters())
 
     def without(batch):
-        kept[:] = [training.model(*batch)]
+        last_loss[:] = [training.model(*batch)]
 
     def dropped(batch):
         training.model(*batch).backward()
         training.optimizer.zero_grad()
 
-    def taken(batch):
+    def grads_only(batch):
         torch.autograd.grad(training.model(*batch), weights, allow_unused=True)
 
     with pytest.warns(UserWarning, match="has computed no gradient of the weights in `states`"):
         find(training, train_step=without, widths=[12], max_trials=4)
-    for train_step in (dropped, taken):  # without the warning, which would be an error
+    for train_step in (dropped, grads_only):  # without the warning, which would be an error
         find(training, train_step=train_step, widths=[12], max_trials=4)
         assert not any(weight._backward_hooks for weight in weights)
 
@@ -584,9 +585,11 @@ def test_the_loader_makes_no_batch_that_is_larger_than_the_tried_ones():
     shapes = shapes_of(tried(budget, widths=[min(lengths), max(lengths)]))
     samples = [{"input_ids": [1] * length} for length in lengths]
     with pytest.warns(UserWarning, match="exceeds the budget"):
-        made = [batch["input_ids"].shape for batch in ODBDataLoader(samples, token_budget=budget)]
-    assert max(width for _, width in made) == max(width for _, width in shapes) == 170
-    assert max(rows for rows, _ in made) <= max(rows for rows, _ in shapes)
+        batches = [
+            batch["input_ids"].shape for batch in ODBDataLoader(samples, token_budget=budget)
+        ]
+    assert max(width for _, width in batches) == max(width for _, width in shapes) == 170
+    assert max(rows for rows, _ in batches) <= max(rows for rows, _ in shapes)
 
 
 def test_every_peak_is_that_of_a_step_in_the_middle_of_a_run():

@@ -159,7 +159,7 @@ def test_an_unguarded_step_ends_all_ranks_and_a_resume_completes_the_epoch(tmp_p
 
 FAILS = """
 import sys, time
-import odb_nodes.training.memory
+import odb_nodes.training.memory.guarded_step
 from gradients import samples_of
 from memory_faults import FailingModel, loss_of, never
 from odb_nodes import ODBDataLoader, PaddingCollate, PeerError, StepMemoryError
@@ -176,7 +176,7 @@ WAITS = (
     + """
 model.norm = nn.SyncBatchNorm(2)  # so that the ranks compute together, by what they know
 model.eval()
-odb_nodes.training.memory.guard.runs_ahead = lambda: True  # as on a GPU
+odb_nodes.training.memory.guarded_step.runs_ahead = lambda: True  # as on a GPU
 guard = OomGuard(ODBDataLoader(samples_of(rank, 40), timeout_s=3, **options), guard_above=1.0)
 # Steps 3 to 5 are one round: rank 0 has step 4 without waiting for rank 1, and raises there.
 for number, step in enumerate(guard):

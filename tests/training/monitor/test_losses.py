@@ -101,22 +101,22 @@ def expected(epochs):
     }
 
 
-def book(folder, **options):
+def losses_monitor(folder, **options):
     return Monitor(folder, every=3, losses_by_sample=True, progress=False, **options)
 
 
 def test_each_sample_has_one_loss_per_epoch_also_after_resumes(tmp_path):
-    with book(tmp_path) as monitor:
+    with losses_monitor(tmp_path) as monitor:
         states = []
         train(monitor, loader_of(), 2, states=states)
     losses = read_losses(tmp_path)
     assert len(losses) == 200 and {*losses} == expected(2)
     for number in range(0, len(states), 7):
         folder = tmp_path / str(number)
-        with book(folder) as monitor:
+        with losses_monitor(folder) as monitor:
             train(monitor, loader_of(), 2, steps=number + 3)
         state, position = states[number]
-        with book(folder) as monitor:
+        with losses_monitor(folder) as monitor:
             loader = loader_of()
             monitor.load_state_dict(state)
             loader.load_state_dict(position)
@@ -126,7 +126,7 @@ def test_each_sample_has_one_loss_per_epoch_also_after_resumes(tmp_path):
 
 
 def test_losses_of_the_run_and_of_sources_come_from_the_samples(tmp_path):
-    """And without a book the records are the same, and nothing else is kept."""
+    """Without `losses_by_sample` the records are equal, and no other file is written."""
     for name, kept in (("with", True), ("without", False)):
         with Monitor(tmp_path / name, every=3, losses_by_sample=kept) as monitor:
             train(monitor, loader_of(), 1)
@@ -140,7 +140,7 @@ def test_losses_of_the_run_and_of_sources_come_from_the_samples(tmp_path):
 
 
 def test_a_block_that_is_cut_short_or_damaged_is_left_out(tmp_path):
-    with book(tmp_path) as monitor:
+    with losses_monitor(tmp_path) as monitor:
         train(monitor, loader_of(), 1)
     (path,) = tmp_path.glob("losses-*.bin")
     data, whole = path.read_bytes(), read_losses(tmp_path)
@@ -150,24 +150,24 @@ def test_a_block_that_is_cut_short_or_damaged_is_left_out(tmp_path):
     assert 0 < len(cut) < len(whole) and cut == whole[: len(cut)]
     path.write_bytes(data[:-7] + data)  # what follows a kill is read, and takes its place
     assert read_losses(tmp_path) == whole
-    warned = []
-    for at in range(0, len(data), 37):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+    is_last_block_warned_of = False
+    for offset in range(0, len(data), 37):
+        path.write_bytes(data[:offset] + bytes([data[offset] ^ 4]) + data[offset + 1 :])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             losses = {*read_losses(tmp_path)}
-        found = ["are damaged" in str(warning.message) for warning in caught]
+        damaged = ["are damaged" in str(warning.message) for warning in caught]
         is_harmless = losses == {*whole}  # base64 ignores some bits of a line's last character
-        assert losses < {*whole} or (is_harmless and not found)
-        assert found == [True] or (not found and (is_harmless or at >= last))
-        warned += found * (at >= last)
-    assert warned  # of the last block, unless it may be one that a kill has cut short
+        assert losses < {*whole} or (is_harmless and not damaged)
+        assert damaged == [True] or (not damaged and (is_harmless or offset >= last))
+        is_last_block_warned_of |= bool(damaged) and offset >= last
+    assert is_last_block_warned_of  # unless a kill may have cut it short
     assert len(data) < 16 * len(whole)
 
 
 @pytest.mark.filterwarnings("ignore:.*monitor.jsonl. cannot be written")
 def test_a_full_disk_warns_once(tmp_path, monkeypatch):
-    with book(tmp_path) as monitor:
+    with losses_monitor(tmp_path) as monitor:
         loader = loader_of()
         train(monitor, loader, 1, steps=3)
         monkeypatch.setattr(os, "write", lambda file, data: 0)
@@ -199,7 +199,7 @@ def test_losses_of_fewer_samples_than_the_batch_has_are_refused_at_once(tmp_path
     info = pop_step_info(batch)
     losses = row_losses(logits_of(batch), batch["labels"])
     with pytest.raises(ValueError, match=r"each of the \d+ samples .* has 1 .*`position_ids="):
-        book(tmp_path).step(batch, info, row_losses=losses)
+        losses_monitor(tmp_path).step(batch, info, row_losses=losses)
     with pytest.raises(ValueError, match=r"`logits` must be \(B, T, vocabulary\)"):
         row_losses(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64))
 
@@ -213,7 +213,7 @@ def test_samples_of_ranks_with_separate_data_are_distinguished(tmp_path):
             data, token_budget=64, window=8, sharded=True, process_group=exchange
         )
         meeting = hub.exchange(exchange.rank)
-        with book(tmp_path / "run", process_group=meeting) as monitor:
+        with losses_monitor(tmp_path / "run", process_group=meeting) as monitor:
             for batch in monitor.watch(loader):
                 info = pop_step_info(batch)
                 sums = torch.tensor([1.0 + 100 * exchange.rank + key for key in info.keys])

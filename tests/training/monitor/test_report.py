@@ -14,7 +14,6 @@ from monitors import DATA, loader_of, loss_of, train
 from refusals import refuses
 
 from odb_nodes import Ledger, Observation, ODBDataLoader, pop_step_info
-from odb_nodes.cli import main
 from odb_nodes.training.monitor import Monitor, RowLosses, read_run, report
 from odb_nodes.training.monitor.figures import Curve, curves
 from odb_nodes.training.monitor.records import line_of
@@ -199,14 +198,6 @@ def test_only_the_page_needs_plotly(tmp_path, runs, monkeypatch):
     print(report(runs, csv=tmp_path / "r.csv"))
     with pytest.raises(ImportError, match=r"pip install 'odb-nodes\[report\]'"):
         report(runs, html=tmp_path / "r.html")
-
-
-@pytest.mark.slow
-def test_the_command_prints_the_table_and_writes_the_page(tmp_path, runs, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["report", *map(str, runs), "--html", str(tmp_path / "page.html")])
-    assert "padding share" in capsys.readouterr().out
-    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
 
 
 # --- tasks are shown as sources are ---------------------------------------------------------------

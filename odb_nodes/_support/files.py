@@ -80,7 +80,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _open_temporary(path: Path) -> BinaryIO:
-    """Open a new file beside `path`, with its permissions, or with those of a new file."""
+    """Open a new file beside `path`, with the permissions of `path` if it exists."""
     while True:
         file = open(path.parent / f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}", "x+b")
         # Until it is locked, another save of `path` may take it for a stale one, and remove it.

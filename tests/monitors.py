@@ -62,8 +62,8 @@ def without_times(record):
     kept = {name: value for name, value in record.items() if name not in ("seconds", "time_s")}
     return {
         name: {
-            key: one
-            for key, one in value.items()
+            key: number
+            for key, number in value.items()
             if not (key.endswith(("_s", "seconds")) or "wait" in key)
         }
         if isinstance(value, dict)
@@ -80,4 +80,6 @@ def records_of(folder):
 
 def check_steps_follow(records):
     """No step is in two records, and none in no record."""
-    assert [one["first_step"] for one in records[1:]] == [one["step"] + 1 for one in records[:-1]]
+    assert [record["first_step"] for record in records[1:]] == [
+        record["step"] + 1 for record in records[:-1]
+    ]

@@ -44,8 +44,8 @@ class Model(nn.Module):
 
     def losses(self, batch):
         hidden = torch.tanh(self.trunk(batch["x"]))
-        found = torch.stack([head(hidden)[:, 0] for head in self.heads], 1)
-        chosen = found.gather(1, batch["task"][:, None])[:, 0]
+        predictions = torch.stack([head(hidden)[:, 0] for head in self.heads], 1)
+        chosen = predictions.gather(1, batch["task"][:, None])[:, 0]
         return (chosen - batch["y"]).abs()
 
 
@@ -58,14 +58,14 @@ def joint_batches(data, ranks, accumulate=1):
     """The batches of all ranks and micro-steps of each optimizer step, put together."""
 
     def run(exchange):
-        shard, given = data[exchange.rank :: ranks], {"sharded": True, "shuffle": False}
-        return [*loader_of(shard, accumulate=accumulate, process_group=exchange, **given)]
+        shard, options = data[exchange.rank :: ranks], {"sharded": True, "shuffle": False}
+        return [*loader_of(shard, accumulate=accumulate, process_group=exchange, **options)]
 
     of_ranks = on_ranks(ranks, run)
     for start in range(0, len(of_ranks[0]), accumulate):
-        batches = [one for of_rank in of_ranks for one in of_rank[start : start + accumulate]]
-        whole = [one for one in batches if not pop_step_info(one).is_filler]
-        yield {key: torch.cat([one[key] for one in whole]) for key in ("x", "y", "task")}
+        batches = [batch for of_rank in of_ranks for batch in of_rank[start : start + accumulate]]
+        full = [batch for batch in batches if not pop_step_info(batch).is_filler]
+        yield {key: torch.cat([one[key] for one in full]) for key in ("x", "y", "task")}
 
 
 def balanced(loader, tasks=NEAR_FAR, spoil=lambda number: 1.0, **options):
@@ -83,13 +83,13 @@ def balanced(loader, tasks=NEAR_FAR, spoil=lambda number: 1.0, **options):
 
 
 def flat(gradients):
-    return torch.cat([one.flatten() for one in gradients])
+    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def projected_gradients(loader, tasks=NEAR_FAR):
     """The gradient of each optimizer step of an epoch, with projection and without."""
     weights = TaskWeights({task: NEAR_FAR_WEIGHTS[task] for task in tasks})
-    model, found = Model(), []
+    model, gradients = Model(), []
     conflicts = PCGrad(weights, model.parameters())
     for batch in loader:
         info = pop_step_info(batch)
@@ -97,9 +97,9 @@ def projected_gradients(loader, tasks=NEAR_FAR):
         conflicts.backward(losses, info)
         weights.loss(losses, info).backward()
         if info.ends_optimizer_step:
-            plain = flat(one.grad for one in model.parameters())
+            plain = flat(weight.grad for weight in model.parameters())
             model.zero_grad()
             conflicts.step()
-            found.append((flat(one.grad for one in model.parameters()), plain))
+            gradients.append((flat(weight.grad for weight in model.parameters()), plain))
             model.zero_grad()
-    return found
+    return gradients

@@ -19,7 +19,7 @@ MAX_KEY = 2**63 - 1  # largest key of a sample
 
 
 def check_integer(name: str, value: object) -> int:
-    """Return `value` as an int; a bool is none."""
+    """Return `value` as an int; reject a bool."""
     if type(value) is int:
         return value
     try:
@@ -41,7 +41,7 @@ def check_count(name: str, value: object, minimum: int = 1, maximum: int = MAX_C
 
 
 def keep_count(options: Any, name: str, minimum: int = 1, maximum: int = MAX_COUNT) -> None:
-    """Check a field of a frozen dataclass, and keep it as an int: an integer of numpy overflows."""
+    """Check a field of a frozen dataclass, and store it as an int: numpy integers overflow."""
     object.__setattr__(options, name, check_count(name, getattr(options, name), minimum, maximum))
 
 
@@ -62,7 +62,7 @@ def check_number(name: str, value: Any, interval: str) -> float:
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Raise an error unless a lock can wait for `value` seconds; no wait is without end."""
+    """Raise an error unless a lock can wait for `value` seconds."""
     check_number(name, value, f"(0, {threading.TIMEOUT_MAX:.0f}]")
 
 
@@ -88,7 +88,7 @@ def check_type(name: str, value: object, expected: type | UnionType, remedy: str
 
 
 def check_names(name: str, value: object) -> tuple[str, ...]:
-    """Return the names that `value` lists, each of which must differ from the others."""
+    """Return a list of different names as a tuple."""
     remedy = 'Pass a list such as ["chat", "code"].'
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(_message(name, "a list of names", describe(value), remedy))
@@ -105,7 +105,7 @@ def check_named(name: str, value: Mapping[Any, object]) -> None:
 
 
 def check_iterable(name: str, value: object, remedy: str) -> None:
-    """Raise a `TypeError` unless `value` can be iterated again and again."""
+    """Raise a `TypeError` unless `value` can be iterated more than once."""
     if isinstance(value, Iterator) or not isinstance(value, Iterable):
         rule = "an iterable that can be iterated once per epoch"
         raise TypeError(_message(name, rule, _class_name(type(value)), remedy))
@@ -128,7 +128,7 @@ def refuse(refused: Mapping[str, Any]) -> None:
 
 
 def describe(value: object) -> str:
-    """Return what an error says of a value: plain values as they are, others by their class."""
+    """Return a value for an error text: plain values as they are, other objects by their class."""
     if isinstance(value, type):
         return f"the class `{value.__name__}`"
     if isinstance(value, (str, int, float, dict, list, tuple, NoneType)):
@@ -151,7 +151,7 @@ def _class_name(kind: type) -> str:
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
-    """Return a module of a package that an extra of this library installs."""
+    """Import a module that an extra of this library installs."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

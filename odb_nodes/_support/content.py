@@ -26,7 +26,7 @@ def to_bytes(value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return the value that `to_bytes` was given, or raise any error where `data` is damaged."""
+    """Return the value from the bytes of `to_bytes`; raise any error if they are damaged."""
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
@@ -42,21 +42,21 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
 
 
 def is_simple_tensor(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is no more than its bytes, its dtype and its shape."""
+    """Tell whether bytes, dtype and shape describe a tensor completely."""
     simple = tensor.device.type == "cpu" and tensor.layout is torch.strided
     lazy = tensor.is_conj() or tensor.is_neg()
     return simple and not (tensor.requires_grad or lazy)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the bytes of a dense tensor, (N,) uint8: a view where it is contiguous on the CPU."""
+    """Return the bytes of a dense tensor, (N,) uint8: a view if it is contiguous on the CPU."""
     row = tensor.detach().cpu().contiguous().flatten()
-    # A row of one number, or none, may have any stride, which `view` refuses.
+    # A row of at most one number may have any stride, which `view` refuses.
     return row.as_strided(row.shape, (1,)).view(torch.uint8).numpy()
 
 
 def is_readable(value: Any) -> bool:
-    """Tell whether `from_bytes` gives a value back."""
+    """Tell whether `from_bytes` can read the bytes of a value."""
     try:
         from_bytes(to_bytes(value))
     except Exception:  # of any kind
@@ -65,7 +65,7 @@ def is_readable(value: Any) -> bool:
 
 
 def explain_unreadable(value: Any, name: str = "state_dict()") -> str:
-    """Say where a value, called `name`, holds something that is not readable, and what to do."""
+    """Return an error text: which part of the value `name` is not readable, and the remedy."""
     return (
         f"{_unreadable(value, name)}, which `torch.load(weights_only=True)` refuses. Save plain "
         "Python data and tensors: `int(n)` or `n.item()` in place of a scalar of numpy, "
@@ -105,19 +105,19 @@ def copied(value: Any) -> Any:
 # --- rows -----------------------------------------------------------------------------------------
 
 
-INT64 = np.dtype(np.int64)  # the one object that nearly all arrays of int64 have as their dtype
+INT64 = np.dtype(np.int64)  # the object that is the dtype of nearly all arrays of int64
 
 _TAG, _TAG_BYTES = b"i", 5  # of an int of 32 bits in marshal's format, tag included
 _INT32 = np.dtype("<i4")
 
 
 def is_mapping(value: Any) -> bool:
-    """Tell whether a value is a mapping; of a dict at once, which most samples are."""
+    """Tell whether a value is a mapping; fast for a dict."""
     return type(value) is dict or isinstance(value, Mapping)
 
 
 def flatten_row(name: str, values: Any) -> Any:
-    """Return `values`, (L,) or (1, L), as something of length L."""
+    """Return `values`, (L,) or (1, L), as a list, array or tensor of length L."""
     if type(values) is list and values and type(values[0]) is int:  # as most lists are
         return values
     if isinstance(values, (np.ndarray, torch.Tensor)):
@@ -145,9 +145,9 @@ def flatten_row(name: str, values: Any) -> Any:
 
 
 def array_of_ints(values: list[Any]) -> np.ndarray[Any, Any] | None:
-    """Return a list of ints as `np.asarray` does, in half the time; `None` of anything else.
+    """Return a list of 32-bit ints as an array, twice as fast as numpy; `None` for other lists.
 
-    `marshal` writes ints of 32 bits with their types at once; `np.asarray` looks at each twice.
+    `marshal` writes all ints with a tag of their type at once; `np.asarray` reads each twice.
     """
     if not values or type(values[0]) is not int:
         return None
@@ -156,7 +156,7 @@ def array_of_ints(values: list[Any]) -> np.ndarray[Any, Any] | None:
     except ValueError:
         return None
     count = len(values)
-    # What stands at each fifth byte is the tag of a value if all values before it are such ints.
+    # Each fifth byte is the tag of a value, as long as all earlier values are 32-bit ints.
     if written[_TAG_BYTES::_TAG_BYTES] != _TAG * count:
         return None
     ints: np.ndarray[Any, Any] = np.ndarray(count, _INT32, written, _TAG_BYTES + 1, (_TAG_BYTES,))
@@ -171,11 +171,11 @@ _NUMBERS = {int, float, bool, type(None)}
 
 
 def content_digest(item: Any, start: int = 0) -> int:
-    """Return a CRC-32 of an item after the number `start`: equal for equal items, in every process.
+    """Return a CRC-32 of an item that continues `start`: equal for equal items in every process.
 
     Numbers, strings, bytes, tensors and arrays are digested by value, also in lists, tuples and
-    dicts: tensors and arrays at 30 GB/s where the cache has them, lists at 20 to 40 ns a number. Of
-    other objects it is the type.
+    dicts: arrays at 30 GB/s from the cache, lists at 20 to 40 ns a number. Other objects are
+    digested by their type.
     """
     kind = type(item)
     if isinstance(item, dict):
@@ -269,7 +269,9 @@ def difference(expected: Any, actual: Any) -> str | None:
         places = torch.as_tensor((expected != actual) & ~both_nan)
         if not places.any():
             return None
-        first = int(places.view(torch.uint8).argmax())  # All in numbers would take more than both.
+        first = int(
+            places.view(torch.uint8).argmax()
+        )  # Numbers of all places would take more memory than both tensors.
         place = tuple(map(int, np.unravel_index(first, places.shape)))
         return f"[{place}] is {actual[place]} instead of {expected[place]}"
     pairs: Iterable[tuple[Any, Any, Any]]

@@ -6,8 +6,8 @@ import contextlib
 import errno
 import glob
 import os
+import secrets
 import sys
-import tempfile
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,22 +27,21 @@ _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that takes the place of `path` when this context ends well.
+    """Open a temporary file that replaces `path` when this context ends without an error.
 
-    It is on the disk then, name and all, so that it outlives a loss of power. If it does not end
-    well, the temporary file is gone, and what was at `path` is kept. What killed processes have
-    left is removed first. Errors of writing are an `OSError` whose `filename` is `path`.
+    File and name are then on the disk, and survive a loss of power. After an error, the temporary
+    file is removed, and the file at `path` is kept. Temporary files of killed processes are removed
+    first. Errors of writing are an `OSError` whose `filename` is `path`.
     """
     _remove_stale(path)
     file: BinaryIO | None = None
     try:
-        with deferred_interrupt():  # No interrupt between making the file and knowing of it.
+        with deferred_interrupt():  # No interrupt between making the file and storing it.
             file = _open_temporary(path)
         with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            os.chmod(file.name, _mode_of(path))
             os.replace(file.name, path)
             sync_folder(path.parent)
     except BaseException as error:
@@ -55,7 +54,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def folder_with(pattern: str, folder: str | os.PathLike[str]) -> Path:
-    """Return the folder that has such files: `folder`, or its only inner folder with them."""
+    """Return the folder with files of this pattern: `folder`, or its only inner one with them."""
     outer = Path(folder)
     inner = sorted({path.parent for path in outer.glob(f"*/{pattern}")})
     if not inner or any(outer.glob(pattern)):
@@ -63,13 +62,13 @@ def folder_with(pattern: str, folder: str | os.PathLike[str]) -> Path:
     if len(inner) > 1:
         raise ValueError(
             f"`{folder}` must be the folder of one run, but {len(inner)} of its folders have a "
-            f"`{pattern}`: {', '.join(f'`{path.name}`' for path in inner)}. Give one of these."
+            f"`{pattern}`: {', '.join(f'`{path.name}`' for path in inner)}. Pass one of these."
         )
     return inner[0]
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk, where the system can do that."""
+    """Write the names in a folder to the disk, if the system can do that."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     with contextlib.suppress(OSError):  # Not every file system can, nor every user.
@@ -81,15 +80,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def _open_temporary(path: Path) -> BinaryIO:
+    """Open a new file beside `path`, with the permissions of `path` if it exists."""
     while True:
-        handle, name = tempfile.mkstemp(_SUFFIX, f".{path.name}.", path.parent)
-        os.close(handle)
+        file = open(path.parent / f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}", "x+b")
         # Until it is locked, another save of `path` may take it for a stale one, and remove it.
-        with contextlib.suppress(FileNotFoundError):
-            file = open(name, "r+b")
-            if not _try_lock(file, wait=True) or os.fstat(file.fileno()).st_nlink > 0:
-                return file
-            file.close()
+        if not _try_lock(file, wait=True) or os.fstat(file.fileno()).st_nlink > 0:
+            if path.exists():
+                os.chmod(file.name, path.stat().st_mode & 0o777)
+            return file
+        file.close()
 
 
 def _remove_stale(path: Path) -> None:
@@ -112,35 +111,26 @@ def _try_lock(file: BinaryIO, *, wait: bool) -> bool:
     return True
 
 
-def _mode_of(path: Path) -> int:
-    """Return the permissions that a file has, or would have if it were made."""
-    if path.exists():
-        return path.stat().st_mode & 0o777
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask
-
-
-_all: weakref.WeakSet[LockedFile] = weakref.WeakSet()
+_open_files: weakref.WeakSet[LockedFile] = weakref.WeakSet()
 
 
 class LockedFile:
-    """A file that one process alone appends to; a forked child does not have it."""
+    """A file that only one process appends to; in a forked child it is closed."""
 
     def __init__(self, path: Path, advice: str) -> None:
         self.path = path
         self._advice = advice
         self._file: int | None = None
         self._is_warned = False
-        _all.add(self)
+        _open_files.add(self)
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be written."""
+        """Whether this process can write it."""
         return self._file is not None
 
     def open(self) -> None:
-        """Open the file; a `RuntimeError` says that somebody else has it open."""
+        """Open the file; raise a `RuntimeError` if another object or process has it open."""
         if self._file is not None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +144,7 @@ class LockedFile:
                 return  # a disk without locks
             self.forget()
             raise RuntimeError(
-                f"another process, or another object of this one, writes `{self.path}`. "
+                f"another process, or another object of this process, writes `{self.path}`. "
                 f"{self._advice}"
             ) from None
 
@@ -176,21 +166,21 @@ class LockedFile:
         )
 
     def write(self, data: bytes) -> None:
-        """Append bytes, or raise an `OSError`; a file that was deleted is closed by that."""
+        """Append bytes, or raise an `OSError`; a file that was deleted is closed."""
         self.check_exists()
         if os.write(self._handle, data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def sync(self) -> None:
-        """Wait until the disk has all that was written."""
+        """Wait until all written bytes are on the disk."""
         os.fsync(self._handle)
 
     def cut(self, size: int) -> None:
-        """Cut off what is behind the first `size` bytes."""
+        """Truncate the file to `size` bytes."""
         os.ftruncate(self._handle, size)
 
     def replace(self, offset: int, data: bytes) -> None:
-        """Write bytes over others, in place."""
+        """Overwrite bytes from `offset` on."""
         with self.path.open("r+b", buffering=0) as file:
             file.seek(offset)
             file.write(data)
@@ -203,20 +193,20 @@ class LockedFile:
             return file.read()
 
     def warn(self, error: Exception, lost: str) -> None:
-        """Warn, once, that the file cannot be written, and of what is lost by that."""
+        """Warn, once, that the file cannot be written; `lost` says what is missing then."""
         if not self._is_warned:
             self._is_warned = True
             warn_user(f"`{self.path}` cannot be written ({error}). Training goes on; {lost}.")
 
     def close(self) -> None:
-        """Let go of the file, and of its lock. Idempotent."""
+        """Close the file, and release its lock. Idempotent."""
         if self._file is not None and fcntl is not None:
             with contextlib.suppress(OSError):  # a disk without locks
                 fcntl.flock(self._file, fcntl.LOCK_UN)  # also the lock of a child just forked
         self.forget()
 
     def forget(self) -> None:
-        """Close the file as a kill does: a copy that a forked child has keeps the lock."""
+        """Close the file as a kill does: the lock stays if a forked child has a copy of it."""
         file, self._file = getattr(self, "_file", None), None
         if file is not None:
             os.close(file)
@@ -232,8 +222,8 @@ class LockedFile:
 
 
 def _close_in_child() -> None:
-    """Close the copies that a forked child has: they would hold the locks as long as it lives."""
-    for file in list(_all):
+    """Close the copies in a forked child, which would keep the locks while it lives."""
+    for file in list(_open_files):
         file.forget()
 
 

@@ -1,4 +1,4 @@
-"""Hashes of integers, and stable names of functions: what depends on its arguments alone."""
+"""Hashes of integers, and stable names of functions: equal in every process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB13311
 
 
 def hash_ints(*values: int) -> int:
-    """Return a 64-bit hash of integers: SplitMix64 (Steele et al., 2014), absorbing one by one."""
+    """Return a 64-bit hash of integers: SplitMix64 (Steele et al., 2014) of one after another."""
     state = 0
     for value in values:
         state = (state + (value & _MASK64) + _STEP) & _MASK64
@@ -28,7 +28,7 @@ def hash_ints(*values: int) -> int:
 
 
 def hash_rows(*columns: Sequence[int]) -> list[int]:
-    """Return `hash_ints` of each row of columns of one length: faster from 16 rows up."""
+    """Return `hash_ints` of each row of equally long columns; faster from 16 rows on."""
     state: Any = np.uint64(0)
     for column in columns:
         state = state + np.array([value & _MASK64 for value in column], np.uint64)
@@ -45,13 +45,13 @@ def hash_rows(*columns: Sequence[int]) -> list[int]:
 def stable_name(function: Any) -> str:
     """Return a name for a callable that is the same in every run of the same program.
 
-    An object whose settings decide what it returns declares them in a string attribute or property
+    An object whose results depend on its settings declares them in a string attribute or property
     `fingerprint_name`. The name of a `functools.partial` has its arguments: plain values as they
-    are, a tokenizer by its vocabulary (which takes a while), others by their type.
+    are, tokenizers by their vocabulary (which is slow), other objects by their type.
     """
     if isinstance(function, partial):
-        named = [f"{key}={_show(value)}" for key, value in sorted(function.keywords.items())]
-        return f"{stable_name(function.func)}({', '.join([*map(_show, function.args), *named])})"
+        named = [f"{key}={_text_of(value)}" for key, value in sorted(function.keywords.items())]
+        return f"{stable_name(function.func)}({', '.join([*map(_text_of, function.args), *named])})"
     declared = getattr(function, "fingerprint_name", None)
     if isinstance(declared, str):  # and not the property itself, as of a class
         return declared
@@ -64,16 +64,16 @@ def stable_names(functions: Mapping[str, Any]) -> str:
 
 
 def tokenizer_name(tokenizer: Any) -> str:
-    """Return a name for a tokenizer, of any library, that has a checksum of its vocabulary."""
+    """Return a name for a tokenizer of any library, with a checksum of its vocabulary."""
     name = type(tokenizer).__qualname__
     try:
         words = sorted((index, repr(word)) for word, index in tokenizer.get_vocab().items())
-    except (AttributeError, NotImplementedError, TypeError):  # it has none that can be listed
+    except (AttributeError, NotImplementedError, TypeError):  # no vocabulary that can be listed
         return name
     return f"{name} of {len(words)} tokens, {zlib.crc32(repr(words).encode()):08x}"
 
 
-def _show(value: Any) -> str:
+def _text_of(value: Any) -> str:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, (str, int, float, bool, bytes, type(None))):

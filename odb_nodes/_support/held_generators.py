@@ -1,4 +1,4 @@
-"""Finds the random generators that functions and datasets hold, wherever they keep them."""
+"""Finds the random generators that functions and datasets hold."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from odb_nodes._support.seeds import GENERATORS, GLOBAL_GENERATORS, preserved, s
 R = TypeVar("R")
 Seed = Callable[[int], object]
 
-_DEPTH = 10  # of objects within objects
-_MOST_ITEMS = 32  # of a list or dict that is looked through: a longer one holds data
-_MOST_VALUES = 10_000  # that are looked at
+_MOST_LEVELS = 10  # of objects within objects
+_MOST_ITEMS = 32  # of a list or dict that is searched: a longer one holds data
+_MOST_VALUES = 10_000  # searched in all
 _SCALARS = (str, bytes, int, float, bool, type(None), torch.Tensor)
 _CONTAINERS = (dict, list, tuple)
 _LIBRARIES = {*sys.stdlib_module_names, "datasets", "numpy", "odb_nodes", "torch", "transformers"}
@@ -30,37 +30,37 @@ _LIBRARIES = {*sys.stdlib_module_names, "datasets", "numpy", "odb_nodes", "torch
 
 
 class HeldGenerators:
-    """The generators that functions and datasets hold, to be seeded for each of their calls."""
+    """The generators that functions and datasets hold, which are seeded for each call."""
 
     def __init__(self, *holders: Any) -> None:
         self._holders = holders
         self.forget()
 
     def forget(self) -> None:
-        """Have them looked for again: there may be others."""
-        self._known: list[Any] | None = None
-        self._is_complete = False  # whether those that the first call makes are known, too
+        """Search again at the next use: there may be new generators."""
+        self._generators: list[Any] | None = None  # `None` before the search
+        self._is_complete = False  # whether the first call, which may make generators, is done
 
     def preserved(self) -> AbstractContextManager[None]:
-        """Look for them, if they are not known, and leave them as they were."""
-        if self._known is None:
-            self._known = [*generators_in(self._holders)]
-        return preserved(self._known)
+        """Restore the generators on exit."""
+        if self._generators is None:
+            self._generators = [*generators_in(self._holders)]
+        return preserved(self._generators)
 
     def call(self, run: Callable[..., R], *arguments: Any, key: int, seed: Seed) -> R:
-        """Return what `run` returns under a key, which `seed` seeds the global generators by.
+        """Call `run` with all generators seeded by `key`; `seed` seeds the global generators.
 
-        It is called again, with the arguments as they were, if its first call has made a generator.
+        If the first call has made a generator, call `run` again with a copy of the arguments.
         """
         unchanged = arguments if self._is_complete else copied(arguments)
         seed(key)
-        seed_generators(self._known or (), key)
+        seed_generators(self._generators or (), key)
         result = run(*arguments)
         if self._is_complete:
             return result
-        before = {*map(id, self._known or ())}
-        self._known, self._is_complete = [*generators_in(self._holders)], True
-        if before.issuperset(map(id, self._known)):
+        before = {*map(id, self._generators or ())}
+        self._generators, self._is_complete = [*generators_in(self._holders)], True
+        if before.issuperset(map(id, self._generators)):
             return result
         return self.call(run, *unchanged, key=key, seed=seed)
 
@@ -68,8 +68,8 @@ class HeldGenerators:
 def generators_in(holders: Sequence[Any]) -> Iterator[Any]:
     """Yield the generators that functions, objects or datasets hold, each once, in a fixed order.
 
-    They are attributes, in closures, or in global variables that functions and methods name: alone,
-    in lists and dicts, or in what can be called.
+    It searches attributes, closures, and global variables that functions and methods name, and the
+    lists, dicts and callables in them.
     """
     seen: set[int] = set()
     waiting = deque((holder, 0) for holder in holders)
@@ -82,12 +82,12 @@ def generators_in(holders: Sequence[Any]) -> Iterator[Any]:
             is_global = any(value is generator for generator in GLOBAL_GENERATORS)
             if not (is_global or isinstance(value, random.SystemRandom)):  # which has no state
                 yield value
-        elif level < _DEPTH:
-            waiting.extend((inner, level + 1) for inner in _held_by(value))
+        elif level < _MOST_LEVELS:
+            waiting.extend((inner, level + 1) for inner in _values_in(value))
 
 
-def _held_by(value: Any) -> list[Any]:
-    """Return what a value holds that may be, or hold, a generator."""
+def _values_in(value: Any) -> list[Any]:
+    """Return the values within a value that may be, or hold, a generator."""
     values: list[Any] = []
     if isinstance(value, _CONTAINERS):
         items = value.values() if isinstance(value, dict) else value
@@ -102,7 +102,7 @@ def _held_by(value: Any) -> list[Any]:
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return [*cells, *defaults, *vars(value).values(), *_named_by(value.__code__, value)]
+        return [*cells, *defaults, *vars(value).values(), *_globals_of(value.__code__, value)]
     if isinstance(value, (type, types.ModuleType)) or hasattr(value, "get_vocab"):
         return []
     if type(value) is ConcatDataset:  # of any number
@@ -116,26 +116,26 @@ def _held_by(value: Any) -> list[Any]:
             in_class = [
                 getattr(attribute, "__func__", attribute) for attribute in vars(base).values()
             ]
-            values += filter(_is_followed, in_class)
+            values += filter(_is_searched, in_class)
     return values
 
 
-def _named_by(code: types.CodeType, function: types.FunctionType) -> list[Any]:
-    """Return what is followed of the global variables that a function names."""
+def _globals_of(code: types.CodeType, function: types.FunctionType) -> list[Any]:
+    """Return the global variables that a function names and that are searched."""
     if str(function.__module__).partition(".")[0] in _LIBRARIES:
         return []
     names, variables = code.co_names, function.__globals__
     named = [variables[name] for name in names if name in variables]
     for module in [variable for variable in named if isinstance(variable, types.ModuleType)]:
         named += [vars(module)[name] for name in names if name in vars(module)]
-    followed = [*filter(_is_followed, named)]
+    searched = [*filter(_is_searched, named)]
     for inner in code.co_consts:
-        followed += _named_by(inner, function) if isinstance(inner, types.CodeType) else []
-    return followed
+        searched += _globals_of(inner, function) if isinstance(inner, types.CodeType) else []
+    return searched
 
 
-def _is_followed(value: Any) -> bool:
-    """Tell whether a value of a class or a global variable is looked at: not so other objects."""
+def _is_searched(value: Any) -> bool:
+    """Tell whether a global variable, or an attribute of a class, is searched."""
     return callable(value) or isinstance(value, (*GENERATORS, *_CONTAINERS))
 
 

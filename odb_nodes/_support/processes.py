@@ -1,4 +1,4 @@
-"""What a process is and owns: rank, threads, workers, Ctrl-C; what the system refuses it."""
+"""Ranks, threads, forks and Ctrl-C of a process, and the limits that the system sets it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from odb_nodes.errors import WorkerError
 
 _CAN_MASK = hasattr(signal, "pthread_sigmask")  # not on Windows
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of `malloc.h`
-_LARGEST_OF_OLD = 32 << 20  # bytes: older versions of glibc refuse more
+_MOST_BYTES_OF_OLD_GLIBC = 32 << 20  # older versions refuse more
 
 
 class Owner:
-    """The process that made this object; a forked child has copies, but no threads and workers."""
+    """The process that made an object: a forked child has a copy without threads and workers."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process."""
+        """Whether this process is the owner."""
         return self._pid == os.getpid()
 
     def check(self, subject: str) -> None:
@@ -69,14 +69,14 @@ def deferred_interrupt() -> Iterator[None]:
 
 
 def ignore_interrupt() -> None:
-    """Leave Ctrl-C to the trainer; to be called in a worker."""
+    """Leave Ctrl-C to the trainer; called in a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if _CAN_MASK:  # processes that the worker starts may want the signal
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def block_interrupt() -> None:
-    """Block Ctrl-C in this thread, and in what it starts; the main thread handles it."""
+    """Block Ctrl-C in this thread, and in threads and processes that it starts."""
     if _CAN_MASK:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
@@ -92,7 +92,7 @@ def keep_freed_memory(size_bytes: int) -> None:
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         if not mallopt(_M_MMAP_THRESHOLD, size_bytes):
-            mallopt(_M_MMAP_THRESHOLD, _LARGEST_OF_OLD)
+            mallopt(_M_MMAP_THRESHOLD, _MOST_BYTES_OF_OLD_GLIBC)
         mallopt(_M_TRIM_THRESHOLD, size_bytes)
 
 
@@ -103,18 +103,18 @@ def start_thread(name: str, target: Callable[..., None], *args: Any) -> threadin
         thread.start()
     except RuntimeError as error:
         raise WorkerError(
-            f"thread `{thread.name}` could not be started: {error}.{_processes()}"
+            f"thread `{thread.name}` could not be started: {error}.{_limit_of_processes()}"
         ) from error
     return thread
 
 
 def limit_behind(error: BaseException) -> str:
-    """Return which limit of the system an error comes from and what to do, or nothing."""
+    """Return the limit of the system that caused an error, and the remedy; "" if there is none."""
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, MemoryError):
         number = errno.ENOMEM
     if number == errno.EAGAIN:
-        return _processes()
+        return _limit_of_processes()
     if number == errno.EMFILE:
         return (
             f" The limit on open files of a process is reached (`ulimit -n`{_value('NOFILE')}): "
@@ -127,7 +127,7 @@ def limit_behind(error: BaseException) -> str:
     return ""
 
 
-def _processes() -> str:
+def _limit_of_processes() -> str:
     return (
         f" The limit on processes and threads is reached (`ulimit -u`{_value('NPROC')}; in a "
         "container also `pids.max` of its cgroup): raise it, or use fewer workers."
@@ -135,7 +135,7 @@ def _processes() -> str:
 
 
 def _value(name: str) -> str:
-    """Return the value of a limit of this process, where the system tells."""
+    """Return the value of a limit of this process, if it is known."""
     if sys.platform == "win32":
         return ""
     import resource
@@ -148,17 +148,17 @@ def _value(name: str) -> str:
 
 
 def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return rank and world size: as given, or from torch.distributed, or from the environment."""
+    """Return rank and world size: the arguments, or of torch.distributed, or of the environment."""
     if (rank is None) != (world_size is None):
         raise ValueError(
-            "`rank` and `world_size` must be given together, "
+            "`rank` and `world_size` must be passed together, "
             f"but are {rank!r} and {world_size!r} instead."
         )
     if rank is None or world_size is None:
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank(), dist.get_world_size()
-        world_size = _variable("WORLD_SIZE", 1, 1, MAX_COUNT)
-        return _variable("RANK", 0, 0, world_size - 1), world_size
+        world_size = _rank_variable("WORLD_SIZE", 1, 1, MAX_COUNT)
+        return _rank_variable("RANK", 0, 0, world_size - 1), world_size
     world_size = check_count("world_size", world_size)
     rank = check_integer("rank", rank)
     if not 0 <= rank < world_size:
@@ -167,11 +167,11 @@ def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def has_data_elsewhere(world_size: int) -> bool:
-    """Return whether this data belongs to one rank of a job with several."""
+    """Return whether this data belongs to a single rank of a job with several."""
     return world_size == 1 and resolve_rank(None, None)[1] > 1
 
 
-def _variable(name: str, default: int, least: int, most: int) -> int:
+def _rank_variable(name: str, default: int, least: int, most: int) -> int:
     text = os.environ.get(name, str(default))
     try:
         value = int(text)

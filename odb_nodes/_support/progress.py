@@ -1,4 +1,4 @@
-"""How far something is that takes long, where a user would see nothing for minutes."""
+"""Progress of long work: a bar in a terminal, elsewhere lines in the log."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ from odb_nodes._support.processes import resolve_rank
 logger = logging.getLogger("odb_nodes")
 
 FIRST_S = 10.0
-"""Seconds until the first line; the next ones come after twice the time of the one before."""
+"""Seconds until the first line; each further line comes after twice the time of the last."""
 EVERY_S = 60.0  # most seconds between two lines
 
-_COLUMNS = 80  # of a terminal that says it has none
+_COLUMNS = 80  # of a terminal that reports no columns
 
 
 class SlowProgress:
     """Logs how many of `total` items (`None`: unknown) are done, after 10, 20, 40 s and so on."""
 
     def __init__(self, task: str, total: int | None) -> None:
-        self._what = task
-        self._of = "" if total is None else f" of {total}"
+        self._task = task
+        self._of_total = "" if total is None else f" of {total}"
         self._began_s = time.monotonic()
         self._due_s = self._began_s + FIRST_S
 
     @property
     def is_due(self) -> bool:
-        """Whether the next update logs a line; known in less than 1 us."""
+        """Whether the next update logs a line; takes less than 1 us."""
         return time.monotonic() >= self._due_s
 
     def update(self, done: int, more: str = "") -> None:
-        """Note that `done` items are done now; a line ends with `more`."""
+        """Note that `done` items are done; a line ends with `more`."""
         if self.is_due:
-            now_s, end = time.monotonic(), more and f"; {more}"
+            now_s = time.monotonic()
             passed_s = now_s - self._began_s
             self._due_s = now_s + min(passed_s, EVERY_S)
-            logger.warning("%s: %d%s after %.0f s%s", self._what, done, self._of, passed_s, end)
+            text = f"{self._task}: {done}{self._of_total} after {passed_s:.0f} s"
+            logger.warning("%s", f"{text}; {more}" if more else text)
 
 
 def is_terminal() -> bool:
-    """Tell whether a user may watch a bar being drawn."""
+    """Tell whether stderr is a terminal, which can show a bar."""
     try:
         return sys.stderr is not None and sys.stderr.isatty()
     except ValueError:  # closed, as in a daemon
@@ -61,7 +62,7 @@ class Bar(tqdm):  # type: ignore[misc]
     monitor_interval = 0
     ncols: int | None
     nrows: int | None
-    postfix: str | None = None  # which tqdm does not set where it draws nothing
+    postfix: str | None = None  # tqdm does not set it if it draws nothing
 
     def __init__(
         self,
@@ -79,7 +80,7 @@ class Bar(tqdm):  # type: ignore[misc]
             iterable, task, total, **{"leave": False, "disable": not is_drawn, **options}
         )
         self.lines = SlowProgress(task, total) if is_shown and not is_drawn else None
-        if is_drawn:  # tqdm draws nothing in a terminal without a size: `docker exec`
+        if is_drawn:  # tqdm draws nothing in a terminal without a size, as in `docker exec`
             self.ncols = _COLUMNS if self.ncols is not None and self.ncols < 1 else self.ncols
             self.nrows = None if self.nrows is not None and self.nrows < 1 else self.nrows
 

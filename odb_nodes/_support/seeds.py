@@ -1,4 +1,4 @@
-"""The global random generators: seeded for a sample, put back for everybody else, and saved."""
+"""The global random generators: seeded for a sample, restored after it, saved and loaded."""
 
 from __future__ import annotations
 
@@ -17,8 +17,17 @@ from odb_nodes._support.content import content_digest
 from odb_nodes._support.hashing import hash_ints
 from odb_nodes.errors import WorkerError
 
-_turn = threading.RLock()  # held by the thread of this library that has seeded the generators
-_turn_limit_s = 0.0  # longest wait for the present turn; 0 if no thread has it
+
+class _Turns:
+    """The lock that a thread of this library holds while it has seeded the generators."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.number = 0  # of turns that have begun
+        self.limit_s = 0.0  # longest duration of the current turn; 0 if no thread has it
+
+
+_turns = _Turns()
 _POLL_S = 0.1
 _DRAWS = "draws_random_numbers"
 
@@ -33,8 +42,8 @@ GLOBAL_GENERATORS = (*(method.__self__ for method in _METHODS), torch.default_ge
 
 
 def _begin_turns() -> None:
-    global _turn, _turn_limit_s
-    _turn, _turn_limit_s = threading.RLock(), 0.0
+    global _turns
+    _turns = _Turns()
 
 
 if hasattr(os, "register_at_fork"):  # A child has none of the threads that might hold it.
@@ -44,8 +53,8 @@ if hasattr(os, "register_at_fork"):  # A child has none of the threads that migh
 def declares_draws(function: Any) -> bool | None:
     """Tell whether a function, or a dataset, draws random numbers; `None` if undeclared.
 
-    It says so by an attribute `draws_random_numbers`. `False` holds for the object or the class
-    that has it: a subclass may draw, and so may a wrapper, to which `functools.wraps` copies it.
+    The declaration is an attribute `draws_random_numbers`. `False` counts only if the object or its
+    class itself has it: a subclass may draw, and `functools.wraps` copies it to a wrapper.
     """
     declared = getattr(function, _DRAWS, None)
     if not isinstance(declared, bool):
@@ -65,7 +74,7 @@ def seed_rngs(seed: int) -> None:
 
 @contextmanager
 def preserved(generators: Iterable[Any]) -> Iterator[None]:
-    """Leave generators of the types `GENERATORS` as they were."""
+    """Restore generators of the types `GENERATORS` on exit."""
     before = [(generator, state_of(generator)) for generator in generators]
     try:
         yield
@@ -75,7 +84,7 @@ def preserved(generators: Iterable[Any]) -> Iterator[None]:
 
 
 def preserved_rngs() -> AbstractContextManager[None]:
-    """Leave the global generators as they were."""
+    """Restore the global generators on exit."""
     return preserved(GLOBAL_GENERATORS)
 
 
@@ -83,25 +92,28 @@ def preserved_rngs() -> AbstractContextManager[None]:
 def own_rngs(limit_s: float, *, preserves: bool = True) -> Iterator[None]:
     """Lock the global generators against other threads of this library; restore them on exit.
 
-    Another thread waits at most `limit_s` for the end of this block, and raises a `WorkerError`.
+    If this block takes longer than `limit_s`, threads that wait for its end raise a `WorkerError`.
     """
-    global _turn_limit_s
-    start_s, turn = time.monotonic(), _turn  # A fork meanwhile makes another one for the child.
-    while not turn.acquire(timeout=_POLL_S):
-        most_s = _turn_limit_s  # 0 if the holder has just released the lock
-        if 0 < most_s < time.monotonic() - start_s:
+    turns = _turns  # A fork meanwhile makes other turns for the child.
+    number, start_s = turns.number, time.monotonic()
+    while not turns.lock.acquire(timeout=_POLL_S):
+        if turns.number != number:  # Another thread has begun its turn: wait for that anew.
+            number, start_s = turns.number, time.monotonic()
+        elif 0 < turns.limit_s < time.monotonic() - start_s:
             raise WorkerError(
-                "no turn with the random generators and the dataset within "
-                f"`timeout_s`={most_s}: a thread that processes a sample hangs, or needs a longer "
-                "limit. Use processes; or `seed=None`, if the dataset has no `set_epoch`."
+                f"a thread that processes a sample has kept the random generators and the dataset "
+                f"for more than `timeout_s`={turns.limit_s}: it hangs, or needs a longer limit. "
+                "Use processes; or `seed=None`, if the dataset has no `set_epoch`."
             )
-    before, _turn_limit_s = _turn_limit_s, limit_s
+    limit_before_s = turns.limit_s  # of an outer block of this thread
+    turns.number += 1
+    turns.limit_s = limit_s
     try:
         with preserved_rngs() if preserves else nullcontext():
             yield
     finally:
-        _turn_limit_s = before
-        turn.release()
+        turns.limit_s = limit_before_s
+        turns.lock.release()
 
 
 def digest_of_rngs() -> int:
@@ -139,7 +151,7 @@ def state_of(generator: Any) -> Any:
 
 
 def put_back(generator: Any, state: Any) -> None:
-    """Put a generator back to a state that `state_of` returned."""
+    """Set a generator to a state that `state_of` returned."""
     if isinstance(generator, _OF_NUMPY):
         _bits_of(generator).state = state
     elif isinstance(generator, random.Random):
@@ -153,10 +165,7 @@ def _bits_of(generator: Any) -> Any:
 
 
 def save_rngs() -> dict[str, Any]:
-    """Return the states of the global generators, as plain data and tensors.
-
-    Of Python, numpy and torch: on the CPU, and on the current GPU where it is used.
-    """
+    """Return the states of the generators of Python, numpy, torch, and of the GPU if it is used."""
     kind, keys, *position = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),
@@ -167,7 +176,7 @@ def save_rngs() -> dict[str, Any]:
 
 
 def load_rngs(states: dict[str, Any]) -> None:
-    """Put the global generators back to where `save_rngs` was called."""
+    """Set the global generators to the states that `save_rngs` returned."""
     kind, keys, *position = states["numpy"]
     random.setstate(states["python"])
     np.random.set_state((kind, keys.numpy(), *position))

@@ -1,4 +1,4 @@
-"""Counts with their nouns; texts and tables, in Markdown and in the HTML of a notebook."""
+"""Counts with their nouns; tables in Markdown, and in HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from html import escape
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number and what it counts: "1 sample", "2,000 samples"."""
+    """Return a number with its noun: "1 sample", "2,000 samples"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def named_ranks(ranks: Iterable[int]) -> str:
-    """Return the name of one or several ranks: "rank 1", "ranks 1, 2 and 3"."""
+    """Return the names of ranks: "rank 1", "ranks 1, 2 and 3"."""
     *head, last = map(str, ranks)
     return f"ranks {', '.join(head)} and {last}" if head else f"rank {last}"
 
@@ -21,7 +21,7 @@ Rows = Sequence[Mapping[str, str]]  # a table: its rows, each title -> cell
 
 
 class Shown:
-    """Base of what is shown as texts and tables."""
+    """Base class of results that print, and that a notebook shows, as texts and tables."""
 
     def parts(self) -> Sequence[str | Rows]:
         """Return the texts and tables, in their order."""
@@ -38,7 +38,7 @@ class Shown:
 
 
 def html_table(rows: Rows) -> str:
-    """Return rows as a table, with the keys of the first row as titles; "" if there are none."""
+    """Return rows as an HTML table, with the keys of the first row as titles; "" without rows."""
     if not rows:
         return ""
     cells = [_cells("th", rows[0]), *(_cells("td", row.values()) for row in rows)]
@@ -46,7 +46,7 @@ def html_table(rows: Rows) -> str:
 
 
 def markdown_table(rows: Rows) -> str:
-    """Return rows as a table in markdown whose columns are aligned, numbers to the right."""
+    """Return rows as a Markdown table with aligned columns, numbers to the right."""
     if not rows:
         return ""
     columns = []
@@ -61,7 +61,7 @@ def markdown_table(rows: Rows) -> str:
 
 
 def html_text(text: str, tag: str = "p") -> str:
-    """Return text as an element; `"pre"` keeps its lines."""
+    """Return text as an HTML element; `"pre"` keeps its lines."""
     return f"<{tag}>{escape(text)}</{tag}>"
 
 

@@ -52,7 +52,7 @@ ITEMS = [
 ]
 
 
-def test_items_have_equal_digests_where_they_are_equal():
+def test_equal_items_have_equal_digests():
     digests = [*map(content_digest, ITEMS)]
     assert len(set(digests)) == len(ITEMS)
     assert [content_digest(copy.deepcopy(item)) for item in ITEMS] == digests
@@ -137,12 +137,12 @@ def test_ints_of_32_bits_become_the_array_that_numpy_makes(values):
 
 
 @given(st.lists(INT32 | BYTES_OF_TAGS | OTHERS))
-def test_nothing_else_becomes_one(values):
+def test_other_lists_become_no_array(values):
     plain = bool(values) and all(type(v) is int and -(2**31) <= v < 2**31 for v in values)
     assert (array_of_ints(values) is not None) == plain
 
 
-def test_a_list_that_holds_itself_becomes_none():
+def test_a_list_that_holds_itself_becomes_no_array():
     values = [1]
     values.append(values)
     assert array_of_ints(values) is None
@@ -178,9 +178,9 @@ def test_golden_hashes():
 
 @given(COLUMNS)
 def test_rows_hash_as_their_integers(columns):
-    found = hash_rows(*columns)
-    assert found == [hash_ints(*row) for row in zip(*columns, strict=True)]
-    assert {*map(type, found)} == {int}
+    hashes = hash_rows(*columns)
+    assert hashes == [hash_ints(*row) for row in zip(*columns, strict=True)]
+    assert {*map(type, hashes)} == {int}
 
 
 class Crop:
@@ -224,7 +224,7 @@ class LargestResult(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "expected"),
+    ("expected_value", "value", "message"),
     [
         (torch.zeros(2, 3), torch.tensor([[0.0] * 3, [0, 1, 1]]), "[(1, 1)] is 1.0 instead of 0.0"),
         (np.array([1, 2]), np.array([1, 3]), "[(1,)] is 3 instead of 2"),
@@ -234,12 +234,12 @@ class LargestResult(TorchDispatchMode):
         (torch.zeros(0, 3), torch.zeros(0, 3), None),
     ],
 )
-def test_the_first_place_that_differs_is_told(one, other, expected):
-    assert difference(one, other) == expected
+def test_the_first_place_that_differs_is_named(expected_value, value, message):
+    assert difference(expected_value, value) == message
 
 
 def test_large_tensors_that_differ_take_less_memory_than_they_have():
-    one, other = torch.zeros(100, 100), torch.ones(100, 100)
-    with LargestResult() as made:
-        assert difference(one, other) == "[(0, 0)] is 1.0 instead of 0.0"
-    assert 0 < made.most_bytes < one.nbytes
+    zeros, ones = torch.zeros(100, 100), torch.ones(100, 100)
+    with LargestResult() as largest:
+        assert difference(zeros, ones) == "[(0, 0)] is 1.0 instead of 0.0"
+    assert 0 < largest.most_bytes < zeros.nbytes

@@ -1,4 +1,4 @@
-"""Generators are found wherever a function or a dataset keeps them."""
+"""Generators are found wherever a function or a dataset holds them."""
 
 import random
 import sys
@@ -24,7 +24,7 @@ class Holder:
     def __len__(self):
         return 1
 
-    def __getitem__(self, at):
+    def __getitem__(self, index):
         return self.generator
 
 
@@ -44,13 +44,13 @@ class Rows(list):
 
 
 def rows(generator):
-    held = Rows(range(1000))
-    held.generator = generator
-    return held
+    long_list = Rows(range(1000))
+    long_list.generator = generator
+    return long_list
 
 
-def in_class(own):
-    return type("Classy", (), {"generator": own})()
+def in_class(generator):
+    return type("Classy", (), {"generator": generator})()
 
 
 HELD_IN = {
@@ -58,15 +58,15 @@ HELD_IN = {
     "slot of a dataclass": Slotted,
     "class": in_class,
     "list with attributes": rows,
-    "method": lambda own: Holder(own).__getitem__,
-    "method of the generator": lambda own: own.random,
-    "partial": lambda own: partial(lambda item, rng: item, rng=own),
-    "closure": lambda own: lambda item: own,
-    "cached function": lambda own: lru_cache(lambda item: own),
-    "default": lambda own: lambda item, rng=own: item,
-    "subset of a subset": lambda own: Subset(Subset(Holder([{"rng": own}]), [0]), [0]),
-    "one of many datasets": lambda own: ConcatDataset([*([[1]] * 100), Holder(own)]),
-    "modules": lambda own: torch.nn.Sequential(torch.nn.Identity(), Module(own)),
+    "method": lambda generator: Holder(generator).__getitem__,
+    "method of the generator": lambda generator: generator.random,
+    "partial": lambda generator: partial(lambda item, rng: item, rng=generator),
+    "closure": lambda generator: lambda item: generator,
+    "cached function": lambda generator: lru_cache(lambda item: generator),
+    "default": lambda generator: lambda item, rng=generator: item,
+    "subset of a subset": lambda generator: Subset(Subset(Holder([{"rng": generator}]), [0]), [0]),
+    "one of many datasets": lambda generator: ConcatDataset([*([[1]] * 100), Holder(generator)]),
+    "modules": lambda generator: torch.nn.Sequential(torch.nn.Identity(), Module(generator)),
 }
 
 
@@ -78,14 +78,14 @@ class Transform(Holder):
 TRANSFORM = Transform(np.random.default_rng(6))
 
 
-def found(held):
-    return [*generators_in([held])]
+def found(holder):
+    return [*generators_in([holder])]
 
 
 @pytest.mark.parametrize("where", HELD_IN)
-def test_it_is_found(where):
-    own = np.random.default_rng(0)
-    assert found(HELD_IN[where](own)) == [own]
+def test_a_generator_is_found_in_each_holder(where):
+    generator = np.random.default_rng(0)
+    assert found(HELD_IN[where](generator)) == [generator]
 
 
 def draw_globally(_item=None):
@@ -93,21 +93,21 @@ def draw_globally(_item=None):
 
 
 class DrawsGlobally:
-    def __getitem__(self, at):
-        return self.draw(at)
+    def __getitem__(self, index):
+        return self.draw(index)
 
     @staticmethod
     def draw(at):
         return draw_globally(at)
 
 
-@pytest.mark.parametrize("held", [draw_globally, lambda item: draw_globally(), DrawsGlobally()])
-def test_one_in_a_global_variable_is_found_by_the_functions_that_name_it(held):
-    assert found(held) == [GLOBAL]
+@pytest.mark.parametrize("holder", [draw_globally, lambda item: draw_globally(), DrawsGlobally()])
+def test_a_generator_in_a_global_variable_is_found_by_functions_that_name_it(holder):
+    assert found(holder) == [GLOBAL]
 
 
 @pytest.mark.parametrize(
-    ("held", "generator"),
+    ("holder", "generator"),
     [
         (lambda item: REGISTRY["augment"][0].random(), IN_DICT),
         (lambda item: TRANSFORM(item), TRANSFORM.generator),
@@ -116,25 +116,27 @@ def test_one_in_a_global_variable_is_found_by_the_functions_that_name_it(held):
         (in_class(TRANSFORM), TRANSFORM.generator),
     ],
 )
-def test_one_within_a_global_variable_or_a_variable_of_a_class_is_found(held, generator):
-    assert found(held) == [generator]
+def test_a_generator_within_a_global_or_class_variable_is_found(holder, generator):
+    assert found(holder) == [generator]
 
 
-def test_one_in_a_module_is_found(monkeypatch):
+def test_a_generator_in_a_module_is_found(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "these", sys.modules[__name__], raising=False)
     assert found(lambda item: these.GLOBAL.random()) == [GLOBAL]  # noqa: F821
 
 
-def test_each_is_found_once_in_a_fixed_order():
-    own = [random.Random(1), torch.Generator(), np.random.RandomState(2)]
-    held = partial(lambda *_: None, own[0], Holder(own[1]), [own[0], {"a": own[2]}])
-    assert found(held) == own
+def test_generators_are_found_once_in_a_fixed_order():
+    generators = [random.Random(1), torch.Generator(), np.random.RandomState(2)]
+    holder = partial(
+        lambda *_: None, generators[0], Holder(generators[1]), [generators[0], {"a": generators[2]}]
+    )
+    assert found(holder) == generators
     many = [random.Random() for _ in range(100)]
     assert found(many) == found(dict(enumerate(many))) == many
 
 
 @pytest.mark.parametrize(
-    "held",
+    "holder",
     [
         random.random,
         np.random.rand,
@@ -143,5 +145,5 @@ def test_each_is_found_once_in_a_fixed_order():
         [[np.random.default_rng()]] * 33,  # data
     ],
 )
-def test_what_is_global_or_has_no_state_or_is_data_is_left_alone(held):
-    assert found(held) == []
+def test_global_and_stateless_generators_and_data_are_ignored(holder):
+    assert found(holder) == []

@@ -1,4 +1,4 @@
-"""Freed memory is kept for the next allocations, up to a limit; Ctrl-C is deferred, not lost."""
+"""Freed memory is reused up to a limit; Ctrl-C is deferred and not lost."""
 
 import signal
 import subprocess
@@ -40,7 +40,7 @@ print(grown >> 20, faults() - first)
 
 
 @pytest.mark.slow
-def test_what_is_freed_is_kept_for_the_next_blocks_but_not_as_much_as_was_ever_used():
+def test_freed_memory_is_reused_up_to_a_limit():
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60
     )
@@ -49,7 +49,7 @@ def test_what_is_freed_is_kept_for_the_next_blocks_but_not_as_much_as_was_ever_u
     assert pages < 500  # of 5120
 
 
-def test_ctrl_c_is_not_lost_where_something_has_failed_meanwhile():
+def test_ctrl_c_is_raised_after_an_error_too():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job may ignore it
     try:
         with pytest.raises(KeyboardInterrupt), deferred_interrupt():

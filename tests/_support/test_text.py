@@ -1,4 +1,4 @@
-"""Counts with their nouns, and tables of a notebook."""
+"""Counts with nouns, tables, checks of arguments, progress, and warnings."""
 
 import io
 import logging
@@ -40,13 +40,13 @@ def test_cells_are_escaped_and_the_first_row_has_the_titles():
     assert html_table([]) == ""
 
 
-def test_what_is_looked_at_is_a_table():
-    for made, cells in [
+def test_a_notebook_shows_results_as_tables():
+    for shown, cells in [
         (TABLE, ["80", "1,220", "15", "40"]),
         (profile(TABLE, budget=128, windows=(16,)), ["all samples", "-&gt;", "1% of the best"]),
         (simulate(TABLE, world_size=1, budget=128), ["steps"]),
     ]:
-        html = made._repr_html_()
+        html = shown._repr_html_()
         assert html.count("<table>") == html.count("</table>") >= 1
         assert all(cell in html for cell in cells)
 
@@ -120,9 +120,7 @@ def clock(monkeypatch):
     ("first_s", "seconds"),
     [(1.0, [10, 20, 40, 80, 140, 200]), (25.0, [25, 50, 100, 160]), (0.0, [])],
 )
-def test_lines_come_soon_and_then_each_minute_and_say_how_far_it_is(
-    clock, caplog, first_s, seconds
-):
+def test_progress_lines_come_soon_and_then_each_minute(clock, caplog, first_s, seconds):
     slow = SlowProgress("samples read", 200)
     clock[0] += first_s  # of the first item
     slow.update(1)
@@ -132,7 +130,9 @@ def test_lines_come_soon_and_then_each_minute_and_say_how_far_it_is(
     assert [int(message.split()[-2]) for message in caplog.messages] == seconds
     if first_s == 1:
         assert caplog.messages[1] == "samples read: 20 of 200 after 20 s"
-    assert {(one.name, one.levelno) for one in caplog.records} <= {("odb_nodes", logging.WARNING)}
+    assert {(record.name, record.levelno) for record in caplog.records} <= {
+        ("odb_nodes", logging.WARNING)
+    }
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 3), (1, 0)])
@@ -180,7 +180,7 @@ def said_by(run):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         run()
-    return [one for one in caught if one.category is UserWarning]
+    return [warning for warning in caught if warning.category is UserWarning]
 
 
 def narrow_loader():
@@ -189,14 +189,14 @@ def narrow_loader():
 
 
 def test_a_warning_points_to_the_line_of_the_user_or_of_a_thread():
-    (one,) = said_by(lambda: list(narrow_loader()))
-    assert "are padding" in str(one.message) and one.filename == __file__
+    (warning,) = said_by(lambda: list(narrow_loader()))
+    assert "are padding" in str(warning.message) and warning.filename == __file__
     samples = LengthObserver(IterableWrapper([1, 9, 1]), int)
-    (one,) = said_by(lambda: list(Loader(ReadAhead(WindowBucketer(samples, 5), 2))))
-    assert one.filename.endswith("exclusions.py")
+    (warning,) = said_by(lambda: list(Loader(ReadAhead(WindowBucketer(samples, 5), 2))))
+    assert warning.filename.endswith("exclusions.py")
 
 
-def test_a_cause_is_said_once_whatever_its_numbers():
+def test_each_cause_is_warned_of_once():
     assert len(said_by(lambda: assert_resumes_exactly(narrow_loader, every=9))) == 1
     assert len(said_by(narrow_loader().__iter__().__next__)) == 0
     assert len(said_by(lambda: list(narrow_loader()))) == 1  # other filters: said anew

@@ -200,7 +200,7 @@ def test_what_a_trainer_cannot_weigh_is_refused_by_name(tmp_path, case):
 def test_projections_need_all_that_is_trained(tmp_path):
     trainer = trainer_of(tmp_path, "PCGrad")
     with pytest.raises(
-        ValueError, match="all that is trained of .* 0 of 2 are not .* 3 of 5 are missing"
+        ValueError, match="all trained parameters of .* 0 of 2 are not .* 3 of 5 are missing"
     ):
         part_of(trainer.model).check_model(trainer.model)
 

@@ -4,7 +4,8 @@ from odb_nodes.training.memory.calibration import Calibration, Trial, find_budge
 from odb_nodes.training.memory.checkpointing import Checkpointing, enable_checkpointing
 from odb_nodes.training.memory.estimate import MemoryEstimate, estimate_training_memory
 from odb_nodes.training.memory.generation import LongestFirst, generate_in_parts
-from odb_nodes.training.memory.guard import GuardedStep, OomGuard
+from odb_nodes.training.memory.guard import OomGuard
+from odb_nodes.training.memory.guarded_step import GuardedStep
 from odb_nodes.training.memory.meter import (
     CudaMeter,
     MemoryMeter,

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import ceil, isqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from odb_nodes._compat.torch import forget_step
-from odb_nodes._support.checks import MAX_COUNT, check_callable, check_count, check_type, describe
+from odb_nodes._support.checks import MAX_COUNT, check_callable, check_count, check_type
 from odb_nodes._support.progress import Bar
-from odb_nodes._support.seeds import GENERATORS, load_rngs, put_back, save_rngs, state_of
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.planning import StepTime, TokenBudget
 from odb_nodes.core.planning.budget import allowed_rows
 from odb_nodes.training.memory.checkpointing import enable_checkpointing
 from odb_nodes.training.memory.meter import (
+    GIB,
     MemoryMeter,
     ShapeTooLargeError,
     check_meter,
@@ -36,20 +32,21 @@ from odb_nodes.training.memory.meter import (
     warn_of_fragments,
 )
 from odb_nodes.training.memory.model import MemoryModel, design_of, fitted_time
+from odb_nodes.training.memory.training_state import TrainingState
 
 TrainStep = Callable[[Any], Any]
 MakeBatch = Callable[..., Any]
 """(rows, width), or (rows, width, patches) where rows have patches, -> batch."""
 
-TOLERANCE = 0.02  # width of a bracket that is exact enough, as a share of the rows that fit
+TOLERANCE = 0.02  # of rows in an exact bracket, as a share of the rows that fit
 LARGEST_LEAP = 8  # most rows of the next trial, as a multiple of the rows that fit
-FARTHEST = 32  # how far two peaks are extrapolated, in multiples of their difference
+MOST_EXTRAPOLATED = 32  # bytes beyond the larger of two peaks, in multiples of their difference
 STALLED_TOKENS = 2**22  # if a larger batch takes no more than the smallest, memory never grows
 LEAST_TRIALS = 2  # for each width: a trial that fits and a trial that does not
 TRIALS_TO_SEE = 3  # a meter that reports no growth in this many trials is an error
 ENOUGH_POINTS = 4  # trials that suffice to fit the model to large batches alone
 MISFIT = 0.1  # relative error from which the model is fitted to large batches alone
-CANDIDATES = 512  # widths that are compared to find the fullest batch
+CANDIDATE_WIDTHS = 512  # widths that are compared to find the fullest batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +168,8 @@ def find_budget(
         return calibrate()
     with ExitStack() as stack:
         stack.callback(enable_checkpointing(checkpointing).disable)
-        saving = replace(calibrate(), checkpointing=True)
-    slower, faster = sorted((saving, calibrate()), key=lambda way: way.tokens_per_s)
+        checkpointed = replace(calibrate(), checkpointing=True)
+    slower, faster = sorted((checkpointed, calibrate()), key=lambda way: way.tokens_per_s)
     return replace(faster, slower=slower)
 
 
@@ -233,7 +230,7 @@ def preflight(
                     width,
                     trial.patches,
                 )
-        trials.check_seen()
+        trials.check_meter_sees()
     return tuple(trials.done[1:])
 
 
@@ -248,7 +245,7 @@ def _largest_shapes(budget: TokenBudget, lengths: Sequence[int]) -> list[tuple[i
         budget.width(min(length, budget.capacity)) for length in (min(lengths), max(lengths))
     )
     candidates = {
-        budget.width(round(width)) for width in np.geomspace(shortest, longest, CANDIDATES)
+        budget.width(round(width)) for width in np.geomspace(shortest, longest, CANDIDATE_WIDTHS)
     }
     shapes = [(_most_rows(budget, width), width) for width in sorted(candidates)]
     fullest = max(shapes, key=lambda shape: (shape[0] * budget.row_cost(shape[1]), shape[1]))
@@ -301,14 +298,39 @@ class Trials:
 
     def run(self, rows: int, width: int, most_patches: int | None = None) -> Trial:
         """Make a step with a batch of this shape."""
-        meter, patches = self._meter, rows * self._per_row
+        patches = rows * self._per_row
         if most_patches is not None:
             patches = min(patches, most_patches)
-        shape = (rows, width, patches) if self._per_row else (rows, width)
-        failure: Exception | None = None
         weights, has_gradients = self._state.weights, set[bool]()
-        without = [weight for weight in weights if weight.grad is None]
+        without_gradient = [weight for weight in weights if weight.grad is None]
         hook = register_multi_grad_hook(weights, lambda _: has_gradients.add(True), mode="any")
+        try:
+            trial, failure = self._measure(rows, width, patches)
+        finally:
+            hook.remove()
+        if failure is not None:
+            free_memory(failure)
+            for weight in without_gradient:
+                weight.grad = None
+        self._state.restore_values()
+        self.done.append(trial)
+        if self._bar is not None:
+            outcome = f"fits, {trial.peak_bytes / GIB:.2f} GiB" if trial.fits else "does not fit"
+            self._bar.set_postfix_str(f"{rows} x {width} {outcome}", refresh=False)
+            self._bar.update()
+        if len(self.done) == 1 and failure is None and weights and not has_gradients:
+            warn_user(
+                "`train_step` has computed no gradient of the weights in `states`. If it makes no "
+                "backward pass, training takes more memory than these trials."
+            )
+        if len(self.done) == TRIALS_TO_SEE:
+            self.check_meter_sees()
+        return trial
+
+    def _measure(self, rows: int, width: int, patches: int) -> tuple[Trial, Exception | None]:
+        """Make a step; return the trial, and the out-of-memory error of the step, if any."""
+        meter, failure = self._meter, None
+        shape = (rows, width, patches) if self._per_row else (rows, width)
         with measuring(meter):
             meter.reset()
             idle_bytes = meter.peak_bytes()
@@ -321,15 +343,9 @@ class Trials:
                 if not is_out_of_memory(error):
                     raise
                 failure = error
-            finally:
-                hook.remove()
             seconds = time.perf_counter() - start_s
             peak_bytes = meter.peak_bytes()
-        if failure is not None:
-            free_memory(failure)
-            for weight in without:
-                weight.grad = None
-        self._state.restore_values()
+        self._has_grown |= peak_bytes > idle_bytes
         trial = Trial(
             rows=rows,
             width=width,
@@ -339,22 +355,9 @@ class Trials:
             seconds=seconds,
             error="" if failure is None else str(failure),
         )
-        self.done.append(trial)
-        self._has_grown |= peak_bytes > idle_bytes
-        if self._bar is not None:
-            outcome = f"fits, {trial.peak_bytes / 2**30:.2f} GiB" if trial.fits else "does not fit"
-            self._bar.set_postfix_str(f"{rows} x {width} {outcome}", refresh=False)
-            self._bar.update()
-        if len(self.done) == 1 and failure is None and weights and not has_gradients:
-            warn_user(
-                "`train_step` has computed no gradient of the weights in `states`. If it makes no "
-                "backward pass, training takes more memory than these trials."
-            )
-        if len(self.done) == TRIALS_TO_SEE:
-            self.check_seen()
-        return trial
+        return trial, failure
 
-    def check_seen(self) -> None:
+    def check_meter_sees(self) -> None:
         """Raise a `ValueError` if the meter has measured no growth in any trial."""
         if not self._has_grown:
             trial = self.done[-1]
@@ -371,26 +374,29 @@ class Trials:
 
 @dataclass
 class Bracket:
-    """The most rows of a width that fit (0: none yet), and the fewest that do not."""
+    """What the trials of a width have shown."""
 
     width: int
-    fits: int = 0
-    fails: int | None = None
+    fitting_rows: int = 0  # the most rows that fit; 0: none yet
+    failing_rows: int | None = None  # the fewest rows that do not
 
     @property
-    def step(self) -> int:
-        """The difference of `fits` and `fails` that is close enough, in rows."""
-        return max(ceil(TOLERANCE * self.fits), 1)
+    def tolerance(self) -> int:
+        """How close `fitting_rows` and `failing_rows` must be, in rows."""
+        return max(ceil(TOLERANCE * self.fitting_rows), 1)
 
     @property
-    def most(self) -> int:
+    def most_rows(self) -> int:
         """The most rows of a trial: more would exceed the largest budget."""
         return max(MAX_COUNT // self.width - 1, 1)
 
     @property
     def is_exact(self) -> bool:
-        """Whether `fits` and `fails` are close enough."""
-        return self.fails is not None and self.fails - self.fits <= self.step
+        """Whether `fitting_rows` is close to the most rows that fit."""
+        return (
+            self.failing_rows is not None
+            and self.failing_rows - self.fitting_rows <= self.tolerance
+        )
 
 
 class BudgetSearch(Trials):
@@ -404,16 +410,17 @@ class BudgetSearch(Trials):
         for number, width in enumerate([widest, *between]):
             bracket = Bracket(width)
             if not self._per_row:  # Tokens that fit in wider rows fit in these.
-                wider = (done for done in brackets if done.width > width)
-                bracket.fits = max((done.fits * done.width // width for done in wider), default=0)
+                wider = [earlier for earlier in brackets if earlier.width > width]
+                fitting = [earlier.fitting_rows * earlier.width // width for earlier in wider]
+                bracket.fitting_rows = max(fitting, default=0)
             brackets.append(bracket)
             trials_left = max_trials - len(self.done)
-            for_others = LEAST_TRIALS * (len(widths) - number - 1)
-            for _ in range(max(trials_left - for_others, min(LEAST_TRIALS, trials_left))):
-                self._try(bracket, min(self._next_rows(bracket), bracket.most))
-                if bracket.is_exact or bracket.fits == bracket.most:
+            reserved = LEAST_TRIALS * (len(widths) - number - 1)  # for the other widths
+            for _ in range(max(trials_left - reserved, min(LEAST_TRIALS, trials_left))):
+                self._try(bracket, min(self._next_rows(bracket), bracket.most_rows))
+                if bracket.is_exact or bracket.fitting_rows == bracket.most_rows:
                     break
-        return [bracket for bracket in brackets if bracket.fits or bracket.fails]
+        return [bracket for bracket in brackets if bracket.fitting_rows or bracket.failing_rows]
 
     def model(self) -> MemoryModel:
         """Return a model of the finished trials; only of large ones if small ones do not match."""
@@ -427,41 +434,43 @@ class BudgetSearch(Trials):
 
     def verified_budget(self, brackets: Sequence[Bracket]) -> TokenBudget:
         """Return the model's budget, within the bounds that the trials set."""
-        model = self.model()
         exact = [bracket for bracket in brackets if bracket.is_exact]
-        try:
-            budget = model.budget(self._meter.limit_bytes, threshold=1.0)
-            most_tokens = model.budget(self._meter.limit_bytes, threshold=1.0, margin=0.0).tokens
-        except ValueError:
-            if not exact:
-                raise
-            patches = min(bracket.fits for bracket in brackets) * self._per_row
-            most_tokens = min((bracket.fits + 1) * bracket.width - 1 for bracket in brackets)
-            budget = TokenBudget(most_tokens, max_patches=patches or None)
+        budget, most_tokens = self._predicted_budget(brackets, must_predict=not exact)
         tokens = budget.tokens
-        if exact and not self._per_row:  # with `max_patches`, batches have fewer rows than tried
-            tried_tokens = min(tried.fits * budget.row_cost(tried.width) for tried in exact)
-            tokens = max(
-                tokens, min(tried_tokens, most_tokens)
-            )  # A batch that fit needs no margin.
+        if exact and not self._per_row:  # With `max_patches`, batches have fewer rows than tried.
+            costs = [tried.fitting_rows * budget.row_cost(tried.width) for tried in exact]
+            tokens = max(tokens, min(*costs, most_tokens))  # A batch that fit needs no margin.
         for bracket in brackets:
-            most_rows = bracket.fits
-            if (
-                len(exact) > 1 and not bracket.is_exact
-            ):  # the model knows memory from the exact ones
-                if bracket.fails is None:
+            most_rows = bracket.fitting_rows
+            if len(exact) > 1 and not bracket.is_exact:  # The exact brackets determine the model.
+                if bracket.failing_rows is None:
                     continue
-                most_rows = bracket.fails - 1
+                most_rows = bracket.failing_rows - 1
             if budget.max_patches is None or budget.max_patches > most_rows * self._per_row:
                 tokens = min(tokens, (most_rows + 1) * budget.row_cost(bracket.width) - 1)
         return replace(budget, tokens=tokens)
 
+    def _predicted_budget(
+        self, brackets: Sequence[Bracket], *, must_predict: bool
+    ) -> tuple[TokenBudget, int]:
+        """Return the budget of the model, and its tokens without a margin."""
+        model, limit_bytes = self.model(), self._meter.limit_bytes
+        try:
+            budget = model.budget(limit_bytes, threshold=1.0)
+            return budget, model.budget(limit_bytes, threshold=1.0, margin=0.0).tokens
+        except ValueError:
+            if must_predict:
+                raise
+        patches = min(bracket.fitting_rows for bracket in brackets) * self._per_row
+        tokens = min((bracket.fitting_rows + 1) * bracket.width - 1 for bracket in brackets)
+        return TokenBudget(tokens, max_patches=patches or None), tokens
+
     def tokens_per_s(self, brackets: Sequence[Bracket]) -> float:
         """Return the mean tokens per second over the largest batch of each width that fit."""
-        largest = {(bracket.width, bracket.fits) for bracket in brackets}
-        timed = {(trial.width, trial.rows): trial.seconds for trial in self.done}
-        tried = largest & {*timed}  # `fits` of a bracket may follow from wider rows, untried
-        return sum(width * rows for width, rows in tried) / sum(timed[shape] for shape in tried)
+        largest = {(bracket.width, bracket.fitting_rows) for bracket in brackets}
+        seconds = {(trial.width, trial.rows): trial.seconds for trial in self.done}
+        tried = largest & {*seconds}  # That some rows fit may follow from wider rows, untried.
+        return sum(width * rows for width, rows in tried) / sum(seconds[shape] for shape in tried)
 
     def step_time(self) -> StepTime | None:
         """Return the fitted time of the steps that fit; `None` if they have a single width."""
@@ -477,10 +486,10 @@ class BudgetSearch(Trials):
     def _try(self, bracket: Bracket, rows: int) -> None:
         trial = self.run(rows, bracket.width)
         if trial.fits:
-            bracket.fits = max(bracket.fits, rows)
+            bracket.fitting_rows = max(bracket.fitting_rows, rows)
             self._check_growth()
         elif rows > 1:
-            bracket.fails = rows if bracket.fails is None else min(bracket.fails, rows)
+            bracket.failing_rows = min(rows, bracket.failing_rows or rows)
         else:
             raise ShapeTooLargeError(
                 f"a single row of {bracket.width} tokens does not fit: "
@@ -501,18 +510,21 @@ class BudgetSearch(Trials):
             )
 
     def _next_rows(self, bracket: Bracket) -> int:
-        fits, fails, expected = bracket.fits, bracket.fails, self._expected_rows(bracket.width)
-        most = max(LARGEST_LEAP * fits, 1)
-        if fails is None:
-            return most if expected is None else min(max(expected, fits + bracket.step), most)
-        first, last = fits + bracket.step, fails - bracket.step
+        fitting, failing = bracket.fitting_rows, bracket.failing_rows
+        expected = self._expected_rows(bracket.width)
+        most = max(LARGEST_LEAP * fitting, 1)
+        if failing is None:
+            return (
+                most if expected is None else min(max(expected, fitting + bracket.tolerance), most)
+            )
         failed = [trial for trial in self.done if trial.width == bracket.width and not trial.fits]
-        is_misled = expected is not None and expected >= fails and len(failed) > 1
-        if expected is None or expected < fits or is_misled:
-            rows = isqrt(fits * fails)
+        is_misled = expected is not None and expected >= failing and len(failed) > 1
+        if expected is None or expected < fitting or is_misled:
+            rows = isqrt(fitting * failing)
         else:
+            first, last = fitting + bracket.tolerance, failing - bracket.tolerance
             rows = min(max(expected, first), last) if first < last else (first + last) // 2
-        return min(max(rows, fits + 1), fails - 1)
+        return min(max(rows, fitting + 1), failing - 1)
 
     def _expected_rows(self, width: int) -> int | None:
         """Return how many rows of a width should fit; `None` if the trials cannot tell."""
@@ -521,7 +533,7 @@ class BudgetSearch(Trials):
             fewer, more = sorted(peaks)[-2:]
             difference = peaks[more] - peaks[fewer]
             room_bytes = self._meter.limit_bytes - peaks[more]
-            if difference <= 0 or room_bytes > FARTHEST * difference:
+            if difference <= 0 or room_bytes > MOST_EXTRAPOLATED * difference:
                 return None
             return more + int(room_bytes * (more - fewer) // difference)
         if len({trial.width for trial in self._ended()} - {width}) < 2:
@@ -539,112 +551,3 @@ def _model_of(trials: Sequence[Trial]) -> MemoryModel:
     for trial in trials:
         model.add(trial.rows, trial.width, trial.patches, trial.peak_bytes)
     return model
-
-
-# --- what the steps change ------------------------------------------------------------------------
-
-
-class TrainingState:
-    """CPU copies of everything that training changes in `states`, and of the generators."""
-
-    def __init__(self, states: Sequence[Any]) -> None:
-        check_type(
-            "states", states, list | tuple, "Pass a list of models, optimizers and the like."
-        )
-        self._optimizers: list[tuple[Optimizer, Any]] = []
-        self._groups: list[tuple[dict[str, Any], Any]] = []
-        self._loaders: list[tuple[Callable[[Any], Any], Any]] = []
-        self._scalers = [state for state in states if isinstance(state, torch.amp.GradScaler)]
-        modules: dict[nn.Module, None] = {}
-        for holder in states:
-            if isinstance(holder, nn.Module):
-                modules |= dict.fromkeys(holder.modules())
-            elif isinstance(holder, Optimizer):
-                self._optimizers.append((holder, _copied(dict(holder.state))))
-                options = ({**group, "params": None} for group in holder.param_groups)
-                self._groups += zip(holder.param_groups, map(_copied, options), strict=True)
-            elif isinstance(holder, GENERATORS):
-                self._loaders.append((partial(put_back, holder), _copied(state_of(holder))))
-            elif hasattr(holder, "state_dict") and hasattr(holder, "load_state_dict"):
-                self._loaders.append((holder.load_state_dict, _copied(holder.state_dict())))
-            else:
-                raise TypeError(
-                    "`states` must be models, optimizers, random generators and objects with "
-                    f"`state_dict` and `load_state_dict`, but one is {describe(holder)} instead."
-                )
-        self._loaders.append((load_rngs, _copied(save_rngs())))
-        weights = [weight for module in modules for weight in module.parameters(recurse=False)]
-        weights += [weight for group, _ in self._groups for weight in group["params"]]
-        self._values = {weight: (_copied(weight.data), _copied(weight.grad)) for weight in weights}
-        self._buffers = [
-            (module._buffers, name, _copied(buffer))
-            for module in modules
-            for name, buffer in module._buffers.items()
-        ]
-        self.weights = [weight for weight in self._values if weight.requires_grad]
-
-    def check_saved(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Raise an error if an optimizer is about to change weights that are not saved here."""
-        is_saved = any(saved.state is optimizer.state for saved, _ in self._optimizers)
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        if not is_saved or any(weight not in self._values for weight in weights):
-            raise RuntimeError(
-                f"`train_step` makes a step of an `{type(optimizer).__name__}` that is not in "
-                "`states`, so its weights could not be restored. Pass `states=[model, optimizer]`, "
-                "and everything else that the steps change."
-            )
-
-    def restore_values(self) -> None:
-        """Restore what decides the next step. Gradients and optimizer states keep their memory."""
-        for weight, (value, _) in self._values.items():
-            weight.data.copy_(value.data)
-        for buffers, name, saved in self._buffers:
-            buffers[name] = _put_back(buffers.get(name), saved)
-        for load, state in self._loaders:
-            load(_copied(state))
-        for scaler in self._scalers:
-            forget_step(scaler)
-
-    def restore(self) -> None:
-        """Restore everything."""
-        for weight, (_, gradient) in self._values.items():
-            weight.grad = _put_back(weight.grad, gradient)
-        for optimizer, state in self._optimizers:
-            optimizer.state.clear()
-            optimizer.state.update(_copied(state))
-        for group, options in self._groups:
-            weights = group["params"]
-            group.clear()
-            group.update(_copied(options), params=weights)
-        self.restore_values()
-
-
-class _Tensor(NamedTuple):
-    """A copy of a tensor on the CPU, and the device of the tensor."""
-
-    data: torch.Tensor
-    device: torch.device
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy with a `_Tensor` for each tensor; from such a copy, return tensors again."""
-    if isinstance(value, _Tensor):
-        return value.data.to(value.device, copy=True)
-    if isinstance(value, torch.Tensor):
-        return _Tensor(value.detach().to("cpu", copy=True), value.device)
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    return copy.deepcopy(value)
-
-
-def _put_back(current: torch.Tensor | None, saved: _Tensor | None) -> Any:
-    """Return the saved value, in the current tensor if shape, dtype and device match."""
-    if current is None or saved is None:
-        return None if saved is None else _copied(saved)
-    kept, device = saved
-    if (current.shape, current.dtype, current.device) != (kept.shape, kept.dtype, device):
-        return _copied(saved)
-    current.data.copy_(kept)
-    return current

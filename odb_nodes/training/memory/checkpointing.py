@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from odb_nodes._support.checks import check_type
 
-OWN_METHODS = ("activation_checkpointing", "gradient_checkpointing")
+METHOD_NAMES = ("activation_checkpointing", "gradient_checkpointing")
 """Methods of transformers 5 and 4: `<name>_enable`, `<name>_disable`, `is_<name>`."""
 REMEDY = "Pass `blocks=`, the modules to checkpoint."
 
@@ -59,7 +59,7 @@ def enable_checkpointing(
             already.
     """
     check_type("model", model, torch.nn.Module)
-    name = next((name for name in OWN_METHODS if hasattr(model, f"{name}_enable")), None)
+    name = next((name for name in METHOD_NAMES if hasattr(model, f"{name}_enable")), None)
     chosen = list(model.modules())
     if blocks is not None:
         check_type("blocks", blocks, Iterable, "Pass a list of modules.")

@@ -13,14 +13,14 @@ from odb_nodes._support.checks import check_choice, check_count, check_type
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.planning.model_flops import field_of, missing_fields
 
-STATES: Mapping[str, int] = {
+OPTIMIZER_TENSORS: Mapping[str, int] = {
     "adamw": 2, "adam": 2, "lion": 1, "rmsprop": 1, "sgd_momentum": 1, "sgd": 0
 }  # fmt: skip
 """Tensors of a parameter's size and dtype that an optimizer keeps per parameter."""
 
-NEEDED = ("hidden", "layers", "heads", "vocabulary")
-USED = ("kv_heads", "head_size", "intermediate", "activation", "experts", "longest")
-SAVED_BY = {"relu": 1, "gelu_new": 5}
+NEEDED_SIZES = ("hidden", "layers", "heads", "vocabulary")
+OPTIONAL_SIZES = ("kv_heads", "head_size", "intermediate", "activation", "experts", "longest")
+SAVED_BY_ACTIVATION = {"relu": 1, "gelu_new": 5}
 """Tensors that backward needs for an activation function; 2 for functions not listed."""
 
 
@@ -78,31 +78,35 @@ def estimate_training_memory(
         TypeError, ValueError: an argument is not valid, or the model has no such configuration.
     """
     check_type("model", model, nn.Module)
-    check_choice("optimizer", optimizer, tuple(STATES))
+    check_choice("optimizer", optimizer, tuple(OPTIMIZER_TENSORS))
     config = _config_of(model)
     rows, width = _shape_of(batch, config["longest"])
     weights = list(model.parameters())
-    stored = weights[0].dtype
-    computed = stored if dtype is None else dtype
+    weight_dtype = weights[0].dtype
+    compute_dtype = weight_dtype if dtype is None else dtype
     trained_bytes = sum(_bytes_of(weight) for weight in weights if weight.requires_grad)
     is_rms = any("RMSNorm" in type(module).__name__ for module in model.modules())
-    layer_bytes, input_bytes = _layer_bytes(model, config, width, stored, computed, is_rms)
-    end = config["hidden"] * (stored.itemsize * (1 + is_rms) + computed.itemsize)  # last norm, head
-    kept = layer_bytes * config["layers"]
+    layer_bytes, input_bytes = _layer_bytes(
+        model, config, width, weight_dtype, compute_dtype, is_rms
+    )
+    end_bytes = config["hidden"] * (
+        weight_dtype.itemsize * (1 + is_rms) + compute_dtype.itemsize
+    )  # last norm, head
+    kept_bytes = layer_bytes * config["layers"]
     if checkpointing:
-        kept = input_bytes * config["layers"] + layer_bytes
-    activation_bytes = rows * width * (kept + end)
-    if computed != stored:  # autocast keeps the weights that it casts
+        kept_bytes = input_bytes * config["layers"] + layer_bytes
+    activation_bytes = rows * width * (kept_bytes + end_bytes)
+    if compute_dtype != weight_dtype:  # autocast keeps the weights that it casts
         linears = {layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)}
-        activation_bytes += sum(weight.numel() for weight in linears) * computed.itemsize
+        activation_bytes += sum(weight.numel() for weight in linears) * compute_dtype.itemsize
     return MemoryEstimate(
         rows=rows,
         width=width,
         parameter_bytes=sum(map(_bytes_of, weights)),
         gradient_bytes=trained_bytes,
-        optimizer_bytes=STATES[optimizer] * trained_bytes,
+        optimizer_bytes=OPTIMIZER_TENSORS[optimizer] * trained_bytes,
         activation_bytes=activation_bytes,
-        logits_bytes=rows * width * config["vocabulary"] * (computed.itemsize + 4 + 4),
+        logits_bytes=rows * width * config["vocabulary"] * (compute_dtype.itemsize + 4 + 4),
     )
 
 
@@ -114,32 +118,34 @@ def _layer_bytes(
     model: nn.Module,
     config: Mapping[str, Any],
     width: int,
-    stored: torch.dtype,
-    computed: torch.dtype,
+    weight_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
     is_rms: bool,
 ) -> tuple[int, int]:
     """Return the bytes that a layer saves per token, and the bytes of its input per token."""
-    hidden, heads, value_bytes = config["hidden"], config["heads"], computed.itemsize
+    hidden, heads, value_bytes = config["hidden"], config["heads"], compute_dtype.itemsize
     head_size = config["head_size"] or hidden // heads
     queries, keys = heads * head_size, (config["kv_heads"] or heads) * head_size
     is_gated = any("gate" in name and "proj" in name for name, _ in model.named_parameters())
     # Inputs of linear layers: projections share an input, unless autocast copies it for each.
-    inputs = 2 if computed == stored else 4 + is_gated
-    norms = 2 * hidden * stored.itemsize * (1 + is_rms)  # RMSNorm also keeps its normalized input.
-    kind = getattr(model.config, "_attn_implementation", None) or "sdpa"
+    inputs = 2 if compute_dtype == weight_dtype else 4 + is_gated
+    norms = (
+        2 * hidden * weight_dtype.itemsize * (1 + is_rms)
+    )  # RMSNorm also keeps its normalized input.
+    implementation = getattr(model.config, "_attn_implementation", None) or "sdpa"
     # Queries, keys, values, output. Without flash attention, keys are repeated per query head.
-    attention = 2 * (queries + (keys if "flash" in kind else queries)) * value_bytes
+    attention = 2 * (queries + (keys if "flash" in implementation else queries)) * value_bytes
     if any(name.endswith("q_norm") for name, _ in model.named_modules()):
-        attention += (queries + keys) * stored.itemsize * (1 + is_rms)
-    if kind == "eager":
+        attention += (queries + keys) * weight_dtype.itemsize * (1 + is_rms)
+    if implementation == "eager":
         copy_bytes = value_bytes if value_bytes < 4 else 0
         attention += heads * width * (4 + copy_bytes)  # The softmax is in fp32.
-    elif kind == "sdpa":
-        attention += width * value_bytes  # The mask, which each layer makes anew.
-    saved = SAVED_BY.get(config["activation"], 2) + 2 * is_gated
+    elif implementation == "sdpa":
+        attention += width * value_bytes  # Each layer makes a mask.
+    saved_tensors = SAVED_BY_ACTIVATION.get(config["activation"], 2) + 2 * is_gated
     intermediate = (config["intermediate"] or 4 * hidden) * (config["experts"] or 1)
-    per_token = norms + attention + (inputs * hidden + saved * intermediate) * value_bytes
-    return per_token, hidden * stored.itemsize
+    layer_bytes = norms + attention + (inputs * hidden + saved_tensors * intermediate) * value_bytes
+    return layer_bytes, hidden * weight_dtype.itemsize
 
 
 def _shape_of(batch: Any, longest: int | None) -> tuple[int, int]:
@@ -154,13 +160,13 @@ def _shape_of(batch: Any, longest: int | None) -> tuple[int, int]:
 
 
 def _config_of(model: Any) -> dict[str, Any]:
-    """Return the sizes in a model's configuration, under the names of `NEEDED` and `USED`."""
+    """Return the sizes in the configuration of a model, by name."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    sizes = {name: field_of(config, name) for name in NEEDED + USED}
-    missing = missing_fields(config, *NEEDED)
+    sizes = {name: field_of(config, name) for name in NEEDED_SIZES + OPTIONAL_SIZES}
+    missing = missing_fields(config, *NEEDED_SIZES)
     if missing or getattr(config, "is_encoder_decoder", False):
-        fault = f"has no {missing}" if missing else "is of an encoder with a decoder"
+        fault = f"has no {missing}" if missing else "describes an encoder with a decoder"
         raise ValueError(
             "`model.config` must be the config of a decoder or an encoder of transformers, but "
             f"{fault}. Call `find_budget`, which measures steps."

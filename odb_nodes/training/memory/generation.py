@@ -99,8 +99,8 @@ def _generate(
     try:
         generated = model.generate(**part, **options)
     except (RuntimeError, MemoryError) as error:
-        is_shared = isinstance(model, torch.nn.Module) and has_collectives(model)
-        if len(rows) < 2 or is_shared or not is_out_of_memory(error):
+        computes_together = isinstance(model, torch.nn.Module) and has_collectives(model)
+        if len(rows) < 2 or computes_together or not is_out_of_memory(error):
             raise
         free_memory(error)
         return None
@@ -181,9 +181,9 @@ class LongestFirst:
         new_tokens += -new_tokens % multiple  # beyond the padding of the prompts
         ladder = budget.shape_ladder()
         shapes = tuple((rows, width - new_tokens) for rows, width in ladder if width > new_tokens)
-        side = PaddingCollate(side="left", pad_to_multiple_of=multiple, shapes=shapes)
-        self._collate = side if collate_fn is None else collate_fn
-        own_rank, ranks = resolve_rank(rank, world_size)
+        default = PaddingCollate(side="left", pad_to_multiple_of=multiple, shapes=shapes)
+        self._collate = default if collate_fn is None else collate_fn
+        rank, ranks = resolve_rank(rank, world_size)
         self._samples: list[Sample] = []
         for index in Bar(range(len(dataset)), "processing", len(dataset)):
             sample = sample_of(dataset.__getitem__, index, process_fn, observe)
@@ -196,7 +196,7 @@ class LongestFirst:
         groups = LengthRuns(budget).partition(table[:, tokens.argsort(kind="stable")])
         self._groups = [
             sorted(indices.tolist(), key=lambda index: (-tokens[index], index))
-            for indices in groups[own_rank::ranks]
+            for indices in groups[rank::ranks]
         ]
 
     def __len__(self) -> int:

@@ -15,6 +15,7 @@ from odb_nodes._support.checks import check_number
 from odb_nodes._support.user_warning import warn_user
 
 MOST_BYTES = 2**63 - 1
+GIB = 2**30
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 UNFRAGMENTED = ("expandable_segments:True", "cudaMallocAsync")
 MESSAGES = (

@@ -18,7 +18,7 @@ from odb_nodes._support.checks import MAX_COUNT, check_count, check_number
 from odb_nodes._support.text import markdown_table
 from odb_nodes.core.planning import StepTime, TokenBudget
 from odb_nodes.errors import StateError
-from odb_nodes.training.memory.meter import MOST_BYTES
+from odb_nodes.training.memory.meter import GIB, MOST_BYTES
 
 Floats = NDArray[np.float64]
 
@@ -171,22 +171,22 @@ class MemoryModel:
         allowed = {*TokenBudget.__dataclass_fields__} - {"tokens", "attention_tokens"}
         if wrong := options.keys() - allowed:
             raise TypeError(
-                f"`{min(wrong)}` must not be given: the model finds `tokens` and "
+                f"`{min(wrong)}` must not be passed: the model determines `tokens` and "
                 "`attention_tokens`, and the options are further fields of `TokenBudget`."
             )
         margin = fit.margin if margin is None else check_number("margin", margin, "[0, inf)")
-        share = self._patch_share(fit)
+        patch_share = self._patch_share(fit)
         room_bytes = usable_bytes / (1 + margin) - fit.constant_bytes
         attention_tokens, unit_bytes = self._unit_of_cost(fit)
-        tokens = (1 - share) * room_bytes / unit_bytes
+        tokens = (1 - patch_share) * room_bytes / unit_bytes
         if tokens < 1:
             raise _NoRoomError(
                 f"a step without a single token is predicted to take {fit.constant_bytes:,.0f} "
                 f"bytes, but only {usable_bytes:,.0f} are usable: take a smaller model or "
                 "optimizer, shard them, or raise `limit_bytes` or `threshold`."
             )
-        if share:
-            patches = int(share * room_bytes / fit.patch_bytes)
+        if patch_share:
+            patches = int(patch_share * room_bytes / fit.patch_bytes)
             options.setdefault("max_patches", max(min(patches, MAX_COUNT), 1))
         most_tokens = min(int(tokens), MAX_COUNT)
         return TokenBudget(most_tokens, attention_tokens=attention_tokens, **options)
@@ -210,10 +210,10 @@ class MemoryModel:
             TypeError, ValueError: as `budget`, or `tokens_per_step` is below `world_size`.
         """
         ranks = check_count("world_size", world_size)
-        wanted = check_count("tokens_per_step", tokens_per_step, ranks)
+        least_tokens = check_count("tokens_per_step", tokens_per_step, ranks)
         largest = self.budget(limit_bytes, **options)
-        accumulate = ceil(wanted / (ranks * largest.tokens))
-        return replace(largest, tokens=ceil(wanted / (ranks * accumulate))), accumulate
+        accumulate = ceil(least_tokens / (ranks * largest.tokens))
+        return replace(largest, tokens=ceil(least_tokens / (ranks * accumulate))), accumulate
 
     def table(self, cards_gib: float | Sequence[float] = CARDS_GIB, **options: Any) -> str:
         """Return the budgets for cards of several sizes, as a Markdown table.
@@ -240,7 +240,7 @@ class MemoryModel:
         for card_gib in cards:
             values, rows = dict.fromkeys(fields, 0), 0
             with suppress(_NoRoomError):
-                budget = self.budget(int(card_gib * 2**30), **options)
+                budget = self.budget(int(card_gib * GIB), **options)
                 values = {name: getattr(budget, name) or 0 for name in fields}
                 rows = budget.tokens // budget.row_cost(widest)
             lines.append({"card, GiB": card_gib, **values, f"rows of {widest:,}": rows})

@@ -65,14 +65,14 @@ class StepParts:
 
     def halve(self, cost: int) -> bool:
         """Halve each part that costs at least `cost`; return whether any was halved."""
-        halved = False
+        is_any_halved = False
         for number, parts in enumerate(self._parts):
             self._parts[number] = []
             for samples in parts:
-                is_large = len(samples) > 1 and self._cost(samples) >= cost
-                self._parts[number] += _cut(samples, 2) if is_large else [samples]
-                halved |= is_large
-        return halved
+                is_halved = len(samples) > 1 and self._cost(samples) >= cost
+                self._parts[number] += _cut(samples, 2) if is_halved else [samples]
+                is_any_halved |= is_halved
+        return is_any_halved
 
     def cut(self, pieces: int) -> None:
         """Cut each batch into `pieces` parts by length; filler parts have weight 0."""
@@ -116,7 +116,7 @@ class StepParts:
     def infos(self, left_out: Sequence[tuple[int, int]]) -> list[StepInfo]:
         """Return the `StepInfo` of each batch without skipped samples."""
         samples, targets = map(sum, zip(*left_out, strict=True))
-        done = []
+        infos = []
         for number, (all_samples, all_targets) in enumerate(left_out):
             info = _without(self._kept(number), samples, targets)
             info = replace(
@@ -124,8 +124,8 @@ class StepParts:
                 all_samples_this_step=info.all_samples_this_step - all_samples,
                 all_targets=info.all_targets - all_targets,
             )
-            done.append(self._weighed(info))
-        return done
+            infos.append(self._weighed(info))
+        return infos
 
     def _kept(self, number: int) -> StepInfo:
         """Return the `StepInfo` of a batch without this rank's skipped samples."""

@@ -26,7 +26,7 @@ from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.sample import IGNORE_INDEX
 from odb_nodes.training.monitor.records import FILE, parse_run
 
-ALL_RANKS = -1  # as a rank: the key is of the same sample on all ranks
+ALL_RANKS = -1  # in place of a rank: all ranks share the source, so its keys are unique
 
 
 class RowLosses(NamedTuple):

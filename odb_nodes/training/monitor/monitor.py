@@ -161,7 +161,7 @@ class Monitor:
             for batch, wait_s in timed(iter(loader)):
                 self._progress.begin(stats, batch[STEP_INFO_KEY])
                 self.add_wait(wait_s)
-                self._order.yielded = batch[STEP_INFO_KEY]
+                self._order.last_yielded = batch[STEP_INFO_KEY]
                 yield batch
                 if self._watch is not watch:
                     raise RuntimeError(
@@ -305,8 +305,8 @@ class Monitor:
         if ranks[0].rows:
             if len({len(counts.rows) for counts in ranks}) > 1:
                 raise StateError(
-                    "the states of Monitor are of different places: the ranks have counted "
-                    "different numbers of steps. Reshard the states of one checkpoint."
+                    "the states of `Monitor` were saved at different steps: the ranks have counted "
+                    "different numbers of batches. Reshard the states of one checkpoint."
                 )
             totals.add(Counts.over_ranks(ranks))
         new = MonitorState(
@@ -356,7 +356,7 @@ class Monitor:
     @property
     def place(self) -> tuple[int, int] | None:
         """The epoch and step of the last counted batch."""
-        last = self._order.last
+        last = self._order.last_counted
         return None if last is None else (last.epoch, last.step)
 
     def __enter__(self) -> Monitor:
@@ -402,9 +402,9 @@ class Monitor:
         if meeting.rank == 0:
             ranks = [Counts(**json.loads(part)) for part in parts]
             whole = Counts.over_ranks(ranks, self._step_time)
-            self._progress.note(self._record(STEPS, first, whole, {"shapes": counts.shapes}))
+            self._progress.show(self._record(STEPS, first, whole, {"shapes": counts.shapes}))
             self._totals.add(whole)
-            self._warnings.look(ranks, whole, self._stats)
+            self._warnings.check(ranks, whole, self._stats)
 
     @property
     def _step_time(self) -> StepTime | None:
@@ -416,28 +416,10 @@ class Monitor:
 
     def _record(self, kind: str, first: int, whole: Counts, more: Record) -> Record:
         """Write a record on rank 0, after the record of the attempt if that is not written yet."""
-        state, time_s = self._state, time.time()
+        state = self._state
         if not self._has_begun:
             self._has_begun = True
-            loader = None if self._stats is None else self._stats.loader
-            options = loader.options if isinstance(loader, ODBDataLoader) else None
-            attempt = {
-                "kind": ATTEMPT,
-                "version": VERSION,
-                "step": first - 1 if kind == STEPS else state.written,
-                "resumed_at": self._resumed_at,
-                "time_s": time_s,
-                "every": self._every,
-                "world_size": self._meeting.world_size,
-                "loader": {} if options is None else loader_settings(options),
-                "step_time": None if self._step_time is None else vars(self._step_time),
-                "config": self._config,
-                "versions": versions(),
-            }
-            if not self._writers:
-                self._writers = [make_writer(kind, self.folder) for kind in self._kinds]
-            for writer in self._writers:
-                writer.begin(attempt)
+            self._begin_attempt(first - 1 if kind == STEPS else state.written)
         record = {
             "kind": kind,
             "first_step": first,
@@ -446,11 +428,32 @@ class Monitor:
             "seconds": state.seconds,
             **whole.groups(),
             **more,
-            "time_s": time_s,
+            "time_s": time.time(),
         }
         for writer in self._writers:
             writer.write(record)
         return record
+
+    def _begin_attempt(self, step: int) -> None:
+        """Make the writers, and pass them the record of the attempt."""
+        loader = None if self._stats is None else self._stats.loader
+        attempt = {
+            "kind": ATTEMPT,
+            "version": VERSION,
+            "step": step,
+            "resumed_at": self._resumed_at,
+            "time_s": time.time(),
+            "every": self._every,
+            "world_size": self._meeting.world_size,
+            "loader": loader_settings(loader.options) if isinstance(loader, ODBDataLoader) else {},
+            "step_time": None if self._step_time is None else vars(self._step_time),
+            "config": self._config,
+            "versions": versions(),
+        }
+        if not self._writers:
+            self._writers = [make_writer(kind, self.folder) for kind in self._kinds]
+        for writer in self._writers:
+            writer.begin(attempt)
 
     def _end_epoch(self) -> None:
         """Write the record of an epoch that has ended. All ranks call it."""
@@ -461,7 +464,7 @@ class Monitor:
             self._meet()
         if self._meeting.rank == 0 and self._totals.sums:
             self._record(EPOCH, state.epoch_written + 1, self._totals, {})
-            self._warnings.look_at_epoch(state.epoch, self._totals)
+            self._warnings.check_epoch(state.epoch, self._totals)
             balance = self._totals.groups()["mean"].get("time_balance")
             if balance is not None and self._meeting.world_size > 1:
                 text = "epoch %d: ranks are level in time to %.1f %%; `odb-nodes report` says more"
@@ -474,33 +477,33 @@ class _BatchOrder:
     """Checks that `Monitor.step` is called once for each batch of one loader."""
 
     def __init__(self) -> None:
-        self.last: StepInfo | None = None  # of the last counted batch
-        self.yielded: StepInfo | None = None  # of the batch that `watch` yielded last
+        self.last_counted: StepInfo | None = None  # `None` before the first
+        self.last_yielded: StepInfo | None = None  # by `watch`
         self._is_warned = False
 
     def begin(self) -> None:
         """Accept any batch next: a loader begins, or continues from a state."""
-        self.last = self.yielded = None
+        self.last_counted = self.last_yielded = None
 
     def note(self, info: StepInfo) -> None:
         """Check the next batch; warn once if batches before it were not counted."""
-        last, yielded, place = self.last, self.yielded, (info.epoch, info.step)
+        last, yielded, place = self.last_counted, self.last_yielded, (info.epoch, info.step)
         problem = ""
         if yielded is not None and place > (yielded.epoch, yielded.step):
             problem = f", but its loader stands at step {yielded.step} of epoch {yielded.epoch}"
         elif last is not None and place < (last.epoch, last.step):
             problem = f" after step {last.step} of epoch {last.epoch}"
         elif last is not None and place == (last.epoch, last.step):
-            if info.micro_step == last.micro_step:  # a trainer that repeats a step has others
-                problem = ", for which it was called again: call it once for each batch"
+            if info.micro_step == last.micro_step:  # It differs if a trainer repeats a step.
+                problem = " a second time: call it once for each batch"
         if problem:
             raise ValueError(
-                f"`step` of the monitor came for step {info.step} of epoch {info.epoch}{problem}. "
+                f"`Monitor.step` was called for step {info.step} of epoch {info.epoch}{problem}. "
                 "A monitor counts the batches of one loader: do not call `step` for batches of an "
                 "evaluation, or give the evaluation its own `Monitor` and folder. If the loader "
                 "begins again without `watch`, call `attach` first."
             )
-        self.last = info
+        self.last_counted = info
         if last is not None:
             expected = last.step + 1 if info.epoch == last.epoch else 0
             if info.step > expected:
@@ -508,7 +511,7 @@ class _BatchOrder:
 
     def end(self) -> None:
         """Note the end of an epoch of `watch`; warn once if its last batch was not counted."""
-        last, yielded = self.last, self.yielded
+        last, yielded = self.last_counted, self.last_yielded
         if yielded is None:
             return
         if last is None:
@@ -520,6 +523,6 @@ class _BatchOrder:
         if not self._is_warned:
             self._is_warned = True
             warn_user(
-                f"`step` of the monitor was not called for {step}: the records lack its samples. "
+                f"`Monitor.step` was not called for {step}: the records lack its samples. "
                 "Call it for each batch; for a batch that you skip, without `loss`."
             )

@@ -111,11 +111,13 @@ def parse_run(folder: Path) -> tuple[RunRecords, list[int]]:
             )
         cut = []
         last = record["step"] if kind == ATTEMPT else record["first_step"] - 1
-        for records in (run.steps, run.epochs) if kind != EPOCH else (run.epochs,):
+        for records in (run.epochs,) if kind == EPOCH else (run.steps, run.epochs):
             while records and records[-1]["step"] > last:
                 records.pop()
-        if kind != ATTEMPT:
-            (run.steps if kind == STEPS else run.epochs).append(record)
+        if kind == STEPS:
+            run.steps.append(record)
+        elif kind == EPOCH:
+            run.epochs.append(record)
         elif run.attempts[-1:] != [record]:  # written again after a full disk cut the next record
             run.attempts.append(record)
     if data.endswith(b"\n"):  # the last line was not cut short
@@ -145,9 +147,9 @@ def _parsed(line: bytes) -> Record | None:
 # --- settings of a run ----------------------------------------------------------------------------
 
 _PACKAGES = ("odb_nodes", "torch", "torchdata", "numpy", "transformers", "accelerate", "lightning")
-_ALWAYS = ("token_budget", "window", "seed", "accumulate")
+_RECORDED_OPTIONS = ("token_budget", "window", "seed", "accumulate")
 _MOST_ITEMS = 100  # of a list; of a longer list, the length is recorded
-_LEFT_OUT = ("exclude", "process_group")  # possibly many keys of samples; an object
+_LEFT_OUT = ("exclude", "process_group")  # `exclude` may have many keys of samples
 
 
 def checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -167,7 +169,7 @@ def checked_config(config: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def loader_settings(options: Any) -> dict[str, Any]:
     """Return the main options of a loader, and all that differ from their defaults, as JSON."""
-    settings = {name: getattr(options, name) for name in _ALWAYS} | _differing(options)
+    settings = {name: getattr(options, name) for name in _RECORDED_OPTIONS} | _differing(options)
     for name, value in settings.items():
         if isinstance(value, list | tuple) and len(value) > _MOST_ITEMS:  # such as indices
             settings[name] = f"{len(value)} items"

@@ -19,12 +19,11 @@ from typing import Any
 from odb_nodes._support.checks import check_type
 from odb_nodes._support.files import replacing
 from odb_nodes._support.text import Rows, Shown, html_table, html_text
-from odb_nodes.core.planning import StepTime
 from odb_nodes.training.ledger import Audit, audit
+from odb_nodes.training.memory.meter import GIB
 from odb_nodes.training.monitor.figures import Curve, Figure, curves, dots, page
 from odb_nodes.training.monitor.losses import ALL_RANKS, SampleLoss, read_losses, worst_samples
 from odb_nodes.training.monitor.records import FILE, GROUPS, Record, RunRecords, read_run
-from odb_nodes.training.monitor.step_times import compared_times
 from odb_nodes.training.monitor.window import LOSS_OF, Counts
 
 AnyPath = str | os.PathLike[str]
@@ -38,7 +37,6 @@ MARKS = {
 
 _WORST = 20  # samples with the highest loss that a report lists
 _LONGEST = 60  # characters of a setting
-_GIB = 2**30
 _NATS = "nats per supervised token"
 
 _CURVES = (
@@ -52,8 +50,8 @@ _CURVES = (
     ("Size of an optimizer step, samples", "mean", "samples_per_step", 1),
     ("Norm of the gradient", "mean", "grad_norm", 1),
     ("Learning rate", "last", "lr", 1),
-    ("Peak memory so far, GiB", "peak", "memory_allocated_bytes", _GIB),
-    ("Reserved memory, GiB", "last", "memory_reserved_bytes", _GIB),
+    ("Peak memory so far, GiB", "peak", "memory_allocated_bytes", GIB),
+    ("Reserved memory, GiB", "last", "memory_reserved_bytes", GIB),
 )
 """Title of the curve, group and name of the value, divisor of the value."""
 _CURVE_NAMES = {name for *_, name, _ in _CURVES}
@@ -90,19 +88,19 @@ class RunSummary:
             worst=worst_samples(read_losses(records.folder), _WORST),
         )
 
-    def stretches(self) -> list[tuple[int, Record]]:
+    def counted_attempts(self) -> list[tuple[int, Record]]:
         """Return (first step, attempt) of each attempt whose steps count."""
-        stretches: list[tuple[int, Record]] = []
+        attempts: list[tuple[int, Record]] = []
         for attempt in self.records.attempts:
-            while stretches and stretches[-1][0] > attempt["step"]:
-                stretches.pop()
-            stretches.append((attempt["step"] + 1, attempt))
-        return stretches
+            while attempts and attempts[-1][0] > attempt["step"]:
+                attempts.pop()
+            attempts.append((attempt["step"] + 1, attempt))
+        return attempts
 
     @property
     def resumes(self) -> list[int]:
         """The steps after which the run was resumed, or started again with other settings."""
-        return [attempt["resumed_at"] for _, attempt in self.stretches()[1:]]
+        return [attempt["resumed_at"] for _, attempt in self.counted_attempts()[1:]]
 
     @property
     def unrecorded_steps(self) -> int:
@@ -112,13 +110,13 @@ class RunSummary:
         return int(steps[-1]["step"] - recorded)
 
     def settings(self) -> dict[str, str]:
-        """Return the settings of the run by name; a setting that a resume changed, by stretch."""
-        stretches, settings = self.stretches(), {}
+        """Return the settings of the run by name; a changed setting, by attempt."""
+        attempts, settings = self.counted_attempts(), {}
         for group, label in _SETTINGS.items():
-            groups = [(first, attempt.get(group, {})) for first, attempt in stretches]
+            groups = [(first, attempt.get(group, {})) for first, attempt in attempts]
             for name in dict.fromkeys(name for _, values in groups for name in values):
-                by_stretch = [(first, values.get(name)) for first, values in groups]
-                settings[label.format(name)] = _by_stretch(by_stretch)
+                by_attempt = [(first, values.get(name)) for first, values in groups]
+                settings[label.format(name)] = _by_attempt(by_attempt)
         return settings
 
     def facts(self) -> dict[str, float | str | None]:
@@ -134,8 +132,8 @@ class RunSummary:
             "epochs": len(self.records.epochs),
             "times begun or resumed": len(self.records.attempts),
             "resumed after step": ", ".join(map(str, self.resumes)) or None,
-            "ranks": _by_stretch(
-                [(first, attempt["world_size"]) for first, attempt in self.stretches()]
+            "ranks": _by_attempt(
+                [(first, attempt["world_size"]) for first, attempt in self.counted_attempts()]
             ),
             "training time, s": sums["seconds"],
             "samples": sums["samples"],
@@ -147,21 +145,13 @@ class RunSummary:
             "padding share": mean["padding_share"],
             "rank balance": mean["rank_balance"],
             "rank balance in time": mean.get("time_balance"),
-            **self._times(),
             "filler share": mean["filler_share"],
             "share of time waiting for data": mean["data_wait_share"],
             "largest batch, padded tokens": peak.get("padded_tokens"),
-            "peak memory, GiB": None if memory is None else memory / _GIB,
+            "peak memory, GiB": None if memory is None else memory / GIB,
             "out of memory, times": sums.get("ooms", 0),
             "samples left out": sums.get("left_out", 0),
         }
-
-    def _times(self) -> dict[str, float | None]:
-        """Compare the step times that ranks were levelled by with the measured ones."""
-        attempts = [attempt for attempt in self.records.attempts if attempt["world_size"] > 1]
-        # Earlier versions did not record it, and a function has no fields.
-        fields = attempts[-1].get("step_time") if attempts else None
-        return {} if fields is None else compared_times(StepTime(**fields), self.records.folder)
 
     def sources(self) -> dict[str, dict[str, float | None]]:
         """Return samples, tokens, share of tokens and mean loss of each task, or source."""
@@ -259,7 +249,7 @@ class Report(Shown):
         title = f"Loss over real tokens, {_NATS}"
         figures = [self._curves(title, "mean", {"loss": ""}, over="real tokens")]
         has_ranks = any(
-            attempt["world_size"] > 1 for run in self.runs for _, attempt in run.stretches()
+            attempt["world_size"] > 1 for run in self.runs for _, attempt in run.counted_attempts()
         )
         for title, group, name, divisor in _CURVES:
             if has_ranks or name not in ("rank_wait_share", "rank_balance", "time_balance"):
@@ -440,8 +430,8 @@ def _worst(run: RunSummary) -> Rows:
     return rows
 
 
-def _by_stretch(values: Sequence[tuple[int, Any]]) -> str:
-    """Return (first step, value) of each stretch as text, such as "2, then 1 from step 9"."""
+def _by_attempt(values: Sequence[tuple[int, Any]]) -> str:
+    """Return (first step, value) of each attempt as text, such as "2, then 1 from step 9"."""
     parts: list[str] = []
     for number, (first, value) in enumerate(values):
         text = value if isinstance(value, str) else json_format.dumps(value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,9 +17,9 @@ from odb_nodes.training.monitor.records import read_run
 
 _LEAST_LINES = 8
 _KEYS = ("rows", "width", "step_s")
-_SPREAD = 2.0  # factor by which steps must differ in tokens, to tell `base` from `tokens`
-_MIDDLE = (0.05, 0.95)  # quantiles, so that a few steps at the end of an epoch do not count
-_OUTLIER = 3.0  # times the median time of a token: a first step, or one that saved a checkpoint
+_LEAST_SPREAD = 2.0  # factor by which steps must differ in tokens, to tell `base` from `tokens`
+_QUANTILES = (0.05, 0.95)  # so that a few steps at the end of an epoch do not count
+_MOST_SLOWDOWN = 3.0  # of the median time of a token; a first step or a checkpoint takes longer
 _TOKEN_S = 30e-6  # of a model of a billion parameters at 200 TFLOP/s
 _STEP_S = 20e-3
 _CONSTANT_TOKENS = _STEP_S / _TOKEN_S
@@ -51,7 +50,7 @@ def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
         ValueError: it has fewer than 8 such records or lines.
     """
     path = Path(log)
-    steps = [*(_of_monitor(path) if path.is_dir() else _of_lines(path))]
+    steps = [*(_steps_of_records(path) if path.is_dir() else _steps_of_lines(path))]
     if len(steps) < _LEAST_LINES:
         needed = "records of steps" if path.is_dir() else f"lines with the keys {_KEYS}"
         raise ValueError(
@@ -59,12 +58,12 @@ def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
             "steps, or leave out `log`."
         )
     counts, tokens, squares, seconds = columns = np.array(steps, dtype=np.float64).T
-    is_usual = seconds / tokens <= _OUTLIER * np.median(seconds / tokens)
+    is_usual = seconds / tokens <= _MOST_SLOWDOWN * np.median(seconds / tokens)
     counts, tokens, squares, seconds = columns[:, is_usual]
     origin = f"fitted to {int(counts.sum()):,} steps of {path.name}"
-    low, high = np.quantile(tokens / counts, _MIDDLE)
-    is_known = high >= _SPREAD * low
-    if not is_known:
+    low, high = np.quantile(tokens / counts, _QUANTILES)
+    has_spread = high >= _LEAST_SPREAD * low
+    if not has_spread:
         tokens, counts = tokens + _CONSTANT_TOKENS * counts, np.zeros_like(counts)
         origin += (
             ", whose tokens are too much alike to tell the time that every step takes: assumed to "
@@ -72,34 +71,12 @@ def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
         )
     design = np.column_stack((counts, tokens, squares, np.zeros_like(counts)))
     step_time = fitted_time(design, seconds)
-    if not is_known:
+    if not has_spread:
         step_time = replace(step_time, base=_CONSTANT_TOKENS * step_time.tokens)
     return step_time, origin
 
 
-def compared_times(planned: StepTime, folder: Path) -> dict[str, float | None]:
-    """Return figures of the planned times and of the times of the steps, by name.
-
-    planned: the time that ranks were levelled by, in any unit.
-    folder: of the `Monitor`. If it has too few records, the figures of its steps are `None`.
-    """
-    steps = np.array([*_of_monitor(folder)]).reshape(-1, 4)
-    fitted, error = None, None
-    if len(steps) >= _LEAST_LINES:
-        fitted = fitted_step_time(folder)[0].half_at
-        counts, tokens, squares, seconds = steps.T
-        times = planned.base * counts + planned.tokens * tokens + planned.squares * squares
-        ratio = seconds / times
-        error = float(np.mean(np.abs(ratio / np.median(ratio) - 1)))
-    half_at = "attention takes half of the time of, tokens"
-    return {
-        f"{half_at}: planned": planned.half_at if planned.squares else None,
-        f"{half_at}: fitted": None if fitted is None or fitted == math.inf else fitted,
-        "steps differ from planned times by, mean share": error,
-    }
-
-
-def _of_lines(path: Path) -> Iterator[tuple[float, ...]]:
+def _steps_of_lines(path: Path) -> Iterator[tuple[float, ...]]:
     """Yield number, tokens, squares and seconds of the steps in each line of a log."""
     with path.open(errors="replace") as lines:
         for line in lines:
@@ -113,7 +90,7 @@ def _of_lines(path: Path) -> Iterator[tuple[float, ...]]:
                 yield 1.0, rows * width, squares, seconds
 
 
-def _of_monitor(folder: Path) -> Iterator[tuple[float, ...]]:
+def _steps_of_records(folder: Path) -> Iterator[tuple[float, ...]]:
     """Yield number, tokens, squares and seconds of the steps in each record of a `Monitor`."""
     for record in read_run(folder).steps:
         sums = record["sum"]

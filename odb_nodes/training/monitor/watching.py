@@ -22,7 +22,7 @@ from odb_nodes.core.planning import StepTime
 from odb_nodes.core.planning.step_time import TYPICAL
 from odb_nodes.core.sources import SourceMixer
 from odb_nodes.core.step_info import StepInfo
-from odb_nodes.training.monitor.window import COLUMNS, Counts
+from odb_nodes.training.monitor.window import COLUMNS, WAIT_US, Counts
 
 AnyLoader = ODBDataLoader | Loader[Any]
 
@@ -96,7 +96,7 @@ class RunProgress:
             self._bar.close()
         self._bar = None
 
-    def note(self, record: dict[str, Any]) -> None:
+    def show(self, record: dict[str, Any]) -> None:
         """Show the figures of this record from now on."""
         mean = record["mean"]
         self._figures = {
@@ -126,16 +126,18 @@ class RunProgress:
 
 # --- warnings -------------------------------------------------------------------------------------
 
-_WAIT_SHARE = 0.25  # of the time spent waiting for data: above, warn
-_MORE_WAIT = 0.2  # share of the time that a rank waits longer than the other ranks: above, warn
-_LEAST_S = 5.0  # of waiting for data in the whole run: below, no warning
-_LATE_SHARE = 0.1  # of the time that other ranks wait for a late rank: above, warn
-_RECORDS = 2  # in a row that must show a problem before the warning
-_END_OF_EPOCH = 0.95  # share of the samples; from here on it is normal that sources run dry
+_MOST_WAIT_SHARE = 0.25  # of the time spent waiting for data: above, warn
+_MOST_EXTRA_WAIT_SHARE = (
+    0.2  # share of the time that a rank waits longer than the other ranks: above, warn
+)
+_LEAST_WAIT_S = 5.0  # of waiting for data in the whole run: below, no warning
+_MOST_LATE_SHARE = 0.1  # of the time that other ranks wait for a late rank: above, warn
+_RECORDS_IN_A_ROW = 2  # in a row that must show a problem before the warning
+_END_OF_EPOCH_SHARE = 0.95  # share of the samples; from here on it is normal that sources run dry
 
 
 class RunWarnings:
-    """Looks at each record, on rank 0, and warns once of each problem that slows a run down."""
+    """Checks each record, on rank 0, and warns once of each problem that slows a run down."""
 
     def __init__(self) -> None:
         # problem -> number of consecutive records that showed it, and the last of them
@@ -144,27 +146,27 @@ class RunWarnings:
         self._warned: set[str] = set()
         self._waited_s = 0.0  # for data, in all records
 
-    def look(self, ranks: Sequence[Counts], whole: Counts, stats: LoaderStats | None) -> None:
-        """Look at the counts of each rank in a record, and at the counts of all ranks."""
+    def check(self, ranks: Sequence[Counts], whole: Counts, stats: LoaderStats | None) -> None:
+        """Check the counts of each rank in a record, and the counts of all ranks."""
         self._record += 1
         loss = whole.totals.get("loss", 0.0)
         text = f"the loss is {loss} in a record: it is not finite in at least one of its steps."
-        self._note("loss", not math.isfinite(loss), text, records=1)
-        self._look_at_waits(ranks, whole.sums)
+        self._warn_if("loss", not math.isfinite(loss), text, records=1)
+        self._check_waits(ranks, whole.sums)
         if stats is not None and (samples := stats.samples()):
             done = samples[0] / max(samples[1], 1)
             for source in stats.dry_sources:
-                self._note(
+                self._warn_if(
                     f"source {source}",
-                    done < _END_OF_EPOCH and not ranks[0].sources.get(source),
+                    done < _END_OF_EPOCH_SHARE and not ranks[0].sources.get(source),
                     f"source {source!r} ran dry before {done:.0%} of the epoch: from here on all "
                     "samples come from the other sources. Its weight is too high for its number "
                     'of samples: give `Mixing(weights="proportional")`, or `stop="cycle"`, which '
                     "begins it again.",
                 )
 
-    def look_at_epoch(self, epoch: int, whole: Counts) -> None:
-        """Look for tasks without a sample in the epoch."""
+    def check_epoch(self, epoch: int, whole: Counts) -> None:
+        """Warn of tasks without a sample in the epoch."""
         for name, count in whole.sums.items():
             if name.startswith("samples/"):
                 task = name.removeprefix("samples/")
@@ -172,25 +174,26 @@ class RunWarnings:
                     f"task {task!r} had no sample in epoch {epoch}. Check its source and the tasks "
                     "that `observe` returns, or leave it out of `tasks`."
                 )
-                self._note(f"task {task}", not count, text, records=1)
+                self._warn_if(f"task {task}", not count, text, records=1)
 
-    def _look_at_waits(self, ranks: Sequence[Counts], sums: dict[str, float]) -> None:
+    def _check_waits(self, ranks: Sequence[Counts], sums: dict[str, float]) -> None:
         seconds = [max(counts.sums["rank_seconds"], 1e-6) for counts in ranks]
-        waits = [sum(counts.rows[COLUMNS - 1 :: COLUMNS]) / 1e6 for counts in ranks]
+        waits = [sum(counts.rows[WAIT_US::COLUMNS]) / 1e6 for counts in ranks]
         shares = [wait_s / rank_s for wait_s, rank_s in zip(waits, seconds, strict=True)]
-        rank, usual = _highest(shares)
+        rank = int(np.argmax(shares))
+        typical = _median_without(shares, rank)
         self._waited_s += sum(waits)
-        self._note(
+        self._warn_if(
             f"rank {rank} waits for data",
-            shares[rank] > usual + _MORE_WAIT and self._waited_s > _LEAST_S,
+            shares[rank] > typical + _MOST_EXTRA_WAIT_SHARE and self._waited_s > _LEAST_WAIT_S,
             f"rank {rank} waits for batches {shares[rank]:.0%} of its time, the other ranks "
-            f"{usual:.0%}, and all wait for it in each step. Look at the disk or network that its "
-            "host reads from, and at other processes on the host.",
+            f"{typical:.0%}, and all wait for it in each step. Look at the disk or network that "
+            "its host reads from, and at other processes on the host.",
         )
         waited = sums["data_wait_s"] / max(sums["rank_seconds"], 1e-6)
-        self._note(
+        self._warn_if(
             "data",
-            waited > _WAIT_SHARE and self._waited_s > _LEAST_S,
+            waited > _MOST_WAIT_SHARE and self._waited_s > _LEAST_WAIT_S,
             f"{waited:.0%} of the time goes into waiting for batches: samples are processed more "
             "slowly than they are trained on. Give the loader more workers (`num_workers`, "
             "`WorkerOptions`), or do less per sample in `process_fn`.",
@@ -198,27 +201,29 @@ class RunWarnings:
         # At a record, all ranks wait for the rank that comes last: that rank waits least.
         waits = [counts.sums.get("record_wait_s", 0.0) for counts in ranks]
         shares = [wait_s / rank_s for wait_s, rank_s in zip(waits, seconds, strict=True)]
-        rank, usual = _highest([-share for share in shares])
-        self._note(
+        rank = int(np.argmin(shares))
+        typical = _median_without(shares, rank)
+        self._warn_if(
             f"rank {rank} is late",
-            -usual - shares[rank] > _LATE_SHARE,
-            f"rank {rank} is slower than the other ranks: they wait {-usual:.0%} of their time for "
-            "it at each record. Look at its other work between steps.",
+            typical - shares[rank] > _MOST_LATE_SHARE,
+            f"rank {rank} is slower than the other ranks: they wait {typical:.0%} of their time "
+            "for it at each record. Look at its other work between steps.",
         )
 
-    def _note(self, kind: str, is_seen: bool, message: str, *, records: int = _RECORDS) -> None:
+    def _warn_if(
+        self, problem: str, is_present: bool, message: str, *, records: int = _RECORDS_IN_A_ROW
+    ) -> None:
         """Warn once of a problem that `records` records in a row show."""
-        if not is_seen:
+        if not is_present:
             return
-        count, record = self._in_a_row.get(kind, (0, 0))
+        count, record = self._in_a_row.get(problem, (0, 0))
         count = count + 1 if record == self._record - 1 else 1
-        self._in_a_row[kind] = count, self._record
-        if count >= records and kind not in self._warned:
-            self._warned.add(kind)
+        self._in_a_row[problem] = count, self._record
+        if count >= records and problem not in self._warned:
+            self._warned.add(problem)
             warn_user(message)
 
 
-def _highest(values: Sequence[float]) -> tuple[int, float]:
-    """Return the index of the highest value, and the median of the other values, if any."""
-    index = int(np.argmax(values))
-    return index, median([*values[:index], *values[index + 1 :]] or values)
+def _median_without(values: Sequence[float], index: int) -> float:
+    """Return the median of the other values, or the only value."""
+    return median([*values[:index], *values[index + 1 :]] or values)

@@ -19,7 +19,10 @@ from odb_nodes.core.step_info import StepInfo
 from odb_nodes.training.monitor.losses import ALL_RANKS, RowLosses, SampleLoss
 
 _MICROSECONDS = 1e6
-COLUMNS = 5  # integers of a micro-step; see `StepMeter.take`
+
+# The integers of a micro-step; see `StepMeter.take`.
+SAMPLES, TOKENS, PADDED_TOKENS, IS_FILLER, WAIT_US = range(5)
+COLUMNS = 5
 
 Number = float | int | torch.Tensor
 Value = tuple[str, Number, float]
@@ -58,15 +61,11 @@ class StepMeter:
         """Count a micro-step.
 
         Args:
-            batch: the batch. Its tokens are counted from `input_ids`, (B, T), and from
-                `attention_mask` if there is padding.
+            batch: the batch; the size of its `input_ids` counts if `info` has no padded tokens.
             info: the `StepInfo` of the batch.
             wait_s: seconds that the trainer waited for the batch.
         """
-        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-        padded = ids.numel() if isinstance(ids, torch.Tensor) else 0
-        real = int(mask.sum()) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else padded
-        self._rows.extend(row_of(info, real, padded, wait_s))
+        self._rows.extend(row_of(batch, info, wait_s))
         self._optimizer_steps += info.ends_optimizer_step
 
     def take(self) -> tuple[torch.Tensor, int, float]:
@@ -100,11 +99,13 @@ class StepMeter:
         return summarize(gathered.flatten(0, -3).cpu(), steps, seconds)
 
 
-def row_of(info: StepInfo, real_tokens: int, padded_tokens: int, wait_s: float) -> list[int]:
+def row_of(batch: Mapping[str, Any], info: StepInfo, wait_s: float) -> list[int]:
     """Return the counts of a micro-step, as `StepMeter.take` returns them."""
-    real_tokens = 0 if info.is_filler else real_tokens
+    ids, padded_tokens = batch.get("input_ids"), info.local_padded_tokens
+    if not padded_tokens and isinstance(ids, torch.Tensor):
+        padded_tokens = ids.numel()
     wait_us = round(wait_s * _MICROSECONDS)
-    return [info.local_samples, real_tokens, padded_tokens, info.is_filler, wait_us]
+    return [info.local_samples, info.local_tokens, padded_tokens, info.is_filler, wait_us]
 
 
 def summarize(rows: torch.Tensor, optimizer_steps: int, seconds: float) -> dict[str, float]:
@@ -127,15 +128,16 @@ def sum_rows(rows: torch.Tensor) -> dict[str, float]:
     in each step as the busiest rank.
     """
     ranks, micro_steps, _ = rows.shape
-    samples, real, padded, filler, wait = rows.sum(dim=(0, 1)).tolist()
+    padded = rows[:, :, PADDED_TOKENS]
+    sums = rows.sum(dim=(0, 1)).tolist()
     return {
-        "samples": samples,
-        "tokens": real,
-        "padded_tokens": padded,
-        "busiest_tokens": int(rows[:, :, 2].amax(dim=0).sum()) * ranks if micro_steps else 0,
+        "samples": sums[SAMPLES],
+        "tokens": sums[TOKENS],
+        "padded_tokens": sums[PADDED_TOKENS],
+        "busiest_tokens": int(padded.amax(dim=0).sum()) * ranks if micro_steps else 0,
         "micro_steps": ranks * micro_steps,
-        "filler_steps": filler,
-        "data_wait_s": wait / _MICROSECONDS,
+        "filler_steps": sums[IS_FILLER],
+        "data_wait_s": sums[WAIT_US] / _MICROSECONDS,
     }
 
 
@@ -189,16 +191,13 @@ class Counts:
 
     @classmethod
     def over_ranks(cls, ranks: Sequence[Counts], step_time: StepTime | None = TYPICAL) -> Counts:
-        """Return the sum of the counts of all ranks.
-
-        step_time: tells which rank is slowest. `None`: it is unknown; a typical model tells the
-            slowest rank, and times are left out.
-        """
+        """Return the sum of the counts of all ranks; without a `step_time`, times are left out."""
         rows = torch.tensor([counts.rows for counts in ranks], dtype=torch.int64)
         rows = rows.reshape(len(ranks), -1, COLUMNS)
-        whole, padded = cls(sums=sum_rows(rows)), rows[:, :, 2]
+        whole, padded = cls(sums=sum_rows(rows)), rows[:, :, PADDED_TOKENS]
         if rows.numel():
             squares = torch.tensor([counts.squares for counts in ranks], dtype=torch.int64)
+            # Without a `step_time`, a typical model tells which rank is the slowest.
             times = (step_time or TYPICAL).seconds_of(padded.double(), squares.double())
             longest, slowest = times.max(dim=0, keepdim=True)
             for name, values in (("tokens", padded), ("squares", squares)):
@@ -281,12 +280,10 @@ class Window:
     def add_batch(self, batch: Mapping[str, Any], info: StepInfo, wait_s: float, ooms: int) -> None:
         """Count a micro-step."""
         counts, ids = self.counts, batch.get("input_ids")
-        padded = info.local_padded_tokens
         if isinstance(ids, torch.Tensor) and ids.ndim > 1:
-            padded = padded or ids.numel()
             shape = f"{ids.shape[0]}x{ids.shape[1]}"
             counts.shapes[shape] = counts.shapes.get(shape, 0) + 1
-        counts.rows += row_of(info, info.local_tokens, padded, wait_s)
+        counts.rows += row_of(batch, info, wait_s)
         self._squares.append(_squares_of(batch))
         counts.count("optimizer_steps", info.ends_optimizer_step)
         counts.count("targets", 0 if info.is_filler else info.local_targets)
@@ -367,16 +364,13 @@ class Window:
 
 
 def _squares_of(batch: Mapping[str, Any]) -> Number:
-    """Return the sum of the squared widths of rows, or lengths of packed samples; 0 if unknown.
-
-    Of positions (4, 1, T), those in row 0 begin at 0 in each sample of a packed row.
-    """
+    """Return the sum of the squared widths of rows, or lengths of packed samples; 0 if unknown."""
     ids, positions = batch.get("input_ids"), batch.get("position_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2:
         return 0
     rows, width = ids.shape
     if rows == 1 and isinstance(positions, torch.Tensor) and positions.shape[-2:] == ids.shape:
-        text = positions.reshape(-1, width)[0]
+        text = positions.reshape(-1, width)[0]  # of (4, 1, T): positions of the text
         return text.sum() * 2 + width  # l**2 is the sum of the first l odd numbers
     return rows * width * width
 

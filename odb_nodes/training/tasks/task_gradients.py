@@ -75,9 +75,9 @@ class TaskGradients:
         ours = {id(parameter) for parameter in self._parameters}
         foreign, missing = ours - trained, trained - ours
         if foreign or (missing and self.sets_gradients):
-            which = "all that is trained of" if self.sets_gradients else "parameters of"
+            rule = "all trained parameters" if self.sets_gradients else "trained parameters"
             raise ValueError(
-                f"`{self.option}` of `{self._owner}` must be {which} the model, a "
+                f"`{self.option}` of `{self._owner}` must be {rule} of the model, a "
                 f"`{type(model).__name__}`, but {len(foreign)} of {len(ours)} are not in it, and "
                 f"{len(missing)} of {len(trained)} are missing. Take the parameters from the model "
                 "that the trainer gets, after adapters were added."
@@ -87,28 +87,28 @@ class TaskGradients:
         self._info: StepInfo | None = None  # of the last batch
         self._sums: torch.Tensor | None = None  # (tasks, elements + 1): gradients, sum of losses
 
-    def _follow(self, info: StepInfo) -> None:
+    def _check_next(self, info: StepInfo) -> None:
         """Check that a batch is the next one of the optimizer step, and remember it."""
         check_type("info", info, StepInfo, "Pass `pop_step_info(batch)`.")
         last = self._info
-        was_broken_off = (
+        is_abandoned = (
             last is not None
             and not last.ends_optimizer_step
             and info.micro_step == 0
             and (info.epoch, info.step) != (last.epoch, last.step)
         )
-        if was_broken_off:
+        if is_abandoned:
             self._begin_step()
         elif info.micro_step != (0 if last is None else last.micro_step + 1):
             raise RuntimeError(
                 f"`{self.method}` must be called once for each batch of an optimizer step, and "
-                f"`step` after its last, but it came for {_place(info)} after {_place(last)}."
+                f"`step` after its last, but it came for {_position(info)} after {_position(last)}."
             )
         self._info = info
 
     def _add(self, losses: torch.Tensor, info: StepInfo, position_ids: torch.Tensor | None) -> None:
         """Add the gradients of a batch; its autograd graph stays usable."""
-        self._follow(info)
+        self._check_next(info)
         if self._sums is None:
             size, first = self._elements + 1, self._parameters[0]
             dtype = torch.promote_types(first.dtype, torch.float32)  # precise sums of many terms
@@ -139,20 +139,20 @@ class TaskGradients:
         ]
         return torch.cat([*row, total.detach()[None]])
 
-    def _end(self, settings: Mapping[str, Any]) -> StepInfo:
-        """End an optimizer step: compare `settings` over ranks; return its last `StepInfo`."""
+    def _end_step(self, settings: Mapping[str, Any]) -> StepInfo:
+        """End an optimizer step: compare `settings` between ranks; return its last `StepInfo`."""
         info = self._info
         if info is None or not info.ends_optimizer_step:
             raise RuntimeError(
                 f"`step` must come after `{self.method}` of each batch of an optimizer step, on "
-                f"all ranks and in filler steps too, but came after {_place(info)}."
+                f"all ranks and in filler steps too, but came after {_position(info)}."
             )
         sizes = {"parameters": len(self._parameters), "elements": self._elements}
         self._meeting.agree({**self.weights.state_dict(), **sizes, **settings})
         self._info = None
         return info
 
-    def _take(self, info: StepInfo) -> torch.Tensor:
+    def _sum_over_ranks(self, info: StepInfo) -> torch.Tensor:
         """Return the sums over all ranks, (tasks, elements + 1): gradients, and sums of losses."""
         sums = self._sums
         assert sums is not None
@@ -241,7 +241,7 @@ class GradNorm(TaskGradients):
         check_number("least", least, "(0, 1)")
         self._alpha, self._rate, self._rule, self._least = alpha, rate, rule, least
         self._steps = 0
-        self._first: dict[str, float] = {}  # task -> first measured loss
+        self._first_losses: dict[str, float] = {}  # task -> first measured loss
         self.norms: dict[str, float] = {}
         """Norm of each task's gradient, times its weight, at the last change; for logs."""
         weights.set(self._bounded(dict(weights), len(weights)))
@@ -263,7 +263,7 @@ class GradNorm(TaskGradients):
         if self._is_due:
             self._add(losses, info, position_ids)
         else:
-            self._follow(info)
+            self._check_next(info)
 
     def loss(
         self, losses: torch.Tensor, info: StepInfo, *, position_ids: torch.Tensor | None = None
@@ -282,8 +282,8 @@ class GradNorm(TaskGradients):
         """
         options = {"alpha": self._alpha, "rate": self._rate, "rule": self._rule}
         options |= {"every": self._every, "least": self._least}
-        info = self._end({**options, "steps": self._steps, "first": self._first})
-        gradients = self._take(info) if self._is_due else None
+        info = self._end_step({**options, "steps": self._steps, "first": self._first_losses})
+        gradients = self._sum_over_ranks(info) if self._is_due else None
         self._steps += 1
         if gradients is None:
             return
@@ -298,11 +298,14 @@ class GradNorm(TaskGradients):
         measured = dict(zip(rows, means[:, :-1].norm(dim=1).tolist(), strict=True))
         losses = dict(zip(rows, means[:, -1].tolist(), strict=True))
         for task, loss in losses.items():
-            self._first.setdefault(task, loss)
+            self._first_losses.setdefault(task, loss)
         self.norms = {task: self.weights[task] * norm for task, norm in measured.items()}
         norms = {task: norm for task, norm in measured.items() if norm}
         if len(norms) > 1:
-            moved = self._ratio(norms) if self._rule == "ratio" else self._moved(norms, losses)
+            if self._rule == "ratio":
+                moved = self._ratio_weights(norms)
+            else:
+                moved = self._gradnorm_weights(norms, losses)
             self.weights.set(self._bounded(moved, sum(self.weights[task] for task in norms)))
 
     @property
@@ -317,7 +320,7 @@ class GradNorm(TaskGradients):
         """
         if self._info is not None:
             raise StateError("`GradNorm` has no state within an optimizer step: call `step` first.")
-        return {"steps": self._steps, "first": dict(self._first), **super().state_dict()}
+        return {"steps": self._steps, "first": dict(self._first_losses), **super().state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a state.
@@ -337,18 +340,20 @@ class GradNorm(TaskGradients):
                 "`TaskWeights` or `PCGrad` can only continue with the same class."
             ) from error
         super().load_state_dict(state_dict)
-        self._steps, self._first = steps, dict(first)
+        self._steps, self._first_losses = steps, dict(first)
 
-    def _ratio(self, norms: Mapping[str, float]) -> dict[str, float]:
+    def _ratio_weights(self, norms: Mapping[str, float]) -> dict[str, float]:
         pulls = {task: self.norms[task] for task in norms}
         mean = sum(pulls.values()) / len(pulls)
         return {
             task: self.weights[task] * (mean / pull) ** self._alpha for task, pull in pulls.items()
         }
 
-    def _moved(self, norms: Mapping[str, float], losses: Mapping[str, float]) -> dict[str, float]:
+    def _gradnorm_weights(
+        self, norms: Mapping[str, float], losses: Mapping[str, float]
+    ) -> dict[str, float]:
         """Return weights after a descent step on the sum of |pull - wanted pull|."""
-        inverse_rates = {task: losses[task] / (self._first[task] or 1.0) for task in norms}
+        inverse_rates = {task: losses[task] / (self._first_losses[task] or 1.0) for task in norms}
         mean_rate = sum(inverse_rates.values()) / len(norms) or 1.0
         mean_pull = sum(self.norms[task] for task in norms) / len(norms)
         mean_norm = sum(norms.values()) / len(norms)
@@ -361,10 +366,12 @@ class GradNorm(TaskGradients):
 
     def _bounded(self, weights: dict[str, float], total: float) -> dict[str, float]:
         """Return weights of at least `least` that add up to `total`."""
-        whole, least = sum(weights.values()), self._least
-        clipped = {task: max(weight * total / whole, least) for task, weight in weights.items()}
-        spare = sum(clipped.values()) - least * len(clipped)
-        share = (total - least * len(clipped)) / spare if spare > 0 else 0.0
+        total_before, least = sum(weights.values()), self._least
+        clipped = {
+            task: max(weight * total / total_before, least) for task, weight in weights.items()
+        }
+        above_least = sum(clipped.values()) - least * len(clipped)
+        share = (total - least * len(clipped)) / above_least if above_least > 0 else 0.0
         return {task: least + (weight - least) * share for task, weight in clipped.items()}
 
 
@@ -456,8 +463,8 @@ class PCGrad(TaskGradients):
                     "Add the loss that it comes from, such as a regularizer, to the losses of the "
                     "tasks; or call `zero_grad` first."
                 )
-        info = self._end({"seed": self._seed})
-        sums = self._take(info)
+        info = self._end_step({"seed": self._seed})
+        sums = self._sum_over_ranks(info)
         factors = sums.new_tensor([*self.weights.values()])
         scale = self.weights.scale(info) / info.world_size  # 1 / sum of weight x targets
         gradients = sums[:, :-1] * factors[:, None] * scale
@@ -488,7 +495,7 @@ def _check_is_unchanged(gradient: torch.Tensor) -> None:
         )
 
 
-def _place(info: StepInfo | None) -> str:
+def _position(info: StepInfo | None) -> str:
     if info is None:
         return "none"
     place = f"micro-step {info.micro_step} of 0..{info.micro_steps - 1}"
@@ -497,9 +504,9 @@ def _place(info: StepInfo | None) -> str:
 
 def _checked_parameters(parameters: Any, option: str) -> list[torch.nn.Parameter]:
     """Check parameters, and return those that are trained."""
-    several = isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor)
-    tensors: list[Any] = [*parameters] if several else [None]
-    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+    is_list = isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor)
+    tensors: list[Any] = [*parameters] if is_list else []
+    if not is_list or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         raise TypeError(
             f"`{option}` must be parameters, but is {describe(parameters)} instead. Pass "
             "`module.parameters()`, or a list such as `[module.weight]`."

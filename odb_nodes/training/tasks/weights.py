@@ -208,9 +208,9 @@ def _sums_of_samples(
 ) -> torch.Tensor:
     """Return the sum of the losses of each sample, (samples,)."""
     if position_ids is None:
-        fits = losses.ndim in (1, 2) and len(losses) >= samples
+        has_all_rows = losses.ndim in (1, 2) and len(losses) >= samples
         # Under a budget with `shapes`, rows of padding follow the samples. Their losses are 0.
-        if not fits or (len(losses) > samples and losses[samples:].any()):
+        if not has_all_rows or (len(losses) > samples and losses[samples:].any()):
             raise ValueError(
                 f"`losses` must be of {samples} samples, ({samples}, T) or ({samples},), and 0 in "
                 f"rows of padding behind them, but have the shape {tuple(losses.shape)}. For a "
@@ -228,7 +228,7 @@ def _sums_of_samples(
         )
     # After a shift, the loss of a sample's first token is in the sample before. It is 0: a first
     # token is not supervised.
-    sample_of = (position_ids[0] == 0).cumsum(0) - 1
     row = losses[0]
-    sample_of = sample_of[: len(row)].clamp(max=samples - 1)
-    return row.new_zeros(samples).index_add(0, sample_of, row)
+    numbers = (position_ids[0] == 0).cumsum(0) - 1  # of the sample of each token
+    numbers = numbers[: len(row)].clamp(max=samples - 1)
+    return row.new_zeros(samples).index_add(0, numbers, row)

@@ -3,7 +3,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from odb_nodes import ShardedSampler, StateError, load_state, save_state
+from odb_nodes._support import files
 from odb_nodes.core.contract import NodeState, copy_state
 from odb_nodes.core.contract.state import add_digest, seal, seal_whole, unseal, unseal_whole
 
@@ -332,16 +332,15 @@ def test_two_may_write_the_same_path_at_once(path):
 
 
 def test_a_file_that_is_taken_for_a_stale_one_before_it_is_locked_is_made_again(path, monkeypatch):
-    made, mkstemp = [], tempfile.mkstemp
+    made, lock = [], files._try_lock
 
-    def make_and_lose(*args):
-        handle, name = mkstemp(*args)
+    def lose_and_lock(file, *, wait):
         if not made:
-            os.unlink(name)
-        made.append(name)
-        return handle, name
+            os.unlink(file.name)
+        made.append(file.name)
+        return lock(file, wait=wait)
 
-    monkeypatch.setattr(tempfile, "mkstemp", make_and_lose)
+    monkeypatch.setattr(files, "_try_lock", lose_and_lock)
     save_state({"step": 1}, path)
     assert len(made) == 2 and load_state(path) == {"step": 1}
 

@@ -1,4 +1,4 @@
-"""For tests in which memory is freed again and again."""
+"""Faster garbage collection for tests that free memory many times."""
 
 import gc
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def little_garbage():
-    """Collect the garbage of tests alone: what is freed for lack of memory is found by that."""
+    """Exclude objects that exist before a module's tests from garbage collection."""
     gc.freeze()
     yield
     gc.unfreeze()

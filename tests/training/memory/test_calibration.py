@@ -1,4 +1,4 @@
-"""`find_budget` comes near the true largest budget; it and `preflight` leave all as it was."""
+"""`find_budget` finds nearly the largest budget; it and `preflight` restore all states."""
 
 import copy
 import random
@@ -88,13 +88,13 @@ class Device:
     grain: int = 1  # bytes that peaks are rounded up to
     noise: float = 0.0
     fails_above: float = 1.0  # times the limit: only there a step raises
-    taken = 0
+    used_bytes = 0
 
     def reset(self):
-        self.taken = 0
+        self.used_bytes = 0
 
     def peak_bytes(self):
-        return self.taken
+        return self.used_bytes
 
     def peak(self, rows, width):
         exact = self.constant + rows * width * (self.token + self.square * width)
@@ -103,15 +103,15 @@ class Device:
         return int(-(-noisy // self.grain)) * self.grain
 
     def train_step(self, shape):
-        self.taken = self.peak(*shape)
-        if self.taken > self.fails_above * self.limit_bytes:
+        self.used_bytes = self.peak(*shape)
+        if self.used_bytes > self.fails_above * self.limit_bytes:
             raise torch.OutOfMemoryError("out of memory")
 
     def find(self, widths, max_trials=24):
         options = {"states": [], "meter": self, "widths": widths, "max_trials": max_trials}
-        found = find_budget(self.train_step, lambda *shape: shape, **options)
-        assert len(found.points) <= max_trials
-        return found
+        result = find_budget(self.train_step, lambda *shape: shape, **options)
+        assert len(result.points) <= max_trials
+        return result
 
     def check_near(self, widths, share=0.95):
         """Check that the budget that is found is nearly the largest that fits, and fits."""
@@ -133,7 +133,9 @@ class Device:
     st.lists(st.integers(32, 2048), min_size=1, max_size=3, unique=True),
 )
 @fewer(2)
-def test_it_comes_near_on_any_device(model, token, square, tokens, floor, grain, above, widths):
+def test_the_budget_is_nearly_the_largest_on_any_device(
+    model, token, square, tokens, floor, grain, above, widths
+):
     device = Device(
         limit_bytes=int(10**model * 1.6 + 10 ** (token + tokens)),
         constant=10**model,
@@ -150,7 +152,7 @@ def test_it_comes_near_on_any_device(model, token, square, tokens, floor, grain,
 @pytest.mark.parametrize(
     ("floor", "widths"), [(20 * GB, [32, 512, 4096]), (0, [*range(100, 1100, 100)])]
 )
-def test_large_floors_are_left_and_many_widths_are_predicted_from_a_few(floor, widths):
+def test_the_optimizers_peak_and_many_widths_are_predicted(floor, widths):
     Device(limit_bytes=40 * GB, floor=floor).check_near(widths)
 
 
@@ -162,27 +164,27 @@ def test_noise_costs_a_little():
     assert budget.tokens > 0.9 * (15 * GB / 30_000)
 
 
-def test_too_few_trials_give_what_has_fitted():
-    found = Device(limit_bytes=40 * GB).find([32, 512, 4096], max_trials=6)
-    tried = {trial.width: trial.rows for trial in found.points if trial.fits}
+def test_after_few_trials_the_budget_is_what_fitted():
+    result = Device(limit_bytes=40 * GB).find([32, 512, 4096], max_trials=6)
+    tried = {trial.width: trial.rows for trial in result.points if trial.fits}
     assert len(tried) > 1
     for width, rows in tried.items():
-        assert found.budget.tokens // found.budget.row_cost(width) <= rows
+        assert result.budget.tokens // result.budget.row_cost(width) <= rows
 
 
-def test_one_row_alone_that_fits_is_the_budget_and_rows_have_a_bound_where_memory_hardly_grows():
+def test_a_single_row_may_be_the_budget_and_rows_are_bounded():
     budget = Device(limit_bytes=2 * GB, square=0.0).find([20_000]).budget
     assert budget.tokens // budget.row_cost(20_000) == 1
-    found = Device(limit_bytes=10**12, constant=1e6, token=1e-3, square=0.0).find([64, 256])
-    assert all(trial.fits for trial in found.points)
-    assert 10**6 < max(trial.rows * trial.width for trial in found.points) < 2**31
+    result = Device(limit_bytes=10**12, constant=1e6, token=1e-3, square=0.0).find([64, 256])
+    assert all(trial.fits for trial in result.points)
+    assert 10**6 < max(trial.rows * trial.width for trial in result.points) < 2**31
 
 
-def test_patches_have_a_limit_of_their_own():
+def test_patches_get_their_own_limit():
     training = make_training()
-    found = find(training, 8 * MIB, patches_per_row=100)
-    assert all(trial.patches == 100 * trial.rows for trial in found.points)
-    budget = found.budget
+    result = find(training, 8 * MIB, patches_per_row=100)
+    assert all(trial.patches == 100 * trial.rows for trial in result.points)
+    budget = result.budget
     peaks = [
         peak_of(training, budget.tokens // budget.row_cost(width), width, budget.max_patches)
         for width in WIDTHS
@@ -194,17 +196,18 @@ def test_a_peak_above_the_limit_is_a_failure_also_if_the_step_ends():
     class Generous(SavedTensorMeter):
         limit_bytes = MIB
 
-    found = find(meter=Generous(ROOM))
-    assert not any(trial.error for trial in found.points)
-    assert {trial.fits for trial in found.points} == {True, False}
-    assert found.model.predict(1, 12) < MIB
+    result = find(meter=Generous(ROOM))
+    assert not any(trial.error for trial in result.points)
+    assert {trial.fits for trial in result.points} == {True, False}
+    assert result.model.predict(1, 12) < MIB
 
 
 def test_the_result_holds_no_tensors():
     training = make_training()
-    found = find(training)
+    result = find(training)
     assert (
-        f"budget=TokenBudget(tokens={found.budget.tokens}" in repr(found) and len(repr(found)) < 400
+        f"budget=TokenBudget(tokens={result.budget.tokens}" in repr(result)
+        and len(repr(result)) < 400
     )
     alive = weakref.ref(training.model)
     del training
@@ -212,7 +215,7 @@ def test_the_result_holds_no_tensors():
     assert alive() is None
 
 
-def test_with_and_without_checkpointing_the_slower_way_is_told_too(monkeypatch):
+def test_find_budget_returns_the_faster_and_the_slower_way_of_checkpointing(monkeypatch):
     training, clock = make_training(layers=4), [0.0]
     before = snapshot(training)
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
@@ -222,12 +225,12 @@ def test_with_and_without_checkpointing_the_slower_way_is_told_too(monkeypatch):
         training.train_step(batch)
 
     options = {"widths": [12, 96], "checkpointing": training.model, "max_trials": 8}
-    found = find(training, 3 * MIB, train_step=train_step, **options)
+    result = find(training, 3 * MIB, train_step=train_step, **options)
     assert_same(before, snapshot(training))
     assert "forward" not in vars(training.model.blocks[0])
-    assert found.slower.checkpointing and not found.checkpointing
-    assert found.slower.budget.tokens > 1.5 * found.budget.tokens
-    assert found.slower.tokens_per_s < found.tokens_per_s
+    assert result.slower.checkpointing and not result.checkpointing
+    assert result.slower.budget.tokens > 1.5 * result.budget.tokens
+    assert result.slower.tokens_per_s < result.tokens_per_s
 
 
 def test_the_time_of_a_step_is_fitted_to_the_steps_that_fitted(monkeypatch):
@@ -242,9 +245,9 @@ def test_the_time_of_a_step_is_fitted_to_the_steps_that_fitted(monkeypatch):
             super().train_step(shape)
 
     device = Clocked(20 * GB, fails_above=1.1)
-    found = device.find([64, 512, 4096])
-    assert any(not trial.fits and not trial.error for trial in found.points)
-    assert vars(found.step_time) == pytest.approx(vars(expected), rel=1e-3)
+    result = device.find([64, 512, 4096])
+    assert any(not trial.fits and not trial.error for trial in result.points)
+    assert vars(result.step_time) == pytest.approx(vars(expected), rel=1e-3)
     assert device.find([512]).step_time is None  # any squares would fit
 
 
@@ -262,7 +265,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("steps_before", [0, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_goes_on_as_if_nothing_had_happened(name, steps_before):
+def test_every_optimizer_is_restored(name, steps_before):
     def begun(steps):
         training = make_training(partial(getattr(torch.optim, name), **OPTIMIZERS[name]), layers=1)
         for _ in range(steps):
@@ -309,7 +312,7 @@ class Replacing(torch.nn.Module):
 
 
 class Counter:
-    """Has a state, of a kind that nobody knows."""
+    """Has a state in `state_dict`."""
 
     value = 0
 
@@ -330,7 +333,7 @@ class Wrapped(torch.optim.Optimizer):
     param_groups = property(lambda self: self.inner.param_groups)
 
 
-def test_buffers_graphs_and_states_of_other_kinds_are_kept():
+def test_buffers_graphs_and_custom_states_are_restored():
     training, module, counter = make_training(), Replacing(), Counter()
     loss = training.model(*make_batch(2, 8))
 
@@ -346,18 +349,18 @@ def test_buffers_graphs_and_states_of_other_kinds_are_kept():
 
 
 @pytest.mark.parametrize(("fails_in", "fresh"), [("forward", True), ("backward", False)])
-def test_everything_is_as_it_was_wherever_steps_fail(fails_in, fresh):
-    """Of an optimizer in its wrapper, too."""
+def test_states_are_restored_wherever_a_step_fails(fails_in, fresh):
+    """An optimizer in a wrapper, too."""
     training = make_training() if fresh else in_the_middle_of_a_run()
     before = snapshot(training)
     meter = SavedTensorMeter(2 * MIB, fails_in=fails_in, backward_point=5)
     optimizer = Wrapped(training.optimizer) if fresh else training.optimizer
-    found = find(training, meter=meter, states=[training.model, optimizer])
-    assert any(f"in the {fails_in} pass" in trial.error for trial in found.points)
+    result = find(training, meter=meter, states=[training.model, optimizer])
+    assert any(f"in the {fails_in} pass" in trial.error for trial in result.points)
     assert_same(before, snapshot(training))
 
 
-def test_schedulers_scalers_and_generators_are_as_they_were():
+def test_schedulers_scalers_and_generators_are_restored():
     training = make_training(optimizer=torch.optim.SGD)
     scheduler = torch.optim.lr_scheduler.StepLR(training.optimizer, 2, gamma=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)  # too large: a step changes it
@@ -381,7 +384,7 @@ def test_schedulers_scalers_and_generators_are_as_they_were():
     def states():
         objects = (training.optimizer, scheduler, scaler)
         numbers = [generator.get_state(), own_numbers.bit_generator.state]
-        return [*(copy.deepcopy(one.state_dict()) for one in objects), *numbers]
+        return [*(copy.deepcopy(holder.state_dict()) for holder in objects), *numbers]
 
     before, more = states(), [scheduler, scaler, generator, own_numbers]
     options = {"train_step": train_step, "make_batch": batches, "widths": [10, 40]}
@@ -393,19 +396,21 @@ def test_a_step_that_failed_leaves_no_gradients_to_the_next():
     training, with_gradients = make_training(), []
 
     def train_step(batch):
-        with_gradients.append(sum(one.grad is not None for one in training.model.parameters()))
+        with_gradients.append(
+            sum(weight.grad is not None for weight in training.model.parameters())
+        )
         training.model(*batch).backward()
         training.optimizer.step()
         training.optimizer.zero_grad()
 
     meter = SavedTensorMeter(2 * MIB, fails_in="backward", backward_point=20)
-    found = find(training, train_step=train_step, meter=meter)
-    assert sum(bool(trial.error) for trial in found.points[:-1]) > 1
+    result = find(training, train_step=train_step, meter=meter)
+    assert sum(bool(trial.error) for trial in result.points[:-1]) > 1
     assert {*with_gradients} == {0}
 
 
 @pytest.mark.parametrize("error", [KeyError("a mistake"), KeyboardInterrupt()])
-def test_an_error_that_is_no_lack_of_memory_is_raised_as_it_is(error):
+def test_other_errors_of_a_step_are_raised_unchanged(error):
     training, calls = in_the_middle_of_a_run(), []
     before = snapshot(training)
 
@@ -421,10 +426,10 @@ def test_an_error_that_is_no_lack_of_memory_is_raised_as_it_is(error):
     assert_same(before, snapshot(training))
 
 
-@pytest.mark.parametrize("given", ["model", "optimizer of others"])
-def test_an_optimizer_that_is_not_given_is_an_error_before_it_changes_anything(given):
+@pytest.mark.parametrize("states_of", ["model", "optimizer of another training"])
+def test_an_optimizer_missing_from_states_is_an_error_before_it_steps(states_of):
     training, other = make_training(), make_training()
-    states = [training.model] + [other.optimizer] * (given != "model")
+    states = [training.model] + [other.optimizer] * (states_of != "model")
     before = snapshot(training)
     with pytest.raises(RuntimeError, match="step of an `AdamW` that is not in `states`"):
         find(training, states=states)
@@ -471,9 +476,9 @@ OF_PREFLIGHT = [
     ({"meter": ElsewhereMeter(MIB)}, "`meter` sees nothing of `train_step`: 3"),
 ]
 BAD = (TypeError, ValueError)
-test_bad_arguments_of_find_budget = refuses(REFUSED + OF_FIND, lambda given: find(**given), BAD)
+test_bad_arguments_of_find_budget = refuses(REFUSED + OF_FIND, lambda options: find(**options), BAD)
 test_bad_arguments_of_preflight = refuses(
-    REFUSED + OF_PREFLIGHT, lambda given: tried(**{"budget": TokenBudget(100), **given}), BAD
+    REFUSED + OF_PREFLIGHT, lambda options: tried(**{"budget": TokenBudget(100), **options}), BAD
 )
 
 
@@ -505,23 +510,23 @@ def test_a_step_that_does_not_use_its_batch_is_named():
         find(train_step=step, meter=SavedTensorMeter(MIB), widths=[3], states=[])
 
 
-def test_a_step_without_a_backward_pass_is_warned_of_and_no_other():
-    training, kept = make_training(), []
+def test_only_a_step_without_a_backward_pass_is_warned_of():
+    training, last_loss = make_training(), []
     weights = list(training.model.parameters())
 
     def without(batch):
-        kept[:] = [training.model(*batch)]
+        last_loss[:] = [training.model(*batch)]
 
     def dropped(batch):
         training.model(*batch).backward()
         training.optimizer.zero_grad()
 
-    def taken(batch):
+    def grads_only(batch):
         torch.autograd.grad(training.model(*batch), weights, allow_unused=True)
 
     with pytest.warns(UserWarning, match="has computed no gradient of the weights in `states`"):
         find(training, train_step=without, widths=[12], max_trials=4)
-    for train_step in (dropped, taken):  # without the warning, which would be an error
+    for train_step in (dropped, grads_only):  # without the warning, which would be an error
         find(training, train_step=train_step, widths=[12], max_trials=4)
         assert not any(weight._backward_hooks for weight in weights)
 
@@ -580,9 +585,11 @@ def test_the_loader_makes_no_batch_that_is_larger_than_the_tried_ones():
     shapes = shapes_of(tried(budget, widths=[min(lengths), max(lengths)]))
     samples = [{"input_ids": [1] * length} for length in lengths]
     with pytest.warns(UserWarning, match="exceeds the budget"):
-        made = [batch["input_ids"].shape for batch in ODBDataLoader(samples, token_budget=budget)]
-    assert max(width for _, width in made) == max(width for _, width in shapes) == 170
-    assert max(rows for rows, _ in made) <= max(rows for rows, _ in shapes)
+        batches = [
+            batch["input_ids"].shape for batch in ODBDataLoader(samples, token_budget=budget)
+        ]
+    assert max(width for _, width in batches) == max(width for _, width in shapes) == 170
+    assert max(rows for rows, _ in batches) <= max(rows for rows, _ in shapes)
 
 
 def test_every_peak_is_that_of_a_step_in_the_middle_of_a_run():
@@ -601,7 +608,7 @@ def test_patches_are_as_many_as_the_budget_allows():
     assert [(trial.rows, trial.patches) for trial in trials] == [(1, 16), (10, 40)]
 
 
-def test_a_batch_that_does_not_fit_is_named_and_nothing_has_changed():
+def test_preflight_names_a_batch_that_does_not_fit_and_restores_all():
     training, meter = make_training(), SavedTensorMeter(2 * MIB, fails_in="backward")
     before = snapshot(training)
     with pytest.raises(ShapeTooLargeError, match="50 rows of 20 tokens does not fit") as e:

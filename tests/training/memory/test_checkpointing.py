@@ -1,4 +1,4 @@
-"""`enable_checkpointing`: the same loss and gradients, of fewer saved tensors, or an error."""
+"""`enable_checkpointing`: equal loss and gradients with fewer saved tensors."""
 
 import copy
 import pickle
@@ -29,13 +29,13 @@ def loss_and_gradients(model):
     return [loss, *(p.grad for p in model.parameters() if p.grad is not None)], forward_bytes
 
 
-def assert_equal(some, others):
-    assert len(some) == len(others)
-    for one, other in zip(some, others, strict=True):
-        assert torch.equal(one, other)
+def assert_equal(expected, actual):
+    assert len(expected) == len(actual)
+    for tensor, other_tensor in zip(expected, actual, strict=True):
+        assert torch.equal(tensor, other_tensor)
 
 
-def test_loss_and_gradients_are_bitwise_the_same_of_less_memory_until_it_is_disabled():
+def test_checkpointing_saves_memory_with_bitwise_equal_gradients():
     model = small_lm()
     names, (expected, plain_bytes) = [*model.state_dict()], loss_and_gradients(model)
     for _ in range(2):
@@ -43,18 +43,18 @@ def test_loss_and_gradients_are_bitwise_the_same_of_less_memory_until_it_is_disa
         with pytest.raises(ValueError, match="is checkpointed already"):
             enable_checkpointing(model)
         for _ in range(2):
-            got, bytes_saved = loss_and_gradients(model)
-            assert_equal(expected, got)
+            tensors, bytes_saved = loss_and_gradients(model)
+            assert_equal(expected, tensors)
             assert bytes_saved < plain_bytes / 2
         assert [*model.state_dict()] == names
         checkpointing.disable()
         checkpointing.disable()
-        got, bytes_saved = loss_and_gradients(model)
-        assert_equal(expected, got)
+        tensors, bytes_saved = loss_and_gradients(model)
+        assert_equal(expected, tensors)
         assert bytes_saved == plain_bytes
 
 
-def test_the_blocks_are_found_or_named():
+def test_the_blocks_are_chosen_or_passed():
     model = small_lm()
     plain_bytes = loss_and_gradients(model)[1]
     checkpointing = enable_checkpointing(model)
@@ -63,12 +63,12 @@ def test_the_blocks_are_found_or_named():
         enable_checkpointing(model, blocks=model.blocks[:1])
     checkpointing.disable()
     enable_checkpointing(model, blocks=model.blocks[:1])
-    one_bytes = loss_and_gradients(model)[1]
+    one_block_bytes = loss_and_gradients(model)[1]
     enable_checkpointing(model, blocks=model.blocks[1:])
-    assert loss_and_gradients(model)[1] < one_bytes < plain_bytes
+    assert loss_and_gradients(model)[1] < one_block_bytes < plain_bytes
 
 
-def test_a_forward_of_the_modules_own_is_kept():
+def test_a_custom_forward_of_a_module_is_kept():
     model = small_lm()
     block = model.blocks[0]
     block.forward = (lambda self, x: 2 * Block.forward(self, x)).__get__(block)
@@ -80,7 +80,7 @@ def test_a_forward_of_the_modules_own_is_kept():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_a_copy_has_weights_of_its_own(copied):
+def test_a_copy_of_a_checkpointed_model_has_separate_weights(copied):
     model = small_lm()
     enable_checkpointing(model)
     twin = copied(model)

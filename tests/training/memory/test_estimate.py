@@ -57,9 +57,9 @@ def saved_bytes(model, rows, dtype):
     with SavedTensorMeter(2**40) as meter:
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
-        found = meter.peak_bytes()
+        peak_bytes = meter.peak_bytes()
         loss.backward()
-    return found - rows * WIDTH * VOCABULARY * 4
+    return peak_bytes - rows * WIDTH * VOCABULARY * 4
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -90,22 +90,22 @@ def test_checkpointing_keeps_the_inputs_of_the_layers_and_computes_one_at_a_time
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parameters_gradients_and_states_are_exact_also_of_a_model_without_memory(dtype):
-    def made():
+    def frozen_model():
         model = make("gpt2").to(dtype)
         model.transformer.wte.weight.requires_grad_(False)
         return model
 
-    model = made()
-    found = estimate_training_memory(model, (2, 8))
+    model = frozen_model()
+    estimate = estimate_training_memory(model, (2, 8))
     with torch.device("meta"):
-        assert estimate_training_memory(made(), (2, 8)) == found
-    weights = [torch.zeros_like(one, device="cpu") for one in model.parameters()]
-    assert found.parameter_bytes == sum(one.nbytes for one in weights)
-    trained = [one for one, own in zip(weights, model.parameters(), strict=True)
-               if own.requires_grad]  # fmt: skip
-    for one in trained:
-        one.requires_grad_().grad = torch.ones_like(one)
-    assert found.gradient_bytes == sum(one.grad.nbytes for one in trained)
+        assert estimate_training_memory(frozen_model(), (2, 8)) == estimate
+    weights = [torch.zeros_like(weight, device="cpu") for weight in model.parameters()]
+    assert estimate.parameter_bytes == sum(zeros.nbytes for zeros in weights)
+    trained = [zeros for zeros, weight in zip(weights, model.parameters(), strict=True)
+               if weight.requires_grad]  # fmt: skip
+    for weight in trained:
+        weight.requires_grad_().grad = torch.ones_like(weight)
+    assert estimate.gradient_bytes == sum(weight.grad.nbytes for weight in trained)
     for name, make_optimizer in {
         "adamw": torch.optim.AdamW,
         "rmsprop": torch.optim.RMSprop,
@@ -113,13 +113,13 @@ def test_parameters_gradients_and_states_are_exact_also_of_a_model_without_memor
         "sgd": torch.optim.SGD,
     }.items():
         (optimizer := make_optimizer(trained)).step()
-        states = (one for state in optimizer.state.values() for one in state.values())
-        kept = sum(one.nbytes for one in states if torch.is_tensor(one) and one.ndim)
-        estimate = estimate_training_memory(model, (2, 8), optimizer=name)
-        assert estimate.optimizer_bytes == kept
-    assert found.logits_bytes == 2 * 8 * VOCABULARY * (dtype.itemsize + 8)
-    parts = [value for name, value in vars(found).items() if name.endswith("_bytes")]
-    assert found.total_bytes == sum(parts) > 0
+        states = (value for state in optimizer.state.values() for value in state.values())
+        kept = sum(value.nbytes for value in states if torch.is_tensor(value) and value.ndim)
+        of_optimizer = estimate_training_memory(model, (2, 8), optimizer=name)
+        assert of_optimizer.optimizer_bytes == kept
+    assert estimate.logits_bytes == 2 * 8 * VOCABULARY * (dtype.itemsize + 8)
+    parts = [value for name, value in vars(estimate).items() if name.endswith("_bytes")]
+    assert estimate.total_bytes == sum(parts) > 0
 
 
 @pytest.mark.parametrize(
@@ -134,12 +134,12 @@ def test_parameters_gradients_and_states_are_exact_also_of_a_model_without_memor
     ],
 )
 def test_a_budget_stands_for_its_batch_of_the_widest_rows(batch, shape):
-    found = estimate_training_memory(make("llama"), batch)
-    assert (found.rows, found.width) == shape
+    estimate = estimate_training_memory(make("llama"), batch)
+    assert (estimate.rows, estimate.width) == shape
 
 
 T5 = T5ForConditionalGeneration(T5Config(num_layers=1, d_model=8, d_ff=8, num_heads=1))
-test_what_cannot_be_estimated_is_an_error = refuses(
+test_a_model_that_cannot_be_estimated_is_an_error = refuses(
     [
         (nn.Linear(2, 2), {}, ValueError, "`model.config` must be .* has no .*hidden_size or"),
         (T5, {}, ValueError, "an encoder with a decoder"),

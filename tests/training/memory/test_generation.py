@@ -31,8 +31,8 @@ def prompts(count=9):
 
 def batch_of():
     width = max(map(len, prompts()))
-    rows = [[PAD] * (width - len(one)) + one for one in prompts()]
-    mask = [[0] * (width - len(one)) + [1] * len(one) for one in prompts()]
+    rows = [[PAD] * (width - len(prompt)) + prompt for prompt in prompts()]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts()]
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
 
 
@@ -42,8 +42,8 @@ def most_rows(model):
     handles = []
 
     def fails_above(most):
-        def fails(_, args, given):
-            if len(given["input_ids"]) > most:
+        def fails(_, args, options):
+            if len(options["input_ids"]) > most:
                 raise torch.OutOfMemoryError("out of memory, as the test wants it")
 
         handles.append(model.register_forward_pre_hook(fails, with_kwargs=True))
@@ -63,9 +63,9 @@ def test_parts_keep_the_order_and_are_padded_on_the_right(model, most_rows, most
     assert whole.equal(model.generate(**batch_of(), **OPTIONS, **options))
     most_rows(most)
     pads = {"pad_token_id": END} if options else {}  # as beams do
-    found, parts = generate_in_parts(model, batch_of(), **pads, **OPTIONS, **options)
+    rows, parts = generate_in_parts(model, batch_of(), **pads, **OPTIONS, **options)
     assert parts >= -(-9 // most)
-    assert found.equal(whole)
+    assert rows.equal(whole)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -78,17 +78,19 @@ def test_results_are_in_the_order_of_the_data(model, ranks):
         batches, longest = LongestFirst(data, 96, **options, **shard), []
         for batch, indices in batches:
             assert indices == sorted(indices, key=lambda index: (-len(data[index]), index))
-            rows, cols = batch["input_ids"].shape
-            assert rows * (cols + 12) <= 96
-            longest.append(cols)
-            found, _ = generate_in_parts(model, batch, **OPTIONS)
-            for index, row in zip(indices, found, strict=True):
+            count, width = batch["input_ids"].shape
+            assert count * (width + 12) <= 96
+            longest.append(width)
+            rows, _ = generate_in_parts(model, batch, **OPTIONS)
+            for index, row in zip(indices, rows, strict=True):
                 results[index] = row.tolist()
         assert len(batches) == len(longest)
         assert longest == sorted(longest, reverse=True)
-    for prompt, found in zip(data, results, strict=True):
+    for prompt, row in zip(data, results, strict=True):
         alone = model.generate(torch.tensor([prompt]), **OPTIONS)[0].tolist()
-        assert [token for token in found if token != PAD] == [one for one in alone if one != PAD]
+        assert [token for token in row if token != PAD] == [
+            token for token in alone if token != PAD
+        ]
 
 
 @pytest.mark.parametrize("how", [{"pad_to_multiple_of": 16}, {"shapes": 3}])
@@ -124,7 +126,7 @@ IDS = torch.ones(9, 3, dtype=torch.int64)
         ({"input_ids": IDS[:0]}, {}, "`input_ids` must have one row or more"),
     ],
 )
-def test_what_cannot_be_halved_is_an_error(model, batch, options, message):
+def test_a_batch_that_cannot_be_halved_is_an_error(model, batch, options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         generate_in_parts(model, batch, **options)
 
@@ -143,7 +145,7 @@ def skipping(number):
     return {"input_ids": [1]} if number < 2 else Skipped("empty")
 
 
-test_what_cannot_be_generated_for_is_an_error = refuses(
+test_bad_arguments_of_longest_first_are_an_error = refuses(
     [
         ({1, 2}, 96, {}, TypeError, "`dataset` must be a sequence"),
         (iter([1]), 96, {}, TypeError, "`dataset` .* Pass a list"),

@@ -1,7 +1,8 @@
-"""A guarded step has the gradients of the whole, whatever has run out of memory in it."""
+"""A guarded step has the gradients of the whole step, wherever memory has run out in it."""
 
 import weakref
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -55,29 +56,38 @@ def graph():
     return Loader(GroupCollator(WindowBucketer(source, 96, 16)))
 
 
+class StepResult(NamedTuple):
+    """Results of an optimizer step."""
+
+    gradient: torch.Tensor
+    loss: float
+    keys: list[tuple[int, ...]]  # of each batch
+    state: Any = None  # of the loader after the step
+
+
 def epoch(loader, model=None, loss=mean_loss, ledger=None, **options):
-    """Of each optimizer step: gradient, loss, keys, and the loader's state after it."""
+    """Return the guard, and the results of each optimizer step."""
     model = FailingModel(never) if model is None else model
-    guard, found = OomGuard(loader, **options), []
+    guard, steps = OomGuard(loader, **options), []
     for step in guard:
         value = float(step.backward(model, lambda batch: loss(model, batch)))
         keys = [info.keys for info in step.infos]
-        found.append((gradient_of(model), value, keys, loader.state_dict()))
+        steps.append(StepResult(gradient_of(model), value, keys, loader.state_dict()))
         for info in step.infos if ledger else ():
             ledger.record(info)
         model.zero_grad()
-    return guard, found
+    return guard, steps
 
 
-def check_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        assert relative_error(one[0], other[0]) < 1e-12
-        assert one[1] == pytest.approx(other[1], rel=1e-12)
-        assert one[2:] == other[2:]
+def check_equal(steps, expected):
+    for step, expected_step in zip(steps, expected, strict=True):
+        assert relative_error(step.gradient, expected_step.gradient) < 1e-12
+        assert step.loss == pytest.approx(expected_step.loss, rel=1e-12)
+        assert (step.keys, step.state) == (expected_step.keys, expected_step.state)
 
 
-def keys_of(found):
-    return sorted(key for _, _, keys, _ in found for some in keys for key in some)
+def keys_of(steps):
+    return sorted(key for step in steps for keys in step.keys for key in keys)
 
 
 def once_alone():
@@ -87,7 +97,7 @@ def once_alone():
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "fails", "place", "guarded"),
+    ("make", "options", "fails", "place", "limits"),
     [
         (loader_of, {}, above(70), "forward", {}),
         (loader_of, {"accumulate": 3}, above(40), "backward", {}),
@@ -100,27 +110,27 @@ def once_alone():
         (loader_of, {}, above(40), "forward", {"limit": 40}),  # in parts from the beginning
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_computed_in_parts(make, options, fails, place, guarded):
+def test_a_step_that_does_not_fit_is_computed_in_parts(make, options, fails, place, limits):
     _, expected = epoch(make(**options))
     loader = make(**options)
-    guard, found = epoch(loader, FailingModel(fails, place), **guarded)
-    check_equal(found, expected)
-    assert 0 < guard.split_steps <= len(found)
-    assert (guard.ooms == 0) == (guarded == {"limit": 40})
+    guard, steps = epoch(loader, FailingModel(fails, place), **limits)
+    check_equal(steps, expected)
+    assert 0 < guard.split_steps <= len(steps)
+    assert (guard.ooms == 0) == (limits == {"limit": 40})
     assert guard.skipped_samples == 0
     if make is loader_of:
         loader.close()
 
 
 @pytest.mark.parametrize(("place", "accumulate"), [(PLACES[0], 3), (PLACES[1], 1)])
-def test_at_every_step_memory_may_run_out_by_chance(accumulate, place, sampled):
+def test_memory_may_run_out_in_any_call(accumulate, place, sampled):
     model = FailingModel(never)
     _, expected = epoch(loader_of(accumulate=accumulate), model)
-    several = [number for number, (rows, _) in enumerate(model.calls) if rows > 1]
-    for number in several[:: sampled(every=5).get("every", 1)]:
+    failing_calls = [number for number, (rows, _) in enumerate(model.calls) if rows > 1]
+    for number in failing_calls[:: sampled(every=5).get("every", 1)]:
         failing = FailingModel(at_call({number}), place)
-        guard, found = epoch(loader_of(accumulate=accumulate), failing)
-        check_equal(found, expected)
+        guard, steps = epoch(loader_of(accumulate=accumulate), failing)
+        check_equal(steps, expected)
         assert guard.ooms == 1
 
 
@@ -142,23 +152,24 @@ class FailsOnce:
         return self(samples)
 
 
-@pytest.mark.parametrize("step", [0, 4])  # the first of an optimizer step, and one within
-def test_batches_of_a_step_in_which_the_loader_raises_are_kept(step):
+@pytest.mark.parametrize("failing_step", [0, 4])  # the first of an optimizer step, and a later one
+def test_batches_of_a_step_in_which_the_loader_raises_are_kept(failing_step):
     _, expected = epoch(loader_of(accumulate=3))
-    model, found = FailingModel(above(40)), []
-    guard = OomGuard(loader_of(accumulate=3, collate_fn=FailsOnce(step)))
+    model, steps = FailingModel(above(40)), []
+    guard = OomGuard(loader_of(accumulate=3, collate_fn=FailsOnce(failing_step)))
     for _ in range(2):
         try:
-            for one in guard:
-                loss = float(one.backward(model, loss_of(model)))
-                found.append((gradient_of(model), loss, [info.keys for info in one.infos]))
+            for step in guard:
+                loss = float(step.backward(model, loss_of(model)))
+                keys = [info.keys for info in step.infos]
+                steps.append(StepResult(gradient_of(model), loss, keys))
                 model.zero_grad()
         except ValueError:
             continue
-    check_equal(found, [one[:3] for one in expected])
+    check_equal(steps, [step._replace(state=None) for step in expected])
 
 
-def own_mean(model, batch):
+def plain_mean(model, batch):
     """A mean that is NaN over no targets."""
     losses = nn.functional.cross_entropy(
         model(batch["input_ids"])[:, :-1].flatten(0, 1),
@@ -170,12 +181,12 @@ def own_mean(model, batch):
 
 
 def test_a_mean_over_no_targets_leaves_no_nan_in_the_gradients_of_a_split_batch():
-    (_, whole), (guard, found) = (
-        epoch(loader_of(token_budget=250), FailingModel(fails), own_mean)
+    (_, whole), (guard, steps) = (
+        epoch(loader_of(token_budget=250), FailingModel(fails), plain_mean)
         for fails in (never, above(60))
     )
-    has_targets = [number for number, one in enumerate(whole) if one[0].isfinite().all()]
-    check_equal([found[number] for number in has_targets], [whole[n] for n in has_targets])
+    has_targets = [number for number, step in enumerate(whole) if step.gradient.isfinite().all()]
+    check_equal([steps[number] for number in has_targets], [whole[n] for n in has_targets])
     assert guard.split_steps > 2 and len(has_targets) > 2
 
 
@@ -187,25 +198,25 @@ def row_means(model, batch):
 
 @pytest.mark.parametrize("scaling", ["none", "approx"])
 def test_batches_without_targets_are_weighed_by_samples_where_the_loss_is(scaling):
-    data = [{**one, "labels": [-100] * len(one["labels"])} for one in samples_of(0, 20)]
+    data = [{**sample, "labels": [-100] * len(sample["labels"])} for sample in samples_of(0, 20)]
     options = {"data": data, "loss_scaling": scaling}
     (_, whole), (_, parts) = (epoch(loader_of(**options), None, row_means, limit=limit)
                               for limit in (None, 30))  # fmt: skip
     check_equal(parts, whole)
-    assert all(one[0].abs().max() > 0 for one in whole)
+    assert all(step.gradient.abs().max() > 0 for step in whole)
 
 
-def test_parts_of_a_batch_draw_random_numbers_of_their_own():
+def test_parts_of_a_batch_draw_different_random_numbers():
     def draws(**options):
-        found = []
+        drawn = []
 
         def loss(model, batch):
-            found.append(float(batch.pop("draw")))
+            drawn.append(float(batch.pop("draw")))
             return mean_loss(model, batch)
 
         collate = lambda samples: PaddingCollate()(samples) | {"draw": torch.rand(())}  # noqa: E731
         epoch(loader_of(collate_fn=collate), None, loss, **options)
-        return found
+        return drawn
 
     whole, parts = draws(), draws(limit=24)
     assert len(parts) == len({*parts}) > len(whole) == len({*whole})
@@ -215,35 +226,35 @@ def test_parts_of_a_batch_draw_random_numbers_of_their_own():
 
 
 def with_targets():
-    """The samples that have targets: others need not be computed in parts, and fit so."""
-    return [one for one in samples_of(0, SAMPLES) if (one["labels"][1:] != -100).any()]
+    """Samples with targets: parts without targets are not computed, so they fit."""
+    return [sample for sample in samples_of(0, SAMPLES) if (sample["labels"][1:] != -100).any()]
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(accumulate, tmp_path):
+def test_skipped_samples_are_left_out_of_the_mean(accumulate, tmp_path):
     samples, whole = samples_of(0, SAMPLES), OneProcess([SAMPLES])
     loader, model = loader_of(accumulate=accumulate), FailingModel(above(12))
     with Ledger(tmp_path) as ledger:
-        guard, found = epoch(loader, model, ledger=ledger, on_oom="skip")
-    for gradient, _, keys, _ in found:
-        if ids := [samples[key]["id"] for some in keys for key in some]:
-            assert relative_error(gradient, whole.gradient([ids], "exact")) < 1e-12
-    left = {*range(SAMPLES)} - {*keys_of(found)}
-    assert len(left) == guard.skipped_samples
-    assert left == {one["id"] for one in with_targets() if len(one["input_ids"]) > 12}
+        guard, steps = epoch(loader, model, ledger=ledger, on_oom="skip")
+    for step in steps:
+        if ids := [samples[key]["id"] for key in keys_of([step])]:
+            assert relative_error(step.gradient, whole.gradient([ids], "exact")) < 1e-12
+    skipped = {*range(SAMPLES)} - {*keys_of(steps)}
+    assert len(skipped) == guard.skipped_samples
+    assert skipped == {sample["id"] for sample in with_targets() if len(sample["input_ids"]) > 12}
     report = audit(tmp_path, SAMPLES)
-    assert report.ok and f"{len(left)} skipped (out of memory)" in str(report)
+    assert report.ok and f"{len(skipped)} skipped (out of memory)" in str(report)
 
 
 def test_a_sample_that_does_not_fit_alone_is_an_error_that_names_it():
-    tokens = max(len(one["input_ids"]) for one in with_targets())
+    tokens = max(len(sample["input_ids"]) for sample in with_targets())
     message = rf"step \d+ of epoch 0, rank 0: a sample \(key \d+\) with {tokens} tokens .* alone"
     with pytest.raises(StepMemoryError, match=message):
         epoch(loader_of(), FailingModel(above(tokens - 1)))
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_it_does_not_go_on_where_no_sample_fits_any_more(accumulate):
+def test_skipping_whole_steps_in_a_row_is_an_error(accumulate):
     model, done = FailingModel(never), []
     guard = OomGuard(loader_of(accumulate=accumulate), on_oom="skip")
     with pytest.raises(StepMemoryError, match="none of the last [34][0-9] samples of all ranks"):
@@ -272,14 +283,14 @@ def raises(error):
         ({"collate_fn": raises(SampleError("bad"))}, never, "split", SampleError, 0),
     ],
 )
-def test_errors_are_raised_as_they_are(options, fails, on_oom, error, ooms):
+def test_other_errors_are_raised_unchanged(options, fails, on_oom, error, ooms):
     guard, model = OomGuard(loader_of(**options), on_oom=on_oom), FailingModel(fails)
-    for again in (1, 2):
+    for epochs in (1, 2):
         with pytest.raises(error):
             for step in guard:
                 step.backward(model, loss_of(model))
                 model.zero_grad()
-        assert (guard.ooms, guard.split_steps) == (ooms * again, 0)
+        assert (guard.ooms, guard.split_steps) == (ooms * epochs, 0)
         model.zero_grad()
 
 
@@ -291,27 +302,27 @@ def limit_of(loader):
     return bucketer.limits.tokens
 
 
-def test_a_budget_shrinks_where_memory_runs_out_and_stays_so_but_for_an_epoch_without_a_state():
+def test_a_budget_shrinks_when_memory_runs_out_and_states_keep_it():
     _, before = epoch(loader_of(round_size=1))
     loader = loader_of(round_size=1)
-    guard, found = epoch(loader, FailingModel(above(60)), shrink=0.9)
-    assert keys_of(found) == [*range(SAMPLES)]
-    assert len(before) < len(found) - 3
+    guard, steps = epoch(loader, FailingModel(above(60)), shrink=0.9)
+    assert keys_of(steps) == [*range(SAMPLES)]
+    assert len(before) < len(steps) - 3
     assert 0 < guard.ooms <= 2
     shrunk, state = limit_of(loader), loader.state_dict()
     assert 40 < shrunk <= 0.9 * 96
     _, later = epoch(loader)
     resumed, fresh = loader_of(round_size=1), loader_of(round_size=1)
     resumed.load_state_dict(state)
-    assert [one[2] for one in epoch(resumed)[1]] == [one[2] for one in later]
+    assert [step.keys for step in epoch(resumed)[1]] == [step.keys for step in later]
     assert limit_of(loader) == limit_of(resumed) == shrunk
     fresh.set_epoch(1)
-    _, found = epoch(fresh)
-    assert limit_of(fresh) == 96 and len(found) < len(later)
-    assert keys_of(found) == keys_of(later) == [*range(SAMPLES)]
+    _, steps = epoch(fresh)
+    assert limit_of(fresh) == 96 and len(steps) < len(later)
+    assert keys_of(steps) == keys_of(later) == [*range(SAMPLES)]
 
 
-def test_memory_in_pieces_does_not_shrink_the_budget():
+def test_a_sample_that_fits_at_the_second_attempt_does_not_shrink_the_budget():
     def failing(fails):
         loader = loader_of(token_budget=TokenBudget(96, max_samples=1), round_size=1)
         guard, _ = epoch(loader, FailingModel(fails), on_oom="skip", shrink=0.5)
@@ -338,7 +349,7 @@ def test_the_peak_is_that_of_the_largest_part(layout):
 # --- what is kept ---------------------------------------------------------------------------------
 
 
-def test_samples_are_kept_only_while_a_guard_asks_for_them():
+def test_samples_are_kept_only_while_a_guard_iterates():
     loader = loader_of()
     steps = iter(OomGuard(loader))
     first = next(steps)
@@ -370,7 +381,6 @@ REFUSALS = [
     (loader_of, {"on_oom": "halve"}, ValueError, "`on_oom` must be one of .*halve"),
     (loader_of, {"guard_above": 2}, ValueError, "`guard_above` must be in .0, 1., but is 2"),
     (loader_of, {"limit": 0}, ValueError, "`limit` must be"),
-    (loader_of, {"shrink": 0}, ValueError, "`shrink` must be in .0, 1.,"),
     (loader_of, {"shrink": 1.0}, ValueError, "`shrink` must be in .0, 1.,"),
     (loader_of, {"shrink": "0.9"}, TypeError, "`shrink` must be a number in"),
     (loader_of, {"meter": 3}, TypeError, "`meter` must have `reset"),
@@ -381,12 +391,12 @@ REFUSALS = [
     (Holder, {}, TypeError, "Pass the `.loader` of this `Holder`"),
     (lambda: [1], {}, TypeError, "`loader` must be an `ODBDataLoader`"),
 ]  # fmt: skip
-test_what_is_not_for_a_guard_is_refused = refuses(
+test_bad_arguments_of_the_guard_are_refused = refuses(
     REFUSALS, lambda make, options: OomGuard(make(), **options)
 )
 
 
-def test_what_is_not_for_a_step_is_refused():
+def test_bad_calls_of_backward_are_refused():
     model = LanguageModel()
     steps = iter(OomGuard(loader_of()))
     step = next(steps)
@@ -422,11 +432,11 @@ def test_a_step_without_its_backward_is_warned_of_once():
             if number not in (1, 2):
                 step.backward(model, loss_of(model))
                 model.zero_grad()
-    ours = [one for one in caught if "not called" in str(one.message)]
-    assert [one.filename for one in ours] == [__file__]
+    ours = [warning for warning in caught if "not called" in str(warning.message)]
+    assert [warning.filename for warning in ours] == [__file__]
 
 
-def test_a_loss_that_trains_what_the_model_does_not_have_is_refused():
+def test_a_loss_that_trains_other_parameters_is_refused():
     body, head = LanguageModel(), nn.Linear(33, 33, dtype=torch.float64)
 
     def loss_fn(batch):
@@ -438,7 +448,7 @@ def test_a_loss_that_trains_what_the_model_does_not_have_is_refused():
     assert next(iter(OomGuard(loader_of()))).backward(both, loss_fn) > 0
 
 
-def test_how_ranks_train_a_model_is_known(tmp_path):
+def test_kind_of_tells_how_ranks_train_a_model(tmp_path):
     assert kind_of(nn.Linear(2, 2)) == "local"
     assert kind_of(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))) == "sharded"
     torch.distributed.init_process_group(
@@ -469,24 +479,23 @@ def test_a_gpu_that_runs_out_of_memory_gives_the_same_gradients():
         return nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
 
     def gradients(**options):
-        found, guard = [], OomGuard(ODBDataLoader(data, **loader_options), **options)
+        per_step, guard = [], OomGuard(ODBDataLoader(data, **loader_options), **options)
         for step in guard:
             step.backward(model, loss)
-            found.append(torch.cat([one.grad.flatten() for one in model.parameters()]))
+            per_step.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
             model.zero_grad()
-        return guard, found
+        return guard, per_step
 
     torch.cuda.reset_peak_memory_stats()
     _, expected = gradients()
-    expected = [one.cpu() for one in expected]
+    expected = [gradient.cpu() for gradient in expected]
     peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(0.6 * peak / total)
     try:
-        guard, found = gradients()
+        guard, actual = gradients()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert guard.ooms > 0 == guard.skipped_samples
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert relative_error(one.cpu(), other) < 1e-5
+    for gradient, expected_gradient in zip(actual, expected, strict=True):
+        assert relative_error(gradient.cpu(), expected_gradient) < 1e-5

@@ -1,4 +1,4 @@
-"""Batches with images are computed in parts, too: their patches are collated anew."""
+"""Batches with images are computed in parts, too: each part is collated with its patches."""
 
 import pytest
 import torch
@@ -23,36 +23,36 @@ class ImageModel(FailingModel):
 
     def loss(self, batch):
         hook = self.embedding.register_forward_hook(
-            lambda _, ids, found: self._seen(ids[0], found, batch)
+            lambda _, ids, hidden: self._seen(ids[0], hidden, batch)
         )
         try:
             return mean_loss(self, batch)
         finally:
             hook.remove()
 
-    def _seen(self, ids, found, batch):
+    def _seen(self, ids, hidden, batch):
         if "pixel_values" not in batch:
-            return found
+            return hidden
         images = self.patches(batch["pixel_values"].double()).unflatten(0, (-1, MERGED)).mean(1)
-        return found.masked_scatter((ids == IMAGE)[..., None], images)
+        return hidden.masked_scatter((ids == IMAGE)[..., None], images)
 
 
 def epoch(fails, place="forward"):
     model = ImageModel(fails, place)
-    guard, found = OomGuard(make_loader(24, damaged_every=0)), []
+    guard, gradients = OomGuard(make_loader(24, damaged_every=0)), []
     for step in guard:
         step.backward(model, model.loss)
-        found.append(gradient_of(model))
+        gradients.append(gradient_of(model))
         model.zero_grad()
-    return model, guard, found
+    return model, guard, gradients
 
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_gradients_are_those_of_the_whole(place, sampled):
     model, _, expected = epoch(never)
-    several = [number for number, (rows, _) in enumerate(model.calls) if rows > 1]
-    for number in several[:: sampled(every=5).get("every", 1)]:
-        _, guard, found = epoch(at_call({number}), place)
+    failing_calls = [number for number, (rows, _) in enumerate(model.calls) if rows > 1]
+    for number in failing_calls[:: sampled(every=5).get("every", 1)]:
+        _, guard, gradients = epoch(at_call({number}), place)
         assert guard.ooms == 1
-        for one, whole in zip(found, expected, strict=True):
-            assert relative_error(one, whole) < 1e-12
+        for gradient, whole in zip(gradients, expected, strict=True):
+            assert relative_error(gradient, whole) < 1e-12

@@ -1,4 +1,4 @@
-"""`CudaMeter`: what it asks of torch.cuda, and, where there is a GPU, what it measures."""
+"""`CudaMeter` with a fake and a real GPU; which errors mean out of memory."""
 
 import gc
 import weakref
@@ -10,9 +10,12 @@ import torch
 
 from odb_nodes.testing import SavedTensorMeter
 from odb_nodes.training.memory import CudaMeter, MemoryMeter, free_memory, is_out_of_memory
-from odb_nodes.training.memory.meter import ALLOCATOR_SETTINGS, check_meter, warn_of_fragments
-
-GIB = 2**30
+from odb_nodes.training.memory.meter import (
+    ALLOCATOR_SETTINGS,
+    GIB,
+    check_meter,
+    warn_of_fragments,
+)
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("share", "fraction", "limit_gib"), [(0.9, 1.0, 63), (0.5, 1.0, 35), (1.0, 0.25, 20)]
 )
-def test_the_limit_is_a_share_of_what_this_process_can_have(gpu, share, fraction, limit_gib):
+def test_the_limit_is_a_share_of_the_available_memory(gpu, share, fraction, limit_gib):
     gpu.fraction = fraction
     assert CudaMeter(share=share).limit_bytes == limit_gib * GIB
 
@@ -73,7 +76,7 @@ def test_it_measures_one_device(gpu, device, asked):
           for meter in (CudaMeter, SimpleNamespace(limit_bytes=5))],
     ],
 )  # fmt: skip
-def test_what_cannot_be_measured_with_is_refused(gpu, make, message):
+def test_bad_meters_are_refused(gpu, make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()
 
@@ -87,9 +90,9 @@ def test_what_cannot_be_measured_with_is_refused(gpu, make, message):
         ("PYTORCH_ALLOC_CONF", "expandable_segments:True", False),
     ],
 )
-def test_freed_blocks_must_fit_other_shapes(gpu, monkeypatch, name, value, warns):
-    for other in ALLOCATOR_SETTINGS:
-        monkeypatch.delenv(other, raising=False)
+def test_an_allocator_that_fragments_memory_is_warned_of(gpu, monkeypatch, name, value, warns):
+    for setting in ALLOCATOR_SETTINGS:
+        monkeypatch.delenv(setting, raising=False)
     monkeypatch.setenv(name, value)
     warn_of_fragments(SavedTensorMeter(GIB))
     with pytest.warns(UserWarning, match="expandable_segments:True") if warns else nullcontext():
@@ -169,7 +172,7 @@ CIRCLE.__cause__.__cause__ = CIRCLE
         (CIRCLE, False),
     ],
 )
-def test_whether_memory_ran_out_is_told_by_the_error(error, ran_out):
+def test_out_of_memory_errors_are_recognized(error, ran_out):
     assert is_out_of_memory(error) == ran_out
 
 
@@ -203,7 +206,7 @@ def failing_step(held, wrap):
 
 
 @pytest.mark.parametrize("wrap", ["none", "cause", "context"])
-def test_what_the_frames_of_an_error_hold_is_given_back(wrap):
+def test_freeing_memory_clears_the_frames_of_an_error(wrap):
     held = []
     error = failing_step(held, wrap)
     gc.collect()

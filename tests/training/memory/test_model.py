@@ -1,4 +1,4 @@
-"""`MemoryModel`: what it predicts of real steps, the budgets that follow, and what it refuses."""
+"""`MemoryModel`: predictions for real steps, budgets, and errors."""
 
 import json
 import random
@@ -13,8 +13,8 @@ from small_lm import make_batch, make_training
 from odb_nodes import StateError, TokenBudget
 from odb_nodes.testing import SavedTensorMeter
 from odb_nodes.training.memory import MemoryModel
+from odb_nodes.training.memory.meter import GIB
 
-GIB = 2**30
 EIGHT_SHAPES = [(1, 16), (8, 16), (64, 16), (1, 64), (12, 64), (1, 192), (4, 192), (2, 128)]
 
 
@@ -55,11 +55,11 @@ def test_from_8_points_it_predicts_other_shapes_of_a_real_model():
     st.tuples(*[st.integers(0, 10**limit) for limit in (10, 5, 3, 6)]),
     st.integers(0, 2**32 - 1),
 )
-def test_terms_that_are_exact_are_found_again(terms, seed):
+def test_exact_terms_are_recovered(terms, seed):
     a, b, c, d = terms
     terms, draw = {"a": a + 10**6, "b": b + 1, "c": c, "d": d}, random.Random(seed)
     shapes = [(draw.randint(1, 64), draw.randint(8, 512), draw.randint(0, 300)) for _ in range(12)]
-    model = model_of([(*one, synthetic(*one, **terms)) for one in shapes])
+    model = model_of([(*shape, synthetic(*shape, **terms)) for shape in shapes])
     for shape in [(3, 100, 0), (40, 300, 0), (1, 512, 200)]:
         assert model.predict(*shape) == pytest.approx(synthetic(*shape, **terms), rel=3e-3)
 
@@ -107,7 +107,7 @@ def test_a_budget_counts_only_what_takes_memory():
 
 def test_patches_get_the_share_that_they_had():
     points = [(n, w, n * 64) for n, w in EIGHT_SHAPES]
-    model = model_of([(*one, synthetic(*one, c=0)) for one in points])
+    model = model_of([(*point, synthetic(*point, c=0)) for point in points])
     budget = model.budget(20 * GIB, threshold=1.0)
     largest = synthetic(1, budget.tokens, budget.max_patches, c=0)
     assert 0.97 * 20 * GIB < largest <= 20 * GIB
@@ -175,7 +175,7 @@ def test_a_plan_takes_as_few_batches_as_memory_allows():
 # --- its JSON -------------------------------------------------------------------------------------
 
 
-def test_it_comes_back_as_it_was():
+def test_json_restores_a_model():
     for model in (MODEL, model_of([(1, 16, 3, 10**6)])):
         assert MemoryModel.from_json(model.to_json()).to_json() == model.to_json()
     assert MemoryModel.from_json(MODEL.to_json()).fit() == MODEL.fit()
@@ -199,7 +199,7 @@ BAD_POINTS = [[[1, 2, 3]], [[0, 2, 3, 4]], [[1, 2, 3, 4.5]], [5], {"a": 1}, None
         *(json.dumps({"version": 1, "points": points}) for points in BAD_POINTS),
     ],
 )
-def test_what_is_no_model_is_refused(text):
+def test_text_that_is_no_model_is_refused(text):
     with pytest.raises(StateError, match="no memory model of version 1"):
         MemoryModel.from_json(text)
 

@@ -54,7 +54,7 @@ def test_the_loss_of_each_sample_is_that_of_the_sample_alone(layout):
             places = torch.stack([places, *[torch.zeros_like(places)] * 3])
         losses = row_losses(logits, batch["labels"], position_ids=places)
         for number, key in enumerate(info.keys):
-            sample = {name: torch.tensor([one]) for name, one in SAMPLES[key].items()}
+            sample = {name: torch.tensor([values]) for name, values in SAMPLES[key].items()}
             alone = cross_entropy(
                 logits_of(sample)[0, :-1].float(), sample["labels"][0, 1:], reduction="sum"
             )
@@ -94,39 +94,39 @@ def train(monitor, loader, epochs, steps=None, states=None):
 
 def expected(epochs):
     return {
-        SampleLoss(source, key, 0, epoch, len(one["input_ids"]) - 1, loss_of(source, key, epoch))
+        SampleLoss(source, key, 0, epoch, len(row["input_ids"]) - 1, loss_of(source, key, epoch))
         for epoch in range(epochs)
         for source, rows in DATA.items()
-        for key, one in enumerate(rows)
+        for key, row in enumerate(rows)
     }
 
 
-def book(folder, **options):
+def losses_monitor(folder, **options):
     return Monitor(folder, every=3, losses_by_sample=True, progress=False, **options)
 
 
-def test_the_book_has_each_sample_once_per_epoch_and_so_it_is_after_resumes(tmp_path):
-    with book(tmp_path) as monitor:
+def test_each_sample_has_one_loss_per_epoch_also_after_resumes(tmp_path):
+    with losses_monitor(tmp_path) as monitor:
         states = []
         train(monitor, loader_of(), 2, states=states)
-    found = read_losses(tmp_path)
-    assert len(found) == 200 and {*found} == expected(2)
+    losses = read_losses(tmp_path)
+    assert len(losses) == 200 and {*losses} == expected(2)
     for number in range(0, len(states), 7):
         folder = tmp_path / str(number)
-        with book(folder) as monitor:
+        with losses_monitor(folder) as monitor:
             train(monitor, loader_of(), 2, steps=number + 3)
         state, position = states[number]
-        with book(folder) as monitor:
+        with losses_monitor(folder) as monitor:
             loader = loader_of()
             monitor.load_state_dict(state)
             loader.load_state_dict(position)
             train(monitor, loader, 2 - state["epoch"])
-        again = read_losses(folder)
-        assert len(again) == 200 and {*again} == expected(2), number
+        resumed_losses = read_losses(folder)
+        assert len(resumed_losses) == 200 and {*resumed_losses} == expected(2), number
 
 
-def test_the_loss_and_that_of_the_sources_come_from_the_samples(tmp_path):
-    """And without a book the records are the same, and nothing else is kept."""
+def test_losses_of_the_run_and_of_sources_come_from_the_samples(tmp_path):
+    """Without `losses_by_sample` the records are equal, and no other file is written."""
     for name, kept in (("with", True), ("without", False)):
         with Monitor(tmp_path / name, every=3, losses_by_sample=kept) as monitor:
             train(monitor, loader_of(), 1)
@@ -134,13 +134,13 @@ def test_the_loss_and_that_of_the_sources_come_from_the_samples(tmp_path):
     assert [path.name for path in (tmp_path / "without").iterdir()] == ["monitor.jsonl"]
     (epoch,) = read_run(tmp_path / "with").epochs
     for name in ("loss/web", "loss/code", "loss"):
-        rows = [one for one in expected(1) if name.endswith((one.source, "loss"))]
-        mean = sum(one.loss * one.targets for one in rows) / sum(one.targets for one in rows)
+        rows = [loss for loss in expected(1) if name.endswith((loss.source, "loss"))]
+        mean = sum(loss.loss * loss.targets for loss in rows) / sum(loss.targets for loss in rows)
         assert epoch["mean"][name] == pytest.approx(mean, rel=1e-6)
 
 
 def test_a_block_that_is_cut_short_or_damaged_is_left_out(tmp_path):
-    with book(tmp_path) as monitor:
+    with losses_monitor(tmp_path) as monitor:
         train(monitor, loader_of(), 1)
     (path,) = tmp_path.glob("losses-*.bin")
     data, whole = path.read_bytes(), read_losses(tmp_path)
@@ -150,30 +150,30 @@ def test_a_block_that_is_cut_short_or_damaged_is_left_out(tmp_path):
     assert 0 < len(cut) < len(whole) and cut == whole[: len(cut)]
     path.write_bytes(data[:-7] + data)  # what follows a kill is read, and takes its place
     assert read_losses(tmp_path) == whole
-    warned = []
-    for at in range(0, len(data), 37):
-        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+    is_last_block_warned_of = False
+    for offset in range(0, len(data), 37):
+        path.write_bytes(data[:offset] + bytes([data[offset] ^ 4]) + data[offset + 1 :])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             losses = {*read_losses(tmp_path)}
-        found = ["are damaged" in str(one.message) for one in caught]
+        damaged = ["are damaged" in str(warning.message) for warning in caught]
         is_harmless = losses == {*whole}  # base64 ignores some bits of a line's last character
-        assert losses < {*whole} or (is_harmless and not found)
-        assert found == [True] or (not found and (is_harmless or at >= last))
-        warned += found * (at >= last)
-    assert warned  # of the last block, unless it may be one that a kill has cut short
+        assert losses < {*whole} or (is_harmless and not damaged)
+        assert damaged == [True] or (not damaged and (is_harmless or offset >= last))
+        is_last_block_warned_of |= bool(damaged) and offset >= last
+    assert is_last_block_warned_of  # unless a kill may have cut it short
     assert len(data) < 16 * len(whole)
 
 
 @pytest.mark.filterwarnings("ignore:.*monitor.jsonl. cannot be written")
 def test_a_full_disk_warns_once(tmp_path, monkeypatch):
-    with book(tmp_path) as monitor:
+    with losses_monitor(tmp_path) as monitor:
         loader = loader_of()
         train(monitor, loader, 1, steps=3)
         monkeypatch.setattr(os, "write", lambda file, data: 0)
         with pytest.warns(UserWarning, match="the losses of these samples are missing") as caught:
             train(monitor, loader, 1)
-        assert sum("losses of these samples" in str(one.message) for one in caught) == 1
+        assert sum("losses of these samples" in str(warning.message) for warning in caught) == 1
 
 
 def test_the_worst_samples_have_the_highest_loss_at_last(tmp_path):
@@ -184,9 +184,13 @@ def test_the_worst_samples_have_the_highest_loss_at_last(tmp_path):
         for source, key, values in history
         for epoch, loss in enumerate(values)
     ]
-    found = worst_samples([*losses, SampleLoss("c", 1, 0, 0, 0, 99.0)], 3)
-    assert [(one[-1].source, one[-1].key) for one in found] == [("b", 1), ("b", 2), ("a", 2)]
-    assert [one.loss for one in found[2]] == [1.0, 2.0]
+    histories = worst_samples([*losses, SampleLoss("c", 1, 0, 0, 0, 99.0)], 3)
+    assert [(history[-1].source, history[-1].key) for history in histories] == [
+        ("b", 1),
+        ("b", 2),
+        ("a", 2),
+    ]
+    assert [loss.loss for loss in histories[2]] == [1.0, 2.0]
 
 
 def test_losses_of_fewer_samples_than_the_batch_has_are_refused_at_once(tmp_path):
@@ -195,12 +199,12 @@ def test_losses_of_fewer_samples_than_the_batch_has_are_refused_at_once(tmp_path
     info = pop_step_info(batch)
     losses = row_losses(logits_of(batch), batch["labels"])
     with pytest.raises(ValueError, match=r"each of the \d+ samples .* has 1 .*`position_ids="):
-        book(tmp_path).step(batch, info, row_losses=losses)
+        losses_monitor(tmp_path).step(batch, info, row_losses=losses)
     with pytest.raises(ValueError, match=r"`logits` must be \(B, T, vocabulary\)"):
         row_losses(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64))
 
 
-def test_samples_of_ranks_with_data_of_their_own_are_told_apart(tmp_path):
+def test_samples_of_ranks_with_separate_data_are_distinguished(tmp_path):
     hub = InProcessHub(2, 20.0)
 
     def run(exchange):
@@ -209,7 +213,7 @@ def test_samples_of_ranks_with_data_of_their_own_are_told_apart(tmp_path):
             data, token_budget=64, window=8, sharded=True, process_group=exchange
         )
         meeting = hub.exchange(exchange.rank)
-        with book(tmp_path / "run", process_group=meeting) as monitor:
+        with losses_monitor(tmp_path / "run", process_group=meeting) as monitor:
             for batch in monitor.watch(loader):
                 info = pop_step_info(batch)
                 sums = torch.tensor([1.0 + 100 * exchange.rank + key for key in info.keys])
@@ -218,11 +222,11 @@ def test_samples_of_ranks_with_data_of_their_own_are_told_apart(tmp_path):
                 Monitor(tmp_path / "other").load_state_dict(monitor.state_dict())
 
     on_ranks(2, run)
-    found = read_losses(tmp_path / "run")
-    assert {(one.rank, one.key): one.loss for one in found} == {
+    losses = read_losses(tmp_path / "run")
+    assert {(loss.rank, loss.key): loss.loss for loss in losses} == {
         (rank, key): 1.0 + 100 * rank + key for rank in range(2) for key in range(20)
     }
-    assert [one[-1].rank for one in worst_samples(found, 21)] == [1] * 20 + [0]
+    assert [history[-1].rank for history in worst_samples(losses, 21)] == [1] * 20 + [0]
     report(tmp_path / "run", html=tmp_path / "r.html", json=tmp_path / "r.json")
     (run,) = json.loads((tmp_path / "r.json").read_text())["runs"]
     assert run["worst"][0][-1]["loss"] == 120.0
@@ -232,7 +236,7 @@ def test_samples_of_ranks_with_data_of_their_own_are_told_apart(tmp_path):
 
 @pytest.mark.parametrize("comes_back", [False, True])
 @pytest.mark.parametrize("begins_at", [0, 2])
-def test_files_of_ranks_that_the_run_had_not_do_not_count(
+def test_files_of_ranks_that_left_the_run_do_not_count(
     tmp_path, monkeypatch, begins_at, comes_back
 ):
     """A run of one rank begins anew in the folder of one of two, or goes on from its step 2.
@@ -261,7 +265,8 @@ def test_files_of_ranks_that_the_run_had_not_do_not_count(
         expected.add((1, 2.0))
     names = ("step", "world_size", "time_s")
     attempts = [
-        {"kind": "attempt", "version": 2, **dict(zip(names, one, strict=True))} for one in begins
+        {"kind": "attempt", "version": 2, **dict(zip(names, begin, strict=True))}
+        for begin in begins
     ]
     (tmp_path / "monitor.jsonl").write_text("".join(map(line_of, attempts)))
-    assert {(one.key, one.loss) for one in read_losses(tmp_path)} == expected
+    assert {(loss.key, loss.loss) for loss in read_losses(tmp_path)} == expected

@@ -1,4 +1,4 @@
-"""Ranks of one process write one file, and wait for nobody for ever."""
+"""Records over several ranks in one process; warnings; each batch is counted once."""
 
 import re
 import warnings
@@ -23,8 +23,8 @@ def samples_of(rank):
     return [{"input_ids": [1] * (n % (9 + 7 * rank) + 2)} for n in range(30 + 20 * rank)]
 
 
-def test_ranks_write_one_file_with_the_mean_over_the_targets_of_all(tmp_path):
-    """Two ranks with data of their own, of which one has less, and fills."""
+def test_ranks_write_one_file_with_the_mean_over_all_targets(tmp_path):
+    """Two ranks with separate data; the rank with less data fills."""
     hub = InProcessHub(2, 20.0)  # an exchange meets the next call of the others: one for each use
 
     def run(exchange):
@@ -60,7 +60,7 @@ def test_ranks_write_one_file_with_the_mean_over_the_targets_of_all(tmp_path):
     assert epoch["mean"]["rank_balance"] == pytest.approx(sum(map(sum, padded)) / (2 * busiest))
 
 
-def test_ranks_are_as_level_in_time_as_what_a_step_takes_says():
+def test_the_time_balance_of_ranks_follows_the_step_time():
     """Rank 0 has rows of 8 x 2 and 4 x 4 tokens, rank 1 of 1 x 16 twice."""
     rows = [[1, 16, 16, 0, 0] * 2, [1, 16, 16, 0, 0] * 2]
     ranks = [
@@ -86,11 +86,11 @@ def test_ranks_are_as_level_in_time_as_what_a_step_takes_says():
     ],
 )
 def test_ranks_at_different_steps_are_an_error(tmp_path, every, timeout_s, error, match):
-    told = steps_of(loader_of(accumulate=1))
+    steps = steps_of(loader_of(accumulate=1))
 
     def run(exchange):
         monitor = Monitor(tmp_path, every=every[exchange.rank], process_group=exchange)
-        for step in told if every[exchange.rank] < 3 else []:
+        for step in steps if every[exchange.rank] < 3 else []:
             monitor.step(*step)
 
     with pytest.raises(error, match=match):
@@ -108,36 +108,36 @@ def test_the_tokens_and_squares_are_those_of_the_largest_rank_of_each_step(tmp_p
                 if exchange.rank == 1 and step == 2:
                     width = 19_000
                 ids = torch.empty(height, width, dtype=torch.int8)
-                told = replace(info, step=step, local_padded_tokens=height * width)
-                monitor.step({"input_ids": ids}, told)
+                step_info = replace(info, step=step, local_padded_tokens=height * width)
+                monitor.step({"input_ids": ids}, step_info)
 
     on_ranks(2, run)
-    (one,) = read_run(tmp_path).steps
-    assert one["sum"]["slowest_tokens"] == 4 * 1000 + 8 * 500 + 20_000
-    assert one["sum"]["slowest_squares"] == 4 * 1000**2 + 8 * 500**2 + 20_000**2
+    (record,) = read_run(tmp_path).steps
+    assert record["sum"]["slowest_tokens"] == 4 * 1000 + 8 * 500 + 20_000
+    assert record["sum"]["slowest_squares"] == 4 * 1000**2 + 8 * 500**2 + 20_000**2
 
 
-# --- what a monitor warns of: once, and only where it is so ---------------------------------------
+# --- warnings: each once --------------------------------------------------------------------------
 
 
 def warned(loader, folder, losses=(), **options):
-    """What a run of a loader warns of, with these losses first and then 1.0."""
+    """Return the warnings of a run whose first losses are `losses`, and later ones 1.0."""
     with warnings.catch_warnings(record=True) as caught, Monitor(folder, every=2) as monitor:
         warnings.simplefilter("always", UserWarning)
         for number, batch in enumerate(monitor.watch(loader)):
             loss = losses[number] if number < len(losses) else 1.0
             monitor.step(batch, pop_step_info(batch), loss=loss, **options)
-    texts = [str(one.message) for one in caught if one.category is UserWarning]
+    texts = [str(warning.message) for warning in caught if warning.category is UserWarning]
     return [text for text in texts if "are padding" not in text]
 
 
-def test_what_holds_a_run_up_is_warned_of_once_and_nothing_else(tmp_path):
+def test_waiting_for_data_and_a_loss_of_nan_are_warned_of_once(tmp_path):
     assert warned(loader_of(), tmp_path / "good", wait_s=0.0) == []
-    (said,) = warned(loader_of(), tmp_path / "starved", wait_s=1.0)
-    assert "goes into waiting for batches" in said
+    (text,) = warned(loader_of(), tmp_path / "starved", wait_s=1.0)
+    assert "goes into waiting for batches" in text
     nan = float("nan")
-    (said,) = warned(loader_of(accumulate=1), tmp_path / "nan", [1.0, nan, 1, 1, nan], wait_s=0.0)
-    assert said.startswith("the loss is nan in a record")
+    (text,) = warned(loader_of(accumulate=1), tmp_path / "nan", [1.0, nan, 1, 1, nan], wait_s=0.0)
+    assert text.startswith("the loss is nan in a record")
     assert re.search(r"loss that is not finite \| +2 \|\n", str(report([str(tmp_path / "nan")])))
 
 
@@ -146,8 +146,8 @@ def test_a_source_that_runs_dry_is_warned_of_once(tmp_path, observe):
     data = {"big": [{"input_ids": [1] * 8}] * 300, "small": [{"input_ids": [1] * 8}] * 10}
     options = {"weights": {"big": 1, "small": 1}, "observe": observe}
     loader = ODBDataLoader(data, token_budget=32, window=16, **options)
-    (said,) = warned(loader, tmp_path, wait_s=0.0)
-    assert said.startswith("source 'small' ran dry before ")
+    (text,) = warned(loader, tmp_path, wait_s=0.0)
+    assert text.startswith("source 'small' ran dry before ")
 
 
 WAITS = [
@@ -161,51 +161,51 @@ LATE = [
 
 
 @pytest.mark.parametrize(
-    ("shares", "said"),
+    ("shares", "expected"),
     [
         (WAITS, "rank 1 waits for batches 60% of its time"),
         (WAITS[:1] * 2, None),
         (LATE, "rank 1 is slower than the other ranks"),
     ],
 )
-def test_a_rank_that_the_others_wait_for_is_named(shares, said):
-    notices = RunWarnings()
+def test_a_slow_rank_is_named(shares, expected):
+    run_warnings = RunWarnings()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
-            notices.look(shares, Counts.over_ranks(shares), None)
-    found = [str(one.message) for one in caught if str(one.message).startswith("rank")]
-    assert len(found) == (said is not None) and all(one.startswith(said) for one in found)
+            run_warnings.check(shares, Counts.over_ranks(shares), None)
+    texts = [str(warning.message) for warning in caught if str(warning.message).startswith("rank")]
+    assert len(texts) == (expected is not None) and all(text.startswith(expected) for text in texts)
 
 
 def test_a_rank_is_named_only_if_consecutive_records_show_it():
-    """Ranks that are slow in turn are no slow rank."""
-    notices = RunWarnings()
+    """No rank is slow if ranks are slow in turn."""
+    run_warnings = RunWarnings()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for shares in (LATE, LATE[1:] + LATE[:1]) * 3:
-            notices.look(shares, Counts.over_ranks(shares), None)
+            run_warnings.check(shares, Counts.over_ranks(shares), None)
 
 
-# --- a batch that is told twice is refused; one that is not told is said --------------------------
+# --- each batch is counted once -------------------------------------------------------------------
 
 
-def test_a_batch_that_is_told_twice_is_refused(tmp_path):
+def test_a_second_step_for_a_batch_is_refused(tmp_path):
     (first, second, *_) = steps_of(loader_of())  # micro-steps 0 and 1 of one optimizer step
     monitor = Monitor(tmp_path)
     monitor.step(*first)
     monitor.step(*second)
-    with pytest.raises(ValueError, match="for step 1 of epoch 0, for which it was called again"):
+    with pytest.raises(ValueError, match="for step 1 of epoch 0 a second time"):
         monitor.step(*second)
 
 
-def test_a_batch_that_is_not_told_is_warned_of_once_with_its_number(tmp_path):
+def test_a_batch_without_a_step_is_warned_of_once(tmp_path):
     with Monitor(tmp_path, every=1) as monitor:
         with pytest.warns(UserWarning, match="was not called for step 3 of epoch 0") as caught:
             for number, step in enumerate(steps_of(loader_of())):
                 if number not in (3, 5):
                     monitor.step(*step)
-        assert sum("was not called for" in str(one.message) for one in caught) == 1
+        assert sum("was not called for" in str(warning.message) for warning in caught) == 1
     loader, monitor = loader_of(), Monitor(tmp_path / "later")
     for step in steps_of(loader):
         monitor.step(*step)
@@ -213,7 +213,7 @@ def test_a_batch_that_is_not_told_is_warned_of_once_with_its_number(tmp_path):
         monitor.step(*steps_of(loader)[1])
 
 
-def test_a_loader_that_begins_again_or_goes_on_from_a_state_is_not_warned_of(tmp_path):
+def test_a_loader_that_restarts_or_resumes_is_not_warned_of(tmp_path):
     monitor, loader = Monitor(tmp_path, every=1), loader_of()
     for _ in range(2):  # each time the first step of a new loader
         for batch in monitor.watch(loader_of()):
@@ -268,20 +268,20 @@ def test_a_second_watch_within_an_epoch_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="another `watch` of this monitor began"):
         for batch in monitor.watch(loader_of()):
             monitor.step(batch, pop_step_info(batch))
-            for other in monitor.watch(loader_of()):
-                monitor.step(other, pop_step_info(other))
+            for other_batch in monitor.watch(loader_of()):
+                monitor.step(other_batch, pop_step_info(other_batch))
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"), [([], "any step of epoch 0"), ([0, 1, 2], "step [0-9]+ of epoch 0")]
+    ("counted", "expected"), [([], "any step of epoch 0"), ([0, 1, 2], "step [0-9]+ of epoch 0")]
 )
-def test_an_epoch_whose_end_is_not_told_is_warned_of_once(tmp_path, told, expected):
+def test_a_missing_step_at_the_end_of_an_epoch_is_warned_of_once(tmp_path, counted, expected):
     with Monitor(tmp_path) as monitor:
         with pytest.warns(UserWarning, match=f"was not called for {expected}") as caught:
             loader = loader_of()
             for _ in range(2):
                 for number, batch in enumerate(monitor.watch(loader)):
-                    if number in told:
+                    if number in counted:
                         monitor.step(batch, pop_step_info(batch))
-    told_of = [one.filename for one in caught if "was not called" in str(one.message)]
-    assert told_of == [__file__]
+    files = [warning.filename for warning in caught if "was not called" in str(warning.message)]
+    assert files == [__file__]

@@ -1,4 +1,4 @@
-"""What a monitor writes: exact values, and nothing that is not told."""
+"""The values in the records of a monitor are exact."""
 
 import json
 import re
@@ -42,11 +42,14 @@ def test_padding_is_a_share_of_what_observe_counts(tmp_path, layout):
 
     def shares(times):
         budget = TokenBudget(96 * times, layout=layout)
-        options = {"token_budget": budget, "observe": lambda one: times * len(one["input_ids"])}
+        options = {
+            "token_budget": budget,
+            "observe": lambda sample: times * len(sample["input_ids"]),
+        }
         with Monitor(tmp_path / f"{times}", every=1) as monitor:
             train(monitor, loader_of(**options))
         run = read_run(tmp_path / f"{times}")
-        return [one["mean"]["padding_share"] for one in [*run.steps, *run.epochs]]
+        return [record["mean"]["padding_share"] for record in [*run.steps, *run.epochs]]
 
     doubled = shares(2)
     assert doubled == shares(1)
@@ -65,8 +68,8 @@ def test_the_records_add_up_to_the_data(tmp_path):
     (epoch,) = run.epochs
     check_steps_follow([{"step": 0}, *run.steps])
     assert (epoch["first_step"], epoch["step"]) == (1, run.steps[-1]["step"])
-    assert all(one["step"] - one["first_step"] == 1 for one in run.steps[:-1])
-    tokens = {name: sum(len(one["input_ids"]) for one in rows) for name, rows in DATA.items()}
+    assert all(record["step"] - record["first_step"] == 1 for record in run.steps[:-1])
+    tokens = {name: sum(len(sample["input_ids"]) for sample in rows) for name, rows in DATA.items()}
     sums = epoch["sum"]
     assert sums["samples"] == 100
     assert sums["tokens"] == sum(tokens.values())
@@ -77,12 +80,12 @@ def test_the_records_add_up_to_the_data(tmp_path):
     assert epoch["mean"]["padding_share"] == 1 - sums["tokens"] / sums["padded_tokens"]
     assert sums["targets"] == sum(info.local_targets for info in infos)
     assert epoch["mean"]["loss"] == mean_loss(infos)
-    for number, one in enumerate(run.steps):
-        assert one["mean"]["loss"] == mean_loss(infos[4 * number : 4 * number + 4])
+    for number, record in enumerate(run.steps):
+        assert record["mean"]["loss"] == mean_loss(infos[4 * number : 4 * number + 4])
     for name in ("samples", "tokens", "padded_tokens", "targets", "optimizer_steps"):
-        assert sum(one["sum"][name] for one in run.steps) == sums[name]
-    for one in run.steps:
-        for shape, number in one["shapes"].items():
+        assert sum(record["sum"][name] for record in run.steps) == sums[name]
+    for record in run.steps:
+        for shape, number in record["shapes"].items():
             shapes[shape] -= number
     assert not any(shapes.values())
     assert epoch["seconds"] == run.steps[-1]["seconds"] >= sums["data_wait_s"]
@@ -97,21 +100,21 @@ def test_values_of_steps_may_be_numbers_tensors_and_of_numpy(tmp_path):
         norm = torch.tensor(3.0)
         monitor.step(*first, loss_by_source=by_source, grad_norm=norm, lr=0.2, wait_s=0.5)
         by_source = {"web": (np.float32(2), np.int64(1))}
-        given = {"grad_norm": 1.0, "lr": torch.tensor(0.5), "values": values, "ooms": np.int64(1)}
-        monitor.step(*second, loss_by_source=by_source, wait_s=0.5, **given)
+        options = {"grad_norm": 1.0, "lr": torch.tensor(0.5), "values": values, "ooms": np.int64(1)}
+        monitor.step(*second, loss_by_source=by_source, wait_s=0.5, **options)
         monitor.step(*third, loss=float("inf"), grad_norm=float("nan"))
-    one, other = read_run(tmp_path).steps
-    assert (one["mean"]["loss/web"], one["sum"]["targets/web"]) == (2.0, 4)
-    assert "loss/code" not in one["mean"] and "loss" not in one["mean"]
-    assert (one["mean"]["grad_norm"], one["peak"]["grad_norm"]) == (2.0, 3.0)
+    earlier, later = read_run(tmp_path).steps
+    assert (earlier["mean"]["loss/web"], earlier["sum"]["targets/web"]) == (2.0, 4)
+    assert "loss/code" not in earlier["mean"] and "loss" not in earlier["mean"]
+    assert (earlier["mean"]["grad_norm"], earlier["peak"]["grad_norm"]) == (2.0, 3.0)
     last = {"tensor": 1.0, "numpy": 0.25, "whole": 3.0}
-    assert one["last"] == {"grad_norm": 1.0, "lr": 0.5} | last
-    assert (one["sum"]["ooms"], one["sum"]["data_wait_s"]) == (1, 1.0)
+    assert earlier["last"] == {"grad_norm": 1.0, "lr": 0.5} | last
+    assert (earlier["sum"]["ooms"], earlier["sum"]["data_wait_s"]) == (1, 1.0)
     # What is not finite is null, which JSON has.
     for line in (tmp_path / "monitor.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
-    assert other["mean"]["loss"] is None
-    assert other["last"]["grad_norm"] is None and other["peak"]["grad_norm"] is None
+    assert later["mean"]["loss"] is None
+    assert later["last"]["grad_norm"] is None and later["peak"]["grad_norm"] is None
 
 
 def test_a_device_is_not_waited_for_before_a_record_is_written(tmp_path):
@@ -146,18 +149,18 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "error", "match"), REFUSALS)
-def test_what_is_no_number_is_refused_by_name_and_leaves_no_trace(tmp_path, given, error, match):
+@pytest.mark.parametrize(("options", "error", "match"), REFUSALS)
+def test_bad_arguments_of_step_are_refused_and_not_counted(tmp_path, options, error, match):
     batch = next(iter(loader_of()))
     info = pop_step_info(batch)
     monitor = Monitor(tmp_path, every=100)
     with pytest.raises(error, match=match):
-        monitor.step(batch, info, **given)
+        monitor.step(batch, info, **options)
     monitor.step(batch, info, loss=1.0)
     monitor.close()
     monitor.close()
-    (one,) = read_run(tmp_path).steps
-    assert one["sum"]["micro_steps"] == 1 and one["mean"]["loss"] == 1.0
+    (record,) = read_run(tmp_path).steps
+    assert record["sum"]["micro_steps"] == 1 and record["mean"]["loss"] == 1.0
     with pytest.raises(ValueError, match="closed"):
         monitor.step(batch, info)
     monitor.reset()
@@ -179,17 +182,17 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize(("options", "match"), ARGUMENTS)
-def test_an_argument_that_is_not_valid_is_refused(tmp_path, options, match):
+def test_bad_arguments_of_the_monitor_are_refused(tmp_path, options, match):
     with pytest.raises((TypeError, ValueError), match=match):
         Monitor(**{"folder": tmp_path} | options)
 
 
-def test_an_error_or_an_epoch_that_is_left_loses_the_rest_and_nothing_else(tmp_path):
+def test_an_interrupted_run_keeps_its_earlier_records(tmp_path):
     loader = loader_of()
     with pytest.raises(KeyboardInterrupt), Monitor(tmp_path / "error", every=2) as monitor:
         train(monitor, loader, steps=3)
         raise KeyboardInterrupt
-    assert [one["step"] for one in read_run(tmp_path / "error").steps] == [2]
+    assert [record["step"] for record in read_run(tmp_path / "error").steps] == [2]
     with Monitor(tmp_path / "left") as monitor:
         train(monitor, loader, steps=2)
         monitor.attach(loader)
@@ -199,7 +202,7 @@ def test_an_error_or_an_epoch_that_is_left_loses_the_rest_and_nothing_else(tmp_p
     assert 0 < first["sum"]["samples"] < 100 == second["sum"]["samples"]
 
 
-def test_an_attempt_says_what_the_run_was_made_with(tmp_path):
+def test_an_attempt_records_the_settings_of_the_run(tmp_path):
     config = {
         "lr": 0.1,
         "data": tmp_path,
@@ -226,11 +229,11 @@ def test_an_attempt_says_what_the_run_was_made_with(tmp_path):
     }
     assert attempt["versions"]["torch"] == torch.__version__
     assert attempt["versions"]["odb_nodes"] == odb_nodes.__version__
-    given = {"token_budget": 96, "window": 12, "sampler": [*range(60)] * 2}
+    options = {"token_budget": 96, "window": 12, "sampler": [*range(60)] * 2}
     with Monitor(tmp_path / "long") as monitor:
-        train(monitor, ODBDataLoader(DATA["web"], **given), steps=2)
+        train(monitor, ODBDataLoader(DATA["web"], **options), steps=2)
     (attempt,) = read_run(tmp_path / "long").attempts
-    assert attempt["loader"] == given | {"seed": 0, "accumulate": 1, "sampler": "120 items"}
+    assert attempt["loader"] == options | {"seed": 0, "accumulate": 1, "sampler": "120 items"}
     with Monitor(tmp_path / "composed") as monitor:
         train(monitor, composed_loader())
     assert read_run(tmp_path / "composed").attempts[0]["loader"] == {}
@@ -252,16 +255,18 @@ def test_a_bar_shows_the_samples_and_the_rates_on_a_terminal(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("is_watched", [True, False])
-def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, monkeypatch, caplog, is_watched):
+def test_without_a_terminal_progress_is_logged(tmp_path, monkeypatch, caplog, is_watched):
     monkeypatch.setattr(progress, "FIRST_S", 0.0)
     monkeypatch.setattr(progress, "EVERY_S", 0.0)
     monitor, loader = Monitor(tmp_path, every=2), loader_of(accumulate=1)
     for batch in monitor.watch(loader) if is_watched else loader:
-        told = batch, pop_step_info(batch)
-        monitor.step(*told, loss=2.5)
-        if told[1].step == 4:
+        step = batch, pop_step_info(batch)
+        monitor.step(*step, loss=2.5)
+        if step[1].step == 4:
             break
-    first, _, third, *_ = [one for one in caplog.messages if one.startswith("optimizer step")]
+    first, _, third, *_ = [
+        message for message in caplog.messages if message.startswith("optimizer step")
+    ]
     samples = r", \d+ of 100 samples" if is_watched else ""
     assert re.fullmatch(f"optimizer steps: 1 after 0 s; epoch 0{samples}", first)
     figures = r", loss 2.5, tokens/s [\d,]+, padding [\d.]+%, waiting \d+%"
@@ -270,8 +275,8 @@ def test_without_a_terminal_lines_say_how_far_it_is(tmp_path, monkeypatch, caplo
     train(Monitor(tmp_path / "off", progress=False), loader_of())
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    Monitor(tmp_path / "rank 1", every=100).step(*told)
-    assert not [one for one in caplog.messages if one.startswith("optimizer step")]
+    Monitor(tmp_path / "rank 1", every=100).step(*step)
+    assert not [message for message in caplog.messages if message.startswith("optimizer step")]
 
 
 class Lines(IterableDataset):
@@ -289,7 +294,7 @@ def loader_without_length(kind, folder):
 
 @pytest.mark.parametrize("kind", ["composed", "dataset", "lines"])
 def test_a_loader_that_does_not_know_its_length_is_watched(tmp_path, kind):
-    (tmp_path / "web.jsonl").write_text("".join(json.dumps(one) + "\n" for one in DATA["web"]))
+    (tmp_path / "web.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DATA["web"]))
     with Monitor(tmp_path / "run", every=2) as monitor:
         train(monitor, loader := loader_without_length(kind, tmp_path))
     if kind == "lines":
@@ -310,16 +315,16 @@ def test_a_record_has_the_squares_of_the_lengths_that_attend(tmp_path, layout, p
             info = pop_step_info(batch)
             lengths = [len(data[key]["input_ids"]) for key in info.keys]
             rows = lengths if layout == "packed" else [max(lengths)] * len(lengths)
-            expected += sum(one * one for one in rows)
+            expected += sum(length * length for length in rows)
             if positions is not None:
                 batch["position_ids"] = batch["position_ids"].expand(positions)
             monitor.step(batch, info)
-    (one,) = read_run(tmp_path).steps
-    assert one["sum"]["slowest_squares"] == expected
-    assert one["sum"]["slowest_tokens"] == one["sum"]["padded_tokens"]
+    (record,) = read_run(tmp_path).steps
+    assert record["sum"]["slowest_squares"] == expected
+    assert record["sum"]["slowest_tokens"] == record["sum"]["padded_tokens"]
 
 
-def test_times_are_left_out_where_a_function_says_them(tmp_path):
+def test_a_function_as_step_time_records_no_time_balance(tmp_path):
     for step_time in (None, StepTime(squares=0.5), len):
         folder = tmp_path / str(step_time)
         loader = ODBDataLoader(DATA["web"], token_budget=96, window=12, step_time=step_time)
@@ -337,13 +342,13 @@ def test_the_metrics_of_two_ranks_by_hand():
     rows = torch.tensor(
         [[[2, 10, 10, 0, 0], [2, 8, 10, 0, 10**6]], [[1, 20, 20, 0, 0], [0, 0, 5, 1, 3 * 10**6]]]
     )
-    found = summarize(rows, 2, 10.0)
-    assert found["odb/rank_balance"] == pytest.approx(45 / (2 * 30))
-    assert found["odb/padding_share"] == pytest.approx(1 - 38 / 45)
-    assert found["odb/filler_share"] == 0.25
-    assert (found["odb/real_tokens_per_step"], found["odb/samples_per_step"]) == (19.0, 2.5)
-    assert found["odb/real_tokens_per_s"] == 3.8
-    assert found["odb/data_wait_share"] == pytest.approx(4 / 20)
+    metrics = summarize(rows, 2, 10.0)
+    assert metrics["odb/rank_balance"] == pytest.approx(45 / (2 * 30))
+    assert metrics["odb/padding_share"] == pytest.approx(1 - 38 / 45)
+    assert metrics["odb/filler_share"] == 0.25
+    assert (metrics["odb/real_tokens_per_step"], metrics["odb/samples_per_step"]) == (19.0, 2.5)
+    assert metrics["odb/real_tokens_per_s"] == 3.8
+    assert metrics["odb/data_wait_share"] == pytest.approx(4 / 20)
 
 
 def test_a_meter_counts_batches_and_the_wait_for_each():
@@ -353,10 +358,13 @@ def test_a_meter_counts_batches_and_the_wait_for_each():
         meter.add(batch, pop_step_info(batch), wait_s=0.25)
         padded, batches = padded + batch["input_ids"].numel(), batches + 1
     rows, steps, _ = meter.take()
-    found, real = summarize(rows[None], steps, 10.0), sum(len(one["input_ids"]) for one in dataset)
-    assert found["odb/padding_share"] == pytest.approx(1 - real / padded)
-    assert found["odb/samples_per_step"] == 50 / steps
-    assert found["odb/data_wait_share"] == pytest.approx(0.25 * batches / 10)
+    metrics, real = (
+        summarize(rows[None], steps, 10.0),
+        sum(len(sample["input_ids"]) for sample in dataset),
+    )
+    assert metrics["odb/padding_share"] == pytest.approx(1 - real / padded)
+    assert metrics["odb/samples_per_step"] == 50 / steps
+    assert metrics["odb/data_wait_share"] == pytest.approx(0.25 * batches / 10)
     assert meter.take()[0].shape == (0, 5)
 
 
@@ -383,20 +391,20 @@ def test_memory_is_in_the_records(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_stats", statistics)
     with Monitor(tmp_path, every=4) as monitor:
         train(monitor, loader_of(), steps=8)
-    one, other = read_run(tmp_path).steps
+    earlier, later = read_run(tmp_path).steps
     assert len(reads) == 2
-    assert one["last"]["memory_allocated_bytes"] == 101
-    assert other["last"]["memory_allocated_bytes"] == 102
-    assert one["peak"]["memory_allocated_bytes"] == 999
-    assert one["peak"]["memory_reserved_bytes"] == 3000
+    assert earlier["last"]["memory_allocated_bytes"] == 101
+    assert later["last"]["memory_allocated_bytes"] == 102
+    assert earlier["peak"]["memory_allocated_bytes"] == 999
+    assert earlier["peak"]["memory_reserved_bytes"] == 3000
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_memory_of_a_real_gpu(tmp_path):
-    held = torch.zeros(2**20, device="cuda")
+    tensor = torch.zeros(2**20, device="cuda")
     with Monitor(tmp_path, every=1) as monitor:
         train(monitor, loader_of(), steps=1)
-    (one,) = read_run(tmp_path).steps
-    assert one["last"]["memory_allocated_bytes"] >= held.nbytes
-    assert one["peak"]["memory_reserved_bytes"] >= one["peak"]["memory_allocated_bytes"]
+    (record,) = read_run(tmp_path).steps
+    assert record["last"]["memory_allocated_bytes"] >= tensor.nbytes
+    assert record["peak"]["memory_reserved_bytes"] >= record["peak"]["memory_allocated_bytes"]

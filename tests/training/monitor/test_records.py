@@ -1,4 +1,4 @@
-"""The file of a run: one writer, torn lines, full disks, runs that begin anew."""
+"""The file of a run: one writer, torn lines, full disks, new runs and resumes."""
 
 import json
 import os
@@ -15,10 +15,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for b", "ignore:.*are 
 
 
 def steps_of(folder):
-    return [one["step"] for one in read_run(folder).steps]
+    return [record["step"] for record in read_run(folder).steps]
 
 
-def test_a_folder_has_one_monitor_and_a_run_that_begins_anew_says_so(tmp_path):
+def test_a_folder_has_one_monitor_and_a_new_run_in_it_is_warned_of(tmp_path):
     with Monitor(tmp_path, every=1) as monitor:
         train(monitor, loader_of(), steps=2)
         with pytest.raises(RuntimeError, match="Give each run its own folder"):
@@ -38,12 +38,12 @@ def test_a_full_disk_warns_once_and_is_a_gap(tmp_path, monkeypatch):
     with Monitor(tmp_path, every=1) as monitor:
         with pytest.warns(UserWarning, match="cannot be written") as caught:
             train(monitor, loader_of(), steps=6, after=after)
-    assert sum("cannot be written" in str(one.message) for one in caught) == 1
+    assert sum("cannot be written" in str(warning.message) for warning in caught) == 1
     assert steps_of(tmp_path) == [1, 2, 5, 6]
 
 
 @pytest.mark.parametrize("writers", [("jsonl",), ("jsonl", "tensorboard")])
-def test_a_folder_that_is_deleted_is_noticed_and_made_anew(tmp_path, writers):
+def test_a_deleted_folder_is_created_again_with_a_warning(tmp_path, writers):
     folder = tmp_path / "run"
 
     def after(step):
@@ -53,15 +53,13 @@ def test_a_folder_that_is_deleted_is_noticed_and_made_anew(tmp_path, writers):
     monitor = Monitor(folder, every=1, writers=writers, losses_by_sample=True)
     with monitor, pytest.warns(UserWarning, match="deleted") as caught:
         train(monitor, loader_of(), steps=5, after=after)
-    assert 1 <= sum("deleted" in str(one.message) for one in caught) <= 3
+    assert 1 <= sum("deleted" in str(warning.message) for warning in caught) <= 3
     assert steps_of(folder) == [4, 5] and len(read_run(folder).attempts) == 1
     if "tensorboard" in writers:
         assert any((folder / "tensorboard").iterdir())
 
 
-def test_an_attempt_that_a_full_disk_has_no_room_for_comes_with_the_next_record(
-    tmp_path, monkeypatch
-):
+def test_an_attempt_lost_to_a_full_disk_is_written_with_the_next_record(tmp_path, monkeypatch):
     """Or the steps of the attempt before would count twice."""
     monitor, loader, states = Monitor(tmp_path, every=1), loader_of(), []
     train(monitor, loader, steps=5, after=lambda _: states.append(monitor.state_dict()))
@@ -69,19 +67,19 @@ def test_an_attempt_that_a_full_disk_has_no_room_for_comes_with_the_next_record(
     write = os.write
     attempt = len((tmp_path / "monitor.jsonl").read_bytes().splitlines()[0])
     for room in (0, 10, attempt + 20):  # bytes that are written of the attempt and the record
-        again = Monitor(tmp_path, every=1)
-        again.load_state_dict(states[1])
+        resumed = Monitor(tmp_path, every=1)
+        resumed.load_state_dict(states[1])
         monkeypatch.setattr(os, "write", lambda file, data, room=room: write(file, data[:room]))
-        with pytest.warns(UserWarning, match="cannot be written"), again:
+        with pytest.warns(UserWarning, match="cannot be written"), resumed:
             train(
-                again,
+                resumed,
                 loader_of(),
                 steps=3,
                 after=lambda _: monkeypatch.setattr(os, "write", write),
             )
     run = read_run(tmp_path)
-    assert [one["step"] for one in run.steps] == [1, 2, 4, 5]
-    assert [one["step"] for one in run.attempts] == [0, 2, 2, 2]
+    assert [record["step"] for record in run.steps] == [1, 2, 4, 5]
+    assert [attempt["step"] for attempt in run.attempts] == [0, 2, 2, 2]
 
 
 @pytest.fixture
@@ -93,8 +91,8 @@ def run(tmp_path):
     lines = path.read_text().splitlines()
 
     def replace(number, change):
-        given = json.loads(lines[number - 1])
-        lines[number - 1] = change if isinstance(change, str) else json.dumps(change(given))
+        record = json.loads(lines[number - 1])
+        lines[number - 1] = change if isinstance(change, str) else json.dumps(change(record))
         path.write_text("\n".join(lines) + "\n")
         return tmp_path
 
@@ -107,14 +105,14 @@ DAMAGED = [
     '{"kind": "steps"}',
     '{"kind": "attempt", "version": 2, "step": 3}',
     '{"kind": ["steps"]}',
-    lambda one: one | {"kind": "other"},
-    lambda one: {name: value for name, value in one.items() if name != "weight"},
-    lambda one: one | {"step": one["step"] + 1},  # one digit
+    lambda record: record | {"kind": "other"},
+    lambda record: {name: value for name, value in record.items() if name != "weight"},
+    lambda record: record | {"step": record["step"] + 1},  # record digit
 ]
 
 
 @pytest.mark.parametrize("change", DAMAGED)
-def test_a_line_that_is_damaged_is_left_out_and_told(run, change):
+def test_a_damaged_line_is_skipped_with_a_warning(run, change):
     folder = run(3, change)
     with open(folder / "monitor.jsonl", "a") as file:
         file.write('{"kind": "st')  # torn by a kill: no word of that
@@ -122,7 +120,7 @@ def test_a_line_that_is_damaged_is_left_out_and_told(run, change):
         assert steps_of(folder) == [1, 3, 4]
 
 
-def test_the_last_line_too_is_told_if_it_was_written_whole(run):
+def test_a_damaged_last_line_is_warned_of_if_it_was_written_whole(run):
     folder = run(5, "garbage{")
     with pytest.warns(UserWarning, match=r"are damaged, and left out: 5\."):
         read_run(folder)
@@ -130,7 +128,7 @@ def test_the_last_line_too_is_told_if_it_was_written_whole(run):
 
 def test_records_of_another_version_are_refused_and_a_folder_without_any(run):
     for version in (1, 99):
-        folder = run(1, lambda one, version=version: {"kind": "attempt", "version": version})
+        folder = run(1, lambda record, version=version: {"kind": "attempt", "version": version})
         for read in (read_run, report):
             with pytest.raises(ValueError, match=f"version {version}, .* reads 2"):
                 read(folder)
@@ -140,19 +138,19 @@ def test_records_of_another_version_are_refused_and_a_folder_without_any(run):
 
 def test_no_step_counts_twice_where_the_attempt_is_damaged(run):
     """The run goes on from step 2; the line that says so is damaged."""
-    folder = run(2, lambda one: one)
+    folder = run(2, lambda record: record)
     lines = (folder / "monitor.jsonl").read_text().splitlines()
-    again = [*lines, "{damaged", *lines[3:]]
-    (folder / "monitor.jsonl").write_text("\n".join(again) + "\n")
+    damaged = [*lines, "{damaged", *lines[3:]]
+    (folder / "monitor.jsonl").write_text("\n".join(damaged) + "\n")
     assert steps_of(folder) == [1, 2, 3, 4]
     assert "resumed after step" not in str(report(run(1, "")))  # the other attempt, too
 
 
-# --- a run that is resumed anywhere writes what the whole run writes: no step twice, none missing -
+# --- resumes: each step is recorded once ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_run_that_is_resumed_at_any_step_writes_what_the_whole_run_writes(tmp_path, every):
+def test_a_run_resumed_at_any_step_writes_the_records_of_the_whole_run(tmp_path, every):
     whole, states = Monitor(tmp_path / "whole", every=every), {}
     loader = loader_of()
 
@@ -168,18 +166,18 @@ def test_a_run_that_is_resumed_at_any_step_writes_what_the_whole_run_writes(tmp_
         first = Monitor(folder, every=every)
         train(first, loader_of(), epochs=2, steps=step + 2)  # it went on after the checkpoint
         first.close()
-        resumed, again = Monitor(folder, every=every), loader_of()
+        resumed, resumed_loader = Monitor(folder, every=every), loader_of()
         resumed.load_state_dict(state)
-        again.load_state_dict(position)
-        train(resumed, again, epochs=2 - state["epoch"])
+        resumed_loader.load_state_dict(position)
+        train(resumed, resumed_loader, epochs=2 - state["epoch"])
         resumed.close()
-        found = records_of(folder)
-        check_steps_follow([{"step": 0}, *found[0]])
-        assert found == expected, step
+        records = records_of(folder)
+        check_steps_follow([{"step": 0}, *records[0]])
+        assert records == expected, step
 
 
 @pytest.mark.parametrize("world_size", [None, 2])
-def test_the_clock_goes_on_after_a_resume(tmp_path, world_size):
+def test_the_training_time_continues_after_a_resume(tmp_path, world_size):
     with Monitor(tmp_path, every=2) as first:
         train(first, loader := loader_of(), steps=3, after=lambda _: time.sleep(0.05))
         state = first.state_dict()
@@ -204,7 +202,7 @@ def test_a_state_that_was_changed_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("every", "is_same"), [(1, False), (5, True)])
-def test_a_run_that_goes_on_from_the_last_step_of_an_epoch_has_its_record(tmp_path, every, is_same):
+def test_a_run_resumed_at_the_end_of_an_epoch_has_the_record_of_the_epoch(tmp_path, every, is_same):
     """Without a `RankAligner`, it is known only afterwards that the epoch has ended."""
     batches = sum(1 for _ in composed_loader())
     monitor, loader = Monitor(tmp_path, every=every), composed_loader()
@@ -223,4 +221,4 @@ def test_a_run_that_goes_on_from_the_last_step_of_an_epoch_has_its_record(tmp_pa
     first, second = run.epochs
     assert (first["first_step"], first["step"], second["first_step"]) == (1, batches, batches + 1)
     assert second["step"] == run.steps[-1]["step"]
-    assert [one["sum"]["samples"] for one in run.epochs] == [100, 100]
+    assert [record["sum"]["samples"] for record in run.epochs] == [100, 100]

@@ -1,4 +1,4 @@
-"""A report has the numbers of the records, in every form, and its page needs nothing else."""
+"""A report has the numbers of the records in every format; its page needs no network."""
 
 import csv
 import json
@@ -14,7 +14,6 @@ from monitors import DATA, loader_of, loss_of, train
 from refusals import refuses
 
 from odb_nodes import Ledger, Observation, ODBDataLoader, pop_step_info
-from odb_nodes.cli import main
 from odb_nodes.training.monitor import Monitor, RowLosses, read_run, report
 from odb_nodes.training.monitor.figures import Curve, curves
 from odb_nodes.training.monitor.records import line_of
@@ -26,30 +25,31 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")
 def runs(tmp_path_factory):
     """The folders of two runs, one with a ledger, and with names that a page has to escape."""
     folder = tmp_path_factory.mktemp("runs")
-    own = folder / "a <b>"
-    with Monitor(own, every=2) as monitor, Ledger(own / "ledger") as ledger:
+    first = folder / "a <b>"
+    with Monitor(first, every=2) as monitor, Ledger(first / "ledger") as ledger:
         for batch in loader_of(accumulate=1):
             info = pop_step_info(batch)
             by_source = {
-                name: (3.0 * one.tokens, one.tokens) for name, one in info.local_sources.items()
+                name: (3.0 * count.tokens, count.tokens)
+                for name, count in info.local_sources.items()
             }
-            told = {"lr": 0.1, "loss_by_source": by_source, "values": {"weight/web": info.step}}
-            monitor.step(batch, info, loss=loss_of(info), **told)
+            options = {"lr": 0.1, "loss_by_source": by_source, "values": {"weight/web": info.step}}
+            monitor.step(batch, info, loss=loss_of(info), **options)
             ledger.record(info)
     with Monitor(folder / "other", every=1) as monitor:
         train(monitor, loader_of(), epochs=2)
-    return [own, folder / "other"]
+    return [first, folder / "other"]
 
 
 def test_csv_and_json_have_the_numbers_of_the_records(tmp_path, runs):
     report(runs, csv=tmp_path / "r.csv", json=tmp_path / "r.json")
     rows = list(csv.DictReader((tmp_path / "r.csv").read_text().splitlines()))
-    found = json.loads((tmp_path / "r.json").read_text())["runs"]
-    for folder, one in zip(runs, found, strict=True):
+    reported = json.loads((tmp_path / "r.json").read_text())["runs"]
+    for folder, report_of_run in zip(runs, reported, strict=True):
         run = read_run(folder)
-        assert one["steps"] == run.steps and one["epochs"] == run.epochs
-        own = [row for row in rows if row["run"] == one["name"]]
-        for row, record in zip(own, [*run.steps, *run.epochs], strict=True):
+        assert report_of_run["steps"] == run.steps and report_of_run["epochs"] == run.epochs
+        rows_of_run = [row for row in rows if row["run"] == report_of_run["name"]]
+        for row, record in zip(rows_of_run, [*run.steps, *run.epochs], strict=True):
             for group in ("mean", "sum", "peak", "last"):
                 for name, value in record[group].items():
                     assert row[f"{group}.{name}"] == str(value)
@@ -63,7 +63,7 @@ def test_the_summary_of_a_run_is_what_the_record_of_its_epoch_says(runs):
     assert summary.sources()["web"]["loss"] == pytest.approx(3.0)
 
 
-def test_a_mean_of_the_run_is_weighed_by_what_it_is_a_mean_over(tmp_path):
+def test_a_mean_of_the_run_is_weighted_by_loss_weight(tmp_path):
     """Here by samples, and where only a part of the steps tells a loss, by theirs."""
     infos = []
     with Monitor(tmp_path, every=2) as monitor:
@@ -71,26 +71,26 @@ def test_a_mean_of_the_run_is_weighed_by_what_it_is_a_mean_over(tmp_path):
             infos.append(pop_step_info(batch))
             loss = float(number) if number % 3 else None
             monitor.step(batch, infos[-1], loss=loss, loss_weight=infos[-1].local_samples)
-    told = [(number, one.local_samples) for number, one in enumerate(infos) if number % 3]
-    expected = sum(a * b for a, b in told) / sum(b for _, b in told)
+    counted = [(number, info.local_samples) for number, info in enumerate(infos) if number % 3]
+    expected = sum(a * b for a, b in counted) / sum(b for _, b in counted)
     assert read_run(tmp_path).epochs[0]["mean"]["loss"] == pytest.approx(expected)
     assert report(tmp_path).runs[0].whole["mean"]["loss"] == pytest.approx(expected)
 
 
 def test_the_text_and_a_notebook_have_a_column_for_each_run_and_the_audit(runs):
-    found = report(runs)
-    share = found.runs[0].whole["mean"]["padding_share"]
-    assert re.search(r"\| samples +\| +100 \| +200 \|\n", str(found))
-    assert re.search(rf"\| padding share +\| +{100 * share:.1f} % \|", str(found))
-    assert "token_budget" in str(found) and "Sources and tasks of a <b>" in str(found)
-    assert ": OK" in str(found) and "epoch 0: complete" in str(found)
-    html = found._repr_html_()
+    text_report = report(runs)
+    share = text_report.runs[0].whole["mean"]["padding_share"]
+    assert re.search(r"\| samples +\| +100 \| +200 \|\n", str(text_report))
+    assert re.search(rf"\| padding share +\| +{100 * share:.1f} % \|", str(text_report))
+    assert "token_budget" in str(text_report) and "Sources and tasks of a <b>" in str(text_report)
+    assert ": OK" in str(text_report) and "epoch 0: complete" in str(text_report)
+    html = text_report._repr_html_()
     assert html.count("<table>") == 4  # figures, settings, sources of two runs
     assert "<th>a &lt;b&gt;</th>" in html and "a <b>" not in html
 
 
-def test_a_page_has_all_tables_and_figures_and_asks_for_nothing(tmp_path, runs):
-    found = report(runs, html=tmp_path / "report.html")
+def test_a_page_has_all_tables_and_figures_and_needs_no_network(tmp_path, runs):
+    page_report = report(runs, html=tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text()
     assert not re.search(r"<(script|link|img|iframe)[^>]* (src|href)=|@import", text)
     assert text.count("plotly.js v") == 1 and "width=device-width" in text
@@ -98,27 +98,27 @@ def test_a_page_has_all_tables_and_figures_and_asks_for_nothing(tmp_path, runs):
     assert "<b>" not in body and "a &lt;b&gt;" in body
     for table in ("padding share", "token_budget", "Sources and tasks of other", ": complete"):
         assert table in body
-    drawn = [one.layout.title.text for one in found.figures()]
+    drawn = [figure.layout.title.text for figure in page_report.figures()]
     assert re.findall("<h3>(.*?)</h3>", body) == drawn and len(drawn) >= 9
     assert body.count("Plotly.newPlot") == body.count('["sendChartToCloud"]') == len(drawn)
 
 
 def test_figures_have_a_series_for_each_run_with_the_values_of_the_records(runs):
-    found = {one.layout.title.text: one for one in report(runs).figures()}
-    loss = found["Loss, nats per supervised token"]
-    assert [one.name for one in loss.data] == ["a &lt;b&gt;", "other"]  # the legend reads HTML
+    figures = {figure.layout.title.text: figure for figure in report(runs).figures()}
+    loss = figures["Loss, nats per supervised token"]
+    assert [curve.name for curve in loss.data] == ["a &lt;b&gt;", "other"]  # the legend reads HTML
     for folder, drawn in zip(runs, loss.data, strict=True):
         steps = read_run(folder).steps
         assert list(drawn.x) == [one["step"] for one in steps]
         assert list(drawn.y) == [one["mean"]["loss"] for one in steps]
-    tokens = [one["sum"]["tokens"] for one in read_run(runs[1]).steps]
-    over_tokens = found["Loss over real tokens, nats per supervised token"].data[1]
+    tokens = [record["sum"]["tokens"] for record in read_run(runs[1]).steps]
+    over_tokens = figures["Loss over real tokens, nats per supervised token"].data[1]
     assert list(over_tokens.x) == [sum(tokens[: n + 1]) for n in range(len(tokens))]
-    by_source = found["Loss by source or task, nats per supervised token"]
-    assert [one.name for one in by_source.data] == ["a &lt;b&gt;: code", "a &lt;b&gt;: web"]
-    assert found["weight"].data[0].name == "a &lt;b&gt;: web"
+    by_source = figures["Loss by source or task, nats per supervised token"]
+    assert [curve.name for curve in by_source.data] == ["a &lt;b&gt;: code", "a &lt;b&gt;: web"]
+    assert figures["weight"].data[0].name == "a &lt;b&gt;: web"
     shapes = report(runs).runs[1].shapes()
-    dots = found["Shapes of the batches of rank 0"].data[1]
+    dots = figures["Shapes of the batches of rank 0"].data[1]
     assert [*zip(dots.x, dots.y, strict=True)] == [*shapes]
 
 
@@ -133,46 +133,41 @@ def test_a_long_curve_is_drawn_with_its_extremes_in_its_order(values):
     assert (min(drawn.y), max(drawn.y)) == (min(values), max(values))
 
 
-def test_a_run_that_went_on_otherwise_says_so_by_stretch(tmp_path, runs):
+def test_changed_settings_are_reported_by_attempt(tmp_path, runs):
     """A run of 4 ranks goes on with 2 after step 3, in the third attempt."""
     first, *records = (runs[1] / "monitor.jsonl").read_text().splitlines()
     attempt = json.loads(first) | {"world_size": 4, "config": {"lr": 0.1}}
     del attempt["crc"]
     other = attempt | {"world_size": 9, "step": 5, "resumed_at": 5}
     last = attempt | {"world_size": 2, "step": 3, "resumed_at": 3, "config": {"lr": 0.2}}
-    own = [line_of(one).rstrip() for one in (attempt, other, last)]
-    lines = [own[0], *records[:5], own[1], records[5], own[2], *records[3:]]
+    attempt_lines = [line_of(record).rstrip() for record in (attempt, other, last)]
+    lines = [
+        attempt_lines[0],
+        *records[:5],
+        attempt_lines[1],
+        records[5],
+        attempt_lines[2],
+        *records[3:],
+    ]
     (tmp_path / "monitor.jsonl").write_text("\n".join(lines) + "\n")
-    found = report(tmp_path)
-    (summary,) = found.runs
+    run_report = report(tmp_path)
+    (summary,) = run_report.runs
     assert summary.facts()["ranks"] == "4, then 2 from step 4"
     assert summary.facts()["rank balance in time"] == pytest.approx(1.0)
-    half_at = "attention takes half of the time of, tokens: planned"
-    assert summary.facts()[half_at] == 12_288
     assert summary.facts()["resumed after step"] == "3"
     assert summary.facts()["optimizer steps without a record"] is None
-    gap = [one for one in lines if json.loads(one).get("first_step") != 2]
+    gap = [line for line in lines if json.loads(line).get("first_step") != 2]
     (tmp_path / "monitor.jsonl").write_text("\n".join(gap) + "\n")
     (summary,) = report(tmp_path).runs
     assert summary.facts()["optimizer steps without a record"] == 1
     assert summary.settings()["lr (config)"] == "0.1, then 0.2 from step 4"
     assert summary.settings()["token_budget"] == "96"
-    drawn = {one.layout.title.text: one for one in found.figures()}
+    drawn = {figure.layout.title.text: figure for figure in run_report.figures()}
     assert "Balance of the ranks, %" in drawn  # of the part with several
-    assert [one.x0 for one in drawn["Learning rate"].layout.shapes] == [3]
+    assert [line.x0 for line in drawn["Learning rate"].layout.shapes] == [3]
 
 
-def test_a_run_without_planned_step_times_has_a_report_without_them(tmp_path, runs):
-    first, *records = (runs[1] / "monitor.jsonl").read_text().splitlines()
-    attempt = json.loads(first) | {"world_size": 2}
-    del attempt["crc"], attempt["step_time"]
-    lines = [line_of(attempt).rstrip(), *records]
-    (tmp_path / "monitor.jsonl").write_text("\n".join(lines) + "\n")
-    facts = report(tmp_path).runs[0].facts()
-    assert facts["ranks"] == "2" and not any("planned" in name for name in facts)
-
-
-def test_a_ledger_beside_several_runs_is_of_none_of_them(tmp_path):
+def test_a_ledger_beside_several_runs_belongs_to_none(tmp_path):
     def audits(*names):
         return [report(tmp_path / name).runs[0].audit for name in names]
 
@@ -198,19 +193,11 @@ test_a_folder_without_records_is_an_error = refuses(
 )
 
 
-def test_only_the_page_needs_what_draws_it(tmp_path, runs, monkeypatch):
+def test_only_the_page_needs_plotly(tmp_path, runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     print(report(runs, csv=tmp_path / "r.csv"))
     with pytest.raises(ImportError, match=r"pip install 'odb-nodes\[report\]'"):
         report(runs, html=tmp_path / "r.html")
-
-
-@pytest.mark.slow
-def test_the_command_prints_the_table_and_writes_the_page(tmp_path, runs, capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["report", *map(str, runs), "--html", str(tmp_path / "page.html")])
-    assert "padding share" in capsys.readouterr().out
-    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
 
 
 # --- tasks are shown as sources are ---------------------------------------------------------------
@@ -235,11 +222,11 @@ def losses_of(info, batch):
 
 
 def by_task(info, losses):
-    found = {}
+    sums = {}
     for task, total, targets in zip(info.row_tasks, *losses, strict=True):
-        before = found.get(task, (0.0, 0))
-        found[task] = before[0] + total, before[1] + int(targets)
-    return found
+        sum_before = sums.get(task, (0.0, 0))
+        sums[task] = sum_before[0] + total, sum_before[1] + int(targets)
+    return sums
 
 
 @pytest.fixture(scope="module", params=["by task", "by row"])
@@ -265,21 +252,26 @@ def test_a_task_has_its_samples_tokens_and_loss_in_records_and_reports(run):
         tokens[task_of(row)] += len(row["input_ids"])
     (epoch,) = read_run(run).epochs
     for counts, kind in ((samples, "samples"), (tokens, "tokens")):
-        told = {name: one for name, one in epoch["sum"].items() if name.startswith(f"{kind}/")}
-        assert told == {f"{kind}/{name}": one for name, one in counts.items()}
+        counted = {
+            name: value for name, value in epoch["sum"].items() if name.startswith(f"{kind}/")
+        }
+        assert counted == {f"{kind}/{name}": count for name, count in counts.items()}
     for name, loss in LOSSES.items():
         assert epoch["mean"][f"loss/{name}"] == pytest.approx(loss)
         assert epoch["sum"][f"targets/{name}"] == tokens[name] - samples[name]
     assert "loss/code" not in epoch["mean"]
     for record in read_run(run).steps:
         assert record["last"]["weight/long"] == record["step"] - 1
-    found = report(run)
-    sources = found.runs[0].sources()
+    run_report = report(run)
+    sources = run_report.runs[0].sources()
     assert {*sources} == {*LOSSES} and sources["long"]["loss"] == pytest.approx(3.0)
-    assert sum(one["share of tokens"] for one in sources.values()) == pytest.approx(1.0)
-    (line,) = [line for line in str(found).splitlines() if line.startswith("| long ")]
+    assert sum(source["share of tokens"] for source in sources.values()) == pytest.approx(1.0)
+    (line,) = [line for line in str(run_report).splitlines() if line.startswith("| long ")]
     assert line.split()[3] == str(sources["long"]["samples"])
-    drawn = {one.layout.title.text: [curve.name for curve in one.data] for one in found.figures()}
+    drawn = {
+        figure.layout.title.text: [curve.name for curve in figure.data]
+        for figure in run_report.figures()
+    }
     assert drawn["Loss by source or task, nats per supervised token"] == ["long", "short", "web"]
     assert drawn["weight"] == ["long"]
 
@@ -291,7 +283,7 @@ def test_a_task_without_a_sample_in_an_epoch_is_counted_and_warned_of(tmp_path):
         for _ in range(2):
             for batch in monitor.watch(loader):
                 monitor.step(batch, pop_step_info(batch))
-    assert sum("'none' had no sample in epoch 0" in str(one.message) for one in caught) == 1
-    assert not any("'web' had no sample" in str(one.message) for one in caught)
+    assert sum("'none' had no sample in epoch 0" in str(warning.message) for warning in caught) == 1
+    assert not any("'web' had no sample" in str(warning.message) for warning in caught)
     for epoch in read_run(tmp_path).epochs:
         assert epoch["sum"]["samples/none"] == 0 < epoch["sum"]["samples/web"]

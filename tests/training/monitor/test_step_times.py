@@ -1,25 +1,22 @@
-"""The times of the steps of a run are found again in its log, beside those it was planned by."""
+"""The times of the steps of a run are recovered from its log."""
 
 import json
-import math
 
 import numpy as np
 import pytest
 from step_logs import TRUE, write_log, write_records
 
-from odb_nodes.core.planning import StepTime
 from odb_nodes.training.monitor import fitted_step_time
-from odb_nodes.training.monitor.step_times import compared_times
 
 
-def terms(one):
-    return [one.base, one.tokens, one.squares]
+def terms(step_time):
+    return [step_time.base, step_time.tokens, step_time.squares]
 
 
-def test_the_times_of_a_run_are_found_again(tmp_path):
+def test_the_step_times_of_a_run_are_recovered(tmp_path):
     write_log(tmp_path / "steps.jsonl", 200)
-    found, origin = fitted_step_time(tmp_path / "steps.jsonl")
-    assert terms(found) == pytest.approx(terms(TRUE), rel=1e-6)
+    fitted, origin = fitted_step_time(tmp_path / "steps.jsonl")
+    assert terms(fitted) == pytest.approx(terms(TRUE), rel=1e-6)
     assert origin == "fitted to 200 steps of steps.jsonl"
     write_log(tmp_path / "noisy.jsonl", 2_000, noise=0.05)
     noisy, _ = fitted_step_time(tmp_path / "noisy.jsonl")
@@ -29,24 +26,24 @@ def test_the_times_of_a_run_are_found_again(tmp_path):
 def test_slow_steps_and_other_lines_are_left_out_and_packed_rows_say_their_squares(tmp_path):
     path = tmp_path / "steps.jsonl"
     slow = {**write_log(path, 100)[0], "step_s": 60.0}
-    others = [json.dumps(slow), "{}", "cut", '{"rows": 0, "width": 3, "step_s": 1}', "3"]
+    lines = [json.dumps(slow), "{}", "cut", '{"rows": 0, "width": 3, "step_s": 1}', "3"]
     rng = np.random.default_rng(0)
     tokens, samples = rng.integers(100, 9000, 40), rng.integers(1, 20, 40)
     times = TRUE.seconds_of(tokens, tokens**2 / samples)
-    others += [
+    lines += [
         json.dumps({"rows": 1, "width": int(width), "squares": width**2 / count, "step_s": time})
         for width, count, time in zip(tokens, samples, times, strict=True)
     ]
-    path.write_text("\n".join([*others, path.read_text()]))
+    path.write_text("\n".join([*lines, path.read_text()]))
     assert terms(fitted_step_time(path)[0]) == pytest.approx(terms(TRUE), rel=1e-6)
 
 
 def test_a_token_takes_some_time_where_the_log_shows_none(tmp_path):
     lines = [{"rows": 1, "width": 100 * n, "step_s": 0.5} for n in range(1, 21)]
     (tmp_path / "steps.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    found, _ = fitted_step_time(tmp_path / "steps.jsonl")
-    assert found.base == pytest.approx(0.5)
-    assert 0 < found.tokens * 1_050 < 0.001
+    fitted, _ = fitted_step_time(tmp_path / "steps.jsonl")
+    assert fitted.base == pytest.approx(0.5)
+    assert 0 < fitted.tokens * 1_050 < 0.001
 
 
 def test_the_records_of_a_monitor_are_a_log(tmp_path):
@@ -61,8 +58,8 @@ def test_the_records_of_a_monitor_are_a_log(tmp_path):
         every=2,
         waits=waits,
     )
-    found, origin = fitted_step_time(tmp_path)
-    assert terms(found) == pytest.approx(terms(TRUE), rel=1e-4)  # waits are whole microseconds
+    fitted, origin = fitted_step_time(tmp_path)
+    assert terms(fitted) == pytest.approx(terms(TRUE), rel=1e-4)  # waits are whole microseconds
     assert origin == f"fitted to 80 steps of {tmp_path.name}"
 
 
@@ -73,30 +70,3 @@ def test_a_log_without_steps_is_an_error(tmp_path):
         fitted_step_time(path)
     with pytest.raises(FileNotFoundError):
         fitted_step_time(tmp_path / "nowhere.jsonl")
-
-
-def test_planned_times_stand_beside_those_of_the_steps(tmp_path):
-    rng = np.random.default_rng(0)
-    widths = rng.choice([8, 32, 128, 512], (80, 2))
-    tokens = rng.integers(1, 4096 // widths) * widths
-    seconds = TRUE.seconds_of(tokens, tokens * widths).max(axis=1)
-    write_records(tmp_path, seconds, tokens, tokens * widths, every=2)
-    right, wrong = (
-        compared_times(planned, tmp_path)
-        for planned in (
-            StepTime(tokens=1, squares=TRUE.squares / TRUE.tokens, base=TRUE.base / TRUE.tokens),
-            StepTime(),
-        )
-    )
-    at = "attention takes half of the time of, tokens"
-    assert right[f"{at}: planned"] == pytest.approx(TRUE.half_at)
-    assert right[f"{at}: fitted"] == pytest.approx(TRUE.half_at, rel=1e-4)
-    assert wrong[f"{at}: planned"] is None and math.isinf(StepTime().half_at)
-    error = "steps differ from planned times by, mean share"
-    assert right[error] < 1e-6 < 0.05 < wrong[error]
-
-
-def test_few_records_tell_nothing_of_times(tmp_path):
-    write_records(tmp_path, np.ones(4), np.ones((4, 2)), np.ones((4, 2)), every=1)
-    found = compared_times(StepTime(squares=0.5), tmp_path)
-    assert [*found.values()] == [2.0, None, None]

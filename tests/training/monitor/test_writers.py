@@ -1,4 +1,4 @@
-"""Every writer is told the numbers that are in the records, each step once, also after a resume."""
+"""Every writer gets the numbers of the records, each step once, also after a resume."""
 
 import sys
 import time
@@ -63,7 +63,7 @@ def resumed_run(folder, make_writer):
     return writer
 
 
-def test_a_writer_of_your_own_is_told_each_record_and_attempt(tmp_path):
+def test_a_custom_writer_gets_each_record_and_attempt(tmp_path):
     service = Service()
     resumed_run(tmp_path, lambda: service)
     # Of step 6 it was told by the first attempt.
@@ -75,24 +75,24 @@ def test_tensorboard_has_each_step_once(tmp_path):
     module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     resumed_run(tmp_path, lambda: "tensorboard")
     events = module.EventAccumulator(str(tmp_path / "tensorboard"), {"scalars": 0}).Reload()
-    found = [
+    values = [
         ((tag, event.step), event.value)
         for tag in events.Tags()["scalars"]
         for event in events.Scalars(tag)
     ]
-    assert sorted(found) == sorted(values_of(tmp_path).items())
+    assert sorted(values) == sorted(values_of(tmp_path).items())
 
 
 def offline_records(data):
     """The records of a file of wandb, which has LevelDB's log format after 7 bytes."""
-    at, parts = 7, []
-    while at + 7 <= len(data):
-        if at % 2**15 > 2**15 - 7:  # the rest of a block
-            at += -at % 2**15
+    offset, parts = 7, []
+    while offset + 7 <= len(data):
+        if offset % 2**15 > 2**15 - 7:  # the rest of a block
+            offset += -offset % 2**15
             continue
-        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        parts.append(data[at + 7 : at + 7 + size])
-        at += 7 + size
+        size, kind = int.from_bytes(data[offset + 4 : offset + 6], "little"), data[offset + 6]
+        parts.append(data[offset + 7 : offset + 7 + size])
+        offset += 7 + size
         if kind in (1, 4):  # whole, or the last part
             yield b"".join(parts)
             parts = []
@@ -107,7 +107,7 @@ def test_weights_and_biases_has_the_scalars_over_the_optimizer_step(tmp_path, mo
     monkeypatch.setenv("WANDB_SILENT", "true")
     options = {"project": "tests", "dir": str(tmp_path), "id": "run-1", "resume": "allow"}
     resumed_run(tmp_path / "run", lambda: WandbWriter(**options))
-    found, config, ends = {}, {}, 0
+    values, config, ends = {}, {}, 0
     end_s = time.monotonic() + 30
     while ends < 2 and time.monotonic() < end_s:  # its service writes on after `finish`
         paths = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
@@ -116,14 +116,14 @@ def test_weights_and_biases_has_the_scalars_over_the_optimizer_step(tmp_path, mo
             for path in sorted(paths)
             for data in offline_records(path.read_bytes())
         ]
-        ends = sum(one.WhichOneof("record_type") == "exit" for one in records)
+        ends = sum(record.WhichOneof("record_type") == "exit" for record in records)
         time.sleep(0.1)
     for record in records:
-        config |= {one.key: one.value_json for one in record.run.config.update}
-        row = {one.key or one.nested_key[0]: one.value_json for one in record.history.item}
-        for name in (one for one in row if "/" in one):
-            found[name, int(row["optimizer_step"])] = float(np.float32(float(row[name])))
-    assert {*values_of(tmp_path / "run").items()} <= {*found.items()}
+        config |= {item.key: item.value_json for item in record.run.config.update}
+        row = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+        for name in (name for name in row if "/" in name):
+            values[name, int(row["optimizer_step"])] = float(np.float32(float(row[name])))
+    assert {*values_of(tmp_path / "run").items()} <= {*values.items()}
     assert config["lr"] == "0.1" and config["token_budget"] == "96"
 
 
@@ -136,16 +136,19 @@ def test_mlflow_has_the_scalars_and_the_settings(tmp_path, monkeypatch):
     resumed_run(tmp_path / "run", lambda: MlflowWriter(run_id=run_id))
     assert mlflow.active_run() is None
     client = mlflow.tracking.MlflowClient()
-    found = {
-        (name, one.step, float(np.float32(one.value)))
+    values = {
+        (name, metric.step, float(np.float32(metric.value)))
         for name in client.get_run(run_id).data.metrics
-        for one in client.get_metric_history(run_id, name)
+        for metric in client.get_metric_history(run_id, name)
     }
     for (name, step), value in values_of(tmp_path / "run").items():
-        assert (name.replace("/", ".").replace(".", "/", 1), step, value) in found
+        assert (name.replace("/", ".").replace(".", "/", 1), step, value) in values
     assert client.get_run(run_id).data.params["lr"] == "0.1"
-    with mlflow.start_run() as outer, Monitor(tmp_path / "own", writers=[MlflowWriter()]) as own:
-        train(own, loader_of(), steps=2)
+    with (
+        mlflow.start_run() as outer,
+        Monitor(tmp_path / "own", writers=[MlflowWriter()]) as monitor,
+    ):
+        train(monitor, loader_of(), steps=2)
         assert mlflow.active_run() is not None
     assert "mean/loss" in client.get_run(outer.info.run_id).data.metrics
 
@@ -162,7 +165,7 @@ def test_mlflow_has_the_scalars_and_the_settings(tmp_path, monkeypatch):
         ("mlflow", lambda _: MlflowWriter(), "tracking"),
     ],
 )
-def test_what_is_missing_is_named_when_the_writer_is_made(
+def test_a_missing_package_is_named_when_the_writer_is_made(
     tmp_path, monkeypatch, missing, make, extra
 ):
     monkeypatch.setitem(sys.modules, missing, None)

@@ -1,4 +1,4 @@
-"""Weights that follow the gradients of their tasks, alike on any number of ranks, and resume."""
+"""GradNorm and PCGrad: equal on any number of ranks, and after a resume."""
 
 import json
 from dataclasses import replace
@@ -33,10 +33,10 @@ def even():
 def added(kind, accumulate=1):
     """What adds the batches of one optimizer step, and the arguments for each."""
     model = Model()
-    found = kind(even(), model.trunk.parameters())
+    tasks = kind(even(), model.trunk.parameters())
     batches = islice(loader_of(regression(), accumulate=accumulate), accumulate)
-    given = [(model.losses(batch), pop_step_info(batch)) for batch in batches]
-    return found, found.observe if kind is GradNorm else found.backward, given
+    arguments = [(model.losses(batch), pop_step_info(batch)) for batch in batches]
+    return tasks, tasks.observe if kind is GradNorm else tasks.backward, arguments
 
 
 # --- the rule -------------------------------------------------------------------------------------
@@ -44,26 +44,26 @@ def added(kind, accumulate=1):
 
 def by_hand(ranks, steps):
     """The weights and pulls of GradNorm, from the batches of all ranks put together."""
-    model, first, found = Model(), {}, []
+    model, first, results = Model(), {}, []
     weights = dict.fromkeys(NEAR_FAR, 1.0)
     for batch in islice(joint_batches(regression(), ranks), steps):
         losses, norms, pulls, means = model.losses(batch), {}, {}, {}
         for number, task in enumerate(NEAR_FAR):
             mean = losses[batch["task"] == number].mean()
             grads = torch.autograd.grad(mean, [*model.trunk.parameters()], retain_graph=True)
-            norms[task] = float(torch.cat([one.flatten() for one in grads]).norm())
+            norms[task] = float(torch.cat([grad.flatten() for grad in grads]).norm())
             pulls[task], means[task] = weights[task] * norms[task], float(mean.detach())
             first.setdefault(task, means[task])
-        left = {task: means[task] / first[task] for task in NEAR_FAR}
+        inverse_rates = {task: means[task] / first[task] for task in NEAR_FAR}
         pull = sum(pulls.values()) / 2
         for task in NEAR_FAR:
-            wanted = pull * (left[task] / (sum(left.values()) / 2)) ** 1.5
+            wanted = pull * (inverse_rates[task] / (sum(inverse_rates.values()) / 2)) ** 1.5
             side = (pulls[task] > wanted) - (pulls[task] < wanted)
             weights[task] -= 0.01 * side * norms[task] / (sum(norms.values()) / 2)
         total = sum(weights.values())
-        weights = {task: max(0.05, 2 * one / total) for task, one in weights.items()}
-        found.append((dict(weights), pulls))
-    return found
+        weights = {task: max(0.05, 2 * weight / total) for task, weight in weights.items()}
+        results.append((dict(weights), pulls))
+    return results
 
 
 RANKS = """
@@ -77,16 +77,16 @@ print(json.dumps([(weights, balance.norms) for balance, weights in islice(steps,
 
 
 def test_two_ranks_have_the_weights_of_one_with_the_joint_batch(tmp_path):
-    one, other = run_ranks(tmp_path, RANKS, 2)
-    assert one == other
-    for (weights, norms), (expected, pulls) in zip(one, by_hand(2, 6), strict=True):
+    rank_0, rank_1 = run_ranks(tmp_path, RANKS, 2)
+    assert rank_0 == rank_1
+    for (weights, norms), (expected, pulls) in zip(rank_0, by_hand(2, 6), strict=True):
         assert weights == pytest.approx(expected, rel=1e-12)
         assert norms == pytest.approx(pulls, rel=1e-12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["gradnorm", "ratio"])
-def test_norms_of_ten_to_one_come_to_within_a_fifth(rule):
+def test_gradient_norms_of_ten_to_one_become_nearly_equal(rule):
     data = regression(3200)
     for row in data:  # the same gradient but for its size
         row["y"] = row["y"] / (1.0, 10.0)[row["task"]]
@@ -116,7 +116,7 @@ def test_observing_leaves_the_gradients_alone():
     expected = torch.autograd.grad(losses.sum(), trunk, retain_graph=True)
     GradNorm(even(), trunk).observe(losses, info)
     losses.sum().backward()
-    assert all(one.grad.equal(other) for one, other in zip(trunk, expected, strict=True))
+    assert all(weight.grad.equal(grad) for weight, grad in zip(trunk, expected, strict=True))
 
 
 @pytest.mark.parametrize(("place", "rule"), [(0, "gradnorm"), (3, "ratio")])
@@ -167,17 +167,17 @@ def test_there_is_no_state_within_an_optimizer_step_also_of_one_that_measures_no
 
 
 def test_a_state_that_is_loaded_within_an_optimizer_step_begins_it_again():
-    balance, observe, given = added(GradNorm, accumulate=3)
+    balance, observe, arguments = added(GradNorm, accumulate=3)
     state = balance.state_dict()
-    observe(*given[0])
+    observe(*arguments[0])
     balance.load_state_dict(state)
-    for one in given:
-        observe(*one)
+    for batch_arguments in arguments:
+        observe(*batch_arguments)
     balance.step()
     assert balance.state_dict()["steps"] == 1
 
 
-def test_a_state_that_is_none_is_refused():
+def test_bad_states_are_refused():
     balance = GradNorm(even(), Model().trunk.parameters())
     state = balance.state_dict()
     for steps in (-1, "2", None):
@@ -259,15 +259,15 @@ print(json.dumps(found))
 
 
 def test_ranks_that_differ_or_end_other_steps_are_an_error_on_all(tmp_path):
-    (*found, late), (*other, _) = run_ranks(tmp_path, DIFFERENT, 2)
-    assert found == other
+    (*messages, late), (*other_messages, _) = run_ranks(tmp_path, DIFFERENT, 2)
+    assert messages == other_messages
     expected = (
         *("GradNorm.weights", "GradNorm.rule", "GradNorm.every", "GradNorm.rate"),
         *("GradNorm.alpha", "GradNorm.least", "GradNorm.steps", "PCGrad.weights", "PCGrad.seed"),
     )
-    for name, message in zip(expected, found[:-2], strict=True):
+    for name, message in zip(expected, messages[:-2], strict=True):
         assert f"`{name}` is " in message and "on rank 0" in message and "on rank 1" in message
-    for message in found[-2:]:
+    for message in messages[-2:]:
         assert "must call" in message and "[(0, 1), (0, 2)]" in message
     assert "rank 1 did not come" in late
 
@@ -287,49 +287,49 @@ def test_ranks_that_differ_or_end_other_steps_are_an_error_on_all(tmp_path):
     ],
 )
 def test_each_micro_step_is_added_once_and_the_step_is_after_the_last(kind, micro_steps, message):
-    found, add, given = added(kind, accumulate=3)
-    given.append((given[0][0], replace(given[0][1], step=3)))
+    tasks, add, arguments = added(kind, accumulate=3)
+    arguments.append((arguments[0][0], replace(arguments[0][1], step=3)))
 
     def run():
         for number in micro_steps:
-            add(*given[number])
-        found.step()
+            add(*arguments[number])
+        tasks.step()
 
     with pytest.raises(RuntimeError, match=message):
         run()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_optimizer_step_that_was_broken_off_leaves_nothing(kind):
+def test_an_abandoned_optimizer_step_leaves_nothing(kind):
     def result(broken):
-        found, add, given = added(kind, accumulate=3)
+        tasks, add, arguments = added(kind, accumulate=3)
         if broken:
-            add(*given[0])
-        for losses, info in given:
+            add(*arguments[0])
+        for losses, info in arguments:
             add(losses, replace(info, epoch=1))
-        found.step()
-        return found.norms if kind is GradNorm else found._parameters[0].grad.tolist()
+        tasks.step()
+        return tasks.norms if kind is GradNorm else tasks._parameters[0].grad.tolist()
 
     assert result(True) == result(False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_must_have_a_graph_unless_there_are_no_targets(kind):
-    found, add, ((losses, info),) = added(kind)
+    tasks, add, ((losses, info),) = added(kind)
     with pytest.raises(
         ValueError, match="`losses` must have a graph, but the losses of '(near|far)'"
     ):
         add(losses.detach(), info)
-    found, add, ((losses, info),) = added(kind)
+    tasks, add, ((losses, info),) = added(kind)
     losses.sum().backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         add(losses, info)
-    none = {"optimizer_targets": 0, "local_targets": 0, "task_targets": {}}
-    none["local_task_targets"] = dict.fromkeys(NEAR_FAR, 0)
-    found, add, _ = added(kind)
-    add(losses.detach(), replace(info, **none))
-    found.step()
-    assert getattr(found, "norms", {}) == {}
+    no_targets = {"optimizer_targets": 0, "local_targets": 0, "task_targets": {}}
+    no_targets["local_task_targets"] = dict.fromkeys(NEAR_FAR, 0)
+    tasks, add, _ = added(kind)
+    add(losses.detach(), replace(info, **no_targets))
+    tasks.step()
+    assert getattr(tasks, "norms", {}) == {}
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ BOTH = [
     ({"timeout_s": 0}, ValueError, "`timeout_s` must be in"),
 ]
 REFUSALS = [
-    *[(kind, *one) for kind in KINDS for one in BOTH],
+    *[(kind, *row) for kind in KINDS for row in BOTH],
     (GradNorm, {"rule": "ratio", "alpha": 2.5}, ValueError, "`alpha` must be in .0, 2.,"),
     (GradNorm, {"least": 0}, ValueError, "`least` must be in .0, 1.,"),
     (PCGrad, {"seed": "x"}, TypeError, "`seed` must be an integer"),
@@ -352,10 +352,10 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("kind", "change", "error", "message"), REFUSALS)
-def test_arguments_of_another_kind_are_refused_by_name(kind, change, error, message):
-    given = {"weights": even(), "parameters": Model().parameters(), **change}
+def test_bad_arguments_are_refused_by_name(kind, change, error, message):
+    arguments = {"weights": even(), "parameters": Model().parameters(), **change}
     with pytest.raises(error, match=message):
-        kind(given.pop("weights"), given.pop("parameters"), **given)
+        kind(arguments.pop("weights"), arguments.pop("parameters"), **arguments)
 
 
 def test_shared_parameters_that_the_losses_do_not_use_are_refused():
@@ -372,7 +372,7 @@ def test_shared_parameters_that_the_losses_do_not_use_are_refused():
 
 def projected_by_hand(data, ranks, accumulate):
     """Algorithm 1 of the paper for two tasks, and in how many steps there was a conflict."""
-    model, found, conflicts = Model(), [], 0
+    model, gradients, conflicts = Model(), [], 0
     options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
     for batch in joint_batches(data, ranks, accumulate):
         factors = torch.tensor([*NEAR_FAR_WEIGHTS.values()], dtype=torch.float64)[batch["task"]]
@@ -388,18 +388,22 @@ def projected_by_hand(data, ranks, accumulate):
                 first - inner / (second @ second) * second,
                 second - inner / (first @ first) * first,
             )
-        found.append(first + second)
-    return found, conflicts
+        gradients.append(first + second)
+    return gradients, conflicts
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_conflicts_are_projected_away(accumulate):
     data = regression()
-    found = projected_gradients(loader_of(data, shuffle=False, accumulate=accumulate))
+    projected = projected_gradients(loader_of(data, shuffle=False, accumulate=accumulate))
     expected, conflicts = projected_by_hand(data, 1, accumulate)
-    for (own, _), other in zip(found, expected, strict=True):
-        assert relative_error(own, other) < 1e-12
-    assert conflicts == sum(relative_error(own, plain) > 1e-6 for own, plain in found) > 5
+    for (gradient, _), joint in zip(projected, expected, strict=True):
+        assert relative_error(gradient, joint) < 1e-12
+    assert (
+        conflicts
+        == sum(relative_error(gradient, plain) > 1e-6 for gradient, plain in projected)
+        > 5
+    )
 
 
 PROJECTING_RANKS = """
@@ -413,14 +417,14 @@ print(json.dumps([own.tolist() for own, _ in found]))
 
 
 def test_two_ranks_project_the_gradient_of_the_joint_batch(tmp_path):
-    one, other = run_ranks(tmp_path, PROJECTING_RANKS, 2)
-    assert one == other
+    rank_0, rank_1 = run_ranks(tmp_path, PROJECTING_RANKS, 2)
+    assert rank_0 == rank_1
     expected, _ = projected_by_hand(regression(), 2, 1)
-    for own, joint in zip(one, expected, strict=True):
-        assert relative_error(torch.tensor(own, dtype=torch.float64), joint) < 1e-12
+    for gradient, joint in zip(rank_0, expected, strict=True):
+        assert relative_error(torch.tensor(gradient, dtype=torch.float64), joint) < 1e-12
 
 
-def test_the_order_of_the_others_depends_on_seed_and_step_alone():
+def test_the_order_of_projections_depends_on_seed_and_step_alone():
     pulls = {"a": [1.0, 2.0], "b": [-2.0, 1.0], "c": [0.5, -3.0]}
     options = {"observe": lambda task: Observation(4, task=task), "tasks": [*pulls]}
     loader = ODBDataLoader([*pulls], token_budget=12, collate_fn=lambda rows: {}, **options)
@@ -428,12 +432,12 @@ def test_the_order_of_the_others_depends_on_seed_and_step_alone():
     assert {*info.row_tasks} == {*pulls}
 
     def gradient(seed, step):
-        at = torch.nn.Parameter(torch.zeros(2))
-        conflicts = PCGrad(TaskWeights(dict.fromkeys(pulls, 1.0)), [at], seed=seed)
-        losses = torch.tensor([pulls[task] for task in info.row_tasks]) @ at
+        weight = torch.nn.Parameter(torch.zeros(2))
+        conflicts = PCGrad(TaskWeights(dict.fromkeys(pulls, 1.0)), [weight], seed=seed)
+        losses = torch.tensor([pulls[task] for task in info.row_tasks]) @ weight
         conflicts.backward(losses, replace(info, step=step))
         conflicts.step()
-        return tuple(at.grad.tolist())
+        return tuple(weight.grad.tolist())
 
     assert gradient(0, 1) == gradient(0, 1)
     assert len({gradient(0, step) for step in range(20)}) > 2
@@ -443,41 +447,41 @@ def test_the_order_of_the_others_depends_on_seed_and_step_alone():
 def test_a_gradient_whose_square_is_zero_in_float32_still_conflicts():
     info = pop_step_info(next(iter(loader_of(regression()))))
     pulls = torch.tensor([[1.0, 1.0], [-1e-25, 0.0]])
-    at = torch.nn.Parameter(torch.zeros(2))
-    projected = PCGrad(TaskWeights(dict.fromkeys(NEAR_FAR_WEIGHTS, 1.0)), [at])
+    weight = torch.nn.Parameter(torch.zeros(2))
+    projected = PCGrad(TaskWeights(dict.fromkeys(NEAR_FAR_WEIGHTS, 1.0)), [weight])
     rows = [pulls[[*NEAR_FAR_WEIGHTS].index(task)] for task in info.row_tasks]
-    projected.backward(torch.stack(rows) @ at, info)
+    projected.backward(torch.stack(rows) @ weight, info)
     projected.step()
-    first, second = at.grad.tolist()
+    first, second = weight.grad.tolist()
     assert abs(first) < 1e-20 < second < 100
 
 
 def test_without_a_conflict_sums_are_plain_and_of_half_precision_kept_in_float32():
-    at = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    projected = PCGrad(TaskWeights(NEAR_FAR_WEIGHTS), [at])
+    weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    projected = PCGrad(TaskWeights(NEAR_FAR_WEIGHTS), [weight])
     batch = next(iter(loader_of([row for row in regression() if row["task"] == 0])))
     info = pop_step_info(batch)
     for number in range(1000):
         place = {"step": number, "micro_step": number, "micro_steps": 1000}
-        projected.backward(at.expand(len(info.row_tasks)) + 1, replace(info, **place))
+        projected.backward(weight.expand(len(info.row_tasks)) + 1, replace(info, **place))
     projected.step()
-    assert at.grad.dtype == torch.bfloat16
-    assert float(at.grad) == 1000.0
+    assert weight.grad.dtype == torch.bfloat16
+    assert float(weight.grad) == 1000.0
 
 
-def test_another_loss_beside_those_of_the_tasks_is_an_error():
-    at = torch.nn.Parameter(torch.ones(1))
-    projected = PCGrad(TaskWeights(NEAR_FAR_WEIGHTS), [at])
+def test_a_loss_beside_the_losses_of_the_tasks_is_an_error():
+    weight = torch.nn.Parameter(torch.ones(1))
+    projected = PCGrad(TaskWeights(NEAR_FAR_WEIGHTS), [weight])
     loader = iter(loader_of(regression()))
     for step in range(2):
         info = pop_step_info(next(loader))
-        loss = projected.loss(at.expand(len(info.row_tasks)) + 1, info)
+        loss = projected.loss(weight.expand(len(info.row_tasks)) + 1, info)
         if not step:  # `step` overwrites its own gradients, which need not be zeroed.
             loss.backward()
             projected.step()
     with pytest.raises(RuntimeError, match="was multiplied by 2, which would change no"):
         (2 * loss).backward()
-    at.grad = None
-    (loss + at.square().sum()).backward()
+    weight.grad = None
+    (loss + weight.square().sum()).backward()
     with pytest.raises(RuntimeError, match="a parameter has a gradient before `PCGrad.step`"):
         projected.step()

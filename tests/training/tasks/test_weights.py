@@ -28,13 +28,15 @@ def observe(sample):
 
 
 def loader_of(data, **options):
-    given = {"token_budget": 96, "window": 16, "observe": observe, "tasks": TASKS, **options}
-    return ODBDataLoader(data, **{name: one for name, one in given.items() if one is not None})
+    arguments = {"token_budget": 96, "window": 16, "observe": observe, "tasks": TASKS, **options}
+    return ODBDataLoader(
+        data, **{name: value for name, value in arguments.items() if value is not None}
+    )
 
 
 def token_losses(model, batch):
-    given = [batch[key] for key in ("input_ids", "position_ids") if key in batch]
-    logits = model(*given)[:, :-1]
+    inputs = [batch[key] for key in ("input_ids", "position_ids") if key in batch]
+    logits = model(*inputs)[:, :-1]
     return cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], reduction="none")
 
 
@@ -52,21 +54,21 @@ def expected_gradient(samples, weights):
 
 def gradients_of_rank(loader, model, weights):
     """Of each optimizer step: this rank's gradient, and the ids of its samples."""
-    weigh, found, ids = TaskWeights(weights), [], []
+    task_weights, gradients, ids = TaskWeights(weights), [], []
     for batch in loader:
-        info, given = pop_step_info(batch), {"position_ids": batch.get("position_ids")}
+        info, options = pop_step_info(batch), {"position_ids": batch.get("position_ids")}
         losses = token_losses(model, batch)
-        by_task = weigh.by_task(losses, info, **given)
+        by_task = task_weights.by_task(losses, info, **options)
         assert sum(targets for _, targets in by_task.values()) == info.local_targets
         total = sum(total.item() for total, _ in by_task.values())
         assert info.is_filler or total == pytest.approx(losses.sum().item())
-        weigh.loss(losses, info, **given).backward()
+        task_weights.loss(losses, info, **options).backward()
         ids += [] if info.is_filler else batch["id"].tolist()
         if info.ends_optimizer_step:
-            found.append((gradient_of(model), ids))
+            gradients.append((gradient_of(model), ids))
             model.zero_grad()
             ids = []
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def gradients_of_rank(loader, model, weights):
 )
 def test_the_gradient_is_that_of_the_weighted_mean(ranks, budget, accumulate, weights):
     of_ranks = [samples_of(rank, max(size, 1)) for rank, size in enumerate(SIZES[ranks])]
-    data = {one["id"]: one for samples in of_ranks for one in samples}
+    data = {sample["id"]: sample for samples in of_ranks for sample in samples}
     models = [LanguageModel() for _ in of_ranks]  # which seed the generator that threads share
 
     def run(exchange):
@@ -93,14 +95,14 @@ def test_the_gradient_is_that_of_the_weighted_mean(ranks, budget, accumulate, we
     compared = 0
     for step in zip(*on_ranks(ranks, run), strict=True):
         samples = [data[index] for _, ids in step for index in ids]
-        if any((one["labels"][1:] != -100).any() for one in samples):
-            found = torch.stack([gradient for gradient, _ in step]).mean(0)
-            assert relative_error(found, expected_gradient(samples, weights)) < 1e-12
+        if any((sample["labels"][1:] != -100).any() for sample in samples):
+            mean = torch.stack([gradient for gradient, _ in step]).mean(0)
+            assert relative_error(mean, expected_gradient(samples, weights)) < 1e-12
             compared += 1
     assert compared > 1
 
 
-def test_tasks_are_those_of_sources_unless_observe_tells():
+def test_sources_are_the_default_tasks():
     data = {name: [{"input_ids": [1] * (n % 5 + 2)} for n in range(12)] for name in ("a", "b")}
     loader = ODBDataLoader(data, token_budget=40, window=8, tasks=["a", "b"])
     infos = [pop_step_info(batch) for batch in loader]
@@ -143,14 +145,14 @@ def moved():
     """An info whose rank has more targets of a task than all ranks have."""
     losses, info = one_batch()
     task = max(info.task_targets, key=info.task_targets.get)
-    others = {name: 0 for name in TASKS if name != task}
-    targets = {**others, TASKS[task == TASKS[0]]: info.optimizer_targets, task: 0}
+    no_targets = {name: 0 for name in TASKS if name != task}
+    targets = {**no_targets, TASKS[task == TASKS[0]]: info.optimizer_targets, task: 0}
     return losses, replace(info, task_targets=targets)
 
 
 def loss(weights, losses=slice(None), **options):
-    found, info = one_batch(**options)
-    return TaskWeights(weights).loss(found[losses], info)
+    all_losses, info = one_batch(**options)
+    return TaskWeights(weights).loss(all_losses[losses], info)
 
 
 REFUSALS = [
@@ -173,7 +175,7 @@ REFUSALS = [
     (lambda: loader_of([1], tasks="ab"), TypeError, "`tasks` must be a list of names"),
     (lambda: loader_of([1], tasks=["a", "a"]), ValueError, "names that differ"),
 ]  # fmt: skip
-test_what_is_not_valid_is_refused = refuses(REFUSALS)
+test_bad_weights_and_losses_are_refused = refuses(REFUSALS)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from odb_nodes._support.checks import MAX_KEY, check_count
 from odb_nodes._support.text import counted, named_ranks
-from odb_nodes.training.ledger.history import Ints, Run, Samples, Segment, Steps
+from odb_nodes.training.ledger.history import Run, Samples, Segment
+from odb_nodes.training.ledger.rank_file import Ints, Steps
 from odb_nodes.training.ledger.records import ENDS_EPOCH, FILLER, NO_KEY, Name
 
 DIGEST_BYTES = 32
@@ -168,8 +169,8 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
         ended or all of its epochs are complete: see `Audit.state`.
 
     Raises:
-        TypeError, ValueError: `size` does not fit the sources, `folder` is not the folder of a
-            ledger, or another version of this library wrote an attempt in it.
+        TypeError, ValueError: `size` does not fit the sources, or `folder` is not the folder of a
+            ledger.
         FileNotFoundError: there is no ledger in the folder.
     """
     size = _checked_size(size)
@@ -177,7 +178,7 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
     problems, notes, open_ranks = run.damage(), run.notes(), run.open_ranks()
     if open_ranks:
         notes.append(
-            f"rank {ranges(open_ranks)}: no end of the run is recorded. The run continues, was "
+            f"{_ranks(open_ranks)}: no end of the run is recorded. The run continues, was "
             "killed, or lost its last records: the files cannot tell. A run that ends calls "
             "`Ledger.close`."
         )
@@ -307,8 +308,9 @@ class _EpochCheck:
                 if rank not in segment.lasts and not killed.may_be_behind(rank, epoch)
             ]
             if absent:
+                have = "has" if len(absent) == 1 else "have"
                 problems.append(
-                    f"epoch {epoch}: rank {ranges(absent)} of {segment.world_size} has no record: "
+                    f"epoch {epoch}: {_ranks(absent)} of {segment.world_size} {have} no record: "
                     "put the files of all ranks into the folder."
                 )
         last = self.segments[-1]
@@ -324,8 +326,8 @@ class _EpochCheck:
         ]
         if unended:
             text = (
-                f"epoch {epoch}: rank {ranges(unended)}: the epoch has no end: it was left, or its "
-                "last steps are not recorded"
+                f"epoch {epoch}: {_ranks(unended)}: the epoch has no end: it was left, or its last "
+                "steps are not recorded"
             )
             if killed.has_ends or any(killed.lacks_steps(rank, epoch) for rank in unended):
                 problems.append(f"{text}.")
@@ -506,6 +508,10 @@ def ranges(numbers: npt.ArrayLike) -> str:
     if more := sum(map(len, parts[MOST_NAMED:])):
         names.append(f"{more:,} more")
     return ", ".join(names)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
 
 def _fate_of(reason: str) -> str:

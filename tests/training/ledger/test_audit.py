@@ -207,7 +207,7 @@ def test_a_step_that_is_missing_or_double_is_named(tmp_path):
     assert "epoch 0: rank 0: the epoch has no end" in problem
     for rank in (0, 3):
         record(tmp_path / "ranks", *epoch_of(rank, 4), rank=rank, world_size=4)
-    assert "rank 1 to 2 of 4 has no record" in audit(tmp_path / "ranks").problems[0]
+    assert "ranks 1 to 2 of 4 have no record" in audit(tmp_path / "ranks").problems[0]
 
 
 OTHER = [*STEPS[2:4], info_of(4, [1]), *STEPS[5:7]]

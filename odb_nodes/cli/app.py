@@ -186,8 +186,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--log": _option("folder of a monitor, whose times are fitted to", _existing),
     "--max-patches": _option("most image patches of a batch", _COUNT),
     "--max-samples": _option("most samples of a batch", _COUNT),
-    "--memory-gib": _option("memory of a device, with --memory-model", _positive),
-    "--memory-model": _option("a `MemoryModel` as JSON, in place of --limit", _existing),
     "--oversize": _option("what becomes of too long samples: alone, drop or error (alone)"),
     "--pad-to-multiple-of": _option("what widths are a multiple of, in tokens (1)", _COUNT),
     "--rank": _option("rank of a folder to show (0)", _COUNT_OR_NONE, default=0),
@@ -207,10 +205,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         metavar="[SOURCE=]N",
     ),
     "--steps": _option("also print the digest of the first so many steps of each epoch", _COUNT),
-    "--timeline": _option(
-        "draw each rank's cost, step by step, of the last ranks and window: a file for a page, - "
-        "for text"
-    ),
     "--tokenizer": _option(
         "name or folder of a tokenizer, or a tokenizer.json, which has no chat template"
     ),
@@ -264,12 +258,11 @@ COMMANDS: dict[Callable[[Any], int | None], tuple[str, dict[str, dict[str, Any]]
     ),
     commands.simulate: (
         f"{_DATA} --cv --ranks --window --round-size {_BUDGET} --shapes --attention-tokens "
-        "--row-sizes --oversize --accumulate --uneven --weight --shuffle --lengths-known "
-        "--timeline",
+        "--row-sizes --oversize --accumulate --uneven --weight --shuffle --lengths-known",
         {},
     ),
     commands.tune: (
-        f"{_DATA} --tokens-per-step --limit --memory-model --memory-gib --log --weight",
+        f"{_DATA} --tokens-per-step --limit --log --weight",
         {"--ranks": _option("number of ranks (1)", _COUNT)},
     ),
 }

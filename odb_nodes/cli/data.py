@@ -1,4 +1,4 @@
-"""What a command line names: lengths, a loader and its options, functions, files to write."""
+"""The data, functions and output files that a command line names."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BUDGET_TOKENS = 16_384
 _FIELDS = ("messages", "text")
+_INPUTS = ("data", "lengths", "log", "state", "tokenizer")  # arguments that name what is read
 _MARK_BYTES = 1024  # of the beginning of a file that a command has written
 _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
 _OF_BUDGET = [field.name for field in fields(TokenBudget) if field.name != "tokens"]
@@ -34,31 +35,25 @@ class UsageError(ValueError):
 
 
 def check_outputs(
-    args: Namespace,
-    options: Sequence[str],
-    inputs: Sequence[str | Path | None],
-    marks: Mapping[str, str] | None = None,
+    args: Namespace, options: Sequence[str], marks: Mapping[str, str] | None = None
 ) -> None:
-    """Check files to be written: none exists without `--force`, or is read, or beside what is.
+    """Check the files that a command writes: only `--force` replaces a file, and never an input.
 
-    `marks`: of an option, what the beginning of a file has that may be replaced without `--force`.
+    marks: option -> text with which an earlier output begins, which is replaced without `--force`.
     """
-    from odb_nodes.core.sources.data_files import listed, matches
-
-    names = [str(path) for path in inputs if path is not None]
-    named = [*names, *(match for path in names for name in listed(path) for match in matches(name))]
-    read = {inner.resolve() for path in map(Path, named) for inner in (path, *path.glob("*"))}
+    inputs = [Path(vars(args)[name]).resolve() for name in _INPUTS if vars(args).get(name)]
+    outputs = set[Path]()
     for option in options:
         if vars(args)[option] is None:
             continue
         path, name = Path(vars(args)[option]), f"'--{option.replace('_', '-')}'"
-        resolved = path.parent.resolve() / path.name
         if not path.parent.is_dir():
             raise UsageError(f"{name}: there is no folder `{path.parent}`: make that folder first.")
         if path.is_dir():
             raise UsageError(f"{name}: `{path}` is a folder: name a file in it.")
-        is_inside = path.exists() and any(resolved.is_relative_to(folder) for folder in read)
-        if path.resolve() in read or is_inside:
+        resolved = path.resolve()
+        is_input = path.exists() and any(resolved.is_relative_to(folder) for folder in inputs)
+        if resolved in outputs or is_input:
             raise UsageError(
                 f"{name}: `{path}` is also read, or written twice: name another file, outside the "
                 "folders that are read."
@@ -68,7 +63,7 @@ def check_outputs(
             raise UsageError(
                 f"{name}: `{path}` exists: name another file, or pass --force to replace it."
             )
-        read.add(path.resolve())
+        outputs.add(resolved)
 
 
 def _has_mark(path: Path, mark: str) -> bool:
@@ -79,9 +74,7 @@ def _has_mark(path: Path, mark: str) -> bool:
 class Data:
     """The data that a command line names, and the options of their loader that it does not give."""
 
-    def __init__(
-        self, args: Namespace, outputs: Sequence[str] = (), inputs: Sequence[Path | None] = ()
-    ) -> None:
+    def __init__(self, args: Namespace, outputs: Sequence[str] = ()) -> None:
         self._args = args
         in_place = [name for name in ("lengths", "cv") if name in args]
         in_place_given = [f"--{name}" for name in in_place if vars(args)[name] is not None]
@@ -99,13 +92,10 @@ class Data:
             )
         dataset: Any = None if args.data is None else _dataset_of(args.data)
         from odb_nodes.core.loader import ODBDataLoader
-        from odb_nodes.tools.lengths import files_read
         from odb_nodes.tools.simulate import budget_code
 
         loader = dataset if isinstance(dataset, ODBDataLoader) else None
-        read = [args.data, args.lengths, args.tokenizer, *inputs]
-        read += files_read(dataset if loader is None else loader.dataset)
-        check_outputs(args, ["save_lengths", *outputs], [*read, file_of(args.data or "")])
+        check_outputs(args, ["save_lengths", *outputs])
         self._found, self._options = dataset, loader and loader.options
         self.loader_budget = None if loader is None else loader.options.budget
         if loader is not None:
@@ -294,8 +284,3 @@ def load_function(name: str) -> Any:
     if not callable(value):
         raise ValueError(f"module `{module}` has no function `{function}`.")
     return value
-
-
-def file_of(name: str) -> str | None:
-    """Return the file of the module of a function that was loaded; `None` where it has none."""
-    return getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)

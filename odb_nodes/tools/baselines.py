@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -13,7 +13,9 @@ import torch
 from odb_nodes._compat import transformers as compat
 from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_choice, check_count
-from odb_nodes.core.planning import RollingPool, SimulationOptions, TokenBudget
+from odb_nodes.core.planning import RollingPool, SimulationOptions, StepTime, TokenBudget
+from odb_nodes.core.planning.group_costs import samples_of
+from odb_nodes.core.sample_block import SampleBlock
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import Batches, SimulationReport, TableEpoch, measured
 
@@ -39,7 +41,7 @@ _SAMPLERS = {
 }
 
 Step = Sequence[Sequence[int]]
-"""The batch of each rank: the lengths of its samples, or their numbers."""
+"""The indices of the samples of each rank's batch."""
 
 
 def is_available(strategy: Strategy) -> bool:
@@ -88,25 +90,32 @@ class Baselines:
         table = table.kept(budget)
         shards = [shard[table.tokens[shard] > 0] for shard in shards]
         rows = np.sort(np.concatenate(shards))  # a mixture may leave rows out, or repeat them
+        step_time = job.step_time or StepTime.typical(budget)
         if strategy == "sorted windows":
             window = self.epoch.window(job)
-            parts = [
-                [shard[start : start + window] for start in range(0, len(shard), window)]
+            ranks = [
+                [
+                    group
+                    for start in range(0, len(shard), window)
+                    for group in _cut(table, shard[start : start + window], budget)
+                ]
                 for shard in shards
             ]
-            ranks = [
-                [group for part in windows for group in _cut(table, part, budget)]
-                for windows in parts
-            ]
-            return measured(zip_longest(*ranks, fillvalue=()), budget)
+            return measured(zip_longest(*ranks), budget, step_time)
         if strategy == "offline":
-            groups = sorted(_cut(table, rows, budget), key=budget.cost, reverse=True)
-            return measured(_in_steps(groups, job.world_size), budget)
-        lengths = table.tokens[rows].tolist()
-        steps = fixed_batches(strategy, lengths, self.fixed_size(budget), job)
-        of_samples = ([[lengths[row] for row in batch] for batch in step] for step in steps)
+            groups = sorted(
+                _cut(table, rows, budget),
+                key=lambda group: budget.cost(group.lengths),
+                reverse=True,
+            )
+            return measured(_in_steps(groups, job.world_size), budget, step_time)
+        steps = fixed_batches(strategy, table.tokens[rows].tolist(), self.fixed_size(budget), job)
+        groups_of_steps = (
+            [_group(table, rows[np.array(batch, np.int64)]) for batch in step] for step in steps
+        )
         multiple = budget.pad_to_multiple_of
-        return measured(of_samples, TokenBudget(multiple, pad_to_multiple_of=multiple))
+        padded = TokenBudget(multiple, pad_to_multiple_of=multiple)
+        return measured(groups_of_steps, padded, step_time)
 
 
 def fixed_batches(
@@ -131,24 +140,25 @@ def fixed_batches(
     # As Accelerate deals them out: the first samples fill up the last step of several ranks.
     if world_size > 1 and (over := len(order) % (size * world_size)):
         order += np.resize(order[: size * world_size], size * world_size - over).tolist()
-    return _in_steps(
-        [order[start : start + size] for start in range(0, len(order), size)], world_size
-    )
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    return _in_steps(batches, world_size, filler=[])
 
 
-def _in_steps(groups: Sequence[list[int]], ranks: int) -> list[list[list[int]]]:
-    steps = [[*groups[start : start + ranks]] for start in range(0, len(groups), ranks)]
-    if steps:
-        steps[-1] += [[]] * (ranks - len(steps[-1]))
-    return steps
+def _in_steps(groups: Sequence[Any], ranks: int, filler: Any = None) -> list[tuple[Any, ...]]:
+    """Return the groups of all ranks for each step; `filler` completes the last step."""
+    return [*zip_longest(*[iter(groups)] * ranks, fillvalue=filler)]
 
 
-def _cut(table: LengthTable, rows: IntArray, budget: TokenBudget) -> list[list[int]]:
-    """Return samples as groups, longest first, by their lengths."""
+def _cut(table: LengthTable, rows: IntArray, budget: TokenBudget) -> list[SampleBlock]:
+    """Return samples as groups, longest first."""
     pool, tokens = RollingPool(budget, max(1, len(rows))), table.tokens[rows]
     pool.add(np.arange(len(rows)), tokens, table.patches[rows])
     pool.count(len(rows))
     groups = []
     while len(pool):
-        groups.append(tokens[pool.take(draining=True)].tolist())
+        groups.append(_group(table, rows[pool.take(draining=True)]))
     return groups
+
+
+def _group(table: LengthTable, rows: IntArray) -> SampleBlock:
+    return samples_of(rows, table.tokens[rows], table.targets[rows], table.patches[rows])

@@ -25,7 +25,7 @@ from odb_nodes._support.hashing import stable_name
 from odb_nodes._support.progress import Bar
 from odb_nodes._support.text import counted, html_table, html_text
 from odb_nodes._support.user_warning import warn_user
-from odb_nodes.core.contract.graph import close_nodes, known_length_of, walk
+from odb_nodes.core.contract.graph import close_nodes, known_length_of
 from odb_nodes.core.contract.node import call_member
 from odb_nodes.core.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.core.loader.pipeline import check_no_columns, sample_node
@@ -40,7 +40,7 @@ from odb_nodes.core.sources.known_lengths import TABLE_VERSION, data_id_of, read
 from odb_nodes.core.sources.mixing import check_names
 from odb_nodes.core.sources.sharded_sampler import shuffle_blocks
 
-__all__ = ["LengthTable", "files_read", "observe_lengths"]
+__all__ = ["LengthTable", "observe_lengths"]
 
 NO_KEY = -1
 _COLUMNS = ("tokens", "targets", "patches", "sources", "keys")
@@ -372,13 +372,6 @@ def histogram(lengths: IntArray, bins: int) -> tuple[list[int], list[int]]:
     edges = np.unique(edges)
     counts, _ = np.histogram(lengths, edges)
     return edges.tolist(), counts.tolist()
-
-
-def files_read(dataset: Any) -> list[Path]:
-    """Return the files of each `JsonlSource` in a dataset, a dict of them, or a graph."""
-    named = dataset.values() if isinstance(dataset, dict) else [dataset]
-    nodes = [node for data in named if isinstance(data, BaseNode) for node in walk(data)]
-    return [path for node in nodes if isinstance(node, JsonlSource) for path in node.paths]
 
 
 def is_map_style(dataset: Any) -> bool:

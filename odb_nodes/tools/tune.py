@@ -22,7 +22,6 @@ from odb_nodes.core.sources import IterableSource
 from odb_nodes.core.sources.mixing import Mixing, Weights
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import MOST_DRAWN, TableEpoch, budget_code
-from odb_nodes.training.memory import MemoryModel
 from odb_nodes.training.monitor.step_times import ASSUMED, ASSUMED_ORIGIN, fitted_step_time
 
 __all__ = ["Choice", "Outcome", "Tuning", "tune"]
@@ -202,7 +201,7 @@ def tune(
     *,
     world_size: int,
     tokens_per_step: int | None = None,
-    limit: int | TokenBudget | tuple[MemoryModel, int] | None = None,
+    limit: int | TokenBudget | None = None,
     log: str | os.PathLike[str] | None = None,
     weights: Weights | Mixing = None,
     seed: int = SimulationOptions.seed,
@@ -211,16 +210,17 @@ def tune(
     """Simulate an epoch with up to 100 choices of options, and propose one.
 
     It tries budgets, with the accumulation that follows from them, windows that hold 8 to 64
-    budgets, and rounds. Times are estimates. All other figures are exact for the table's lengths.
+    budgets, and rounds. Times are estimates that do not count image patches. All other figures are
+    exact for the table's lengths.
 
     Args:
         table: the lengths of the samples. Of a large dataset, some are drawn.
         world_size: number of ranks.
         tokens_per_step: padded tokens of an optimizer step over all ranks. Default: one batch of
             the limit on each rank.
-        limit: largest budget of a batch: padded tokens; a `TokenBudget`, whose other fields are
-            kept, and which may drop samples that exceed it; or a `MemoryModel` and the memory of a
-            device in bytes. Default: 4 times the longest sample.
+        limit: largest budget of a batch: padded tokens; or a `TokenBudget`, such as
+            `MemoryModel.budget` returns, whose other fields are kept, and which may drop samples
+            that exceed it. Default: 4 times the longest sample.
         log: fit the times of micro-steps to this log: the folder of a `Monitor`, or a file, see
             `fitted_step_time`. On several ranks, all choices are planned with the fitted time as
             `step_time`, unless `options` have one.
@@ -240,11 +240,7 @@ def tune(
     if plans_by_log:
         options["step_time"] = _in_tokens(step_time)
     about = str(table)
-    if isinstance(limit, tuple):
-        model, limit_bytes = limit
-        limits = model.budget(limit_bytes)
-    else:
-        limits = TokenBudget.of(4 * int(table.tokens.max()) if limit is None else limit, "limit")
+    limits = TokenBudget.of(4 * int(table.tokens.max()) if limit is None else limit, "limit")
     table = table.kept(limits)  # all choices drop what the limit drops
     samples = max(MOST_DRAWN, _LEAST_OF_RANK * world_size)
     epoch = TableEpoch(table=table, weights=weights, samples=samples)

@@ -13,7 +13,7 @@ from odb_nodes.core.sources import Mixing
 from odb_nodes.tools.baselines import _SAMPLERS, STRATEGIES, Baselines, fixed_batches
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.profile import LengthSummary, profile
-from odb_nodes.tools.simulate import TableEpoch, lognormal_lengths, timeline_page, timeline_text
+from odb_nodes.tools.simulate import TableEpoch, lognormal_lengths
 
 LENGTHS = lognormal_lengths(600, cv=1.0, mean_tokens=90, longest_tokens=700)
 
@@ -137,24 +137,6 @@ test_errors_name_what_is_wrong = refuses(
     ],
     lambda change: profile(mixed_table(), **{"budget": 1500, **change}),
 )
-
-
-# --- timeline -------------------------------------------------------------------------------------
-
-
-def test_the_text_and_the_page_have_a_cell_for_each_rank_and_step():
-    costs = np.array([[8.0, 4.0, 0.0], [8.0, 8.0, 1.0]]).T
-    assert timeline_text(costs, "2 ranks, window 8").splitlines() == [
-        "2 ranks, window 8, 3 steps; highest cost 8 (padded tokens and attention), "
-        "balance 0.853, 1 filler slot",
-        "    0 █▄ ",
-        "    1 ██▁",
-    ]
-    page = timeline_page(costs, "2 ranks")
-    assert page.count("Plotly.newPlot") == 1 and "step by step: 2 ranks</h3>" in page
-    assert "<p>3 steps; highest cost 8 (padded tokens" in page  # not in a title, which is cut off
-    head, first, _ = timeline_text(np.ones((1_000, 2)), "").splitlines()  # steps share a column
-    assert len(first) < 90 and "12.5 steps a column" in head
 
 
 # --- baselines by hand, and against the samplers of transformers and Accelerate themselves --------

@@ -195,6 +195,24 @@ def test_a_report_by_hand(job, expected):
     assert {name: getattr(report, name) for name in expected} == pytest.approx(expected)
 
 
+def test_balance_in_time_is_measured_by_the_time_that_ranks_are_levelled_by():
+    def of_tokens(group):
+        return sum(sample.tokens for sample in group)
+
+    job = {"world_size": 2, "budget": 20, "window": 20_000}
+    assert simulate([20, 10], **job, step_time=of_tokens).time_balance == pytest.approx(0.75)
+    report = simulate([20, 10], **job, step_time=StepTime(squares=1.0))
+    assert report.time_balance == pytest.approx((420 + 110) / 2 / 420)
+
+
+def test_balance_in_time_counts_image_patches():
+    table = LengthTable.of([5, 5])
+    table = LengthTable(**{**vars(table), "patches": np.array([0, 10])})
+    step_time = StepTime(patches=1.0)
+    report = simulate(table, shuffle=False, world_size=2, budget=20, step_time=step_time)
+    assert report.time_balance == pytest.approx((5 + 15) / 2 / 15)
+
+
 def test_steps_of_one_length_have_no_spread():
     report = simulate([5, 5, 5, 5, 20, 20], world_size=1, budget=20, window=8)
     assert report.length_spread == 0.0

@@ -207,6 +207,16 @@ def test_of_a_large_dataset_some_samples_are_drawn_and_skipped_ones_do_not_count
     assert tuned.best.steps == simulate(table, world_size=1, **vars(tuned.best.choice)).steps
 
 
+def test_a_log_with_a_negative_time_names_line_and_value(tmp_path):
+    log = tmp_path / "steps.jsonl"
+    write_log(log, 20)
+    lines = log.read_text().splitlines()
+    lines[2] = '{"rows": 4, "width": 100, "step_s": -0.5}'
+    log.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"`step_s` in line 3 of .*-0\.5"):
+        tune(TABLE, world_size=1, log=log)
+
+
 test_errors_name_what_is_wrong = refuses(
     [
         ({"limit": 500}, ValueError, "`limit` must hold the longest sample, which costs 700"),

@@ -1,6 +1,6 @@
-"""The commands of `odb-nodes`: each calls a function of `tools`, or of another room, and prints.
+"""The commands of `odb-nodes`: each calls a function of `tools` or `training`, and prints.
 
-What needs torch is imported when a command runs.
+Modules that import torch are imported when a command runs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _AUDIT_CODES = {"damaged": 1, "open": 3}
 
 
 def audit(args: Namespace) -> int:
-    """Audit a ledger: which samples have no fate, or several.
+    """Audit a ledger: list samples without a fate, or with several.
 
-    Exits with 1 where there is a problem, and with 3 where an epoch is partial and no end of the
-    run is recorded.
+    Exits with 1 if there is a problem, and with 3 if an epoch is partial and the run has no
+    recorded end.
     """
     sizes: dict[str, int] = {}
     for text in args.size or ():
@@ -55,10 +55,10 @@ def audit(args: Namespace) -> int:
 
 
 def inspect(args: Namespace) -> int:
-    """Show what a saved state says, or make a step of a run again, of all its ranks.
+    """Show a saved state, or remake a step of a run for all ranks.
 
     With --step and --loader: the samples of a step, from a ledger or a checkpoint before it. Exits
-    with 1 where ranks do not fit, or states differ.
+    with 1 if ranks do not fit together, or states differ.
     """
     if (args.step is None) != (args.loader is None) or (args.out and args.step is None):
         raise UsageError("pass --step and --loader, and --out with both")
@@ -96,7 +96,7 @@ def _inspect_step(args: Namespace) -> int:
     from odb_nodes.tools.steps import remake_from_folder
 
     remade = remake_from_folder(make_loader, args.state, epoch=args.epoch, step=args.step)
-    if args.out:  # before what may end at a closed pipe
+    if args.out:  # before printing, which may end at a closed pipe
         import torch
 
         torch.save([step.as_dict() for step in remade], args.out)
@@ -104,8 +104,8 @@ def _inspect_step(args: Namespace) -> int:
     return 0
 
 
-def _tell_of_oversize(table: LengthTable, budget: TokenBudget) -> None:
-    """Say how many samples exceed a budget, which a comparison of figures may not show."""
+def _print_oversize(table: LengthTable, budget: TokenBudget) -> None:
+    """Print how many samples exceed a budget, which the figures may not show."""
     if count := int(table.costs.are_oversize(budget).sum()):
         becomes = {
             "alone": "have a batch each",
@@ -134,7 +134,7 @@ def profile(args: Namespace) -> None:
         **job,
     )
     print(result)
-    _tell_of_oversize(table, budget)
+    _print_oversize(table, budget)
     for path, text in ((args.json, result.to_json), (args.html, result.to_html)):
         if path is not None:
             path.write_text(text())
@@ -187,7 +187,7 @@ def simulate(args: Namespace) -> None:
             run["lengths"] = "known" if job.lengths_known else "as they come"
         rows.append(run | epoch.report(job).as_row())
     print(markdown_table(rows))
-    _tell_of_oversize(table, budget)
+    _print_oversize(table, budget)
 
 
 def tune(args: Namespace) -> None:

@@ -31,7 +31,7 @@ _OF_JOB = [field.name for field in fields(JobOptions)]
 
 
 class UsageError(ValueError):
-    """What is wrong with the options of a command."""
+    """An error in the options of a command."""
 
 
 def check_outputs(
@@ -72,7 +72,7 @@ def _has_mark(path: Path, mark: str) -> bool:
 
 
 class Data:
-    """The data that a command line names, and the options of their loader that it does not give."""
+    """The data of a command line, and the options of a loader that the command line leaves out."""
 
     def __init__(self, args: Namespace, outputs: Sequence[str] = ()) -> None:
         self._args = args
@@ -96,7 +96,7 @@ class Data:
 
         loader = dataset if isinstance(dataset, ODBDataLoader) else None
         check_outputs(args, ["save_lengths", *outputs])
-        self._found, self._options = dataset, loader and loader.options
+        self._dataset, self._options = dataset, loader and loader.options
         self.loader_budget = None if loader is None else loader.options.budget
         if loader is not None:
             if args.tokenizer is not None or args.field is not None:
@@ -114,7 +114,7 @@ class Data:
 
     @property
     def options(self) -> Any:
-        """The options of the loader, or the defaults of one."""
+        """The options of the loader, or the default options."""
         from odb_nodes.core.loader.options import LoaderOptions
 
         return self._options or LoaderOptions(token_budget=BUDGET_TOKENS)
@@ -158,11 +158,15 @@ class Data:
             lengths = lognormal_lengths(args.samples or 40_000, cv=args.cv, seed=seed)
             table = LengthTable.of(lengths, distribution=f"lognormal, CV {args.cv}")
         elif self._options is not None:
-            table = table_of_loader(self._found, args.samples, workers)
+            table = table_of_loader(self._dataset, args.samples, workers)
         else:
             process_fn = _Tokenization(args.tokenizer, args.field)
             table = observe_lengths(
-                self._found, process_fn=process_fn, samples=args.samples, seed=seed, workers=workers
+                self._dataset,
+                process_fn=process_fn,
+                samples=args.samples,
+                seed=seed,
+                workers=workers,
             )
         if args.save_lengths is not None:
             table.save(args.save_lengths)
@@ -170,7 +174,7 @@ class Data:
 
 
 class _Tokenization:
-    """Makes a sample of an item: tokenizes a field of it, unless it has `input_ids`."""
+    """Makes a sample of an item: tokenizes a field of the item, unless it has `input_ids`."""
 
     def __init__(self, name: str | None, field: str | None) -> None:
         self._name, self._tokenizer = name, None if name is None else _tokenizer(name)
@@ -274,7 +278,7 @@ def _is_function_name(text: str) -> bool:
 
 
 def load_function(name: str) -> Any:
-    """Return what `module:function` names, in the current folder too."""
+    """Import the function `module:function`, also from the current folder."""
     if not _is_function_name(name):
         raise ValueError(f"`{name}` must be `module:function`, such as `train:make_loader`.")
     module, _, function = name.partition(":")

@@ -1,4 +1,4 @@
-"""Other ways to make batches of the same samples, and what they come to."""
+"""Compare an `ODBDataLoader` with other ways to make batches of the same samples."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Strategy = Literal[
     "random", "group_by_length", "batch_rebalance", "sorted windows", "offline", "odb_nodes"
 ]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-"""`random`: fixed batches in a random order. `group_by_length`, `batch_rebalance`: what the
-`Trainer` makes with that `train_sampling_strategy`, by the samplers of transformers (of 5.23).
+"""`random`: fixed batches in a random order. `group_by_length`, `batch_rebalance`: the
+`train_sampling_strategy` of the `Trainer` with this name, by the samplers of transformers 5.23.
 `sorted windows`: each rank collects a window, sorts it, cuts it under the budget, and starts over.
-`offline`: all lengths are known; all samples are sorted and cut under the budget, longest first, or
-packed so, and batches of like cost share a step. That is what the paper on online dynamic batching
-(arXiv 2606.19989) holds it up against. `odb_nodes`: what an `ODBDataLoader` makes."""
+`offline`: all samples are sorted by known lengths and cut (or packed) under the budget, longest
+first, and batches of similar cost share a step; this is the baseline in the paper on online dynamic
+batching (arXiv 2606.19989). `odb_nodes`: the batches of an `ODBDataLoader`."""
 
 WINDOWED: tuple[Strategy, ...] = ("sorted windows", "odb_nodes")
-"""Those that depend on the window."""
+"""Strategies that depend on the window."""
 
 _SAMPLERS = {
     "group_by_length": "LengthGroupedSampler",
@@ -45,13 +45,13 @@ Step = Sequence[Sequence[int]]
 
 
 def is_available(strategy: Strategy) -> bool:
-    """Tell whether transformers has the sampler of a strategy; ours need none."""
+    """Tell whether a strategy can be simulated: two need a sampler of transformers."""
     return strategy not in _SAMPLERS or compat.sampler_class(_SAMPLERS[strategy]) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baselines:
-    """Compares ways to make batches of a table's samples.
+    """The batches of each strategy, for the samples of a table.
 
     Args:
         epoch: the samples.
@@ -62,14 +62,14 @@ class Baselines:
     batch_size: int | None = None
 
     def figures(self, strategy: Strategy, job: SimulationOptions) -> SimulationReport:
-        """Return what a strategy comes to; of some samples, with the counts of the whole dataset.
+        """Return the report of a strategy. Its counts are estimates if the table has some samples.
 
         Args:
             strategy: one of `STRATEGIES`.
             job: ranks, budget, window, accumulation and seed.
 
         Raises:
-            ImportError: the strategy is one of the `Trainer`, and transformers lacks it.
+            ImportError: transformers lacks the sampler of the strategy.
             ValueError: there is no step.
         """
         return self.epoch.report(job, self.batches(strategy, job))
@@ -82,7 +82,7 @@ class Baselines:
         return max(1, budget.tokens // budget.row_cost(budget.width(longest)))
 
     def batches(self, strategy: Strategy, job: SimulationOptions) -> Batches:
-        """Return the batches of a strategy, of the samples that the loader would read."""
+        """Return the batches of a strategy, for the samples that a loader would read."""
         check_choice("strategy", strategy, STRATEGIES)
         if strategy == "odb_nodes":
             return self.epoch.batches(job)
@@ -121,7 +121,7 @@ class Baselines:
 def fixed_batches(
     strategy: Strategy, lengths: list[int], size: int, job: SimulationOptions
 ) -> Iterable[Step]:
-    """Return batches of about `size` samples each, the indices of each rank, step by step."""
+    """Return the steps of a strategy with batches of about `size` samples: sample indices."""
     if not is_available(strategy):
         raise ImportError(
             f"`{strategy}` is made by {_SAMPLERS[strategy]} of transformers 5.23 or later: "

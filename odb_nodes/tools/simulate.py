@@ -1,4 +1,4 @@
-"""Plan the first epoch of a job on any number of ranks, from lengths alone, and measure it."""
+"""Plan the first epoch of a job on any number of ranks from lengths, and measure it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 MOST_DRAWN = 20_000
-"""Samples that stand for a dataset of which only some are known, unless windows need more."""
+"""Samples that represent a dataset if only some of its lengths are known."""
 _LEAST_WINDOWS = 8
 _COUNTS = ("steps", "samples", "rows", "real_tokens", "padded_tokens", "filler_slots")
 
@@ -64,12 +64,12 @@ def simulate(
         simulate(LengthTable.load("lengths.npz"), world_size=64, budget=16_384)
 
     Args:
-        lengths: tokens of each sample, (n,). Rank r has every `world_size`-th, from the r-th on, as
-            `ShardedSampler(shuffle=False)` deals them out. Or a `LengthTable`, whose samples are
-            read as an `ODBDataLoader` reads them. If it has only some of the dataset's samples, the
-            counts are estimates for the whole dataset.
-        shuffle: whether samples are shuffled, but for streams; for a table, or with
-            `lengths_known`.
+        lengths: tokens of each sample, (n,), which ranks read in turn, as with
+            `ShardedSampler(shuffle=False)`. Or a `LengthTable`, whose samples are read as an
+            `ODBDataLoader` reads them. If it has only some of the dataset's samples, the counts are
+            estimates for the whole dataset.
+        shuffle: whether the samples of a table are shuffled, except streams. Without a table, it
+            only counts with `lengths_known`.
         weights: how the sources of a table are mixed, as for an `ODBDataLoader`.
         options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
             from the defaults `window`, `round_size`, `uneven`, `largest_first`, `diversity`,
@@ -185,18 +185,17 @@ class SimulationReport:
         fill: tokens of a batch / budget, mean over the batches.
         largest_tokens: tokens of the largest batch, padding included.
         shapes: number of different shapes, rows x width, of the batches.
-        filler_slots: number of slots in which a rank has no sample left. They count as waiting.
+        filler_slots: number of slots in which a rank has no sample left. It waits in them.
         filler_share: filler slots / all slots.
-        efficiency: real tokens / (ranks x sum over the steps of the padded tokens of the rank that
-            has most).
+        efficiency: real tokens / (ranks x sum over the steps of the largest rank's padded tokens).
         filler_loss: the part of 1 - efficiency that is filler. The rest is padding, and waiting for
-            the rank that has most.
+            the largest rank.
         balance: sum over the steps of the ranks' mean padded tokens / sum of their maximum.
         time_balance: sum over the steps of the ranks' mean time / sum of their longest, by
             `step_time` of the job; default: by `StepTime.typical`.
         length_spread: how mixed the lengths of an optimizer step are: the share of the variance of
-            all samples' lengths that lies within them (1 - the correlation ratio, eta squared). 1:
-            no step is longer than another on average. 0: each step has samples of one length.
+            lengths that lies within optimizer steps (1 - eta squared, the correlation ratio). 1:
+            all steps have the same mean length. 0: each step has samples of one length.
     """
 
     steps: int
@@ -297,20 +296,20 @@ class SimulationReport:
 
 @dataclass(frozen=True, kw_only=True)
 class TableEpoch:
-    """The first epoch of a job whose samples cost what a table says."""
+    """The first epoch of a job over the samples of a table."""
 
     table: LengthTable
     shuffle: bool = True
     weights: Weights | Mixing = None
     shares_rest: bool = True
-    """Whether ranks share their last samples, which they do not with `state="payload"`."""
+    """Whether ranks share their last samples; False with `state="payload"`."""
     samples: int | None = None
-    """Number of samples that stand for the dataset. Default: all of a whole table; else at least
+    """Number of samples that represent the dataset. Default: all of a whole table; else at least
     20,000, and 8 windows on each rank."""
     _orders: dict[Any, tuple[LengthTable, list[IntArray]]] = field(default_factory=dict, repr=False)
 
     def order(self, job: SimulationOptions) -> tuple[LengthTable, list[IntArray]]:
-        """Return a whole table, this or one drawn from it, and the rows that each rank reads."""
+        """Return the table or a draw from it, and the rows that each rank reads in order."""
         table, of_data = self.table, self.table.num_samples
         if job.world_size > of_data:
             raise ValueError(
@@ -333,9 +332,9 @@ class TableEpoch:
         return self._orders[key]
 
     def window(self, job: SimulationOptions) -> int:
-        """Return the window in samples: of `"auto"`, what the lengths of all samples come to.
+        """Return the window in samples; `"auto"` depends on the lengths of all samples.
 
-        Where lengths are known: how many samples of each rank are planned together.
+        With `lengths_known`: the number of samples of each rank that are planned together.
         """
         if job.lengths_known:
             window = known_window(job.window, in_order=not self.shuffle)
@@ -363,7 +362,7 @@ class TableEpoch:
         return measured(self.steps(job), TokenBudget.of(job.budget), job.step_time)
 
     def scale(self, job: SimulationOptions) -> float:
-        """Return how many samples of the dataset a planned sample stands for."""
+        """Return the number of samples of the dataset for each planned sample."""
         return self.table.num_samples / len(self.order(job)[0])
 
     def report(self, job: SimulationOptions, batches: Batches | None = None) -> SimulationReport:

@@ -38,7 +38,7 @@ _AT_ONCE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Options that are tried.
+    """Options to simulate.
 
     Attributes:
         budget: the budget of a batch.
@@ -86,7 +86,7 @@ class Outcome:
         return self.epoch_s, -self.balance, self.held_samples, self.replayed_samples
 
     def dominates(self, other: Outcome) -> bool:
-        """Tell whether this is worse than another outcome in nothing, and better in something."""
+        """Tell whether no objective is worse than in another outcome, and one is better."""
         pairs = zip(self.objectives, other.objectives, strict=True)
         return self.objectives != other.objectives and all(a <= b for a, b in pairs)
 
@@ -144,12 +144,12 @@ class Tuning(Shown):
         world_size: number of ranks.
         step_time: estimated time of a micro-step, in seconds.
         tried: all outcomes.
-        front: outcomes that no other one equals or beats in all of time, balance, samples held and
-            replay.
+        front: outcomes that no other outcome equals or beats in all of time, balance, samples held
+            and replay.
         best: the proposed outcome.
-        why: the reason, as a text.
+        why: the reason for the proposal.
         weights: how the sources of the table are mixed.
-        job: options that were not chosen.
+        job: the fixed options.
     """
 
     about: str
@@ -214,7 +214,7 @@ def tune(
     exact for the table's lengths.
 
     Args:
-        table: the lengths of the samples. Of a large dataset, some are drawn.
+        table: the lengths of the samples. A large dataset is represented by a draw.
         world_size: number of ranks.
         tokens_per_step: padded tokens of an optimizer step over all ranks. Default: one batch of
             the limit on each rank.
@@ -290,7 +290,7 @@ def tune(
 
 
 def _front(outcomes: list[Outcome]) -> list[Outcome]:
-    """Return the outcomes that no other one dominates, from the fastest on; of equal ones, one."""
+    """Return the outcomes that no other dominates, fastest first; one of each equal objectives."""
     unique = {outcome.objectives: outcome for outcome in reversed(outcomes)}.values()
     undominated = [
         outcome for outcome in unique if not any(other.dominates(outcome) for other in unique)
@@ -299,9 +299,9 @@ def _front(outcomes: list[Outcome]) -> list[Outcome]:
 
 
 def _in_tokens(step_time: StepTime) -> StepTime:
-    """Return a time of steps in the unit of a token, without what all steps take alike.
+    """Return the time of steps in the unit of a token, without the constant time of a step.
 
-    The length that attention takes half of the time for is a whole number, so that code shows it.
+    The length at which attention takes half of the time is rounded, so that code can show it.
     """
     if not step_time.squares:
         return StepTime()
@@ -347,7 +347,7 @@ def _budgets(
 
 
 def _windows(budget: TokenBudget, table: LengthTable, window: WindowSize) -> list[int]:
-    """Return windows that hold some numbers of budgets on average, and a given `window`."""
+    """Return windows that hold 8 to 64 budgets on average, and the user's window."""
     lengths = table.lengths()
     mean = budget.row_cost(lengths).mean()
     windows = [2 ** round(math.log2(pool * budget.tokens / mean)) for pool in _POOLS]

@@ -404,17 +404,17 @@ def test_what_is_wrong_has_an_exit_code_of_its_own(tmp_path, capsys, arguments, 
     assert words in capsys.readouterr().err
 
 
-def test_parquet_is_read_and_batches_have_a_multiple_of_rows(tmp_path, capsys):
+def test_parquet_is_read_from_folders_and_patterns(tmp_path, capsys):
     parquet = pytest.importorskip("pyarrow.parquet")
     for name, lengths in zip("ab", (LENGTHS[:150], LENGTHS[150:]), strict=True):
         ids = {"input_ids": [[1] * length for length in lengths]}
         parquet.write_table(pytest.importorskip("pyarrow").table(ids), tmp_path / f"{name}.parquet")
-    options = ["--budget", 4096, "--shapes", 4, "--row-sizes", 4, "--oversize", "drop"]
+    options = ["--budget", 4096, "--shapes", 4, "--oversize", "drop"]
     found = []
     for data in (tmp_path, f"{tmp_path}/{{a,b}}.parquet"):
         assert run("simulate", data, *options) == 0
         found.append(cells(capsys.readouterr().out))
-    budget = TokenBudget(4096, shapes=4, row_sizes=4, oversize="drop")
+    budget = TokenBudget(4096, shapes=4, oversize="drop")
     (tmp_path / "c.jsonl").write_text("{}")
     assert run("simulate", tmp_path, *options) == 2
     assert "has both Parquet and JSON Lines" in capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_there_is_a_summary_of_all_and_of_each_source(made):
 
 def test_fixed_batches_of_one_sample_are_told_of_and_no_title_is_wider_than_its_figure(made):
     text = profile(mixed_table(), budget=1500, batch_size=1).heading
-    assert text.endswith("1 sample, of which none is padded to another, but each takes a step")
+    assert text.endswith("1 sample: no padding, but each sample takes a step")
     figures = made.figures()
     assert all(len(figure.layout.xaxis.title.text) < 30 for figure in figures)
 

@@ -47,16 +47,16 @@ def test_a_summary_by_hand():
 
 
 def test_there_is_a_summary_of_all_and_of_each_source(made):
-    assert [(one.source, one.samples, one.skipped) for one in made.lengths] == [
+    assert [(summary.source, summary.samples, summary.skipped) for summary in made.lengths] == [
         ("all samples", 599, 1),
         ("code & more", 399, 1),
         ("text", 200, 0),
     ]
     assert made.lengths[2].tokens == LENGTHS[400:].sum()
-    found = json.loads(made.to_json())
-    assert found["lengths"][2]["tokens"] == int(LENGTHS[400:].sum())
-    assert found["comparisons"][-1]["figures"]["steps"] == made.comparisons[-1].figures.steps
-    assert found["budget"]["tokens"] == 1500
+    data = json.loads(made.to_json())
+    assert data["lengths"][2]["tokens"] == int(LENGTHS[400:].sum())
+    assert data["comparisons"][-1]["figures"]["steps"] == made.comparisons[-1].figures.steps
+    assert data["budget"]["tokens"] == 1500
 
 
 def test_fixed_batches_of_one_sample_are_told_of_and_no_title_is_wider_than_its_figure(made):
@@ -69,9 +69,11 @@ def test_fixed_batches_of_one_sample_are_told_of_and_no_title_is_wider_than_its_
 def test_the_comparisons_are_those_of_the_baselines(made):
     assert len(made.comparisons) == 2 * (4 + 2 * 2)
     baselines = Baselines(epoch=TableEpoch(table=mixed_table()))
-    for one in made.comparisons[::3]:
-        job = SimulationOptions(world_size=one.world_size, budget=1500, window=one.window or 1024)
-        assert one.figures == baselines.figures(one.strategy, job)
+    for comparison in made.comparisons[::3]:
+        job = SimulationOptions(
+            world_size=comparison.world_size, budget=1500, window=comparison.window or 1024
+        )
+        assert comparison.figures == baselines.figures(comparison.strategy, job)
     assert made.batch_size == 1500 // LENGTHS.max()
     assert made.heading == f"token_budget=1500; fixed batches of {made.batch_size} samples"
 
@@ -79,8 +81,8 @@ def test_the_comparisons_are_those_of_the_baselines(made):
 def test_an_auto_window_is_shown_in_samples():
     made = profile(mixed_table(), budget=1500, world_sizes=(2,))
     samples = round(32 * 1500 / np.delete(LENGTHS, 17).mean())
-    by_name = {one.strategy: one for one in made.comparisons}
-    windows = {name: one.window for name, one in by_name.items()}
+    by_name = {comparison.strategy: comparison for comparison in made.comparisons}
+    windows = {name: comparison.window for name, comparison in by_name.items()}
     assert windows["odb_nodes"] == windows["sorted windows"] == samples
     assert windows["random"] is None and not by_name["random"].is_auto
     assert f"| 2 | odb_nodes | auto ({samples}) |" in plain(made)
@@ -89,20 +91,20 @@ def test_an_auto_window_is_shown_in_samples():
 
 
 def test_the_window_to_take_comes_first(made):
-    for one in made.best:
-        own = [
+    for best_choice in made.best:
+        choices = [
             other
             for other in made.comparisons
-            if (other.world_size, other.strategy) == (one.world_size, "odb_nodes")
+            if (other.world_size, other.strategy) == (best_choice.world_size, "odb_nodes")
         ]
-        best = max(other.figures.efficiency for other in own)
-        near = [other for other in own if other.figures.efficiency >= 0.99 * best]
-        assert one.window == min(other.window for other in near)
+        best = max(other.figures.efficiency for other in choices)
+        near = [other for other in choices if other.figures.efficiency >= 0.99 * best]
+        assert best_choice.window == min(other.window for other in near)
     rows = made.rows()
     assert [row[""] for row in rows] == ["->", "->", *[""] * (len(rows) - 2)]
     assert [row["ranks"] for row in rows[:2]] == ["1", "2"]
     shown = sorted(str({**row, "": ""}) for row in rows)
-    assert shown == sorted(str({"": ""} | one.as_row()) for one in made.comparisons)
+    assert shown == sorted(str({"": ""} | comparison.as_row()) for comparison in made.comparisons)
 
 
 def test_the_page_has_tables_and_figures_and_needs_no_other_file(made):
@@ -116,10 +118,10 @@ def test_the_page_has_tables_and_figures_and_needs_no_other_file(made):
 
 def test_figures_have_the_efficiencies_and_the_lengths(made):
     chart, *lengths = made.figures()
-    assert [one.name for one in chart.data] == ["1 rank", "2 ranks"]
-    efficiencies = [value for one in chart.data for value in one.x]
-    assert efficiencies == [one.figures.efficiency for one in made.comparisons]
-    marked = [name for one in chart.data for name in one.y if name.endswith("&lt;- take")]
+    assert [bars.name for bars in chart.data] == ["1 rank", "2 ranks"]
+    efficiencies = [value for bars in chart.data for value in bars.x]
+    assert efficiencies == [comparison.figures.efficiency for comparison in made.comparisons]
+    marked = [name for bars in chart.data for name in bars.y if name.endswith("&lt;- take")]
     assert marked[0] == f"1 rank, odb_nodes {made.best[0].window} &lt;- take" and len(marked) == 2
     for figure, summary in zip(lengths, made.lengths, strict=True):
         (bars,) = figure.data
@@ -152,7 +154,7 @@ def figures(strategy, lengths, batch_size=None, **options):
 def figures_by_hand(batches, lengths, world_size, budget):
     """Of batches of rank 0, 1, ..., 0, 1, ...: each the indices of its samples."""
     padded = [max(lengths[i] for i in batch) * len(batch) for batch in batches]
-    steps = [padded[at : at + world_size] for at in range(0, len(padded), world_size)]
+    steps = [padded[start : start + world_size] for start in range(0, len(padded), world_size)]
     real = sum(lengths[i] for batch in batches for i in batch)
     return pytest.approx(
         {
@@ -171,8 +173,8 @@ MEASURED = ("steps", "rows", "padding_share", "fill", "largest_tokens", "efficie
 
 def measured(*args, **options):
     """The figures that `figures_by_hand` returns, of a strategy."""
-    found = figures(*args, **options)
-    return {name: getattr(found, name) for name in MEASURED}
+    report = figures(*args, **options)
+    return {name: getattr(report, name) for name in MEASURED}
 
 
 @pytest.mark.parametrize(
@@ -215,7 +217,7 @@ def test_strategies_of_the_trainer_need_transformers(monkeypatch):
     with pytest.raises(ImportError, match="BatchRebalanceSampler of transformers"):
         figures("batch_rebalance", [3], world_size=1, budget=20)
     made = profile(LengthTable.of([3, 4]), budget=20)
-    assert {one.strategy for one in made.comparisons} == {*STRATEGIES} - {*_SAMPLERS}
+    assert {comparison.strategy for comparison in made.comparisons} == {*STRATEGIES} - {*_SAMPLERS}
 
 
 def test_random_batches_by_hand():
@@ -249,8 +251,8 @@ def test_offline_batches_are_cut_from_all_samples_and_sorted_windows_start_over(
     # In the order of the data: 10 2 | 9 3 | 8 2, each longest first.
     epoch = TableEpoch(table=LengthTable.of(lengths), shuffle=False)
     job = SimulationOptions(world_size=1, budget=20, window=2)
-    found = Baselines(epoch=epoch).figures("sorted windows", job)
-    assert (found.steps, found.padding_share) == (3, pytest.approx(1 - 34 / (20 + 18 + 16)))
+    report = Baselines(epoch=epoch).figures("sorted windows", job)
+    assert (report.steps, report.padding_share) == (3, pytest.approx(1 - 34 / (20 + 18 + 16)))
 
 
 def test_skipped_and_dropped_samples_are_left_out():
@@ -282,8 +284,8 @@ def test_all_ways_are_compared_on_the_samples_that_a_mixture_draws(stop, weights
     assert (len(lengths) == len(table)) == (stop == "all_exhausted")
     for strategy in STRATEGIES:
         batches = Baselines(epoch=epoch).batches(strategy, job)
-        found = batches.samples.sum(), batches.real.sum()
-        assert found == (len(lengths), sum(lengths)), strategy
+        counts = batches.samples.sum(), batches.real.sum()
+        assert counts == (len(lengths), sum(lengths)), strategy
 
 
 def two_sources():

@@ -21,7 +21,7 @@ def info_of(
     repeats=None,
     left_out=(),
     is_filler=False,
-    own=(),
+    per_rank=(),
     hosted=1,
 ):
     """The `StepInfo` of a step with these keys; (key, reason) or (key, source, reason) left out."""
@@ -42,7 +42,7 @@ def info_of(
             LeftOut(sample[0], *(sample[1:] if len(sample) > 2 else ("", sample[1])))
             for sample in left_out
         ),
-        per_rank_sources=frozenset(own),
+        per_rank_sources=frozenset(per_rank),
         epoch=epoch,
         ends_epoch=ends,
         batches_per_step=hosted,

@@ -86,8 +86,8 @@ def test_as_many_ranks_as_before_get_their_states_as_they_are(tmp_path, states):
 
 def test_what_cannot_be_resharded_is_refused_and_nothing_is_written(tmp_path, states):
     good = save(tmp_path / "saved", states)
-    mixed = save(tmp_path / "both", states)
-    save_state({"other": 1}, mixed / "other-rank00000-of-00003.pt")
+    several = save(tmp_path / "both", states)
+    save_state({"other": 1}, several / "other-rank00000-of-00003.pt")
     (tmp_path / "empty").mkdir()
     out = tmp_path / "new"
     damaged = [
@@ -98,7 +98,7 @@ def test_what_cannot_be_resharded_is_refused_and_nothing_is_written(tmp_path, st
     for folder, ranks, to, error, match in (
         *damaged,
         (mixed, 2, out / "mixed", StateError, "mixed up"),
-        (mixed, 2, out, StateError, "of several kinds"),
+        (several, 2, out, StateError, "of several kinds"),
         (good, 2, good, StateError, "has states already"),
         (good, 0, out, ValueError, "world_size"),
         (tmp_path / "none", 2, out, FileNotFoundError, "no folder"),

@@ -111,7 +111,7 @@ CYCLES = [
     info_of(0, [0, 1, 2], repeats=[0, 0, 0]),
     info_of(1, [0, 1, 2], repeats=[1, 1, 1], left_out=[(3, "empty")]),
 ]
-OWN = [info_of(0, [0, 1], own=[""]), info_of(1, left_out=[(2, "empty")], ends=True)]
+OWN = [info_of(0, [0, 1], per_rank=[""]), info_of(1, left_out=[(2, "empty")], ends=True)]
 MIXED = [info_of(0, [0, 0, 1, 2], sources=["web", "code", "web", "code"], ends=True)]
 NO_KEYS = [info_of(0, [None, 3, None], sources=["x", "y", "x"], ends=True)]
 FAR = [info_of(0, [0, 1 << 40, (1 << 40) + 77], ends=True)]
@@ -158,7 +158,7 @@ PROBLEMS = {
     "data of its own": ([OWN, OWN], 6, []),
     "missing of its own": ([OWN, OWN], 7, ["epoch 0: 1 of 7 samples have no fate."]),
     "twice in its own": (
-        [[OWN[0], info_of(1, [1], own=[""], ends=True)]],
+        [[OWN[0], info_of(1, [1], per_rank=[""], ends=True)]],
         None,
         [TWICE.format(1, "trained", 0, "trained", 0)],
     ),
@@ -189,7 +189,7 @@ def test_of_many_that_come_twice_some_are_named(tmp_path):
 def test_what_a_rank_leaves_out_before_its_first_sample_is_its_own_too(tmp_path):
     for rank in range(2):
         first_step = info_of(0, is_filler=True, left_out=[(0, "empty")])
-        steps = [first_step] if rank else [first_step, info_of(1, [1], own=[""], ends=True)]
+        steps = [first_step] if rank else [first_step, info_of(1, [1], per_rank=[""], ends=True)]
         record(tmp_path, *steps, rank=rank, world_size=2, ended=False)
     assert audit(tmp_path).state == "open"
 

@@ -23,7 +23,7 @@ from odb_nodes._support.checks import check_count, check_integer
 from odb_nodes._support.files import replacing
 from odb_nodes._support.hashing import stable_name
 from odb_nodes._support.progress import Bar
-from odb_nodes._support.text import counted, html_table, html_text
+from odb_nodes._support.text import counted
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.contract.graph import close_nodes, known_length_of
 from odb_nodes.core.contract.node import call_member
@@ -112,15 +112,6 @@ class LengthTable:
             seen += f" ({skipped:,} skipped)"
         made_by = ", ".join(f"{name} {value}" for name, value in self.made_by.items())
         return f"lengths of {seen}, digest {self.digest}{made_by and f' ({made_by})'}"
-
-    def _repr_html_(self) -> str:
-        rows = []
-        for name, size in zip(self.names, self.sizes, strict=True):
-            tokens = self.lengths(name)
-            row = {"source": name, "samples": f"{size:,}", "tokens": f"{tokens.sum():,}"}
-            mean, longest = (tokens.mean(), tokens.max()) if len(tokens) else (0, 0)
-            rows.append(row | {"mean": f"{mean:,.0f}", "longest": f"{longest:,}"})
-        return html_text(str(self)) + html_table(rows)
 
     @property
     def num_samples(self) -> int:

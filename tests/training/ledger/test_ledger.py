@@ -48,6 +48,21 @@ def test_everything_that_is_recorded_is_read_again(tmp_path_factory, steps):
     assert not Run(folder).damage()
 
 
+def test_steps_are_read_with_the_samples_of_each_rank(tmp_path):
+    for rank in range(2):
+        last = info_of(1, [2 + rank], left_out=[(4 + rank, "empty")], ends=True)
+        record(tmp_path, info_of(0, [rank]), last, rank=rank, world_size=2)
+    record(tmp_path, info_of(0, [6], epoch=1), rank=1, world_size=2)  # without rank 0
+    steps = read_steps(tmp_path, 0, [1, 5])
+    assert [*steps] == [1] and all(info.ends_epoch for info in steps[1])
+    assert [info.keys for info in steps[1]] == [(2,), (3,)]
+    assert [[sample[::2] for sample in info.left_out] for info in steps[1]] == [
+        [(4, "empty")],
+        [(5, "empty")],
+    ]
+    assert read_steps(tmp_path, 1, [0]) == {}
+
+
 def test_a_step_may_have_many_sources(tmp_path):
     sources = [f"source {number}" for number in range(70_000)]
     record(tmp_path, info_of(0, range(70_000), sources=sources))

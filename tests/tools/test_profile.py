@@ -221,8 +221,8 @@ def test_fixed_batches_are_those_of_the_trainer(samples, world_size, accumulate)
         )  # fmt: skip
     for strategy, ranks in (("group_by_length", grouped), ("batch_rebalance", rebalanced)):
         steps = [[*step] for step in zip(*ranks, strict=True)]
-        table_profile = fixed_batches(strategy, lengths, 4, SimulationOptions(**job))
-        assert [[*step] for step in table_profile] == steps, strategy
+        rank_batches = fixed_batches(strategy, lengths, 4, SimulationOptions(**job))
+        assert [[*step] for step in rank_batches] == steps, strategy
         batches = [batch for step in steps for batch in step]
         expected = figures_by_hand(batches, lengths, world_size, 2800)
         assert measured(strategy, lengths, 4, **job) == expected, strategy

@@ -13,10 +13,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import MAX_KEY, check_count
 from odb_nodes._support.text import counted, named_ranks
 from odb_nodes.training.ledger.history import Run, Samples, Segment
-from odb_nodes.training.ledger.rank_file import Ints, Steps
+from odb_nodes.training.ledger.rank_file import Steps
 from odb_nodes.training.ledger.records import ENDS_EPOCH, FILLER, NO_KEY, Name
 
 DIGEST_BYTES = 32
@@ -379,7 +380,7 @@ class _EpochCheck:
             if sizes[source] and source not in sources:
                 self._problem(f"no sample{_of(source)} has a fate, of {sizes[source]:,}.")
 
-    def _by_source(self) -> dict[str, list[Ints]]:
+    def _by_source(self) -> dict[str, list[IntArray]]:
         """Return the indices of each source's samples by key: one array, or one for each rank."""
         names, samples, per_rank = self.run.names, self.samples, self.run.per_rank_sources
         numbers: dict[str, int] = {}
@@ -391,13 +392,13 @@ class _EpochCheck:
             group = group * (int(ranks.max(initial=0)) + 1) + ranks * is_per_rank
         order = np.lexsort((samples.repeats, samples.keys, group))
         cuts = np.flatnonzero(np.diff(group[order])) + 1
-        by_source: dict[str, list[Ints]] = {}
+        by_source: dict[str, list[IntArray]] = {}
         for indices in np.split(order, cuts) if len(order) else ():
             source = names[samples.names[indices[0]]].source
             by_source.setdefault(source, []).append(indices)
         return by_source
 
-    def _check_source(self, source: str, indices: Ints) -> Ints:
+    def _check_source(self, source: str, indices: IntArray) -> IntArray:
         """Report keys with several fates; return the sorted keys of the source, each once."""
         keys, repeats = self.samples.keys[indices], self.samples.repeats[indices]
         unkeyed = int(np.searchsorted(keys, 0))  # `NO_KEY` sorts before all keys
@@ -419,7 +420,7 @@ class _EpochCheck:
         self._report_several(source, indices[np.union1d(equal, equal + 1)])
         return np.append(keys[:unkeyed], keys[unkeyed:][starts])
 
-    def _report_several(self, source: str, indices: Ints) -> None:
+    def _report_several(self, source: str, indices: IntArray) -> None:
         """Report keys with several fates: `indices` are their samples, sorted by key."""
         keys = self.samples.keys[indices]
         groups = np.split(indices, np.flatnonzero(np.diff(keys)) + 1) if len(indices) else []
@@ -440,7 +441,7 @@ class _EpochCheck:
             self._problem(f"{more:,} more keys{_of(source)} have several fates.")
 
     def _compare_size(
-        self, source: str, size: int, parts: Sequence[Ints], is_complete: bool
+        self, source: str, size: int, parts: Sequence[IntArray], is_complete: bool
     ) -> None:
         """Compare the number of keys of a source with its size. `parts`: its keys, by rank."""
         count = sum(map(len, parts))

@@ -1,6 +1,6 @@
-"""Find the steps in the files of a ledger that count.
+"""Find the steps that count in the files of a ledger: those that no later attempt replaces.
 
-An attempt replaces all that earlier attempts recorded from its first step on.
+An attempt replaces the records of earlier attempts from its first step on.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.files import folder_with
 from odb_nodes._support.text import counted
 from odb_nodes.core.sample import LeftOut
 from odb_nodes.core.step_info import StepInfo
 from odb_nodes.errors import StateError
-from odb_nodes.training.ledger.rank_file import STEP_DTYPE, Ints, RankFile, Steps
+from odb_nodes.training.ledger.rank_file import STEP_DTYPE, RankFile, Steps
 from odb_nodes.training.ledger.records import (
     ENDS_EPOCH,
     FILLER,
@@ -125,10 +126,10 @@ class Segment:
 class Samples:
     """The samples of a number of steps, as columns."""
 
-    keys: Ints  # `NO_KEY` for a sample without a key
+    keys: IntArray  # `NO_KEY` for a sample without a key
     repeats: npt.NDArray[np.uint32]
     names: npt.NDArray[np.int32]  # indices into `Run.names`
-    stops: Ints  # number of samples up to the end of each step
+    stops: IntArray  # number of samples up to the end of each step
 
 
 class Run:
@@ -216,7 +217,7 @@ class Run:
                 limits[attempt.job] = min(attempt.limit, attempt.start)
         return jobs
 
-    def _segments(self, steps: Steps, jobs: Ints) -> list[Segment]:
+    def _segments(self, steps: Steps, jobs: IntArray) -> list[Segment]:
         order = np.lexsort((steps["rank"], steps["step"], jobs, steps["epoch"]))
         steps, jobs = steps[order], jobs[order]
         cuts = np.flatnonzero((np.diff(steps["epoch"]) != 0) | (np.diff(jobs) != 0)) + 1
@@ -325,12 +326,12 @@ def _read_files(folder: Path) -> list[RankFile]:
     return [RankFile(path) for path in paths]
 
 
-def _indices_of(firsts: Ints, counts: Ints) -> Ints:
+def _indices_of(firsts: IntArray, counts: IntArray) -> IntArray:
     """Return the integers of ranges, each given by its first integer and its length."""
     return np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
 
 
-def position(epoch: npt.ArrayLike, step: npt.ArrayLike) -> Ints:
+def position(epoch: npt.ArrayLike, step: npt.ArrayLike) -> IntArray:
     """Return epoch and step as one integer that grows with both."""
     return (np.asarray(epoch, np.int64) << 32) + np.asarray(step, np.int64)
 

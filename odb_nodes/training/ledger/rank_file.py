@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes.training.ledger.records import (
     END_ROW,
     ENDS_EPOCH,
@@ -37,7 +38,6 @@ STEP_DTYPE = np.dtype(
 )
 """A recorded step: `attempt` is an index, `first_row` the row of its first sample in the file."""
 Bytes = npt.NDArray[np.uint8]
-Ints = npt.NDArray[np.int64]
 Steps = npt.NDArray[np.void]
 _KIND_BITS = 0xFF ^ (FILLER | ENDS_EPOCH)
 
@@ -86,7 +86,7 @@ class RankFile:
         elif tail:
             self._problem(f"the last {len(tail):,} bytes are damaged")
 
-    def _read_records(self, data: Bytes, starts: Ints, ends: npt.NDArray[np.void]) -> None:
+    def _read_records(self, data: Bytes, starts: IntArray, ends: npt.NDArray[np.void]) -> None:
         """Read all records.
 
         starts: first row of each record, then the row after the last record.

@@ -31,8 +31,8 @@ def end(pids):
 
 def arrange(checkpoints, pids, *, rank, after_calls, delay_s, seed):
     """Kill `pids` within a save: on `rank`, `delay_s` after so many calls into the file system."""
-    own = pids.index(os.getpid())
-    draw = random.Random(f"{seed} {own}")  # of its own: those of the job are a part of its state
+    this_rank = pids.index(os.getpid())
+    draw = random.Random(f"{seed} {this_rank}")  # the generators of the job are part of its state
     thread, inside, count = threading.get_ident(), False, 0
     save = checkpoints.save
 
@@ -42,7 +42,7 @@ def arrange(checkpoints, pids, *, rank, after_calls, delay_s, seed):
             return
         count += 1
         time.sleep(draw.random() * draw.choice([0, 0.001, 0.01]))
-        if own == rank and count == after_calls:
+        if this_rank == rank and count == after_calls:
             threading.Timer(delay_s, end, (pids,)).start() if delay_s else end(pids)
 
     def watched(call):

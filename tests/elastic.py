@@ -31,7 +31,7 @@ def trained_on():
 
 
 def make(exchange, **options):
-    given = {
+    keywords = {
         "process_fn": sample,
         "token_budget": TokenBudget(80, oversize="drop"),
         "window": 16,
@@ -40,7 +40,7 @@ def make(exchange, **options):
         "exclude": EXCLUDED,
         "timeout_s": TIMEOUT_S,
     }
-    return ODBDataLoader(range(SAMPLES), process_group=exchange, **given | options)
+    return ODBDataLoader(range(SAMPLES), process_group=exchange, **keywords | options)
 
 
 def job(world_size, states=None, steps=None, make=make, epochs=1, **options):
@@ -57,35 +57,29 @@ def job(world_size, states=None, steps=None, make=make, epochs=1, **options):
         loader = make(exchange, **options)
         if states is not None:
             loader.load_state_dict(states[exchange.rank])
-        steps_taken, saved = [], [loader.state_dict()] if states is None else []
+        recorded, saved = [], [loader.state_dict()] if states is None else []
         for _ in range(epochs):
             batches = iter(loader)
             saved = saved or [loader.state_dict()]
-            while steps is None or len(steps_taken) < steps:
+            while steps is None or len(recorded) < steps:
                 try:
                     batch = next(batches)
                 except StopIteration:
                     break
                 info = pop_step_info(batch)
-                steps_taken.append((info, [] if info.is_filler else batch["id"].tolist()))
+                recorded.append((info, [] if info.is_filler else batch["id"].tolist()))
                 saved.append(loader.state_dict())
-        return steps_taken, saved
+        return recorded, saved
 
     return on_ranks(world_size, run)
 
 
 def ids_of(ranks, steps=None):
     """What became of samples: those in steps, and those that are left out, by their keys."""
-    trained = [
-        index for steps_of_rank, _ in ranks for _, ids in steps_of_rank[:steps] for index in ids
-    ]
-    left = [
-        sample.key
-        for steps_of_rank, _ in ranks
-        for info, _ in steps_of_rank[:steps]
-        for sample in info.left_out
-    ]
-    return sorted(trained), sorted(left)
+    trained = [index for recorded, _ in ranks for _, ids in recorded[:steps] for index in ids]
+    infos = [info for recorded, _ in ranks for info, _ in recorded[:steps]]
+    left_out = [sample.key for info in infos for sample in info.left_out]
+    return sorted(trained), sorted(left_out)
 
 
 def states_at(ranks, step):

@@ -21,7 +21,7 @@ def info_of(
     repeats=None,
     left_out=(),
     is_filler=False,
-    own=(),
+    per_rank=(),
     hosted=1,
 ):
     """The `StepInfo` of a step with these keys; (key, reason) or (key, source, reason) left out."""
@@ -39,9 +39,10 @@ def info_of(
         row_sources=tuple(sources or [""] * len(keys)),
         row_repeats=tuple(repeats or [0] * len(keys)),
         left_out=tuple(
-            LeftOut(one[0], *(one[1:] if len(one) > 2 else ("", one[1]))) for one in left_out
+            LeftOut(sample[0], *(sample[1:] if len(sample) > 2 else ("", sample[1])))
+            for sample in left_out
         ),
-        per_rank_sources=frozenset(own),
+        per_rank_sources=frozenset(per_rank),
         epoch=epoch,
         ends_epoch=ends,
         batches_per_step=hosted,
@@ -58,16 +59,16 @@ def epoch_of(rank, world_size, epoch=0, *, size=SIZE, per_step=4, steps=8):
     if world_size > 1 and rank < 2:  # rank 1 has some of rank 0
         cut = len(keys[0::world_size]) // 2
         share = keys[0::world_size][:cut] if rank == 0 else share + keys[0::world_size][cut:]
-    left = [(key, "dropped" if key % 2 else "empty") for key in share if key % 11 == 3]
+    left_out_samples = [(key, "dropped" if key % 2 else "empty") for key in share if key % 11 == 3]
     share = [key for key in share if key % 11 != 3]
-    groups = [share[at::steps] for at in range(steps)]
+    groups = [share[step::steps] for step in range(steps)]
     return [
         info_of(
             step,
             group,
             epoch=epoch,
             ends=step == steps - 1,
-            left_out=left[step::steps],
+            left_out=left_out_samples[step::steps],
             is_filler=not group,
         )
         for step, group in enumerate(groups)
@@ -128,27 +129,27 @@ def write_pieces(folder, ranks):
 def rows_of(folder):
     """Per step that counts: (key, source, repeat, reason) of each sample."""
     run = Run(folder)
-    found = []
+    steps = []
     for step in (
         step for segment in run.segments for step in np.split(segment.steps, len(segment.steps))
     ):
         samples = run.samples(step)
         keys, repeats = samples.keys.tolist(), samples.repeats.tolist()
-        origins = [run.names[one][:2] for one in samples.names]
-        found.append(
+        origins = [run.names[number][:2] for number in samples.names]
+        steps.append(
             [
                 (None if key < 0 else key, source, repeat, reason)
                 for key, (source, reason), repeat in zip(keys, origins, repeats, strict=True)
             ]
         )
-    return found
+    return steps
 
 
 def check_ledger(folder, size, attempts=None, epochs=2):
     """Each of so many samples has one fate in each of so many complete epochs."""
-    found = audit(folder, size)
-    assert found.ok, found.problems
-    assert [one.is_complete for one in found.epochs] == [True] * epochs, str(found)
+    result = audit(folder, size)
+    assert result.ok, result.problems
+    assert [epoch.is_complete for epoch in result.epochs] == [True] * epochs, str(result)
     if attempts is not None:
-        assert {len(begun) for begun in found.attempts.values()} == {attempts}
-    return found
+        assert {len(begun) for begun in result.attempts.values()} == {attempts}
+    return result

@@ -1,6 +1,6 @@
-"""The command line of `odb-nodes`: options and help, what runs, and errors in one line.
+"""The command line of `odb-nodes`: options, help, and errors in one line.
 
-It is read without torch, so that the help and errors of usage come at once.
+This module does not import torch, so help and usage errors are immediate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 
 from odb_nodes.cli import commands
 from odb_nodes.core.planning.auto_window import parse_window
-from odb_nodes.core.planning.options import JobOptions
 from odb_nodes.errors import PeerError, SampleError, StateError, WorkerError
 
 _EXPECTED = (
@@ -44,13 +43,13 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and exit."""
+        """Print the error in one line, and exit."""
         text = " ".join(message.split()).rstrip(".")
         self.exit(2, f"{self.prog}: {text}. See `{self.prog} --help`.\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command, and exit: with 0; 1 where what was looked at is wrong; 2 after an error.
+    """Run a command, and exit: with 0; with 1 if a check finds problems; with 2 after an error.
 
     Args:
         arguments: the arguments of the command line; default: `sys.argv`.
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     try:
         code = args.run(args)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         parser.exit(_PIPE_IS_BROKEN)
     except commands.UsageError as error:
@@ -82,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if not place and not isinstance(error, _EXPECTED):
             raise
         text = (str(error).splitlines() or [""])[0]
-        if place and not isinstance(error, SampleError):  # which has the type that was raised
+        if place and not isinstance(error, SampleError):  # whose text names the type
             text = f"{name}: {text}"
         command.exit(2, f"{command.prog}: {text or name}{place}\n")
     parser.exit(code or 0)
@@ -135,10 +134,6 @@ def _window(text: str) -> int | str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _row_sizes(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
-
-
 def _weight(text: str) -> tuple[str, float]:
     name, _, weight = text.rpartition("=")
     try:
@@ -166,16 +161,15 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         nargs="?",
     ),
     "--accumulate": _option("batches of an optimizer step (1)", _COUNT),
-    "--attention-tokens": _option("length at which attention doubles a row's cost", _COUNT),
     "--batch-size": _option("samples of a fixed batch (what the budget holds)", _COUNT),
     "--budget": _option(f"padded tokens of a batch ({commands.BUDGET_TOKENS:,})", _COUNT),
     "--csv": _option("file for a row of each record"),
     "--cv": _option("lognormal lengths of this variation, in place of data", _positive),
-    "--diff": _option("another state: show what differs, and nothing else", _existing),
+    "--diff": _option("another state: show only the differences", _existing),
     "--field": _option("field to tokenize (messages or text)"),
     "--force": {"action": "store_true", "help": "replace files that exist"},
     "--html": _option("file for a page", Path),
-    "--json": _option("file for the same as JSON", Path),
+    "--json": _option("file for the result as JSON", Path),
     "--layout": _option("padded or packed (padded)"),
     "--lengths": _option("a file of lengths, in place of data", _existing),
     "--lengths-known": {
@@ -183,22 +177,15 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "help": "also plan all samples of an epoch together, as loaders do whose lengths are known",
     },
     "--limit": _option("most tokens of a batch (4 x the longest, or the loader's)", _COUNT),
-    "--log": _option("folder of a monitor, whose times are fitted to", _existing),
-    "--max-patches": _option("most image patches of a batch", _COUNT),
+    "--log": _option("folder of a monitor, or JSON Lines: fit the times of steps to it", _existing),
     "--max-samples": _option("most samples of a batch", _COUNT),
-    "--memory-gib": _option("memory of a device, with --memory-model", _positive),
-    "--memory-model": _option("a `MemoryModel` as JSON, in place of --limit", _existing),
-    "--oversize": _option("what becomes of too long samples: alone, drop or error (alone)"),
-    "--pad-to-multiple-of": _option("what widths are a multiple of, in tokens (1)", _COUNT),
+    "--oversize": _option("how too long samples are handled: alone, drop or error (alone)"),
+    "--pad-to-multiple-of": _option("tokens of which widths are a multiple (1)", _COUNT),
     "--rank": _option("rank of a folder to show (0)", _COUNT_OR_NONE, default=0),
     "--ranks": _option("number of ranks, or several (1)", _COUNT, **_SEVERAL),
-    "--round-size": _option(f"steps between messages ({JobOptions.round_size})", _COUNT),
-    "--row-sizes": _option(
-        "any, even or friendly, or a number, with --shapes and --oversize drop (any)", _row_sizes
-    ),
     "--samples": _option("samples to draw (all)", _COUNT),
     "--save-lengths": _option("file to write the lengths to"),
-    "--seed": _option("of the order, and of what is drawn (0)", int),
+    "--seed": _option("seed of the order and of drawn samples (0)", int),
     "--shapes": _option("most shapes of batches (any)", _COUNT),
     "--shuffle": {"action": argparse.BooleanOptionalAction, "help": "whether data are shuffled"},
     "--size": _option(
@@ -206,11 +193,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         action="append",
         metavar="[SOURCE=]N",
     ),
-    "--steps": _option("also print the digest of the first so many steps of each epoch", _COUNT),
-    "--timeline": _option(
-        "draw each rank's cost, step by step, of the last ranks and window: a file for a page, - "
-        "for text"
-    ),
+    "--steps": _option("also print the digest of the first STEPS steps of each epoch", _COUNT),
     "--tokenizer": _option(
         "name or folder of a tokenizer, or a tokenizer.json, which has no chat template"
     ),
@@ -222,27 +205,27 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--window": _option("samples that wait, or auto; or several (auto)", _window, **_SEVERAL),
     "--workers": _option("worker processes (0)", _COUNT_OR_NONE, default=0),
 }
-"""The options that are alike in all commands that have them."""
+"""Options that several commands share."""
 
 _DATA = "data --lengths --tokenizer --field --samples --workers --save-lengths --seed --force"
-_BUDGET = "--budget --layout --max-samples --max-patches --pad-to-multiple-of"
+_BUDGET = "--budget --layout --max-samples --pad-to-multiple-of"
 _NEEDED: Any = {"required": True}
 
 COMMANDS: dict[Callable[[Any], int | None], tuple[str, dict[str, dict[str, Any]]]] = {
     commands.audit: (
         "--size --steps",
-        {"folder": _option("that the ranks have written to")},
+        {"folder": _option("folder of the ledger")},
     ),
     commands.inspect: (
         "--rank --diff --force",
         {
             "state": _option("a state file, the folder of a checkpoint, or a ledger", _existing),
-            "--step": _option("number of a step in its epoch, to make again", _COUNT_OR_NONE),
+            "--step": _option("step of an epoch to remake", _COUNT_OR_NONE),
             "--epoch": _option(
-                "the epoch of the step; default: 0 of a ledger, the epoch of a state",
+                "epoch of the step (ledger: 0; state: its epoch)",
                 _COUNT_OR_NONE,
             ),
-            "--loader": _option("module:function: makes the loader for a `process_group`"),
+            "--loader": _option("module:function that returns the loader for a `process_group`"),
             "--out": _option("file to write the steps of all ranks to, by `torch.save`"),
         },
     ),
@@ -252,34 +235,33 @@ COMMANDS: dict[Callable[[Any], int | None], tuple[str, dict[str, dict[str, Any]]
     ),
     commands.report: (
         "--html --csv --json --force",
-        {"folders": _option("folders that a monitor wrote into", nargs="+")},
+        {"folders": _option("folders of monitors", nargs="+")},
     ),
     commands.reshard: (
         "",
         {
             "folder": _option("folder of a checkpoint, with a file per rank", Path),
-            "--ranks": _option("number of ranks from now on", _COUNT, **_NEEDED),
+            "--ranks": _option("new number of ranks", _COUNT, **_NEEDED),
             "--out": _option("folder to write into", Path, **_NEEDED),
         },
     ),
     commands.simulate: (
-        f"{_DATA} --cv --ranks --window --round-size {_BUDGET} --shapes --attention-tokens "
-        "--row-sizes --oversize --accumulate --uneven --weight --shuffle --lengths-known "
-        "--timeline",
+        f"{_DATA} --cv --ranks --window {_BUDGET} --shapes --oversize --accumulate --uneven "
+        "--weight --shuffle --lengths-known",
         {},
     ),
     commands.tune: (
-        f"{_DATA} --tokens-per-step --limit --memory-model --memory-gib --log --weight",
+        f"{_DATA} --tokens-per-step --limit --log --weight",
         {"--ranks": _option("number of ranks (1)", _COUNT)},
     ),
 }
-"""The function of a command, whose docstring is the help -> its options, shared and its own."""
+"""Function of a command, whose docstring is its help -> (shared options, further options)."""
 
 
 def _parser() -> _Parser:
     parser = _Parser(
         prog="odb-nodes",
-        description="Dynamic batches: look at them before a run, and at what is left of one.",
+        description="Plan dynamic batches before a run; check its records and states after it.",
     )
     several = parser.add_subparsers(metavar="COMMAND")
     for run, (shared, further) in COMMANDS.items():

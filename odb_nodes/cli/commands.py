@@ -1,14 +1,13 @@
-"""The commands of `odb-nodes`: each calls a function of `tools`, or of another room, and prints.
+"""The commands of `odb-nodes`: each calls a function of `tools` or `training`, and prints.
 
-What needs torch is imported when a command runs.
+Modules that import torch are imported when a command runs.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 from itertools import product
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from odb_nodes._support.text import counted
 from odb_nodes.cli.data import (
@@ -16,13 +15,10 @@ from odb_nodes.cli.data import (
     Data,
     UsageError,
     check_outputs,
-    file_of,
     load_function,
 )
 from odb_nodes.core.planning import SimulationOptions
 from odb_nodes.core.planning.auto_window import shown
-from odb_nodes.core.planning.step_time import known_time
-from odb_nodes.errors import StateError
 
 if TYPE_CHECKING:
     from odb_nodes.core.planning import TokenBudget
@@ -31,17 +27,13 @@ if TYPE_CHECKING:
 __all__ = ["BUDGET_TOKENS", "UsageError"]
 
 _AUDIT_CODES = {"damaged": 1, "open": 3}
-_GIB = 2**30
-_KEPT = ("max_samples", "pad_to_multiple_of", "layout", "oversize", "shapes", "row_sizes")
-"""Fields of a budget that no model of memory decides."""
-_REPORT_READS = ("*.jsonl", "*.bin", "*/*.jsonl", "*/*.bin")  # of a folder, which may get a page
 
 
 def audit(args: Namespace) -> int:
-    """Audit a ledger: which samples have no fate, or several.
+    """Audit a ledger: list samples without a fate, or with several.
 
-    Exits with 1 where there is a problem, and with 3 where an epoch is partial and no end of the
-    run is recorded.
+    Exits with 1 if there is a problem, and with 3 if an epoch is partial and the run has no
+    recorded end.
     """
     sizes: dict[str, int] = {}
     for text in args.size or ():
@@ -63,10 +55,10 @@ def audit(args: Namespace) -> int:
 
 
 def inspect(args: Namespace) -> int:
-    """Show what a saved state says, or make a step of a run again, of all its ranks.
+    """Show a saved state, or remake a step of a run for all ranks.
 
     With --step and --loader: the samples of a step, from a ledger or a checkpoint before it. Exits
-    with 1 where ranks do not fit, or states differ.
+    with 1 if ranks do not fit together, or states differ.
     """
     if (args.step is None) != (args.loader is None) or (args.out and args.step is None):
         raise UsageError("pass --step and --loader, and --out with both")
@@ -99,19 +91,12 @@ def inspect(args: Namespace) -> int:
 
 
 def _inspect_step(args: Namespace) -> int:
-    check_outputs(args, ["out"], [args.state])
-    function = load_function(args.loader)
-    from odb_nodes.tools.lengths import files_read
+    check_outputs(args, ["out"])
+    make_loader = load_function(args.loader)
     from odb_nodes.tools.steps import remake_from_folder
 
-    def make_loader(process_group: Any) -> Any:
-        loader = function(process_group)
-        read = files_read(getattr(loader, "root", None))
-        check_outputs(args, ["out"], [file_of(args.loader), *read])
-        return loader
-
     remade = remake_from_folder(make_loader, args.state, epoch=args.epoch, step=args.step)
-    if args.out:  # before what may end at a closed pipe
+    if args.out:  # before printing, which may end at a closed pipe
         import torch
 
         torch.save([step.as_dict() for step in remade], args.out)
@@ -119,8 +104,8 @@ def _inspect_step(args: Namespace) -> int:
     return 0
 
 
-def _tell_of_oversize(table: LengthTable, budget: TokenBudget) -> None:
-    """Say how many samples exceed a budget, which a comparison of figures may not show."""
+def _print_oversize(table: LengthTable, budget: TokenBudget) -> None:
+    """Print how many samples exceed a budget, which the figures may not show."""
     if count := int(table.costs.are_oversize(budget).sum()):
         becomes = {
             "alone": "have a batch each",
@@ -149,7 +134,7 @@ def profile(args: Namespace) -> None:
         **job,
     )
     print(result)
-    _tell_of_oversize(table, budget)
+    _print_oversize(table, budget)
     for path, text in ((args.json, result.to_json), (args.html, result.to_html)):
         if path is not None:
             path.write_text(text())
@@ -157,14 +142,10 @@ def profile(args: Namespace) -> None:
 
 def report(args: Namespace) -> None:
     """Report on training runs, finished or running: a table, a page, CSV, JSON."""
-    read = [
-        file for folder in args.folders for end in _REPORT_READS for file in Path(folder).glob(end)
-    ]
     from odb_nodes.training.monitor import report as make_report
     from odb_nodes.training.monitor.reports import MARKS
 
-    check_outputs(args, [*MARKS], read, MARKS)
-
+    check_outputs(args, [*MARKS], MARKS)
     print(make_report(args.folders, html=args.html, csv=args.csv, json=args.json))
 
 
@@ -178,7 +159,7 @@ def reshard(args: Namespace) -> None:
 
 def simulate(args: Namespace) -> None:
     """Plan the first epoch on any number of ranks, without a model or a GPU."""
-    data = Data(args, [] if args.timeline == "-" else ["timeline"])
+    data = Data(args)
     budget = data.budget(args.budget)
     options = data.job() | {"budget": budget}
     plans = [(window, False) for window in args.window or [options["window"]]]
@@ -192,7 +173,7 @@ def simulate(args: Namespace) -> None:
         )
     ]
     from odb_nodes._support.text import markdown_table
-    from odb_nodes.tools.simulate import TableEpoch, timeline_page, timeline_text
+    from odb_nodes.tools.simulate import TableEpoch
 
     table = data.table()
     print(table)
@@ -204,26 +185,17 @@ def simulate(args: Namespace) -> None:
         run = {"ranks": str(job.world_size), "window": shown(job.window, epoch.window(job))}
         if args.lengths_known:
             run["lengths"] = "known" if job.lengths_known else "as they come"
-        batches = epoch.batches(job)
-        rows.append(run | epoch.report(job, batches).as_row())
+        rows.append(run | epoch.report(job).as_row())
     print(markdown_table(rows))
-    _tell_of_oversize(table, budget)
-    if args.timeline is not None:
-        title = f"{counted(job.world_size, 'rank')}, window {epoch.window(job):,}"
-        title += ", lengths known" * job.lengths_known
-        times = batches.times(known_time(job.step_time, budget))
-        if args.timeline == "-":
-            print(f"\n{timeline_text(times, title)}")
-        else:
-            Path(args.timeline).write_text(timeline_page(times, title))
+    _print_oversize(table, budget)
 
 
 def tune(args: Namespace) -> None:
-    """Propose budget, window, accumulation and rounds for a dataset, with code to paste."""
-    model = args.memory_model
-    if (model is None) != (args.memory_gib is None) or (model and args.limit):
-        raise ValueError("pass --limit, or --memory-model FILE and --memory-gib N, or none.")
-    data = Data(args, inputs=[model, args.log])
+    """Propose budget, window, accumulation and rounds for a dataset, with code to paste.
+
+    Times are estimates that do not count image patches.
+    """
+    data = Data(args)
     job, limit = data.job(), data.loader_budget
     world_size, accumulate = args.ranks or data.options.virtual_ranks or 1, job.pop("accumulate")
     tokens_per_step = args.tokens_per_step
@@ -231,8 +203,6 @@ def tune(args: Namespace) -> None:
         tokens_per_step = limit.tokens * accumulate * world_size
     if args.limit is not None:
         limit = data.budget(args.limit)
-    elif model is not None:
-        limit = _budget_of_model(model, args.memory_gib, limit)
     from odb_nodes.tools.tune import tune as choose
 
     tuned = choose(
@@ -245,14 +215,3 @@ def tune(args: Namespace) -> None:
         **job,
     )
     print(tuned, end="")
-
-
-def _budget_of_model(path: Path, gib: float, of_loader: TokenBudget | None) -> TokenBudget:
-    from odb_nodes.training.memory import MemoryModel
-
-    kept = {name: getattr(of_loader, name) for name in _KEPT} if of_loader else {}
-    try:
-        model = MemoryModel.from_json(path.read_text(errors="replace"))
-    except StateError as error:
-        raise StateError(f"--memory-model `{path}`: {error}") from error
-    return model.budget(int(gib * _GIB), **kept)

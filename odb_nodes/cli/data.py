@@ -1,4 +1,4 @@
-"""What a command line names: lengths, a loader and its options, functions, files to write."""
+"""The data, functions and output files that a command line names."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BUDGET_TOKENS = 16_384
 _FIELDS = ("messages", "text")
+_INPUTS = ("data", "lengths", "log", "state", "tokenizer")  # arguments that name what is read
 _MARK_BYTES = 1024  # of the beginning of a file that a command has written
 _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
 _OF_BUDGET = [field.name for field in fields(TokenBudget) if field.name != "tokens"]
@@ -30,35 +31,29 @@ _OF_JOB = [field.name for field in fields(JobOptions)]
 
 
 class UsageError(ValueError):
-    """What is wrong with the options of a command."""
+    """An error in the options of a command."""
 
 
 def check_outputs(
-    args: Namespace,
-    options: Sequence[str],
-    inputs: Sequence[str | Path | None],
-    marks: Mapping[str, str] | None = None,
+    args: Namespace, options: Sequence[str], marks: Mapping[str, str] | None = None
 ) -> None:
-    """Check files to be written: none exists without `--force`, or is read, or beside what is.
+    """Check the files that a command writes: only `--force` replaces a file, and never an input.
 
-    `marks`: of an option, what the beginning of a file has that may be replaced without `--force`.
+    marks: option -> text with which an earlier output begins, which is replaced without `--force`.
     """
-    from odb_nodes.core.sources.data_files import listed, matches
-
-    names = [str(path) for path in inputs if path is not None]
-    named = [*names, *(match for path in names for name in listed(path) for match in matches(name))]
-    read = {inner.resolve() for path in map(Path, named) for inner in (path, *path.glob("*"))}
+    inputs = [Path(vars(args)[name]).resolve() for name in _INPUTS if vars(args).get(name)]
+    outputs = set[Path]()
     for option in options:
         if vars(args)[option] is None:
             continue
         path, name = Path(vars(args)[option]), f"'--{option.replace('_', '-')}'"
-        resolved = path.parent.resolve() / path.name
         if not path.parent.is_dir():
             raise UsageError(f"{name}: there is no folder `{path.parent}`: make that folder first.")
         if path.is_dir():
             raise UsageError(f"{name}: `{path}` is a folder: name a file in it.")
-        is_inside = path.exists() and any(resolved.is_relative_to(folder) for folder in read)
-        if path.resolve() in read or is_inside:
+        resolved = path.resolve()
+        is_input = path.exists() and any(resolved.is_relative_to(folder) for folder in inputs)
+        if resolved in outputs or is_input:
             raise UsageError(
                 f"{name}: `{path}` is also read, or written twice: name another file, outside the "
                 "folders that are read."
@@ -68,7 +63,7 @@ def check_outputs(
             raise UsageError(
                 f"{name}: `{path}` exists: name another file, or pass --force to replace it."
             )
-        read.add(path.resolve())
+        outputs.add(resolved)
 
 
 def _has_mark(path: Path, mark: str) -> bool:
@@ -77,11 +72,9 @@ def _has_mark(path: Path, mark: str) -> bool:
 
 
 class Data:
-    """The data that a command line names, and the options of their loader that it does not give."""
+    """The data of a command line, and the options of a loader that the command line leaves out."""
 
-    def __init__(
-        self, args: Namespace, outputs: Sequence[str] = (), inputs: Sequence[Path | None] = ()
-    ) -> None:
+    def __init__(self, args: Namespace, outputs: Sequence[str] = ()) -> None:
         self._args = args
         in_place = [name for name in ("lengths", "cv") if name in args]
         in_place_given = [f"--{name}" for name in in_place if vars(args)[name] is not None]
@@ -99,14 +92,11 @@ class Data:
             )
         dataset: Any = None if args.data is None else _dataset_of(args.data)
         from odb_nodes.core.loader import ODBDataLoader
-        from odb_nodes.tools.lengths import files_read
         from odb_nodes.tools.simulate import budget_code
 
         loader = dataset if isinstance(dataset, ODBDataLoader) else None
-        read = [args.data, args.lengths, args.tokenizer, *inputs]
-        read += files_read(dataset if loader is None else loader.dataset)
-        check_outputs(args, ["save_lengths", *outputs], [*read, file_of(args.data or "")])
-        self._found, self._options = dataset, loader and loader.options
+        check_outputs(args, ["save_lengths", *outputs])
+        self._dataset, self._options = dataset, loader and loader.options
         self.loader_budget = None if loader is None else loader.options.budget
         if loader is not None:
             if args.tokenizer is not None or args.field is not None:
@@ -124,7 +114,7 @@ class Data:
 
     @property
     def options(self) -> Any:
-        """The options of the loader, or the defaults of one."""
+        """The options of the loader, or the default options."""
         from odb_nodes.core.loader.options import LoaderOptions
 
         return self._options or LoaderOptions(token_budget=BUDGET_TOKENS)
@@ -168,11 +158,15 @@ class Data:
             lengths = lognormal_lengths(args.samples or 40_000, cv=args.cv, seed=seed)
             table = LengthTable.of(lengths, distribution=f"lognormal, CV {args.cv}")
         elif self._options is not None:
-            table = table_of_loader(self._found, args.samples, workers)
+            table = table_of_loader(self._dataset, args.samples, workers)
         else:
             process_fn = _Tokenization(args.tokenizer, args.field)
             table = observe_lengths(
-                self._found, process_fn=process_fn, samples=args.samples, seed=seed, workers=workers
+                self._dataset,
+                process_fn=process_fn,
+                samples=args.samples,
+                seed=seed,
+                workers=workers,
             )
         if args.save_lengths is not None:
             table.save(args.save_lengths)
@@ -180,7 +174,7 @@ class Data:
 
 
 class _Tokenization:
-    """Makes a sample of an item: tokenizes a field of it, unless it has `input_ids`."""
+    """Makes a sample of an item: tokenizes a field of the item, unless it has `input_ids`."""
 
     def __init__(self, name: str | None, field: str | None) -> None:
         self._name, self._tokenizer = name, None if name is None else _tokenizer(name)
@@ -284,7 +278,7 @@ def _is_function_name(text: str) -> bool:
 
 
 def load_function(name: str) -> Any:
-    """Return what `module:function` names, in the current folder too."""
+    """Import the function `module:function`, also from the current folder."""
     if not _is_function_name(name):
         raise ValueError(f"`{name}` must be `module:function`, such as `train:make_loader`.")
     module, _, function = name.partition(":")
@@ -294,8 +288,3 @@ def load_function(name: str) -> Any:
     if not callable(value):
         raise ValueError(f"module `{module}` has no function `{function}`.")
     return value
-
-
-def file_of(name: str) -> str | None:
-    """Return the file of the module of a function that was loaded; `None` where it has none."""
-    return getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)

@@ -1,11 +1,11 @@
-"""Other ways to make batches of the same samples, and what they come to."""
+"""Compare an `ODBDataLoader` with other ways to make batches of the same samples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -13,7 +13,9 @@ import torch
 from odb_nodes._compat import transformers as compat
 from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_choice, check_count
-from odb_nodes.core.planning import RollingPool, SimulationOptions, TokenBudget
+from odb_nodes.core.planning import RollingPool, SimulationOptions, StepTime, TokenBudget
+from odb_nodes.core.planning.group_costs import samples_of
+from odb_nodes.core.sample_block import SampleBlock
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import Batches, SimulationReport, TableEpoch, measured
 
@@ -23,15 +25,15 @@ Strategy = Literal[
     "random", "group_by_length", "batch_rebalance", "sorted windows", "offline", "odb_nodes"
 ]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-"""`random`: fixed batches in a random order. `group_by_length`, `batch_rebalance`: what the
-`Trainer` makes with that `train_sampling_strategy`, by the samplers of transformers (of 5.23).
+"""`random`: fixed batches in a random order. `group_by_length`, `batch_rebalance`: the
+`train_sampling_strategy` of the `Trainer` with this name, by the samplers of transformers 5.23.
 `sorted windows`: each rank collects a window, sorts it, cuts it under the budget, and starts over.
-`offline`: all lengths are known; all samples are sorted and cut under the budget, longest first, or
-packed so, and batches of like cost share a step. That is what the paper on online dynamic batching
-(arXiv 2606.19989) holds it up against. `odb_nodes`: what an `ODBDataLoader` makes."""
+`offline`: all samples are sorted by known lengths and cut (or packed) under the budget, longest
+first, and batches of similar cost share a step; this is the baseline in the paper on online dynamic
+batching (arXiv 2606.19989). `odb_nodes`: the batches of an `ODBDataLoader`."""
 
 WINDOWED: tuple[Strategy, ...] = ("sorted windows", "odb_nodes")
-"""Those that depend on the window."""
+"""Strategies that depend on the window."""
 
 _SAMPLERS = {
     "group_by_length": "LengthGroupedSampler",
@@ -39,17 +41,17 @@ _SAMPLERS = {
 }
 
 Step = Sequence[Sequence[int]]
-"""The batch of each rank: the lengths of its samples, or their numbers."""
+"""The indices of the samples of each rank's batch."""
 
 
 def is_available(strategy: Strategy) -> bool:
-    """Tell whether transformers has the sampler of a strategy; ours need none."""
+    """Tell whether a strategy can be simulated: two need a sampler of transformers."""
     return strategy not in _SAMPLERS or compat.sampler_class(_SAMPLERS[strategy]) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Baselines:
-    """Compares ways to make batches of a table's samples.
+    """The batches of each strategy, for the samples of a table.
 
     Args:
         epoch: the samples.
@@ -60,14 +62,14 @@ class Baselines:
     batch_size: int | None = None
 
     def figures(self, strategy: Strategy, job: SimulationOptions) -> SimulationReport:
-        """Return what a strategy comes to; of some samples, with the counts of the whole dataset.
+        """Return the report of a strategy. Its counts are estimates if the table has some samples.
 
         Args:
             strategy: one of `STRATEGIES`.
             job: ranks, budget, window, accumulation and seed.
 
         Raises:
-            ImportError: the strategy is one of the `Trainer`, and transformers lacks it.
+            ImportError: transformers lacks the sampler of the strategy.
             ValueError: there is no step.
         """
         return self.epoch.report(job, self.batches(strategy, job))
@@ -80,7 +82,7 @@ class Baselines:
         return max(1, budget.tokens // budget.row_cost(budget.width(longest)))
 
     def batches(self, strategy: Strategy, job: SimulationOptions) -> Batches:
-        """Return the batches of a strategy, of the samples that the loader would read."""
+        """Return the batches of a strategy, for the samples that a loader would read."""
         check_choice("strategy", strategy, STRATEGIES)
         if strategy == "odb_nodes":
             return self.epoch.batches(job)
@@ -88,31 +90,38 @@ class Baselines:
         table = table.kept(budget)
         shards = [shard[table.tokens[shard] > 0] for shard in shards]
         rows = np.sort(np.concatenate(shards))  # a mixture may leave rows out, or repeat them
+        step_time = job.step_time or StepTime.typical(budget)
         if strategy == "sorted windows":
             window = self.epoch.window(job)
-            parts = [
-                [shard[start : start + window] for start in range(0, len(shard), window)]
+            ranks = [
+                [
+                    group
+                    for start in range(0, len(shard), window)
+                    for group in _cut(table, shard[start : start + window], budget)
+                ]
                 for shard in shards
             ]
-            ranks = [
-                [group for part in windows for group in _cut(table, part, budget)]
-                for windows in parts
-            ]
-            return measured(zip_longest(*ranks, fillvalue=()), budget)
+            return measured(zip_longest(*ranks), budget, step_time)
         if strategy == "offline":
-            groups = sorted(_cut(table, rows, budget), key=budget.cost, reverse=True)
-            return measured(_in_steps(groups, job.world_size), budget)
-        lengths = table.tokens[rows].tolist()
-        steps = fixed_batches(strategy, lengths, self.fixed_size(budget), job)
-        of_samples = ([[lengths[row] for row in batch] for batch in step] for step in steps)
+            groups = sorted(
+                _cut(table, rows, budget),
+                key=lambda group: budget.cost(group.lengths),
+                reverse=True,
+            )
+            return measured(_in_steps(groups, job.world_size), budget, step_time)
+        steps = fixed_batches(strategy, table.tokens[rows].tolist(), self.fixed_size(budget), job)
+        groups_of_steps = (
+            [_group(table, rows[np.array(batch, np.int64)]) for batch in step] for step in steps
+        )
         multiple = budget.pad_to_multiple_of
-        return measured(of_samples, TokenBudget(multiple, pad_to_multiple_of=multiple))
+        padded = TokenBudget(multiple, pad_to_multiple_of=multiple)
+        return measured(groups_of_steps, padded, step_time)
 
 
 def fixed_batches(
     strategy: Strategy, lengths: list[int], size: int, job: SimulationOptions
 ) -> Iterable[Step]:
-    """Return batches of about `size` samples each, the indices of each rank, step by step."""
+    """Return the steps of a strategy with batches of about `size` samples: sample indices."""
     if not is_available(strategy):
         raise ImportError(
             f"`{strategy}` is made by {_SAMPLERS[strategy]} of transformers 5.23 or later: "
@@ -131,24 +140,25 @@ def fixed_batches(
     # As Accelerate deals them out: the first samples fill up the last step of several ranks.
     if world_size > 1 and (over := len(order) % (size * world_size)):
         order += np.resize(order[: size * world_size], size * world_size - over).tolist()
-    return _in_steps(
-        [order[start : start + size] for start in range(0, len(order), size)], world_size
-    )
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    return _in_steps(batches, world_size, filler=[])
 
 
-def _in_steps(groups: Sequence[list[int]], ranks: int) -> list[list[list[int]]]:
-    steps = [[*groups[start : start + ranks]] for start in range(0, len(groups), ranks)]
-    if steps:
-        steps[-1] += [[]] * (ranks - len(steps[-1]))
-    return steps
+def _in_steps(groups: Sequence[Any], ranks: int, filler: Any = None) -> list[tuple[Any, ...]]:
+    """Return the groups of all ranks for each step; `filler` completes the last step."""
+    return [*zip_longest(*[iter(groups)] * ranks, fillvalue=filler)]
 
 
-def _cut(table: LengthTable, rows: IntArray, budget: TokenBudget) -> list[list[int]]:
-    """Return samples as groups, longest first, by their lengths."""
+def _cut(table: LengthTable, rows: IntArray, budget: TokenBudget) -> list[SampleBlock]:
+    """Return samples as groups, longest first."""
     pool, tokens = RollingPool(budget, max(1, len(rows))), table.tokens[rows]
     pool.add(np.arange(len(rows)), tokens, table.patches[rows])
     pool.count(len(rows))
     groups = []
     while len(pool):
-        groups.append(tokens[pool.take(draining=True)].tolist())
+        groups.append(_group(table, rows[pool.take(draining=True)]))
     return groups
+
+
+def _group(table: LengthTable, rows: IntArray) -> SampleBlock:
+    return samples_of(rows, table.tokens[rows], table.targets[rows], table.patches[rows])

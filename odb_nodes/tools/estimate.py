@@ -1,4 +1,4 @@
-"""What an epoch of a loader will be like, before the first batch."""
+"""Estimate steps, padding and balance of an epoch before its first batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["EpochEstimate", "estimate_epoch", "estimate_steps", "table_of_loader"]
 
 LOOKED_AT = 512
-"""How many samples an estimate processes."""
+"""Default number of samples that an estimate processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,8 @@ class EpochEstimate:
     Attributes:
         steps: number of batches of each rank.
         optimizer_steps: number of optimizer steps.
-        relative_error: standard error of these, relative to them; 0 where all samples were looked
-            at. Twice as much is seldom exceeded.
+        relative_error: relative standard error of both numbers; 0 if all samples were processed.
+            The error seldom exceeds twice this.
         padding_share: padding tokens / tokens of all batches.
         balance: sum over the steps of the ranks' mean tokens / sum of the largest batch's.
         report: further measures of the simulated steps.
@@ -71,11 +71,11 @@ class EpochEstimate:
 def estimate_epoch(loader: ODBDataLoader, samples: int | None = LOOKED_AT) -> EpochEstimate:
     """Estimate the first epoch of a loader.
 
-    Processes some samples in this thread, and plans the steps of all ranks from their lengths. It
-    asks no other rank, and leaves loader and random generators as they are.
+    It processes some samples in this thread, and plans the steps of all ranks from their lengths,
+    without communication. Loader and random generators do not change.
 
     Args:
-        loader: the loader, wherever it stands.
+        loader: the loader, at any position.
         samples: number of samples of each dataset to process; `None` for all.
 
     Raises:
@@ -113,8 +113,9 @@ def estimate_steps(
 ) -> int:
     """Return about how many optimizer steps an epoch has.
 
-    Processes some samples drawn at random, then groups as many lengths as there are, drawn from
-    theirs. On lengths with a long tail, 512 samples give the number to within some percent.
+    It processes some samples drawn at random, and plans an epoch of as many samples as the dataset
+    has, with lengths drawn from theirs. On lengths with a long tail, the error of 512 samples is
+    some percent.
 
     Args:
         dataset: the map-style dataset to train on, with a length, or a `JsonlSource`.
@@ -123,7 +124,7 @@ def estimate_steps(
         looked_at: number of samples to process.
         options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
             from the defaults `window`, `lengths_known`, `accumulate` and `seed`, which also seeds
-            what is drawn.
+            the draw.
 
     Raises:
         TypeError, ValueError: an option is not valid.
@@ -132,7 +133,8 @@ def estimate_steps(
     table = observe_lengths(
         dataset, process_fn=process_fn, observe=observe, samples=looked_at, seed=job.seed
     )
-    # One rank with its share of the samples: as many steps, at the same cost for any number.
+    # One rank with its share of the samples has as many steps, and the cost does not grow with
+    # the number of ranks.
     share = math.ceil(table.num_samples / job.world_size)
     epoch = TableEpoch(table=replace(table, sizes=(share,)), shuffle=False, samples=MOST_DRAWN)
     report = epoch.report(replace(job, world_size=1, step_time=None))
@@ -144,7 +146,7 @@ def estimate_loader_steps(
 ) -> int:
     """Return `estimate_steps` of an `ODBDataLoader` with these options, on `world_size` ranks.
 
-    Where it knows lengths ahead, the steps are counted, and no sample is processed.
+    If the loader has known lengths, the steps are counted, and no sample is processed.
     """
     if (lengths := lengths_before(dataset, options)) is not None:
         plan = plan_known(
@@ -168,7 +170,7 @@ def estimate_loader_steps(
 def check_can_estimate(
     dataset: Any, remedy: str, subject: str = "the steps of an epoch can be estimated"
 ) -> None:
-    """Reject a dataset that cannot be looked at, on all ranks, though one rank may do so."""
+    """Reject a dataset whose samples an estimate cannot draw; every rank calls it."""
     if not (is_map_style(dataset) or isinstance(dataset, JsonlSource)):
         raise TypeError(
             f"{subject} only where the dataset is map-style with a length, or a `JsonlSource`, "
@@ -177,7 +179,7 @@ def check_can_estimate(
 
 
 def job_of(options: LoaderOptions, processes: int) -> SimulationOptions:
-    """Return the job of loaders with these options in so many processes."""
+    """Return the job of loaders with these options in a number of processes."""
     return SimulationOptions(
         world_size=options.virtual_ranks or processes,
         budget=options.budget,

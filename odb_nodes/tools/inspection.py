@@ -1,4 +1,4 @@
-"""Read what a saved state says: where it stands, what waits, how it was configured."""
+"""Describe a saved state: its position, its waiting samples, its configuration."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Inspection:
     """A description of the state of a loader.
 
     Attributes:
-        damage: why it is not what was saved; "" where it is.
-        facts: where it stands, by what is said of it.
+        damage: how the state is damaged; "" if it is not.
+        facts: position and counts, by name.
         pool: lengths of the samples that wait to be grouped, in tokens.
-        held: lengths of the samples that wait in groups of the round, in tokens.
+        held: lengths of the samples in planned groups of the round, in tokens.
         config: configuration of each node, by its name.
-        round_digest: a number that is the same on all ranks in the same round.
+        round_digest: digest of the plan of the round, which is equal on all ranks.
         values: all values of the state, as text, by their places.
     """
 
@@ -69,16 +69,15 @@ def read_inspections(path: Path) -> tuple[str, list[Inspection]]:
     """Describe the states in a file, or in the files of all ranks in a folder.
 
     Args:
-        path: a state file; the folder of a checkpoint; or one of `Checkpoints`, of which the newest
-            complete one is read.
+        path: a state file; the folder of a checkpoint; or the folder of `Checkpoints`, whose newest
+            complete checkpoint is read.
 
     Returns:
-        What was read, and the state of each rank, in their order; of each virtual rank, where
-        processes hosted several.
+        The path that was read, and the state of each rank in order, or of each virtual rank.
 
     Raises:
         OSError: there is no such file or folder.
-        StateError: it holds no state of a loader, or lacks the state of a rank.
+        StateError: the files hold no state of a loader, or lack the state of a rank.
     """
     if path.is_dir():
         folders = CheckpointFolders(path)
@@ -99,13 +98,13 @@ def inspect_state(state: Any, name: str = "the state") -> Inspection:
     """Describe the state of a `Loader`, or of an object that holds one, which errors call `name`.
 
     Raises:
-        StateError: it holds none of a loader.
+        StateError: the state holds no state of a loader.
     """
     return next(_inspections(state, name))
 
 
 def _inspections(state: Any, name: str) -> Iterator[Inspection]:
-    """Yield what a state says of the rank that saved it, or of each virtual rank that it hosted."""
+    """Yield the description of a state, or one for each virtual rank in it."""
     loader = part_of(state, "Loader")
     if not isinstance(root := loader.get("root"), dict):
         raise StateError(f"`{name}` holds no state of a loader. Pass one that `save_state` wrote.")
@@ -159,7 +158,7 @@ def misfits(ranks: Sequence[Inspection]) -> list[str]:
             problems.append(f"rank {rank}: another plan of the round than rank 0")
         for node, config in inspection.config.items():
             if config.get("world_size") == 1 < len(ranks):
-                continue  # It reads data that its rank has for itself.
+                continue  # The rank reads separate data.
             expected = {**first.config.get(node, {})}
             if "rank" in config:
                 expected["rank"] = rank
@@ -172,7 +171,7 @@ def misfits(ranks: Sequence[Inspection]) -> list[str]:
 
 
 def differences(first: Inspection, second: Inspection) -> list[str]:
-    """Return what two states differ in, by the place of each value."""
+    """Return a line for each value that differs between two states."""
     return [
         f"{place}: {first.values.get(place, '-')} -> {second.values.get(place, '-')}"
         for place in {**first.values, **second.values}
@@ -181,7 +180,7 @@ def differences(first: Inspection, second: Inspection) -> list[str]:
 
 
 def part_of(state: Any, node: str) -> dict[str, Any]:
-    """Return the state of a node that is somewhere within a state; an empty one if none is."""
+    """Return the first state of a node with this name within a state; empty if there is none."""
     return dict(next((sealed for sealed in sealed_states(state) if sealed["node"] == node), {}))
 
 
@@ -215,7 +214,7 @@ def _position(loader: Mapping[str, Any], nodes: Mapping[str, Any]) -> dict[str, 
 
 
 def _lengths(content: Any, *, pooled: bool) -> IntArray:
-    """Return the lengths of samples that a state has as records, or encoded: of those that pool."""
+    """Return the lengths of waiting samples: of the pool, or of planned groups."""
     if content is None:
         return np.empty(0, dtype=np.int64)
     *_, records, payload = content

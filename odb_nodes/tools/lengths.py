@@ -23,9 +23,9 @@ from odb_nodes._support.checks import check_count, check_integer
 from odb_nodes._support.files import replacing
 from odb_nodes._support.hashing import stable_name
 from odb_nodes._support.progress import Bar
-from odb_nodes._support.text import counted, html_table, html_text
+from odb_nodes._support.text import counted
 from odb_nodes._support.user_warning import warn_user
-from odb_nodes.core.contract.graph import close_nodes, known_length_of, walk
+from odb_nodes.core.contract.graph import close_nodes, known_length_of
 from odb_nodes.core.contract.node import call_member
 from odb_nodes.core.loader.options import LoaderOptions, ProcessFn
 from odb_nodes.core.loader.pipeline import check_no_columns, sample_node
@@ -40,7 +40,7 @@ from odb_nodes.core.sources.known_lengths import TABLE_VERSION, data_id_of, read
 from odb_nodes.core.sources.mixing import check_names
 from odb_nodes.core.sources.sharded_sampler import shuffle_blocks
 
-__all__ = ["LengthTable", "files_read", "observe_lengths"]
+__all__ = ["LengthTable", "observe_lengths"]
 
 NO_KEY = -1
 _COLUMNS = ("tokens", "targets", "patches", "sources", "keys")
@@ -49,20 +49,20 @@ _STOP_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LengthTable:
-    """What the samples of a dataset cost: a row for each, or for some drawn at random.
+    """The costs of all samples of a dataset, or of samples drawn at random: one row each.
 
     Attributes:
-        tokens: length of each sample in tokens, (n,) int64; 0 for one that processing skips.
-        targets: supervised tokens of each, (n,) int64.
-        patches: image patches of each, (n,) int64.
-        sources: number of its source in `names`, (n,) int64.
-        keys: which sample of its source each is, (n,) int64; -1 where it has no key.
-        names: names of the sources; `("",)` where they have none.
-        sizes: number of samples that each source has; more than rows where some were drawn.
-        streams: names of the sources that a loader reads in their order, such as iterables.
-        blocks: of a source that is read in blocks: the first index of each, and how many are mixed.
+        tokens: length of each sample in tokens, (n,) int64; 0 for a sample that processing skips.
+        targets: supervised tokens of each sample, (n,) int64.
+        patches: image patches of each sample, (n,) int64.
+        sources: index of each sample's source in `names`, (n,) int64.
+        keys: key of each sample within its source, (n,) int64; -1 without a key.
+        names: names of the sources; `("",)` without names.
+        sizes: number of samples of each source; above the number of rows if samples were drawn.
+        streams: names of the sources that a loader reads in order, such as iterables.
+        blocks: source read in blocks -> (first index of each block, number of mixed blocks).
         made_by: what the lengths depend on, such as the name of `process_fn`.
-        data_id: what tells the data from other data, if the dataset says that; "" if not.
+        data_id: identifier of the data, if the dataset has one; otherwise "".
     """
 
     tokens: IntArray
@@ -79,11 +79,11 @@ class LengthTable:
 
     @classmethod
     def of(cls, lengths: npt.ArrayLike, **made_by: str) -> LengthTable:
-        """Return a table of samples of which only the lengths are known.
+        """Return a table from lengths alone.
 
         Args:
             lengths: tokens of each sample, (n,), integers of at least 1.
-            made_by: what they depend on, shown beside the digest.
+            made_by: what the lengths depend on, shown beside the digest.
 
         Raises:
             ValueError: `lengths` is something else.
@@ -113,15 +113,6 @@ class LengthTable:
         made_by = ", ".join(f"{name} {value}" for name, value in self.made_by.items())
         return f"lengths of {seen}, digest {self.digest}{made_by and f' ({made_by})'}"
 
-    def _repr_html_(self) -> str:
-        rows = []
-        for name, size in zip(self.names, self.sizes, strict=True):
-            tokens = self.lengths(name)
-            row = {"source": name, "samples": f"{size:,}", "tokens": f"{tokens.sum():,}"}
-            mean, longest = (tokens.mean(), tokens.max()) if len(tokens) else (0, 0)
-            rows.append(row | {"mean": f"{mean:,.0f}", "longest": f"{longest:,}"})
-        return html_text(str(self)) + html_table(rows)
-
     @property
     def num_samples(self) -> int:
         """Number of samples of the dataset."""
@@ -142,14 +133,14 @@ class LengthTable:
 
     @property
     def costs(self) -> SampleCosts:
-        """What planning needs to know of the samples, whose tasks are taken to be their sources."""
+        """The costs of the samples for planning. Each source is a task."""
         return SampleCosts(self.tokens, self.targets, self.patches, self.sources)
 
     @property
     def relative_error(self) -> float:
-        """Standard error of the mean length, relative to it: 0 where the table has all samples.
+        """Relative standard error of the mean length, and so of the number of steps.
 
-        As uncertain is the number of steps that follows from it.
+        0 if the table has all samples.
         """
         variance = total = 0.0
         for number, size in enumerate(self.sizes):
@@ -160,12 +151,12 @@ class LengthTable:
         return float(np.sqrt(variance) / total)
 
     def lengths(self, source: str | None = None) -> IntArray:
-        """Return the lengths of a source's samples, or of all, that are not skipped, (m,) int64."""
+        """Return the lengths of all samples, or of a source, without skipped ones, (m,) int64."""
         tokens = self._tokens_of(source)
         return tokens[tokens > 0]
 
     def skipped(self, source: str | None = None) -> int:
-        """Return how many samples of a source, or of all, processing skips."""
+        """Return how many of all samples, or of a source, processing skips."""
         return int(np.count_nonzero(self._tokens_of(source) == 0))
 
     def _tokens_of(self, source: str | None) -> IntArray:
@@ -173,7 +164,7 @@ class LengthTable:
         return np.asarray(self.tokens[is_its])
 
     def rows(self, rows: IntArray, sizes: tuple[int, ...] | None = None) -> LengthTable:
-        """Return a table of some rows of this one, which may repeat, of sources of these sizes."""
+        """Return a table of some rows, which may repeat. `sizes`: new sizes of the sources."""
         columns = {column: getattr(self, column)[rows] for column in _COLUMNS}
         return replace(self, **columns, sizes=self.sizes if sizes is None else sizes, blocks={})
 
@@ -188,10 +179,10 @@ class LengthTable:
         return self.skipping(self.costs.are_oversize(budget))
 
     def drawn(self, samples: int, seed: int = 0) -> LengthTable:
-        """Return a whole table of about as many samples, drawn from each source by its size.
+        """Return a whole table of about `samples` samples, drawn from each source by its size.
 
-        All rows of a source come equally often, or once more: to draw each at random would add a
-        sampling error.
+        The numbers of repeats of a source's rows differ by at most one: independent draws would add
+        a sampling error.
         """
         rng = np.random.default_rng(seed)
         share = samples / self.num_samples
@@ -221,7 +212,7 @@ class LengthTable:
 
         Raises:
             FileNotFoundError: there is no such file.
-            StateError: it holds something else.
+            StateError: the file is not a table of lengths.
         """
         return read_length_file(path, _COLUMNS, cls)
 
@@ -243,18 +234,18 @@ def observe_lengths(
 ) -> LengthTable:
     """Process the samples of a dataset as a loader would, and return their lengths.
 
-    Processing is seeded as in the first epoch of an `ODBDataLoader`: where all samples of a dataset
-    are processed, random lengths equal that epoch's. Call it in one process: it reads the whole
-    dataset on every rank.
+    Processing is seeded as in the first epoch of an `ODBDataLoader`: if all samples are processed,
+    random lengths equal those of that epoch. Call it in one process: it reads the whole dataset on
+    every rank.
 
     Args:
-        dataset: map-style, an iterable, or a `JsonlSource`; or a dict of those by name. An iterable
-            is read from its beginning, a node until its epoch ends.
+        dataset: a map-style dataset, an iterable, or a `JsonlSource`; or a dict of datasets by
+            name. An iterable is read from its beginning, a node until its epoch ends.
         process_fn: item of the dataset -> processed sample; or a dict with one for each dataset.
         observe: processed sample -> its tokens, or `Observation`.
-        samples: number of samples of each dataset to process, drawn at random. `None`: all. Of
-            what is not map-style, all items are read, and only those that are drawn processed.
-        seed: seed of what is drawn, and of processing.
+        samples: number of samples of each dataset to process, drawn at random. `None`: all. If a
+            dataset is not map-style, all items are read, and the drawn ones are processed.
+        seed: seed of the draw and of processing.
         workers: how processing runs in parallel. Default: in this thread.
 
     Returns:
@@ -337,7 +328,7 @@ def observe_lengths(
 def _drawn(
     dataset: Any, samples: int, rng: np.random.Generator
 ) -> tuple[Any, Sequence[int | None], int]:
-    """Return items drawn at random from a dataset, the key of each, and how many it has."""
+    """Return items drawn at random, the key of each, and the number of items of the dataset."""
     if is_map_style(dataset):
         places = np.sort(rng.permutation(len(dataset))[:samples]).tolist()
         return Subset(dataset, places), places, len(dataset)
@@ -347,7 +338,7 @@ def _drawn(
     source.reset(None)
     for item in source:
         size += 1
-        # Every item so far is among those drawn with the same chance (Vitter, 1985, algorithm R).
+        # Each item so far is drawn with equal probability (Vitter, 1985, algorithm R).
         place = len(drawn) if len(drawn) < samples else int(rng.integers(size))
         if place < samples:
             key: ItemKey | None = call_member(source, "item_key")
@@ -367,22 +358,15 @@ def _processed(dataset: Any, options: LoaderOptions, label: str) -> Iterator[Sam
 
 
 def histogram(lengths: IntArray, bins: int) -> tuple[list[int], list[int]]:
-    """Return edges that are evenly spaced by ratio, and how many lengths are between them."""
+    """Return edges at equal ratios, and the number of lengths between each two edges."""
     edges = np.geomspace(lengths.min(), lengths.max() + 1, bins + 1).round().astype(np.int64)
     edges = np.unique(edges)
     counts, _ = np.histogram(lengths, edges)
     return edges.tolist(), counts.tolist()
 
 
-def files_read(dataset: Any) -> list[Path]:
-    """Return the files of each `JsonlSource` in a dataset, a dict of them, or a graph."""
-    named = dataset.values() if isinstance(dataset, dict) else [dataset]
-    nodes = [node for data in named if isinstance(data, BaseNode) for node in walk(data)]
-    return [path for node in nodes if isinstance(node, JsonlSource) for path in node.paths]
-
-
 def is_map_style(dataset: Any) -> bool:
-    """Tell whether samples of a dataset can be looked at without disturbing who iterates it."""
+    """Tell whether samples can be read by index, without changing an iteration of the dataset."""
     return (
         isinstance(dataset, Sized)
         and hasattr(dataset, "__getitem__")
@@ -391,7 +375,7 @@ def is_map_style(dataset: Any) -> bool:
 
 
 def _is_stream(dataset: Any) -> bool:
-    """Tell whether a loader reads a dataset in its order."""
+    """Tell whether a loader reads a dataset in order."""
     if isinstance(dataset, JsonlSource):
         return not dataset.fingerprint()["shuffle"]
     return not is_map_style(dataset)
@@ -399,12 +383,12 @@ def _is_stream(dataset: Any) -> bool:
 
 def _counts(observe: Observe | None, data: Any) -> Observation:
     sample = observe_sample(data, observe)
-    assert isinstance(sample, Sample)  # what is skipped is not observed
+    assert isinstance(sample, Sample)  # skipped samples are not observed
     return Observation(sample.tokens, sample.targets, sample.patches, sample.key)
 
 
 class _Nothing:
-    """Stands for the data of samples, which workers need not send."""
+    """A collate function without data: workers send only the counts of samples."""
 
     def prepare(self, _: Any) -> None:
         """Return no data."""

@@ -1,4 +1,4 @@
-"""What a dataset's lengths are, and what batches of them come to, before a run."""
+"""Summarize the lengths of a dataset, and compare ways to make batches of it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from odb_nodes.training.monitor.figures import Figure, histogram, levels, page
 __all__ = ["Comparison", "LengthSummary", "Profile", "profile"]
 
 AS_GOOD = 0.01
-"""Of windows whose efficiencies differ by no more than this share, the smallest one is taken."""
+"""The proposed window is the smallest with an efficiency within this share of the best."""
 
 _WHY = (
-    f"The arrow marks the window to take on each number of ranks: the smallest one within "
+    f"The arrow marks the proposed window for each number of ranks: the smallest window within "
     f"{AS_GOOD:.0%} of the best efficiency."
 )
 PERCENTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
@@ -39,10 +39,10 @@ _MOST_HISTOGRAMS = 40  # of a page; tables have all sources
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSummary:
-    """The lengths of the samples of one source, or of all.
+    """The lengths of the samples of one source, or of all samples.
 
     Attributes:
-        source: name of the source; "all samples" for all.
+        source: name of the source, or "all samples".
         samples: number of samples that have a length.
         skipped: number of samples that processing skips.
         tokens: tokens of all samples together.
@@ -103,9 +103,9 @@ class Comparison:
     Attributes:
         world_size: number of ranks.
         strategy: one of `odb_nodes.tools.baselines.STRATEGIES`.
-        window: samples that wait on each rank; `None` where the strategy has no window.
-        is_auto: the window is what `"auto"` comes to.
-        figures: what it comes to.
+        window: samples that wait on each rank; `None` if the strategy has no window.
+        is_auto: whether `"auto"` chose the window.
+        figures: the report of the simulated epoch.
     """
 
     world_size: int
@@ -135,10 +135,10 @@ class Profile(Shown):
     """The lengths of a dataset, and figures of its batches.
 
     Attributes:
-        about: which table it is of, with its digest.
+        about: the table of lengths, with its digest.
         budget: the budget of the batches.
         batch_size: samples of a fixed batch.
-        lengths: of all samples, then of each source where there are several.
+        lengths: summary of all samples, then of each source if there are several.
         comparisons: the ways to make batches, on each number of ranks.
     """
 
@@ -155,7 +155,7 @@ class Profile(Shown):
 
     @property
     def best(self) -> tuple[Comparison, ...]:
-        """The comparison to take on each number of ranks."""
+        """The proposed comparison for each number of ranks."""
         of_ranks: dict[int, list[Comparison]] = {}
         for comparison in self.comparisons:
             if comparison.strategy == "odb_nodes":
@@ -179,10 +179,10 @@ class Profile(Shown):
 
     @property
     def heading(self) -> str:
-        """What the comparisons are of."""
+        """The budget and the size of fixed batches."""
         batches = f"fixed batches of {counted(self.batch_size, 'sample')}"
         if self.batch_size == 1:
-            batches += ", of which none is padded to another, but each takes a step"
+            batches += ": no padding, but each sample takes a step"
         return f"token_budget={budget_code(self.budget)}; {batches}"
 
     def to_json(self) -> str:
@@ -249,7 +249,7 @@ def profile(
     """Return the lengths of a dataset, and figures of its batches by each strategy.
 
     Args:
-        table: the lengths of its samples. Where these are some of them, the steps are estimates.
+        table: the lengths of its samples. If the table has some of them, the steps are estimates.
         budget: padded tokens of a batch, or a `TokenBudget`.
         world_sizes: numbers of ranks.
         windows: numbers of samples that wait on each rank, or `"auto"`.

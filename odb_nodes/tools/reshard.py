@@ -17,27 +17,27 @@ from odb_nodes.training.checkpoints.resharding import reshard, reshard_parts
 __all__ = ["reshard_folder"]
 
 _FIELDS = {"checkpoint": Mapping, "parts": Mapping, "replicated": list, "generators": Mapping}
-"""What a file of `Checkpoints` has."""
+"""Fields of a file of `Checkpoints`, and their types."""
 
 
 def reshard_folder(
     folder: str | os.PathLike[str], world_size: int, out: str | os.PathLike[str]
 ) -> list[Path]:
-    """Write the files of a checkpoint of another number of ranks. See `reshard`.
+    """Convert the files of a checkpoint to another number of ranks. See `reshard`.
 
     Args:
-        folder: the folder of a checkpoint, of `Checkpoints`, `save_rank_state` or a trainer. Its
-            other files are not copied.
-        world_size: number of ranks from now on.
-        out: the folder to write into, made where it does not exist. For a checkpoint of
-            `Checkpoints` it must have the name that `folder` has.
+        folder: the folder of a checkpoint of `Checkpoints`, `save_rank_state` or a trainer. Other
+            files in it are not copied.
+        world_size: the new number of ranks.
+        out: the folder to write into; created if needed. For a checkpoint of `Checkpoints` it must
+            have the name of `folder`.
 
     Returns:
         The files, by rank.
 
     Raises:
-        FileNotFoundError: there is no such folder, or it has no states.
-        TypeError, ValueError: `world_size` is no number of ranks, or `out` has another name.
+        FileNotFoundError: there is no such folder, or the folder has no states.
+        TypeError, ValueError: `world_size` is not valid, or `out` has another name.
         StateError: the states cannot be resharded, or `out` has states already.
     """
     folder, out = Path(folder), Path(out)
@@ -64,7 +64,7 @@ def reshard_folder(
 
 
 def _of_checkpoints(states: Sequence[Any], world_size: int) -> list[dict[str, Any]]:
-    """Return what `Checkpoints` has of each rank; rank 0 alone has replicated parts."""
+    """Return the files of `Checkpoints` for each new rank."""
     for rank, state in enumerate(states):
         fields = state if isinstance(state, Mapping) else {}
         if not all(isinstance(fields.get(name), kind) for name, kind in _FIELDS.items()):

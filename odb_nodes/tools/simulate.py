@@ -1,4 +1,4 @@
-"""Plan the first epoch of a job on any number of ranks, from lengths alone, and measure it."""
+"""Plan the first epoch of a job on any number of ranks from lengths, and measure it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from numpy.typing import NDArray
 
 from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_number
-from odb_nodes._support.text import counted, html_table, html_text, markdown_table
+from odb_nodes._support.text import html_table, markdown_table
 from odb_nodes.core.alignment.exchange import Exchange
 from odb_nodes.core.alignment.peers import PEER_TIMEOUT_S, VirtualTeam
 from odb_nodes.core.loader.options import LoaderOptions
 from odb_nodes.core.loader.pipeline import sample_node
 from odb_nodes.core.planning import SimulationOptions, StepTime, TimeFn, TokenBudget, simulate_steps
 from odb_nodes.core.planning.auto_window import window_samples
+from odb_nodes.core.planning.group_costs import time_of_group
 from odb_nodes.core.planning.known_epochs import WINDOW_IN_ORDER, known_window
 from odb_nodes.core.planning.simulation import SimulationKeywords, Step, plan_steps
-from odb_nodes.core.planning.step_time import known_time
 from odb_nodes.core.sample import Observation, Sample, Skipped
 from odb_nodes.core.sample_block import SampleBlock
 from odb_nodes.core.sources import Mixing, ShardedSampler
 from odb_nodes.core.sources.mixing import Weights
 from odb_nodes.tools.lengths import LengthTable
-from odb_nodes.training.monitor.figures import heat_map, page
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,7 +44,7 @@ __all__ = [
 ]
 
 MOST_DRAWN = 20_000
-"""Samples that stand for a dataset of which only some are known, unless windows need more."""
+"""Samples that represent a dataset if only some of its lengths are known."""
 _LEAST_WINDOWS = 8
 _COUNTS = ("steps", "samples", "rows", "real_tokens", "padded_tokens", "filler_slots")
 
@@ -65,12 +64,12 @@ def simulate(
         simulate(LengthTable.load("lengths.npz"), world_size=64, budget=16_384)
 
     Args:
-        lengths: tokens of each sample, (n,). Rank r has every `world_size`-th, from the r-th on, as
-            `ShardedSampler(shuffle=False)` deals them out. Or a `LengthTable`, whose samples are
-            read as an `ODBDataLoader` reads them. If it has only some of the dataset's samples, the
-            counts are estimates for the whole dataset.
-        shuffle: whether samples are shuffled, but for streams; for a table, or with
-            `lengths_known`.
+        lengths: tokens of each sample, (n,), which ranks read in turn, as with
+            `ShardedSampler(shuffle=False)`. Or a `LengthTable`, whose samples are read as an
+            `ODBDataLoader` reads them. If it has only some of the dataset's samples, the counts are
+            estimates for the whole dataset.
+        shuffle: whether the samples of a table are shuffled, except streams. Without a table, it
+            only counts with `lengths_known`.
         weights: how the sources of a table are mixed, as for an `ODBDataLoader`.
         options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
             from the defaults `window`, `round_size`, `uneven`, `largest_first`, `diversity`,
@@ -124,7 +123,7 @@ def budget_code(budget: TokenBudget) -> str:
 
 
 class Batches(NamedTuple):
-    """Sums over the batches of a job, each (steps, ranks) float64; 0 where a rank has none."""
+    """Sums over the batches of a job, each (steps, ranks) float64; 0 for filler."""
 
     samples: Floats
     real: Floats  # tokens of the samples
@@ -132,29 +131,44 @@ class Batches(NamedTuple):
     rows: Floats
     padded: Floats  # tokens, padding included
     squares: Floats  # pairs of tokens of attention: rows x width^2; packed, `sample_squares`
-
-    def times(self, step_time: StepTime) -> Floats:
-        """Return the time of each batch, (steps, ranks); 0 where a rank has none."""
-        times = step_time.seconds_of(self.padded, self.squares)
-        return np.where(self.rows > 0, times, 0.0)
+    times: Floats  # in the unit of `step_time`
 
 
-def measured(steps: Iterable[Sequence[Sequence[int]]], budget: TokenBudget) -> Batches:
-    """Return the batches of steps: the lengths of each rank's samples, in a budget's layout."""
-    batches = [[_measure(lengths, budget) for lengths in step] for step in steps]
+def measured(
+    steps: Iterable[Sequence[SampleBlock | None]],
+    budget: TokenBudget,
+    step_time: StepTime | TimeFn | None = None,
+) -> Batches:
+    """Return the batches of steps.
+
+    Args:
+        steps: the steps in order, each with the group of every rank; `None` or empty for filler.
+        budget: the budget whose layout the batches have.
+        step_time: the time of a step with a group. Default: `StepTime.typical`.
+    """
+    step_time = step_time or StepTime.typical(budget)
+    batches = [[_measure(group, budget, step_time) for group in step] for step in steps]
     if not batches:
         raise ValueError("there is no step: all samples are dropped, or a rank has none.")
     # Floats: a sum of squares does not fit 64-bit integers.
     return Batches(*np.moveaxis(np.array(batches, dtype=np.float64), 2, 0))
 
 
-def _measure(lengths: Sequence[int], budget: TokenBudget) -> tuple[int, ...]:
-    if not lengths:
-        return (0,) * 6
+def _measure(
+    group: SampleBlock | None, budget: TokenBudget, step_time: StepTime | TimeFn
+) -> tuple[float, ...]:
+    if not group:
+        return (0,) * len(Batches._fields)
+    lengths, patches = group.lengths, group.patches
     rows, width = budget.shape(lengths)
     sample_squares = sum([length * length for length in lengths])
     squares = sample_squares if budget.layout == "packed" else rows * width * width
-    return len(lengths), sum(lengths), sample_squares, rows, rows * width, squares
+    time: Any
+    if isinstance(step_time, StepTime):
+        time = step_time.seconds_of(rows * width, squares, int(patches.sum()))
+    else:
+        time = time_of_group(step_time, group.tokens, patches, budget, lambda: group)
+    return len(lengths), sum(lengths), sample_squares, rows, rows * width, squares, time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,18 +185,17 @@ class SimulationReport:
         fill: tokens of a batch / budget, mean over the batches.
         largest_tokens: tokens of the largest batch, padding included.
         shapes: number of different shapes, rows x width, of the batches.
-        filler_slots: number of slots in which a rank has no sample left. They count as waiting.
+        filler_slots: number of slots in which a rank has no sample left. It waits in them.
         filler_share: filler slots / all slots.
-        efficiency: real tokens / (ranks x sum over the steps of the padded tokens of the rank that
-            has most).
+        efficiency: real tokens / (ranks x sum over the steps of the largest rank's padded tokens).
         filler_loss: the part of 1 - efficiency that is filler. The rest is padding, and waiting for
-            the rank that has most.
+            the largest rank.
         balance: sum over the steps of the ranks' mean padded tokens / sum of their maximum.
         time_balance: sum over the steps of the ranks' mean time / sum of their longest, by
-            `step_time` of the job where that is a `StepTime`, or else by `StepTime.typical`.
+            `step_time` of the job; default: by `StepTime.typical`.
         length_spread: how mixed the lengths of an optimizer step are: the share of the variance of
-            all samples' lengths that lies within them (1 - the correlation ratio, eta squared). 1:
-            no step is longer than another on average. 0: each step has samples of one length.
+            lengths that lies within optimizer steps (1 - eta squared, the correlation ratio). 1:
+            all steps have the same mean length. 0: each step has samples of one length.
     """
 
     steps: int
@@ -215,27 +228,15 @@ class SimulationReport:
         Raises:
             ValueError: there is no step.
         """
-        lengths = (
-            [SampleBlock.of(group).tokens.tolist() if group else [] for group in step]
-            for step in steps
-        )
-        return cls.of_batches(measured(lengths, budget), budget)
+        blocks = ([SampleBlock.of(group) if group else None for group in step] for step in steps)
+        return cls.of_batches(measured(blocks, budget), budget)
 
     @classmethod
     def of_batches(
-        cls,
-        batches: Batches,
-        budget: TokenBudget,
-        *,
-        step_time: StepTime | TimeFn | None = None,
-        accumulate: int = 1,
+        cls, batches: Batches, budget: TokenBudget, accumulate: int = 1
     ) -> SimulationReport:
-        """Return the report of any batches under a budget.
-
-        step_time, accumulate: as for `RankAligner`.
-        """
+        """Return the report of batches; an optimizer step has `accumulate` of them."""
         padded, is_batch = batches.padded, batches.rows > 0
-        times = batches.times(known_time(step_time, budget))
         ranks, most = padded.shape[1], padded.max(axis=1)
         samples, real = batches.samples.sum(axis=1), batches.real.sum(axis=1)
         fillers = (~is_batch).sum(axis=1)
@@ -261,7 +262,7 @@ class SimulationReport:
             efficiency=float(real.sum() / capacity),
             filler_loss=float((fillers * most).sum() / capacity),
             balance=float(padded.sum() / capacity),
-            time_balance=float(times.sum() / (ranks * times.max(axis=1).sum())),
+            time_balance=float(batches.times.sum() / (ranks * batches.times.max(axis=1).sum())),
             length_spread=float(1 - between / variance) if variance else 1.0,
         )
 
@@ -295,20 +296,20 @@ class SimulationReport:
 
 @dataclass(frozen=True, kw_only=True)
 class TableEpoch:
-    """The first epoch of a job whose samples cost what a table says."""
+    """The first epoch of a job over the samples of a table."""
 
     table: LengthTable
     shuffle: bool = True
     weights: Weights | Mixing = None
     shares_rest: bool = True
-    """Whether ranks share their last samples, which they do not with `state="payload"`."""
+    """Whether ranks share their last samples; False with `state="payload"`."""
     samples: int | None = None
-    """Number of samples that stand for the dataset. Default: all of a whole table; else at least
+    """Number of samples that represent the dataset. Default: all of a whole table; else at least
     20,000, and 8 windows on each rank."""
     _orders: dict[Any, tuple[LengthTable, list[IntArray]]] = field(default_factory=dict, repr=False)
 
     def order(self, job: SimulationOptions) -> tuple[LengthTable, list[IntArray]]:
-        """Return a whole table, this or one drawn from it, and the rows that each rank reads."""
+        """Return the table or a draw from it, and the rows that each rank reads in order."""
         table, of_data = self.table, self.table.num_samples
         if job.world_size > of_data:
             raise ValueError(
@@ -331,9 +332,9 @@ class TableEpoch:
         return self._orders[key]
 
     def window(self, job: SimulationOptions) -> int:
-        """Return the window in samples: of `"auto"`, what the lengths of all samples come to.
+        """Return the window in samples; `"auto"` depends on the lengths of all samples.
 
-        Where lengths are known: how many samples of each rank are planned together.
+        With `lengths_known`: the number of samples of each rank that are planned together.
         """
         if job.lengths_known:
             window = known_window(job.window, in_order=not self.shuffle)
@@ -358,22 +359,16 @@ class TableEpoch:
 
     def batches(self, job: SimulationOptions) -> Batches:
         """Return the batches of the steps."""
-        lengths = ([group.lengths if group else [] for group in step] for step in self.steps(job))
-        return measured(lengths, TokenBudget.of(job.budget))
+        return measured(self.steps(job), TokenBudget.of(job.budget), job.step_time)
 
     def scale(self, job: SimulationOptions) -> float:
-        """Return how many samples of the dataset a planned sample stands for."""
+        """Return the number of samples of the dataset for each planned sample."""
         return self.table.num_samples / len(self.order(job)[0])
 
     def report(self, job: SimulationOptions, batches: Batches | None = None) -> SimulationReport:
         """Return the report for the whole dataset. batches: default, of `steps(job)`."""
         budget = TokenBudget.of(job.budget)
-        report = SimulationReport.of_batches(
-            batches or self.batches(job),
-            budget,
-            step_time=job.step_time,
-            accumulate=job.accumulate,
-        )
+        report = SimulationReport.of_batches(batches or self.batches(job), budget, job.accumulate)
         return report.scaled(self.scale(job))
 
 
@@ -438,40 +433,3 @@ def _shards(
         ]
         shards.append(np.array(read, dtype=np.int64))
     return shards
-
-
-# --- the costs of the batches, step by step, as a picture ----------------------------------------
-
-_SHADES = " ▁▂▃▄▅▆▇█"
-_TEXT_COLUMNS, _PAGE_COLUMNS = 80, 240
-
-
-def timeline_text(costs: Floats, title: str) -> str:
-    """Return a line of shades for each rank; the costs are (steps, ranks), 0 where it fills."""
-    shares, words = _shares(costs, _TEXT_COLUMNS)
-    shades = np.rint(shares * (len(_SHADES) - 1)).astype(int).tolist()
-    ranks = [
-        f"{rank:>5} {''.join(_SHADES[shade] for shade in row)}" for rank, row in enumerate(shades)
-    ]
-    return "\n".join([f"{title}, {words}", *ranks])
-
-
-def timeline_page(costs: Floats, title: str) -> str:
-    """Return a page with a row of cells for each rank, which needs no network."""
-    shares, words = _shares(costs, _PAGE_COLUMNS)
-    title = f"Cost of each rank's batch, step by step: {title}"
-    figure = heat_map(title, ("column", "rank"), shares)
-    return page("Timeline", [("", [html_text(f"{words[0].upper()}{words[1:]}."), figure])])
-
-
-def _shares(costs: Floats, most: int) -> tuple[Floats, str]:
-    """Return mean costs of successive steps as shares of the highest, and a summary."""
-    steps, columns = len(costs), min(most, len(costs))
-    means = np.stack([part.mean(axis=0) for part in np.array_split(costs, columns)], axis=1)
-    balance = costs.mean(axis=1).sum() / costs.max(axis=1).sum()
-    together = f", {steps / columns:.1f} steps a column" if steps > columns else ""
-    words = (
-        f"{counted(steps, 'step')}{together}; highest cost {costs.max():,.0f} (padded tokens and "
-        f"attention), balance {balance:.3f}, {counted(int((costs == 0).sum()), 'filler slot')}"
-    )
-    return np.asarray(means / means.max()), words

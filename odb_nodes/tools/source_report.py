@@ -1,4 +1,4 @@
-"""Counts of the samples and tokens of each source that a run has trained on."""
+"""Count the samples and tokens of each source that a run has trained on."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SourceReport:
         """Return the sums over all ranks. A collective: all ranks call it, at the same point.
 
         Args:
-            process_group: the ranks to sum over. Default: all of the job; this rank alone where
+            process_group: the ranks to sum over. Default: all ranks of the job; this rank alone if
                 torch.distributed is not initialised.
         """
         parts: list[Any] = [self._counts]
@@ -69,10 +69,10 @@ class SourceReport:
         """Return the counts and shares as a table in markdown.
 
         Args:
-            weights: name of the source -> weight, to be shown beside its shares.
+            weights: name of the source -> weight, shown beside its shares.
 
         Raises:
-            TypeError, ValueError: `weights` is no dict, or has not a weight for every source.
+            TypeError, ValueError: `weights` is no dict, or lacks the weight of a source.
         """
         counts = dict(self._counts)
         if weights is not None:

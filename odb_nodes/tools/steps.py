@@ -1,4 +1,4 @@
-"""Make a step of a run again, of all its ranks, in one process: its samples, and its batches."""
+"""Remake a step of a run for all ranks in one process: its samples and its batches."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ MakeLoader = Callable[[Any], "ODBDataLoader | Loader[Any]"]
 
 @dataclass(frozen=True, kw_only=True)
 class RemadeStep:
-    """A step of one rank, made again.
+    """A remade step of one rank.
 
     Attributes:
         rank: the rank.
-        info: its `StepInfo`; `keys`, `row_sources` and `left_out` say which samples.
+        info: its `StepInfo`; `keys`, `row_sources` and `left_out` name the samples.
         tokens: length of each sample, in the order of the rows.
         targets: supervised tokens of each sample.
-        batch: its batch, bit for bit; `None` of a filler step that a ledger has recorded, which
-            does not say of which sample it was.
+        batch: its batch, bit for bit; `None` for a filler step from a ledger, which does not record
+            the sample of a filler.
     """
 
     rank: int
@@ -99,22 +99,22 @@ class RemadeStep:
 def remake_from_ledger(
     make_loader: MakeLoader, folder: str | os.PathLike[str], *, epoch: int, step: int
 ) -> list[RemadeStep]:
-    """Make a step again whose samples a `Ledger` has recorded; one `RemadeStep` for each rank.
+    """Remake a step that a `Ledger` has recorded; one `RemadeStep` for each rank.
 
-    Its samples are read by their keys, so no checkpoint is needed, and nothing before the step is
-    made again. The loader must be the one of the run: the same data, functions, budget and seed.
-    Where the ledger lacks steps of the same optimizer step, as where a run was stopped within one,
-    `loss_scale` is NaN, and the totals of the optimizer step are 0: they are unknown.
+    Its samples are read by their keys, so no checkpoint is needed, and no earlier step is remade.
+    The loader must have the data, functions, budget and seed of the run. If the ledger lacks other
+    steps of the same optimizer step, as in a run that was stopped within it, `loss_scale` is NaN
+    and the totals of the optimizer step are 0: they are unknown.
 
     Args:
-        make_loader: makes the loader of one rank, for the `process_group` that it is given.
+        make_loader: `process_group` -> loader of one rank.
         folder: the folder of the ledger.
         epoch: number of the epoch.
-        step: number of the step in it.
+        step: number of the step in the epoch.
 
     Raises:
         ValueError: a source cannot read items by their keys; see `remake_from_checkpoint`.
-        StateError: the ledger has no such step, or a sample of it has no key.
+        StateError: the ledger has no such step, or a sample of the step has no key.
     """
     epoch, step = check_count("epoch", epoch, 0), check_count("step", step, 0)
     if not (recorded := read_steps(folder, epoch, [step])):
@@ -152,19 +152,18 @@ def remake_from_ledger(
 def remake_from_checkpoint(
     make_loader: MakeLoader, states: str | os.PathLike[str] | Sequence[Any], *, further: int = 0
 ) -> list[RemadeStep]:
-    """Make the step again that follows a checkpoint; one `RemadeStep` for each rank.
+    """Remake the step that follows a checkpoint; one `RemadeStep` for each rank.
 
-    All ranks run in this process, in turn. It works for every source, and for steps of which there
-    is no ledger.
+    All ranks run in this process, in turn. It works for every source, and without a ledger.
 
     Args:
-        make_loader: makes the loader of one rank, for the `process_group` that it is given.
+        make_loader: `process_group` -> loader of one rank.
         states: the folder of a checkpoint, with a file of each rank; or the states of the ranks in
-            their order: states of loaders, or dicts that hold one.
-        further: number of steps to make after the first one; the last one is returned.
+            order: states of loaders, or dicts that hold the state of a loader.
+        further: number of steps to remake after the first; the last of them is returned.
 
     Raises:
-        StateError: the folder has not one state of each rank, or a state does not fit the loader.
+        StateError: the folder lacks the state of a rank, or a state does not fit the loader.
     """
     further = check_count("further", further, 0)
     if isinstance(states, (str, os.PathLike)):
@@ -183,7 +182,7 @@ def remake_from_checkpoint(
         aligners = [graph.aligner for graph in graphs if graph.aligner is not None]
         for graph, state in zip(graphs, collator_states, strict=True):
             graph.collator.reset(state)
-        for taken_steps in range(further + 1):
+        for steps_done in range(further + 1):
             try:
                 if aligners:  # which settle a round together
                     prepared = [aligner.prepare_step() for aligner in aligners]
@@ -191,7 +190,7 @@ def remake_from_checkpoint(
                 items = [graph.collator.take_group() for graph in graphs]
             except StopIteration:
                 raise StateError(
-                    f"the epoch has {taken_steps} steps after this state, but step {further + 1} "
+                    f"the epoch has {steps_done} steps after this state, but step {further + 1} "
                     "was asked for."
                 ) from None
         shift = 0 if aligners else further
@@ -204,7 +203,7 @@ def remake_from_checkpoint(
 def remake_from_folder(
     make_loader: MakeLoader, folder: Path, *, epoch: int | None, step: int
 ) -> list[RemadeStep]:
-    """Make a step again from a ledger, or from a checkpoint before it, which knows its epoch."""
+    """Remake a step from a ledger, or from a checkpoint that was saved before it."""
     if any(folder.glob("rank-*.ledger")):
         return remake_from_ledger(make_loader, folder, epoch=epoch or 0, step=step)
     name, (first, *_) = read_inspections(folder)
@@ -229,9 +228,9 @@ class _Graph(NamedTuple):
 
 @contextmanager
 def _graphs(make_loader: MakeLoader, ranks: int, processes: int) -> Iterator[list[_Graph]]:
-    """Make the graph of each rank, as ranks that this process hosts together.
+    """Make the graphs of all ranks in this process.
 
-    Losses are weighed as in the run, where they were hosted by so many processes.
+    processes: number of processes of the run, by which losses are weighted.
     """
     graphs = []
     with ExitStack() as stack:

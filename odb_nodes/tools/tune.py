@@ -22,7 +22,6 @@ from odb_nodes.core.sources import IterableSource
 from odb_nodes.core.sources.mixing import Mixing, Weights
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.simulate import MOST_DRAWN, TableEpoch, budget_code
-from odb_nodes.training.memory import MemoryModel
 from odb_nodes.training.monitor.step_times import ASSUMED, ASSUMED_ORIGIN, fitted_step_time
 
 __all__ = ["Choice", "Outcome", "Tuning", "tune"]
@@ -39,7 +38,7 @@ _AT_ONCE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Options that are tried.
+    """Options to simulate.
 
     Attributes:
         budget: the budget of a batch.
@@ -87,7 +86,7 @@ class Outcome:
         return self.epoch_s, -self.balance, self.held_samples, self.replayed_samples
 
     def dominates(self, other: Outcome) -> bool:
-        """Tell whether this is worse than another outcome in nothing, and better in something."""
+        """Tell whether no objective is worse than in another outcome, and one is better."""
         pairs = zip(self.objectives, other.objectives, strict=True)
         return self.objectives != other.objectives and all(a <= b for a, b in pairs)
 
@@ -145,12 +144,12 @@ class Tuning(Shown):
         world_size: number of ranks.
         step_time: estimated time of a micro-step, in seconds.
         tried: all outcomes.
-        front: outcomes that no other one equals or beats in all of time, balance, samples held and
-            replay.
+        front: outcomes that no other outcome equals or beats in all of time, balance, samples held
+            and replay.
         best: the proposed outcome.
-        why: the reason, as a text.
+        why: the reason for the proposal.
         weights: how the sources of the table are mixed.
-        job: options that were not chosen.
+        job: the fixed options.
     """
 
     about: str
@@ -202,7 +201,7 @@ def tune(
     *,
     world_size: int,
     tokens_per_step: int | None = None,
-    limit: int | TokenBudget | tuple[MemoryModel, int] | None = None,
+    limit: int | TokenBudget | None = None,
     log: str | os.PathLike[str] | None = None,
     weights: Weights | Mixing = None,
     seed: int = SimulationOptions.seed,
@@ -211,16 +210,17 @@ def tune(
     """Simulate an epoch with up to 100 choices of options, and propose one.
 
     It tries budgets, with the accumulation that follows from them, windows that hold 8 to 64
-    budgets, and rounds. Times are estimates. All other figures are exact for the table's lengths.
+    budgets, and rounds. Times are estimates that do not count image patches. All other figures are
+    exact for the table's lengths.
 
     Args:
-        table: the lengths of the samples. Of a large dataset, some are drawn.
+        table: the lengths of the samples. A large dataset is represented by a draw.
         world_size: number of ranks.
         tokens_per_step: padded tokens of an optimizer step over all ranks. Default: one batch of
             the limit on each rank.
-        limit: largest budget of a batch: padded tokens; a `TokenBudget`, whose other fields are
-            kept, and which may drop samples that exceed it; or a `MemoryModel` and the memory of a
-            device in bytes. Default: 4 times the longest sample.
+        limit: largest budget of a batch: padded tokens; or a `TokenBudget`, such as
+            `MemoryModel.budget` returns, whose other fields are kept, and which may drop samples
+            that exceed it. Default: 4 times the longest sample.
         log: fit the times of micro-steps to this log: the folder of a `Monitor`, or a file, see
             `fitted_step_time`. On several ranks, all choices are planned with the fitted time as
             `step_time`, unless `options` have one.
@@ -240,11 +240,7 @@ def tune(
     if plans_by_log:
         options["step_time"] = _in_tokens(step_time)
     about = str(table)
-    if isinstance(limit, tuple):
-        model, limit_bytes = limit
-        limits = model.budget(limit_bytes)
-    else:
-        limits = TokenBudget.of(4 * int(table.tokens.max()) if limit is None else limit, "limit")
+    limits = TokenBudget.of(4 * int(table.tokens.max()) if limit is None else limit, "limit")
     table = table.kept(limits)  # all choices drop what the limit drops
     samples = max(MOST_DRAWN, _LEAST_OF_RANK * world_size)
     epoch = TableEpoch(table=table, weights=weights, samples=samples)
@@ -294,7 +290,7 @@ def tune(
 
 
 def _front(outcomes: list[Outcome]) -> list[Outcome]:
-    """Return the outcomes that no other one dominates, from the fastest on; of equal ones, one."""
+    """Return the outcomes that no other dominates, fastest first; one of each equal objectives."""
     unique = {outcome.objectives: outcome for outcome in reversed(outcomes)}.values()
     undominated = [
         outcome for outcome in unique if not any(other.dominates(outcome) for other in unique)
@@ -303,9 +299,9 @@ def _front(outcomes: list[Outcome]) -> list[Outcome]:
 
 
 def _in_tokens(step_time: StepTime) -> StepTime:
-    """Return a time of steps in the unit of a token, without what all steps take alike.
+    """Return the time of steps in the unit of a token, without the constant time of a step.
 
-    The length that attention takes half of the time for is a whole number, so that code shows it.
+    The length at which attention takes half of the time is rounded, so that code can show it.
     """
     if not step_time.squares:
         return StepTime()
@@ -351,7 +347,7 @@ def _budgets(
 
 
 def _windows(budget: TokenBudget, table: LengthTable, window: WindowSize) -> list[int]:
-    """Return windows that hold some numbers of budgets on average, and a given `window`."""
+    """Return windows that hold 8 to 64 budgets on average, and the user's window."""
     lengths = table.lengths()
     mean = budget.row_cost(lengths).mean()
     windows = [2 ** round(math.log2(pool * budget.tokens / mean)) for pool in _POOLS]

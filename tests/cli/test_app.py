@@ -4,8 +4,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from monitors import loader_of, train
 
@@ -75,14 +73,9 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [1, 2]}\n')
     (tmp_path / "binary").write_bytes(bytes(range(128, 256)))
     (tmp_path / "link.jsonl").symlink_to("ids.jsonl")
-    (tmp_path / "[x]").mkdir()
-    for name in "ab":
-        rows = pa.table({"input_ids": [[1, 2]]})
-        pq.write_table(rows, tmp_path / "[x]" / f"{name}.parquet")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "ids.jsonl").write_text('{"input_ids": [1, 2]}\n')
     (tmp_path / "data" / "state.txt").touch()
-    (tmp_path / "data" / "link.txt").symlink_to("../other.jsonl")
     (tmp_path / "data" / "deep").mkdir()
     (tmp_path / "data" / "deep" / "kept.txt").touch()
     (tmp_path / "users.py").write_text(USERS)
@@ -106,8 +99,8 @@ WRONG = [
     ("simulate --lengths .", "Is a directory: '.'"),
     ("simulate --cv 1 --layout odd", "`layout`"),
     ("simulate --cv 1 --weight a", "--weight: must be source=number"),
-    ("simulate --cv 1 --timeline no/where.html", "'--timeline': there is no folder"),
-    ("simulate --cv 1 --timeline .", "`.` is a folder: name a file in it"),
+    ("profile ids.jsonl --html no/where.html", "'--html': there is no folder"),
+    ("profile ids.jsonl --html .", "`.` is a folder: name a file in it"),
     ("simulate --cv -1", "argument --cv: must be a number of at least 0"),
     ("simulate --cv abc", "argument --cv: must be a number of at least 0, but is 'abc'"),
     ("simulate users:nothing", "`users:nothing` must return a dataset or a loader"),
@@ -120,13 +113,11 @@ WRONG = [
     ("simulate users:budget", "instead. ({here}/users.py, line 7)"),
     ("profile --lengths nowhere.npz", "--lengths: there is no 'nowhere.npz'"),
     ("profile text.jsonl --rank 8", "See `odb-nodes profile --help`"),
-    ("tune text.jsonl --memory-gib 80", "--memory-model FILE"),
-    ("tune text.jsonl --memory-gib 8 --memory-model binary", "this is no memory model"),
     ("tune ids.jsonl --log binary", "must have at least 8 lines"),
     ("tune text.jsonl --ranks many", "whole number of at least 1, but is 'many'"),
     ("audit", "required: folder. See `odb-nodes audit --help`"),
     ("inspect text.jsonl", "not a state file"),
-    ("inspect .", "has no states, but folders ['[x]', 'data']"),
+    ("inspect .", "has no states, but folders ['data']"),
     ("inspect text.jsonl --diff nowhere", "--diff: there is no 'nowhere'"),
     ("inspect . --loader json:loads", "--out with both. See `odb-nodes inspect --help`"),
     ("inspect . --step 3", "pass --step and --loader"),
@@ -156,26 +147,16 @@ def test_what_is_wrong_with_the_library_itself_is_a_traceback(monkeypatch):
 READ_OR_TWICE = [
     "profile ids.jsonl --save-lengths ids.jsonl",
     "profile ids.jsonl --json link.jsonl",
-    "profile i*.jsonl --html ids.jsonl",
     "profile ids.jsonl --json new --html ./new",
     "profile text.jsonl --tokenizer odd.npz --json odd.npz",
-    "simulate --lengths odd.npz --timeline odd.npz",
+    "simulate --lengths odd.npz --save-lengths odd.npz",
     "tune ids.jsonl --log data --save-lengths data/ids.jsonl",
     "profile data --json data/state.txt",
-    "profile data --json data/link.txt",
     "profile data --json data/deep/kept.txt",
-    "profile data --json other.jsonl",
-    "profile [x]/*.parquet --json [x]/a.parquet",
-    "profile [x]/{a,b}.parquet --json [x]/a.parquet",
-    "profile users:source --json users.py",
-    "profile users:source --json data/ids.jsonl",
-    "simulate users:loader --timeline data/ids.jsonl",
-    "report data --html data/ids.jsonl",
     "inspect data --step 0 --loader json:loads --out data/ids.jsonl",
 ]
 EXISTS = [
     "profile ids.jsonl --json odd.npz",
-    "simulate --cv 1 --timeline odd.npz",
     "report data --csv odd.npz",
     "inspect data --step 0 --loader json:loads --out odd.npz",
 ]
@@ -202,10 +183,6 @@ def test_no_file_is_lost(capsys, files, line, words):
 def test_a_file_is_replaced_where_that_is_asked_for(capsys, files):
     assert run(capsys, "profile", "ids.jsonl", "--json", "odd.npz", "--force")[0] == 0
     assert (files / "odd.npz").read_text().startswith("{")
-    (files / "data" / "page.html").touch()  # the report of a folder may well be in it
-    assert (
-        "is also read" not in run(capsys, *"report data --html data/page.html --force".split())[2]
-    )
 
 
 @pytest.mark.slow

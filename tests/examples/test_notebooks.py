@@ -11,8 +11,8 @@ FOLDER = Path(__file__).parents[2] / "examples/notebooks"
 
 @pytest.mark.parametrize("script", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_a_notebook_has_the_cells_of_its_script(script):
-    found, expected = jupytext.read(script.with_suffix(".ipynb")), jupytext.read(script)
-    assert [(one.cell_type, one.source) for one in found.cells] == [
-        (one.cell_type, one.source) for one in expected.cells
+    notebook, expected = jupytext.read(script.with_suffix(".ipynb")), jupytext.read(script)
+    assert [(cell.cell_type, cell.source) for cell in notebook.cells] == [
+        (cell.cell_type, cell.source) for cell in expected.cells
     ], f"run `jupytext --to ipynb {script.name}`"
-    assert not any(one.get("outputs") for one in found.cells)
+    assert not any(cell.get("outputs") for cell in notebook.cells)

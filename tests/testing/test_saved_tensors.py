@@ -53,9 +53,9 @@ def test_nothing_counts_outside_of_the_block_and_it_can_be_entered_again():
     outside = leaf(1000).exp()
     assert (meter.peak_bytes(), len(inner), len(outside)) == (40, 10, 1000)
     with meter:
-        again = leaf(1000).exp()
+        result = leaf(1000).exp()
         assert meter.saved_bytes == 4040
-    assert len(again) == 1000
+    assert len(result) == 1000
 
 
 def test_above_the_limit_forward_is_out_of_memory_as_torch_says_it():
@@ -84,8 +84,8 @@ def test_it_fails_at_a_chosen_point_of_backward(point):
 def test_blocks_that_are_computed_again_do_not_end_the_step():
     with SavedTensorMeter(13_000, fails_in="backward", backward_point=3) as meter:
         kept = leaf(1000).exp()
-        again = checkpoint(lambda x: x.exp(), leaf(1000), use_reentrant=True)
-        values = again.exp().exp()
+        result = checkpoint(lambda x: x.exp(), leaf(1000), use_reentrant=True)
+        values = result.exp().exp()
         assert meter.saved_bytes == 16_000
         with pytest.raises(torch.OutOfMemoryError, match="in the backward pass"):
             values.sum().backward()

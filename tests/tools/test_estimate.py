@@ -85,12 +85,12 @@ def test_it_is_the_epoch_of_all_ranks_however_they_read(ranks, dataset, change, 
     table.save(tmp_path / "table.npz")
     loaded = LengthTable.load(tmp_path / "table.npz")
     assert loaded.digest == table.digest
-    assert {name: tuple(one) for name, one in loaded.blocks.items()} == table.blocks
+    assert {name: tuple(block) for name, block in loaded.blocks.items()} == table.blocks
     report = estimate_epoch(loader, samples=None).report
     infos = [batch["odb_step_info"] for batch in loader]
-    own = [info for info in infos if not info.is_filler]
-    assert (report.steps * ranks, report.filler_slots) == (len(infos), len(infos) - len(own))
-    assert report.padded_tokens == sum(info.local_padded_tokens for info in own)
+    trained = [info for info in infos if not info.is_filler]
+    assert (report.steps * ranks, report.filler_slots) == (len(infos), len(infos) - len(trained))
+    assert report.padded_tokens == sum(info.local_padded_tokens for info in trained)
 
 
 def test_some_samples_give_it_about():

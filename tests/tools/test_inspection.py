@@ -27,8 +27,8 @@ def states(world_size, steps, dataset=DATASET, **options):
     """The state of each rank after some steps."""
 
     def run(exchange):
-        given = {**OPTIONS, "round_size": 8, "process_group": exchange, **options}
-        loader = ODBDataLoader(dataset, **given)
+        keywords = {**OPTIONS, "round_size": 8, "process_group": exchange, **options}
+        loader = ODBDataLoader(dataset, **keywords)
         batches = iter(loader)
         for _ in range(steps):
             next(batches, None)
@@ -44,24 +44,24 @@ def test_a_state_says_where_it_stands():
     batches = iter(loader)
     for _ in range(5):
         next(batches)
-    found = inspect_state(loader.state_dict())
-    facts = found.facts
+    inspection = inspect_state(loader.state_dict())
+    facts = inspection.facts
     assert (facts["epoch"], facts["step"], facts["yielded"]) == ("0", "5", "5")
     assert facts["samples"] == str(loader.samples_done)
     bucketer = loader._graphs[0].bucketer
-    assert sorted(found.pool.tolist()) == sorted(bucketer.planner.pool.table()[0].tolist())
-    assert found.config["WindowBucketer"]["window"] == 20
-    assert found.config["ShardedSampler"]["size"] == 400
-    assert found.damage == ""
-    text = str(found)
-    assert f"pool: {len(found.pool)} samples" in text and "####" in text
+    assert sorted(inspection.pool.tolist()) == sorted(bucketer.planner.pool.table()[0].tolist())
+    assert inspection.config["WindowBucketer"]["window"] == 20
+    assert inspection.config["ShardedSampler"]["size"] == 400
+    assert inspection.damage == ""
+    text = str(inspection)
+    assert f"pool: {len(inspection.pool)} samples" in text and "####" in text
     assert "  WindowBucketer: budget.tokens 300" in text
 
 
 def test_a_pool_that_is_stored_whole_is_read_too_and_at_the_end_there_is_none():
     (state,) = states(1, 3, state="payload")
-    found = inspect_state(state)
-    pool = [*found.pool, *found.held]
+    inspection = inspect_state(state)
+    pool = [*inspection.pool, *inspection.held]
     assert len(pool) == len(state["root"]["source"]["source"]["held"][4]) > 10
     assert {*pool} <= {*range(1, 51)}
     text = str(inspect_state(*states(1, 1_000)))
@@ -71,26 +71,26 @@ def test_a_pool_that_is_stored_whole_is_read_too_and_at_the_end_there_is_none():
 def test_sources_of_a_mixture_are_told_apart():
     dataset = {"a": DATASET, "b": DATASET[:90]}
     (state,) = states(1, 4, dataset, weights=Mixing(weights={"a": 1, "b": 2}))
-    found = inspect_state(state)
-    sizes = [found.config[f"{name}.ShardedSampler"]["size"] for name in "ab"]
+    inspection = inspect_state(state)
+    sizes = [inspection.config[f"{name}.ShardedSampler"]["size"] for name in "ab"]
     assert sizes == [400, 90]
-    assert sum(int(part.split()[0]) for part in found.facts["mixture"].split(", ")) > 20
-    places = [place for place in found.values if place.endswith("ShardedSampler.position")]
+    assert sum(int(part.split()[0]) for part in inspection.facts["mixture"].split(", ")) > 20
+    places = [place for place in inspection.values if place.endswith("ShardedSampler.position")]
     assert places == ["a.ShardedSampler.position", "b.ShardedSampler.position"]
 
 
 def test_damage_is_named():
     (state,) = states(1, 3)
-    found = inspect_state(state | {"num_yielded": 4})
-    assert "digest" in found.damage and str(found).startswith("DAMAGED")
-    assert misfits([found]) == [f"rank 0: {found.damage}"]
+    inspection = inspect_state(state | {"num_yielded": 4})
+    assert "digest" in inspection.damage and str(inspection).startswith("DAMAGED")
+    assert misfits([inspection]) == [f"rank 0: {inspection.damage}"]
 
 
 def test_ranks_of_one_step_fit_and_others_are_named():
     for steps in (0, 9, 1_000):
         assert misfits([*map(inspect_state, states(3, steps))]) == []
-    own = states(2, 5, DATASET[:150], sharded=True)
-    assert misfits([*map(inspect_state, own)]) == []
+    sharded = states(2, 5, DATASET[:150], sharded=True)
+    assert misfits([*map(inspect_state, sharded)]) == []
     early, late, seeded = states(2, 8), states(2, 11), states(2, 8, seed=1)
     for ranks, text in (
         ([early[0], late[1]], "rank 1: step 11, but 8 on rank 0"),
@@ -103,13 +103,13 @@ def test_ranks_of_one_step_fit_and_others_are_named():
 
 
 def test_what_differs_is_named_by_its_place():
-    (one,), (two,) = states(1, 3), states(1, 5, window=30)
-    found = differences(inspect_state(one), inspect_state(two))
-    assert "WindowBucketer config.window: 20 -> 30" in found
-    assert "GroupCollator.step: 3 -> 5" in found
-    assert any(line.startswith("RankAligner.groups") for line in found)
-    assert not any("b'" in line or 'b"' in line for line in found)  # sizes and digests, no bytes
-    assert differences(inspect_state(one), inspect_state(one)) == []
+    (first,), (second,) = states(1, 3), states(1, 5, window=30)
+    lines = differences(inspect_state(first), inspect_state(second))
+    assert "WindowBucketer config.window: 20 -> 30" in lines
+    assert "GroupCollator.step: 3 -> 5" in lines
+    assert any(line.startswith("RankAligner.groups") for line in lines)
+    assert not any("b'" in line or 'b"' in line for line in lines)  # sizes and digests, no bytes
+    assert differences(inspect_state(first), inspect_state(first)) == []
 
 
 def test_the_newest_whole_checkpoint_of_a_folder_is_read(tmp_path):
@@ -119,12 +119,12 @@ def test_the_newest_whole_checkpoint_of_a_folder_is_read(tmp_path):
     checkpoints.load()
     for step, _ in zip(range(1, 4), loader, strict=False):
         checkpoints.save(step)
-    name, (found,) = read_inspections(tmp_path)
+    name, (inspection,) = read_inspections(tmp_path)
     assert name.startswith(str(tmp_path)) and "-step-3-" in name
-    assert found.facts["step"] == "3"
-    one = next(path for path in tmp_path.iterdir() if "-step-1-" in path.name)
-    assert read_inspections(one)[1][0].facts["step"] == "1"
-    assert read_inspections(next(one.iterdir()))[1][0].facts["step"] == "1"
+    assert inspection.facts["step"] == "3"
+    first_folder = next(path for path in tmp_path.iterdir() if "-step-1-" in path.name)
+    assert read_inspections(first_folder)[1][0].facts["step"] == "1"
+    assert read_inspections(next(first_folder.iterdir()))[1][0].facts["step"] == "1"
 
 
 def test_what_is_no_state_is_an_error(tmp_path):

@@ -98,9 +98,9 @@ def test_sources_are_kept_apart(tmp_path):
     assert (table.names, table.sizes) == (("list", "lines"), (300, 3))
     assert table.lengths("lines").tolist() == [3, 1, 2]
     assert len(table.lengths("list")) == 300
-    some = observe_lengths(dataset, samples=2)
-    assert (some.names, some.sizes, len(some)) == (("list", "lines"), (300, 3), 4)
-    assert table.streams == some.streams == ()
+    drawn = observe_lengths(dataset, samples=2)
+    assert (drawn.names, drawn.sizes, len(drawn)) == (("list", "lines"), (300, 3), 4)
+    assert table.streams == drawn.streams == ()
     dataset = JsonlSource(path, shuffle=False)
     assert observe_lengths(dataset).streams == ("",)  # which a loader reads in its order
 
@@ -127,7 +127,7 @@ def test_the_digest_is_of_all_that_the_table_holds():
     table, other = LengthTable.of([3, 4, 5]), np.array([9, 9, 9])
     changed = [replace(table, **{name: other}) for name in ("tokens", "targets", "patches", "keys")]
     changed.append(replace(table, made_by={"seed": "1"}))
-    assert len({one.digest for one in (table, *changed)}) == 6
+    assert len({variant.digest for variant in (table, *changed)}) == 6
 
 
 def test_what_is_no_table_is_refused(tmp_path, monkeypatch):

@@ -13,14 +13,14 @@ from odb_nodes.core.sources import Mixing
 from odb_nodes.tools.baselines import _SAMPLERS, STRATEGIES, Baselines, fixed_batches
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.profile import LengthSummary, profile
-from odb_nodes.tools.simulate import TableEpoch, lognormal_lengths, timeline_page, timeline_text
+from odb_nodes.tools.simulate import TableEpoch, lognormal_lengths
 
 LENGTHS = lognormal_lengths(600, cv=1.0, mean_tokens=90, longest_tokens=700)
 
 
-def plain(made):
+def plain(table_profile):
     """The text of a profile, whose tables are not aligned."""
-    return re.sub(" +", " ", str(made))
+    return re.sub(" +", " ", str(table_profile))
 
 
 def mixed_table():
@@ -31,7 +31,7 @@ def mixed_table():
 
 
 @pytest.fixture(scope="module")
-def made():
+def table_profile():
     return profile(mixed_table(), budget=1500, world_sizes=(1, 2), windows=(32, 64))
 
 
@@ -46,82 +46,100 @@ def test_a_summary_by_hand():
     assert LengthSummary.of("one", np.array([7, 7]), 0).counts == (2,)
 
 
-def test_there_is_a_summary_of_all_and_of_each_source(made):
-    assert [(one.source, one.samples, one.skipped) for one in made.lengths] == [
+def test_there_is_a_summary_of_all_and_of_each_source(table_profile):
+    assert [
+        (summary.source, summary.samples, summary.skipped) for summary in table_profile.lengths
+    ] == [
         ("all samples", 599, 1),
         ("code & more", 399, 1),
         ("text", 200, 0),
     ]
-    assert made.lengths[2].tokens == LENGTHS[400:].sum()
-    found = json.loads(made.to_json())
-    assert found["lengths"][2]["tokens"] == int(LENGTHS[400:].sum())
-    assert found["comparisons"][-1]["figures"]["steps"] == made.comparisons[-1].figures.steps
-    assert found["budget"]["tokens"] == 1500
+    assert table_profile.lengths[2].tokens == LENGTHS[400:].sum()
+    data = json.loads(table_profile.to_json())
+    assert data["lengths"][2]["tokens"] == int(LENGTHS[400:].sum())
+    assert (
+        data["comparisons"][-1]["figures"]["steps"] == table_profile.comparisons[-1].figures.steps
+    )
+    assert data["budget"]["tokens"] == 1500
 
 
-def test_fixed_batches_of_one_sample_are_told_of_and_no_title_is_wider_than_its_figure(made):
+def test_fixed_batches_of_one_sample_are_told_of_and_no_title_is_wider_than_its_figure(
+    table_profile,
+):
     text = profile(mixed_table(), budget=1500, batch_size=1).heading
-    assert text.endswith("1 sample, of which none is padded to another, but each takes a step")
-    figures = made.figures()
+    assert text.endswith("1 sample: no padding, but each sample takes a step")
+    figures = table_profile.figures()
     assert all(len(figure.layout.xaxis.title.text) < 30 for figure in figures)
 
 
-def test_the_comparisons_are_those_of_the_baselines(made):
-    assert len(made.comparisons) == 2 * (4 + 2 * 2)
+def test_the_comparisons_are_those_of_the_baselines(table_profile):
+    assert len(table_profile.comparisons) == 2 * (4 + 2 * 2)
     baselines = Baselines(epoch=TableEpoch(table=mixed_table()))
-    for one in made.comparisons[::3]:
-        job = SimulationOptions(world_size=one.world_size, budget=1500, window=one.window or 1024)
-        assert one.figures == baselines.figures(one.strategy, job)
-    assert made.batch_size == 1500 // LENGTHS.max()
-    assert made.heading == f"token_budget=1500; fixed batches of {made.batch_size} samples"
+    for comparison in table_profile.comparisons[::3]:
+        job = SimulationOptions(
+            world_size=comparison.world_size, budget=1500, window=comparison.window or 1024
+        )
+        assert comparison.figures == baselines.figures(comparison.strategy, job)
+    assert table_profile.batch_size == 1500 // LENGTHS.max()
+    assert (
+        table_profile.heading
+        == f"token_budget=1500; fixed batches of {table_profile.batch_size} samples"
+    )
 
 
 def test_an_auto_window_is_shown_in_samples():
-    made = profile(mixed_table(), budget=1500, world_sizes=(2,))
+    table_profile = profile(mixed_table(), budget=1500, world_sizes=(2,))
     samples = round(32 * 1500 / np.delete(LENGTHS, 17).mean())
-    by_name = {one.strategy: one for one in made.comparisons}
-    windows = {name: one.window for name, one in by_name.items()}
+    by_name = {comparison.strategy: comparison for comparison in table_profile.comparisons}
+    windows = {name: comparison.window for name, comparison in by_name.items()}
     assert windows["odb_nodes"] == windows["sorted windows"] == samples
     assert windows["random"] is None and not by_name["random"].is_auto
-    assert f"| 2 | odb_nodes | auto ({samples}) |" in plain(made)
+    assert f"| 2 | odb_nodes | auto ({samples}) |" in plain(table_profile)
     report = TableEpoch(table=mixed_table()).report(SimulationOptions(world_size=2, budget=1500))
     assert by_name["odb_nodes"].figures.steps == report.steps
 
 
-def test_the_window_to_take_comes_first(made):
-    for one in made.best:
-        own = [
+def test_the_window_to_take_comes_first(table_profile):
+    for best_choice in table_profile.best:
+        choices = [
             other
-            for other in made.comparisons
-            if (other.world_size, other.strategy) == (one.world_size, "odb_nodes")
+            for other in table_profile.comparisons
+            if (other.world_size, other.strategy) == (best_choice.world_size, "odb_nodes")
         ]
-        best = max(other.figures.efficiency for other in own)
-        near = [other for other in own if other.figures.efficiency >= 0.99 * best]
-        assert one.window == min(other.window for other in near)
-    rows = made.rows()
+        best = max(other.figures.efficiency for other in choices)
+        near = [other for other in choices if other.figures.efficiency >= 0.99 * best]
+        assert best_choice.window == min(other.window for other in near)
+    rows = table_profile.rows()
     assert [row[""] for row in rows] == ["->", "->", *[""] * (len(rows) - 2)]
     assert [row["ranks"] for row in rows[:2]] == ["1", "2"]
     shown = sorted(str({**row, "": ""}) for row in rows)
-    assert shown == sorted(str({"": ""} | one.as_row()) for one in made.comparisons)
+    assert shown == sorted(
+        str({"": ""} | comparison.as_row()) for comparison in table_profile.comparisons
+    )
 
 
-def test_the_page_has_tables_and_figures_and_needs_no_other_file(made):
-    text = made.to_html()
+def test_the_page_has_tables_and_figures_and_needs_no_other_file(table_profile):
+    text = table_profile.to_html()
     assert not re.search(r"<(script|link|img|iframe)[^>]* (src|href)=|@import", text)
     body = text.partition("<body>")[2]
     assert "code &amp; more" in body and "code & more" not in body
-    assert body.count("Plotly.newPlot") == 1 + len(made.lengths) and "-&gt;" in body
+    assert body.count("Plotly.newPlot") == 1 + len(table_profile.lengths) and "-&gt;" in body
     assert "Efficiency: real tokens / (ranks x sum over" in body
 
 
-def test_figures_have_the_efficiencies_and_the_lengths(made):
-    chart, *lengths = made.figures()
-    assert [one.name for one in chart.data] == ["1 rank", "2 ranks"]
-    efficiencies = [value for one in chart.data for value in one.x]
-    assert efficiencies == [one.figures.efficiency for one in made.comparisons]
-    marked = [name for one in chart.data for name in one.y if name.endswith("&lt;- take")]
-    assert marked[0] == f"1 rank, odb_nodes {made.best[0].window} &lt;- take" and len(marked) == 2
-    for figure, summary in zip(lengths, made.lengths, strict=True):
+def test_figures_have_the_efficiencies_and_the_lengths(table_profile):
+    chart, *lengths = table_profile.figures()
+    assert [bars.name for bars in chart.data] == ["1 rank", "2 ranks"]
+    efficiencies = [value for bars in chart.data for value in bars.x]
+    assert efficiencies == [
+        comparison.figures.efficiency for comparison in table_profile.comparisons
+    ]
+    marked = [name for bars in chart.data for name in bars.y if name.endswith("&lt;- take")]
+    assert (
+        marked[0] == f"1 rank, odb_nodes {table_profile.best[0].window} &lt;- take"
+        and len(marked) == 2
+    )
+    for figure, summary in zip(lengths, table_profile.lengths, strict=True):
         (bars,) = figure.data
         assert list(bars.y) == list(summary.counts)
         assert bars.x[0] == f"{summary.edges[0]:,} to {summary.edges[1] - 1:,}"
@@ -139,24 +157,6 @@ test_errors_name_what_is_wrong = refuses(
 )
 
 
-# --- timeline -------------------------------------------------------------------------------------
-
-
-def test_the_text_and_the_page_have_a_cell_for_each_rank_and_step():
-    costs = np.array([[8.0, 4.0, 0.0], [8.0, 8.0, 1.0]]).T
-    assert timeline_text(costs, "2 ranks, window 8").splitlines() == [
-        "2 ranks, window 8, 3 steps; highest cost 8 (padded tokens and attention), "
-        "balance 0.853, 1 filler slot",
-        "    0 █▄ ",
-        "    1 ██▁",
-    ]
-    page = timeline_page(costs, "2 ranks")
-    assert page.count("Plotly.newPlot") == 1 and "step by step: 2 ranks</h3>" in page
-    assert "<p>3 steps; highest cost 8 (padded tokens" in page  # not in a title, which is cut off
-    head, first, _ = timeline_text(np.ones((1_000, 2)), "").splitlines()  # steps share a column
-    assert len(first) < 90 and "12.5 steps a column" in head
-
-
 # --- baselines by hand, and against the samplers of transformers and Accelerate themselves --------
 
 
@@ -170,7 +170,7 @@ def figures(strategy, lengths, batch_size=None, **options):
 def figures_by_hand(batches, lengths, world_size, budget):
     """Of batches of rank 0, 1, ..., 0, 1, ...: each the indices of its samples."""
     padded = [max(lengths[i] for i in batch) * len(batch) for batch in batches]
-    steps = [padded[at : at + world_size] for at in range(0, len(padded), world_size)]
+    steps = [padded[start : start + world_size] for start in range(0, len(padded), world_size)]
     real = sum(lengths[i] for batch in batches for i in batch)
     return pytest.approx(
         {
@@ -189,8 +189,8 @@ MEASURED = ("steps", "rows", "padding_share", "fill", "largest_tokens", "efficie
 
 def measured(*args, **options):
     """The figures that `figures_by_hand` returns, of a strategy."""
-    found = figures(*args, **options)
-    return {name: getattr(found, name) for name in MEASURED}
+    report = figures(*args, **options)
+    return {name: getattr(report, name) for name in MEASURED}
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ def test_fixed_batches_are_those_of_the_trainer(samples, world_size, accumulate)
         )  # fmt: skip
     for strategy, ranks in (("group_by_length", grouped), ("batch_rebalance", rebalanced)):
         steps = [[*step] for step in zip(*ranks, strict=True)]
-        made = fixed_batches(strategy, lengths, 4, SimulationOptions(**job))
-        assert [[*step] for step in made] == steps, strategy
+        rank_batches = fixed_batches(strategy, lengths, 4, SimulationOptions(**job))
+        assert [[*step] for step in rank_batches] == steps, strategy
         batches = [batch for step in steps for batch in step]
         expected = figures_by_hand(batches, lengths, world_size, 2800)
         assert measured(strategy, lengths, 4, **job) == expected, strategy
@@ -232,8 +232,10 @@ def test_strategies_of_the_trainer_need_transformers(monkeypatch):
     monkeypatch.setattr("odb_nodes._compat.transformers.sampler_class", lambda name: None)
     with pytest.raises(ImportError, match="BatchRebalanceSampler of transformers"):
         figures("batch_rebalance", [3], world_size=1, budget=20)
-    made = profile(LengthTable.of([3, 4]), budget=20)
-    assert {one.strategy for one in made.comparisons} == {*STRATEGIES} - {*_SAMPLERS}
+    table_profile = profile(LengthTable.of([3, 4]), budget=20)
+    assert {comparison.strategy for comparison in table_profile.comparisons} == {*STRATEGIES} - {
+        *_SAMPLERS
+    }
 
 
 def test_random_batches_by_hand():
@@ -267,8 +269,8 @@ def test_offline_batches_are_cut_from_all_samples_and_sorted_windows_start_over(
     # In the order of the data: 10 2 | 9 3 | 8 2, each longest first.
     epoch = TableEpoch(table=LengthTable.of(lengths), shuffle=False)
     job = SimulationOptions(world_size=1, budget=20, window=2)
-    found = Baselines(epoch=epoch).figures("sorted windows", job)
-    assert (found.steps, found.padding_share) == (3, pytest.approx(1 - 34 / (20 + 18 + 16)))
+    report = Baselines(epoch=epoch).figures("sorted windows", job)
+    assert (report.steps, report.padding_share) == (3, pytest.approx(1 - 34 / (20 + 18 + 16)))
 
 
 def test_skipped_and_dropped_samples_are_left_out():
@@ -300,8 +302,8 @@ def test_all_ways_are_compared_on_the_samples_that_a_mixture_draws(stop, weights
     assert (len(lengths) == len(table)) == (stop == "all_exhausted")
     for strategy in STRATEGIES:
         batches = Baselines(epoch=epoch).batches(strategy, job)
-        found = batches.samples.sum(), batches.real.sum()
-        assert found == (len(lengths), sum(lengths)), strategy
+        counts = batches.samples.sum(), batches.real.sum()
+        assert counts == (len(lengths), sum(lengths)), strategy
 
 
 def two_sources():

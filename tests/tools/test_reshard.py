@@ -44,11 +44,11 @@ def test_those_of_checkpoints_can_be_loaded_under_the_same_name(tmp_path, states
     saved = load_state(file)
     file.unlink()
     for rank, state in enumerate(states):
-        own = saved | {"checkpoint": saved["checkpoint"] | {"rank": rank, "world_size": 3}}
-        own |= {"parts": {"loader": state, "done": {"epoch": 1}}, "replicated": ["model"]}
+        content = saved | {"checkpoint": saved["checkpoint"] | {"rank": rank, "world_size": 3}}
+        content |= {"parts": {"loader": state, "done": {"epoch": 1}}, "replicated": ["model"]}
         if rank == 0:
-            own["parts"]["model"] = {"weight": torch.ones(3)}
-        save_state(own, folder / f"rank{rank:05d}-of-00003.pt")
+            content["parts"]["model"] = {"weight": torch.ones(3)}
+        save_state(content, folder / f"rank{rank:05d}-of-00003.pt")
     with pytest.raises(
         ValueError, match=f"`out` must have the name .* Give `.*/after/{folder.name}`"
     ):
@@ -86,8 +86,8 @@ def test_as_many_ranks_as_before_get_their_states_as_they_are(tmp_path, states):
 
 def test_what_cannot_be_resharded_is_refused_and_nothing_is_written(tmp_path, states):
     good = save(tmp_path / "saved", states)
-    both = save(tmp_path / "both", states)
-    save_state({"other": 1}, both / "other-rank00000-of-00003.pt")
+    several = save(tmp_path / "both", states)
+    save_state({"other": 1}, several / "other-rank00000-of-00003.pt")
     (tmp_path / "empty").mkdir()
     out = tmp_path / "new"
     damaged = [
@@ -98,7 +98,7 @@ def test_what_cannot_be_resharded_is_refused_and_nothing_is_written(tmp_path, st
     for folder, ranks, to, error, match in (
         *damaged,
         (mixed, 2, out / "mixed", StateError, "mixed up"),
-        (both, 2, out, StateError, "of several kinds"),
+        (several, 2, out, StateError, "of several kinds"),
         (good, 2, good, StateError, "has states already"),
         (good, 0, out, ValueError, "world_size"),
         (tmp_path / "none", 2, out, FileNotFoundError, "no folder"),
@@ -135,15 +135,15 @@ def test_a_monitor_goes_on_after_the_steps_of_the_ranks_there_were(tmp_path, mon
     assert len(expected) == 3 and expected[0]["written"] == expected[0]["step"] == 3
     for name, folder in (("trainer", save(tmp_path / "trainer", run)), ("checkpoints", saved)):
         files = reshard_folder(folder, 3, tmp_path / "new" / name)
-        found = [load_state(file) for file in files]
-        parts = [one.get("parts", one) for one in found]
-        assert [one["monitor"] for one in parts] == expected
-        assert [one["loader"] for one in parts] == reshard(states, 3)
-        drawn = [one["generators"] for one in found if name == "checkpoints"]
+        new_states = [load_state(file) for file in files]
+        parts = [new_state.get("parts", new_state) for new_state in new_states]
+        assert [new_state["monitor"] for new_state in parts] == expected
+        assert [new_state["loader"] for new_state in parts] == reshard(states, 3)
+        drawn = [new_state["generators"] for new_state in new_states if name == "checkpoints"]
         assert drawn in ([], [{"of": 0}, {"of": 1}, {"of": 0}])
-        for one in found:
-            sealed = {key: value for key, value in one.items() if key != "digest"}
-            assert one == (add_digest(sealed) if name == "trainer" else sealed)
+        for new_state in new_states:
+            sealed = {key: value for key, value in new_state.items() if key != "digest"}
+            assert new_state == (add_digest(sealed) if name == "trainer" else sealed)
 
 
 RESHARD = """
@@ -159,9 +159,11 @@ def test_a_monitor_beside_a_loader_is_resharded_by_a_program_that_has_none(tmp_p
     files = [tmp_path / "before.pt", tmp_path / "after.pt"]
     save_state({"ranks": ranks}, files[0])
     subprocess.run([sys.executable, "-c", RESHARD, *files], check=True, timeout=60)
-    found = load_state(files[1])["ranks"]
-    assert [one["loader"] for one in found] == reshard(loaders, 3)
-    assert [one["monitor"] for one in found] == Monitor.reshard_states(monitored, 3)
+    new_states = load_state(files[1])["ranks"]
+    assert [new_state["loader"] for new_state in new_states] == reshard(loaders, 3)
+    assert [new_state["monitor"] for new_state in new_states] == Monitor.reshard_states(
+        monitored, 3
+    )
 
 
 def test_monitors_at_different_steps_are_refused(tmp_path, monitored):

@@ -138,7 +138,9 @@ def test_the_steps_are_those_of_real_ranks_where_the_window_grows(
     expected = real_steps(lengths, **options, window="auto")
     assert [indices(step) for step in steps_of(lengths, **options)] == expected  # the default
     fixed = [indices(step) for step in steps_of(lengths, **options, window=128)]
-    changed = [str(one) != str(other) for one, other in zip(expected, fixed, strict=False)]
+    changed = [
+        str(step) != str(fixed_step) for step, fixed_step in zip(expected, fixed, strict=False)
+    ]
     assert changed.index(True) >= first and (first or changed[0])
 
 
@@ -193,6 +195,24 @@ def test_a_report_by_hand(job, expected):
     job = {"budget": budget, "accumulate": 4}  # The first round has 4 steps.
     report = simulate(lengths, world_size=world_size, window=20_000, **job)
     assert {name: getattr(report, name) for name in expected} == pytest.approx(expected)
+
+
+def test_balance_in_time_is_measured_by_the_time_that_ranks_are_levelled_by():
+    def of_tokens(group):
+        return sum(sample.tokens for sample in group)
+
+    job = {"world_size": 2, "budget": 20, "window": 20_000}
+    assert simulate([20, 10], **job, step_time=of_tokens).time_balance == pytest.approx(0.75)
+    report = simulate([20, 10], **job, step_time=StepTime(squares=1.0))
+    assert report.time_balance == pytest.approx((420 + 110) / 2 / 420)
+
+
+def test_balance_in_time_counts_image_patches():
+    table = LengthTable.of([5, 5])
+    table = LengthTable(**{**vars(table), "patches": np.array([0, 10])})
+    step_time = StepTime(patches=1.0)
+    report = simulate(table, shuffle=False, world_size=2, budget=20, step_time=step_time)
+    assert report.time_balance == pytest.approx((5 + 15) / 2 / 15)
 
 
 def test_steps_of_one_length_have_no_spread():
@@ -336,13 +356,13 @@ def test_steps_and_shapes_are_those_of_a_real_loader(name, world_size, window, s
     table = observe_lengths(dataset, process_fn=process, observe=observe)
     steps = planned_steps(table, world_size, BUDGETS[name], **options)
     if name == "shapes":  # Its last rows are empty, which the loader does not tell apart.
-        assert [[one and one[1] for one in step] for step in steps] == [
-            [one and one[1] for one in step] for step in expected
+        assert [[group and group[1] for group in step] for step in steps] == [
+            [group and group[1] for group in step] for step in expected
         ]
     else:
         assert steps == expected
     report = simulate(table, world_size=world_size, budget=BUDGETS[name], **options)
-    shapes = [one[0] for step in expected for one in step if one]
+    shapes = [group[0] for step in expected for group in step if group]
     assert report.steps == len(expected)
     assert report.padded_tokens == sum(rows * width for rows, width in shapes)
     assert report.shapes == len({*shapes})
@@ -356,8 +376,8 @@ def test_a_schedule_has_its_places_in_the_share_of_the_data_that_is_drawn():
     half = {"code": 1, "text": 0}, {"code": 0, "text": 1}
     weights = WeightSchedule([(0, half[0]), (3_000, half[1]), (6_000, {"code": 1, "text": 1})])
     dataset = {name: make_dataset(4_000, seed) for seed, name in enumerate(("code", "text"))}
-    known = observe_lengths(dataset, process_fn=process, observe=observe, samples=100)
-    epoch = TableEpoch(table=known, weights=weights, samples=800)
+    drawn = observe_lengths(dataset, process_fn=process, observe=observe, samples=100)
+    epoch = TableEpoch(table=drawn, weights=weights, samples=800)
     table, (rows,) = epoch.order(SimulationOptions(world_size=1, budget=1500))
     assert len(table) == 800
     assert set(table.sources[rows[:300]]) == {0} and set(table.sources[rows[300:600]]) == {1}
@@ -401,8 +421,8 @@ def test_known_lengths_are_planned_as_by_a_loader_that_has_them():
     for options in ({"window": 64}, {"window": "auto", "seed": 3}, {"shuffle": False}):
         loader = ODBDataLoader(data, lengths=lengths, token_budget=1500, **options)
         infos = [pop_step_info(batch) for batch in loader]
-        for told in (lengths, LengthTable.of(lengths)):
-            report = simulate(told, world_size=1, budget=1500, lengths_known=True, **options)
+        for source in (lengths, LengthTable.of(lengths)):
+            report = simulate(source, world_size=1, budget=1500, lengths_known=True, **options)
             assert report.steps == len(infos)
             assert report.padded_tokens == sum(info.local_padded_tokens for info in infos)
 
@@ -434,6 +454,6 @@ def test_some_samples_tell_about_the_steps_of_all():
         picked = np.random.default_rng(seed).permutation(len(lengths))[:512]
         estimate = simulate(table.rows(picked), **options)
         # Their mean has an error that no estimate can know of. Nothing else is off.
-        known = lengths[picked].mean() / lengths.mean()
-        assert estimate.steps / whole.steps == pytest.approx(known, rel=0.025)
+        ratio = lengths[picked].mean() / lengths.mean()
+        assert estimate.steps / whole.steps == pytest.approx(ratio, rel=0.025)
         assert estimate.efficiency == pytest.approx(whole.efficiency, abs=0.02)

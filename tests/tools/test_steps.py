@@ -47,7 +47,7 @@ def of_kind(kind, **options):
 
 def drawing(samples):
     """A collate function that draws."""
-    return {name: torch.as_tensor(one) for name, one in noisy(samples).items()}
+    return {name: torch.as_tensor(values) for name, values in noisy(samples).items()}
 
 
 def own_data(rank_0, **options):
@@ -80,16 +80,16 @@ def recorded(make_loader, folder, epochs=1, steps=None, only=None):
 
     def run(exchange):
         ledger = Ledger(folder, rank=exchange.rank, world_size=exchange.world_size)
-        found = {}
+        by_step = {}
         with make_loader(exchange) as loader:
             for epoch in range(epochs):
                 for batch in islice(loader, steps):
                     info = pop_step_info(batch)
-                    found[epoch, info.step] = info, batch, loader.state_dict()
+                    by_step[epoch, info.step] = info, batch, loader.state_dict()
                     if only is None or info.step in only:
                         ledger.record(info)
         ledger.close(ended=steps is None)
-        return found
+        return by_step
 
     return run
 
@@ -100,11 +100,11 @@ def check(remade, info, batch):
     assert sum(remade.targets) == info.local_targets
     assert remade.batch.keys() == batch.keys()
     for name, value in batch.items():
-        again = remade.batch[name]
+        remade_value = remade.batch[name]
         if isinstance(value, torch.Tensor):
-            assert_close(again, value, rtol=0, atol=0)
+            assert_close(remade_value, value, rtol=0, atol=0)
         else:
-            assert again == value
+            assert remade_value == value
 
 
 @pytest.mark.slow
@@ -114,15 +114,15 @@ def test_a_step_is_made_again_from_a_ledger_or_a_checkpoint(world_size, make_loa
     rng = random.Random(world_size)
     for epoch, step in [*rng.sample([*ranks[0]], 3), max(ranks[0])]:
         remade = remake_from_ledger(make_loader, tmp_path, epoch=epoch, step=step)
-        assert [one.rank for one in remade] == [*range(world_size)]
-        for one, rank in zip(remade, ranks, strict=True):
+        assert [remade_step.rank for remade_step in remade] == [*range(world_size)]
+        for remade_step, rank in zip(remade, ranks, strict=True):
             info, batch, _ = rank[epoch, step]
             if info.is_filler:
-                assert one.batch is None
-                assert one.info.is_filler
-                assert one.info.optimizer_targets == info.optimizer_targets
+                assert remade_step.batch is None
+                assert remade_step.info.is_filler
+                assert remade_step.info.optimizer_targets == info.optimizer_targets
             else:
-                check(one, info, batch)
+                check(remade_step, info, batch)
     last = max(step for epoch, step in ranks[0] if epoch == 0)
     for number, step in enumerate(rng.sample(range(last - 3), 2)):
         states = [rank[0, step][2] for rank in ranks]
@@ -134,8 +134,8 @@ def test_a_step_is_made_again_from_a_ledger_or_a_checkpoint(world_size, make_loa
             states = tmp_path / "states"
         further = rng.randrange(3)
         remade = remake_from_checkpoint(make_loader, states, further=further)
-        for one, rank in zip(remade, ranks, strict=True):
-            check(one, *rank[0, step + 1 + further][:2])
+        for remade_step, rank in zip(remade, ranks, strict=True):
+            check(remade_step, *rank[0, step + 1 + further][:2])
 
 
 @pytest.mark.parametrize("lost", [[9, 10, 11], [12]])
@@ -143,14 +143,14 @@ def test_a_step_whose_optimizer_step_was_not_recorded_whole_has_no_weight(lost, 
     steps = [step for step in range(14) if step not in lost]  # 12, 13, 14 are one
     ranks = on_ranks(2, recorded(padded, tmp_path, steps=15, only=steps))
     remade = remake_from_ledger(padded, tmp_path, epoch=0, step=13)
-    for one, rank in zip(remade, ranks, strict=True):
+    for remade_step, rank in zip(remade, ranks, strict=True):
         info, batch, _ = rank[0, 13]
-        assert one.info.keys == info.keys
-        assert math.isnan(one.info.loss_scale)
-        assert one.info.optimizer_targets == 0
-        assert one.info.all_targets == info.all_targets
+        assert remade_step.info.keys == info.keys
+        assert math.isnan(remade_step.info.loss_scale)
+        assert remade_step.info.optimizer_targets == 0
+        assert remade_step.info.all_targets == info.all_targets
         for name, value in batch.items():
-            assert_close(one.batch[name], value, rtol=0, atol=0)
+            assert_close(remade_step.batch[name], value, rtol=0, atol=0)
     whole = remake_from_ledger(padded, tmp_path, epoch=0, step=7)
     check(whole[1], *ranks[1][0, 7][:2])
 
@@ -163,8 +163,8 @@ def test_a_step_of_an_iterable_is_made_again_from_a_checkpoint_alone(tmp_path):
     with pytest.raises(ValueError, match="cannot read items by their keys.*remake_from_checkpoint"):
         remake_from_ledger(make_loader, tmp_path, epoch=0, step=3)
     remade = remake_from_checkpoint(make_loader, [rank[0, 9][2] for rank in ranks])
-    for one, rank in zip(remade, ranks, strict=True):
-        check(one, *rank[0, 10][:2])
+    for remade_step, rank in zip(remade, ranks, strict=True):
+        check(remade_step, *rank[0, 10][:2])
 
 
 def test_a_key_of_ones_own_is_not_taken_for_that_of_another_sample(tmp_path):
@@ -191,7 +191,7 @@ def test_a_step_that_is_not_there_is_an_error(tmp_path):
     last, state = max(ranks[0])[1], {"model": 2}
     late = [rank[0, last - 2][2] for rank in ranks]
     from_ledger, from_checkpoint = remake_from_ledger, remake_from_checkpoint
-    for remake, given, options, error, match in (
+    for remake, source, options, error, match in (
         (from_ledger, tmp_path, {"epoch": 0, "step": 999}, StateError, "no step 999 of epoch 0"),
         (from_ledger, tmp_path, {"epoch": 1, "step": 0}, StateError, "no step 0 of epoch 1"),
         (from_ledger, damaged, {"epoch": 0, "step": 0}, StateError, "is damaged"),
@@ -210,7 +210,7 @@ def test_a_step_that_is_not_there_is_an_error(tmp_path):
         (from_checkpoint, late, {"further": 5}, StateError, "has 2 steps after this state"),
     ):
         with pytest.raises(error, match=match):
-            remake(packed, given, **options)
+            remake(packed, source, **options)
 
 
 @pytest.mark.parametrize("out", [8, 10])  # between two steps, and within one
@@ -223,13 +223,14 @@ def test_the_step_of_all_virtual_ranks_is_made_again(out):
     batches = iter(loader := make_loader(Exchange()))
     [next(batches) for _ in range(out)]
     state = loader.state_dict()
-    again = make_loader(Exchange())
-    again.load_state_dict(state)
-    expected = [next(one) for one in [iter(again)] for _ in range(4 - out % 4)]
+    resumed = make_loader(Exchange())
+    resumed.load_state_dict(state)
+    steps = iter(resumed)
+    expected = [next(steps) for _ in range(4 - out % 4)]
     remade = remake_from_checkpoint(make_loader, [state])
-    assert [one.rank for one in remade] == [0, 1, 2, 3]
-    for one, batch in zip(remade[out % 4 :], expected, strict=True):
-        check(one, pop_step_info(batch), batch)
+    assert [remade_step.rank for remade_step in remade] == [0, 1, 2, 3]
+    for remade_step, batch in zip(remade[out % 4 :], expected, strict=True):
+        check(remade_step, pop_step_info(batch), batch)
 
 
 def test_of_a_graph_without_an_aligner_too(tmp_path):
@@ -241,8 +242,8 @@ def test_of_a_graph_without_an_aligner_too(tmp_path):
     for step in (0, 7, 11):
         check(remake_from_ledger(make_loader, tmp_path, epoch=0, step=step)[0], *steps[0, step][:2])
         state = steps[0, step][2]
-        (again,) = remake_from_checkpoint(make_loader, [state], further=2)
-        check(again, *steps[0, step + 3][:2])
+        (remade_step,) = remake_from_checkpoint(make_loader, [state], further=2)
+        check(remade_step, *steps[0, step + 3][:2])
 
 
 def test_a_step_of_a_run_without_an_end_is_made_again_by_the_command(tmp_path, capsys, monkeypatch):
@@ -253,10 +254,10 @@ def test_a_step_of_a_run_without_an_end_is_made_again_by_the_command(tmp_path, c
     with pytest.raises(SystemExit, match="0"):
         main([*arguments, "--out", str(out)])
     printed = capsys.readouterr().out
-    for rank, again in enumerate(load_state(out)):
+    for rank, saved in enumerate(load_state(out)):
         info, batch, _ = ranks[rank][0, step]
-        assert tuple(again["info"]["keys"]) == info.keys
+        assert tuple(saved["info"]["keys"]) == info.keys
         assert f"rank {rank}, epoch 0, step {step}: {len(info.keys)} sample" in printed
         assert all(f"  {key}: " in printed for key in info.keys)
         for name, value in batch.items():
-            assert_close(again["batch"][name], value, rtol=0, atol=0)
+            assert_close(saved["batch"][name], value, rtol=0, atol=0)

@@ -6,6 +6,8 @@ import time
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from comparing.batching import (
     PACKED_PLANS,
     PADDED,
@@ -17,8 +19,9 @@ from comparing.batching import (
 )
 from comparing.common import Options, Row, Table, Tables, attempts
 from odb_nodes import TokenBudget
+from odb_nodes.core.planning.group_costs import samples_of
 from odb_nodes.planning import StepTime
-from odb_nodes.tools.simulate import SimulationReport, lognormal_lengths, measured
+from odb_nodes.tools.simulate import SimulationReport, lognormal_lengths
 
 CVS = (0.3, 0.5, 1.0, 2.0)
 BUDGET, WINDOW, RANKS = 16_384, 1024, (1, 4, 8, 64)
@@ -49,9 +52,12 @@ def measure(planner: Planner, layout: str, plan: Plan) -> Result:
     steps = [[list(batch) for batch in step] for step in planner(plan)]
     seconds = time.perf_counter() - start_s
     seen = {index for step in steps for batch in step for index in batch}
-    lengths = ([[plan.lengths[index] for index in batch] for batch in step] for step in steps)
+    lengths = np.array(plan.lengths)
+    groups = (
+        [samples_of(np.array(batch, int), lengths[batch]) for batch in step] for step in steps
+    )
     budget = TokenBudget(BUDGET, layout=layout)  # type: ignore[arg-type]
-    report = SimulationReport.of_batches(measured(lengths, budget), budget)
+    report = SimulationReport.of(groups, budget)
     repeated = sum(len(batch) for step in steps for batch in step) - len(seen)
     return Result(report, len(plan.lengths) - len(seen), repeated, seconds)
 

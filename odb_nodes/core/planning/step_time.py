@@ -173,11 +173,6 @@ def step_time_of(
     return step_time
 
 
-def known_time(step_time: StepTime | TimeFn | None, budget: TokenBudget) -> StepTime:
-    """Return the times that measure batches of known shapes: by default of a typical model."""
-    return step_time if isinstance(step_time, StepTime) else StepTime.typical(budget)
-
-
 def aim_of(step_time: StepTime | TimeFn | None) -> StepTime | None:
     """Return the times that groups are formed for; `None` if they are formed by cost alone."""
     if isinstance(step_time, StepTime) and not step_time.is_of_tokens:

@@ -29,7 +29,7 @@ class Contents(NamedTuple):
 class Save(NamedTuple):
     """The parts of a folder's name: number of the save over all runs, step, and run."""
 
-    number: int  # from 1; 0 if the name is not that of a checkpoint
+    number: int  # from 1; 0 if the folder is no checkpoint
     step: int
     run: str
 

@@ -224,7 +224,7 @@ class DistributedState:
         if self._wanted != [self._key]:
             states = [reshard(states, self._world_size)[self._rank]]
         self._loader.load_state_dict(states[0])
-        self._wanted = [self._key]  # from now on `state_dict` is for `dcp.save`
+        self._wanted = [self._key]  # `dcp.save` calls `state_dict` next
 
 
 def _from_buffer(state_dict: object, key: str) -> Any:

@@ -13,9 +13,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import MAX_KEY, check_count
 from odb_nodes._support.text import counted, named_ranks
-from odb_nodes.training.ledger.history import Ints, Run, Samples, Segment, Steps
+from odb_nodes.training.ledger.history import Run, Samples, Segment
+from odb_nodes.training.ledger.rank_file import Steps
 from odb_nodes.training.ledger.records import ENDS_EPOCH, FILLER, NO_KEY, Name
 
 DIGEST_BYTES = 32
@@ -168,8 +170,8 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
         ended or all of its epochs are complete: see `Audit.state`.
 
     Raises:
-        TypeError, ValueError: `size` does not fit the sources, `folder` is not the folder of a
-            ledger, or another version of this library wrote an attempt in it.
+        TypeError, ValueError: `size` does not fit the sources, or `folder` is not the folder of a
+            ledger.
         FileNotFoundError: there is no ledger in the folder.
     """
     size = _checked_size(size)
@@ -177,7 +179,7 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
     problems, notes, open_ranks = run.damage(), run.notes(), run.open_ranks()
     if open_ranks:
         notes.append(
-            f"rank {ranges(open_ranks)}: no end of the run is recorded. The run continues, was "
+            f"{_ranks(open_ranks)}: no end of the run is recorded. The run continues, was "
             "killed, or lost its last records: the files cannot tell. A run that ends calls "
             "`Ledger.close`."
         )
@@ -307,8 +309,9 @@ class _EpochCheck:
                 if rank not in segment.lasts and not killed.may_be_behind(rank, epoch)
             ]
             if absent:
+                have = "has" if len(absent) == 1 else "have"
                 problems.append(
-                    f"epoch {epoch}: rank {ranges(absent)} of {segment.world_size} has no record: "
+                    f"epoch {epoch}: {_ranks(absent)} of {segment.world_size} {have} no record: "
                     "put the files of all ranks into the folder."
                 )
         last = self.segments[-1]
@@ -324,8 +327,8 @@ class _EpochCheck:
         ]
         if unended:
             text = (
-                f"epoch {epoch}: rank {ranges(unended)}: the epoch has no end: it was left, or its "
-                "last steps are not recorded"
+                f"epoch {epoch}: {_ranks(unended)}: the epoch has no end: it was left, or its last "
+                "steps are not recorded"
             )
             if killed.has_ends or any(killed.lacks_steps(rank, epoch) for rank in unended):
                 problems.append(f"{text}.")
@@ -377,7 +380,7 @@ class _EpochCheck:
             if sizes[source] and source not in sources:
                 self._problem(f"no sample{_of(source)} has a fate, of {sizes[source]:,}.")
 
-    def _by_source(self) -> dict[str, list[Ints]]:
+    def _by_source(self) -> dict[str, list[IntArray]]:
         """Return the indices of each source's samples by key: one array, or one for each rank."""
         names, samples, per_rank = self.run.names, self.samples, self.run.per_rank_sources
         numbers: dict[str, int] = {}
@@ -389,13 +392,13 @@ class _EpochCheck:
             group = group * (int(ranks.max(initial=0)) + 1) + ranks * is_per_rank
         order = np.lexsort((samples.repeats, samples.keys, group))
         cuts = np.flatnonzero(np.diff(group[order])) + 1
-        by_source: dict[str, list[Ints]] = {}
+        by_source: dict[str, list[IntArray]] = {}
         for indices in np.split(order, cuts) if len(order) else ():
             source = names[samples.names[indices[0]]].source
             by_source.setdefault(source, []).append(indices)
         return by_source
 
-    def _check_source(self, source: str, indices: Ints) -> Ints:
+    def _check_source(self, source: str, indices: IntArray) -> IntArray:
         """Report keys with several fates; return the sorted keys of the source, each once."""
         keys, repeats = self.samples.keys[indices], self.samples.repeats[indices]
         unkeyed = int(np.searchsorted(keys, 0))  # `NO_KEY` sorts before all keys
@@ -417,7 +420,7 @@ class _EpochCheck:
         self._report_several(source, indices[np.union1d(equal, equal + 1)])
         return np.append(keys[:unkeyed], keys[unkeyed:][starts])
 
-    def _report_several(self, source: str, indices: Ints) -> None:
+    def _report_several(self, source: str, indices: IntArray) -> None:
         """Report keys with several fates: `indices` are their samples, sorted by key."""
         keys = self.samples.keys[indices]
         groups = np.split(indices, np.flatnonzero(np.diff(keys)) + 1) if len(indices) else []
@@ -438,7 +441,7 @@ class _EpochCheck:
             self._problem(f"{more:,} more keys{_of(source)} have several fates.")
 
     def _compare_size(
-        self, source: str, size: int, parts: Sequence[Ints], is_complete: bool
+        self, source: str, size: int, parts: Sequence[IntArray], is_complete: bool
     ) -> None:
         """Compare the number of keys of a source with its size. `parts`: its keys, by rank."""
         count = sum(map(len, parts))
@@ -506,6 +509,10 @@ def ranges(numbers: npt.ArrayLike) -> str:
     if more := sum(map(len, parts[MOST_NAMED:])):
         names.append(f"{more:,} more")
     return ", ".join(names)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
 
 
 def _fate_of(reason: str) -> str:

@@ -179,10 +179,9 @@ class Ledger:
         if whole:
             self._file.replace(0, preamble())
         header = Header(
-            version=VERSION,
             rank=self._rank,
             world_size=self._world_size,
-            batches=info.batches_per_step,
+            virtual_ranks=info.batches_per_step,
             epoch=info.epoch,
             step=info.step,
             time_s=time.time(),

@@ -26,8 +26,8 @@ import numpy as np
 from odb_nodes._support.checks import MAX_KEY
 from odb_nodes.core.step_info import StepInfo
 
-MAGIC = b"\x89ODBLE3\n"
-VERSION = 3
+VERSION = 4
+MAGIC = b"\x89ODBLE%d\n" % VERSION
 ROW_BYTES = 16
 MARK = 0xFF
 HEADER, NAME, STEP = 0xA0, 0x50, 0x04
@@ -52,10 +52,9 @@ _CHUNK_ROWS = 1 << 16
 class Header(NamedTuple):
     """The beginning of an attempt."""
 
-    version: int
     rank: int  # of the process that wrote it
-    world_size: int
-    batches: int  # virtual ranks of the process, each with its own record of a step
+    world_size: int  # number of processes
+    virtual_ranks: int  # of this process, each with a record of every step
     epoch: int
     step: int  # first step of the attempt
     time_s: float

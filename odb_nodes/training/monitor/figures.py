@@ -115,13 +115,6 @@ def levels(title: str, x_title: str, groups: Mapping[str, Mapping[str, float]]) 
     return figure
 
 
-def heat_map(title: str, axes: tuple[str, str], values: Any) -> Figure:
-    """Return a figure with a cell for each value; row 0 is at the top."""
-    figure = _figure(title, *axes, height=160 + 18 * len(values))
-    figure.add_heatmap(z=values, colorscale=[[0, "rgba(59,130,196,0)"], [1, COLORS[0]]])
-    return figure.update_yaxes(autorange="reversed", tickformat="d")
-
-
 def page(title: str, sections: Iterable[tuple[str, Sequence[Figure | str]]]) -> str:
     """Return a page of sections: each has a heading, HTML and figures. It needs no network."""
     get_plotlyjs = import_extra("plotly.offline", "report").get_plotlyjs

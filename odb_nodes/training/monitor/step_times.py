@@ -47,7 +47,7 @@ def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it has fewer than 8 such records or lines.
+        ValueError: it has fewer than 8 such records or lines, or a line has a negative value.
     """
     path = Path(log)
     steps = [*(_steps_of_records(path) if path.is_dir() else _steps_of_lines(path))]
@@ -79,15 +79,21 @@ def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
 def _steps_of_lines(path: Path) -> Iterator[tuple[float, ...]]:
     """Yield number, tokens, squares and seconds of the steps in each line of a log."""
     with path.open(errors="replace") as lines:
-        for line in lines:
+        for number, line in enumerate(lines, 1):
             try:
                 record = json.loads(line)
-                rows, width, seconds = (float(record[key]) for key in _KEYS)
-                squares = float(record.get("squares", rows * width**2))
+                values = {key: float(record[key]) for key in _KEYS}
+                squares = float(record.get("squares", values["rows"] * values["width"] ** 2))
             except (KeyError, TypeError, ValueError):  # another kind of line, or cut off
                 continue
-            if min(rows, width, seconds) > 0:
-                yield 1.0, rows * width, squares, seconds
+            for key, value in values.items():
+                if not 0 <= value < math.inf:
+                    raise ValueError(
+                        f"`{key}` in line {number} of `{path}` must be a number of at least 0, but "
+                        f"is {record[key]!r}. Correct the line, or leave it out."
+                    )
+            if all(values.values()):
+                yield 1.0, values["rows"] * values["width"], squares, values["step_s"]
 
 
 def _steps_of_records(folder: Path) -> Iterator[tuple[float, ...]]:

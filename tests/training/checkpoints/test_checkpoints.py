@@ -69,7 +69,7 @@ def test_a_job_goes_on_where_it_was_saved(tmp_path):
     job.done["epoch"] = 7
     (folder,) = job.save(3)
     drawn = torch.rand(2), np.random.rand(), random.random()
-    left = [batch["input_ids"].shape for batch in batches]
+    remaining_shapes = [batch["input_ids"].shape for batch in batches]
 
     resumed = Job(tmp_path / "new" / "folder")
     assert resumed.checkpoints.load() == 3
@@ -77,7 +77,7 @@ def test_a_job_goes_on_where_it_was_saved(tmp_path):
     assert torch.equal(resumed.model.weight, job.model.weight)
     assert torch.equal(torch.rand(2), drawn[0])
     assert (np.random.rand(), random.random()) == drawn[1:]
-    assert [batch["input_ids"].shape for batch in resumed.loader] == left
+    assert [batch["input_ids"].shape for batch in resumed.loader] == remaining_shapes
     assert resumed.optimizer.state_dict()["state"].keys() == {0, 1}
     state = load_state(folder / "rank00000-of-00001.pt")
     assert state["checkpoint"] == {"version": 2, "step": 3, "rank": 0, "world_size": 1}
@@ -91,7 +91,7 @@ def test_set_epoch_within_an_epoch_loses_nothing_of_it(options, tmp_path):
     def taken(folder, stop=None):
         loader = ODBDataLoader(DATASET, token_budget=512, window=64, **options)
         checkpoints, steps = Checkpoints(folder, {"loader": loader}), []
-        at = checkpoints.load()
+        step = checkpoints.load()
         with loader:
             for _ in range(2):
                 for batch in loader:
@@ -99,9 +99,9 @@ def test_set_epoch_within_an_epoch_loses_nothing_of_it(options, tmp_path):
                     steps.append((info.epoch, info.step, info.keys))
                     if steps[-1][:2] == (0, 5):
                         loader.set_epoch(4)
-                    at += 1
-                    checkpoints.save(at)
-                    if at == stop:
+                    step += 1
+                    checkpoints.save(step)
+                    if step == stop:
                         return steps
         return steps
 
@@ -239,14 +239,14 @@ def test_a_run_removes_no_checkpoint_that_came_after_it_had_loaded(tmp_path):
 
 
 def test_another_run_in_the_same_folder_is_an_error(tmp_path):
-    before, now = Job(tmp_path), Job(tmp_path)
-    before.save(1)
-    now.checkpoints.load()
-    now.save(2)
+    first_run, second_run = Job(tmp_path), Job(tmp_path)
+    first_run.save(1)
+    second_run.checkpoints.load()
+    second_run.save(2)
     for step in (3, 4, 4):  # The other run is still there.
         with pytest.raises(PeerError, match="another run saves into .*`000002-step-2-"):
-            before.save(step)
-    assert now.save(4)
+            first_run.save(step)
+    assert second_run.save(4)
     assert Job(tmp_path).checkpoints.load() == 4
 
 
@@ -295,7 +295,7 @@ class SharedCounter(Counter):
     """One that knows how to share it out."""
 
     def reshard_states(self, states, world_size):
-        total = sum(one["count"] for one in states)
+        total = sum(state["count"] for state in states)
         return [{"count": total if rank == 0 else 0} for rank in range(self.ranks or world_size)]
 
 
@@ -371,7 +371,7 @@ def a_function():
 @pytest.mark.parametrize(
     ("hooks", "message"),
     [
-        *(([1, {"end": one}], r"\[1\]") for one in (a_function, open, b"", np.int64(3))),
+        *(([1, {"end": value}], r"\[1\]") for value in (a_function, open, b"", np.int64(3))),
         ({"a": 1, np.int64(3): 2}, " has a key .*numpy.int64`"),
     ],
 )
@@ -532,7 +532,10 @@ def damage_by_another(folder, save_all):
     [
         (lambda folder, save_all: None, "must hold the states of loaders"),
         (damage_by_another, "saved by 2 and 3 ranks: it is two checkpoints"),
-        (lambda at, _: (at / "odb_nodes-rank00001-of-00003.pt").unlink(), r"lacks .* ranks \[1\]"),
+        (
+            lambda folder, _: (folder / "odb_nodes-rank00001-of-00003.pt").unlink(),
+            r"lacks .* ranks \[1\]",
+        ),
     ],
 )
 def test_what_cannot_be_resharded_is_refused(damage, message, tmp_path, as_rank, save_all):
@@ -555,12 +558,12 @@ def test_another_number_of_ranks_is_resharded(tmp_path, as_rank, caplog):
             assert load_rank_state(tmp_path) == {"loader": expected, "step": 2}
         assert "3 ranks have saved it, 2 load it" in caplog.text
         fresh = Holder({})
-        asked = DistributedState(fresh, saved_by=3)
-        assert asked.state_dict().keys() == saved.keys()
-        asked.load_state_dict(saved)
+        resharding = DistributedState(fresh, saved_by=3)
+        assert resharding.state_dict().keys() == saved.keys()
+        resharding.load_state_dict(saved)
         assert fresh.state == expected
-        (own,) = asked.state_dict().values()  # what is saved next is this rank's state
-        assert own.getvalue()
+        (saved_next,) = resharding.state_dict().values()  # what is saved next is this rank's state
+        assert saved_next.getvalue()
 
 
 def test_a_distributed_state_is_one_leaf_of_bytes(as_rank):

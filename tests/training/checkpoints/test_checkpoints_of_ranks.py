@@ -79,79 +79,79 @@ def saved_steps(folder):
 
 
 def test_what_is_equal_on_all_ranks_is_written_once(results):
-    def body(own):
-        parts = {"model": {"value": own.rank}, "own": {"value": own.rank}}
-        folder = own.checkpoints(parts, replicated=["model"]).save(4)
-        own.meet()
+    def body(job):
+        parts = {"model": {"value": job.rank}, "own": {"value": job.rank}}
+        folder = job.checkpoints(parts, replicated=["model"]).save(4)
+        job.meet()
         for part in parts.values():
             part["value"] = None
-        assert own.checkpoints(parts).load() == 4  # it knows what was replicated
-        saved = load_state(folder / f"rank{own.rank:05d}-of-00002.pt")["parts"]
+        assert job.checkpoints(parts).load() == 4  # it knows what was replicated
+        saved = load_state(folder / f"rank{job.rank:05d}-of-00002.pt")["parts"]
         return [parts["model"]["value"], parts["own"]["value"], sorted(saved)]
 
     assert results(body) == [[0, 0, ["model", "own"]], [0, 1, ["own"]]]
 
 
 def test_where_a_rank_cannot_load_all_raise_and_no_part_has_changed(results):
-    def body(own):
-        parts = {"done": {"rank": own.rank}, "more": {}}
-        folder = own.checkpoints(parts).save(1)
-        own.meet()
-        if own.rank == 1:
+    def body(job):
+        parts = {"done": {"rank": job.rank}, "more": {}}
+        folder = job.checkpoints(parts).save(1)
+        job.meet()
+        if job.rank == 1:
             (folder / "rank00001-of-00002.pt").write_bytes(b"damaged")
         parts["done"]["rank"] = 7
         with pytest.raises((StateError, PeerError)) as caught:
-            own.checkpoints(parts).load()
+            job.checkpoints(parts).load()
         assert parts == {"done": {"rank": 7}, "more": {}}
         return str(caught.value)
 
-    other, own = results(body)
-    assert "truncated or not a state file" in own and "Remove `" in own
-    assert "rank 1 failed in loading the checkpoint" in other
+    error_of_rank_0, error_of_rank_1 = results(body)
+    assert "rank 1 failed in loading the checkpoint" in error_of_rank_0
+    assert "truncated or not a state file" in error_of_rank_1 and "Remove `" in error_of_rank_1
 
 
 def test_where_a_rank_sees_checkpoints_that_were_not_loaded_all_raise(results, tmp_path):
-    def body(own):
-        if own.rank == 1:
-            own.checkpoints(folder="1")._folders.folder(1, 5, "0" * 8).mkdir(parents=True)
+    def body(job):
+        if job.rank == 1:
+            job.checkpoints(folder="1")._folders.folder(1, 5, "0" * 8).mkdir(parents=True)
             (tmp_path / "1/000001-step-5-00000000/rank00001-of-00002.pt").touch()
-        own.meet()
-        return own.checkpoints(folder=str(own.rank)).save(6)
+        job.meet()
+        return job.checkpoints(folder=str(job.rank)).save(6)
 
     for error in results(body):
         assert "has 1, up to `000001-step-5-00000000`. Call `load()`" in error
     assert [path.name for path in tmp_path.glob("*/*")] == ["000001-step-5-00000000"]
 
 
-def not_come(own):
-    if own.rank == 1:
+def not_come(job):
+    if job.rank == 1:
         return "not come"
-    return own.checkpoints(timeout_s=1).load()
+    return job.checkpoints(timeout_s=1).load()
 
 
-def alone(own):
-    checkpoints = own.checkpoints(timeout_s=1)
+def alone(job):
+    checkpoints = job.checkpoints(timeout_s=1)
     checkpoints.load()
-    if own.rank == 0:
+    if job.rank == 0:
         for step in range(4):
             checkpoints.save(step)
 
 
-def folder_of_each(own):
-    own.checkpoints(folder=str(own.rank)).save(1)
-    own.meet()
-    own.checkpoints(folder=str(own.rank)).load()
+def folder_of_each(job):
+    job.checkpoints(folder=str(job.rank)).save(1)
+    job.meet()
+    job.checkpoints(folder=str(job.rank)).load()
 
 
-def other_parts(own):
-    own.checkpoints({f"done{own.rank}": {}}).load()
+def other_parts(job):
+    job.checkpoints({f"done{job.rank}": {}}).load()
 
 
-def waiting(own):
+def waiting(job):
     """Rank 0 is two saves ahead, and waits, when rank 1 saves another step."""
-    checkpoints = own.checkpoints()
+    checkpoints = job.checkpoints()
     checkpoints.load()
-    if own.rank == 1:
+    if job.rank == 1:
         time.sleep(0.5)
         checkpoints.save(7)
     for step in range(3):
@@ -170,31 +170,31 @@ def waiting(own):
 )
 def test_ranks_that_do_not_agree_are_an_error(body, first, second, results):
     started = time.monotonic()
-    one, other = map(str, results(body, 2.0 if body is not_come else 20.0))
-    assert re.search(first, one) and re.search(second, other), (one, other)
+    outcomes = [*map(str, results(body, 2.0 if body is not_come else 20.0))]
+    assert all(map(re.search, (first, second), outcomes)), outcomes
     assert time.monotonic() - started < 15
 
 
 def test_saving_different_steps_is_an_error_at_the_second_save_at_the_latest(results, tmp_path):
-    def body(own):
-        checkpoints = own.checkpoints()
+    def body(job):
+        checkpoints = job.checkpoints()
         checkpoints.save(1)
-        if own.rank == 0:
+        if job.rank == 0:
             checkpoints.save(10)
-        own.meet()
+        job.meet()
         try:
-            if own.rank == 1:
+            if job.rank == 1:
                 checkpoints.save(11)
         finally:
-            own.meet()
-        if own.rank == 0:
+            job.meet()
+        if job.rank == 0:
             checkpoints.save(20)
 
     # Rank 1 sees what rank 0 has saved; rank 0, which was first, sees it one save later.
     first, second = results(body)
-    for error, rank, mine, its in ((first, 0, 10, 11), (second, 1, 11, 10)):
+    for error, rank, mine, theirs in ((first, 0, 10, 11), (second, 1, 11, 10)):
         assert f"different steps: rank {rank} saves `000002-step-{mine}-" in error
-        assert f"but another rank `000002-step-{its}-" in error
+        assert f"but another rank `000002-step-{theirs}-" in error
     assert saved_steps(tmp_path / "checkpoints") == ["000001-step-1"]
 
 
@@ -209,10 +209,10 @@ def test_a_save_that_failed_on_one_rank_may_be_tried_again_there(results, tmp_pa
 
     monkeypatch.setattr(os, "replace", replace_or_fail)
 
-    def body(own):
-        checkpoints = own.checkpoints({"done": {"step": 0}})
+    def body(job):
+        checkpoints = job.checkpoints({"done": {"step": 0}})
         checkpoints.save(1)
-        if own.rank == 1:
+        if job.rank == 1:
             failing.append(threading.get_ident())
             with pytest.raises(OSError, match="disk"):
                 checkpoints.save(2)
@@ -246,10 +246,10 @@ ON_A_MESH = """
 def test_a_checkpoint_of_a_mesh_resumes_on_another(tmp_path):
     seen, start = [], 0
     for world_size, dp, steps in [(4, 2, 4), (4, 4, 2), (4, 2, 3), (2, 1, 4), (4, 2, 10**6)]:
-        found = run_ranks(tmp_path, ON_A_MESH, world_size, tmp_path / "runs", dp, steps)
+        results = run_ranks(tmp_path, ON_A_MESH, world_size, tmp_path / "runs", dp, steps)
         cp = world_size // dp
-        assert {step for step, _ in found} == {start}
-        assert all(one == found[rank // cp * cp] for rank, one in enumerate(found))
-        start += len(found[0][1])
-        seen += [index for _, done in found[::cp] for index in real_ids(done)]
+        assert {step for step, _ in results} == {start}
+        assert all(result == results[rank // cp * cp] for rank, result in enumerate(results))
+        start += len(results[0][1])
+        seen += [index for _, done in results[::cp] for index in real_ids(done)]
     assert sorted(seen) == [*range(200)]

@@ -52,9 +52,9 @@ pytestmark = pytest.mark.filterwarnings(*LEFT_OUT, ENDED_EARLY)
 @pytest.mark.parametrize("step", [0, 3, -1])
 def test_as_many_ranks_as_before_get_their_states_as_they_are(step):
     states = states_at(whole(3), step)
-    found = reshard(states[::-1], 3)
-    assert found == states
-    assert all(one is not state for one, state in zip(found, states, strict=True))
+    new_states = reshard(states[::-1], 3)
+    assert new_states == states
+    assert all(new_state is not state for new_state, state in zip(new_states, states, strict=True))
 
 
 def test_groups_are_under_a_budget_that_is_lowered_at_once():
@@ -68,21 +68,28 @@ def test_groups_are_under_a_budget_that_is_lowered_at_once():
     assert max(max(sizes) for sizes in on_ranks(2, run)) <= 50
 
 
+def sample_lengths():
+    """The tokens of each sample; 1 for a skipped one."""
+    items = map(sample, range(SAMPLES))
+    return [len(item["input_ids"]) if isinstance(item, dict) else 1 for item in items]
+
+
 @pytest.mark.parametrize("ranks", [(2, 3, 1), (3, 2, 2), (1, 2, 3)])
 @pytest.mark.parametrize("lie", [0, 6])
 def test_epochs_that_are_planned_ahead_have_each_sample_once_on_other_ranks(ranks, lie):
-    samples = [sample(index) for index in range(SAMPLES)]
-    told = [len(one["input_ids"]) if isinstance(one, dict) else 1 for one in samples]
-    told = [max(1, length - lie * (index % 5 == 0)) for index, length in enumerate(told)]
+    lengths = sample_lengths()
+    known_lengths = [
+        max(1, length - lie * (index % 5 == 0)) for index, length in enumerate(lengths)
+    ]
     trained, states = [], None
     for world_size, following in pairwise(ranks):
-        part = job(world_size, states, steps=4, lengths=told)
+        part = job(world_size, states, steps=4, lengths=known_lengths)
         states = resharded(part, -1, following)
         trained += ids_of(part)[0]
-    rest = job(ranks[-1], states, epochs=2, lengths=told)
-    trained += ids_of(rest)[0]
+    last_part = job(ranks[-1], states, epochs=2, lengths=known_lengths)
+    trained += ids_of(last_part)[0]
     assert sorted(trained) == sorted(2 * trained_on())
-    assert len({len(found) for found, _ in rest}) == 1
+    assert len({len(steps) for steps, _ in last_part}) == 1
 
 
 def planned_state(state):
@@ -96,41 +103,37 @@ def planned_state(state):
 
 def later_of(states):
     """(number, tokens, patches, whether it was in a group) of the samples that come later."""
-    tables = [np.frombuffer(planned_state(one)["later"] or b"", "<i8") for one in states]
+    tables = [np.frombuffer(planned_state(state)["later"] or b"", "<i8") for state in states]
     return sorted(tuple(column) for table in tables for column in table.reshape(4, -1).T.tolist())
 
 
 @pytest.mark.parametrize("ranks", [(2, 3, 1), (3, 1, 2)])
 def test_samples_that_come_later_keep_their_lengths_on_other_ranks(ranks):
     """So none of them moves a second time."""
-    samples = [sample(index) for index in range(SAMPLES)]
-    lengths = [len(one["input_ids"]) if isinstance(one, dict) else 1 for one in samples]
-    told = [max(1, length - 20 * (index % 5 == 0)) for index, length in enumerate(lengths)]
+    lengths = sample_lengths()
+    known_lengths = [max(1, length - 20 * (index % 5 == 0)) for index, length in enumerate(lengths)]
     budget, states, moved = TokenBudget(80), None, set()
     for world_size, following in pairwise(ranks):
-        part = job(world_size, states, steps=4, lengths=told, token_budget=budget)
+        part = job(world_size, states, steps=4, lengths=known_lengths, token_budget=budget)
         later = later_of(states_at(part, -1))
         assert later and all(tokens == lengths[number] for number, tokens, *_ in later)
         states = resharded(part, -1, following)
         assert later_of(states) == later
         moved |= {number for number, *_ in later}
-    rest = job(ranks[-1], states, lengths=told, token_budget=budget)
-    trained = [number for found, _ in rest for _, ids in found for number in ids]
+    last_part = job(ranks[-1], states, lengths=known_lengths, token_budget=budget)
+    trained = [number for steps, _ in last_part for _, ids in steps for number in ids]
     assert moved & {*trained}
-    ends = [planned_state(state) for state in states_at(rest, -1)]
-    unlike = sum(one != other for one, other in zip(told, lengths, strict=True))
+    ends = [planned_state(state) for state in states_at(last_part, -1)]
+    unlike = sum(known != length for known, length in zip(known_lengths, lengths, strict=True))
     assert sum(end["moved"] for end in ends) <= unlike
 
 
 def test_an_oversize_sample_that_waits_on_other_ranks_is_counted_once():
-    told = [
-        len(one["input_ids"]) if isinstance(one, dict) else 1 for one in map(sample, range(SAMPLES))
-    ]
-    options = {"lengths": told, "token_budget": TokenBudget(80)}
+    options = {"lengths": sample_lengths(), "token_budget": TokenBudget(80)}
     begun = job(3, **options)
     for step in range(0, 16, 3):
-        rest = job(2, resharded(begun, step, 2), **options)
-        ends = [planned_state(state) for state in states_at(rest, -1)]
+        last_part = job(2, resharded(begun, step, 2), **options)
+        ends = [planned_state(state) for state in states_at(last_part, -1)]
         assert sum(end["oversize_samples"] for end in ends) == 3
 
 
@@ -150,15 +153,15 @@ def test_a_stream_whose_states_are_from_before_its_first_item_begins_the_next_ep
     def make(exchange):
         streams = {str(number): Stream() for number in range(sources)}
         data = streams if sources > 1 else Stream()
-        given = {"token_budget": 9, "window": 200, "collate_fn": ids_as_tensor}
-        return ODBDataLoader(data, process_group=exchange, timeout_s=TIMEOUT_S, **given)
+        options = {"token_budget": 9, "window": 200, "collate_fn": ids_as_tensor}
+        return ODBDataLoader(data, process_group=exchange, timeout_s=TIMEOUT_S, **options)
 
     states = resharded(job(2, make=make), -1, after)
-    rest = job(after, states, make=make, epochs=2)
+    last_part = job(after, states, make=make, epochs=2)
     expected = [(1, index) for index in range(24)] * sources
-    assert sorted(tuple(one) for found, _ in rest for _, ids in found for one in ids) == sorted(
-        expected
-    )
+    assert sorted(
+        tuple(place) for steps, _ in last_part for _, ids in steps for place in ids
+    ) == sorted(expected)
 
 
 def ids_as_tensor(samples):
@@ -167,7 +170,7 @@ def ids_as_tensor(samples):
 
 def test_where_ranks_end_with_the_first_it_goes_on_until_the_last_round():
     begun = job(3, uneven="stop")
-    places = range(min(len(found) for found, _ in begun))
+    places = range(min(len(steps) for steps, _ in begun))
     refused = []
     for step in places:
         try:
@@ -185,7 +188,7 @@ def test_samples_are_dealt_to_as_many_and_as_long():
         owners = dealt_by_tokens(tokens, ranks)
         shares = [tokens[owners == rank] for rank in range(ranks)]
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
-        assert max(one.sum() for one in shares) - min(one.sum() for one in shares) <= 1000
+        assert max(share.sum() for share in shares) - min(share.sum() for share in shares) <= 1000
 
 
 # --- states that cannot be those of other ranks, and what stands beside those of a loader ---------
@@ -242,11 +245,11 @@ def nested():
     deep = 1
     for _ in range(2000):
         deep = {"a": deep}
-    return [{"loader": one, "deep": deep} for one in states()]
+    return [{"loader": state, "deep": deep} for state in states()]
 
 
 def paired(left, right):
-    return [{"a": one, "b": two} for one, two in zip(left, right, strict=True)]
+    return [{"a": first, "b": second} for first, second in zip(left, right, strict=True)]
 
 
 REFUSALS = [
@@ -281,18 +284,20 @@ def test_an_empty_list_of_states_is_refused():
 
 def ranks_in(state):
     """The configurations in a state that say which rank it is of."""
-    for key, one in state.items():
-        if key == "config" and "world_size" in one:
-            yield one
-        elif isinstance(one, dict):
-            yield from ranks_in(one)
+    for key, value in state.items():
+        if key == "config" and "world_size" in value:
+            yield value
+        elif isinstance(value, dict):
+            yield from ranks_in(value)
 
 
 @pytest.mark.parametrize("options", [{}, {"virtual_ranks": 4}], ids=["ranks", "virtual"])
 def test_a_damaged_rank_or_number_of_ranks_is_refused(options):
     first, second = states(**options)
     names = ("rank", "world_size")
-    places = [(n, name) for n, one in enumerate(ranks_in(second)) for name in one if name in names]
+    places = [
+        (n, name) for n, config in enumerate(ranks_in(second)) for name in config if name in names
+    ]
     for (place, name), value in product(places, (None, [], 1.5, 10**30)):
         damaged = copy.deepcopy(second)
         [*ranks_in(damaged)][place][name] = value
@@ -308,14 +313,14 @@ def test_a_damaged_rank_or_number_of_ranks_is_refused(options):
 
 
 def beside(*data):
-    return [{"loader": one, **some} for one, some in zip(states(), data, strict=True)]
+    return [{"loader": state, **values} for state, values in zip(states(), data, strict=True)]
 
 
 def test_what_is_beside_the_loader_must_be_equal_on_all_ranks():
     nan, ones = torch.tensor([1, float("nan")]), torch.ones(3)
-    found = reshard(beside(*[{"ema": ones, "at": nan, "best": float("nan")}] * 2), 3)
-    assert [one["loader"] for one in found] == reshard(states(), 3)
-    assert all(one["ema"].equal(ones) and one["at"] is nan for one in found)
+    new_states = reshard(beside(*[{"ema": ones, "at": nan, "best": float("nan")}] * 2), 3)
+    assert [state["loader"] for state in new_states] == reshard(states(), 3)
+    assert all(state["ema"].equal(ones) and state["at"] is nan for state in new_states)
     assert len(reshard(beside({"at": nan}, {"at": nan.clone()}), 3)) == 3
     for other in (torch.zeros(3), torch.tensor([1, 2.0])):
         with pytest.raises(StateError, match=r"`state\['at'\]` must be equal on all ranks"):
@@ -331,11 +336,13 @@ class RunState(NodeState):
 
 
 def test_what_holds_a_loader_must_be_whole():
-    runs = [seal_whole("Run", RunState(samples=9, loader=one)) for one in states()]
-    found = reshard(runs, 3)
-    assert [unseal_whole(one, "Run", RunState).loader for one in found] == reshard(states(), 3)
+    runs = [seal_whole("Run", RunState(samples=9, loader=state)) for state in states()]
+    new_runs = reshard(runs, 3)
+    assert [unseal_whole(state, "Run", RunState).loader for state in new_runs] == reshard(
+        states(), 3
+    )
     with pytest.raises(StateError, match="of Run in `state` is damaged: its digest"):
-        reshard([{**one, "samples": 8} for one in runs], 3)
+        reshard([{**state, "samples": 8} for state in runs], 3)
 
 
 # --- mixtures go on with another number of ranks, in the shares that they had ---------------------
@@ -353,10 +360,10 @@ def mixed(sizes=(120, 40, 61), **mixing):
 
     def make(exchange, **options):
         datasets = {name: range(size) for name, size in zip("abc", sizes, strict=False)}
-        given = {"token_budget": 90, "window": 12, "round_size": 8, "timeout_s": TIMEOUT_S}
-        given |= {"weights": Mixing(**mixing), "process_fn": text}
-        given |= {"workers": WorkerOptions(chunk_size=5)}
-        return ODBDataLoader(datasets, process_group=exchange, **given | options)
+        keywords = {"token_budget": 90, "window": 12, "round_size": 8, "timeout_s": TIMEOUT_S}
+        keywords |= {"weights": Mixing(**mixing), "process_fn": text}
+        keywords |= {"workers": WorkerOptions(chunk_size=5)}
+        return ODBDataLoader(datasets, process_group=exchange, **keywords | options)
 
     return make
 
@@ -379,9 +386,9 @@ def test_shares_go_on(by):
     make = mixed(by=by, stop="cycle", weights={"a": 4, "b": 1, "c": 2})
     begun = job(4, make=make, steps=3)
     states = resharded(begun, -1, 2)
-    counted = [Counter(one) for one in of_node(states, "SourceMixer", by)]
-    for one in counted:
-        assert one["a"] / one.total() == pytest.approx(4 / 7, abs=0.06)
+    counted = [Counter(counter) for counter in of_node(states, "SourceMixer", by)]
+    for counter in counted:
+        assert counter["a"] / counter.total() == pytest.approx(4 / 7, abs=0.06)
     if by == "samples":  # those behind the state of the mixture, too
         pulled = of_node(states_at(begun, -1), "WindowBucketer", "pulled")
         assert sum(counted, Counter()).total() == sum(pulled)
@@ -396,9 +403,9 @@ def test_a_rank_may_have_nothing_left_of_a_source_that_others_had(stop):
     begun = job(1, make=make, steps=20)
     for step in (1, 19):
         states = resharded(begun, step, 4)
-        had = [one["b"] for one in of_node(states, "SourceMixer", "samples")]
-        assert 0 in had and any(had)
-        assert all(len(found) == 5 for found, _ in job(4, states, make=make, steps=5))
+        counts_of_b = [counts["b"] for counts in of_node(states, "SourceMixer", "samples")]
+        assert 0 in counts_of_b and any(counts_of_b)
+        assert all(len(steps) == 5 for steps, _ in job(4, states, make=make, steps=5))
 
 
 def test_sources_that_began_again_on_some_ranks_alone_are_refused():

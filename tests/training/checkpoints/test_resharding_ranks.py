@@ -69,8 +69,8 @@ def test_a_run_shrinks_and_grows(script, tmp_path):
         output, _ = rank.communicate(timeout=180)
         assert rank.returncode == 0, output
     assert 0 < steps[0] < steps[1]
-    found = audit(folder / "ledger", SAMPLES)
-    assert found.ok, found.problems
-    (epoch,) = found.epochs
+    result = audit(folder / "ledger", SAMPLES)
+    assert result.ok, result.problems
+    (epoch,) = result.epochs
     assert epoch.is_complete and epoch.world_sizes == (4, 2, 3)
     assert epoch.fates == {"trained": SAMPLES}

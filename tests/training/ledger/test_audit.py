@@ -15,13 +15,13 @@ def test_a_run_with_restarts_is_that_without(tmp_path, world_size, kills):
     write_run(tmp_path / "resumed", world_size, kills=kills)
     whole, resumed = audit(tmp_path / "whole", SIZE), audit(tmp_path / "resumed", SIZE)
     assert whole.ok and resumed.ok, resumed.problems
-    assert [one.digest for one in resumed.epochs] == [one.digest for one in whole.epochs]
+    assert [epoch.digest for epoch in resumed.epochs] == [epoch.digest for epoch in whole.epochs]
     assert not any("other samples" in note for note in resumed.notes)
     for epoch in resumed.epochs:
         assert epoch.is_complete
         assert sum(epoch.fates.values()) == SIZE
         assert epoch.fates.keys() == {"trained", "dropped", "skipped (empty)"}
-    assert [len(one) for one in resumed.attempts.values()] == [len(kills) + 1] * world_size
+    assert [len(starts) for starts in resumed.attempts.values()] == [len(kills) + 1] * world_size
 
 
 def test_the_report_reads_well(tmp_path):
@@ -51,18 +51,18 @@ def test_a_rank_may_have_been_killed_a_few_steps_before_another(tmp_path, behind
     first, other = ranks_of(60)
     record(tmp_path, *first[:50], rank=0, world_size=2, ended=ended)
     record(tmp_path, *other[: 50 - behind], rank=1, world_size=2, ended=False)
-    found = audit(tmp_path, SIZE)
-    assert not found.epochs[0].is_complete
-    assert found.open_ranks == ((1,) if ended else (0, 1))
+    result = audit(tmp_path, SIZE)
+    assert not result.epochs[0].is_complete
+    assert result.open_ranks == ((1,) if ended else (0, 1))
     if behind <= MOST_STEPS_BEHIND and not ended:
-        assert found.state == "open", found.problems
+        assert result.state == "open", result.problems
         text = (
             f"epoch 0: not all ranks have recorded as many steps: rank 0 50, rank 1 {50 - behind}."
         )
-        assert found.notes[1:] == (text,)
-        assert "epoch 0: partial, to step 49;" in str(found)
+        assert result.notes[1:] == (text,)
+        assert "epoch 0: partial, to step 49;" in str(result)
     else:
-        (problem,) = found.problems
+        (problem,) = result.problems
         assert problem.startswith("epoch 0: rank 1: the epoch has no end: it was left, or its last")
 
 
@@ -70,12 +70,12 @@ def test_a_rank_may_have_been_killed_a_few_steps_before_another(tmp_path, behind
 def test_a_rank_may_have_been_killed_before_its_first_record(tmp_path, steps):
     record(tmp_path, *ranks_of(60)[0][:steps], rank=0, world_size=2, ended=False)
     record(tmp_path, rank=1, world_size=2)
-    found = audit(tmp_path, SIZE)
-    assert "rank 1: nothing is recorded." in found.notes
+    result = audit(tmp_path, SIZE)
+    assert "rank 1: nothing is recorded." in result.notes
     if steps <= MOST_STEPS_BEHIND:
-        assert found.state == "open", found.problems
+        assert result.state == "open", result.problems
     else:
-        assert "epoch 0: rank 1 of 2 has no record" in found.problems[0]
+        assert "epoch 0: rank 1 of 2 has no record" in result.problems[0]
 
 
 def test_a_rank_may_be_killed_around_the_end_of_an_epoch_where_another_has_gone_on(tmp_path):
@@ -83,9 +83,9 @@ def test_a_rank_may_be_killed_around_the_end_of_an_epoch_where_another_has_gone_
         record(tmp_path / name, *steps, rank=0, world_size=2, ended=False)
         steps = [*epoch_of(1, 2), *epoch_of(1, 2, 1)[:2]]
         record(tmp_path / name, *steps, rank=1, world_size=2, ended=False)
-        found = audit(tmp_path / name, SIZE)
-        assert found.state == "open", found.problems
-        assert [one.is_complete for one in found.epochs] == [name == "after", False]
+        result = audit(tmp_path / name, SIZE)
+        assert result.state == "open", result.problems
+        assert [epoch.is_complete for epoch in result.epochs] == [name == "after", False]
     steps = [*epoch_of(1, 2, 1)[2:], *epoch_of(1, 2, 2)]
     record(tmp_path / "before", *steps, rank=1, world_size=2)
     problems = audit(tmp_path / "before", SIZE).problems  # an epoch later, that is no excuse
@@ -111,7 +111,7 @@ CYCLES = [
     info_of(0, [0, 1, 2], repeats=[0, 0, 0]),
     info_of(1, [0, 1, 2], repeats=[1, 1, 1], left_out=[(3, "empty")]),
 ]
-OWN = [info_of(0, [0, 1], own=[""]), info_of(1, left_out=[(2, "empty")], ends=True)]
+OWN = [info_of(0, [0, 1], per_rank=[""]), info_of(1, left_out=[(2, "empty")], ends=True)]
 MIXED = [info_of(0, [0, 0, 1, 2], sources=["web", "code", "web", "code"], ends=True)]
 NO_KEYS = [info_of(0, [None, 3, None], sources=["x", "y", "x"], ends=True)]
 FAR = [info_of(0, [0, 1 << 40, (1 << 40) + 77], ends=True)]
@@ -158,7 +158,7 @@ PROBLEMS = {
     "data of its own": ([OWN, OWN], 6, []),
     "missing of its own": ([OWN, OWN], 7, ["epoch 0: 1 of 7 samples have no fate."]),
     "twice in its own": (
-        [[OWN[0], info_of(1, [1], own=[""], ends=True)]],
+        [[OWN[0], info_of(1, [1], per_rank=[""], ends=True)]],
         None,
         [TWICE.format(1, "trained", 0, "trained", 0)],
     ),
@@ -188,9 +188,9 @@ def test_of_many_that_come_twice_some_are_named(tmp_path):
 
 def test_what_a_rank_leaves_out_before_its_first_sample_is_its_own_too(tmp_path):
     for rank in range(2):
-        left = info_of(0, is_filler=True, left_out=[(0, "empty")])
-        rest = [left] if rank else [left, info_of(1, [1], own=[""], ends=True)]
-        record(tmp_path, *rest, rank=rank, world_size=2, ended=False)
+        first_step = info_of(0, is_filler=True, left_out=[(0, "empty")])
+        steps = [first_step] if rank else [first_step, info_of(1, [1], per_rank=[""], ends=True)]
+        record(tmp_path, *steps, rank=rank, world_size=2, ended=False)
     assert audit(tmp_path).state == "open"
 
 
@@ -207,7 +207,7 @@ def test_a_step_that_is_missing_or_double_is_named(tmp_path):
     assert "epoch 0: rank 0: the epoch has no end" in problem
     for rank in (0, 3):
         record(tmp_path / "ranks", *epoch_of(rank, 4), rank=rank, world_size=4)
-    assert "rank 1 to 2 of 4 has no record" in audit(tmp_path / "ranks").problems[0]
+    assert "ranks 1 to 2 of 4 have no record" in audit(tmp_path / "ranks").problems[0]
 
 
 OTHER = [*STEPS[2:4], info_of(4, [1]), *STEPS[5:7]]
@@ -232,8 +232,8 @@ def test_what_is_strange_is_noted(tmp_path, name):
     attempts, text = NOTES[name]
     for steps in attempts:
         record(tmp_path, *steps)
-    found = audit(tmp_path)
-    assert found.ok and any(text in note for note in found.notes), found
+    result = audit(tmp_path)
+    assert result.ok and any(text in note for note in result.notes), result
 
 
 REFUSALS = [
@@ -261,10 +261,10 @@ def test_what_is_no_ledger_or_no_size_is_refused(tmp_path, folder, size, error, 
 
 def test_a_ledger_without_a_record_is_said_to_be_empty(tmp_path):
     record(tmp_path)
-    found = audit(tmp_path)
-    assert found.state == "open" and not found.epochs
-    assert found.notes[0] == "rank 0: nothing is recorded."
-    assert "rank 0: 0 attempts\n" in str(found)
+    result = audit(tmp_path)
+    assert result.state == "open" and not result.epochs
+    assert result.notes[0] == "rank 0: nothing is recorded."
+    assert "rank 0: 0 attempts\n" in str(result)
     problems = ("no sample has a fate, of 5: nothing is recorded.",)
     assert audit(tmp_path, 5).problems == audit(tmp_path, {"a": 2, "b": 3}).problems == problems
     assert audit(tmp_path, np.int64(5)).problems == problems
@@ -281,16 +281,16 @@ def test_the_number_of_ranks_may_change_between_epochs_and_within(tmp_path):
 
     for rank in range(4):
         record(tmp_path / "within", *steps(rank, 4, 0, 7 - rank % 2), rank=rank, world_size=4)
-        own = epoch_of(rank, 4) + epoch_of(rank, 4, 1)[: 2 + rank]
-        record(tmp_path / "between", *own, rank=rank, world_size=4)
+        steps_of_rank = epoch_of(rank, 4) + epoch_of(rank, 4, 1)[: 2 + rank]
+        record(tmp_path / "between", *steps_of_rank, rank=rank, world_size=4)
     for rank in range(2):
         record(tmp_path / "within", *steps(rank, 2, 5, 10), rank=rank, world_size=2)
         record(tmp_path / "between", *epoch_of(rank, 2, 1), rank=rank, world_size=2)
     within, between = audit(tmp_path / "within", 80), audit(tmp_path / "between", SIZE)
     assert within.ok and between.ok, (within.problems, between.problems)
-    assert [one.world_sizes for one in within.epochs] == [(4, 2)]
-    assert [one.world_sizes for one in between.epochs] == [(4,), (2,)]
-    assert all(one.is_complete for one in (*within.epochs, *between.epochs))
+    assert [epoch.world_sizes for epoch in within.epochs] == [(4, 2)]
+    assert [epoch.world_sizes for epoch in between.epochs] == [(4,), (2,)]
+    assert all(epoch.is_complete for epoch in (*within.epochs, *between.epochs))
 
 
 # --- digests --------------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ def test_a_digest_is_of_keys_sources_repeats_fates_ranks_and_steps(tmp_path):
     ]
     for number, steps in enumerate(runs):
         record(tmp_path / str(number), *steps)
-    digests = {audit(tmp_path / str(one)).epochs[0].digest for one in range(len(runs))}
+    digests = {audit(tmp_path / str(number)).epochs[0].digest for number in range(len(runs))}
     assert len(digests) == len(runs)
 
 

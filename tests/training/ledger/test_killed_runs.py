@@ -34,16 +34,16 @@ def run(job_folder, folder, world_size, sharded, kill):
 
 
 def check(folder, size, is_whole):
-    found = audit(folder / "ledger")
-    if found.epochs:  # else it was killed within its first record
-        found = audit(folder / "ledger", size)
-    assert found.state == ("ended" if is_whole else "open"), found.problems
+    result = audit(folder / "ledger")
+    if result.epochs:  # else it was killed within its first record
+        result = audit(folder / "ledger", size)
+    assert result.state == ("ended" if is_whole else "open"), result.problems
     if is_whole:
-        assert [epoch.is_complete for epoch in found.epochs] == [True] * ledger_kills.EPOCHS
-        for epoch in found.epochs:
+        assert [epoch.is_complete for epoch in result.epochs] == [True] * ledger_kills.EPOCHS
+        for epoch in result.epochs:
             assert sum(epoch.fates.values()) == size
             assert epoch.fates.keys() == {"trained", "dropped", "skipped (thirteenth)"}
-    return found
+    return result
 
 
 def drawn_kill(draw, within, world_size, steps):
@@ -85,8 +85,10 @@ def test_a_run_killed_at_any_place_trains_each_sample_once(
         if not before:  # the job begins anew, and leaves unfinished folders alone
             left_alone = rank_file_names(folder)
         if run(tmp_path / "job", folder, world_size, sharded, kill):
-            found = check(folder, size, is_whole=True)
-            assert [one.digest for one in found.epochs] == [one.digest for one in whole.epochs]
+            result = check(folder, size, is_whole=True)
+            assert [epoch.digest for epoch in result.epochs] == [
+                epoch.digest for epoch in whole.epochs
+            ]
             names = rank_file_names(folder) - left_alone
             if complete(folder) != before:  # else nothing was left to save, and none cleaned up
                 assert names == {path.name for path in complete(folder)} and len(names) == 2

@@ -20,14 +20,18 @@ samples = st.tuples(
     st.sampled_from(["", "", "web", "code/py", "\u00fc\u4e2d"]),
     st.one_of(st.just(0), st.integers(0, MAX_REPEAT)),
 )
-left = st.tuples(
+left_out_samples = st.tuples(
     st.one_of(st.none(), st.integers(0, MAX_KEY)),
     st.sampled_from(["", "web", "dropped"]),
     st.sampled_from(["", "dropped", "unemitted", "no image", "x" * 300]),
 )
 
 
-@given(st.lists(st.tuples(st.lists(samples, max_size=5), st.lists(left, max_size=3)), min_size=1))
+@given(
+    st.lists(
+        st.tuples(st.lists(samples, max_size=5), st.lists(left_out_samples, max_size=3)), min_size=1
+    )
+)
 def test_everything_that_is_recorded_is_read_again(tmp_path_factory, steps):
     folder = tmp_path_factory.mktemp("ledger")
     expected = []
@@ -44,11 +48,26 @@ def test_everything_that_is_recorded_is_read_again(tmp_path_factory, steps):
     assert not Run(folder).damage()
 
 
+def test_steps_are_read_with_the_samples_of_each_rank(tmp_path):
+    for rank in range(2):
+        last = info_of(1, [2 + rank], left_out=[(4 + rank, "empty")], ends=True)
+        record(tmp_path, info_of(0, [rank]), last, rank=rank, world_size=2)
+    record(tmp_path, info_of(0, [6], epoch=1), rank=1, world_size=2)  # without rank 0
+    steps = read_steps(tmp_path, 0, [1, 5])
+    assert [*steps] == [1] and all(info.ends_epoch for info in steps[1])
+    assert [info.keys for info in steps[1]] == [(2,), (3,)]
+    assert [[sample[::2] for sample in info.left_out] for info in steps[1]] == [
+        [(4, "empty")],
+        [(5, "empty")],
+    ]
+    assert read_steps(tmp_path, 1, [0]) == {}
+
+
 def test_a_step_may_have_many_sources(tmp_path):
-    sources = [f"source {one}" for one in range(70_000)]
+    sources = [f"source {number}" for number in range(70_000)]
     record(tmp_path, info_of(0, range(70_000), sources=sources))
-    (found,) = rows_of(tmp_path)
-    assert [row[1] for row in found] == sources
+    (rows,) = rows_of(tmp_path)
+    assert [row[1] for row in rows] == sources
 
 
 def test_what_is_no_key_of_63_bits_counts_as_none(tmp_path):
@@ -155,7 +174,7 @@ def test_a_full_disk_warns_once_and_is_a_gap(tmp_path, monkeypatch, free, begun)
     ledger.close()
     problems = audit(tmp_path, 90).problems
     text = f"rank 0: {5 - first} steps from epoch 0 step {first} on could not be written"
-    assert any(one.startswith(text) for one in problems)
+    assert any(problem.startswith(text) for problem in problems)
     if begun:
         assert "rank 0, epoch 0: not recorded: step 2 to 4." in problems
 
@@ -180,19 +199,19 @@ def test_a_tail_that_could_not_be_written_is_recorded_on_close(tmp_path, monkeyp
         ledger.record(info)
     lose(ledger, monkeypatch, *steps[first:])
     ledger.close(ended=ended)
-    found = audit(tmp_path)
-    assert found.state == "damaged" and found.open_ranks == ((), (0,))[not ended]
+    result = audit(tmp_path)
+    assert result.state == "damaged" and result.open_ranks == ((), (0,))[not ended]
     lost = f"{len(steps) - first} steps from epoch 0 step {first} on could not be written"
-    assert found.problems == (f"rank 0: {lost}: the disk was full, or the file was deleted.",)
-    assert found.attempts == {0: ((0, 0),) * (first > 0)}
-    assert f"PROBLEM: rank 0: {lost}" in str(found)
+    assert result.problems == (f"rank 0: {lost}: the disk was full, or the file was deleted.",)
+    assert result.attempts == {0: ((0, 0),) * (first > 0)}
+    assert f"PROBLEM: rank 0: {lost}" in str(result)
     with pytest.raises(StateError, match=lost):
         read_steps(tmp_path, 0, [0])
     with Ledger(tmp_path) as ledger:  # the run goes on from a checkpoint before the gap
         for info in steps[max(0, first - 1) :]:
             ledger.record(info)
-    found = audit(tmp_path, 90)
-    assert found.ok and found.epochs[0].is_complete, found
+    result = audit(tmp_path, 90)
+    assert result.ok and result.epochs[0].is_complete, result
 
 
 def test_a_tail_that_is_lost_on_a_disk_that_stays_full_leaves_the_run_open(tmp_path, monkeypatch):
@@ -216,20 +235,20 @@ def test_going_back_to_a_gap_fills_it_and_an_interrupt_breaks_no_chain(tmp_path,
                 ledger.record(steps[5])
         for info in steps[6:]:
             ledger.record(info)
-    found = audit(tmp_path, 90)
-    assert found.ok and found.epochs[0].is_complete, found.problems
+    result = audit(tmp_path, 90)
+    assert result.ok and result.epochs[0].is_complete, result.problems
 
 
-@pytest.mark.parametrize("what", ["file", "folder"])
+@pytest.mark.parametrize("deleted", ["file", "folder"])
 @pytest.mark.parametrize("syncs", [False, True])
-def test_a_file_that_is_deleted_is_noticed_and_made_anew(tmp_path, what, syncs):
+def test_a_file_that_is_deleted_is_noticed_and_made_anew(tmp_path, deleted, syncs):
     folder = tmp_path / "ledger"
     ledger = Ledger(folder)
     steps = epoch_of(0, 1)
     for info in steps[:3]:
         ledger.record(info)
     ledger.path.unlink()
-    if what == "folder":
+    if deleted == "folder":
         folder.rmdir()
     if syncs:
         ledger.sync()
@@ -238,9 +257,9 @@ def test_a_file_that_is_deleted_is_noticed_and_made_anew(tmp_path, what, syncs):
     for info in steps[4:]:
         ledger.record(info)
     ledger.close()
-    found = audit(folder)
-    assert found.problems[0].startswith("rank 0: 1 step from epoch 0 step 3 on could not be")
-    assert "epoch 0: the steps before step 3 are not recorded." in found.notes
+    result = audit(folder)
+    assert result.problems[0].startswith("rank 0: 1 step from epoch 0 step 3 on could not be")
+    assert "epoch 0: the steps before step 3 are not recorded." in result.notes
     ledger = Ledger(folder)
     ledger.record(steps[0])
     ledger.path.unlink()

@@ -43,26 +43,28 @@ def states_after(saved, step):
 
 
 def facts(folder):
-    found = audit(folder, SAMPLES)
-    assert found.ok, found.problems
-    (epoch,) = found.epochs
+    result = audit(folder, SAMPLES)
+    assert result.ok, result.problems
+    (epoch,) = result.epochs
     assert epoch.is_complete and epoch.world_sizes == (VIRTUAL,)
     return epoch.digest, epoch.steps, epoch.fates
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory):
-    """The facts of a run of as many processes as virtual ranks."""
+def whole(tmp_path_factory):
+    """The ledger of a run of as many processes as virtual ranks."""
     folder = tmp_path_factory.mktemp("whole")
     run(folder, VIRTUAL)
-    return facts(folder)
+    return folder
 
 
-@pytest.mark.parametrize("processes", [2, 1])
-def test_the_audit_is_the_same_on_any_number_of_processes(processes, expected, tmp_path):
-    run(tmp_path, processes)
-    assert facts(tmp_path) == expected
-    assert sum(expected[2].values()) == SAMPLES and expected[2]["excluded"] == len(EXCLUDED)
+def test_the_audit_and_the_steps_are_the_same_on_any_number_of_processes(whole, tmp_path):
+    run(tmp_path, 1)
+    assert facts(tmp_path) == facts(whole)
+    fates = facts(whole)[2]
+    assert sum(fates.values()) == SAMPLES and fates["excluded"] == len(EXCLUDED)
+    steps = read_steps(tmp_path, 0, [0, 3])
+    assert steps == read_steps(whole, 0, [0, 3]) and len(steps[3]) == VIRTUAL
 
 
 def test_no_cut_of_a_process_that_hosts_them_reads_ok(tmp_path):
@@ -79,7 +81,7 @@ def test_no_cut_of_a_process_that_hosts_them_reads_ok(tmp_path):
 
 def test_what_could_not_be_written_is_said_of_each_virtual_rank(tmp_path, monkeypatch):
     """Of a process that hosts 2 of 2, the batches of step 1's second rank and of step 2."""
-    steps = [info_of(at, [at], ends=at == 7, hosted=2) for at in range(8)]
+    steps = [info_of(number, [number], ends=number == 7, hosted=2) for number in range(8)]
     with Ledger(tmp_path) as ledger:
         for info in steps[:3]:
             ledger.record(info)
@@ -96,29 +98,21 @@ def test_what_could_not_be_written_is_said_of_each_virtual_rank(tmp_path, monkey
     ]
 
 
-@pytest.mark.parametrize("first, then, further", [(4, 2, 0), (2, 4, 1), (1, 4, 3), (2, 2, 1)])
-def test_steps_after_the_checkpoint_are_replaced(first, then, further, expected, tmp_path):
-    """And those of a step within which both ranks of a process were saved."""
+@pytest.mark.parametrize("first, then, further", [(4, 2, 0), (1, 4, 3), (2, 2, 1)])
+def test_steps_after_the_checkpoint_are_replaced(first, then, further, whole, tmp_path):
+    """Also a step within which both ranks of a process were saved."""
     step = 5
     saved = run(tmp_path, first, batches=step * VIRTUAL // first + further, is_killed=True)
     states = reshard(states_after(saved, step), then)
     if first == then == 2:
         states = [of_process[6] for of_process in saved]
     run(tmp_path, then, states=states)
-    assert facts(tmp_path) == expected
+    assert facts(tmp_path) == facts(whole)
 
 
 def test_steps_that_were_lost_are_missed(tmp_path):
     saved = run(tmp_path, 1, batches=4, is_killed=True)
     later = run(tmp_path / "elsewhere", 1, states=[saved[0][3]], batches=8)[0][-1]
     run(tmp_path, 2, states=reshard([later], 2))
-    found = audit(tmp_path, SAMPLES)
-    assert any("not recorded: step 1 to 2" in text for text in found.problems), found.problems
-
-
-def test_steps_are_read_as_those_of_virtual_ranks(tmp_path):
-    run(tmp_path / "two", 2)
-    run(tmp_path / "four", 4)
-    two, four = (read_steps(tmp_path / name, 0, [0, 3]) for name in ("two", "four"))
-    assert two == four
-    assert len(two[3]) == VIRTUAL
+    result = audit(tmp_path, SAMPLES)
+    assert any("not recorded: step 1 to 2" in text for text in result.problems), result.problems

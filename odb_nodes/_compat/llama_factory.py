@@ -1,6 +1,6 @@
 """What we rely on inside of LLaMA-Factory: the two places where its training can be changed.
 
-Read in llamafactory 0.9.5. Its canary is `tests/integrations/test_llama_factory_package.py`, which
+Read in llamafactory 0.9.5. Its canary is `tests/integrations/llama_factory/test_package.py`, which
 runs where the package is, since it needs versions of other packages that are not ours.
 """
 

@@ -8,7 +8,6 @@ import language_models as lm
 import pytest
 import torch
 import trainers as t
-from test_huggingface import decoder
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -276,7 +275,7 @@ def of_trl(kind, folder, rows, model, **options):
 def test_packed_documents_of_trl_keep_their_boundaries(tmp_path):
     rows = [{"text": f"w{n + 2} w3 w4"} for n in range(24)]
     options = {"max_length": 16, "packing": True, "padding_free": True}
-    trainer = of_trl("SFT", tmp_path, rows, decoder(), **options)
+    trainer = of_trl("SFT", tmp_path, rows, t.decoder(), **options)
     configure_trainer(trainer, token_budget=64)
     starts = []
 
@@ -297,7 +296,7 @@ def scoring():
 
 
 @pytest.mark.filterwarnings(t.OF_TRANSFORMERS, "ignore:.gradient_checkpointing_(dis|en)able")
-@pytest.mark.parametrize("kind, make", [("DPO", decoder), ("Reward", scoring)])
+@pytest.mark.parametrize("kind, make", [("DPO", t.decoder), ("Reward", scoring)])
 def test_pairs_of_trl_are_weighed_by_pairs(tmp_path, kind, make):
     """An epoch is one optimizer step, of many batches, or of one that has all pairs."""
 

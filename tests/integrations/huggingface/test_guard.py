@@ -10,7 +10,6 @@ import torch
 import trainers as t
 from ledgers import check_ledger
 from memory_faults import PLACES, above, at_call, fail, never
-from test_huggingface import decoder
 from transformers import TrainerCallback
 
 from odb_nodes import TokenBudget, audit
@@ -236,7 +235,7 @@ def test_scaled_and_clipped_gradients_are_those_without_failures(tmp_path, monke
 
 def test_a_recomputation_may_run_out_of_memory(tmp_path):
     def run_checkpointed(name, fails):
-        model = decoder().double()
+        model = t.decoder().double()
         fail(model.model.layers[0].mlp, "forward", fails)
         args = t.arguments(tmp_path / name, gradient_checkpointing=True, max_steps=4)
         odb = t.config(on_oom="split", loss_is="divided")
@@ -302,7 +301,7 @@ def sometimes(share, seed):
 
 
 BEGIN = """
-import json, test_trainer_memory as j
+import json, test_guard as j
 from memory_faults import above, at_call, never
 how = json.loads(sys.argv[1])
 """

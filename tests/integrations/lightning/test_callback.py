@@ -429,7 +429,7 @@ def test_runs_of_virtual_ranks_move_between_one_rank_and_two(tmp_path):
     assert trainer.global_step == len(expected) > STEPS[-1]
     assert {epoch for epoch, _, _, step in whole.seen if step in STEPS} == {0, 1}
 
-    body = "import test_lightning as l\nr.finish(l.on_two_ranks(sys.argv[1]))"
+    body = "import test_callback as l\nr.finish(l.on_two_ranks(sys.argv[1]))"
     ranks = t.results_of(tmp_path, body, str(tmp_path), init=False)
     for (first, found), (second, _), start in zip(*ranks, (*STEPS, 0), strict=True):
         steps = ids_of_steps([*first, *second])
@@ -513,7 +513,7 @@ def test_what_a_guard_cannot_do_is_refused_by_name(name, tmp_path):
 
 def test_two_ranks_train_as_without_failures(tmp_path):
     body = """
-        import test_lightning as j
+        import test_callback as j
         given = {"trainer": {"strategy": "ddp", "devices": 2}, "accumulate": 2, "size": 37}
         runs = [j.fit_guarded("", fails_above=above, **given) for above in (10**9, 25)]
         found = [[lm.weights_of(one.model).tolist(), one.model.ooms] for one in runs]
@@ -527,7 +527,7 @@ def test_two_ranks_train_as_without_failures(tmp_path):
 
 def test_ranks_that_compute_together_train_and_end_together(tmp_path):
     body = """
-        import test_lightning as j
+        import test_callback as j
         from lightning.pytorch.strategies import ModelParallelStrategy
         given = {"kind": j.Sharded, "size": 37}
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 import trainers as t
 from pictures import model, samples
-from test_huggingface import decoder
 from transformers import (
     MambaConfig,
     MambaForCausalLM,
@@ -279,7 +278,7 @@ def gathered_of_rank(folder):
 
 @pytest.mark.slow
 def test_ranks_gather_as_many_rows_as_each_has(tmp_path):
-    body = "import test_trainer_losses as l\nr.finish(l.gathered_of_rank(sys.argv[1]))"
+    body = "import test_loss as l\nr.finish(l.gathered_of_rank(sys.argv[1]))"
     ours, theirs = t.results_of(tmp_path, body, str(tmp_path))
     assert any(one[0] != other[0] for one, other in zip(ours, theirs, strict=True))
     for (count, rows, flat), (others, *same) in zip(ours, theirs, strict=True):
@@ -290,7 +289,7 @@ def test_ranks_gather_as_many_rows_as_each_has(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_weigh_samples_alike(tmp_path):
-    body = "import test_trainer_losses as l\nr.finish(l.errors_of_rank(sys.argv[1]))"
+    body = "import test_loss as l\nr.finish(l.errors_of_rank(sys.argv[1]))"
     found = t.results_of(tmp_path, body, str(tmp_path))
     assert max(map(max, found)) < 1e-12
 
@@ -395,7 +394,7 @@ def mamba():
 
 
 @pytest.mark.parametrize(
-    ("make", "mixing"), [(decoder, ""), (mamba, "MambaForC"), (model, "Qwen2VLForC")]
+    ("make", "mixing"), [(t.decoder, ""), (mamba, "MambaForC"), (model, "Qwen2VLForC")]
 )
 @pytest.mark.parametrize("odb", [{}, {"loss_is": "token_mean"}, TASKS])
 def test_a_model_that_would_mix_the_samples_of_a_row_does_not_train(make, mixing, odb, tmp_path):

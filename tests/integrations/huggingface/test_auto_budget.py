@@ -7,7 +7,6 @@ import language_models as lm
 import pytest
 import torch
 import trainers as t
-from test_huggingface import Stream, decoder
 
 from odb_nodes import JsonlSource, PackedCollate, PaddingCollate, TokenBudget
 from odb_nodes.integrations.huggingface import auto_budget
@@ -40,7 +39,7 @@ def auto(**options):
 def trainer_of(folder, odb, model="Normalizing", optimizer=None, **options):
     options = {"num_train_epochs": 1, "logging_steps": 1, "optim": "adamw_torch", **options}
     if model == "decoder":
-        model = decoder(attention_dropout=0.2)
+        model = t.decoder(attention_dropout=0.2)
         model.seen = []
     trainer = t.make_trainer(folder, model=model, odb=odb, **options)
     if optimizer is not None:
@@ -234,7 +233,7 @@ def test_json_lines_have_the_budget_of_a_list_of_the_records(tmp_path):
 @pytest.mark.parametrize(
     "dataset, error, message",
     [
-        (Stream(), TypeError, "a budget can be found .* only where the dataset is map-style"),
+        (t.Stream(), TypeError, "a budget can be found .* only where the dataset is map-style"),
         ([{"input_ids": [1, 2], "pixel_values": torch.ones(3, 4)}], ValueError, "have images"),
     ],
 )

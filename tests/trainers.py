@@ -30,7 +30,16 @@ from lightning.pytorch.loggers import CSVLogger
 from memory_faults import PLACES, fail
 from rank_jobs import RankJob
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+from torch.utils.data import IterableDataset
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainerCallback,
+)
 
 from odb_nodes import Checkpoints, Ledger, ODBDataLoader, TokenBudget, pop_step_info
 from odb_nodes.integrations.accelerate import configure_accelerator
@@ -383,6 +392,38 @@ def entries_of(folder, name="run"):
     return read(Path(folder, f"{name}-{lm.rank_and_size()[0]}.jsonl"))
 
 
+def resume(folder, name, step, **options):
+    """Resume from the checkpoint of `step`; return the entries of the later steps, the trainer."""
+    trainer = make_trainer(folder, name, **options)
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    return entries_of(folder, name), trainer
+
+
+def trained_ids(entries):
+    """The ids of all samples of these entries, in the order of the steps."""
+    return [index for entry in entries for index in lm.ids_of([entry])]
+
+
+def encoder_decoder():
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    sizes |= {"vocab_size": lm.VOCABULARY, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(**sizes))
+
+
+def decoder(**options):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"vocab_size": lm.VOCABULARY, "num_attention_heads": 2, "use_cache": False}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **options))
+
+
+class Stream(IterableDataset):
+    """40 texts without a length; each rank reads all, and takes its own."""
+
+    def __iter__(self):
+        return iter(map(lm.sample_of, range(40)))
+
+
 def logs_of(trainer, name):
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
@@ -571,8 +612,10 @@ def train(trainer, **options):
 
 def on_ranks(folder, world_size, body, *args, **options):
     """A job of ranks whose program has the names of this module as `t`."""
-    here = str(Path(__file__).parent)
-    begin = f"import sys; sys.path.insert(0, {here!r})\nimport language_models as lm, trainers as t"
+    here = Path(__file__).parent
+    folders = [f"{here / 'integrations' / name}" for name in ("", "huggingface", "lightning")]
+    begin = f"import sys; sys.path[:0] = {[f'{here}', *folders]}"
+    begin += "\nimport language_models as lm, trainers as t"
     return RankJob(folder, f"{begin}\n{dedent(body)}", world_size, *args, warm=WARM, **options)
 
 

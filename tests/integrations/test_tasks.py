@@ -263,7 +263,7 @@ class ShardedTasks(TaskModule):
 
 def test_ranks_that_share_parameters_weigh_tasks(tmp_path):
     body = """
-        import test_trainer_tasks as j
+        import test_tasks as j
         from lightning.pytorch.strategies import ModelParallelStrategy
         seen = []
         class Kept(j.ShardedTasks):
@@ -340,7 +340,7 @@ def test_tasks_are_weighed_as_a_loop_does_and_resume_without_a_difference(
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_two_ranks_weigh_tasks_as_a_loop_on_two_ranks_and_resume(tmp_path, trainer, name):
     body = """
-        import test_trainer_tasks as j
+        import test_tasks as j
         folder, trainer, name = sys.argv[1:]
         whole, saved = j.TRAINERS[trainer](folder, name, 2, ranks=2)
         resumed, _ = j.TRAINERS[trainer](folder + "/again", name, 2, saved[1], ranks=2)

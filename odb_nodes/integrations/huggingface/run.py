@@ -38,7 +38,7 @@ from odb_nodes.integrations.resuming import (
     load_saved_states,
     resharded_run,
 )
-from odb_nodes.tools.estimate import check_can_estimate, estimate_loader_steps
+from odb_nodes.tools.estimate import LOOKED_AT, check_can_estimate, estimate_loader_steps
 from odb_nodes.training.checkpoints.rank_states import (
     PREFIX,
     rank_file_names,
@@ -497,7 +497,7 @@ def _steps_per_epoch(trainer: Any) -> int:
             trainer.train_dataset,
             loader_options(trainer),
             world_size=args.world_size,
-            looked_at=config.estimate_samples,
+            looked_at=LOOKED_AT,
         )
     (agreed,) = broadcast_object_list([steps])
     return int(agreed)

@@ -31,7 +31,6 @@ from odb_nodes.integrations.huggingface.run import (
 )
 from odb_nodes.integrations.huggingface.samples import TrainerPadding, evaluated
 from odb_nodes.integrations.learning_rate import follow
-from odb_nodes.training.memory.meter import free_memory
 
 if TYPE_CHECKING:  # The mixin calls the methods of the class that it is mixed into.
     _Mixed = Trainer
@@ -228,15 +227,6 @@ class ODBTrainerMixin(_Mixed):
             scheduler = self.lr_scheduler = run.paced(scheduler)
         return scheduler
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate; with `ODBConfig.empty_cache="evaluate"`, release cached memory around it."""
-        if self.odb.empty_cache != "evaluate":
-            return super().evaluate(*args, **kwargs)
-        free_memory()
-        metrics = super().evaluate(*args, **kwargs)
-        free_memory()
-        return metrics
-
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log `odb/*` beside the loss, and the true samples per second."""
         run = self.odb_run
@@ -323,8 +313,6 @@ class RunCallback(TrainerCallback):
         is_early = state.global_step < state.max_steps
         if self._has_stepped and self._run.batches.is_done and is_early:
             compat.finish_at_this_step(args, state, control)
-        if self._trainer.odb.empty_cache is not None:
-            free_memory()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the state of this rank into the checkpoint."""

@@ -84,7 +84,6 @@ INVALID = [
     ("shift_labels", "x", TypeError),
     ("loss_is", "x", ValueError),
     ("steps_per_epoch", 0, ValueError),
-    ("estimate_samples", 0, ValueError),
     ("schedule", "x", ValueError),
     ("lr_scaling", "sqrt", TypeError),
     ("log_metrics", 1, TypeError),
@@ -95,7 +94,6 @@ INVALID = [
     ("guard_above", 2, ValueError),
     ("shrink", 2.0, ValueError),
     ("change_budget", 1, TypeError),
-    ("empty_cache", "x", ValueError),
     ("memory_share", 1.1, ValueError),
     ("memory_meter", 3, TypeError),
     ("window", 0, ValueError),  # an option of all loaders

@@ -250,18 +250,6 @@ def test_a_recomputation_may_run_out_of_memory(tmp_path):
         assert found == pytest.approx(expected, abs=CLOSE)
 
 
-@pytest.mark.parametrize("when, times", [(None, 0), ("epoch", 2), ("evaluate", 6)])
-def test_cached_memory_is_given_back_when_that_is_asked_for(tmp_path, monkeypatch, when, times):
-    freed = []
-    name = "odb_nodes.integrations.huggingface.trainer.free_memory"
-    monkeypatch.setattr(name, lambda: freed.append(1))
-    odb = {"on_oom": None, "empty_cache": when}
-    data = {"eval_dataset": lm.Texts(5), "eval_strategy": "epoch", "label_names": ["labels"]}
-    trainer, _ = run(tmp_path, odb=odb, num_train_epochs=2, **data)
-    assert len(freed) == times
-    assert not t.logs_of(trainer, "odb/ooms") + t.logs_of(trainer, "odb/parts")
-
-
 class Copying(ODBTrainer):
     def training_step(self, model, inputs, *args):
         return super().training_step(model, dict(inputs), *args)

@@ -44,8 +44,8 @@ def sharded_model(timeout_s):
 
 def loader_over(indices, *, dummy, layout="padded"):
     budget = TokenBudget(160, layout=layout)
-    given = processor().dummy_image() if dummy else None
-    collate = VisionLanguageCollate.of(budget, dummy=given, model=model())
+    dummy_image = processor().dummy_image() if dummy else None
+    collate = VisionLanguageCollate.of(budget, dummy=dummy_image, model=model())
     observed = LengthObserver(IterableWrapper([processor()(record(index)) for index in indices]))
     bucketer = WindowBucketer(observed, budget, 4)
     return Loader(GroupCollator(RankAligner(bucketer, timeout_s=30), collate))

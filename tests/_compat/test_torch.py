@@ -74,8 +74,8 @@ LONG = timedelta(seconds=30)
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 
-def canary(what):
-    return relies_on("torch", what, "_compat/torch_distributed.py (`GlooExchange`)")
+def canary(behaviour):
+    return relies_on("torch", behaviour, "_compat/torch_distributed.py (`GlooExchange`)")
 
 
 @pytest.fixture
@@ -88,11 +88,11 @@ def groups():
 
     with canary("torch.distributed.ProcessGroupGloo, built by hand"):
         with ThreadPoolExecutor(2) as pool:
-            made = dict(enumerate(pool.map(connect, range(2))))
+            groups = dict(enumerate(pool.map(connect, range(2))))
         assert not dist.is_initialized()
-        assert (made[0].rank(), made[1].size()) == (0, 2)
-    yield made
-    made.clear()
+        assert (groups[0].rank(), groups[1].size()) == (0, 2)
+    yield groups
+    groups.clear()
     gc.collect()
 
 

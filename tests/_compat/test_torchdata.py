@@ -20,8 +20,8 @@ from toys import Epochs
 from odb_nodes._compat import torchdata as compat
 
 
-def canary(what, used_in="_compat/torchdata.py (`join_threads`)"):
-    return relies_on("torchdata", what, used_in)
+def canary(behaviour, used_in="_compat/torchdata.py (`join_threads`)"):
+    return relies_on("torchdata", behaviour, used_in)
 
 
 def started(node):

@@ -111,7 +111,7 @@ class RunGuard:
         return loss
 
     def _is_computed_alone(self, model: nn.Module) -> bool:
-        """Tell whether this rank computes the step alone, and so can recompute it."""
+        """Return whether this rank computes the step alone, so that it can recompute it."""
         if overrides_backward(model) or has_collectives(model):
             return False
         if self.guard.channel is None:

@@ -47,8 +47,8 @@ from odb_nodes.training.checkpoints.rank_states import (
 )
 from odb_nodes.training.monitor import Monitor
 
-NO_BOUND = 2**40  # optimizer steps of a run that nothing bounds
-MOST_OF_AN_EPOCH = 0.999  # most progress within an epoch before its end is certain
+NO_BOUND = 2**40  # optimizer steps of a run of unknown length
+MAX_EPOCH_SHARE = 0.999  # reported share of an epoch, at most, until it ends
 ESTIMATE_SLACK = 0.05  # usual relative error of an estimate of the steps
 HOLDER = "ODBTrainer"
 FIXED_ARGUMENTS = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
@@ -263,7 +263,7 @@ class Run:
             return batches.progress
         steps = begun.steps_per_epoch * begun.planned_ranks / self._ranks
         steps *= self._trainer.args.gradient_accumulation_steps
-        return float(batches.progress + min(batches.steps / steps, MOST_OF_AN_EPOCH))
+        return float(batches.progress + min(batches.steps / steps, MAX_EPOCH_SHARE))
 
     def check_estimate(self, steps: int, *, ends: bool) -> None:
         """Warn, once, if a learning-rate schedule by steps does not end with the run."""

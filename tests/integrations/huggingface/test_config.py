@@ -52,25 +52,25 @@ def test_a_schedule_of_deepspeed_that_would_be_told_a_bound_is_refused(tmp_path,
 
 
 def test_a_trainer_that_makes_its_own_batches_is_refused(tmp_path):
-    def own(self):
+    def own_batches(self):
         return [lm.sample_of(0)]
 
-    stock = type("Stock", (Trainer,), {"get_train_dataloader": own})
-    given = (lm.Normalizing(), t.arguments(tmp_path, max_steps=1))
+    stock = type("Stock", (Trainer,), {"get_train_dataloader": own_batches})
+    arguments = (lm.Normalizing(), t.arguments(tmp_path, max_steps=1))
     for kind, message in (
         (stock, "`Stock` must not override `get_train_dataloader`: "),
         (type("Derived", (stock,), {}), "`Stock` must not override"),
     ):
-        trainer = kind(*given, train_dataset=lm.Texts(40))
+        trainer = kind(*arguments, train_dataset=lm.Texts(40))
         with pytest.raises(ValueError, match=message):
             configure_trainer(trainer, token_budget=64)
         assert type(trainer) is kind
         with pytest.raises(ValueError, match=message):
             t.make_trainer(tmp_path, kind=type("Below", (ODBTrainerMixin, kind), {}))
-    above = type("Above", (ODBTrainer,), {"get_train_dataloader": own})
+    above = type("Above", (ODBTrainer,), {"get_train_dataloader": own_batches})
     with pytest.raises(ValueError, match="`get_train_dataloader` of `Above` must return"):
         t.make_trainer(tmp_path, kind=above).train()
-    plain = Trainer(*given, train_dataset=lm.Texts(40))
+    plain = Trainer(*arguments, train_dataset=lm.Texts(40))
     assert configure_trainer(plain, token_budget=64) is plain
     with pytest.raises(ValueError, match="has dynamic batches already"):
         configure_trainer(plain, token_budget=64)

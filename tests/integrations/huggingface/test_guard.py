@@ -93,8 +93,8 @@ def run(folder, fails=never, place="forward", model="Normalizing", resume=None, 
     return trainer, events
 
 
-def check_equal(found, expected):
-    (trainer, events), (whole, before) = found, expected
+def check_equal(actual, expected):
+    (trainer, events), (whole, before) = actual, expected
     assert lm.weights_of(trainer.model) == pytest.approx(lm.weights_of(whole.model), abs=CLOSE)
     assert events.states == before.states
     assert events.events == before.events
@@ -128,11 +128,11 @@ def test_what_does_not_fit_is_computed_in_parts(
         options = {"model": model, "gradient_accumulation_steps": accumulate, "odb": odb}
         return run(tmp_path / name, fails, place, compute_loss_func=function, **options)
 
-    expected, found = train("whole", never), train("failing", above(30))
-    check_equal(found, expected)
+    expected, failing = train("whole", never), train("failing", above(30))
+    check_equal(failing, expected)
     check_ledger(tmp_path / "failing" / "ledger", SIZE, attempts=1, epochs=1)
-    assert sum(t.logs_of(found[0], "odb/ooms")) > 5
-    assert max(t.logs_of(found[0], "odb/parts")) > 1.5
+    assert sum(t.logs_of(failing[0], "odb/ooms")) > 5
+    assert max(t.logs_of(failing[0], "odb/parts")) > 1.5
     assert {*t.logs_of(expected[0], "odb/parts")} == {1.0}
     assert {*t.logs_of(expected[0], "odb/ooms")} == {0.0}
 
@@ -182,7 +182,7 @@ def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(tmp_path, model)
     assert lm.check_steps([noted.steps], SIZE, long_texts()) < 1e-12
     before = [torch.tensor(step["before"], dtype=torch.float64) for step in noted.steps]
     ids = [lm.ids_of([step]) for step in noted.steps]
-    losses = [lm.expected_loss(*one) for one in zip(before, ids, strict=True)]
+    losses = [lm.expected_loss(*pair) for pair in zip(before, ids, strict=True)]
     assert t.logs_of(trainer, "loss") == pytest.approx(losses, abs=2e-4)
     report = audit(tmp_path / "ledger", SIZE)
     assert report.ok
@@ -221,15 +221,15 @@ def test_scaled_and_clipped_gradients_are_those_without_failures(tmp_path, monke
             self.accelerator.native_amp = True  # so that clipping unscales
 
     options = {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2, "kind": Scaled}
-    (whole, _), (found, _) = (
+    (whole, _), (failing, _) = (
         run(tmp_path / name, fails, place, **options)
         for name, fails in (("whole", never), ("failing", above(40)))
     )
-    assert lm.weights_of(found.model) == pytest.approx(lm.weights_of(whole.model), abs=CLOSE)
+    assert lm.weights_of(failing.model) == pytest.approx(lm.weights_of(whole.model), abs=CLOSE)
     norms = t.logs_of(whole, "grad_norm")
-    assert t.logs_of(found, "grad_norm") == pytest.approx(norms, abs=CLOSE)
+    assert t.logs_of(failing, "grad_norm") == pytest.approx(norms, abs=CLOSE)
     assert max(norms) > 0.1
-    scales = [one.accelerator.scaler.get_scale() for one in (whole, found)]
+    scales = [trainer.accelerator.scaler.get_scale() for trainer in (whole, failing)]
     assert scales[0] == scales[1] > 2.0**12
 
 
@@ -246,8 +246,8 @@ def test_a_recomputation_may_run_out_of_memory(tmp_path):
     expected = run_checkpointed("whole", calls := Calls())
     assert calls.number == 8  # each layer is computed twice
     for number in (1, 4, 7):
-        found = run_checkpointed(f"{number}", at_call({number}, least_rows=1))
-        assert found == pytest.approx(expected, abs=CLOSE)
+        weights = run_checkpointed(f"{number}", at_call({number}, least_rows=1))
+        assert weights == pytest.approx(expected, abs=CLOSE)
 
 
 class Copying(ODBTrainer):

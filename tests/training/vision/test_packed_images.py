@@ -55,8 +55,8 @@ def gradient(kind, batch):
     """The gradient of the summed loss, all in fp64: the loss of transformers is in fp32."""
     model, labels = network(kind), batch["labels"]
     model.zero_grad()
-    given = {key: value for key, value in batch.items() if key not in ("labels", "id")}
-    logits = model(**given).logits[:, :-1]
+    options = {key: value for key, value in batch.items() if key not in ("labels", "id")}
+    logits = model(**options).logits[:, :-1]
     cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum").backward()
     return {
         name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
@@ -64,12 +64,12 @@ def gradient(kind, batch):
 
 
 def assert_same_gradient(kind, batch, group):
-    found = gradient(kind, batch)
+    actual = gradient(kind, batch)
     expected = gradient(kind, VisionLanguageCollate(dummy=None)(group))
     assert any("vis" in name for name in expected)
-    for name in found.keys() | expected.keys():
+    for name in actual.keys() | expected.keys():
         zero = torch.zeros((), dtype=torch.float64)
-        off = (found.get(name, zero) - expected.get(name, zero)).abs().max()
+        off = (actual.get(name, zero) - expected.get(name, zero)).abs().max()
         assert off <= 1e-12 * max(1, expected.get(name, zero).abs().max()), (name, off)
 
 
@@ -164,15 +164,15 @@ test_what_cannot_be_checked_is_named = refuses(
 )
 
 
-def varlen(module, query, key, value, attention_mask, *, scaling, is_causal=None, **given):
+def varlen(module, query, key, value, attention_mask, *, scaling, is_causal=None, **options):
     """Attention within the parts that `cu_seq_lens_q` has, as kernels for variable lengths."""
     causal, parts = module.is_causal if is_causal is None else is_causal, []
-    bounds = given.get("cu_seq_lens_q")
+    bounds = options.get("cu_seq_lens_q")
     if bounds is None:  # the tower of whole images
         assert attention_mask is None and not causal
         bounds = torch.tensor([0, query.shape[2]])
     else:
-        assert given["max_length_q"] == int(bounds.diff().max())
+        assert options["max_length_q"] == int(bounds.diff().max())
     for start, stop in itertools.pairwise(bounds.tolist()):
         rows = (one[:, :, start:stop] for one in (query, key, value))
         parts.append(
@@ -193,9 +193,9 @@ def test_kernels_for_variable_lengths_find_the_samples(kind, monkeypatch):
     configs = [model.config, *(getattr(model.config, name) for name in model.config.sub_configs)]
     for config in configs:
         monkeypatch.setattr(config, "_attn_implementation_internal", "flash_attention_2")
-    found = gradient(kind, batch)
+    actual = gradient(kind, batch)
     for name, value in expected.items():
-        assert (found[name] - value).abs().max() <= 1e-12 * max(1, value.abs().max()), name
+        assert (actual[name] - value).abs().max() <= 1e-12 * max(1, value.abs().max()), name
 
 
 # --- in a loader ------------------------------------------------------------------------------
@@ -206,8 +206,8 @@ BUDGET = TokenBudget(400, layout="packed", max_patches=360)
 
 def loader(**options):
     collate = VisionLanguageCollate.of(BUDGET, model=network_of("Qwen2VL"), dummy=DUMMY)
-    given = {"token_budget": BUDGET, "window": 12, "collate_fn": collate, **options}
-    return ODBDataLoader(given.pop("dataset", DATA), **given)
+    options = {"token_budget": BUDGET, "window": 12, "collate_fn": collate, **options}
+    return ODBDataLoader(options.pop("dataset", DATA), **options)
 
 
 def test_rows_keep_both_limits_and_the_order_of_their_images():
@@ -311,17 +311,17 @@ def test_a_collate_function_goes_to_workers_without_the_weights():
     assert len(sent) < 20_000
     group = group_of("Qwen2VL")
     for one in (pickle.loads(sent), replace(collate, pad_token_id=0)):
-        found, expected = one(group), collate(group)
-        assert torch.equal(found["position_ids"], expected["position_ids"])
+        actual, expected = one(group), collate(group)
+        assert torch.equal(actual["position_ids"], expected["position_ids"])
 
 
 def test_patches_that_are_made_with_the_batch_are_placed_alike():
     collate = packing("Qwen2VL", image_processor=processor().image_processor)
     late = replace(processor(), late_patches=True)
-    found, expected = collate([late(record(n)) for n in INDICES]), collate(samples(INDICES))
-    assert found.keys() == expected.keys()
+    actual, expected = collate([late(record(n)) for n in INDICES]), collate(samples(INDICES))
+    assert actual.keys() == expected.keys()
     for key, value in expected.items():
-        assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), key
+        assert torch.equal(torch.as_tensor(actual[key]), torch.as_tensor(value)), key
 
 
 def test_a_padded_budget_leaves_the_model_out():

@@ -24,8 +24,8 @@ SIZES = [(33, 90), (300, 200), (28, 28), (700, 90)]
 
 
 def make(**options):
-    made = processor()
-    return VisionLanguageProcessor(made.tokenizer, made.image_processor, **options)
+    default = processor()
+    return VisionLanguageProcessor(default.tokenizer, default.image_processor, **options)
 
 
 def decode(ids):

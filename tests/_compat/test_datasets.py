@@ -73,8 +73,8 @@ def test_a_shuffle_has_a_generator_and_a_stage_that_cannot_be_restored(stream):
     assert type(seeded[0][0]).__name__ == "BufferShuffledExamplesIterable"
     assert not consists_of(seeded[0], RESTORABLE)
     assert consists_of(seeded[0], SPLIT_BY_SHARDS) and consists_of(seeded[0][1:], RESTORABLE)
-    first, same, other = map(shuffle_states, seeded)
-    assert first and first == same != other
+    first, same, different = map(shuffle_states, seeded)
+    assert first and first == same != different
     assert shuffle_states(stages_of(stream)) == []
 
 

@@ -106,10 +106,10 @@ def test_damage_of_any_part_is_refused(saved_runs, kind, exhaustive):
     saver, early, state = saved_runs(kind)
     saver.load(state)  # Not all is refused.
     broken = list(damaged(state))
-    for what, one in broken if exhaustive else random.Random(0).sample(broken, SAMPLED):
+    for damage, broken_state in broken if exhaustive else random.Random(0).sample(broken, SAMPLED):
         with pytest.raises(StateError):
-            saver.load(one)
-            pytest.fail(what)
+            saver.load(broken_state)
+            pytest.fail(damage)
     mixed = {**state["loader"], "root": early["loader"]["root"]}
     with pytest.raises(StateError, match="the state of Loader is damaged"):
         saver.load(resealed({**state, "loader": mixed}))
@@ -166,11 +166,11 @@ def test_as_many_ranks_as_before_keep_the_plan(steps_per_epoch, ranks, step):
 @given(COUNT, COUNT, st.lists(st.tuples(COUNT, COUNT), max_size=6))
 def test_a_schedule_never_jumps_and_ends_with_the_run(steps_per_epoch, planned, changes):
     run, ranks = begun(steps_per_epoch, planned), planned
-    for steps, others in changes:
+    for steps, new_ranks in changes:
         last = run.step + steps
         after = gone_on(run, last, ranks)
-        assert after.schedule_step(last, others) == run.schedule_step(last, ranks)
-        run, ranks = after, others
+        assert after.schedule_step(last, new_ranks) == run.schedule_step(last, ranks)
+        run, ranks = after, new_ranks
     end = run.total_steps(2, ranks)
-    rest = run.schedule_step(end, ranks) - run.schedule_steps(2)
-    assert end == run.step or 0 <= rest < ranks / planned
+    excess = run.schedule_step(end, ranks) - run.schedule_steps(2)
+    assert end == run.step or 0 <= excess < ranks / planned

@@ -265,7 +265,7 @@ def test_ranks_that_share_parameters_weigh_tasks(tmp_path):
         seen = []
         class Kept(j.ShardedTasks):
             def on_train_end(self):
-                whole = [one.full_tensor().flatten() for one in self.model.parameters()]
+                whole = [weight.full_tensor().flatten() for weight in self.model.parameters()]
                 seen.append(torch.cat(whole).tolist())
         ranks = {"strategy": ModelParallelStrategy(), "devices": 2, "kind": Kept}
         weights_of, j.lm.weights_of = j.lm.weights_of, lambda model: None
@@ -340,8 +340,8 @@ def test_two_ranks_weigh_tasks_as_a_loop_on_two_ranks_and_resume(tmp_path, train
         folder, trainer, name = sys.argv[1:]
         whole, saved = j.TRAINERS[trainer](folder, name, 2, ranks=2)
         resumed, _ = j.TRAINERS[trainer](folder + "/again", name, 2, saved[1], ranks=2)
-        found = (j.own_loop(name, 2), whole, resumed)
-        r.finish([[weights.tolist(), tasks] for weights, tasks in found])
+        results = (j.own_loop(name, 2), whole, resumed)
+        r.finish([[weights.tolist(), tasks] for weights, tasks in results])
     """
     first, second = t.results_of(tmp_path, body, str(tmp_path), trainer, name, init=False)
     assert first == second

@@ -120,8 +120,8 @@ def test_a_run_goes_on_from_each_checkpoint_as_the_one_that_was_not_stopped(whol
     digests = [epoch.digest for epoch in audit(whole.job("whole").ledger, SIZE).epochs]
     for place in sorted(places):
         resumed = whole.train(name=f"from-{place}", resume=place)
-        rest = whole.job(f"from-{place}").entries()
-        assert rest == whole.entries[place:], place
+        later = whole.job(f"from-{place}").entries()
+        assert later == whole.entries[place:], place
         assert torch.equal(resumed.weights, whole.run.weights), place
         check_same(records_of(whole.folder / "monitor"), records)
         assert [
@@ -260,9 +260,9 @@ def test_ranks_train_exactly_and_go_on_after_a_kill_on_any_number_of_ranks(train
         else:
             with t.jobs_on_ranks(trainer, world_size, resumed) as job:
                 job.finish(200)
-        rest = [t.Job(**resumed).entries(rank) for rank in range(world_size)]
+        later = [t.Job(**resumed).entries(rank) for rank in range(world_size)]
         if world_size == 2:
-            assert rest == [entries[2:] for entries in expected]
+            assert later == [entries[2:] for entries in expected]
         report = check_ledger(folder / "ledger", size, attempts=2 if world_size == 2 else None)
         changed = (2, world_size) if world_size != 2 else (2,)
         assert report.epochs[0].world_sizes == changed
@@ -270,7 +270,7 @@ def test_ranks_train_exactly_and_go_on_after_a_kill_on_any_number_of_ranks(train
         done = [ids for step in zip(*both, strict=True) for ids in lm.ids_of(step)]
         done += [
             ids
-            for step in zip(*rest, strict=True)
+            for step in zip(*later, strict=True)
             if step[0]["epoch"] == 0
             for ids in lm.ids_of(step)
         ]

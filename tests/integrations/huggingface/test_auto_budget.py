@@ -281,14 +281,15 @@ def test_two_ranks_train_with_the_smallest_budget(tmp_path):
             trainer = t.make_trainer(f"{folder}/{name}", odb=odb, size=80, **options)
             trainer.train(resume_from_checkpoint=resume)
             logged = trainer.state.log_history[:-1]
-            shares = [one["odb/peak_memory_share"] for one in logged]
+            shares = [entry["odb/peak_memory_share"] for entry in logged]
             budget, weights = trainer.odb_budget, lm.weights_of(trainer.model).tolist()
             return budget, weights, trainer.state.global_step, shares
 
-        found = run("auto")
-        given = run("given", token_budget=found[0])
+        automatic = run("auto")
+        configured = run("given", token_budget=automatic[0])
         resumed = run("resumed", resume=f"{folder}/auto/checkpoint-1")
-        r.finish([[vars(one[0]), *one[1:]] for one in (found, given, resumed)])
+        runs = (automatic, configured, resumed)
+        r.finish([[vars(budget), *figures] for budget, *figures in runs])
     """
     first, second = t.results_of(tmp_path, body, str(tmp_path))
     (automatic, configured, resumed), steps = first, first[0][2]

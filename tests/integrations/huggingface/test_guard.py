@@ -80,14 +80,14 @@ class Calls:
 def run(folder, fails=never, place="forward", model="Normalizing", resume=None, **options):
     """A trainer that has trained, and what it went through."""
     kind = model if isinstance(model, type) else getattr(lm, model)
-    given = {"num_train_epochs": 1, "include_num_input_tokens_seen": "all", "logging_steps": 1}
-    given |= options | {"odb": {"on_oom": "split", **options.get("odb", {})}}
+    arguments = {"num_train_epochs": 1, "include_num_input_tokens_seen": "all", "logging_steps": 1}
+    arguments |= options | {"odb": {"on_oom": "split", **options.get("odb", {})}}
     model = fail(kind(), "features", fails, place)
-    odb = t.config(**given.pop("odb"))
-    kind, size = given.pop("kind", ODBTrainer), given.pop("size", SIZE)
-    extra = {key: given.pop(key) for key in ("compute_loss_func", "eval_dataset") if key in given}
-    args = t.arguments(folder, **given)
-    trainer = kind(model, args, train_dataset=lm.Texts(size), odb=odb, **extra)
+    odb = t.config(**arguments.pop("odb"))
+    kind, size = arguments.pop("kind", ODBTrainer), arguments.pop("size", SIZE)
+    function = arguments.pop("compute_loss_func", None)
+    args = t.arguments(folder, **arguments)
+    trainer = kind(model, args, train_dataset=lm.Texts(size), odb=odb, compute_loss_func=function)
     trainer.add_callback(events := Events(trainer))
     trainer.train(resume_from_checkpoint=resume)
     return trainer, events
@@ -301,7 +301,7 @@ how = json.loads(sys.argv[1])
 )
 def test_two_ranks_train_as_without_failures(tmp_path, model, place):
     body = """
-        found = []
+        results = []
         for name, share, above in (("whole", 0.0, 1.0), ("failing", 0.3, 0.0)):
             folder = how["folder"] + "/" + name
             odb = {"guard_above": above, "ledger": folder + "/ledger"}
@@ -310,9 +310,9 @@ def test_two_ranks_train_as_without_failures(tmp_path, model, place):
             trainer, events = j.run(folder, fails, how["place"], odb=odb, **options)
             losses, ooms = t.logs_of(trainer, "loss"), t.logs_of(trainer, "odb/ooms")
             weights = lm.weights_of(trainer.model).tolist()
-            found.append([weights, losses, sum(ooms), events.events, repr(events.states)])
+            results.append([weights, losses, sum(ooms), events.events, repr(events.states)])
             del trainer, events
-        r.finish(found)
+        r.finish(results)
     """
     how = json.dumps({"folder": str(tmp_path), "model": model, "place": place})
     for whole, failing in t.results_of(tmp_path, BEGIN + t.dedent(body), how):

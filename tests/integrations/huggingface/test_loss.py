@@ -41,8 +41,8 @@ def collate(samples):
     width = max(len(sample["input_ids"]) for sample in samples)
     ids = [sample["input_ids"] + [0] * (width - len(sample["input_ids"])) for sample in samples]
     keys = {*samples[0]} - {"input_ids"}
-    rest = {key: torch.tensor([sample[key] for sample in samples]) for key in keys}
-    return {"input_ids": torch.tensor(ids), **rest}
+    columns = {key: torch.tensor([sample[key] for sample in samples]) for key in keys}
+    return {"input_ids": torch.tensor(ids), **columns}
 
 
 class Gradients(TrainerCallback):
@@ -242,8 +242,8 @@ def errors_of_rank(folder):
     import rank_jobs as r
 
     class Gathering(Gradients):
-        def values(self, own):
-            return [value for each in r.gathered(own) for value in each]
+        def values(self, values):
+            return [value for rank_values in r.gathered(values) for value in rank_values]
 
     return [
         error_of(
@@ -261,12 +261,12 @@ def errors_of_rank(folder):
 class Logging(Trainer):
     """Gathers a figure of each row in `compute_loss`, as the trainers of TRL do."""
 
-    found = ()
+    gathered = ()
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         ids, accelerator = inputs["input_ids"][:, :1], self.accelerator
         gathered = (accelerator.gather(ids), accelerator.gather_for_metrics(ids.flatten()))
-        self.found += ([len(ids), *map(torch.Tensor.tolist, gathered)],)
+        self.gathered += ([len(ids), *map(torch.Tensor.tolist, gathered)],)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
@@ -275,7 +275,7 @@ def gathered_of_rank(folder):
     data = [{**sample, "labels": sample["input_ids"], "id": n} for n, sample in enumerate(data)]
     trainer = Logging(lm.Normalizing(), t.arguments(folder, max_steps=5), train_dataset=data)
     configure_trainer(trainer, token_budget=128, window=32, loss_is="divided").train()
-    return trainer.found
+    return trainer.gathered
 
 
 @pytest.mark.slow

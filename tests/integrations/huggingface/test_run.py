@@ -64,9 +64,9 @@ def test_a_torn_checkpoint_is_skipped_with_a_warning_that_names_it(tmp_path, dam
         t.resume(tmp_path, "refused", 6, num_train_epochs=1)
 
     trainer = t.make_trainer(tmp_path, "rest", num_train_epochs=1)
-    with pytest.warns(UserWarning, match="`checkpoint-6` .* is skipped.*`checkpoint-3`") as found:
+    with pytest.warns(UserWarning, match="`checkpoint-6` .* is skipped.*`checkpoint-3`") as caught:
         trainer.train(resume_from_checkpoint=True)
-    assert re.search(why, str(found[0].message))
+    assert re.search(why, str(caught[0].message))
     assert t.entries_of(tmp_path, "rest") == entries[3:]
 
 
@@ -77,16 +77,16 @@ def test_a_torn_checkpoint_of_more_ranks_is_overwritten(tmp_path):
     with pytest.warns(UserWarning, match=r"`checkpoint-6` is .* lacks the states of ranks \[1\]"):
         trainer.train(resume_from_checkpoint=True)
     assert t.entries_of(tmp_path, "rest") == entries[3:]
-    assert [one.name for one in torn.glob("odb_nodes-*")] == [STATE]
+    assert [path.name for path in torn.glob("odb_nodes-*")] == [STATE]
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_skipped(tmp_path, monkeypatch):
     newest, _ = train_to_six(tmp_path)
 
-    def refuse(real, path, *given, **named):
+    def refuse(real, path, *arguments, **named):
         if f"{newest}" in f"{path}":
             raise PermissionError(errno.EACCES, "Permission denied", f"{path}")
-        return real(path, *given, **named)
+        return real(path, *arguments, **named)
 
     for module, name in ((zipfile, "ZipFile"), (os, "listdir")):
         with monkeypatch.context() as patch, pytest.raises(PermissionError):

@@ -516,11 +516,11 @@ def test_what_a_guard_cannot_do_is_refused_by_name(name, tmp_path):
 def test_two_ranks_train_as_without_failures(tmp_path):
     body = """
         import test_callback as j
-        given = {"trainer": {"strategy": "ddp", "devices": 2}, "accumulate": 2, "size": 37}
-        runs = [j.fit_guarded("", fails_above=above, **given) for above in (10**9, 25)]
-        found = [[lm.weights_of(one.model).tolist(), one.model.ooms] for one in runs]
+        options = {"trainer": {"strategy": "ddp", "devices": 2}, "accumulate": 2, "size": 37}
+        runs = [j.fit_guarded("", fails_above=above, **options) for above in (10**9, 25)]
+        results = [[lm.weights_of(run.model).tolist(), run.model.ooms] for run in runs]
         del runs
-        r.finish(found)
+        r.finish(results)
     """
     (whole, failing), (second, _) = t.results_of(tmp_path, body, init=False)
     assert whole[0] == second[0] and whole[1] == 0 < failing[1]
@@ -531,13 +531,13 @@ def test_ranks_that_compute_together_train_and_end_together(tmp_path):
     body = """
         import test_callback as j
         from lightning.pytorch.strategies import ModelParallelStrategy
-        given = {"kind": j.Sharded, "size": 37}
+        options = {"kind": j.Sharded, "size": 37}
 
         def ranks():
             return {"strategy": ModelParallelStrategy(), "devices": 2, "max_epochs": 1}
 
-        print(len(j.fit_guarded("", trainer=ranks(), **given).infos[0].keys) > 0, flush=True)
-        j.fit_guarded("", fails_above=40 + 9 * rank, trainer=ranks(), **given)
+        print(len(j.fit_guarded("", trainer=ranks(), **options).infos[0].keys) > 0, flush=True)
+        j.fit_guarded("", fails_above=40 + 9 * rank, trainer=ranks(), **options)
     """
     with t.on_ranks(tmp_path, 2, body, init=False) as job:
         results = job.results(150)

@@ -82,16 +82,19 @@ LACKS = "`input_ids` must have an image token for each 4 of the .* has 3 of them
     ],
 )
 def test_images_that_do_not_fit_the_text_or_the_batch_are_an_error(second, message):
-    for one in (collate, VisionLanguageCollate(dummy=None)):
+    for function in (collate, VisionLanguageCollate(dummy=None)):
         with pytest.raises(SampleError, match="sample 1 of the group: .*" + message):
-            one([FIRST, second])
+            function([FIRST, second])
 
 
 def test_a_dummy_or_an_image_processor_tells_how_many_patches_make_a_token():
-    one = {**SECOND, **{key: SECOND[key][: END - 2] for key in TOKENS}}  # a token for all
-    for given in ({"dummy": DUMMY}, {"dummy": None, "image_processor": PROCESSOR.image_processor}):
+    sample = {**SECOND, **{key: SECOND[key][: END - 2] for key in TOKENS}}  # a token for all
+    for options in (
+        {"dummy": DUMMY},
+        {"dummy": None, "image_processor": PROCESSOR.image_processor},
+    ):
         with pytest.raises(SampleError, match="for each 4 of the .* has 1 of them"):
-            VisionLanguageCollate(**given)([one])
+            VisionLanguageCollate(**options)([sample])
 
 
 def test_tokens_that_only_the_model_knows_are_not_counted():
@@ -200,7 +203,7 @@ def test_late_patches_are_the_same_in_an_eighth_of_the_memory():
     batch, expected = collate(carried), collate(samples(indices))
     assert batch.keys() == expected.keys()
     assert all(torch.equal(batch[key], expected[key]) for key in expected)
-    assert [observe_sample(one)[1:] for one in carried] == [
+    assert [observe_sample(sample)[1:] for sample in carried] == [
         observe_sample(one)[1:] for one in samples(indices)
     ]
     (early,) = samples([5])
@@ -220,9 +223,9 @@ def test_late_patches_are_the_same_in_an_eighth_of_the_memory():
     ],
 )
 def test_late_patches_are_made_as_the_processor_would_make_them(name, value, shown):
-    other = Qwen2VLImageProcessorPil(**{name: value})
+    image_processor = Qwen2VLImageProcessorPil(**{name: value})
     with pytest.raises(SampleError, match=f"but differs in `{name}` .{shown}.*Pass the same"):
-        VisionLanguageCollate(dummy=None, image_processor=other)([late(record(1))])
+        VisionLanguageCollate(dummy=None, image_processor=image_processor)([late(record(1))])
     bounded = Qwen2VLImageProcessorPil(max_pixels=28 * 28 * 5)  # of no account
     batch = VisionLanguageCollate(dummy=None, image_processor=bounded)([late(record(1))])
     assert torch.equal(batch["pixel_values"], collate(samples([1]))["pixel_values"])

@@ -47,7 +47,8 @@ def _named(definition: FunctionType | type[Any]) -> tuple[str, str]:
 
 def _within(root: Any) -> Iterator[Any]:
     """Yield an object, then the objects in its attributes, lists and dicts, breadth first."""
-    queue, seen = [root], {id(root)}
+    queue = [root]
+    seen = {id(root)}
     for value in queue:
         yield value
         inner_values: list[Any] = []

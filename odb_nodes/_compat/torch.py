@@ -64,7 +64,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that `loss.backward()` gives gradients to, as far as its graph shows."""
-    leaves, seen, waiting = [], set(), [loss.grad_fn]
+    leaves = []
+    seen = set()
+    waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

@@ -133,7 +133,8 @@ def unrepeatable_sampler(node: BaseNode[Any]) -> Any:
 def set_epoch(node: BaseNode[Any], epoch: int) -> None:
     """Let the next reset of a `SamplerWrapper` begin `epoch`."""
     if isinstance(node, SamplerWrapper):
-        node.epoch, node._started = epoch, False
+        node.epoch = epoch
+        node._started = False
 
 
 def snapshot_of(prefetcher: Prefetcher[Any]) -> dict[str, Any]:

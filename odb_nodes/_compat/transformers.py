@@ -28,7 +28,8 @@ def constructed_without_length(trainer: Any, args: Any) -> Iterator[None]:
 
     Relies on `Trainer._validate_args` alone reading `args.max_steps` in the constructor.
     """
-    before, args.max_steps = args.max_steps, 1
+    before = args.max_steps
+    args.max_steps = 1
     try:
         yield
     finally:
@@ -46,7 +47,8 @@ def bounded_loop(args: Any, most_steps: int) -> Iterator[None]:
     With `args.ignore_data_skip`, `_run_epoch` reads no batches only to skip them.
     """
     before = args.max_steps, args.ignore_data_skip
-    args.max_steps, args.ignore_data_skip = most_steps, True
+    args.max_steps = most_steps
+    args.ignore_data_skip = True
     try:
         yield
     finally:

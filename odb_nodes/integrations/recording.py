@@ -91,7 +91,8 @@ class StepRecorder:
 
     def report_to_monitor(self, grad_norm: float | None = None) -> None:
         """Pass the recorded step to the monitor, if any. All ranks call it together."""
-        unreported, self._unreported = self._unreported, []
+        unreported = self._unreported
+        self._unreported = []
         if grad_norm is not None and unreported:
             unreported[-1].measured["grad_norm"] = grad_norm
         for batch, info, wait_s, measured in unreported:

@@ -155,7 +155,8 @@ class ODBConfig(BatchOptions):
 def check_trainer(trainer: Any, config: ODBConfig) -> None:
     """Reject arguments of a trainer that dynamic batching would ignore or break."""
     check_type("odb", config, ODBConfig)
-    args, by_epochs = trainer.args, trainer.args.max_steps <= 0
+    args = trainer.args
+    by_epochs = trainer.args.max_steps <= 0
     check_choice(
         "train_sampling_strategy",
         compat.sampling_strategy(args),

@@ -71,7 +71,8 @@ class RunGuard:
         if not self._has_met:
             self.guard.meet("ODBConfig")
             self._has_met = True
-        self.batches, self._returned = [*batches], []
+        self.batches = [*batches]
+        self._returned = []
         take = self.guard.collator.take_samples
         pairs = zip(batches, infos, strict=True)
         step_batches = [StepBatch(batch, take(info), info) for batch, info in pairs]

@@ -161,7 +161,9 @@ class LossWeigher:
 
     def _micro_step(self, batch: dict[str, Any], info: StepInfo, units: int) -> MicroStep:
         """Return the weight of a batch, which undoes the scale of the `Trainer`."""
-        trainer, items, targets = self._trainer, None, self._targets(batch)
+        trainer = self._trainer
+        items = None
+        targets = self._targets(batch)
         # The `Trainer` passes no `num_items_in_batch` for labels under other names.
         has_items = self._unit == LABELS and bool({"labels", "shift_labels"} & {*batch})
         if has_items and compat.takes_num_items(trainer):

@@ -188,7 +188,8 @@ class Run:
 
     def __init__(self, trainer: Any, checkpoint: str | None) -> None:
         odb, args = trainer.odb, trainer.args
-        self._trainer, self._ranks = trainer, args.world_size
+        self._trainer = trainer
+        self._ranks = args.world_size
         self._resumes = checkpoint is not None
         self.by_epochs = args.max_steps <= 0  # whether `num_train_epochs` ends the run
         state = RunState(planned_ranks=self._ranks, loader={})
@@ -242,7 +243,8 @@ class Run:
 
     def _plan_steps(self) -> None:
         """Set the steps of the run and of its schedule, and the upper bound of the loop."""
-        args, samples = self._trainer.args, self.batches.samples_per_epoch
+        args = self._trainer.args
+        samples = self.batches.samples_per_epoch
         self.total_steps = self.schedule_steps = self.most_steps = int(args.max_steps)
         if not self.by_epochs:
             return

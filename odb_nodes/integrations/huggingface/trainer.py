@@ -137,7 +137,8 @@ class ODBTrainerMixin(_Mixed):
             ValueError: a subclass overrides `compute_loss` without calling `super().compute_loss`.
             StepMemoryError: memory ran out, and `ODBConfig.on_oom` cannot make the step fit.
         """
-        run, training_step = self.odb_run, super().training_step
+        run = self.odb_run
+        training_step = super().training_step
         if run is None or not run.losses.waiting:
             return training_step(model, inputs, num_items_in_batch, *args)
 
@@ -207,7 +208,8 @@ class ODBTrainerMixin(_Mixed):
         Raises:
             ValueError: `schedule` is `"samples"`, but the trainer was given a scheduler.
         """
-        run, is_given = self.odb_run, self.lr_scheduler is not None
+        run = self.odb_run
+        is_given = self.lr_scheduler is not None
         if run is None:
             return super().create_scheduler(num_training_steps, optimizer)
         if self.odb.schedule == "samples" and is_given:
@@ -283,7 +285,8 @@ class RunCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Scale the learning rate of this step."""
-        scaling, optimizer = self._trainer.odb.lr_scaling, objects["optimizer"]
+        scaling = self._trainer.odb.lr_scaling
+        optimizer = objects["optimizer"]
         if scaling is not None:
             samples = self._run.computed().infos[0].optimizer_samples  # without skipped samples
             self._scaled.enter_context(scaling.applied(optimizer, samples))

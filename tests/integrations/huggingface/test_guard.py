@@ -9,7 +9,7 @@ import pytest
 import torch
 import trainers as t
 from ledgers import check_ledger
-from memory_faults import PLACES, above, at_call, fail, never
+from memory_faults import above, at_call, fail, never
 from transformers import TrainerCallback
 
 from odb_nodes import TokenBudget, audit
@@ -110,14 +110,12 @@ def long_texts(size=SIZE):
 # --- one rank -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    ("accumulate", "layout", "model", "function"),
+    ("accumulate", "layout", "model", "function", "place"),
     [
-        (1, "packed", PerToken, None),
-        (3, "padded", "Normalizing", None),
-        (1, "padded", "Averaging", None),
-        (3, "padded", "Plain", lm.sum_over_items),
+        (1, "packed", PerToken, None, "forward"),
+        (3, "padded", "Normalizing", None, "backward"),
+        (3, "padded", "Plain", lm.sum_over_items, "forward"),
     ],
 )
 def test_what_does_not_fit_is_computed_in_parts(
@@ -174,10 +172,9 @@ def test_means_of_each_kind_are_weighed_in_parts(tmp_path, loss_is):
     )
 
 
-@pytest.mark.parametrize("model", ["Normalizing", "Averaging"])
-def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(tmp_path, model):
+def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(tmp_path):
     odb = {"on_oom": "skip", "ledger": tmp_path / "ledger"}
-    options = {"model": model, "gradient_accumulation_steps": 3, "odb": odb}
+    options = {"gradient_accumulation_steps": 3, "odb": odb}
     trainer, noted = run(tmp_path, above(20), **options)
     assert lm.check_steps([noted.steps], SIZE, long_texts()) < 1e-12
     before = [torch.tensor(step["before"], dtype=torch.float64) for step in noted.steps]
@@ -200,8 +197,7 @@ def test_after_memory_ran_out_batches_are_smaller(tmp_path):
 # --- the Trainer's own ways -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_scaled_and_clipped_gradients_are_those_without_failures(tmp_path, monkeypatch, place):
+def test_scaled_and_clipped_gradients_are_those_without_failures(tmp_path, monkeypatch):
     class Scaled(ODBTrainer):
         """On a CPU, scales gradients as it does for fp16 on a GPU."""
 
@@ -222,7 +218,7 @@ def test_scaled_and_clipped_gradients_are_those_without_failures(tmp_path, monke
 
     options = {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2, "kind": Scaled}
     (whole, _), (failing, _) = (
-        run(tmp_path / name, fails, place, **options)
+        run(tmp_path / name, fails, "backward", **options)
         for name, fails in (("whole", never), ("failing", above(40)))
     )
     assert lm.weights_of(failing.model) == pytest.approx(lm.weights_of(whole.model), abs=CLOSE)

@@ -41,16 +41,16 @@ def network_of(kind):
     token = processor().tokenizer.convert_tokens_to_ids
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3]}
     if kind == "Qwen2_5_VL":
-        own = {"fullatt_block_indexes": [1]}
+        options = {"fullatt_block_indexes": [1]}
     else:
-        own = {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+        options = {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
         rope["mrope_interleaved"] = True
     sizes = {"hidden_size": 64, "intermediate_size": 96}
     text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     text |= {"vocab_size": 512, "head_dim": 16, "rope_scaling": rope, "use_cache": False}
     if kind == "Qwen3VLMoe":
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    vision = {"depth": 2, "num_heads": 4, "patch_size": 14, "out_hidden_size": 64, **own}
+    vision = {"depth": 2, "num_heads": 4, "patch_size": 14, "out_hidden_size": 64, **options}
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(
         text_config={**sizes, **text},
@@ -72,16 +72,19 @@ def model_of_whole_images(kind):
     sizes["num_attention_heads"] = 4
     text = {**sizes, "vocab_size": 64, "model_type": "llama", "initializer_range": 0.3}
     text["num_key_value_heads"] = 2
-    vision, own = {**sizes, "image_size": 8, "patch_size": 4}, {"image_token_id": IMAGE_TOKEN}
+    vision, options = {**sizes, "image_size": 8, "patch_size": 4}, {"image_token_id": IMAGE_TOKEN}
     if kind == "Llava":
         vision["model_type"] = "clip_vision_model"
     elif kind == "InternVL":
         vision |= {"image_size": [8, 8], "patch_size": [2, 2]}
     else:
-        text["model_type"], own = "gemma", {"image_token_index": IMAGE_TOKEN, "projection_dim": 32}
+        text["model_type"] = "gemma"
+        options = {"image_token_index": IMAGE_TOKEN, "projection_dim": 32}
         vision |= {"projection_dim": 32, "vocab_size": 64}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **own)
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text, vision_config=vision, **options
+    )
     return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
 
 
@@ -154,8 +157,10 @@ def loss_and_gradient(network, batch):
 
 def make_loader(size=60, *, damaged_every=10, **options):
     collate = VisionLanguageCollate(dummy=None, image_processor=processor().image_processor)
-    given = {"token_budget": 512, "window": 12, "process_fn": processor(), **options}
-    return ODBDataLoader(Pictures(size, damaged_every=damaged_every), collate_fn=collate, **given)
+    arguments = {"token_budget": 512, "window": 12, "process_fn": processor(), **options}
+    return ODBDataLoader(
+        Pictures(size, damaged_every=damaged_every), collate_fn=collate, **arguments
+    )
 
 
 def ids_of(loader):
@@ -164,11 +169,11 @@ def ids_of(loader):
 
 def content_of(loader):
     """All that an epoch's batches hold, comparable."""
-    found = []
+    batches = []
     for batch in loader:
         pop_step_info(batch)
-        found.append({key: torch.as_tensor(value).tolist() for key, value in batch.items()})
-    return found
+        batches.append({key: torch.as_tensor(value).tolist() for key, value in batch.items()})
+    return batches
 
 
 def augmented(item):

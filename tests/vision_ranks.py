@@ -44,21 +44,21 @@ def sharded_model(timeout_s):
 
 def loader_over(indices, *, dummy, layout="padded"):
     budget = TokenBudget(160, layout=layout)
-    given = processor().dummy_image() if dummy else None
-    collate = VisionLanguageCollate.of(budget, dummy=given, model=model())
+    dummy_image = processor().dummy_image() if dummy else None
+    collate = VisionLanguageCollate.of(budget, dummy=dummy_image, model=model())
     observed = LengthObserver(IterableWrapper([processor()(record(index)) for index in indices]))
     bucketer = WindowBucketer(observed, budget, 4)
     return Loader(GroupCollator(RankAligner(bucketer, timeout_s=30), collate))
 
 
 def gradients_of(network):
-    found = {}
+    gradients = {}
     for name, parameter in network.named_parameters():
         gradient = parameter.grad
         if hasattr(gradient, "full_tensor"):
             gradient = gradient.full_tensor()
-        found[name] = gradient
-    return found
+        gradients[name] = gradient
+    return gradients
 
 
 def train(name, *, dummy, timeout_s=60.0):
@@ -77,7 +77,7 @@ def train(name, *, dummy, timeout_s=60.0):
 def compare(name):
     """What this rank finds in an epoch: dummies, and the largest error of a gradient."""
     alone = model()
-    found = {"steps": 0, "dummies": 0, "without": 0, "fillers": 0, "error": 0.0, "ids": []}
+    counts = {"steps": 0, "dummies": 0, "without": 0, "fillers": 0, "error": 0.0, "ids": []}
     for ids, info, batch, gradients in train(name, dummy=True):
         groups = r.gathered([] if info.is_filler else ids)
         whole = [index for group in groups for index in group]
@@ -89,14 +89,14 @@ def compare(name):
             assert (gradient is None) == (parameter.grad is None), (name, info)
             if gradient is not None:
                 error = (gradient - parameter.grad).abs().max().item()
-                found["error"] = max(found["error"], error)
+                counts["error"] = max(counts["error"], error)
         images = [index for index in ids if index % 3]
-        found["steps"] += 1
-        found["dummies"] += "pixel_values" in batch and not images
-        found["without"] += "pixel_values" not in batch
-        found["fillers"] += info.is_filler
-        found["ids"] += [] if info.is_filler else ids
-    return found
+        counts["steps"] += 1
+        counts["dummies"] += "pixel_values" in batch and not images
+        counts["without"] += "pixel_values" not in batch
+        counts["fillers"] += info.is_filler
+        counts["ids"] += [] if info.is_filler else ids
+    return counts
 
 
 def _without_id(batch):

@@ -1,4 +1,4 @@
-"""What we rely on inside of accelerate: how it counts micro-steps, and its shared state.
+"""Internals of accelerate that we rely on: its count of micro-steps, and its shared state.
 
 Read in accelerate 1.15.0; the extra `accelerate` allows 1.10 and later. Each function has a canary
 in `tests/_compat/test_accelerate.py`.
@@ -16,12 +16,12 @@ import torch
 
 
 def loader_base() -> Any:
-    """Return the base class of a loader that tells the accelerator where an epoch ends.
+    """Return the base class of loaders that report the end of an epoch to the accelerator.
 
     Relies on `DataLoaderStateMixin`: between `begin()` and `end()`, `Accelerator._do_sync` reads
     the attribute `end_of_dataloader` of the loader through its `gradient_state`, and steps the
     optimizer where it is True. `Accelerator.prepare` returns such a loader unchanged, since it is
-    no `torch.utils.data.DataLoader`.
+    not a `torch.utils.data.DataLoader`.
     """
     from accelerate.data_loader import DataLoaderStateMixin
 
@@ -29,7 +29,7 @@ def loader_base() -> Any:
 
 
 def has_accelerator() -> bool:
-    """Tell whether this process has made an `Accelerator`, without an import of accelerate.
+    """Return whether this process has made an `Accelerator`, without importing accelerate.
 
     Relies on `AcceleratorState._shared_state`, which is empty before.
     """
@@ -47,9 +47,9 @@ def drop_partial_step(accelerator: Any) -> None:
 
 
 def steps_at_epoch_end(accelerator: Any) -> bool:
-    """Return whether the accelerator steps at the end of a loader, however few micro-steps came.
+    """Return whether the accelerator steps at the end of a loader, even after fewer micro-steps.
 
-    Relies on `GradientState.sync_with_dataloader`, which `_do_sync` asks for that.
+    Relies on `_do_sync` to read `GradientState.sync_with_dataloader`.
     """
     return bool(accelerator.gradient_state.sync_with_dataloader)
 
@@ -57,8 +57,8 @@ def steps_at_epoch_end(accelerator: Any) -> bool:
 def backward_divides(accelerator: Any) -> bool:
     """Return whether `Accelerator.backward` divides the loss by `gradient_accumulation_steps`.
 
-    Relies on its branches: all kinds of distributed training do so, DeepSpeed within its engine,
-    but for Megatron-LM, under which it does nothing.
+    It does for all kinds of distributed training (DeepSpeed: in its engine), except Megatron-LM,
+    under which `backward` does nothing.
     """
     from accelerate.utils import DistributedType
 
@@ -78,10 +78,10 @@ def unwrap_model(model: Any) -> Any:
 
 @contextmanager
 def gathering_rows(accelerator: Any) -> Iterator[None]:
-    """Within the block, `gather` takes tensors that have other numbers of rows on other ranks.
+    """Within the block, `gather` accepts a different number of rows on each rank.
 
-    Trainers gather what they log of each row, as TRL's do; torch fails or hangs where the numbers
-    differ. Relies on `gather_for_metrics` to call `gather` of the accelerator.
+    TRL's trainers gather values of each row for their logs; torch fails or hangs if the numbers of
+    rows differ. Relies on `gather_for_metrics` to call `gather` of the accelerator.
     """
     from accelerate.utils import recursively_apply
 

@@ -1,6 +1,6 @@
-"""What we rely on inside of Hugging Face `datasets`: how a table is held, the stages of a stream.
+"""Internals of Hugging Face `datasets` that we rely on: storage of tables, stages of streams.
 
-`datasets` itself is imported only for somebody who has an object of it, and so has imported it.
+`datasets` is imported only for an object of it, so the user has imported it already.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SPLIT_BY_SHARDS = {
     "ShuffledDataSourcesArrowExamplesIterable",
     "ShuffledDataSourcesExamplesIterable",
 }
-"""Stages that yield the same items over ranks that each read some shards as on one rank. Not
-`take`, which would take its number on each rank."""
+"""Stages whose items are the same on one rank and over ranks that each read some shards. Not
+`take`, which would take its number of items on each rank."""
 
 RESTORABLE = SPLIT_BY_SHARDS - {"BufferShuffledExamplesIterable"} | {
     "CyclingMultiSourcesExamplesIterable",
@@ -34,35 +34,32 @@ RESTORABLE = SPLIT_BY_SHARDS - {"BufferShuffledExamplesIterable"} | {
     "TakeExamplesIterable",
     "VerticallyConcatenatedMultiSourcesExamplesIterable",
 }
-"""Stages whose own state brings back all that comes after it. Not a shuffle buffer: `datasets`
-fills it anew, so what was in it is lost."""
-
+"""Stages whose own state restores all later items. Not a shuffle buffer: `datasets` refills it,
+and loses its items."""
 
 _RESTORES_SINCE = (5, 1)
-"""Before, the state of a stream of `.map()` or `.filter()` over Arrow data stands up to a whole
-table (1,000 rows) too far (datasets#7630, #8145, #8359); in 5.0.0 also any that was restored before
-stands at its beginning (#8308). Found by resuming in 3.6 to 5.2."""
-
+"""In earlier versions, the state of `.map()` or `.filter()` over Arrow data is up to a whole table
+(1,000 rows) too far (datasets#7630, #8145, #8359); in 5.0.0, a stream that was restored before
+saves the state of its beginning (#8308). Observed by resuming in 3.6 to 5.2."""
 
 _ROW_FORMATS = (None, "numpy", "torch")
 _ROW_OPTIONS = {"device", "dtype"}
-"""Formats, and their options, in which a row of a column of lists is a list, array or tensor of as
-many values."""
+"""Formats and options that read a list of a row as a list, array or tensor of its values."""
 
 
 def restores_exactly() -> bool:
-    """Tell whether the states of this version bring a stream back to where it stood."""
+    """Return whether this version of `datasets` restores the position of a stream exactly."""
     import datasets
 
     return tuple(map(int, re.findall(r"\d+", datasets.__version__)[:3])) >= _RESTORES_SINCE
 
 
 def is_plain_table(dataset: Any) -> bool | None:
-    """Tell whether rows of a table do not depend on the rows read with them; `None` for no table.
+    """Return whether a row of a table is the same in any slice; `None` if this is no table.
 
-    They are plain Python values, or arrays and tensors of whole lists of integers. Not where a
-    table applies a transform, decodes images or sound, or makes arrays of other columns, whose
-    dtype depends on the rows that are read together: one with a null becomes one of floats.
+    True for plain Python values, and for arrays and tensors of lists of integers without nulls.
+    False for a table that applies a transform, decodes images or sound, or makes arrays of other
+    columns: their dtype depends on the slice, since a null turns integers into floats.
     """
     if not is_table(dataset):
         return None
@@ -75,7 +72,7 @@ def is_plain_table(dataset: Any) -> bool | None:
 
 
 def _has_whole_lists(dataset: Any, name: str) -> bool:
-    """Tell whether a column has lists of integers, and no null."""
+    """Return whether a column has lists of integers, and no null."""
     column = dataset.data.column(name)
     return has_integer_lists(dataset, name) and not (
         column.null_count or any(chunk.values.null_count for chunk in column.chunks)
@@ -83,15 +80,15 @@ def _has_whole_lists(dataset: Any, name: str) -> bool:
 
 
 def is_table(dataset: Any) -> bool:
-    """Tell whether a dataset is a table of `datasets`, and of no class that is derived from it."""
-    kind = type(dataset)  # by its name: a user's own module may be called `datasets`, too
+    """Return whether a dataset is a table of `datasets`, and not of a derived class."""
+    kind = type(dataset)  # by full name: a user's module may be called `datasets`, too
     return (kind.__module__, kind.__qualname__) == ("datasets.arrow_dataset", "Dataset")
 
 
 def shown_columns(dataset: Any) -> list[str] | None:
-    """Return the columns that rows of a table have, each as the list, array or tensor that it is.
+    """Return the columns that the rows of a table have.
 
-    `None` for what is no table, and where a transform makes the rows, or a format of another shape.
+    `None` if the dataset is no table, or if a transform or another format makes its rows.
     """
     if not is_table(dataset):
         return None
@@ -103,9 +100,9 @@ def shown_columns(dataset: Any) -> list[str] | None:
 
 
 def has_integer_lists(dataset: Any, name: str) -> bool:
-    """Tell whether the rows of a column are lists of integers, which reading them does not change.
+    """Return whether the rows of a column are lists of integers, and read as they are stored.
 
-    Not lists of lists, nor an array of several dimensions, nor what a feature decodes.
+    False for lists of lists, arrays of several dimensions, and features that decode.
     """
     from datasets.features.features import require_decoding
     from pyarrow import types
@@ -117,29 +114,29 @@ def has_integer_lists(dataset: Any, name: str) -> bool:
 
 
 def stored_column(dataset: Any, name: str) -> tuple[Any, Any]:
-    """Return a column as Arrow holds it, and the places in it of the rows; `None` if in order."""
+    """Return a column of Arrow, and the position of each row in it; `None` if they are in order."""
     indices = dataset._indices
-    places = None if indices is None else indices.column(0).to_numpy()
-    return dataset.data.column(name), places
+    positions = None if indices is None else indices.column(0).to_numpy()
+    return dataset.data.column(name), positions
 
 
 def fingerprint_of_table(dataset: Any) -> str:
-    """Return what `datasets` tells tables apart by: a hash of their content, or of their making."""
+    """Return the fingerprint of a table: a hash of its content, or of the calls that made it."""
     return str(dataset._fingerprint)
 
 
 def stages_of(stream: Any) -> list[Any]:
-    """Return the stages of a stream, from its end to its beginning; none where they are unknown."""
+    """Return the stages of a stream, from last to first; an empty list if they are unknown."""
     return list(_walk(getattr(stream, "_ex_iterable", None)))
 
 
 def consists_of(stages: list[Any], names: set[str]) -> bool:
-    """Tell whether the stages are known, and the class of each is one of `names`."""
+    """Return whether the stages are known, and `names` has the class of each."""
     return bool(stages) and all(type(stage).__name__ in names for stage in stages)
 
 
 def splits_by_shards(stages: list[Any]) -> bool:
-    """Tell whether ranks that each read some shards get, together, what one rank would."""
+    """Return whether ranks that each read some shards together get the items of a single rank."""
     of_all = any(
         getattr(stage, name, False)
         for stage in stages
@@ -149,8 +146,8 @@ def splits_by_shards(stages: list[Any]) -> bool:
 
 
 def own_copy(stream: Any) -> Any:
-    """Return a stream that shares neither epoch nor position, which `datasets` keeps in stages."""
-    copied = object.__new__(type(stream))  # Its `__setstate__` would let both share attributes.
+    """Return a copy of a stream with its own epoch and position, which its stages hold."""
+    copied = object.__new__(type(stream))  # With `__setstate__`, both would share attributes.
     copied.__dict__.update(vars(stream))
     copied._epoch = copy.deepcopy(stream._epoch)
     copied._ex_iterable = _own_stage(stream._ex_iterable)
@@ -158,19 +155,19 @@ def own_copy(stream: Any) -> Any:
 
 
 def is_split(stream: Any) -> bool:
-    """Tell whether a stream was split over ranks already, by `split_dataset_by_node`."""
+    """Return whether `split_dataset_by_node` has split a stream over ranks."""
     return getattr(stream, "_distributed", None) is not None
 
 
 def split_over_ranks(stream: Any, rank: int, world_size: int) -> Any:
-    """Return the share of one rank."""
+    """Return the share of `rank`."""
     from datasets.distributed import split_dataset_by_node
 
     return split_dataset_by_node(stream, rank=rank, world_size=world_size)
 
 
 def shuffle_states(stages: list[Any]) -> list[Any]:
-    """Return the states of the random generators that stages shuffle or mix by."""
+    """Return the states of the random generators of stages that shuffle or mix."""
     return [stage.generator.bit_generator.state for stage in stages if hasattr(stage, "generator")]
 
 

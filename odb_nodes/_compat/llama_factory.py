@@ -1,6 +1,6 @@
-"""What we rely on inside of LLaMA-Factory: the two places where its training can be changed.
+"""Internals of LLaMA-Factory that we rely on: its argument parser and its trainer classes.
 
-Read in llamafactory 0.9.5. Its canary is `tests/integrations/test_llama_factory_package.py`, which
+Read in llamafactory 0.9.5. Its canary is `tests/integrations/llama_factory/test_package.py`, which
 runs where the package is, since it needs versions of other packages that are not ours.
 """
 
@@ -15,10 +15,10 @@ TRAINERS = {
     "llamafactory.train.sft.workflow": "CustomSeq2SeqTrainer",
     "llamafactory.train.pt.workflow": "CustomTrainer",
 }
-"""Module that trains -> the class of the trainer that it makes."""
+"""Training module -> the class of its trainer."""
 
 OTHER_VERSION = (
-    "This is another version of LLaMA-Factory than the one that this is made for. Install "
+    "This version of LLaMA-Factory is not supported. Install "
     "llamafactory==0.9.5, or call `DynamicBatches.configure` in a workflow of your own."
 )
 
@@ -29,14 +29,14 @@ def import_tuner() -> Any:
         return import_module("llamafactory.train.tuner")
     except ImportError as error:
         raise ImportError(
-            f"LLaMA-Factory cannot be imported ({error}). Install it, with what it needs: "
+            f"LLaMA-Factory cannot be imported ({error}). Install it, with its dependencies: "
             "pip install llamafactory"
         ) from error
 
 
 @contextmanager
 def changed(parse: Callable[[Any], Any], make: Callable[[Any], Any]) -> Iterator[None]:
-    """Let LLaMA-Factory train with other arguments and trainers within the block.
+    """Within the block, LLaMA-Factory trains with the arguments and trainers of these functions.
 
     Relies on `tuner._training_function` to call `get_train_args` of its module once, and on the
     modules in `TRAINERS` to make one trainer each, by the name of its class.

@@ -1,6 +1,6 @@
-"""What we know of WebDataset, LitData and MosaicML Streaming: which iterables split themselves.
+"""Iterables of WebDataset, LitData and MosaicML Streaming that split themselves over ranks.
 
-None of them is imported: a class, or a function, is recognized by its name and its module's.
+None of the libraries is imported: classes and functions are recognized by name and module.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _DATASETS = {
     ("litdata", "ParallelStreamingDataset"),
     ("streaming", "StreamingDataset"),
 }
-"""Package and class; a class derived from one counts as well."""
+"""(package, class); derived classes count, too."""
 _NODE_SPLITTER = ("webdataset", "split_by_node")  # a stage of a WebDataset's pipeline
 _MOST_SEEN, _MOST_HELD = 500, 32  # objects within an iterable, and within a list
 
 
 def split_by_itself(iterable: Any) -> str | None:
-    """Return what in an iterable, or within what it holds, yields each rank a share; or None."""
+    """Return the name of an object within an iterable that splits over ranks; or None."""
     return next(filter(None, map(_name_of, _within(iterable))), None)
 
 
@@ -46,8 +46,9 @@ def _named(definition: FunctionType | type[Any]) -> tuple[str, str]:
 
 
 def _within(root: Any) -> Iterator[Any]:
-    """Yield an object, and what it holds in attributes, lists and dicts, the nearest first."""
-    queue, seen = [root], {id(root)}
+    """Yield an object, then the objects in its attributes, lists and dicts, breadth first."""
+    queue = [root]
+    seen = {id(root)}
     for value in queue:
         yield value
         inner_values: list[Any] = []

@@ -1,4 +1,4 @@
-"""What we rely on inside of torch."""
+"""Internals of torch that we rely on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 @contextmanager
 def without_ddp_sync(model: DistributedDataParallel) -> Iterator[None]:
-    """Within this context a DDP model has no collective, in forward or in backward."""
+    """Within the block, forward and backward of a DDP model run no collective."""
     # `no_sync` alone would let the first forward broadcast the buffers once more.
     before = model.require_forward_param_sync
     model.require_forward_param_sync = False
@@ -30,18 +30,18 @@ def without_ddp_sync(model: DistributedDataParallel) -> Iterator[None]:
 
 
 class PinnedMemory:
-    """Memory that the device which is current when this is made copies from at full speed."""
+    """Makes pinned memory for the device that is current when this object is made."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()  # A new thread begins with device 0.
 
     def pin(self, batch: Any) -> Any:
-        """Return a batch whose tensors are pinned: those that are already, as they are."""
+        """Return a batch whose tensors are pinned; pinned tensors are not copied."""
         with torch.cuda.device(self._device):
             return pin_memory(batch)
 
     def new(self, shape: tuple[int, ...], fill: int, dtype: np.dtype[Any]) -> torch.Tensor:
-        """Return a pinned tensor that is filled with a value."""
+        """Return a pinned tensor filled with `fill`."""
         alike = torch.from_numpy(np.empty(0, dtype)).dtype
         with torch.cuda.device(self._device):
             return torch.full(shape, fill, dtype=alike, pin_memory=True)
@@ -54,8 +54,8 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Tell whether ranks compute a model together: FSDP, or parameters that are `DTensor`s."""
-    loaded = sys.modules.get("torch.distributed.fsdp")  # otherwise none was made
+    """Return whether a model is sharded over ranks: FSDP, or parameters that are `DTensor`s."""
+    loaded = sys.modules.get("torch.distributed.fsdp")  # not imported: no model uses it
     names = ("FullyShardedDataParallel", "FSDPModule")
     kinds = tuple(getattr(loaded, name) for name in names if hasattr(loaded, name))
     is_fsdp = any(isinstance(module, kinds) for module in model.modules())
@@ -64,7 +64,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that `loss.backward()` gives gradients to, as far as its graph shows."""
-    leaves, seen, waiting = [], set(), [loss.grad_fn]
+    leaves = []
+    seen = set()
+    waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -77,11 +79,11 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is a part of one that ranks share."""
-    loaded = sys.modules.get("torch.distributed.tensor")  # otherwise none was made
+    """Return whether a tensor is a `DTensor`, which is sharded over ranks."""
+    loaded = sys.modules.get("torch.distributed.tensor")  # not imported: there is no `DTensor`
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def forget_step(scaler: torch.amp.GradScaler) -> None:
-    """Let a scaler forget the step that it is within, where an optimizer's step has failed."""
+    """Reset the current step of a scaler, after the step of an optimizer has failed."""
     scaler._per_optimizer_states.clear()

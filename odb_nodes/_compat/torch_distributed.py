@@ -1,4 +1,4 @@
-"""What we rely on inside of torch.distributed: gloo groups that are built by hand.
+"""Internals of torch.distributed that we rely on: gloo groups that are built by hand.
 
 `torch.distributed.new_group` would need every rank of the job to take part, and would register the
 group with the job. A `ProcessGroupGloo` needs only its own ranks, and closes when it is deleted.
@@ -21,10 +21,10 @@ _FOREVER = timedelta(days=365)
 
 
 def job_store() -> Any:
-    """Return a connection to the store of the job that is not shared.
+    """Return a new connection to the store of the job.
 
-    A store serves one call at a time, and gloo waits for other ranks within a call. Two threads
-    that shared a store, in another order on another rank, would wait for each other.
+    A store serves one call at a time, and gloo waits for other ranks within a call. Threads that
+    share a store would deadlock if their order differs between ranks.
     """
     store: Any = dist.distributed_c10d._get_default_store()
     try:
@@ -34,10 +34,10 @@ def job_store() -> Any:
 
 
 class RefusingCollectives(TorchDispatchMode):
-    """Within this context, a collective of this thread raises an error in place of waiting.
+    """Within this context, a collective of this thread raises an error instead of waiting.
 
-    Relies on collectives being operations of the namespace `c10d`, which a `TorchDispatchMode` is
-    asked for, as `torch.distributed.tensor.debug.CommDebugMode` does.
+    Relies on collectives being operations of the namespace `c10d`, which a `TorchDispatchMode`
+    intercepts, as `torch.distributed.tensor.debug.CommDebugMode` does.
     """
 
     def __init__(self, reason: str) -> None:
@@ -52,15 +52,15 @@ class RefusingCollectives(TorchDispatchMode):
 
 
 def store_host() -> str:
-    """Return which process the store of the job lives with, for errors.
+    """Return the process that hosts the store of the job, for errors.
 
-    It is the agent of torchrun, or else rank 0, unless the program has made the store itself.
+    It is the agent of torchrun, or else rank 0, unless the program made the store itself.
     """
     return "torchrun" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
 
 
 def abort_groups() -> None:
-    """Break all connections of this process: collectives over NCCL fail then, gloo's do not."""
+    """Abort all groups of this process: collectives over NCCL then fail, those over gloo do not."""
     for group in [*dist.distributed_c10d._world.pg_names]:
         with suppress(RuntimeError):
             group.abort()
@@ -74,8 +74,7 @@ def gloo_group(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
 def begin_all_gather(group: Any, parts: Sequence[torch.Tensor], tensor: torch.Tensor) -> Any:
     """Start an all-gather without waiting for it, and return its work.
 
-    It never times out within gloo, which would count on for a call that the caller has given up,
-    and close the connection.
+    It has no timeout within gloo, which would close the connection after the caller gave up.
     """
     options = dist.distributed_c10d.AllgatherOptions()
     options.timeout = _FOREVER
@@ -83,18 +82,18 @@ def begin_all_gather(group: Any, parts: Sequence[torch.Tensor], tensor: torch.Te
 
 
 def is_wait_timeout(error: RuntimeError) -> bool:
-    """Tell whether `work.wait(timeout)` raised because the work is not done yet.
+    """Return whether `work.wait(timeout)` raised because the work is not done yet.
 
-    gloo raises a `RuntimeError` for this and for work that has failed.
+    gloo raises a `RuntimeError` both for a timeout and for failed work.
     """
     return "Operation timed out!" in str(error)
 
 
 def keep(value: Any) -> None:
-    """Keep an object from being deleted, also at the end of the interpreter, until `release`."""
+    """Keep an object alive until `release`, even at the end of the interpreter."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def release(value: Any) -> None:
-    """Take `keep` back."""
+    """Undo `keep`."""
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(value))

@@ -1,6 +1,6 @@
-"""torchdata 0.11: its threads, its lengths, and its counters of epochs.
+"""Internals of torchdata 0.11 that we rely on: its threads, lengths, and counters of epochs.
 
-Relied on beside the public names: the iterators of its mappers and prefetchers, which are `_it` of
+These are the iterators of its mappers and prefetchers, which are `_it` of
 the node; their events, threads, workers and queues; `epoch` and `_started` of `SamplerWrapper`; the
 state of a `Prefetcher`, whose key "snapshot" holds its source's state.
 """
@@ -39,17 +39,17 @@ _POLL_S = 0.05
 
 
 def has_threads(node: BaseNode[Any]) -> bool:
-    """Tell whether a node has started threads or workers."""
+    """Return whether a node has started threads or workers."""
     return isinstance(getattr(node, "_it", None), (_SingleThreadedMapper, _ParallelMapperIter))
 
 
 def replays_items(node: BaseNode[Any]) -> bool:
-    """Tell whether a node takes items of its source once more when it is restored."""
+    """Return whether a restored node takes items of its source again."""
     return isinstance(node, Unbatcher) or getattr(node, "snapshot_frequency", 1) != 1
 
 
 def signal_stop(node: BaseNode[Any]) -> None:
-    """Tell the threads of a node to stop, without waiting for them."""
+    """Ask the threads of a node to stop, without waiting for them."""
     it = getattr(node, "_it", None)
     for event in ("_stop_event", "_stop", "_mp_stop"):
         if isinstance(it, (_SingleThreadedMapper, _ParallelMapperIter)) and hasattr(it, event):
@@ -58,10 +58,10 @@ def signal_stop(node: BaseNode[Any]) -> None:
 
 def join_threads(node: BaseNode[Any], timeout_s: float) -> None:
     """Stop the threads and workers of a node, and wait until each has left its source."""
-    # Their own shutdown goes on after 0.5 s: a slow source would lose an item at every reset.
+    # Their own shutdown gives up after 0.5 s: a slow source would lose an item at every reset.
     if not isinstance(node, (Prefetcher, PinMemory, _ParallelMapperImpl)):
         return
-    # A reset of theirs that raised has deleted it, and the next one would miss it.
+    # A reset that raised has deleted `_it`, and the next reset would miss it.
     it = node._it = getattr(node, "_it", None)
     signal_stop(node)
     if isinstance(it, _SingleThreadedMapper):
@@ -78,7 +78,7 @@ def _join_parallel_mapper(
         worker.terminate()  # type: ignore[union-attr]
     _join(it._workers, timeout_s, node)
     for queue in (it._in_q, it._intermed_q) if it.method == "process" else ():
-        # Its thread may be stuck in a pipe that has no reader any more, and is joined at exit.
+        # The feeder thread may block in a pipe without a reader, and would be joined at exit.
         feeder = getattr(queue, "_thread", None)
         queue.cancel_join_thread()  # type: ignore[union-attr]
         queue._reader.close()  # type: ignore[union-attr]
@@ -99,10 +99,10 @@ def _join(threads: Iterable[Any], timeout_s: float, node: BaseNode[Any]) -> None
 
 
 def thread_of(prefetcher: Prefetcher[Any]) -> threading.Thread:
-    """Return the thread of a `Prefetcher` that was reset, which may now delete the prefetcher.
+    """Return the thread of a `Prefetcher` that was reset; that thread may delete the prefetcher.
 
-    A prefetcher joins its thread when it is deleted, and a garbage collection on that thread may
-    delete it: a thread cannot join itself.
+    A prefetcher joins its thread when it is deleted. If a garbage collection on that thread deletes
+    it, the thread would join itself.
     """
     it = prefetcher._it
     assert it is not None
@@ -112,7 +112,7 @@ def thread_of(prefetcher: Prefetcher[Any]) -> threading.Thread:
 
 
 class _OtherThread:
-    """A thread that is not alive for code that runs on it, which therefore does not join it."""
+    """A thread that seems to have ended, for code that runs on it and would join it."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
@@ -123,7 +123,7 @@ class _OtherThread:
 
 
 def unrepeatable_sampler(node: BaseNode[Any]) -> Any:
-    """Return the sampler of a `SamplerWrapper` if it cannot yield its order again; else None."""
+    """Return the sampler of a `SamplerWrapper` if it cannot repeat its order; else None."""
     sampler = getattr(node, "sampler", None) if isinstance(node, SamplerWrapper) else None
     inner = getattr(sampler, "sampler", sampler)  # of a `BatchSampler`
     restored = isinstance(sampler, Stateful) or hasattr(sampler, "set_epoch")
@@ -131,19 +131,20 @@ def unrepeatable_sampler(node: BaseNode[Any]) -> Any:
 
 
 def set_epoch(node: BaseNode[Any], epoch: int) -> None:
-    """Make `epoch` the one that the next reset of a `SamplerWrapper` begins."""
+    """Let the next reset of a `SamplerWrapper` begin `epoch`."""
     if isinstance(node, SamplerWrapper):
-        node.epoch, node._started = epoch, False
+        node.epoch = epoch
+        node._started = False
 
 
 def snapshot_of(prefetcher: Prefetcher[Any]) -> dict[str, Any]:
-    """Return the state that the source of a `Prefetcher` had after the item taken last."""
+    """Return the state of the source of a `Prefetcher` after the last item that was taken."""
     state: dict[str, Any] = prefetcher.state_dict()["snapshot"]
     return state
 
 
 def length_of(node: BaseNode[Any]) -> int:
-    """Return how many items a node yields per epoch."""
+    """Return the number of items of a node per epoch."""
     if hasattr(type(node), "__len__"):
         return len(node)  # type: ignore[arg-type]
     if isinstance(node, ParallelMapper) and node.prebatch is not None:

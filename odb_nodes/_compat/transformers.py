@@ -1,4 +1,4 @@
-"""What we rely on inside of transformers: the loop of its `Trainer`, and its models' losses.
+"""Internals of transformers that we rely on: the `Trainer`, losses and positions of models.
 
 Read in transformers 5.23.0, 5.6.0 and 4.57.6; the extra `hf` allows 4.57 and later. Each function
 has a canary in `tests/_compat/test_transformers.py`.
@@ -24,11 +24,12 @@ from odb_nodes.errors import StateError
 
 @contextmanager
 def constructed_without_length(trainer: Any, args: Any) -> Iterator[None]:
-    """Let a `Trainer` without `max_steps` be made for a dataset without a length.
+    """Within the block, a `Trainer` without `max_steps` accepts a dataset without a length.
 
     Relies on `Trainer._validate_args` alone reading `args.max_steps` in the constructor.
     """
-    before, args.max_steps = args.max_steps, 1
+    before = args.max_steps
+    args.max_steps = 1
     try:
         yield
     finally:
@@ -39,14 +40,15 @@ def constructed_without_length(trainer: Any, args: Any) -> Iterator[None]:
 
 @contextmanager
 def bounded_loop(args: Any, most_steps: int) -> Iterator[None]:
-    """Let `Trainer.train` loop until it is stopped, or until `most_steps` optimizer steps.
+    """Within the block, `Trainer.train` loops until stopped, at most `most_steps` optimizer steps.
 
-    Relies on `Trainer.set_initial_training_values`: for a loader without a length it takes
-    `args.max_steps` for the steps of the run and of each epoch, and sets no limit to the epochs;
-    and on `args.ignore_data_skip` to keep `_run_epoch` from reading batches only to skip them.
+    Relies on `Trainer.set_initial_training_values`: without a length of the loader,
+    `args.max_steps` is the number of steps of the run and of each epoch, and epochs have no limit.
+    With `args.ignore_data_skip`, `_run_epoch` reads no batches only to skip them.
     """
     before = args.max_steps, args.ignore_data_skip
-    args.max_steps, args.ignore_data_skip = most_steps, True
+    args.max_steps = most_steps
+    args.ignore_data_skip = True
     try:
         yield
     finally:
@@ -54,10 +56,10 @@ def bounded_loop(args: Any, most_steps: int) -> Iterator[None]:
 
 
 def plan_steps(trainer: Any, steps: int) -> None:
-    """Make a run that begins expect `steps` optimizer steps.
+    """Set the number of optimizer steps that a new run expects.
 
-    Relies on `TrainerState.max_steps`, and on `compute_steps` to turn `logging_steps` and the like
-    from shares into steps. A resumed run keeps the steps of its checkpoint.
+    Relies on `TrainerState.max_steps`, and on `compute_steps` to convert `logging_steps` and
+    similar arguments from shares to steps. A resumed run keeps the steps of its checkpoint.
     """
     trainer.state.max_steps = steps
     if not trainer.state.global_step:
@@ -65,9 +67,9 @@ def plan_steps(trainer: Any, steps: int) -> None:
 
 
 def begin_alone(trainer: Any) -> None:
-    """Do to a trainer and its model what `train` does before a first `training_step`.
+    """Prepare a trainer and its model for a `training_step`, as `train` does. Idempotent.
 
-    Doing it again is harmless. Relies on the names of these arguments, methods and attributes;
+    Relies on the names of these arguments, methods and attributes;
     older versions have `gradient_checkpointing` alone.
     """
     args, model = trainer.args, trainer.model
@@ -87,9 +89,9 @@ def begin_alone(trainer: Any) -> None:
 
 
 def stop_epoch(trainer: Any, *, ends_training: bool) -> None:
-    """End the epoch, called from a `get_batch_samples` that returns no batches.
+    """End the epoch. To be called in `get_batch_samples`, which then returns no batches.
 
-    Relies on `_run_epoch` to look at `control` also after no batches.
+    Relies on `_run_epoch` to read `control` even after no batches.
     """
     trainer.control.should_epoch_stop = True
     if ends_training:
@@ -97,9 +99,9 @@ def stop_epoch(trainer: Any, *, ends_training: bool) -> None:
 
 
 def finish_at_this_step(args: Any, state: Any, control: Any) -> None:
-    """Do at the end of an epoch what the `Trainer` does after the last step of a run.
+    """End the run at the end of an epoch: evaluate and save as after the last step of a run.
 
-    Relies on `DefaultFlowCallback.on_step_end` to do that at `state.max_steps`, and on
+    Relies on `DefaultFlowCallback.on_step_end` to request both at `state.max_steps`, and on
     `Trainer._maybe_log_save_evaluate` being called after `on_epoch_end`.
     """
     from transformers.trainer_callback import DefaultFlowCallback, TrainerControl
@@ -121,13 +123,13 @@ def finish_at_this_step(args: Any, state: Any, control: Any) -> None:
 
 
 def load_skipped_weights(model: Any, checkpoint: str, loaded: Any) -> None:
-    """Load a model as `from_pretrained` does, where `load_state_dict` has left out some of it.
+    """Load with `from_pretrained` if `load_state_dict` has skipped weights.
 
-    A `Trainer` loads by `load_state_dict`, not strictly, and only logs the keys that differ. They
-    do where `save_pretrained` writes weights by other names, or in other parts, than the model has
-    them, as for mixtures of experts, ViT and Qwen2-VL. Relies on the `Trainer` passing the result
-    to `Trainer._issue_warnings_after_load`. With FSDP, DeepSpeed and adapters of peft it does not:
-    they save the model's own keys.
+    A `Trainer` calls `load_state_dict(strict=False)`, and only logs keys that differ. They differ
+    if `save_pretrained` renames, splits or joins weights, as for mixtures of experts, ViT and
+    Qwen2-VL. Relies on the `Trainer` passing the result
+    to `Trainer._issue_warnings_after_load`. It does not with FSDP, DeepSpeed and adapters of
+    peft, which save the model's own keys.
     """
     from transformers import PreTrainedModel
 
@@ -135,15 +137,15 @@ def load_skipped_weights(model: Any, checkpoint: str, loaded: Any) -> None:
     missing = _not_loaded(model, loaded.missing_keys)
     if not missing and not loaded.unexpected_keys:
         return
-    refused = partial(_other_weights, checkpoint, type(model).__name__)
+    error_of = partial(_weights_error, checkpoint, type(model).__name__)
     is_stock = isinstance(model, PreTrainedModel) and getattr(model, "hf_quantizer", None) is None
-    # These may be missing without a word of `from_pretrained`: new, they would be random.
+    # `from_pretrained` does not report these if they are missing: they would be random.
     optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     optional = [key for key in missing if any(re.search(pattern, key) for pattern in optional)]
     if not is_stock or optional:
-        raise refused(optional or missing, loaded.unexpected_keys)
+        raise error_of(optional or missing, loaded.unexpected_keys)
     try:
-        # In the widest type of all, so that each weight is copied into its own without rounding.
+        # In the widest dtype of all weights, so that copying rounds none of them.
         types = (
             parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()
         )
@@ -156,19 +158,19 @@ def load_skipped_weights(model: Any, checkpoint: str, loaded: Any) -> None:
             local_files_only=True,
         )
         new = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
-        left_over = info["unexpected_keys"]
-        if not new and not left_over:
+        unexpected = info["unexpected_keys"]
+        if not new and not unexpected:
             model.load_state_dict(whole.state_dict())
-    except Exception as error:  # a class of models may raise any error for a config or for weights
-        raise refused(missing, loaded.unexpected_keys) from error
-    if new or left_over:
-        raise refused(new, left_over)
+    except Exception as error:  # Model classes raise any error for a config or weights.
+        raise error_of(missing, loaded.unexpected_keys) from error
+    if new or unexpected:
+        raise error_of(new, unexpected)
 
 
 def _not_loaded(model: Any, missing: Iterable[str]) -> list[str]:
-    """Return the missing keys whose weights were not loaded by another name either.
+    """Return the missing keys whose weights no tied key has loaded.
 
-    Relies on `_keys_to_ignore_on_save`: weights that do not change, such as of positions.
+    Relies on `_keys_to_ignore_on_save`: constant weights, such as positions.
     """
     missing = {*missing} - {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
     weights = model.state_dict(keep_vars=True)
@@ -176,10 +178,10 @@ def _not_loaded(model: Any, missing: Iterable[str]) -> list[str]:
     return sorted(key for key in missing if id(weights.get(key)) not in loaded)
 
 
-def _other_weights(
-    checkpoint: str, model: str, missing: Iterable[str], left_over: Iterable[str]
+def _weights_error(
+    checkpoint: str, model: str, missing: Iterable[str], unexpected: Iterable[str]
 ) -> StateError:
-    keys = {"missing from it": sorted(missing), "in it alone": sorted(left_over)}
+    keys = {"missing from it": sorted(missing), "in it alone": sorted(unexpected)}
     parts = [
         f"{len(names)} are {where}, such as `{names[0]}`" for where, names in keys.items() if names
     ]
@@ -201,13 +203,13 @@ def sampling_strategy(args: Any) -> str:
 
 
 def parallel_sizes(trainer: Any) -> dict[str, int]:
-    """Return how many ranks share samples, by the methods that say so in some versions."""
+    """Return the sizes of tensor, context and sequence parallelism, by their methods."""
     names = ("get_tp_size", "get_cp_size", "get_sp_size")
     return {name: getattr(trainer, name)() for name in names if hasattr(trainer, name)}
 
 
 def deepspeed_has_scheduler(trainer: Any) -> bool:
-    """Return whether DeepSpeed makes the schedule, which the loop tells its `max_steps`."""
+    """Return whether the DeepSpeed config has a scheduler, which is made for `max_steps`."""
     plugin = trainer.accelerator.state.deepspeed_plugin  # None without DeepSpeed
     return plugin is not None and "scheduler" in plugin.deepspeed_config
 
@@ -222,16 +224,16 @@ def steps_within_backward(args: Any) -> bool:
 
 
 def is_default_collator(collate: Any) -> bool:
-    """Return whether a `Trainer` chose this collator itself; it stacks, and cannot pad."""
+    """Return whether this is the default collator of a `Trainer`, which stacks and cannot pad."""
     from transformers import DefaultDataCollator, default_data_collator
 
     return collate is default_data_collator or isinstance(collate, DefaultDataCollator)
 
 
 def pads_by_default(trainer: Any) -> bool:
-    """Return whether a `Trainer` has a collator that it chose itself, for rows of tokens.
+    """Return whether a `Trainer` has the default collator, but needs padding of token rows.
 
-    Relies on `PreTrainedModel.main_input_name`, where the trainer keeps all columns.
+    If the trainer keeps all columns, relies on `PreTrainedModel.main_input_name`.
     """
     if not is_default_collator(trainer.data_collator):
         return False
@@ -243,9 +245,9 @@ def pads_by_default(trainer: Any) -> bool:
 def collator_columns(trainer: Any) -> set[str]:
     """Return the keys of samples that the trainer's collator takes.
 
-    Relies on `Trainer._set_signature_columns_if_needed`, which other libraries override, and which
-    sets `_signature_columns` once: also where a search has taken the model away since. Where it is
-    the `Trainer`'s own, the parameters of the model inside its wrappers count, too.
+    Relies on `Trainer._set_signature_columns_if_needed`, which other libraries override. It sets
+    `_signature_columns` once, even if a search later removes the model. If it is not overridden,
+    the parameters of the model inside its wrappers are added.
     """
     from transformers import Trainer
 
@@ -259,7 +261,7 @@ def collator_columns(trainer: Any) -> set[str]:
 
 
 def sample_columns(trainer: Any) -> set[str] | None:
-    """Return the keys of samples that the trainer's collator gets, or None where it gets all."""
+    """Return the keys of samples that the trainer's collator gets, or None if it gets all."""
     return collator_columns(trainer) if trainer.args.remove_unused_columns else None
 
 
@@ -269,7 +271,7 @@ def model_inputs(model: Any) -> set[str]:
 
 
 def needs_labels(trainer: Any) -> bool:
-    """Tell whether the model cannot be called without `labels`."""
+    """Return whether the model cannot be called without `labels`."""
     if trainer.model is None:
         return False
     parameters = inspect.signature(base_model(trainer.model).forward).parameters
@@ -295,10 +297,10 @@ def shifts_labels(model: Any) -> bool:
     """Return whether position i of a model predicts label i + 1, so that the first is no target.
 
     Relies on `PreTrainedModel.loss_type` and the table `LOSS_MAPPING`, as `Trainer` itself does. A
-    name that is not in the table, as of GPT-2, has the causal loss if it calls `loss_function`: the
-    `Trainer` takes such models for others. Models that compute their own cross entropy, as the
-    decoders of BART and TrOCR, name `shift_labels` where they shift. A model of another library
-    is taken for a causal one.
+    model that is not in the table, such as GPT-2, has the causal loss if it calls `loss_function`;
+    the `Trainer` misses those. Models that compute their own cross entropy, such as the decoders of
+    BART and TrOCR, use the name `shift_labels` if they shift. Models of other libraries count as
+    causal.
     """
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -317,10 +319,23 @@ def shifts_labels(model: Any) -> bool:
     return "loss_function" in names if loss is None else loss is ForCausalLMLoss
 
 
-def smoother_shifts(trainer: Any) -> bool | None:
-    """Tell whether the `Trainer` shifts labels for its `label_smoother`; `None` without one.
+def rope_index_module(model: Any) -> Any:
+    """Return a module without weights that has the model's `get_rope_index`; `None` without it.
 
-    Relies on `compute_loss` to ask `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES` for the name of the model.
+    Relies on `get_rope_index` to use the module's `config` alone. The result is picklable.
+    """
+    for module in model.modules():
+        if hasattr(type(module), "get_rope_index"):
+            weightless = object.__new__(type(module))
+            weightless.__dict__["config"] = module.config
+            return weightless
+    return None
+
+
+def smoother_shifts(trainer: Any) -> bool | None:
+    """Return whether the `Trainer` shifts labels for its `label_smoother`; `None` without one.
+
+    Relies on `compute_loss` to look up the model's class in `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -330,9 +345,9 @@ def smoother_shifts(trainer: Any) -> bool | None:
 
 
 def ctc_reduction(trainer: Any) -> str | None:
-    """Return how a model for CTC reduces its loss over a batch, or None where the loss is another.
+    """Return how a CTC model reduces its loss over a batch; `None` for other losses.
 
-    "mean" is one over samples. Relies on the names of these classes, which end with "ForCTC".
+    "mean" is a mean over samples. Relies on the names of these classes, which end with "ForCTC".
     """
     model = base_model(trainer.model)
     is_ctc = any(kind.__name__.endswith("ForCTC") for kind in type(model).__mro__)
@@ -347,7 +362,7 @@ def takes_num_items(trainer: Any) -> bool:
 
 
 def loss_scale(trainer: Any, *, has_items: bool) -> float:
-    """Return what a `Trainer` multiplies a loss by, before its backward.
+    """Return the factor by which a `Trainer` multiplies a loss before backward.
 
     Relies on `compute_loss` to multiply a loss that takes `num_items_in_batch` by the ranks, with
     `average_tokens_across_devices`; and on `training_step` to divide others by the micro-steps,
@@ -361,11 +376,11 @@ def loss_scale(trainer: Any, *, has_items: bool) -> float:
     return float(scale / (trainer.args.gradient_accumulation_steps if is_divided else 1))
 
 
-# --- its samplers ---------------------------------------------------------------------------------
+# --- samplers -------------------------------------------------------------------------------------
 
 
 def sampler_class(name: str) -> Any:
-    """Return a sampler of the `Trainer` by its name; `None` where transformers lacks it."""
+    """Return a sampler of the `Trainer` by its name; `None` if transformers lacks it."""
     try:
         from transformers import trainer_pt_utils
     except ImportError:
@@ -385,9 +400,9 @@ def rebalanced_batches(
 ) -> list[tuple[list[int], ...]]:
     """Return the batches of a `BatchRebalanceSampler` in its first epoch, for all ranks.
 
-    Relies on `_assign` computing the batches of an optimizer step for all ranks, and on
-    `_yield_global_batch` choosing the part of one rank; calling it for each rank would compute
-    all batches again for each.
+    Relies on `_assign` to compute the batches of an optimizer step for all ranks, and on
+    `_yield_global_batch` to choose the batches of a rank. A sampler for each rank would compute all
+    batches for each rank.
     """
     sampler = sampler_class("BatchRebalanceSampler")(
         lengths, batch_size * world_size * accumulate, world_size, accumulate, seed=seed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,15 @@ from odb_nodes.training.ledger import Ledger
 from odb_nodes.training.memory.guard import OomGuard
 from odb_nodes.training.monitor import Monitor, StepMeter
 from odb_nodes.training.tasks.task_gradients import AnyWeights
+
+
+class UnreportedBatch(NamedTuple):
+    """A trained batch that the monitor has not received yet."""
+
+    batch: Any
+    info: StepInfo
+    wait_s: float
+    measured: dict[str, Any]  # loss, learning rate, ... of the step, in its last batch
 
 
 class StepRecorder:
@@ -33,7 +42,7 @@ class StepRecorder:
         self.meter = StepMeter()
         self.guard: OomGuard | None = None
         self._ooms = 0
-        self._unreported: list[tuple[Any, StepInfo, float, dict[str, Any]]] = []
+        self._unreported: list[UnreportedBatch] = []
         self.begin_step()
 
     def resume(self, loader: ODBDataLoader, state: Mapping[str, Any] | None, step: int) -> None:
@@ -67,12 +76,13 @@ class StepRecorder:
             if self._ledger is not None:
                 self._ledger.record(info)
             if self.monitor is not None:
-                self._unreported.append((batch, info, wait_s, {}))
+                self._unreported.append(UnreportedBatch(batch, info, wait_s, {}))
         if self._unreported:
-            last, ooms = self._unreported[-1][1], 0 if self.guard is None else self.guard.ooms
-            self._unreported[-1][-1].update(
+            ooms = 0 if self.guard is None else self.guard.ooms
+            last = self._unreported[-1]
+            last.measured.update(
                 loss=sum(self.losses) if self.losses else None,
-                loss_weight=last.optimizer_targets / last.world_size,
+                loss_weight=last.info.optimizer_targets / last.info.world_size,
                 ooms=ooms - self._ooms,
                 **self.at_step,
             )
@@ -81,9 +91,10 @@ class StepRecorder:
 
     def report_to_monitor(self, grad_norm: float | None = None) -> None:
         """Pass the recorded step to the monitor, if any. All ranks call it together."""
-        unreported, self._unreported = self._unreported, []
+        unreported = self._unreported
+        self._unreported = []
         if grad_norm is not None and unreported:
-            unreported[-1][-1]["grad_norm"] = grad_norm
+            unreported[-1].measured["grad_norm"] = grad_norm
         for batch, info, wait_s, measured in unreported:
             self.monitor.step(batch, info, wait_s=wait_s, **measured)  # type: ignore[union-attr]
 

@@ -11,8 +11,10 @@ from odb_nodes._compat import accelerate as compat
 pytestmark = pytest.mark.slow  # importing it takes seconds
 
 
-def canary(what, used_in="accelerate"):
-    return relies_on("accelerate", what, f"_compat/accelerate.py (`integrations/{used_in}.py`)")
+def canary(behaviour, used_in="accelerate"):
+    return relies_on(
+        "accelerate", behaviour, f"_compat/accelerate.py (`integrations/{used_in}.py`)"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +36,11 @@ def no_accelerator_after(accelerate):
 
 def micro_steps(accelerator, count):
     """Whether the optimizer steps after each of the next micro-steps."""
-    found = []
+    synced = []
     for _ in range(count):
         with accelerator.accumulate():
-            found.append(accelerator.sync_gradients)
-    return found
+            synced.append(accelerator.sync_gradients)
+    return synced
 
 
 def loader_of(accelerator):

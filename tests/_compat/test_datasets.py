@@ -21,8 +21,8 @@ from odb_nodes._compat.datasets import (
 pytestmark = pytest.mark.slow  # importing it takes seconds
 
 
-def canary(what, used_in="core/sources/iterable_source.py"):
-    return relies_on("datasets", what, f"_compat/datasets.py (`{used_in}`)")
+def canary(behaviour, used_in="core/sources/iterable_source.py"):
+    return relies_on("datasets", behaviour, f"_compat/datasets.py (`{used_in}`)")
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,8 @@ def test_a_shuffle_has_a_generator_and_a_stage_that_cannot_be_restored(stream):
     assert type(seeded[0][0]).__name__ == "BufferShuffledExamplesIterable"
     assert not consists_of(seeded[0], RESTORABLE)
     assert consists_of(seeded[0], SPLIT_BY_SHARDS) and consists_of(seeded[0][1:], RESTORABLE)
-    first, same, other = map(shuffle_states, seeded)
-    assert first and first == same != other
+    first, same, different = map(shuffle_states, seeded)
+    assert first and first == same != different
     assert shuffle_states(stages_of(stream)) == []
 
 
@@ -96,7 +96,9 @@ def test_rows_of_a_table_are_places_in_a_column_of_arrow(datasets):
     assert column.to_pylist() == table["ids"][:] and places is None
     column, places = stored_column(table.select([2, 0]).select([1, 0]), "ids")
     assert [column[place].as_py() for place in places.tolist()] == [[1], [3]]
-    prints = [fingerprint_of_table(one) for one in (table, table.select([2, 0]), table.shuffle())]
+    prints = [
+        fingerprint_of_table(table) for table in (table, table.select([2, 0]), table.shuffle())
+    ]
     assert all(prints) and len({*prints}) == 3
 
 

@@ -24,9 +24,9 @@ pytestmark = [
 BATCHES = 4
 
 
-def canary(what, used_in="callback"):
+def canary(behaviour, used_in="callback"):
     file = f"_compat/lightning.py (`integrations/lightning/{used_in}.py`)"
-    return relies_on("lightning", what, file)
+    return relies_on("lightning", behaviour, file)
 
 
 class Batches:
@@ -54,13 +54,13 @@ def fit(hook, ask, **options):
     """What `ask` returns at each call of a hook."""
     answers = []
 
-    def note(self, *given, **named):
-        answers.append(ask(*given, *named.values()))
+    def note(self, *arguments, **named):
+        answers.append(ask(*arguments, *named.values()))
 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    given = {"accelerator": "cpu", "enable_checkpointing": False, "max_epochs": 2, **quiet}
+    arguments = {"accelerator": "cpu", "enable_checkpointing": False, "max_epochs": 2, **quiet}
     callback = type("Notes", (Callback,), {hook: note})()
-    Trainer(callbacks=[callback], **{**given, **options}).fit(Module(), Batches())
+    Trainer(callbacks=[callback], **{**arguments, **options}).fit(Module(), Batches())
     return answers
 
 
@@ -70,7 +70,7 @@ def test_the_loss_before_backward_is_divided_and_scaled(is_scaled):
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     plugins = [MixedPrecision("16-mixed", "cpu", scaler=scaler)] if is_scaled else []
     options = {"max_epochs": 1, "accumulate_grad_batches": 2, "plugins": plugins}
-    ask = lambda *given: (given[-1].item(), compat.mean_loss(*given).item())  # noqa: E731
+    ask = lambda *arguments: (arguments[-1].item(), compat.mean_loss(*arguments).item())  # noqa: E731
     assert (
         fit("on_before_backward", ask, **options) == [(96.0 if is_scaled else 1.5, 3.0)] * BATCHES
     )
@@ -130,6 +130,6 @@ def test_the_progress_in_a_checkpoint_has_the_counters_that_we_set(tmp_path):
     compat.set_progress(progress, RunState(epoch=1, steps=2, total_steps=BATCHES + 2))
     for name, done in (("total", BATCHES + 2), ("current", 2)):
         assert {*batches[name].values()} == {done}, batches
-    again = copy.deepcopy(progress)
+    copied = copy.deepcopy(progress)
     compat.set_progress(progress, RunState(epoch=1, steps=2, total_steps=BATCHES + 2))
-    assert progress == again
+    assert progress == copied

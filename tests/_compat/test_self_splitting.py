@@ -11,8 +11,8 @@ from odb_nodes._compat.self_splitting import split_by_itself
 class Items(IterableDataset):
     """Has what it is given, and yields nothing."""
 
-    def __init__(self, **held):
-        vars(self).update(held)
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
 
     def __iter__(self):
         return iter(())
@@ -37,7 +37,7 @@ ITSELF.again = [ITSELF]
 
 
 @pytest.mark.parametrize(
-    ("iterable", "found"),
+    ("iterable", "name"),
     [
         (WEB, NODE),
         (WebDataset(pipeline=[partial(split_by_node, group=None)]), NODE),
@@ -58,6 +58,6 @@ ITSELF.again = [ITSELF]
         (ITSELF, None),
     ],
 )
-def test_what_splits_itself_is_found(iterable, found):
+def test_what_splits_itself_is_found(iterable, name):
     by = split_by_itself(iterable)
-    assert by is None if found is None else found in by
+    assert by is None if name is None else name in by

@@ -74,8 +74,8 @@ LONG = timedelta(seconds=30)
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
 
-def canary(what):
-    return relies_on("torch", what, "_compat/torch_distributed.py (`GlooExchange`)")
+def canary(behaviour):
+    return relies_on("torch", behaviour, "_compat/torch_distributed.py (`GlooExchange`)")
 
 
 @pytest.fixture
@@ -88,11 +88,11 @@ def groups():
 
     with canary("torch.distributed.ProcessGroupGloo, built by hand"):
         with ThreadPoolExecutor(2) as pool:
-            made = dict(enumerate(pool.map(connect, range(2))))
+            groups = dict(enumerate(pool.map(connect, range(2))))
         assert not dist.is_initialized()
-        assert (made[0].rank(), made[1].size()) == (0, 2)
-    yield made
-    made.clear()
+        assert (groups[0].rank(), groups[1].size()) == (0, 2)
+    yield groups
+    groups.clear()
     gc.collect()
 
 
@@ -101,8 +101,8 @@ class Call:
 
     def __init__(self, groups, rank):
         self.rows = torch.zeros((2, 3), dtype=torch.int64)
-        self.own = torch.full((3,), rank + 1)
-        self.work = distributed.begin_all_gather(groups[rank], self.rows.unbind(), self.own)
+        self.tensor = torch.full((3,), rank + 1)
+        self.work = distributed.begin_all_gather(groups[rank], self.rows.unbind(), self.tensor)
 
     def ends(self):
         self.work.wait(LONG)
@@ -150,19 +150,19 @@ def test_a_lost_rank_ends_a_call_with_an_error_that_is_no_timeout(groups):
 def test_a_collective_is_refused_and_no_other_operation():
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    one = torch.ones(1)
+    tensor = torch.ones(1)
     try:
         with distributed.RefusingCollectives("not now"):
             for call in (
-                lambda: dist.all_reduce(one),
-                lambda: dist.all_gather([torch.zeros(1)], one),
-                lambda: dist.broadcast(one, 0),
+                lambda: dist.all_reduce(tensor),
+                lambda: dist.all_gather([torch.zeros(1)], tensor),
+                lambda: dist.broadcast(tensor, 0),
                 dist.barrier,
             ):
                 with pytest.raises(RuntimeError, match="not now"):
                     call()
-            assert one + 1 == 2
-        dist.all_reduce(one)
+            assert tensor + 1 == 2
+        dist.all_reduce(tensor)
     finally:
         dist.destroy_process_group()
 

@@ -20,8 +20,8 @@ from toys import Epochs
 from odb_nodes._compat import torchdata as compat
 
 
-def canary(what, used_in="_compat/torchdata.py (`join_threads`)"):
-    return relies_on("torchdata", what, used_in)
+def canary(behaviour, used_in="_compat/torchdata.py (`join_threads`)"):
+    return relies_on("torchdata", behaviour, used_in)
 
 
 def started(node):
@@ -82,9 +82,9 @@ if __name__ == "__main__":
     assert next(mapper) == 0
     it = mapper._it._it  # of the `_ParallelMapperImpl` within
     workers, threads = it._workers, [it._read_thread, it._sort_thread]
-    assert it.method == "process" and all(one.is_alive() for one in workers)
+    assert it.method == "process" and all(worker.is_alive() for worker in workers)
     join_threads(mapper._it, 10)
-    assert not any(one.is_alive() for one in [*workers, *threads])
+    assert not any(part.is_alive() for part in [*workers, *threads])
     print("closed", flush=True)
     os._exit(0)
 """

@@ -19,9 +19,9 @@ from transformers.training_args import OptimizerNames
 pytestmark = pytest.mark.slow  # importing it takes seconds
 
 
-def canary(what, used_in):
+def canary(behaviour, used_in):
     file = f"_compat/transformers.py (`integrations/huggingface/{used_in}.py`)"
-    return relies_on("transformers", what, file)
+    return relies_on("transformers", behaviour, file)
 
 
 class Plain(torch.nn.Module):
@@ -74,8 +74,8 @@ def test_a_late_end_is_the_end_of_the_default_flow(tmp_path, step, delay, strate
     args.eval_delay = delay
     flow = DefaultFlowCallback().on_step_end
     done, wanted = flags(100, flow), flags(step, flow)
-    rest = tuple(new and not old for old, new in zip(done, wanted, strict=True))
-    assert flags(100, compat.finish_at_this_step) == rest
+    expected = tuple(new and not old for old, new in zip(done, wanted, strict=True))
+    assert flags(100, compat.finish_at_this_step) == expected
 
 
 METHODS = {
@@ -97,8 +97,8 @@ METHODS = {
 @canary("the parameters of a method of Trainer", "trainer")
 def test_the_methods_that_we_override_take_what_they_took():
     for name, parameters in METHODS.items():
-        found = [*inspect.signature(getattr(Trainer, name)).parameters]
-        assert found[1 : len(parameters) + 1] == parameters, (name, found)
+        names = [*inspect.signature(getattr(Trainer, name)).parameters]
+        assert names[1 : len(parameters) + 1] == parameters, (name, names)
 
 
 # --- arguments and columns ------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_arguments_that_versions_have_added(tmp_path):
     sizes = compat.parallel_sizes(trainer)
     assert "get_tp_size" in sizes
     assert {*sizes.values()} == {1}
-    assert {"lomo", "adalomo", "galore_adamw_layerwise"} < {one.value for one in OptimizerNames}
+    assert {"lomo", "adalomo", "galore_adamw_layerwise"} < {name.value for name in OptimizerNames}
     for name, steps in (("adalomo", True), ("galore_adamw_layerwise", True), ("sgd", False)):
         assert compat.steps_within_backward(arguments(tmp_path, optim=name)) is steps
 
@@ -137,10 +137,10 @@ def test_the_columns_are_those_of_the_trainer(tmp_path):
 
     assert compat.sample_columns(trainer_of(tmp_path, kind=Own)) == {"y"}
     trainer = trainer_of(tmp_path, label_names=["goal"])
-    found = compat.sample_columns(trainer)
-    assert found == {*trainer._signature_columns} > {"x", "goal", "label", "label_ids"}
+    columns = compat.sample_columns(trainer)
+    assert columns == {*trainer._signature_columns} > {"x", "goal", "label", "label_ids"}
     trainer.model = None  # as between the trials of a search
-    assert compat.sample_columns(trainer) == found
+    assert compat.sample_columns(trainer) == columns
     trainer.args.remove_unused_columns = False
     assert compat.sample_columns(trainer) is None
     assert trainer.label_names == ["goal"]
@@ -225,5 +225,5 @@ def test_a_sampler_tells_the_batches_of_all_ranks_at_once():
     lengths, options = [n % 17 + 1 for n in range(50)], {"seed": 3, "drop_last": False}
     sampler = compat.sampler_class("BatchRebalanceSampler")
     ranks = [[*sampler(lengths, 24, 3, 2, rank=rank, **options)] for rank in range(3)]
-    made = compat.rebalanced_batches(lengths, 4, world_size=3, accumulate=2, seed=3)
-    assert made == [*zip(*ranks, strict=True)]
+    batches = compat.rebalanced_batches(lengths, 4, world_size=3, accumulate=2, seed=3)
+    assert batches == [*zip(*ranks, strict=True)]

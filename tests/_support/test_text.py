@@ -42,7 +42,6 @@ def test_cells_are_escaped_and_the_first_row_has_the_titles():
 
 def test_a_notebook_shows_results_as_tables():
     for shown, cells in [
-        (TABLE, ["80", "1,220", "15", "40"]),
         (profile(TABLE, budget=128, windows=(16,)), ["all samples", "-&gt;", "1% of the best"]),
         (simulate(TABLE, world_size=1, budget=128), ["steps"]),
     ]:

@@ -39,13 +39,13 @@ class HuggingFace:
 
     def states(self):
         run = huggingface.Run(self.trainer, None)
-        it, found = iter(run.batches), []
+        it, states = iter(run.batches), []
         for _ in range(2):
             self.trainer.state.global_step += 1
             next(it)
-            found.append(run.state_dict())
+            states.append(run.state_dict())
         run.batches.loader.close()
-        return found
+        return states
 
     def load(self, state):
         (self.folder / "checkpoint").mkdir(exist_ok=True)
@@ -75,7 +75,7 @@ class Lightning:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def saved_runs(tmp_path_factory):
     """Return a function: kind -> its saver and loader, and its states after two steps."""
 
     @cache
@@ -88,9 +88,9 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kind", "field"), FIELDS)
-def test_the_error_of_a_damaged_field_names_holder_and_field(made, kind, field):
+def test_the_error_of_a_damaged_field_names_holder_and_field(saved_runs, kind, field):
     """Also where the digest fits: as of a state that a faulty version has saved."""
-    saver, early, state = made(kind)
+    saver, early, state = saved_runs(kind)
     holder = HOLDERS[kind]
     for name, value in [*mutations(state[field]), ("of the other state", early[field])]:
         if difference(state[field], value):
@@ -102,32 +102,32 @@ def test_the_error_of_a_damaged_field_names_holder_and_field(made, kind, field):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_damage_of_any_part_is_refused(made, kind, exhaustive):
-    saver, early, state = made(kind)
+def test_damage_of_any_part_is_refused(saved_runs, kind, exhaustive):
+    saver, early, state = saved_runs(kind)
     saver.load(state)  # Not all is refused.
     broken = list(damaged(state))
-    for what, one in broken if exhaustive else random.Random(0).sample(broken, SAMPLED):
+    for damage, broken_state in broken if exhaustive else random.Random(0).sample(broken, SAMPLED):
         with pytest.raises(StateError):
-            saver.load(one)
-            pytest.fail(what)
+            saver.load(broken_state)
+            pytest.fail(damage)
     mixed = {**state["loader"], "root": early["loader"]["root"]}
     with pytest.raises(StateError, match="the state of Loader is damaged"):
         saver.load(resealed({**state, "loader": mixed}))
 
 
 @pytest.mark.parametrize(("kind", "other"), [KINDS, KINDS[::-1]])
-def test_the_state_of_another_trainer_is_refused(made, kind, other):
-    saver, _, state = made(kind)
+def test_the_state_of_another_trainer_is_refused(saved_runs, kind, other):
+    saver, _, state = saved_runs(kind)
     with pytest.raises(StateError, match=f"saved by `{HOLDERS[other]}`, but is loaded into"):
-        saver.load(made(other)[1])
+        saver.load(saved_runs(other)[1])
     with pytest.raises(StateError, match="saved by `Loader`, but is loaded into"):
         saver.load(state["loader"])
 
 
 @pytest.mark.parametrize("states", [5, {"0": {}}, [], [None], [[]], [{}]], ids=repr)
-def test_what_holds_no_states_of_ranks_is_refused(made, states):
+def test_what_holds_no_states_of_ranks_is_refused(saved_runs, states):
     with pytest.raises(StateError):
-        made("lightning")[0].load_all(states)
+        saved_runs("lightning")[0].load_all(states)
 
 
 # --- the expected steps of a run whose number of ranks changes --------------------------------
@@ -166,11 +166,11 @@ def test_as_many_ranks_as_before_keep_the_plan(steps_per_epoch, ranks, step):
 @given(COUNT, COUNT, st.lists(st.tuples(COUNT, COUNT), max_size=6))
 def test_a_schedule_never_jumps_and_ends_with_the_run(steps_per_epoch, planned, changes):
     run, ranks = begun(steps_per_epoch, planned), planned
-    for steps, others in changes:
+    for steps, new_ranks in changes:
         last = run.step + steps
         after = gone_on(run, last, ranks)
-        assert after.schedule_step(last, others) == run.schedule_step(last, ranks)
-        run, ranks = after, others
+        assert after.schedule_step(last, new_ranks) == run.schedule_step(last, ranks)
+        run, ranks = after, new_ranks
     end = run.total_steps(2, ranks)
-    rest = run.schedule_step(end, ranks) - run.schedule_steps(2)
-    assert end == run.step or 0 <= rest < ranks / planned
+    excess = run.schedule_step(end, ranks) - run.schedule_steps(2)
+    assert end == run.step or 0 <= excess < ranks / planned

@@ -29,11 +29,14 @@ class Whole:
         self.entries = self.job("whole").entries()
 
     def job(self, name, **options):
-        given = {"folder": self.folder, "accumulate": self.accumulate, "records": True}
-        return t.Job(name=name, **given | options)
+        defaults = {"folder": self.folder, "accumulate": self.accumulate, "records": True}
+        return t.Job(name=name, **defaults | options)
 
     def train(self, **options):
         return t.TRAINERS[self.trainer](self.job(**options))
+
+
+FAILURES_OF_EACH = pytest.mark.parametrize("trainer", t.OWN_CODE, indirect=True)
 
 
 @pytest.fixture(scope="module", params=t.TRAINERS)
@@ -72,10 +75,10 @@ def test_the_steps_are_known_ahead(whole):
 def test_the_metrics_are_logged(whole):
     logs = whole.run.logs
     assert {f"odb/{name}" for name in METRICS} <= {*logs[0]}
-    assert sum(one["odb/samples_per_step"] for one in logs) == SIZE * EPOCHS
+    assert sum(entry["odb/samples_per_step"] for entry in logs) == SIZE * EPOCHS
     tokens = sum(len(lm.sample_of(index)["input_ids"]) for index in range(SIZE))
-    assert sum(one["odb/real_tokens_per_step"] for one in logs) == tokens * EPOCHS
-    progress = [one.get("odb/epoch", one.get("epoch", 0)) for one in logs]
+    assert sum(entry["odb/real_tokens_per_step"] for entry in logs) == tokens * EPOCHS
+    progress = [entry.get("odb/epoch", entry.get("epoch", 0)) for entry in logs]
     assert progress == sorted(progress) and progress[-1] in (0, EPOCHS)
 
 
@@ -93,20 +96,20 @@ def test_the_ledger_has_what_was_trained_on(whole):
 
 def test_the_monitor_has_the_exact_loss(whole):
     run = read_run(whole.folder / "monitor")
-    assert [one["step"] for one in run.steps] == [entry["step"] for entry in whole.entries]
+    assert [record["step"] for record in run.steps] == [entry["step"] for entry in whole.entries]
     totals = [[0.0, 0] for _ in range(EPOCHS)]
-    for one, entry in zip(run.steps, whole.entries, strict=True):
+    for record, entry in zip(run.steps, whole.entries, strict=True):
         ids = lm.ids_of([entry])
         before = torch.tensor(entry["before"], dtype=torch.float64)
         expected = lm.expected_loss(before, ids)
         targets = sum(lm.targets_of(lm.sample_of(index)["labels"]) for index in ids)
-        assert one["mean"].get("loss", 0.0) == pytest.approx(expected, rel=1e-9)
-        assert one["last"]["lr"] > 0
-        totals[one["epoch"]][0] += expected * targets
-        totals[one["epoch"]][1] += targets
+        assert record["mean"].get("loss", 0.0) == pytest.approx(expected, rel=1e-9)
+        assert record["last"]["lr"] > 0
+        totals[record["epoch"]][0] += expected * targets
+        totals[record["epoch"]][1] += targets
     losses = [total / targets for total, targets in totals]
-    assert [one["mean"]["loss"] for one in run.epochs] == pytest.approx(losses, rel=1e-9)
-    assert [one["sum"]["samples"] for one in run.epochs] == [SIZE] * EPOCHS
+    assert [record["mean"]["loss"] for record in run.epochs] == pytest.approx(losses, rel=1e-9)
+    assert [record["sum"]["samples"] for record in run.epochs] == [SIZE] * EPOCHS
 
 
 def test_a_run_goes_on_from_each_checkpoint_as_the_one_that_was_not_stopped(whole, exhaustive):
@@ -114,52 +117,53 @@ def test_a_run_goes_on_from_each_checkpoint_as_the_one_that_was_not_stopped(whol
     steps, end = len(whole.entries), len(whole.entries) // 2
     places = range(1, steps) if exhaustive else {1, end - 1, end, end + 1, steps - 1}
     records = records_of(whole.folder / "monitor")
-    digests = [one.digest for one in audit(whole.job("whole").ledger, SIZE).epochs]
+    digests = [epoch.digest for epoch in audit(whole.job("whole").ledger, SIZE).epochs]
     for place in sorted(places):
-        found = whole.train(name=f"from-{place}", resume=place)
-        rest = whole.job(f"from-{place}").entries()
-        assert rest == whole.entries[place:], place
-        assert torch.equal(found.weights, whole.run.weights), place
+        resumed = whole.train(name=f"from-{place}", resume=place)
+        later = whole.job(f"from-{place}").entries()
+        assert later == whole.entries[place:], place
+        assert torch.equal(resumed.weights, whole.run.weights), place
         check_same(records_of(whole.folder / "monitor"), records)
         assert [
-            one.digest for one in check_ledger(whole.job("whole").ledger, SIZE).epochs
+            epoch.digest for epoch in check_ledger(whole.job("whole").ledger, SIZE).epochs
         ] == digests
 
 
-def check_same(found, expected):
+def check_same(actual, expected):
     """Records without what depends on the clock; losses may differ in the last bits."""
-    for one, other in zip(sum(found, []), sum(expected, []), strict=True):
-        assert one.pop("mean") == pytest.approx(other["mean"], rel=1e-9)
+    for record, expected_record in zip(sum(actual, []), sum(expected, []), strict=True):
+        assert record.pop("mean") == pytest.approx(expected_record["mean"], rel=1e-9)
         ignored = dict.fromkeys(("mean", "peak", "last"))
-        assert one | ignored == other | ignored
+        assert record | ignored == expected_record | ignored
 
 
 @pytest.mark.filterwarnings("ignore:no token of the optimizer step", "ignore:the run ends after")
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_run_that_resumes_leaves_out_what_is_excluded_now(trainer, tmp_path, accumulate):
-    given = {"folder": tmp_path, "accumulate": accumulate, "records": True}
-    t.train(trainer, save_every=2, **given)
+@FAILURES_OF_EACH
+def test_a_run_that_resumes_leaves_out_what_is_excluded_now(trainer, tmp_path):
+    options = {"folder": tmp_path, "accumulate": 3, "records": True}
+    t.train(trainer, save_every=2, **options)
     ledger = tmp_path / "ledger"
-    entries = t.Job(**given).entries()
+    entries = t.Job(**options).entries()
     before, later = (
         [index for entry in part if entry["epoch"] == 0 for index in lm.ids_of([entry])]
         for part in (entries[:2], entries[2:])
     )
     excluded = (before[0], later[0], later[len(later) // 2], later[-1])
-    t.train(trainer, resume=2, exclude=excluded, **given)
-    found = check_ledger(ledger, SIZE, attempts=2)
-    assert [one.fates for one in found.epochs] == [
+    t.train(trainer, resume=2, exclude=excluded, **options)
+    report = check_ledger(ledger, SIZE, attempts=2)
+    assert [epoch.fates for epoch in report.epochs] == [
         {"trained": SIZE - 3, "excluded": 3},
         {"trained": SIZE - 4, "excluded": 4},
     ]
 
 
+@FAILURES_OF_EACH
 def test_a_step_that_failed_is_recorded_nowhere(trainer, tmp_path, new_threads):
     with pytest.raises(KeyboardInterrupt):
         t.train(trainer, folder=tmp_path, records=True, fail_at=5, epochs=1)
     assert len(rows_of(tmp_path / "ledger")) == 4
     assert audit(tmp_path / "ledger", SIZE).state == "open"
-    assert [one["step"] for one in read_run(tmp_path / "monitor").steps] == [1, 2, 3, 4]
+    assert [step["step"] for step in read_run(tmp_path / "monitor").steps] == [1, 2, 3, 4]
     assert not new_threads()
 
 
@@ -180,42 +184,43 @@ OUT_OF_MEMORY = pytest.mark.filterwarnings(
 
 
 @OUT_OF_MEMORY
+@FAILURES_OF_EACH
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_run_that_runs_out_of_memory_is_that_without_and_resumes_exactly(
     trainer, tmp_path, accumulate
 ):
     folder = tmp_path / "failing"
     whole = t.train(trainer, folder=tmp_path, accumulate=accumulate)
-    given = {"folder": folder, "accumulate": accumulate, "on_oom": "split", "fails_above": 40}
-    found = t.train(trainer, save_every=2, records=True, **given)
-    entries = t.Job(**given).entries()
-    assert whole.ooms == 0 < found.ooms
-    assert found.weights == pytest.approx(whole.weights, abs=1e-10)
+    options = {"folder": folder, "accumulate": accumulate, "on_oom": "split", "fails_above": 40}
+    failing = t.train(trainer, save_every=2, records=True, **options)
+    entries = t.Job(**options).entries()
+    assert whole.ooms == 0 < failing.ooms
+    assert failing.weights == pytest.approx(whole.weights, abs=1e-10)
     assert lm.check_steps([entries], SIZE) < 1e-12
     if (folder / "monitor").exists():  # a loop tells it by itself, see docs/monitoring.md
         steps = read_run(folder / "monitor").steps
-        assert sum(one["sum"]["samples"] for one in steps) == EPOCHS * SIZE
+        assert sum(record["sum"]["samples"] for record in steps) == EPOCHS * SIZE
         assert len(steps) == len(entries)
-        assert all(one["mean"]["loss"] > 0 for one in steps if one["sum"]["targets"])
-        assert sum(one["sum"].get("ooms", 0) for one in steps) == found.ooms
-        assert sum(one.get("odb/ooms", 0.0) for one in found.logs) == found.ooms
-        assert max(one.get("odb/parts", 0.0) for one in found.logs) > 1
-    for attempts, place in enumerate((2, 4), start=2):
-        resumed = t.train(trainer, name=f"on{place}", resume=place, records=True, **given)
-        assert torch.equal(resumed.weights, found.weights)
-        assert t.Job(name=f"on{place}", **given).entries() == entries[place:]
-        check_ledger(folder / "ledger", SIZE, attempts=attempts)
+        assert all(record["mean"]["loss"] > 0 for record in steps if record["sum"]["targets"])
+        assert sum(record["sum"].get("ooms", 0) for record in steps) == failing.ooms
+        assert sum(record.get("odb/ooms", 0.0) for record in failing.logs) == failing.ooms
+        assert max(record.get("odb/parts", 0.0) for record in failing.logs) > 1
+    resumed = t.train(trainer, name="resumed", resume=4, records=True, **options)
+    assert torch.equal(resumed.weights, failing.weights)
+    assert t.Job(name="resumed", **options).entries() == entries[4:]
+    check_ledger(folder / "ledger", SIZE, attempts=2)
 
 
 @OUT_OF_MEMORY
+@FAILURES_OF_EACH
 def test_a_sample_that_does_not_fit_alone_is_an_error_or_left_out(trainer, tmp_path):
-    given = {"folder": tmp_path, "records": True, "epochs": 1, "fails_above": 20}
+    options = {"folder": tmp_path, "records": True, "epochs": 1, "fails_above": 20}
     with pytest.raises(StepMemoryError, match=r"rank 0: a sample \(key \d+\) with 2\d"):
-        t.train(trainer, on_oom="split", **given | {"folder": tmp_path / "split"})
-    t.train(trainer, on_oom="skip", **given)
-    entries = t.Job(**given, on_oom="skip").entries()
+        t.train(trainer, on_oom="split", **options | {"folder": tmp_path / "split"})
+    t.train(trainer, on_oom="skip", **options)
+    entries = t.Job(**options, on_oom="skip").entries()
     texts = [lm.sample_of(index) for index in range(SIZE)]
-    long = {one["id"] for one in texts if len(one["input_ids"]) > 20}
+    long = {text["id"] for text in texts if len(text["input_ids"]) > 20}
     left = {*range(SIZE)} - {index for entry in entries for index in lm.ids_of([entry])}
     assert {index for index in long if lm.targets_of(texts[index]["labels"])} <= left <= long
     assert lm.check_steps([entries], SIZE, left) < 1e-12
@@ -227,48 +232,49 @@ def test_a_sample_that_does_not_fit_alone_is_an_error_or_left_out(trainer, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore:the run (continues|ends) after:UserWarning")
+@FAILURES_OF_EACH
 def test_ranks_train_exactly_and_go_on_after_a_kill_on_any_number_of_ranks(trainer, tmp_path):
     size, few = 37, tmp_path / "few"
-    given = {"folder": tmp_path / "run", "size": size, "accumulate": 2, "epochs": 2}
+    options = {"folder": tmp_path / "run", "size": size, "accumulate": 2, "epochs": 2}
     filled = {"folder": few, "size": 5, "token_budget": 4, "epochs": 1}
-    with t.jobs_on_ranks(trainer, 2, {**given, "name": "whole"}, filled) as job:
+    with t.jobs_on_ranks(trainer, 2, {**options, "name": "whole"}, filled) as job:
         job.finish(200)
-    expected = [t.Job(name="whole", **given).entries(rank) for rank in range(2)]
+    expected = [t.Job(name="whole", **options).entries(rank) for rank in range(2)]
     assert lm.check_steps(expected, size) < 1e-12
     entries = [t.Job(**filled).entries(rank) for rank in range(2)]
     assert lm.check_steps(entries, 5) < 1e-12
     assert any(any(entry["fillers"]) for rank in entries for entry in rank)
 
-    given["records"] = True
+    options["records"] = True
     with t.jobs_on_ranks(
-        trainer, 2, {**given, "name": "killed", "save_every": 2, "kill_at": 4}
+        trainer, 2, {**options, "name": "killed", "save_every": 2, "kill_at": 4}
     ) as job:
         codes = [code for code, *_ in job.results(200)]
         assert -signal.SIGKILL in codes and 0 not in codes
     for world_size in (2, 3, 1):
         folder = tmp_path / f"on-{world_size}"
         shutil.copytree(tmp_path / "run", folder)
-        resumed = {**given, "folder": folder, "name": "on", "resume": 2}
+        resumed = {**options, "folder": folder, "name": "on", "resume": 2}
         if world_size == 1:
             t.train(trainer, **resumed)
         else:
             with t.jobs_on_ranks(trainer, world_size, resumed) as job:
                 job.finish(200)
-        rest = [t.Job(**resumed).entries(rank) for rank in range(world_size)]
+        later = [t.Job(**resumed).entries(rank) for rank in range(world_size)]
         if world_size == 2:
-            assert rest == [entries[2:] for entries in expected]
-        found = check_ledger(folder / "ledger", size, attempts=2 if world_size == 2 else None)
+            assert later == [entries[2:] for entries in expected]
+        report = check_ledger(folder / "ledger", size, attempts=2 if world_size == 2 else None)
         changed = (2, world_size) if world_size != 2 else (2,)
-        assert found.epochs[0].world_sizes == changed
+        assert report.epochs[0].world_sizes == changed
         both = [expected[rank][:2] for rank in range(2)]
         done = [ids for step in zip(*both, strict=True) for ids in lm.ids_of(step)]
         done += [
             ids
-            for step in zip(*rest, strict=True)
+            for step in zip(*later, strict=True)
             if step[0]["epoch"] == 0
             for ids in lm.ids_of(step)
         ]
         assert sorted(done) == [*range(size)]
         monitored = read_run(folder / "monitor").epochs
         if world_size == 2 or trainer not in t.COUNTS_ANEW:
-            assert [one["sum"]["samples"] for one in monitored] == [size] * 2
+            assert [epoch["sum"]["samples"] for epoch in monitored] == [size] * 2

@@ -37,7 +37,7 @@ from odb_nodes.integrations.huggingface.samples import (
     train_dataset,
     user_collate,
 )
-from odb_nodes.tools.estimate import check_can_estimate
+from odb_nodes.tools.estimate import LOOKED_AT, check_can_estimate
 from odb_nodes.tools.lengths import observe_lengths
 from odb_nodes.training.memory.calibration import Calibration, find_budget
 from odb_nodes.training.memory.gradients import give_gradients, has_collectives
@@ -183,7 +183,7 @@ def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
     process_fn: Any = options.process_fn  # No dict: that goes with a dict of datasets.
     table = observe_lengths(
         dataset,
-        samples=trainer.odb.estimate_samples,
+        samples=LOOKED_AT,
         process_fn=process_fn,
         observe=observe,
         seed=options.seed,

@@ -24,7 +24,6 @@ from odb_nodes.core.loader.options import BatchOptions
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.sources import JsonlSource
 from odb_nodes.integrations.learning_rate import LrScaling
-from odb_nodes.tools.estimate import LOOKED_AT
 from odb_nodes.training.memory.guard import GUARD_ABOVE
 from odb_nodes.training.memory.meter import MemoryMeter, check_meter
 from odb_nodes.training.monitor import Monitor
@@ -66,8 +65,7 @@ class ODBConfig(BatchOptions):
             `TaskWeights.loss`. Default: all supervised tokens weigh the same.
         steps_per_epoch: approximate optimizer steps of an epoch, which the learning rate, the
             progress bar and arguments that are shares of the run need with `num_train_epochs`.
-            Default: estimated from the lengths of `estimate_samples` samples.
-        estimate_samples: number of samples that the estimate processes.
+            Default: estimated from the lengths of 512 samples.
         schedule: what the learning-rate schedule follows: `"steps"`, or `"samples"`, so that it
             ends with the last sample even if the estimate was wrong.
         lr_scaling: scales the learning rate by the samples of a step. Default: no scaling.
@@ -90,8 +88,6 @@ class ODBConfig(BatchOptions):
             and at most 1: the limit for `"auto"` and for measured peaks. See
             `odb_nodes.memory.CudaMeter`.
         memory_meter: measures memory, with its own limit, in place of a `CudaMeter`.
-        empty_cache: when to release the memory that torch's allocator caches: after each `"epoch"`,
-            or, with `"evaluate"`, also before and after each evaluation. `None`: never.
 
     Raises:
         TypeError, ValueError: a field is not valid.
@@ -102,7 +98,6 @@ class ODBConfig(BatchOptions):
     loss_is: LossKind | None = None
     task_weights: AnyWeights | None = None
     steps_per_epoch: int | None = None
-    estimate_samples: int = LOOKED_AT
     schedule: Schedule = "steps"
     lr_scaling: LrScaling | None = None
     log_metrics: bool = True
@@ -114,7 +109,6 @@ class ODBConfig(BatchOptions):
     change_budget: bool = False
     memory_share: float = 0.9
     memory_meter: MemoryMeter | None = None
-    empty_cache: Literal["epoch", "evaluate"] | None = None
 
     def __post_init__(self) -> None:
         check_task_weights(self.task_weights)
@@ -125,14 +119,12 @@ class ODBConfig(BatchOptions):
             ("loss_is", get_args(LossKind)),
             ("schedule", get_args(Schedule)),
             ("on_oom", ("split", "skip")),
-            ("empty_cache", ("epoch", "evaluate")),
         ):
             if (value := getattr(self, name)) is not None:
                 check_choice(name, value, choices)
         for name in ("shift_labels", "log_metrics", "change_budget"):
             if (value := getattr(self, name)) is not None:
                 check_bool(name, value)
-        keep_count(self, "estimate_samples")
         if self.steps_per_epoch is not None:
             keep_count(self, "steps_per_epoch")
         check_type("ledger", self.ledger, str | os.PathLike | None)
@@ -163,7 +155,8 @@ class ODBConfig(BatchOptions):
 def check_trainer(trainer: Any, config: ODBConfig) -> None:
     """Reject arguments of a trainer that dynamic batching would ignore or break."""
     check_type("odb", config, ODBConfig)
-    args, by_epochs = trainer.args, trainer.args.max_steps <= 0
+    args = trainer.args
+    by_epochs = trainer.args.max_steps <= 0
     check_choice(
         "train_sampling_strategy",
         compat.sampling_strategy(args),

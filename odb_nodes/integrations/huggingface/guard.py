@@ -71,7 +71,8 @@ class RunGuard:
         if not self._has_met:
             self.guard.meet("ODBConfig")
             self._has_met = True
-        self.batches, self._returned = [*batches], []
+        self.batches = [*batches]
+        self._returned = []
         take = self.guard.collator.take_samples
         pairs = zip(batches, infos, strict=True)
         step_batches = [StepBatch(batch, take(info), info) for batch, info in pairs]
@@ -111,7 +112,7 @@ class RunGuard:
         return loss
 
     def _is_computed_alone(self, model: nn.Module) -> bool:
-        """Tell whether this rank computes the step alone, and so can recompute it."""
+        """Return whether this rank computes the step alone, so that it can recompute it."""
         if overrides_backward(model) or has_collectives(model):
             return False
         if self.guard.channel is None:

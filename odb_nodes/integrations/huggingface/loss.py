@@ -105,19 +105,19 @@ class LossWeigher:
             for count, info in zip(counts, infos, strict=True)
         ]
         # (R, S, 4): all ranks decide from the same counts.
-        of_ranks = trainer.accelerator.gather(torch.tensor([rows], device=device))
+        rank_counts = trainer.accelerator.gather(torch.tensor([rows], device=device))
         if self._packs:
-            self._check_packing(batches, of_ranks[..., SAMPLES])
+            self._check_packing(batches, rank_counts[..., SAMPLES])
         if self.tasks is not None:
             self.waiting = deque([None] * fills)
             for batch, info in zip(batches, infos, strict=True):
                 self.waiting.append(self._task_step(batch, info))
             return
-        self._unit = unit = self._unit_of(of_ranks[..., HAS_LABELS] > 0)
-        self._ranks = len(of_ranks)
-        self._total = max(1, int(of_ranks[..., unit].sum()))
+        self._unit = unit = self._unit_of(rank_counts[..., HAS_LABELS] > 0)
+        self._ranks = len(rank_counts)
+        self._total = max(1, int(rank_counts[..., unit].sum()))
         if unit == LABELS and not self._is_checked:
-            self._check(batches, of_ranks[..., LABELS])
+            self._check_mean(batches, rank_counts[..., LABELS])
         self.waiting = deque([None] * fills)
         for batch, info, row in zip(batches, infos, rows, strict=True):
             self.waiting.append(self._micro_step(batch, info, row[unit]))
@@ -161,7 +161,9 @@ class LossWeigher:
 
     def _micro_step(self, batch: dict[str, Any], info: StepInfo, units: int) -> MicroStep:
         """Return the weight of a batch, which undoes the scale of the `Trainer`."""
-        trainer, items, targets = self._trainer, None, self._targets(batch)
+        trainer = self._trainer
+        items = None
+        targets = self._targets(batch)
         # The `Trainer` passes no `num_items_in_batch` for labels under other names.
         has_items = self._unit == LABELS and bool({"labels", "shift_labels"} & {*batch})
         if has_items and compat.takes_num_items(trainer):
@@ -214,12 +216,12 @@ class LossWeigher:
 
     # --- whether the loss is a mean ---------------------------------------------------------------
 
-    def _check(self, batches: list[dict[str, Any]], of_ranks: torch.Tensor) -> None:
-        """Reject a loss that changes if a sample comes twice; of_ranks (R, S) are targets."""
+    def _check_mean(self, batches: list[dict[str, Any]], rank_counts: torch.Tensor) -> None:
+        """Reject a loss that differs for a repeated sample; rank_counts (R, S) are targets."""
         trainer = self._trainer
         # All ranks compute the same micro-step: sharded models need each other, and batches of the
         # same step agree on whether they have images.
-        with_targets = (of_ranks > 0).sum(dim=0)
+        with_targets = (rank_counts > 0).sum(dim=0)
         if not with_targets.any():
             return
         self._is_checked = True
@@ -242,9 +244,9 @@ class LossWeigher:
                 '`loss_is="token_mean"` or `"sample_mean"` to the `ODBConfig`.'
             )
 
-    def _check_packing(self, batches: list[dict[str, Any]], of_ranks: torch.Tensor) -> None:
-        """Reject a model in which the samples of a row see each other; of_ranks (R, S) samples."""
-        several = (of_ranks > 1).any(dim=0)
+    def _check_packing(self, batches: list[dict[str, Any]], rank_counts: torch.Tensor) -> None:
+        """Reject a model that mixes the samples of a row; rank_counts (R, S) are samples."""
+        several = (rank_counts > 1).any(dim=0)
         if not several.any() or pretrained(self._trainer.model) is None:
             return
         self._packs = False  # All ranks compute the same micro-step, once.

@@ -38,7 +38,7 @@ from odb_nodes.integrations.resuming import (
     load_saved_states,
     resharded_run,
 )
-from odb_nodes.tools.estimate import check_can_estimate, estimate_loader_steps
+from odb_nodes.tools.estimate import LOOKED_AT, check_can_estimate, estimate_loader_steps
 from odb_nodes.training.checkpoints.rank_states import (
     PREFIX,
     rank_file_names,
@@ -47,8 +47,8 @@ from odb_nodes.training.checkpoints.rank_states import (
 )
 from odb_nodes.training.monitor import Monitor
 
-NO_BOUND = 2**40  # optimizer steps of a run that nothing bounds
-MOST_OF_AN_EPOCH = 0.999  # most progress within an epoch before its end is certain
+NO_BOUND = 2**40  # optimizer steps of a run of unknown length
+MAX_EPOCH_SHARE = 0.999  # reported share of an epoch, at most, until it ends
 ESTIMATE_SLACK = 0.05  # usual relative error of an estimate of the steps
 HOLDER = "ODBTrainer"
 FIXED_ARGUMENTS = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
@@ -188,7 +188,8 @@ class Run:
 
     def __init__(self, trainer: Any, checkpoint: str | None) -> None:
         odb, args = trainer.odb, trainer.args
-        self._trainer, self._ranks = trainer, args.world_size
+        self._trainer = trainer
+        self._ranks = args.world_size
         self._resumes = checkpoint is not None
         self.by_epochs = args.max_steps <= 0  # whether `num_train_epochs` ends the run
         state = RunState(planned_ranks=self._ranks, loader={})
@@ -242,7 +243,8 @@ class Run:
 
     def _plan_steps(self) -> None:
         """Set the steps of the run and of its schedule, and the upper bound of the loop."""
-        args, samples = self._trainer.args, self.batches.samples_per_epoch
+        args = self._trainer.args
+        samples = self.batches.samples_per_epoch
         self.total_steps = self.schedule_steps = self.most_steps = int(args.max_steps)
         if not self.by_epochs:
             return
@@ -263,7 +265,7 @@ class Run:
             return batches.progress
         steps = begun.steps_per_epoch * begun.planned_ranks / self._ranks
         steps *= self._trainer.args.gradient_accumulation_steps
-        return float(batches.progress + min(batches.steps / steps, MOST_OF_AN_EPOCH))
+        return float(batches.progress + min(batches.steps / steps, MAX_EPOCH_SHARE))
 
     def check_estimate(self, steps: int, *, ends: bool) -> None:
         """Warn, once, if a learning-rate schedule by steps does not end with the run."""
@@ -497,7 +499,7 @@ def _steps_per_epoch(trainer: Any) -> int:
             trainer.train_dataset,
             loader_options(trainer),
             world_size=args.world_size,
-            looked_at=config.estimate_samples,
+            looked_at=LOOKED_AT,
         )
     (agreed,) = broadcast_object_list([steps])
     return int(agreed)

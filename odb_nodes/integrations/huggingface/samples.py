@@ -26,7 +26,7 @@ from odb_nodes.integrations.huggingface.config import ODBConfig
 
 logger = logging.getLogger("odb_nodes")
 
-OURS = (PaddingCollate, PackedCollate)  # They keep all keys of the samples.
+OUR_COLLATES = (PaddingCollate, PackedCollate)  # They keep all keys of the samples.
 
 PAIRS = (
     ("chosen_ids", "rejected_ids", "prompt_ids"),
@@ -98,10 +98,10 @@ def has_pairs(trainer: Any) -> bool:
 
 
 class ObserveTokens:
-    """Counts the `input_ids` of a sample or a pair; the error without them names the remedy."""
+    """Counts the `input_ids` of a sample or a pair; without them, raises an error with a remedy."""
 
-    def __init__(self, trainer: str) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer_name: str) -> None:
+        self._trainer_name = trainer_name
 
     def __call__(self, sample: Any) -> Observation:
         """Return the tokens of a sample; a pair has two rows."""
@@ -114,10 +114,10 @@ class ObserveTokens:
                 before = _tokens(sample, prompt) if prompt in keys else 0
                 return Observation(2 * (before + answer))
         raise SampleError(
-            f"a sample of `{self._trainer}` has no `input_ids`, so its tokens are unknown. Its "
-            f"keys are {keys}. Give the `ODBConfig` an `observe`, which returns the padded tokens "
-            "of such a sample: for frames of speech, one per 320 values, "
-            ' `observe=lambda s: len(s["input_values"]) // 320`; for patches of '
+            f"a sample of `{self._trainer_name}` has no `input_ids`, so its tokens are unknown. "
+            f"Its keys are {keys}. Give the `ODBConfig` an `observe`, which returns the padded "
+            "tokens of such a sample: for frames of speech, one per 320 values, "
+            '`observe=lambda s: len(s["input_values"]) // 320`; for patches of '
             'an image, `observe=lambda s: s["pixel_values"].shape[-2] * '
             's["pixel_values"].shape[-1] // 16**2`.'
         )
@@ -172,7 +172,7 @@ class ProcessedSamples(Dataset[Any]):
 
 
 class ProcessedStream(ProcessedSamples, IterableDataset[Any]):
-    """An iterable for evaluation."""
+    """An iterable dataset for evaluation that processes samples without `processed_keys`."""
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._process, self._dataset)
@@ -194,7 +194,7 @@ def training_collate(trainer: Any) -> Any:
     collate = user_collate(trainer)
     if collate is not None:
         collate_for(loader_budget(trainer), collate)  # checks its layout
-    if collate is None or type(collate) in OURS:
+    if collate is None or type(collate) in OUR_COLLATES:
         return collate
     columns = compat.sample_columns(trainer)
     if columns is None and not compat.is_default_collator(collate):
@@ -235,7 +235,7 @@ class TrainerCollate:
                     else sample
                     for sample in samples
                 ]
-            else:  # read before the function removes keys from samples
+            else:  # The function may remove keys from the samples.
                 for sample in samples:
                     if isinstance(sample, Mapping):
                         dropped.update(sample)
@@ -259,7 +259,7 @@ class TrainerCollate:
 def model_batch(trainer: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Return a function that keeps the keys of a batch that `compute_loss` takes."""
     collate, columns = user_collate(trainer), compat.sample_columns(trainer)
-    if collate is not None and type(collate) not in OURS:
+    if collate is not None and type(collate) not in OUR_COLLATES:
         return dict
 
     def select(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from odb_nodes.integrations.huggingface.run import (
 )
 from odb_nodes.integrations.huggingface.samples import TrainerPadding, evaluated
 from odb_nodes.integrations.learning_rate import follow
-from odb_nodes.training.memory.meter import free_memory
 
 if TYPE_CHECKING:  # The mixin calls the methods of the class that it is mixed into.
     _Mixed = Trainer
@@ -138,7 +137,8 @@ class ODBTrainerMixin(_Mixed):
             ValueError: a subclass overrides `compute_loss` without calling `super().compute_loss`.
             StepMemoryError: memory ran out, and `ODBConfig.on_oom` cannot make the step fit.
         """
-        run, training_step = self.odb_run, super().training_step
+        run = self.odb_run
+        training_step = super().training_step
         if run is None or not run.losses.waiting:
             return training_step(model, inputs, num_items_in_batch, *args)
 
@@ -208,7 +208,8 @@ class ODBTrainerMixin(_Mixed):
         Raises:
             ValueError: `schedule` is `"samples"`, but the trainer was given a scheduler.
         """
-        run, is_given = self.odb_run, self.lr_scheduler is not None
+        run = self.odb_run
+        is_given = self.lr_scheduler is not None
         if run is None:
             return super().create_scheduler(num_training_steps, optimizer)
         if self.odb.schedule == "samples" and is_given:
@@ -227,15 +228,6 @@ class ODBTrainerMixin(_Mixed):
         elif not is_given:
             scheduler = self.lr_scheduler = run.paced(scheduler)
         return scheduler
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate; with `ODBConfig.empty_cache="evaluate"`, release cached memory around it."""
-        if self.odb.empty_cache != "evaluate":
-            return super().evaluate(*args, **kwargs)
-        free_memory()
-        metrics = super().evaluate(*args, **kwargs)
-        free_memory()
-        return metrics
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log `odb/*` beside the loss, and the true samples per second."""
@@ -293,7 +285,8 @@ class RunCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Scale the learning rate of this step."""
-        scaling, optimizer = self._trainer.odb.lr_scaling, objects["optimizer"]
+        scaling = self._trainer.odb.lr_scaling
+        optimizer = objects["optimizer"]
         if scaling is not None:
             samples = self._run.computed().infos[0].optimizer_samples  # without skipped samples
             self._scaled.enter_context(scaling.applied(optimizer, samples))
@@ -323,8 +316,6 @@ class RunCallback(TrainerCallback):
         is_early = state.global_step < state.max_steps
         if self._has_stepped and self._run.batches.is_done and is_early:
             compat.finish_at_this_step(args, state, control)
-        if self._trainer.odb.empty_cache is not None:
-            free_memory()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the state of this rank into the checkpoint."""

@@ -88,10 +88,12 @@ class ODBCallback(Callback):
                 rank hosts. Or an `OomGuard` of such a loader: `training_step` then gets its steps,
                 for manual optimization.
         """
-        start, guard = self._run.start, None
+        start = self._run.start
+        guard = None
         train_loader: Any = loader
         if isinstance(loader, OomGuard):
-            guard, train_loader = loader, loader.loader
+            guard = loader
+            train_loader = loader.loader
         check_type("loader", train_loader, ODBDataLoader)
         if start.loader is not None:
             train_loader.load_state_dict(start.loader)
@@ -326,7 +328,8 @@ class ODBCallback(Callback):
         run = self._run
         if run.current is None or trainer.fast_dev_run:
             return
-        info, has_stepped = run.current.last_info, run.has_stepped
+        info = run.current.last_info
+        has_stepped = run.has_stepped
         if has_stepped != info.ends_optimizer_step:
             actual, expected = ("", "not ") if has_stepped else ("not ", "")
             share = "" if info.batches_per_step == 1 else f" // {info.batches_per_step}"
@@ -337,7 +340,8 @@ class ODBCallback(Callback):
                 f"`accumulate_grad_batches` is {trainer.accumulate_grad_batches}: do not change "
                 "that during the run."
             )
-        is_manual, step = not trainer.lightning_module.automatic_optimization, run.current.step
+        is_manual = not trainer.lightning_module.automatic_optimization
+        step = run.current.step
         is_weighed = run.backwards if step is None else step.is_done
         if has_stepped and is_manual and not is_weighed:
             right = "`self.manual_backward(loss)`"
@@ -398,7 +402,8 @@ def _is_ddp(strategy: Any) -> bool:
 
 def _check_guard(trainer: Any, guard: OomGuard, tasks: AnyWeights | None) -> None:
     """Reject a trainer whose steps a guard could not recompute or weigh."""
-    strategy, is_ddp = trainer.strategy, _is_ddp(trainer.strategy)
+    strategy = trainer.strategy
+    is_ddp = _is_ddp(trainer.strategy)
     is_supported = is_ddp or isinstance(strategy, (SingleDeviceStrategy, ModelParallelStrategy))
     refuse(
         {
@@ -423,7 +428,8 @@ def _check_trainer(trainer: Any, tasks: AnyWeights | None) -> None:
     limit = trainer.limit_train_batches  # 1 is one batch, 1.0 is all
     strategy, every = type(trainer.strategy).__name__, trainer.reload_dataloaders_every_n_epochs
     is_whole = isinstance(trainer.strategy, SingleDeviceStrategy) or _is_ddp(trainer.strategy)
-    follows, name = tasks is not None and tasks.needs_gradients, type(tasks).__name__
+    follows = tasks is not None and tasks.needs_gradients
+    name = type(tasks).__name__
     refuse(
         {
             f"`overfit_batches` must be 0, but is {trainer.overfit_batches}. Train on a small "

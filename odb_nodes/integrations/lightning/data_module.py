@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from odb_nodes._support.checks import check_count
 from odb_nodes.core.loader.dataloader import ODBDataLoader
 from odb_nodes.core.loader.options import LoaderOptions
 from odb_nodes.core.planning import TokenBudget
@@ -74,15 +73,12 @@ class ODBDataModule(LightningDataModule):
             options = replace(options, tasks=task_names(tasks, options.tasks))
         return callbacks[0].batches(ODBDataLoader(self._dataset, **vars(options)))
 
-    def estimated_steps(self, looked_at: int = LOOKED_AT) -> int:
-        """Return an estimate of the optimizer steps of the run, the same on all ranks.
+    def estimated_steps(self) -> int:
+        """Estimate the optimizer steps of the run from the lengths of 512 samples.
 
-        Call it for a schedule, in `configure_optimizers`, on all ranks. Lightning's
-        `trainer.estimated_stepping_batches` cannot count dynamic batches: it is `max_steps`, -1 by
-        default.
-
-        Args:
-            looked_at: number of samples of the dataset to process for the estimate.
+        The result is the same on all ranks. Call it on all ranks, in `configure_optimizers`, for a
+        schedule. Lightning's `trainer.estimated_stepping_batches` cannot count dynamic batches: it
+        is `max_steps`, -1 by default.
 
         Raises:
             TypeError: the dataset is neither map-style with a length nor a `JsonlSource`.
@@ -102,7 +98,7 @@ class ODBDataModule(LightningDataModule):
                 self._dataset,
                 self._options_of(trainer),
                 world_size=self._options.virtual_ranks or trainer.world_size,
-                looked_at=check_count("looked_at", looked_at),
+                looked_at=LOOKED_AT,
             )
         agreed = int(trainer.strategy.broadcast(steps))
         return agreed if max_steps < 0 else min(agreed, max_steps)

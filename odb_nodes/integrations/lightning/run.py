@@ -87,7 +87,8 @@ class TrainBatches:
             last = self._fetched(item, wait_s)
             self._waiting.append(last)
             yield item
-        self.last, self.end_state = last, self.loader.state_dict()
+        self.last = last
+        self.end_state = self.loader.state_dict()
 
     def _fetched(self, item: Any, wait_s: float) -> Fetched:
         step = item if isinstance(item, GuardedStep) else None
@@ -167,7 +168,8 @@ class Run:
             load_rngs(self.start.rngs)
         settled = self.settle()
         fetched = batches.take()
-        info, epoch = fetched.infos[0], self._trainer.current_epoch
+        info = fetched.infos[0]
+        epoch = self._trainer.current_epoch
         if fetched.batch_idx != batch_idx:
             raise StateError(
                 f"Lightning is at batch {batch_idx} of the epoch, the loader at "
@@ -187,7 +189,8 @@ class Run:
             )
         if info.micro_step == 0:
             self.backwards = 0
-        self._settled, self.current = settled, fetched
+        self._settled = settled
+        self.current = fetched
         self._optimizer_steps = self._trainer.global_step
         self.after = RunState(
             epoch=epoch,

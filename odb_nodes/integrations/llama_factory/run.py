@@ -1,4 +1,4 @@
-"""Dynamic batches for LLaMA-Factory: from its arguments, for its trainer or a whole run of it.
+"""Dynamic batches for LLaMA-Factory: for its trainer, or for a whole run.
 
     batches = DynamicBatches.of(data_args, training_args, finetuning_args)
     ...  # load the dataset with `batches.data_args`, make the trainer
@@ -22,7 +22,7 @@ from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.processing import WorkerOptions
 from odb_nodes.integrations.learning_rate import LrScaling
 
-_READ = (
+_ARGUMENTS = (
     "cutoff_len",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -149,14 +149,14 @@ class _PackedText:
 def _fields(holder: Any) -> Mapping[str, Any]:
     if isinstance(holder, Mapping):
         return holder
-    return {name: getattr(holder, name) for name in _READ if hasattr(holder, name)}
+    return {name: getattr(holder, name) for name in _ARGUMENTS if hasattr(holder, name)}
 
 
 def _merged(holders: tuple[Any, ...]) -> dict[str, Any]:
     """Return the arguments of several objects or mappings, which must agree."""
     merged: dict[str, Any] = {}
     for holder in map(_fields, holders):
-        for name in _READ:
+        for name in _ARGUMENTS:
             if name in holder and merged.setdefault(name, holder[name]) != holder[name]:
                 values = f"{merged[name]!r} and as {holder[name]!r}"
                 raise ValueError(f"`{name}` is given twice, as {values}.")

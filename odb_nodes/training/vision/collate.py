@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from odb_nodes._compat.transformers import rope_index_module
 from odb_nodes._support.checks import check_type
 from odb_nodes.core.collate.check_packing import pretrained
 from odb_nodes.core.collate.packed_collate import PackedCollate
@@ -149,12 +150,12 @@ def _token_rows(sample: Mapping[str, Any], token_keys: tuple[str, ...]) -> dict[
 class PackedModel:
     """How a model places the tokens of a sample; small, and picklable."""
 
-    # A module without weights that has `get_rope_index`; `None` if tokens are numbered in order.
+    # Has `get_rope_index`, without weights; `None` if tokens are numbered in order.
     positions_from: Any = field(repr=False)
 
     @classmethod
     def of(cls, model: Any, packable: tuple[str, ...]) -> PackedModel:
-        """Return the positions of a model that keeps the samples of a packed row apart."""
+        """Return the `PackedModel` of a model that keeps the samples of a packed row apart."""
         base = pretrained(model)
         if base is None:
             raise TypeError(
@@ -169,18 +170,13 @@ class PackedModel:
                 'test shows it. Take `layout="padded"`, or try it: see "Packed rows" in the docs '
                 "of images."
             )
-        for module in base.modules():
-            if hasattr(type(module), "get_rope_index"):
-                light = object.__new__(type(module))
-                light.__dict__["config"] = module.config
-                return cls(light)
-        return cls(None)
+        return cls(rope_index_module(base))
 
     def positions(self, rows: dict[str, Any], grid: Any) -> torch.Tensor:
         """Return the positions of the tokens of a sample that has images, (dimensions, L) int64."""
         rope_index = self.positions_from.get_rope_index
         inputs = {key: torch.from_numpy(row[None]) for key, row in rows.items()}
-        accepted = inspect.signature(rope_index).parameters  # before version 5, no token types
+        accepted = inspect.signature(rope_index).parameters  # no token types before version 5
         try:
             inputs["image_grid_thw"] = torch.from_numpy(grid)
             places, _ = rope_index(**{key: inputs[key] for key in inputs if key in accepted})

@@ -73,7 +73,7 @@ class BadImages:
         return cls(missing="skip", corrupt="skip", huge="skip", elongated="skip")
 
     def skips(self, reason: str) -> bool:
-        """Tell whether a sample is skipped for this reason, the name of a field."""
+        """Return whether a sample is skipped for this reason, the name of a field."""
         return bool(getattr(self, reason) == "skip")
 
 

@@ -276,7 +276,8 @@ class VisionLanguageProcessor:
         """Return the smallest image, for a `VisionLanguageCollate` of several ranks."""
         processor, template = self.image_processor, self.template
         tokens = (template.image_start, template.image_token, template.image_end)
-        channels, side = 3, processor.patch_size
+        channels = 3
+        side = processor.patch_size
         return DummyImage(
             token_ids=tuple(self._special[token] for token in tokens),
             image_token_id=self._special[template.image_token],

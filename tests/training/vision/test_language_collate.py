@@ -41,11 +41,11 @@ def test_text_is_padded_and_images_are_joined():
 
 def test_text_alone_is_what_padding_collate_makes():
     group = samples([0, 3, 6])
-    found = collate(group)
+    batch = collate(group)
     token_keys = (*PaddingCollate.token_keys, "mm_token_type_ids")
     expected = PaddingCollate(token_keys=token_keys)(group)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in found)
+    assert batch.keys() == expected.keys()
+    assert all(torch.equal(batch[key], expected[key]) for key in batch)
 
 
 def test_a_text_that_came_another_way_needs_no_token_types():
@@ -82,16 +82,19 @@ LACKS = "`input_ids` must have an image token for each 4 of the .* has 3 of them
     ],
 )
 def test_images_that_do_not_fit_the_text_or_the_batch_are_an_error(second, message):
-    for one in (collate, VisionLanguageCollate(dummy=None)):
+    for function in (collate, VisionLanguageCollate(dummy=None)):
         with pytest.raises(SampleError, match="sample 1 of the group: .*" + message):
-            one([FIRST, second])
+            function([FIRST, second])
 
 
 def test_a_dummy_or_an_image_processor_tells_how_many_patches_make_a_token():
-    one = {**SECOND, **{key: SECOND[key][: END - 2] for key in TOKENS}}  # a token for all
-    for given in ({"dummy": DUMMY}, {"dummy": None, "image_processor": made.image_processor}):
+    sample = {**SECOND, **{key: SECOND[key][: END - 2] for key in TOKENS}}  # a token for all
+    for options in (
+        {"dummy": DUMMY},
+        {"dummy": None, "image_processor": PROCESSOR.image_processor},
+    ):
         with pytest.raises(SampleError, match="for each 4 of the .* has 1 of them"):
-            VisionLanguageCollate(**given)([one])
+            VisionLanguageCollate(**options)([sample])
 
 
 def test_tokens_that_only_the_model_knows_are_not_counted():
@@ -117,10 +120,10 @@ def test_what_is_no_sample_is_refused(group, seen):
 
 
 def test_images_that_the_step_does_not_know_of_are_an_error():
-    known = step("audio")
+    info = step("audio")
     with pytest.raises(ValueError, match="'image' must be among its `modalities`, but they are"):
-        collate.collate_step(samples([1]), replace(known, all_samples_this_step=2))
-    collate.collate_step(samples([1]), known)  # No other rank waits.
+        collate.collate_step(samples([1]), replace(info, all_samples_this_step=2))
+    collate.collate_step(samples([1]), info)  # No other rank waits.
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -148,8 +151,8 @@ def test_a_dummy_goes_behind_the_shortest_sample_where_others_have_images(side):
 
 def test_no_dummy_is_needed_where_a_rank_has_images_or_no_rank_has():
     for group, info in [(samples([1, 0]), step("image")), (samples([0]), step())]:
-        found, expected = collate.collate_step(group, info), collate(group)
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        batch, expected = collate.collate_step(group, info), collate(group)
+        assert all(torch.equal(batch[key], expected[key]) for key in expected)
     assert "pixel_values" not in VisionLanguageCollate(dummy=None).collate_step(
         samples([0]), step("image")
     )
@@ -187,18 +190,20 @@ test_what_does_not_go_with_images_is_refused = refuses(REFUSALS)
 
 # --- patches made with the batch ------------------------------------------------------------------
 
-made = processor()
-late = replace(made, late_patches=True)
+PROCESSOR = processor()
+late = replace(PROCESSOR, late_patches=True)
 
 
 def test_late_patches_are_the_same_in_an_eighth_of_the_memory():
-    collate = VisionLanguageCollate(dummy=made.dummy_image(), image_processor=made.image_processor)
+    collate = VisionLanguageCollate(
+        dummy=PROCESSOR.dummy_image(), image_processor=PROCESSOR.image_processor
+    )
     indices = [0, 1, 2, 5]
     carried = [late(record(index)) for index in indices]
-    found, expected = collate(carried), collate(samples(indices))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
-    assert [observe_sample(one)[1:] for one in carried] == [
+    batch, expected = collate(carried), collate(samples(indices))
+    assert batch.keys() == expected.keys()
+    assert all(torch.equal(batch[key], expected[key]) for key in expected)
+    assert [observe_sample(sample)[1:] for sample in carried] == [
         observe_sample(one)[1:] for one in samples(indices)
     ]
     (early,) = samples([5])
@@ -218,9 +223,9 @@ def test_late_patches_are_the_same_in_an_eighth_of_the_memory():
     ],
 )
 def test_late_patches_are_made_as_the_processor_would_make_them(name, value, shown):
-    other = Qwen2VLImageProcessorPil(**{name: value})
+    image_processor = Qwen2VLImageProcessorPil(**{name: value})
     with pytest.raises(SampleError, match=f"but differs in `{name}` .{shown}.*Pass the same"):
-        VisionLanguageCollate(dummy=None, image_processor=other)([late(record(1))])
+        VisionLanguageCollate(dummy=None, image_processor=image_processor)([late(record(1))])
     bounded = Qwen2VLImageProcessorPil(max_pixels=28 * 28 * 5)  # of no account
     batch = VisionLanguageCollate(dummy=None, image_processor=bounded)([late(record(1))])
     assert torch.equal(batch["pixel_values"], collate(samples([1]))["pixel_values"])

@@ -19,9 +19,9 @@ def alone(network, group):
     counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
     loss, gradient = 0.0, {}
     for batch, count in zip(batches, counts, strict=True):
-        own_loss, own = loss_and_gradient(network, batch)
+        own_loss, gradient_of_sample = loss_and_gradient(network, batch)
         loss += own_loss * count / sum(counts)
-        for name, value in own.items():
+        for name, value in gradient_of_sample.items():
             if value is not None:
                 gradient[name] = gradient.get(name, 0) + value * count / sum(counts)
     return loss, gradient
@@ -35,12 +35,12 @@ def test_loss_and_gradient_of_a_group_are_those_of_its_samples(kind, indices, op
     loss, gradient = loss_and_gradient(network, VisionLanguageCollate(dummy=None, **options)(group))
     expected_loss, expected = alone(network, group)
     assert abs(loss - expected_loss) < TOLERANCE
-    for name, found in gradient.items():
+    for name, value in gradient.items():
         if name not in expected:
-            assert found is None or not found.any(), name
+            assert value is None or not value.any(), name
         else:
             scale = expected[name].abs().max().clamp(min=1e-3)
-            assert (found - expected[name]).abs().max() / scale < TOLERANCE, name
+            assert (value - expected[name]).abs().max() / scale < TOLERANCE, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,8 +49,10 @@ def test_a_dummy_reaches_the_vision_tower_and_changes_nothing(kind, indices, sid
     network, group = network_of(kind), samples(indices)
     collate = VisionLanguageCollate(dummy=processor().dummy_image(), side=side)
     loss, gradient = loss_and_gradient(network, collate(group))
-    found, with_dummy = loss_and_gradient(network, collate.collate_step(group, step("image")))
-    assert abs(found - loss) < TOLERANCE
+    loss_with_dummy, with_dummy = loss_and_gradient(
+        network, collate.collate_step(group, step("image"))
+    )
+    assert abs(loss_with_dummy - loss) < TOLERANCE
     assert any(".visual." in name for name in gradient)
     for name, value in with_dummy.items():
         if ".visual." in name:

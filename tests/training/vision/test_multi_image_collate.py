@@ -33,8 +33,14 @@ def sample(number, *shapes, **more):
     images = [
         np.full((3, *shape), 4 * number + place + 1, np.uint8) for place, shape in enumerate(shapes)
     ]
-    given = {"pixel_values": images} if shapes else {}
-    return {"id": f"s{number}", "task": f"task {number % 2}", "input_ids": [1] * 5, **given, **more}
+    image_fields = {"pixel_values": images} if shapes else {}
+    return {
+        "id": f"s{number}",
+        "task": f"task {number % 2}",
+        "input_ids": [1] * 5,
+        **image_fields,
+        **more,
+    }
 
 
 def volumes(number):
@@ -55,7 +61,10 @@ def test_images_are_padded_in_number_and_size(dtype, depth):
     images = [
         [(rng.random((2, *size, *depth)) * 200).astype(dtype) for size in sizes] for sizes in SIZES
     ]
-    group = [sample(number, pixel_values=own or None) for number, own in enumerate(images)]
+    group = [
+        sample(number, pixel_values=sample_images or None)
+        for number, sample_images in enumerate(images)
+    ]
     batch = MultiImageCollate()(group)
     assert batch["id"] == ["s0", "s1", "s2"] and batch["task"] == ["task 0", "task 1", "task 0"]
     pixels = batch["pixel_values"].numpy()
@@ -63,11 +72,13 @@ def test_images_are_padded_in_number_and_size(dtype, depth):
     assert batch["image_mask"].tolist() == [[True, False, False], [False] * 3, [True] * 3]
     assert batch["image_sizes"].shape == (3, 3, 2 + len(depth))
     assert batch["image_sizes"].dtype == torch.int64
-    for row, own in enumerate(images):
-        for place, image in enumerate(own):
+    for row, sample_images in enumerate(images):
+        for place, image in enumerate(sample_images):
             assert tuple(batch["image_sizes"][row, place].tolist()) == image.shape[1:]
             assert np.array_equal(pixels[row, place][tuple(map(slice, image.shape))], image)
-    assert np.count_nonzero(pixels) == sum(np.count_nonzero(one) for own in images for one in own)
+    assert np.count_nonzero(pixels) == sum(
+        np.count_nonzero(image) for sample_images in images for image in sample_images
+    )
     assert not batch["image_sizes"][~batch["image_mask"]].any()
 
 
@@ -107,8 +118,9 @@ def test_images_that_the_step_does_not_know_of_are_an_error():
 
 
 def test_ranks_agree_on_the_steps_that_have_volumes():
-    def observe(one):
-        return Observation(len(one["input_ids"]), task="scans" if "pixel_values" in one else "text")
+    def observe(sample):
+        task = "scans" if "pixel_values" in sample else "text"
+        return Observation(len(sample["input_ids"]), task=task)
 
     def batches(exchange):
         data = volumes(4) if exchange.rank else [sample(index) for index in range(40)]
@@ -119,11 +131,11 @@ def test_ranks_agree_on_the_steps_that_have_volumes():
 
     text, scans = on_ranks(2, batches)
     fillers = 0
-    for one, other in zip(text, scans, strict=True):
-        assert not one["image_mask"].any()
-        assert ("pixel_values" in one) == ("pixel_values" in other)
-        fillers += pop_step_info(other).is_filler
-    assert fillers and any("pixel_values" in one for one in text)
+    for text_batch, scan_batch in zip(text, scans, strict=True):
+        assert not text_batch["image_mask"].any()
+        assert ("pixel_values" in text_batch) == ("pixel_values" in scan_batch)
+        fillers += pop_step_info(scan_batch).is_filler
+    assert fillers and any("pixel_values" in text_batch for text_batch in text)
 
 
 def test_keys_that_this_collate_function_does_not_make_are_kept():
@@ -144,9 +156,9 @@ def test_an_image_is_resized_in_its_own_dtype(dtype, size):
     shape = (2, *(5, 4, 6)[: len(size)])
     image = (np.random.default_rng(0).random(shape) * 250).astype(dtype)
     image.flags.writeable = False
-    made = resized(image, size)
-    assert made.shape == (2, *size) and made.dtype == dtype
-    assert image.min() <= made.min() and made.max() <= image.max()
+    actual = resized(image, size)
+    assert actual.shape == (2, *size) and actual.dtype == dtype
+    assert image.min() <= actual.min() and actual.max() <= image.max()
     assert resized(image, shape[1:]) is image
 
 
@@ -166,8 +178,8 @@ def test_a_batch_has_images_of_one_size_and_their_sizes_before():
     assert batch["pixel_values"].shape == (3, 3, 3, 8, 8)
     for key in ("image_mask", "image_sizes"):
         assert torch.equal(batch[key], padded[key])
-    for row, one in enumerate(group):
-        for place, image in enumerate(one.get("pixel_values", [])):
+    for row, item in enumerate(group):
+        for place, image in enumerate(item.get("pixel_values", [])):
             assert (batch["pixel_values"][row, place] == int(image.flat[0])).all()
     assert not batch["pixel_values"][~batch["image_mask"]].any()
 
@@ -192,8 +204,8 @@ def test_patches_cover_the_images(pairs):
 def test_max_patches_bounds_those_of_the_images_in_a_batch(resize):
     collate, data, side = MultiImageCollate(resize=resize), volumes(30), 2
 
-    def observe(one):
-        return Observation(len(one["input_ids"]), patches=collate.count_patches(one, side))
+    def observe(sample):
+        return Observation(len(sample["input_ids"]), patches=collate.count_patches(sample, side))
 
     budget = TokenBudget(1000, max_patches=60)
     node = WindowBucketer(LengthObserver(IterableWrapper(data), observe), budget, 12)
@@ -203,7 +215,7 @@ def test_max_patches_bounds_those_of_the_images_in_a_batch(resize):
         if resize is not None:
             sizes = torch.tensor([batch["pixel_values"].shape[3:]] * len(sizes))
         counts.append(int((-(-sizes // side)).prod(1).sum()))
-    assert sum(counts) == sum(observe(one).patches for one in data)
+    assert sum(counts) == sum(observe(sample).patches for sample in data)
     assert 45 < max(counts) <= 60
 
 
@@ -212,7 +224,7 @@ def test_the_number_of_images_counts_as_patches():
     budget = TokenBudget(1000, max_patches=6)
     node = WindowBucketer(LengthObserver(IterableWrapper(data)), budget, 12)
     batches = list(Loader(GroupCollator(node, MultiImageCollate())))
-    assert sorted(one for batch in batches for one in batch["id"]) == sorted(s["id"] for s in data)
+    assert sorted(key for batch in batches for key in batch["id"]) == sorted(s["id"] for s in data)
     assert max(int(batch["image_mask"].sum()) for batch in batches) == 6
 
 
@@ -254,8 +266,8 @@ OPTIONS = [
 ]
 REFUSALS = [
     *(
-        (lambda given=given: MultiImageCollate(**given), ValueError, says)
-        for given, says in OPTIONS
+        (lambda options=options: MultiImageCollate(**options), ValueError, says)
+        for options, says in OPTIONS
     ),
     (lambda: COUNT(VOLUME, (8, 0, 1)), ValueError, "patch_size"),
     (lambda: COUNT(VOLUME, (2, 4)), ValueError, "3 sides for images of .5, 4, 2., but"),

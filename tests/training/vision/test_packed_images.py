@@ -30,46 +30,48 @@ INDICES = [2, 0, 1, 5, 3, 4]
 @functools.cache
 def network(kind):
     """A tiny model in fp64."""
-    made = copy.deepcopy(network_of(kind)).double()
+    network = copy.deepcopy(network_of(kind)).double()
     if kind.endswith("Moe"):
-        made.set_experts_implementation("eager")  # the one for fp64
-    return made
+        network.set_experts_implementation("eager")  # the one for fp64
+    return network
 
 
 def group_of(kind, indices=INDICES):
     """Samples with 0 to 2 images: patches with a grid, or whole images."""
     if kind in QWEN:
         return samples(indices)
-    made = []
+    rows = []
     for index in indices:
         rng = np.random.default_rng(index)
         ids = [*rng.integers(1, 50, 3), *[IMAGE_TOKEN] * (4 * (index % 3)), *rng.integers(1, 50, 5)]
         labels = np.where(np.array(ids) == IMAGE_TOKEN, -100, ids)
-        made.append({"id": index, "input_ids": np.array(ids), "labels": labels})
+        rows.append({"id": index, "input_ids": np.array(ids), "labels": labels})
         if index % 3:
-            made[-1]["pixel_values"] = rng.standard_normal((index % 3, 3, 8, 8), np.float32)
-    return made
+            rows[-1]["pixel_values"] = rng.standard_normal((index % 3, 3, 8, 8), np.float32)
+    return rows
 
 
 def gradient(kind, batch):
     """The gradient of the summed loss, all in fp64: the loss of transformers is in fp32."""
     model, labels = network(kind), batch["labels"]
     model.zero_grad()
-    given = {key: value for key, value in batch.items() if key not in ("labels", "id")}
-    logits = model(**given).logits[:, :-1]
+    options = {key: value for key, value in batch.items() if key not in ("labels", "id")}
+    logits = model(**options).logits[:, :-1]
     cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum").backward()
     return {
-        name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 
 def assert_same_gradient(kind, batch, group):
-    found = gradient(kind, batch)
+    actual = gradient(kind, batch)
     expected = gradient(kind, VisionLanguageCollate(dummy=None)(group))
     assert any("vis" in name for name in expected)
-    for name in found.keys() | expected.keys():
+    for name in actual.keys() | expected.keys():
         zero = torch.zeros((), dtype=torch.float64)
-        off = (found.get(name, zero) - expected.get(name, zero)).abs().max()
+        off = (actual.get(name, zero) - expected.get(name, zero)).abs().max()
         assert off <= 1e-12 * max(1, expected.get(name, zero).abs().max()), (name, off)
 
 
@@ -140,7 +142,7 @@ def test_samples_that_see_each_other_are_found(kind, make):
     model = network(kind).train()
     with pytest.raises(ValueError, match=f"must not see each other, but in a `{kind}ForCond"):
         check_packing(model, make(kind))
-    assert all(one.training for one in model.modules()) and not model._forward_hooks
+    assert all(module.training for module in model.modules()) and not model._forward_hooks
 
 
 def test_text_in_one_row_of_a_model_with_positions_of_its_own_is_found_mixed():
@@ -164,17 +166,17 @@ test_what_cannot_be_checked_is_named = refuses(
 )
 
 
-def varlen(module, query, key, value, attention_mask, *, scaling, is_causal=None, **given):
+def varlen(module, query, key, value, attention_mask, *, scaling, is_causal=None, **options):
     """Attention within the parts that `cu_seq_lens_q` has, as kernels for variable lengths."""
     causal, parts = module.is_causal if is_causal is None else is_causal, []
-    bounds = given.get("cu_seq_lens_q")
+    bounds = options.get("cu_seq_lens_q")
     if bounds is None:  # the tower of whole images
         assert attention_mask is None and not causal
         bounds = torch.tensor([0, query.shape[2]])
     else:
-        assert given["max_length_q"] == int(bounds.diff().max())
+        assert options["max_length_q"] == int(bounds.diff().max())
     for start, stop in itertools.pairwise(bounds.tolist()):
-        rows = (one[:, :, start:stop] for one in (query, key, value))
+        rows = (tensor[:, :, start:stop] for tensor in (query, key, value))
         parts.append(
             torch.nn.functional.scaled_dot_product_attention(
                 *rows, is_causal=causal, scale=scaling, enable_gqa=True
@@ -193,9 +195,9 @@ def test_kernels_for_variable_lengths_find_the_samples(kind, monkeypatch):
     configs = [model.config, *(getattr(model.config, name) for name in model.config.sub_configs)]
     for config in configs:
         monkeypatch.setattr(config, "_attn_implementation_internal", "flash_attention_2")
-    found = gradient(kind, batch)
+    actual = gradient(kind, batch)
     for name, value in expected.items():
-        assert (found[name] - value).abs().max() <= 1e-12 * max(1, value.abs().max()), name
+        assert (actual[name] - value).abs().max() <= 1e-12 * max(1, value.abs().max()), name
 
 
 # --- in a loader ------------------------------------------------------------------------------
@@ -206,8 +208,8 @@ BUDGET = TokenBudget(400, layout="packed", max_patches=360)
 
 def loader(**options):
     collate = VisionLanguageCollate.of(BUDGET, model=network_of("Qwen2VL"), dummy=DUMMY)
-    given = {"token_budget": BUDGET, "window": 12, "collate_fn": collate, **options}
-    return ODBDataLoader(given.pop("dataset", DATA), **given)
+    options = {"token_budget": BUDGET, "window": 12, "collate_fn": collate, **options}
+    return ODBDataLoader(options.pop("dataset", DATA), **options)
 
 
 def test_rows_keep_both_limits_and_the_order_of_their_images():
@@ -215,14 +217,16 @@ def test_rows_keep_both_limits_and_the_order_of_their_images():
     for batch in loader():
         info, ids = pop_step_info(batch), batch["id"].tolist()
         row = [DATA[index] for index in ids]
-        assert batch["input_ids"].shape == (1, sum(len(one["input_ids"]) for one in row))
+        assert batch["input_ids"].shape == (1, sum(len(sample["input_ids"]) for sample in row))
         assert batch["input_ids"].numel() <= 400
         assert info.local_samples == len(ids)
         assert info.local_targets == int((batch["labels"][:, 1:] != -100).sum())
-        assert info.local_targets == sum(int((one["labels"][1:] != -100).sum()) for one in row)
+        assert info.local_targets == sum(
+            int((sample["labels"][1:] != -100).sum()) for sample in row
+        )
         assert (batch["mm_token_type_ids"] == 1).sum() * 4 == len(batch.get("pixel_values", ()))
         for key in ("pixel_values", "image_grid_thw"):
-            expected = [one[key] for one in row if key in one]
+            expected = [sample[key] for sample in row if key in sample]
             assert (key in batch) == bool(expected)
             if expected:
                 assert np.array_equal(batch[key], np.concatenate(expected))
@@ -248,12 +252,14 @@ def test_ranks_without_images_take_part():
         return [*loader(dataset=turns, process_group=exchange, shuffle=False, token_budget=budget)]
 
     steps = [*zip(*on_ranks(2, batches), strict=True)]
-    assert max(batch["input_ids"].numel() for one in steps for batch in one) > 150  # with a dummy
+    assert (
+        max(batch["input_ids"].numel() for step_batches in steps for batch in step_batches) > 150
+    )  # with a dummy
     for step_batches in steps:
         infos = [pop_step_info(batch) for batch in step_batches]
         assert len({"pixel_values" in batch for batch in step_batches}) == 1
         assert len({info.all_targets for info in infos}) == 1
-        targets = [int((one["labels"][:, 1:] != -100).sum()) for one in step_batches]
+        targets = [int((batch["labels"][:, 1:] != -100).sum()) for batch in step_batches]
         taken = [0 if info.is_filler else count for info, count in zip(infos, targets, strict=True)]
         assert infos[0].all_targets == sum(taken)
 
@@ -310,18 +316,18 @@ def test_a_collate_function_goes_to_workers_without_the_weights():
     sent = pickle.dumps(collate)
     assert len(sent) < 20_000
     group = group_of("Qwen2VL")
-    for one in (pickle.loads(sent), replace(collate, pad_token_id=0)):
-        found, expected = one(group), collate(group)
-        assert torch.equal(found["position_ids"], expected["position_ids"])
+    for function in (pickle.loads(sent), replace(collate, pad_token_id=0)):
+        actual, expected = function(group), collate(group)
+        assert torch.equal(actual["position_ids"], expected["position_ids"])
 
 
 def test_patches_that_are_made_with_the_batch_are_placed_alike():
     collate = packing("Qwen2VL", image_processor=processor().image_processor)
     late = replace(processor(), late_patches=True)
-    found, expected = collate([late(record(n)) for n in INDICES]), collate(samples(INDICES))
-    assert found.keys() == expected.keys()
+    actual, expected = collate([late(record(n)) for n in INDICES]), collate(samples(INDICES))
+    assert actual.keys() == expected.keys()
     for key, value in expected.items():
-        assert torch.equal(torch.as_tensor(found[key]), torch.as_tensor(value)), key
+        assert torch.equal(torch.as_tensor(actual[key]), torch.as_tensor(value)), key
 
 
 def test_a_padded_budget_leaves_the_model_out():

@@ -24,8 +24,8 @@ SIZES = [(33, 90), (300, 200), (28, 28), (700, 90)]
 
 
 def make(**options):
-    made = processor()
-    return VisionLanguageProcessor(made.tokenizer, made.image_processor, **options)
+    default = processor()
+    return VisionLanguageProcessor(default.tokenizer, default.image_processor, **options)
 
 
 def decode(ids):
@@ -62,11 +62,11 @@ MODES = "1 L P PA RGB RGBX CMYK YCbCr HSV I F I;16".split()
 
 def late_patches(record):
     """The `pixel_values` that a collate function makes of `images`."""
-    made = processor()
-    sample = VisionLanguageProcessor(made.tokenizer, made.image_processor, late_patches=True)(
+    default = processor()
+    sample = VisionLanguageProcessor(default.tokenizer, default.image_processor, late_patches=True)(
         record
     )
-    collate = VisionLanguageCollate(dummy=None, image_processor=made.image_processor)
+    collate = VisionLanguageCollate(dummy=None, image_processor=default.image_processor)
     return collate([sample])["pixel_values"].numpy()
 
 
@@ -178,8 +178,8 @@ def test_several_answers_are_supervised():
     sample = make(template=ChatTemplate(system=None))({"messages": messages})
     assert decode(sample["labels"][sample["labels"] != -100]) == "red<|im_end|>blue<|im_end|>"
     assert decode(sample["input_ids"]).startswith("<|im_start|>user\na<|im_end|>\n")
-    own = make()({"messages": [{"role": "system", "content": "Be brief."}, *messages]})
-    assert decode(own["input_ids"]).startswith(
+    sample = make()({"messages": [{"role": "system", "content": "Be brief."}, *messages]})
+    assert decode(sample["input_ids"]).startswith(
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>u"
     )
 
@@ -199,8 +199,8 @@ def test_a_bad_image_is_an_error_or_skips_the_sample(reason):
     source, message = BAD[reason]
     message = "the sample with source 'web', id 'x1' cannot be used: .*" + message
     record = asked(noise(30, 30), source, id="x1", source="web")
-    others = BadImages(**{other: "skip" for other in BAD if other != reason})
-    for policy in (BadImages(), others):
+    other_policies = BadImages(**{name: "skip" for name in BAD if name != reason})
+    for policy in (BadImages(), other_policies):
         with pytest.raises(SampleError, match=message) as caught:
             make(max_image_pixels=100_000, bad_images=policy)(record)
         assert f'`bad_images=BadImages({reason}="skip")`' in str(caught.value)
@@ -283,13 +283,14 @@ def test_it_travels_to_workers_and_states_know_what_it_does():
     assert stable_name(travelled) == stable_name(processor())
     bounds = {"min_pixels": 56 * 56, "max_pixels": 28 * 28 * 16}
     processors = [
-        Qwen2VLImageProcessorPil(**bounds, **other)
-        for other in ({}, {"image_mean": [0.5] * 3}, {"patch_size": 28, "merge_size": 1})
+        Qwen2VLImageProcessorPil(**bounds, **options)
+        for options in ({}, {"image_mean": [0.5] * 3}, {"patch_size": 28, "merge_size": 1})
     ]
     options = [{}, {"max_image_pixels": 7}, {"bad_images": BadImages(huge="skip")}]
     options += [{"late_patches": True}, {"keep": ("id", "task")}]
-    made = [*(BUILD(TOKENIZER, one) for one in processors), *(make(**one) for one in options)]
-    assert len({*map(stable_name, made)}) == len(made) - 1  # the first is the default one
+    variants = [BUILD(TOKENIZER, image_processor) for image_processor in processors]
+    variants += [make(**fields) for fields in options]
+    assert len({*map(stable_name, variants)}) == len(variants) - 1  # the first is the default one
     tokenizer = copy.deepcopy(processor().tokenizer)
     assert stable_name(BUILD(tokenizer, make().image_processor)) == stable_name(make())
     words = list(tokenizer.get_vocab())

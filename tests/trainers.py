@@ -30,7 +30,16 @@ from lightning.pytorch.loggers import CSVLogger
 from memory_faults import PLACES, fail
 from rank_jobs import RankJob
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+from torch.utils.data import IterableDataset
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainerCallback,
+)
 
 from odb_nodes import Checkpoints, Ledger, ODBDataLoader, TokenBudget, pop_step_info
 from odb_nodes.integrations.accelerate import configure_accelerator
@@ -98,8 +107,8 @@ class Job:
     @property
     def options(self):
         """Of the loader."""
-        given = {"token_budget": self.token_budget, "window": 12, "round_size": 4}
-        return given | {"exclude": self.exclude or None}
+        options = {"token_budget": self.token_budget, "window": 12, "round_size": 4}
+        return options | {"exclude": self.exclude or None}
 
     def loader(self, **more):
         return ODBDataLoader(Texts(self.size), accumulate=self.accumulate, **self.options, **more)
@@ -318,9 +327,9 @@ class GradientCheck(TrainerCallback):
         self.errors, self.of_parameters = [], []  # of each step: of all, the largest of any
         self.reference = copy.deepcopy(trainer.model)
 
-        def keep(module, args, given):
+        def keep(module, args, arguments):
             if module.training:
-                self.batches.append({key: given[key] for key in keys if key in given})
+                self.batches.append({key: arguments[key] for key in keys if key in arguments})
 
         trainer.model.register_forward_pre_hook(keep, with_kwargs=True)
         trainer.add_callback(self)
@@ -334,15 +343,19 @@ class GradientCheck(TrainerCallback):
         self.reference.zero_grad()
         self.expect(self.reference, [batch for batch, is_filler in steps if not is_filler])
         pairs = zip(self.trainer.model.parameters(), self.reference.parameters(), strict=True)
-        grads = [(own.grad, one.grad) for own, one in pairs if own.grad is not one.grad]
-        off = [((own - one).norm(), one.norm()) for own, one in grads]
+        grads = [
+            (parameter.grad, reference.grad)
+            for parameter, reference in pairs
+            if parameter.grad is not reference.grad
+        ]
+        off = [((gradient - expected).norm(), expected.norm()) for gradient, expected in grads]
         self.of_parameters.append(max((error / norm for error, norm in off if error), default=0.0))
         whole, norm = torch.tensor(off).norm(dim=0)
         self.errors.append(float(whole / norm))
 
 
 def arguments(folder, **options):
-    given = {
+    defaults = {
         "output_dir": str(folder),
         "use_cpu": True,
         "report_to": [],
@@ -358,8 +371,8 @@ def arguments(folder, **options):
         "ddp_find_unused_parameters": False,
     }
     if options.get("save_steps"):
-        given["save_strategy"] = "steps"
-    return Seq2SeqTrainingArguments(**given | options)
+        defaults["save_strategy"] = "steps"
+    return Seq2SeqTrainingArguments(**defaults | options)
 
 
 def config(**options):
@@ -371,16 +384,54 @@ def make_trainer(
 ):
     """A trainer that records its steps, unless its model notes none."""
     model = getattr(lm, model)() if isinstance(model, str) else model
-    names = ("compute_loss_func", "eval_dataset", "data_collator", "train_dataset", "callbacks")
-    given = {"train_dataset": Texts(size)}
-    given |= {one: options.pop(one) for one in names if one in options}
-    trainer = kind(model, arguments(folder, **options), odb=config(**dict(odb)), **given)
+    part_names = (
+        "compute_loss_func",
+        "eval_dataset",
+        "data_collator",
+        "train_dataset",
+        "callbacks",
+    )
+    parts = {"train_dataset": Texts(size)}
+    parts |= {name: options.pop(name) for name in part_names if name in options}
+    trainer = kind(model, arguments(folder, **options), odb=config(**dict(odb)), **parts)
     trainer.add_callback(Recorder(trainer, Job(folder=Path(folder), name=name)))
     return trainer
 
 
 def entries_of(folder, name="run"):
     return read(Path(folder, f"{name}-{lm.rank_and_size()[0]}.jsonl"))
+
+
+def resume(folder, name, step, **options):
+    """Resume from the checkpoint of `step`; return the entries of the later steps, the trainer."""
+    trainer = make_trainer(folder, name, **options)
+    trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+    return entries_of(folder, name), trainer
+
+
+def trained_ids(entries):
+    """The ids of all samples of these entries, in the order of the steps."""
+    return [index for entry in entries for index in lm.ids_of([entry])]
+
+
+def encoder_decoder():
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    sizes |= {"vocab_size": lm.VOCABULARY, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+    return T5ForConditionalGeneration(T5Config(**sizes))
+
+
+def decoder(**options):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"vocab_size": lm.VOCABULARY, "num_attention_heads": 2, "use_cache": False}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **options))
+
+
+class Stream(IterableDataset):
+    """40 texts without a length; each rank reads all, and takes its own."""
+
+    def __iter__(self):
+        return iter(map(lm.sample_of, range(40)))
 
 
 def logs_of(trainer, name):
@@ -394,9 +445,9 @@ def dynamic_trainer(job, arguments, **recorded):
 
 def llama_factory_trainer(job, arguments, **recorded):
     """A stock trainer, as LLaMA-Factory makes it of its arguments."""
-    given = {"cutoff_len": min(24, job.token_budget), "stage": "sft"}
-    given |= {"gradient_accumulation_steps": job.accumulate}
-    batches = DynamicBatches.of(given, token_budget=job.token_budget)
+    yaml = {"cutoff_len": min(24, job.token_budget), "stage": "sft"}
+    yaml |= {"gradient_accumulation_steps": job.accumulate}
+    batches = DynamicBatches.of(yaml, token_budget=job.token_budget)
     trainer = Seq2SeqTrainer(job.model(), arguments, train_dataset=Texts(job.size))
     options = {key: value for key, value in job.options.items() if key != "token_budget"}
     return batches.configure(trainer, **options, **recorded)
@@ -433,7 +484,9 @@ class Module(LightningModule):
 
     @property
     def odb(self):
-        return next(one for one in self.trainer.callbacks if isinstance(one, ODBCallback))
+        return next(
+            callback for callback in self.trainer.callbacks if isinstance(callback, ODBCallback)
+        )
 
     def training_step(self, batch, batch_idx):
         self.note(batch)
@@ -517,10 +570,10 @@ class SaveEach(Callback):
 
 def lightning_trainer(*callbacks, **options):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    given = {"accelerator": "cpu", "enable_checkpointing": False, **quiet, **options}
+    arguments = {"accelerator": "cpu", "enable_checkpointing": False, **quiet, **options}
     if "max_steps" not in options:
-        given.setdefault("max_epochs", 1)
-    return Trainer(callbacks=[*callbacks], **given)
+        arguments.setdefault("max_epochs", 1)
+    return Trainer(callbacks=[*callbacks], **arguments)
 
 
 def under_lightning(job):
@@ -560,6 +613,9 @@ TRAINERS = {
 }
 """What trains a `Job`, by name."""
 
+OWN_CODE = tuple(name for name in TRAINERS if name != "LLaMA-Factory")
+"""Trainers with an integration of their own: LLaMA-Factory has a `Trainer` of transformers."""
+
 COUNTS_ANEW = ("Accelerate",)
 """On another number of ranks, the `Monitor` counts an epoch from where the run goes on."""
 
@@ -571,8 +627,10 @@ def train(trainer, **options):
 
 def on_ranks(folder, world_size, body, *args, **options):
     """A job of ranks whose program has the names of this module as `t`."""
-    here = str(Path(__file__).parent)
-    begin = f"import sys; sys.path.insert(0, {here!r})\nimport language_models as lm, trainers as t"
+    here = Path(__file__).parent
+    folders = [f"{here / 'integrations' / name}" for name in ("", "huggingface", "lightning")]
+    begin = f"import sys; sys.path[:0] = {[f'{here}', *folders]}"
+    begin += "\nimport language_models as lm, trainers as t"
     return RankJob(folder, f"{begin}\n{dedent(body)}", world_size, *args, warm=WARM, **options)
 
 
@@ -586,8 +644,8 @@ def jobs_on_ranks(trainer, world_size, *jobs):
     """A job of ranks that train these, one after the other."""
     folder = Path(jobs[0]["folder"])
     folder.mkdir(parents=True, exist_ok=True)
-    given = json.dumps([trainer, jobs], default=str)
-    return on_ranks(folder, world_size, "t.main()", given, init=False)
+    argument = json.dumps([trainer, jobs], default=str)
+    return on_ranks(folder, world_size, "t.main()", argument, init=False)
 
 
 def main():

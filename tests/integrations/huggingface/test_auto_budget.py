@@ -7,7 +7,6 @@ import language_models as lm
 import pytest
 import torch
 import trainers as t
-from test_huggingface import Stream, decoder
 
 from odb_nodes import JsonlSource, PackedCollate, PaddingCollate, TokenBudget
 from odb_nodes.integrations.huggingface import auto_budget
@@ -40,7 +39,7 @@ def auto(**options):
 def trainer_of(folder, odb, model="Normalizing", optimizer=None, **options):
     options = {"num_train_epochs": 1, "logging_steps": 1, "optim": "adamw_torch", **options}
     if model == "decoder":
-        model = decoder(attention_dropout=0.2)
+        model = t.decoder(attention_dropout=0.2)
         model.seen = []
     trainer = t.make_trainer(folder, model=model, odb=odb, **options)
     if optimizer is not None:
@@ -51,12 +50,12 @@ def trainer_of(folder, odb, model="Normalizing", optimizer=None, **options):
 def outcome(trainer):
     """What a run has come to: weights, losses, the optimizer's state, and what is drawn next."""
     logs = [t.logs_of(trainer, name) for name in ("loss", "grad_norm", "odb/samples_per_step")]
-    state = [one for each in trainer.optimizer.state.values() for one in each.values()]
+    state = [value for values in trainer.optimizer.state.values() for value in values.values()]
     return lm.weights_of(trainer.model), state, logs, torch.rand(2), trainer.state.global_step
 
 
-def check_same(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+def check_same(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +71,13 @@ def test_a_run_is_that_with_the_budget_that_was_found(tmp_path, options):
     trainer = trainer_of(tmp_path / "auto", auto(), **options)
     assert trainer.odb_budget is None
     trainer.train()
-    found, budget = outcome(trainer), trainer.odb_budget
+    automatic, budget = outcome(trainer), trainer.odb_budget
     assert budget.tokens > 24
-    given = trainer_of(tmp_path / "given", {"token_budget": budget}, **options)
-    assert given.odb_budget == budget
-    given.train()
-    check_same(found, outcome(given))
-    assert found[-1] > 2
+    configured = trainer_of(tmp_path / "given", {"token_budget": budget}, **options)
+    assert configured.odb_budget == budget
+    configured.train()
+    check_same(automatic, outcome(configured))
+    assert automatic[-1] > 2
 
 
 def test_evaluations_and_runs_before_change_nothing(tmp_path):
@@ -91,9 +90,9 @@ def test_evaluations_and_runs_before_change_nothing(tmp_path):
             losses.append(trainer.evaluate()["eval_loss"])
         return trainer, losses, outcome(trainer)
 
-    trainer, *found = run("auto", auto())
+    trainer, *automatic = run("auto", auto())
     _, *expected = run("given", {"token_budget": trainer.odb_budget})
-    check_same(found, expected)
+    check_same(automatic, expected)
 
 
 @pytest.mark.parametrize("options", [{}, {"model": "decoder", "gradient_checkpointing": True}])
@@ -136,8 +135,8 @@ def test_steps_that_are_tried_leave_room_for_the_buckets_of_ddp(tmp_path):
 
         def reset(self):
             shape = (lm.HIDDEN, lm.HIDDEN)
-            tensors = (one for one in gc.get_objects() if type(one) is torch.Tensor)
-            alive.append(sum(one.shape == shape for one in tensors))
+            tensors = (tensor for tensor in gc.get_objects() if type(tensor) is torch.Tensor)
+            alive.append(sum(tensor.shape == shape for tensor in tensors))
             super().reset()
 
     trainer = trainer_of(tmp_path, auto(memory_meter=Live(LIMIT_BYTES)))
@@ -220,21 +219,21 @@ def test_there_are_no_batches_before_a_budget_is_found(tmp_path):
 
 def test_json_lines_have_the_budget_of_a_list_of_the_records(tmp_path):
     data = [{"input_ids": [1] * (n % 20 + 2), "id": n} for n in range(40)]
-    data = [{**one, "labels": one["input_ids"]} for one in data]
+    data = [{**sample, "labels": sample["input_ids"]} for sample in data]
     path = tmp_path / "data.jsonl"
-    path.write_text("".join(f"{json.dumps(one)}\n" for one in data))
-    found = []
+    path.write_text("".join(f"{json.dumps(sample)}\n" for sample in data))
+    budgets = []
     for dataset in (data, JsonlSource(path)):
         trainer = trainer_of(tmp_path, auto(), max_steps=1, train_dataset=dataset)
         trainer.train()
-        found.append(trainer.odb_budget)
-    assert found[0] == found[1]
+        budgets.append(trainer.odb_budget)
+    assert budgets[0] == budgets[1]
 
 
 @pytest.mark.parametrize(
     "dataset, error, message",
     [
-        (Stream(), TypeError, "a budget can be found .* only where the dataset is map-style"),
+        (t.Stream(), TypeError, "a budget can be found .* only where the dataset is map-style"),
         ([{"input_ids": [1, 2], "pixel_values": torch.ones(3, 4)}], ValueError, "have images"),
     ],
 )
@@ -282,23 +281,24 @@ def test_two_ranks_train_with_the_smallest_budget(tmp_path):
             trainer = t.make_trainer(f"{folder}/{name}", odb=odb, size=80, **options)
             trainer.train(resume_from_checkpoint=resume)
             logged = trainer.state.log_history[:-1]
-            shares = [one["odb/peak_memory_share"] for one in logged]
+            shares = [entry["odb/peak_memory_share"] for entry in logged]
             budget, weights = trainer.odb_budget, lm.weights_of(trainer.model).tolist()
             return budget, weights, trainer.state.global_step, shares
 
-        found = run("auto")
-        given = run("given", token_budget=found[0])
+        automatic = run("auto")
+        configured = run("given", token_budget=automatic[0])
         resumed = run("resumed", resume=f"{folder}/auto/checkpoint-1")
-        r.finish([[vars(one[0]), *one[1:]] for one in (found, given, resumed)])
+        runs = (automatic, configured, resumed)
+        r.finish([[vars(budget), *figures] for budget, *figures in runs])
     """
-    own, others = t.results_of(tmp_path, body, str(tmp_path))
-    (found, given, resumed), steps = own, own[0][2]
-    assert own == others
-    assert found == given and found[:3] == resumed[:3]
-    assert steps > 2 and 0.3 < max(found[3]) <= 1
+    first, second = t.results_of(tmp_path, body, str(tmp_path))
+    (automatic, configured, resumed), steps = first, first[0][2]
+    assert first == second
+    assert automatic == configured and automatic[:3] == resumed[:3]
+    assert steps > 2 and 0.3 < max(automatic[3]) <= 1
     alone = trainer_of(tmp_path / "alone", auto(), gradient_accumulation_steps=2, size=80)
     alone.train()
-    assert alone.odb_budget == TokenBudget(**found[0])
+    assert alone.odb_budget == TokenBudget(**automatic[0])
 
 
 NO_BUDGET = """

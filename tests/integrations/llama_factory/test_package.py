@@ -51,12 +51,12 @@ def python(request, exhaustive, tmp_path_factory):
         pytest.skip("installs LLaMA-Factory, which takes a minute and 200 MB: use --exhaustive")
     kept = request.config.cache.mkdir("llama_factory") / f"{PACKAGE}-torch{torch.__version__}"
     if not kept.exists():
-        made = kept.with_name(f"{kept.name}-{os.getpid()}")
-        build(made)
+        built = kept.with_name(f"{kept.name}-{os.getpid()}")
+        build(built)
         try:
-            made.rename(kept)
+            built.rename(kept)
         except OSError:  # Another process was faster.
-            kept = made
+            kept = built
     return str(kept / "bin" / "python")
 
 

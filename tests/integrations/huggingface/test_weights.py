@@ -45,17 +45,20 @@ def model_of(name, seed, **options):
 
 
 def collate_images(samples):
-    labels = torch.tensor([one["labels"] for one in samples])
-    return {"pixel_values": torch.stack([one["pixel_values"] for one in samples]), "labels": labels}
+    labels = torch.tensor([sample["labels"] for sample in samples])
+    return {
+        "pixel_values": torch.stack([sample["pixel_values"] for sample in samples]),
+        "labels": labels,
+    }
 
 
 def trainer_of(folder, model):
-    data, given, odb = [lm.sample_of(index) for index in range(40)], {}, {}
+    data, arguments, odb = [lm.sample_of(index) for index in range(40)], {}, {}
     if isinstance(model, hf.ViTForImageClassification):
-        data = [{"pixel_values": one, "labels": n % 3} for n, one in enumerate(PIXELS)]
-        given, odb = {"data_collator": collate_images}, {"observe": lambda _: 16}
+        data = [{"pixel_values": pixels, "labels": n % 3} for n, pixels in enumerate(PIXELS)]
+        arguments, odb = {"data_collator": collate_images}, {"observe": lambda _: 16}
     args = t.arguments(folder, max_steps=4, save_steps=2)
-    return ODBTrainer(model, args, train_dataset=data, odb=t.config(**odb), **given)
+    return ODBTrainer(model, args, train_dataset=data, odb=t.config(**odb), **arguments)
 
 
 def assert_same(model, expected):
@@ -103,9 +106,9 @@ def test_the_best_model_has_all_its_weights(tmp_path, shard, kind):
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "LlamaForCausalLM"])
 def test_weights_without_a_counterpart_are_refused(tmp_path, name, saved, now, key):
     trainer_of(tmp_path, model_of(name, seed=0, num_hidden_layers=saved)).train()
-    other = model_of(name, seed=0, num_hidden_layers=now)
+    model = model_of(name, seed=0, num_hidden_layers=now)
     with pytest.raises(StateError, match=rf"are {key}, .*layers\.1.*{name}.from_pretrained"):
-        resume(tmp_path, other)
+        resume(tmp_path, model)
 
 
 def test_a_module_with_other_weights_is_refused(tmp_path):

@@ -7,7 +7,6 @@ import pytest
 import torch
 import trainers as t
 from pictures import model, samples
-from test_huggingface import decoder
 from transformers import (
     MambaConfig,
     MambaForCausalLM,
@@ -42,8 +41,8 @@ def collate(samples):
     width = max(len(sample["input_ids"]) for sample in samples)
     ids = [sample["input_ids"] + [0] * (width - len(sample["input_ids"])) for sample in samples]
     keys = {*samples[0]} - {"input_ids"}
-    rest = {key: torch.tensor([sample[key] for sample in samples]) for key in keys}
-    return {"input_ids": torch.tensor(ids), **rest}
+    columns = {key: torch.tensor([sample[key] for sample in samples]) for key in keys}
+    return {"input_ids": torch.tensor(ids), **columns}
 
 
 class Gradients(TrainerCallback):
@@ -58,13 +57,13 @@ class Gradients(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         model = self.trainer.model
         seen = zip(model.seen, self.fillers, strict=True)
-        own = [value for batch, is_filler in seen if not is_filler for value in batch]
-        values = self.values(own)
+        values = [value for batch, is_filler in seen if not is_filler for value in batch]
+        values = self.values(values)
         model.seen.clear()
         self.errors.append(abs(model.weight.grad.item() - sum(values) / len(values)))
 
-    def values(self, own):
-        return own
+    def values(self, values):
+        return values
 
 
 def error_of(folder, data, odb=(), check=Gradients, **options):
@@ -101,8 +100,8 @@ def error_of(folder, data, odb=(), check=Gradients, **options):
 def test_one_label_per_sample_or_none_counts_samples(tmp_path, labels, odb, recwarn):
     options = {"label_names": [*labels] or None, "gradient_accumulation_steps": 3, "odb": odb}
     assert error_of(tmp_path, rows(**labels), **options) < 1e-12
-    found = ['give `loss_is="sample_mean"`' in str(one.message) for one in recwarn]
-    assert any(found) is (not labels and not odb)
+    warned = ['give `loss_is="sample_mean"`' in str(warning.message) for warning in recwarn]
+    assert any(warned) is (not labels and not odb)
 
 
 def test_a_mean_over_tokens_without_labels_may_be_said_to_be_one(tmp_path):
@@ -140,12 +139,14 @@ def spoken():
 
 
 def collate_spoken(samples):
-    pad, given = torch.nn.utils.rnn.pad_sequence, {"batch_first": True}
-    values = [one["input_values"] for one in samples]
+    pad, options = torch.nn.utils.rnn.pad_sequence, {"batch_first": True}
+    values = [sample["input_values"] for sample in samples]
     return {
-        "input_values": pad(values, **given),
-        "attention_mask": pad([torch.ones(len(one), dtype=torch.long) for one in values], **given),
-        "labels": pad([one["labels"] for one in samples], padding_value=-100, **given),
+        "input_values": pad(values, **options),
+        "attention_mask": pad(
+            [torch.ones(len(sample), dtype=torch.long) for sample in values], **options
+        ),
+        "labels": pad([sample["labels"] for sample in samples], padding_value=-100, **options),
     }
 
 
@@ -174,7 +175,7 @@ def ctc_trainer(folder, reduction, odb=(), **options):
         odb=t.config(
             token_budget=256,
             window=8,
-            observe=lambda one: len(one["input_values"]) // 2,
+            observe=lambda sample: len(sample["input_values"]) // 2,
             **dict(odb),
         ),
     )
@@ -189,8 +190,8 @@ def test_the_mean_of_ctc_is_over_samples(tmp_path):
         for batch in batches:
             silent.append(bool((batch["labels"] == -100).all()))
             for row in range(len(batch["labels"])):
-                one = {key: value[row : row + 1] for key, value in batch.items()}
-                (reference(**one).loss / rows).backward()
+                sample = {key: value[row : row + 1] for key, value in batch.items()}
+                (reference(**sample).loss / rows).backward()
 
     check = t.GradientCheck(trainer, expect, "input_values", "attention_mask", "labels")
     trainer.train()
@@ -208,22 +209,22 @@ def test_a_sum_of_ctc_is_refused_unless_it_is_said_to_be_a_mean(tmp_path, reduct
 
 
 def test_batches_of_which_only_some_have_labels_are_refused(tmp_path):
-    def some(samples):
+    def collate_some(samples):
         batch = collate(samples)
         if batch["input_ids"].shape[1] < 8:
             del batch["labels"]
         return batch
 
     args = t.arguments(tmp_path, gradient_accumulation_steps=8, max_steps=2)
-    given = {"train_dataset": rows(labels=1), "data_collator": some, "odb": t.config()}
+    options = {"train_dataset": rows(labels=1), "data_collator": collate_some, "odb": t.config()}
     with pytest.raises(ValueError, match="must have labels, or none, but only some have"):
-        ODBTrainer(lm.Rows(), args, **given).train()
+        ODBTrainer(lm.Rows(), args, **options).train()
 
 
 def test_labels_per_token_are_those_as_long_as_the_ids():
-    def count(labels, shift=True, **others):
+    def count(labels, shift=True, **columns):
         return count_targets(
-            {"input_ids": torch.ones(2, 3), **others, "labels": labels}, shift=shift
+            {"input_ids": torch.ones(2, 3), **columns, "labels": labels}, shift=shift
         )
 
     per_token = torch.tensor([[1, 1, -100], [1, 1, 1]])
@@ -241,8 +242,8 @@ def errors_of_rank(folder):
     import rank_jobs as r
 
     class Gathering(Gradients):
-        def values(self, own):
-            return [value for each in r.gathered(own) for value in each]
+        def values(self, values):
+            return [value for rank_values in r.gathered(values) for value in rank_values]
 
     return [
         error_of(
@@ -260,39 +261,39 @@ def errors_of_rank(folder):
 class Logging(Trainer):
     """Gathers a figure of each row in `compute_loss`, as the trainers of TRL do."""
 
-    found = ()
+    gathered = ()
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         ids, accelerator = inputs["input_ids"][:, :1], self.accelerator
         gathered = (accelerator.gather(ids), accelerator.gather_for_metrics(ids.flatten()))
-        self.found += ([len(ids), *map(torch.Tensor.tolist, gathered)],)
+        self.gathered += ([len(ids), *map(torch.Tensor.tolist, gathered)],)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 def gathered_of_rank(folder):
     data = [{"input_ids": [n % 9 + 1] * (n * 7 % 30 + 2)} for n in range(60)]
-    data = [{**one, "labels": one["input_ids"], "id": n} for n, one in enumerate(data)]
+    data = [{**sample, "labels": sample["input_ids"], "id": n} for n, sample in enumerate(data)]
     trainer = Logging(lm.Normalizing(), t.arguments(folder, max_steps=5), train_dataset=data)
     configure_trainer(trainer, token_budget=128, window=32, loss_is="divided").train()
-    return trainer.found
+    return trainer.gathered
 
 
 @pytest.mark.slow
 def test_ranks_gather_as_many_rows_as_each_has(tmp_path):
-    body = "import test_trainer_losses as l\nr.finish(l.gathered_of_rank(sys.argv[1]))"
+    body = "import test_loss as l\nr.finish(l.gathered_of_rank(sys.argv[1]))"
     ours, theirs = t.results_of(tmp_path, body, str(tmp_path))
-    assert any(one[0] != other[0] for one, other in zip(ours, theirs, strict=True))
-    for (count, rows, flat), (others, *same) in zip(ours, theirs, strict=True):
+    assert any(first[0] != second[0] for first, second in zip(ours, theirs, strict=True))
+    for (count, rows, flat), (other_count, *same) in zip(ours, theirs, strict=True):
         assert [rows, flat] == same
-        assert len(rows) == count + others
+        assert len(rows) == count + other_count
         assert [row[0] for row in rows] == flat
 
 
 @pytest.mark.slow
 def test_two_ranks_weigh_samples_alike(tmp_path):
-    body = "import test_trainer_losses as l\nr.finish(l.errors_of_rank(sys.argv[1]))"
-    found = t.results_of(tmp_path, body, str(tmp_path))
-    assert max(map(max, found)) < 1e-12
+    body = "import test_loss as l\nr.finish(l.errors_of_rank(sys.argv[1]))"
+    errors = t.results_of(tmp_path, body, str(tmp_path))
+    assert max(map(max, errors)) < 1e-12
 
 
 # --- how it is found out --------------------------------------------------------------------------
@@ -356,14 +357,14 @@ def test_a_trainer_whose_model_is_gone_trains_again(tmp_path):
 
 def test_the_gradient_of_packed_images_is_that_of_the_padded_samples(tmp_path):
     network, data = model().double(), samples(range(24))
-    known = {tuple(sample["input_ids"].tolist()): sample for sample in data}
+    samples_by_ids = {tuple(sample["input_ids"].tolist()): sample for sample in data}
 
     def expect(reference, batches):
         group = []
         for batch in batches:
             assert batch["position_ids"].shape[:2] == (4, 1)
             row, bounds = batch["input_ids"][0].tolist(), batch["cu_seq_lens_q"].tolist()
-            group += [known[tuple(row[a:b])] for a, b in itertools.pairwise(bounds)]
+            group += [samples_by_ids[tuple(row[a:b])] for a, b in itertools.pairwise(bounds)]
         batch = VisionLanguageCollate(dummy=None)(group)
         reference(**{key: batch[key] for key in batch if key != "id"}).loss.backward()
 
@@ -395,7 +396,7 @@ def mamba():
 
 
 @pytest.mark.parametrize(
-    ("make", "mixing"), [(decoder, ""), (mamba, "MambaForC"), (model, "Qwen2VLForC")]
+    ("make", "mixing"), [(t.decoder, ""), (mamba, "MambaForC"), (model, "Qwen2VLForC")]
 )
 @pytest.mark.parametrize("odb", [{}, {"loss_is": "token_mean"}, TASKS])
 def test_a_model_that_would_mix_the_samples_of_a_row_does_not_train(make, mixing, odb, tmp_path):

@@ -8,7 +8,6 @@ import language_models as lm
 import pytest
 import torch
 import trainers as t
-from test_huggingface import decoder
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -44,9 +43,9 @@ class Own(Trainer):
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         self.seen.add(tuple(sorted(inputs)))
-        taken = {key: inputs[key] for key in ("input_ids", "attention_mask", "labels")}
-        taken["id"] = taken["input_ids"]  # which the model notes
-        return super().compute_loss(model, taken, *args, **kwargs)
+        kept = {key: inputs[key] for key in ("input_ids", "attention_mask", "labels")}
+        kept["id"] = kept["input_ids"]  # which the model notes
+        return super().compute_loss(model, kept, *args, **kwargs)
 
 
 class Collate:
@@ -221,11 +220,11 @@ def test_images_of_one_size_are_stacked_by_the_default_collator(tmp_path, keeps_
     expected = weights(lambda samples: default_data_collator(samples))
     for collate in (None, default_data_collator, DefaultDataCollator()):
         assert torch.equal(weights(collate), expected)
-    other = [{"pixel_values": torch.zeros(1, 2, n + 1), "label": 0} for n in range(20)]
+    unequal = [{"pixel_values": torch.zeros(1, 2, n + 1), "label": 0} for n in range(20)]
     with pytest.raises(
         ValueError, match="must have the same size.*Give the trainer a `data_collator`"
     ):
-        weights(None, other)
+        weights(None, unequal)
 
 
 def test_samples_with_a_length_need_nothing_though_the_collator_does_not_see_it(tmp_path):
@@ -263,9 +262,9 @@ def of_trl(kind, folder, rows, model, **options):
     import datasets
     import trl
 
-    given = {"bf16": False, "use_cpu": True, "report_to": [], "disable_tqdm": True}
-    given |= {"save_strategy": "no", "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1}
-    args = getattr(trl, f"{kind}Config")(str(folder), num_train_epochs=1, **given | options)
+    defaults = {"bf16": False, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    defaults |= {"save_strategy": "no", "max_grad_norm": 0.0, "optim": "sgd", "learning_rate": 0.1}
+    args = getattr(trl, f"{kind}Config")(str(folder), num_train_epochs=1, **defaults | options)
     data = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer()}
     if kind == "DPO":
         data["ref_model"] = copy.deepcopy(model)
@@ -276,7 +275,7 @@ def of_trl(kind, folder, rows, model, **options):
 def test_packed_documents_of_trl_keep_their_boundaries(tmp_path):
     rows = [{"text": f"w{n + 2} w3 w4"} for n in range(24)]
     options = {"max_length": 16, "packing": True, "padding_free": True}
-    trainer = of_trl("SFT", tmp_path, rows, decoder(), **options)
+    trainer = of_trl("SFT", tmp_path, rows, t.decoder(), **options)
     configure_trainer(trainer, token_budget=64)
     starts = []
 
@@ -297,7 +296,7 @@ def scoring():
 
 
 @pytest.mark.filterwarnings(t.OF_TRANSFORMERS, "ignore:.gradient_checkpointing_(dis|en)able")
-@pytest.mark.parametrize("kind, make", [("DPO", decoder), ("Reward", scoring)])
+@pytest.mark.parametrize("kind, make", [("DPO", t.decoder), ("Reward", scoring)])
 def test_pairs_of_trl_are_weighed_by_pairs(tmp_path, kind, make):
     """An epoch is one optimizer step, of many batches, or of one that has all pairs."""
 
@@ -316,7 +315,7 @@ def test_pairs_of_trl_are_weighed_by_pairs(tmp_path, kind, make):
         for row in rows:
             prompt = row.pop("prompt")
             row |= {key: prompt + row[key] for key in ("chosen", "rejected")}
-    found = []
+    results = []
     for budget, accumulate in ((10_000, 1), (64, 30)):
         options = {"gradient_accumulation_steps": accumulate, "max_length": 32, "logging_steps": 1}
         trainer = of_trl(kind, tmp_path, rows, make().double(), **options)
@@ -332,10 +331,10 @@ def test_pairs_of_trl_are_weighed_by_pairs(tmp_path, kind, make):
             trainer.train()
         steps = trainer.state.global_step
         assert (steps, max(widest) <= budget) == (1, True)
-        found.append((lm.weights_of(trainer.model), t.logs_of(trainer, "odb/samples_per_step")))
-    assert found[0][1] == found[1][1] == [20]
-    assert not torch.equal(found[0][0], lm.weights_of(make().double()))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-7)
+        results.append((lm.weights_of(trainer.model), t.logs_of(trainer, "odb/samples_per_step")))
+    assert results[0][1] == results[1][1] == [20]
+    assert not torch.equal(results[0][0], lm.weights_of(make().double()))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-7)
 
 
 class Masking:
@@ -355,8 +354,8 @@ def test_the_random_numbers_of_a_collator_are_seeded(tmp_path, for_training, kee
     trainer = make(Own, tmp_path, None if for_training else collate, args=args)
     odb = {"token_budget": 64, "collate_fn": collate if for_training else None}
     configure_trainer(trainer, **odb)
-    found = []
+    labels = []
     for seed in (1, 2):  # as of a run, and of one that resumes it
         torch.manual_seed(seed)
-        found.append([batch["labels"].tolist() for batch in TrainBatches(trainer).loader])
-    assert found[0] == found[1]
+        labels.append([batch["labels"].tolist() for batch in TrainBatches(trainer).loader])
+    assert labels[0] == labels[1]

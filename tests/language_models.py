@@ -33,7 +33,7 @@ class Texts:
 
     def __getitem__(self, index):
         if isinstance(index, slice):
-            return [sample_of(one) for one in range(self.size)[index]]
+            return [sample_of(number) for number in range(self.size)[index]]
         return sample_of(index)
 
 
@@ -161,11 +161,11 @@ def mean_over_batch(outputs, labels, num_items_in_batch=None):
 
 
 def weights_of(model):
-    return torch.cat([one.detach().flatten() for one in model.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def gradient_of(model):
-    return torch.cat([one.grad.flatten() for one in model.parameters()])
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
 def expected_gradient(weights, ids):
@@ -213,7 +213,9 @@ def targets_of(labels):
 
 def ids_of(entries):
     """The ids of a step, of all its ranks, without fillers."""
-    batches = [batch for one in entries for batch in zip(one["ids"], one["fillers"], strict=True)]
+    batches = [
+        batch for entry in entries for batch in zip(entry["ids"], entry["fillers"], strict=True)
+    ]
     return [index for ids, is_filler in batches if not is_filler for index in ids]
 
 
@@ -234,11 +236,11 @@ def check_steps(all_entries, size, left_out=frozenset()):
         for key in ("step", "epoch", "gradient"):
             assert all(entry[key] == first[key] for entry in step)
         assert len({len(entry["ids"]) for entry in step}) == 1
-        before, found = (
+        before, gradient = (
             torch.tensor(first[key], dtype=torch.float64) for key in ("before", "gradient")
         )
         expected = expected_gradient(before, ids)
-        if (difference := (found - expected).norm().item()) > 0:
+        if (difference := (gradient - expected).norm().item()) > 0:
             worst = max(worst, difference / expected.norm().item())
         seen.setdefault(first["epoch"], []).extend(ids)
     assert [sorted(ids) for ids in seen.values()] == [sorted({*range(size)} - left_out)] * len(seen)

@@ -73,7 +73,9 @@ def gradient_error(module):
     """The largest of any step; of a module whose weights have not changed."""
     weights = lm.weights_of(module.model)
     pairs = zip(module.gradients, module.groups(), strict=True)
-    errors = [(found - lm.expected_gradient(weights, ids)).abs().max() for found, ids in pairs]
+    errors = [
+        (gradient - lm.expected_gradient(weights, ids)).abs().max() for gradient, ids in pairs
+    ]
     return max(errors)
 
 
@@ -136,8 +138,8 @@ def test_a_run_that_has_ended_goes_on_with_more_steps(tmp_path, exhaustive):
         save = SaveEverywhere(tmp_path)
         first, _ = fit(save, max_steps=steps, **options)
         for path in save.paths[-3:]:  # after the last batch, its epoch, and the run
-            rest = check_resumed(whole, fit(checkpoint=path, max_steps=9, **options))
-            assert len(first.seen) + rest == len(whole[0].seen)
+            steps_after = check_resumed(whole, fit(checkpoint=path, max_steps=9, **options))
+            assert len(first.seen) + steps_after == len(whole[0].seen)
 
 
 def test_a_second_fit_begins_the_next_epoch_and_resumes_too(tmp_path):
@@ -396,9 +398,9 @@ STEPS = (2, 5, 6)
 
 def fit_virtual(hosted, *callbacks, **options):
     """A run of 4 virtual ranks, of which a rank hosts some."""
-    given = {"max_epochs": 2, "accumulate_grad_batches": hosted}
-    given |= {"datamodule": data(61, virtual_ranks=4)}
-    return fit(*callbacks, **given | options)
+    arguments = {"max_epochs": 2, "accumulate_grad_batches": hosted}
+    arguments |= {"datamodule": data(61, virtual_ranks=4)}
+    return fit(*callbacks, **arguments | options)
 
 
 def saver(folder):
@@ -429,12 +431,12 @@ def test_runs_of_virtual_ranks_move_between_one_rank_and_two(tmp_path):
     assert trainer.global_step == len(expected) > STEPS[-1]
     assert {epoch for epoch, _, _, step in whole.seen if step in STEPS} == {0, 1}
 
-    body = "import test_lightning as l\nr.finish(l.on_two_ranks(sys.argv[1]))"
+    body = "import test_callback as l\nr.finish(l.on_two_ranks(sys.argv[1]))"
     ranks = t.results_of(tmp_path, body, str(tmp_path), init=False)
-    for (first, found), (second, _), start in zip(*ranks, (*STEPS, 0), strict=True):
+    for (first, weights_of_rank), (second, _), start in zip(*ranks, (*STEPS, 0), strict=True):
         steps = ids_of_steps([*first, *second])
         assert steps == {step: expected[step] for step in range(start, len(expected))}
-        assert (torch.tensor(found, dtype=weights.dtype) - weights).abs().max() <= 1e-9
+        assert (torch.tensor(weights_of_rank, dtype=weights.dtype) - weights).abs().max() <= 1e-9
     for start in STEPS:
         checkpoint = str(tmp_path / "two" / f"step={start}.ckpt")
         resumed, _ = fit_virtual(4, checkpoint=checkpoint)
@@ -513,29 +515,29 @@ def test_what_a_guard_cannot_do_is_refused_by_name(name, tmp_path):
 
 def test_two_ranks_train_as_without_failures(tmp_path):
     body = """
-        import test_lightning as j
-        given = {"trainer": {"strategy": "ddp", "devices": 2}, "accumulate": 2, "size": 37}
-        runs = [j.fit_guarded("", fails_above=above, **given) for above in (10**9, 25)]
-        found = [[lm.weights_of(one.model).tolist(), one.model.ooms] for one in runs]
+        import test_callback as j
+        options = {"trainer": {"strategy": "ddp", "devices": 2}, "accumulate": 2, "size": 37}
+        runs = [j.fit_guarded("", fails_above=above, **options) for above in (10**9, 25)]
+        results = [[lm.weights_of(run.model).tolist(), run.model.ooms] for run in runs]
         del runs
-        r.finish(found)
+        r.finish(results)
     """
-    (whole, failing), (other, _) = t.results_of(tmp_path, body, init=False)
-    assert whole[0] == other[0] and whole[1] == 0 < failing[1]
+    (whole, failing), (second, _) = t.results_of(tmp_path, body, init=False)
+    assert whole[0] == second[0] and whole[1] == 0 < failing[1]
     assert failing[0] == pytest.approx(whole[0], abs=1e-10)
 
 
 def test_ranks_that_compute_together_train_and_end_together(tmp_path):
     body = """
-        import test_lightning as j
+        import test_callback as j
         from lightning.pytorch.strategies import ModelParallelStrategy
-        given = {"kind": j.Sharded, "size": 37}
+        options = {"kind": j.Sharded, "size": 37}
 
         def ranks():
             return {"strategy": ModelParallelStrategy(), "devices": 2, "max_epochs": 1}
 
-        print(len(j.fit_guarded("", trainer=ranks(), **given).infos[0].keys) > 0, flush=True)
-        j.fit_guarded("", fails_above=40 + 9 * rank, trainer=ranks(), **given)
+        print(len(j.fit_guarded("", trainer=ranks(), **options).infos[0].keys) > 0, flush=True)
+        j.fit_guarded("", fails_above=40 + 9 * rank, trainer=ranks(), **options)
     """
     with t.on_ranks(tmp_path, 2, body, init=False) as job:
         results = job.results(150)

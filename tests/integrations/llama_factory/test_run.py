@@ -33,7 +33,9 @@ def arguments(**changed):
         SimpleNamespace(stage="sft", disable_shuffling=False),
     )
     for name, value in changed.items():
-        holder = next(one for one in (data, training, finetuning) if hasattr(one, name))
+        holder = next(
+            candidate for candidate in (data, training, finetuning) if hasattr(candidate, name)
+        )
         setattr(holder, name, value)
     return data, training, finetuning
 
@@ -44,8 +46,8 @@ def test_the_budget_is_what_fixed_batches_take_at_most():
     assert batches.accumulate == 2
     assert batches.shuffle
     # One mapping, as of a YAML file.
-    given = {"cutoff_len": 128, "per_device_train_batch_size": 2, "stage": "sft", "lora_rank": 8}
-    batches = DynamicBatches.of(given)
+    mapping = {"cutoff_len": 128, "per_device_train_batch_size": 2, "stage": "sft", "lora_rank": 8}
+    batches = DynamicBatches.of(mapping)
     assert batches.budget == TokenBudget(256)
     assert batches.accumulate == 1
     assert batches.data_args["lora_rank"] == 8
@@ -54,11 +56,11 @@ def test_the_budget_is_what_fixed_batches_take_at_most():
 
 
 def test_neat_packing_becomes_a_packed_budget_over_whole_samples():
-    given = arguments(neat_packing=True, packing=True)
-    batches = DynamicBatches.of(*given)
+    holders = arguments(neat_packing=True, packing=True)
+    batches = DynamicBatches.of(*holders)
     assert batches.budget == TokenBudget(2048 * 4, layout="packed")
     assert not batches.data_args.packing and not batches.data_args.neat_packing
-    assert given[0].packing and given[0].neat_packing  # not changed
+    assert holders[0].packing and holders[0].neat_packing  # not changed
 
 
 REFUSED = [
@@ -93,77 +95,77 @@ def test_what_is_missing_given_twice_or_too_small_is_refused():
 @pytest.fixture
 def configured(monkeypatch):
     """What the integration with transformers is asked for, in its place."""
-    asked = []
+    calls = []
 
     def configure_trainer(trainer, **options):
-        asked.append(options)
+        calls.append(options)
         return trainer
 
     module = ModuleType("odb_nodes.integrations.huggingface")
     module.configure_trainer = configure_trainer
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    return asked
+    return calls
 
 
 def trainer_of(training, **changed):
-    given = {
+    fields = {
         "args": training,
         "train_dataset": [{"input_ids": [1, 2], "attention_mask": [1, 1]}],
         "data_collator": SimpleNamespace(pad_to_multiple_of=None),
     }
-    return SimpleNamespace(**{**given, **changed})
+    return SimpleNamespace(**{**fields, **changed})
 
 
 def test_a_trainer_of_any_class_is_configured(configured):
-    given = arguments()
-    trainer = trainer_of(given[1])
-    assert DynamicBatches.of(*given).configure(trainer, window=64) is trainer
+    holders = arguments()
+    trainer = trainer_of(holders[1])
+    assert DynamicBatches.of(*holders).configure(trainer, window=64) is trainer
     assert configured == [{"token_budget": TokenBudget(2048 * 4), "window": 64}]
 
 
 def test_the_budget_counts_what_the_collator_pads(configured):
-    given = arguments(cutoff_len=2047, per_device_train_batch_size=1)
+    holders = arguments(cutoff_len=2047, per_device_train_batch_size=1)
     collator = SimpleNamespace(pad_to_multiple_of=8)
-    DynamicBatches.of(*given).configure(trainer_of(given[1], data_collator=collator))
+    DynamicBatches.of(*holders).configure(trainer_of(holders[1], data_collator=collator))
     # A sample of 2047 tokens, padded to 2048, does not exceed it.
     assert configured == [{"token_budget": TokenBudget(2048, pad_to_multiple_of=8)}]
 
 
 def test_packed_batches_are_made_by_our_collator(configured):
-    given = arguments(neat_packing=True)
-    trainer = trainer_of(given[1])
-    DynamicBatches.of(*given).configure(trainer)
-    ((asked),) = configured
-    collate = asked.pop("collate_fn")
-    assert asked == {"token_budget": TokenBudget(2048 * 4, layout="packed")}
+    holders = arguments(neat_packing=True)
+    trainer = trainer_of(holders[1])
+    DynamicBatches.of(*holders).configure(trainer)
+    ((options),) = configured
+    collate = options.pop("collate_fn")
+    assert options == {"token_budget": TokenBudget(2048 * 4, layout="packed")}
     assert trainer.data_collator is not collate  # which evaluation uses
     text = {"input_ids": [1, 2], "labels": [1, 2], "images": None, "videos": [], "audios": None}
     assert not {"images", "videos", "audios"} & {*collate([text, text])}
     with pytest.raises(ValueError, match="must be False if samples have `images`"):
         collate([text, {**text, "images": ["a.png"]}])
 
-    other = PackedCollate()
-    DynamicBatches.of(*given).configure(trainer, collate_fn=other)
-    assert configured[1]["collate_fn"] is other
+    collate = PackedCollate()
+    DynamicBatches.of(*holders).configure(trainer, collate_fn=collate)
+    assert configured[1]["collate_fn"] is collate
 
 
 def test_data_that_is_not_to_be_shuffled_is_not(configured):
-    given = arguments(disable_shuffling=True)
-    DynamicBatches.of(*given).configure(trainer_of(given[1]))
-    assert given[1].train_sampling_strategy == "sequential"
+    holders = arguments(disable_shuffling=True)
+    DynamicBatches.of(*holders).configure(trainer_of(holders[1]))
+    assert holders[1].train_sampling_strategy == "sequential"
 
 
 def test_a_trainer_that_contradicts_is_refused(configured):
-    given = arguments()
-    other = SimpleNamespace(gradient_accumulation_steps=5)
+    holders = arguments()
+    training = SimpleNamespace(gradient_accumulation_steps=5)
     with pytest.raises(ValueError, match="of the trainer must be 2, as in the arguments, but is 5"):
-        DynamicBatches.of(*given).configure(trainer_of(other))
+        DynamicBatches.of(*holders).configure(trainer_of(training))
     numbered = {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 2]}
     alike = {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1], "position_ids": [0, 1, 0]}
     for row in (numbered, alike):
         for packed in ([row], Stream([row]), {"one": [{"input_ids": [1]}], "two": [row]}):
             with pytest.raises(ValueError, match="is packed already"):
-                DynamicBatches.of(*given).configure(trainer_of(given[1], train_dataset=packed))
+                DynamicBatches.of(*holders).configure(trainer_of(holders[1], train_dataset=packed))
     assert configured == []
 
 
@@ -179,9 +181,9 @@ class Stream(IterableDataset):
 
 @pytest.mark.parametrize("rows", [[], [{"input_ids": [1, 2], "attention_mask": [1, 1]}]])
 def test_a_stream_is_taken(configured, rows):
-    given = arguments()
-    DynamicBatches.of(*given).configure(trainer_of(given[1], train_dataset=Stream(rows)))
+    holders = arguments()
+    DynamicBatches.of(*holders).configure(trainer_of(holders[1], train_dataset=Stream(rows)))
     once = iter(rows)  # which is not read: its rows would be lost
-    DynamicBatches.of(*given).configure(trainer_of(given[1], train_dataset=once))
+    DynamicBatches.of(*holders).configure(trainer_of(holders[1], train_dataset=once))
     assert len(configured) == 2
     assert list(once) == rows

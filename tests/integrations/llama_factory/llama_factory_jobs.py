@@ -118,12 +118,12 @@ def train(folder, output, **changed):
     with mock.patch.object(DynamicBatches, "configure", recording):
         main(arguments(folder, output, **changed))
     state = trainers[0].state
-    shapes, found = [shape for shape, _ in seen.values()], [d for _, d in seen.values()]
+    shapes, documents = [shape for shape, _ in seen.values()], [d for _, d in seen.values()]
     return {
         "steps": state.global_step,
         "epoch": state.epoch,
         "shapes": shapes,
-        "documents": sum(found, []),
+        "documents": sum(documents, []),
         "eval_loss": [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry],
     }
 

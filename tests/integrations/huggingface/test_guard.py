@@ -9,8 +9,7 @@ import pytest
 import torch
 import trainers as t
 from ledgers import check_ledger
-from memory_faults import PLACES, above, at_call, fail, never
-from test_huggingface import decoder
+from memory_faults import above, at_call, fail, never
 from transformers import TrainerCallback
 
 from odb_nodes import TokenBudget, audit
@@ -81,21 +80,21 @@ class Calls:
 def run(folder, fails=never, place="forward", model="Normalizing", resume=None, **options):
     """A trainer that has trained, and what it went through."""
     kind = model if isinstance(model, type) else getattr(lm, model)
-    given = {"num_train_epochs": 1, "include_num_input_tokens_seen": "all", "logging_steps": 1}
-    given |= options | {"odb": {"on_oom": "split", **options.get("odb", {})}}
+    arguments = {"num_train_epochs": 1, "include_num_input_tokens_seen": "all", "logging_steps": 1}
+    arguments |= options | {"odb": {"on_oom": "split", **options.get("odb", {})}}
     model = fail(kind(), "features", fails, place)
-    odb = t.config(**given.pop("odb"))
-    kind, size = given.pop("kind", ODBTrainer), given.pop("size", SIZE)
-    extra = {key: given.pop(key) for key in ("compute_loss_func", "eval_dataset") if key in given}
-    args = t.arguments(folder, **given)
-    trainer = kind(model, args, train_dataset=lm.Texts(size), odb=odb, **extra)
+    odb = t.config(**arguments.pop("odb"))
+    kind, size = arguments.pop("kind", ODBTrainer), arguments.pop("size", SIZE)
+    function = arguments.pop("compute_loss_func", None)
+    args = t.arguments(folder, **arguments)
+    trainer = kind(model, args, train_dataset=lm.Texts(size), odb=odb, compute_loss_func=function)
     trainer.add_callback(events := Events(trainer))
     trainer.train(resume_from_checkpoint=resume)
     return trainer, events
 
 
-def check_equal(found, expected):
-    (trainer, events), (whole, before) = found, expected
+def check_equal(actual, expected):
+    (trainer, events), (whole, before) = actual, expected
     assert lm.weights_of(trainer.model) == pytest.approx(lm.weights_of(whole.model), abs=CLOSE)
     assert events.states == before.states
     assert events.events == before.events
@@ -111,14 +110,12 @@ def long_texts(size=SIZE):
 # --- one rank -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
-    ("accumulate", "layout", "model", "function"),
+    ("accumulate", "layout", "model", "function", "place"),
     [
-        (1, "packed", PerToken, None),
-        (3, "padded", "Normalizing", None),
-        (1, "padded", "Averaging", None),
-        (3, "padded", "Plain", lm.sum_over_items),
+        (1, "packed", PerToken, None, "forward"),
+        (3, "padded", "Normalizing", None, "backward"),
+        (3, "padded", "Plain", lm.sum_over_items, "forward"),
     ],
 )
 def test_what_does_not_fit_is_computed_in_parts(
@@ -129,11 +126,11 @@ def test_what_does_not_fit_is_computed_in_parts(
         options = {"model": model, "gradient_accumulation_steps": accumulate, "odb": odb}
         return run(tmp_path / name, fails, place, compute_loss_func=function, **options)
 
-    expected, found = train("whole", never), train("failing", above(30))
-    check_equal(found, expected)
+    expected, failing = train("whole", never), train("failing", above(30))
+    check_equal(failing, expected)
     check_ledger(tmp_path / "failing" / "ledger", SIZE, attempts=1, epochs=1)
-    assert sum(t.logs_of(found[0], "odb/ooms")) > 5
-    assert max(t.logs_of(found[0], "odb/parts")) > 1.5
+    assert sum(t.logs_of(failing[0], "odb/ooms")) > 5
+    assert max(t.logs_of(failing[0], "odb/parts")) > 1.5
     assert {*t.logs_of(expected[0], "odb/parts")} == {1.0}
     assert {*t.logs_of(expected[0], "odb/ooms")} == {0.0}
 
@@ -175,15 +172,14 @@ def test_means_of_each_kind_are_weighed_in_parts(tmp_path, loss_is):
     )
 
 
-@pytest.mark.parametrize("model", ["Normalizing", "Averaging"])
-def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(tmp_path, model):
+def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(tmp_path):
     odb = {"on_oom": "skip", "ledger": tmp_path / "ledger"}
-    options = {"model": model, "gradient_accumulation_steps": 3, "odb": odb}
+    options = {"gradient_accumulation_steps": 3, "odb": odb}
     trainer, noted = run(tmp_path, above(20), **options)
     assert lm.check_steps([noted.steps], SIZE, long_texts()) < 1e-12
     before = [torch.tensor(step["before"], dtype=torch.float64) for step in noted.steps]
     ids = [lm.ids_of([step]) for step in noted.steps]
-    losses = [lm.expected_loss(*one) for one in zip(before, ids, strict=True)]
+    losses = [lm.expected_loss(*pair) for pair in zip(before, ids, strict=True)]
     assert t.logs_of(trainer, "loss") == pytest.approx(losses, abs=2e-4)
     report = audit(tmp_path / "ledger", SIZE)
     assert report.ok
@@ -201,8 +197,7 @@ def test_after_memory_ran_out_batches_are_smaller(tmp_path):
 # --- the Trainer's own ways -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_scaled_and_clipped_gradients_are_those_without_failures(tmp_path, monkeypatch, place):
+def test_scaled_and_clipped_gradients_are_those_without_failures(tmp_path, monkeypatch):
     class Scaled(ODBTrainer):
         """On a CPU, scales gradients as it does for fp16 on a GPU."""
 
@@ -222,21 +217,21 @@ def test_scaled_and_clipped_gradients_are_those_without_failures(tmp_path, monke
             self.accelerator.native_amp = True  # so that clipping unscales
 
     options = {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2, "kind": Scaled}
-    (whole, _), (found, _) = (
-        run(tmp_path / name, fails, place, **options)
+    (whole, _), (failing, _) = (
+        run(tmp_path / name, fails, "backward", **options)
         for name, fails in (("whole", never), ("failing", above(40)))
     )
-    assert lm.weights_of(found.model) == pytest.approx(lm.weights_of(whole.model), abs=CLOSE)
+    assert lm.weights_of(failing.model) == pytest.approx(lm.weights_of(whole.model), abs=CLOSE)
     norms = t.logs_of(whole, "grad_norm")
-    assert t.logs_of(found, "grad_norm") == pytest.approx(norms, abs=CLOSE)
+    assert t.logs_of(failing, "grad_norm") == pytest.approx(norms, abs=CLOSE)
     assert max(norms) > 0.1
-    scales = [one.accelerator.scaler.get_scale() for one in (whole, found)]
+    scales = [trainer.accelerator.scaler.get_scale() for trainer in (whole, failing)]
     assert scales[0] == scales[1] > 2.0**12
 
 
 def test_a_recomputation_may_run_out_of_memory(tmp_path):
     def run_checkpointed(name, fails):
-        model = decoder().double()
+        model = t.decoder().double()
         fail(model.model.layers[0].mlp, "forward", fails)
         args = t.arguments(tmp_path / name, gradient_checkpointing=True, max_steps=4)
         odb = t.config(on_oom="split", loss_is="divided")
@@ -247,20 +242,8 @@ def test_a_recomputation_may_run_out_of_memory(tmp_path):
     expected = run_checkpointed("whole", calls := Calls())
     assert calls.number == 8  # each layer is computed twice
     for number in (1, 4, 7):
-        found = run_checkpointed(f"{number}", at_call({number}, least_rows=1))
-        assert found == pytest.approx(expected, abs=CLOSE)
-
-
-@pytest.mark.parametrize("when, times", [(None, 0), ("epoch", 2), ("evaluate", 6)])
-def test_cached_memory_is_given_back_when_that_is_asked_for(tmp_path, monkeypatch, when, times):
-    freed = []
-    name = "odb_nodes.integrations.huggingface.trainer.free_memory"
-    monkeypatch.setattr(name, lambda: freed.append(1))
-    odb = {"on_oom": None, "empty_cache": when}
-    data = {"eval_dataset": lm.Texts(5), "eval_strategy": "epoch", "label_names": ["labels"]}
-    trainer, _ = run(tmp_path, odb=odb, num_train_epochs=2, **data)
-    assert len(freed) == times
-    assert not t.logs_of(trainer, "odb/ooms") + t.logs_of(trainer, "odb/parts")
+        weights = run_checkpointed(f"{number}", at_call({number}, least_rows=1))
+        assert weights == pytest.approx(expected, abs=CLOSE)
 
 
 class Copying(ODBTrainer):
@@ -302,7 +285,7 @@ def sometimes(share, seed):
 
 
 BEGIN = """
-import json, test_trainer_memory as j
+import json, test_guard as j
 from memory_faults import above, at_call, never
 how = json.loads(sys.argv[1])
 """
@@ -314,7 +297,7 @@ how = json.loads(sys.argv[1])
 )
 def test_two_ranks_train_as_without_failures(tmp_path, model, place):
     body = """
-        found = []
+        results = []
         for name, share, above in (("whole", 0.0, 1.0), ("failing", 0.3, 0.0)):
             folder = how["folder"] + "/" + name
             odb = {"guard_above": above, "ledger": folder + "/ledger"}
@@ -323,9 +306,9 @@ def test_two_ranks_train_as_without_failures(tmp_path, model, place):
             trainer, events = j.run(folder, fails, how["place"], odb=odb, **options)
             losses, ooms = t.logs_of(trainer, "loss"), t.logs_of(trainer, "odb/ooms")
             weights = lm.weights_of(trainer.model).tolist()
-            found.append([weights, losses, sum(ooms), events.events, repr(events.states)])
+            results.append([weights, losses, sum(ooms), events.events, repr(events.states)])
             del trainer, events
-        r.finish(found)
+        r.finish(results)
     """
     how = json.dumps({"folder": str(tmp_path), "model": model, "place": place})
     for whole, failing in t.results_of(tmp_path, BEGIN + t.dedent(body), how):

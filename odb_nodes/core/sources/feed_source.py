@@ -120,6 +120,7 @@ class FeedSource(EpochNode[Any, FeedState]):
         self._last_key: ItemKey | None = None
         self._server: _Server | None = None
         self._is_open = False  # between a reset and `interrupt` or `close`
+        self._is_closed = False
         self._clear()
 
     def _clear(self) -> None:
@@ -305,6 +306,7 @@ class FeedSource(EpochNode[Any, FeedState]):
 
     def close(self) -> None:
         """End `requests` and connections."""
+        self._is_closed = True
         self.interrupt()
         server, self._server = self._server, None
         if server is not None:
@@ -314,6 +316,7 @@ class FeedSource(EpochNode[Any, FeedState]):
 
     def _open(self) -> None:
         self._is_open = True
+        self._is_closed = False
         self._pid = os.getpid()
         self._changed.notify_all()
 
@@ -341,7 +344,7 @@ class FeedSource(EpochNode[Any, FeedState]):
         self._check_process()
         limit_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            while True:
+            while not self._is_closed:
                 if self._is_open and len(self._in_flight) + len(self._finished) < self._max_ahead:
                     self._look_ahead()
                     if self._to_issue:
@@ -350,8 +353,9 @@ class FeedSource(EpochNode[Any, FeedState]):
                         return entry
                 wait_s = _POLL_S if limit_s is None else min(_POLL_S, limit_s - time.monotonic())
                 if wait_s <= 0:
-                    return None
+                    break
                 self._changed.wait(wait_s)
+        return None
 
     def _accept(self, key: int, data: bytes, version: int) -> bool:
         self._check_process()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Put random faults into the package, one at a time, and see which the tests find.
 
-    .ci/mutate.py --rooms planning nodes --count 10 --log /tmp/faults.jsonl
+    .ci/mutate.py --rooms core/planning core/nodes --count 10 --log /tmp/faults.jsonl
 
 changes ten places of each room: a comparison, an operator, a number, a condition, a call, a
 `return`. For each it runs the tests of the room, then the fast loop, with `--slow` the slow tests

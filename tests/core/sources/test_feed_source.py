@@ -5,9 +5,11 @@ import os
 import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
+from aligned_ranks import on_ranks
 from refusals import refuses
 
 from odb_nodes import (
@@ -112,6 +114,38 @@ def test_after_a_restore_at_any_step_each_key_is_trained_once():
         with loader_over(feed) as loader, generators(feed):
             loader.load_state_dict(state)
             assert sorted(keys[:count] + keys_of(loader)) == [*range(40)]
+
+
+def test_ranks_whose_generators_differ_in_speed_take_the_same_steps_before_and_after_a_restore():
+    def run(exchange, state=None, stop=None):
+        rank = exchange.rank
+        feed = FeedSource(ShardedSampler(50, rank=rank, world_size=2), max_ahead=8, timeout_s=30)
+
+        def make(index):
+            time.sleep(0.002 * rank)
+            return rows_of(index)
+
+        keys, state_of = [], None
+        with loader_over(feed, process_group=exchange) as loader, generators(feed, make):
+            if state is not None:
+                loader.load_state_dict(state[rank])
+            for step, batch in enumerate(loader):
+                info = pop_step_info(batch)
+                keys.append((info.step, [] if info.is_filler else [*info.keys]))
+                if step == stop:
+                    state_of = loader.state_dict()
+                    break
+        return keys, state_of
+
+    whole = [keys for keys, _ in on_ranks(2, run)]
+    begun = on_ranks(2, partial(run, stop=3))
+    states = [state for _, state in begun]
+    resumed = on_ranks(2, partial(run, state=states))
+    joined = [first + rest for (first, _), (rest, _) in zip(begun, resumed, strict=True)]
+    for ranks in (whole, joined):
+        steps = [[step for step, _ in keys] for keys in ranks]
+        assert steps[0] == steps[1] == [*range(len(steps[0]))]
+        assert sorted(key for keys in ranks for _, row in keys for key in row) == [*range(50)]
 
 
 def test_a_state_has_what_was_put_and_issues_again_what_was_not():

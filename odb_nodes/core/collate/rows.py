@@ -8,7 +8,7 @@ from typing import Any
 from odb_nodes._support.checks import check_callable
 from odb_nodes.core.collate.protocol import Collate, owned, takes_step
 from odb_nodes.core.processing.observation import observe_sample
-from odb_nodes.core.sample import Observation, Observe, Skipped
+from odb_nodes.core.sample import Observation, Observe, Sample, Skipped
 from odb_nodes.core.step_info import Batch, StepInfo
 from odb_nodes.errors import SampleError
 
@@ -38,11 +38,14 @@ class RowsObserve:
             SampleError: a row has no valid length; or samples of padded groups differ in rows.
         """
         rows = data if isinstance(data, list) else [data]
-        samples = [observe_sample(row, self._observe) for row in rows]
-        if skipped := [sample for sample in samples if isinstance(sample, Skipped)]:
-            raise SampleError(
-                f"a row of a sample is skipped {skipped[0].why} Put a sample without it."
-            )
+        samples: list[Sample] = []
+        for row in rows:
+            sample = observe_sample(row, self._observe)
+            if isinstance(sample, Skipped):
+                raise SampleError(
+                    f"a row of a sample is skipped {sample.why} Put a sample without it."
+                )
+            samples.append(sample)
         lengths = [sample.tokens for sample in samples]
         tokens = sum(lengths)
         if self._is_padded:

@@ -13,6 +13,8 @@ from odb_nodes.core.processing import ParallelProcessor, PerSource, WorkerOption
 from odb_nodes.core.sample import ItemKey, LeftOut, Observation, Sample, Skipped, SourceItem
 from odb_nodes.core.sample_block import SampleBlock
 from odb_nodes.core.sources import (
+    FeedClient,
+    FeedSource,
     IterableSource,
     JsonlSource,
     Mixing,
@@ -42,6 +44,8 @@ __all__ = [
     "DistributedState",
     "EpochAudit",
     "EpochNode",
+    "FeedClient",
+    "FeedSource",
     "GroupCollator",
     "ItemKey",
     "IterableSource",

@@ -28,11 +28,12 @@ from odb_nodes.core.alignment.peers import VirtualTeam
 from odb_nodes.core.collate import PackedCollate, PaddingCollate
 from odb_nodes.core.collate.for_budget import collate_for
 from odb_nodes.core.collate.protocol import Collate
+from odb_nodes.core.collate.rows import RowsCollate, RowsObserve
 from odb_nodes.core.collate.token_rows import TOKEN_KEYS, length_of
 from odb_nodes.core.contract.graph import length_of as samples_of_epoch
 from odb_nodes.core.loader.loader import Loader
 from odb_nodes.core.loader.options import LoaderOptions, ProcessFn
-from odb_nodes.core.nodes import GroupCollator, ReadAhead, WindowBucketer
+from odb_nodes.core.nodes import GroupCollator, LengthObserver, ReadAhead, WindowBucketer
 from odb_nodes.core.nodes.exclusions import ExcludedKeys
 from odb_nodes.core.nodes.planned_groups import PlannedGroups
 from odb_nodes.core.planning import StepTime
@@ -52,6 +53,7 @@ from odb_nodes.core.sources.datasets import (
     reads_alike,
     source_of,
 )
+from odb_nodes.core.sources.feed_source import FeedSource
 from odb_nodes.core.sources.iterable_source import is_stream
 from odb_nodes.core.sources.jsonl_source import JsonlSource
 from odb_nodes.core.sources.known_lengths import KnownLengths, known_lengths
@@ -99,12 +101,18 @@ class RankGraph:
                     "lengths of samples are known before they are read (`lengths`). The trainer's "
                     "process makes them."
                 )
-            self.samples = sample_node(dataset, options, prepared)
+            state = options.state
+            if isinstance(dataset, FeedSource):
+                self.samples = _fed(dataset, options)
+                state = "payload"
+                collate = RowsCollate(collate)
+            else:
+                self.samples = sample_node(dataset, options, prepared)
             self.bucketer = WindowBucketer(
                 self.samples,
                 options.budget,
                 options.window,
-                options.state,
+                state,
                 options.exclude,
                 options.largest_first,
                 options.diversity,
@@ -258,6 +266,22 @@ def sample_node(dataset: Any, options: LoaderOptions, collate: Any = None) -> Ba
             '`dataset["train"]`; or `dict(dataset)` to mix them all.'
         )
     return _mixture(dataset, options, collate)
+
+
+def _fed(feed: FeedSource, options: LoaderOptions) -> BaseNode[Any]:
+    """Return a node that yields the samples of a feed, which its generators have processed."""
+    _check_of_one_dataset(options)
+    given = {
+        "process_fn": options.process_fn is not None,
+        "num_workers": options.worker_options.num_workers > 0,
+        "sampler": options.sampler is not None,
+    }
+    if names := [name for name, is_given in given.items() if is_given]:
+        raise ValueError(
+            f"`{names[0]}` must not be given where `dataset` is a `FeedSource`: what is put is not "
+            "processed further, and its source decides the order. Process before `put`."
+        )
+    return LengthObserver(feed, RowsObserve(options.observe, options.budget.layout))
 
 
 def lengths_before(dataset: Any, options: LoaderOptions) -> KnownLengths | None:

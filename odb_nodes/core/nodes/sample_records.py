@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
 import numpy as np
-import torch
 
 from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.content import from_bytes, to_bytes
+from odb_nodes._support.encoding import from_plain, interned, to_plain
 from odb_nodes._support.progress import Bar
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.contract.again import ItemsAgain, each_of
@@ -296,76 +295,21 @@ def with_digests(block: SampleBlock) -> SampleBlock:
     return block.with_facts(digest=digests)
 
 
-_SCALARS = (int, str, float, bool, type(None))
-
-
 def encode_sample(sample: Sample) -> bytes:
     """Return a sample as bytes for `decode_sample`, which contain no code."""
-    item: Any = sample.item and tuple(map(_interned, sample.item))
+    item: Any = sample.item and tuple(map(interned, sample.item))
     _, *costs = sample._replace(item=item)
-    return to_bytes((_encode(data_of(sample)), *map(_interned, costs)))
+    return to_bytes((to_plain(data_of(sample)), *map(interned, costs)))
 
 
 def decode_sample(encoded: bytes) -> Sample:
     """Return the sample that `encode_sample` has encoded."""
     try:
         data, *costs = from_bytes(encoded)
-        sample = Sample(_decode(data), *costs)
+        sample = Sample(from_plain(data), *costs)
         return sample if sample.item is None else sample._replace(item=ItemKey(*sample.item))
     except Exception as error:  # of any kind: torch reads arbitrary bytes here
         raise StateError(
             f"a saved sample of {len(encoded)} bytes is damaged ({type(error).__name__}). Use an "
             "earlier checkpoint."
         ) from error
-
-
-def _interned(value: Any) -> Any:
-    # Pickle writes an equal string again if it is another object, which would change the bytes.
-    return sys.intern(value) if type(value) is str else value
-
-
-def _encode(value: Any) -> Any:
-    kind = type(value)
-    if kind in _SCALARS:
-        return ("is", _interned(value))
-    if kind in (torch.Tensor, torch.nn.Parameter):  # `torch.load` refuses other subclasses
-        return ("tensor", value.detach().clone())  # without the rest of its storage
-    if kind is bytes:
-        return ("bytes", _to_tensor(value))
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return ("array", sys.intern(value.dtype.str), value.shape, _to_tensor(value.tobytes()))
-    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
-        return ("scalar", sys.intern(value.dtype.str), _to_tensor(value.tobytes()))
-    if kind is dict:
-        return ("dict", [(_encode(key), _encode(item)) for key, item in value.items()])
-    if kind in (list, tuple):
-        return (kind.__name__, [_encode(item) for item in value])
-    of_dtype = f" of dtype {value.dtype}" if isinstance(value, np.ndarray) else ""
-    raise SampleError(
-        f"a state that carries samples cannot hold `{kind.__name__}`{of_dtype}. Return dicts, "
-        'lists and tuples of tensors, arrays, numbers and strings, or use `state="replay"`.'
-    )
-
-
-def _decode(encoded: tuple[Any, ...]) -> Any:
-    kind, *content = encoded
-    if kind == "is":
-        return content[0]
-    if kind == "tensor":
-        return content[0]
-    if kind == "array":
-        dtype, shape, data = content
-        return np.frombuffer(data.numpy().tobytes(), dtype).reshape(shape).copy()
-    if kind == "scalar":
-        return np.frombuffer(content[1].numpy().tobytes(), content[0])[0]
-    if kind == "bytes":
-        return content[0].numpy().tobytes()
-    if kind == "dict":
-        return {_decode(key): _decode(item) for key, item in content[0]}
-    items = [_decode(item) for item in content[0]]
-    return items if kind == "list" else tuple(items)
-
-
-def _to_tensor(data: bytes) -> torch.Tensor:
-    # `torch.load(weights_only=True)` refuses empty bytes, and torch lacks some of numpy's dtypes.
-    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())

@@ -17,7 +17,7 @@ from odb_nodes._support.progress import SlowProgress
 from odb_nodes.core.contract import NodeState, SourceState, StatefulNode, copy_state
 from odb_nodes.core.contract.again import ItemsAgain, make_again
 from odb_nodes.core.contract.config import loading
-from odb_nodes.core.contract.graph import known_length_of
+from odb_nodes.core.contract.graph import known_length_of, walk
 from odb_nodes.core.contract.node import call_member, can_restore, check_node
 from odb_nodes.core.contract.numbered_items import NumberedItems
 from odb_nodes.core.contract.state import integers_of
@@ -139,6 +139,12 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         super().__init__()
         check_choice("state", state, get_args(PoolState))
         check_node("source", source)
+        once = [node for node in walk(source) if getattr(node, "yields_once", False)]
+        if once and state == "replay":
+            raise ValueError(
+                f'`state` must be "payload" over a `{type(once[0]).__name__}`, whose items cannot '
+                "be made again."
+            )
         self.source = source
         self.budget = TokenBudget.of(budget)
         """The limits of a group."""

@@ -1,5 +1,6 @@
 """Nodes that a graph starts with."""
 
+from odb_nodes.core.sources.feed_source import FeedClient, FeedSource
 from odb_nodes.core.sources.iterable_source import IterableSource
 from odb_nodes.core.sources.jsonl_source import JsonlSource
 from odb_nodes.core.sources.mixing import Mixing, WeightSchedule
@@ -10,6 +11,8 @@ from odb_nodes.core.sources.tar_dataset import TarDataset
 from odb_nodes.core.sources.weighted_sampler import WeightedSampler
 
 __all__ = [
+    "FeedClient",
+    "FeedSource",
     "IterableSource",
     "JsonlSource",
     "Mixing",

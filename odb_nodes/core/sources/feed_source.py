@@ -1,0 +1,542 @@
+"""Source node: items that other threads and processes make while ranks train."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any, NamedTuple
+
+from torchdata.nodes import BaseNode
+
+from odb_nodes._support.checks import MAX_KEY, check_count, check_seconds
+from odb_nodes._support.encoding import decode, encode
+from odb_nodes._support.processes import start_thread
+from odb_nodes.core.contract import EpochNode, EpochState, SourceState
+from odb_nodes.core.contract.graph import length_of
+from odb_nodes.core.contract.node import call_member, check_node, checked_key, snapshot
+from odb_nodes.core.contract.state import copy_state
+from odb_nodes.core.sample import ItemKey, Skipped
+from odb_nodes.errors import SampleError, StateError, WorkerError
+
+_POLL_S = 0.2  # between checks whether a connection or a feed was closed
+_EXIT_S = 5.0  # for the thread that accepts connections
+_CLOSED = "closed"  # answers a client of a feed that was closed
+_SHOWN = 5  # keys that an error names
+
+
+class Request(NamedTuple):
+    """An item of the source, of which `put` expects what was made of it.
+
+    Attributes:
+        key: number of the item in its source, for `put`.
+        item: the item itself.
+    """
+
+    key: int
+    item: Any
+
+
+class _Entry(NamedTuple):
+    """A request, or what was made of it."""
+
+    key: ItemKey
+    data: bytes  # encoded
+    version: int = 0
+
+    def to_state(self) -> tuple[Any, ...]:
+        return (*self.key, self.data, self.version)
+
+    @classmethod
+    def of_state(cls, saved: tuple[Any, ...]) -> _Entry:
+        *key, data, version = saved
+        return cls(ItemKey(*key), data, version)
+
+
+@dataclass(kw_only=True)
+class FeedState(EpochState):
+    """Where a `FeedSource` stands. Keys of items are fields of `ItemKey`, data is encoded."""
+
+    source: SourceState
+    ended: bool = False  # whether the source has ended
+    # (source, key, world size, repeat, data, version): what is to be made, again if it was begun
+    requests: list[tuple[str, int, int, int, bytes, int]] = field(default_factory=list)
+    # what was put and not yet yielded, in order of `put`
+    finished: list[tuple[str, int, int, int, bytes, int]] = field(default_factory=list)
+    oldest_version: int = 0
+
+
+class FeedSource(EpochNode[Any, FeedState]):
+    """Yields what others make of the items of its source, in the order in which it is put.
+
+    For data that is made while ranks train: rollouts of reinforcement learning, distillation,
+    synthetic data. The source yields prompts, or their indices. Generators take them by
+    `requests`, and `put` what they have made, in any order, from any thread, or from any process by
+    `serve`. Each key is yielded once in an epoch, however long it takes.
+
+    What is put under a key stays together: a list of rows, such as all answers to a prompt, is one
+    sample, whose rows share a step. See `observe_rows` and `RowsCollate`.
+
+    State: the state of the source; what was put and not yet yielded; and the requests that were
+    not yet put, which are issued again after a restore. Nodes above must hold their samples in
+    their own state (`WindowBucketer(state="payload")`, which `ODBDataLoader` chooses): a finished
+    item cannot be made again.
+
+    Args:
+        source: node that yields what something is to be made of. Its items, and what is put, must
+            be dicts, lists and tuples of tensors, arrays, numbers and strings.
+        max_ahead: the most requests and finished items that wait at a time. Then `requests` waits:
+            generators do not run further ahead of training.
+        timeout_s: seconds without any `put` after which `next` raises an error.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid.
+    """
+
+    STATE = FeedState
+    retries_errors = True
+    keeps_failed_items = True
+    yields_once = True
+    """A `WindowBucketer` above cannot have items made again."""
+
+    def __init__(
+        self, source: BaseNode[Any], *, max_ahead: int = 64, timeout_s: float = 1800.0
+    ) -> None:
+        super().__init__()
+        check_node("source", source)
+        self.source = source
+        self._max_ahead = check_count("max_ahead", max_ahead)
+        check_seconds("timeout_s", timeout_s)
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._pid = os.getpid()
+        self._oldest_version = 0
+        self._last_key: ItemKey | None = None
+        self._server: _Server | None = None
+        self._is_open = False  # between a reset and `interrupt` or `close`
+        self._is_closed = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self._to_issue: deque[_Entry] = deque()
+        self._in_flight: dict[int, _Entry] = {}  # by key
+        self._finished: deque[_Entry] = deque()
+        self._ended = False  # whether the source has ended
+        self._failure: Exception | None = None  # of the source
+        self._ignored = 0  # calls of `put` whose key was not in flight
+        self._last_put_s = time.monotonic()
+
+    # --- for generators -------------------------------------------------------------------------
+
+    def request(self, timeout_s: float | None = None) -> Request | None:
+        """Return the next item that something is to be made of.
+
+        Waits while `max_ahead` requests and finished items are out, between epochs, and before the
+        first reset.
+
+        Args:
+            timeout_s: the most seconds to wait. Default: no limit.
+
+        Returns:
+            The item; or `None` after `timeout_s`, or once the feed is closed.
+
+        Raises:
+            WorkerError: this is a forked process, which has a copy of the feed. Use `serve`.
+        """
+        entry = self._issue(timeout_s)
+        return None if entry is None else Request(entry.key.key, decode(entry.data))
+
+    def requests(self) -> Iterator[Request]:
+        """Yield the items that something is to be made of, until the feed is closed."""
+        while (request := self.request()) is not None:
+            yield request
+
+    def put(self, key: int, items: Any, version: int = 0) -> bool:
+        """Hand in what was made of a request.
+
+        Args:
+            key: the key of the request.
+            items: what was made of it: a sample, or a list of samples that share a step; or a
+                `Skipped` if nothing could be made of it.
+            version: number of the policy that made it, see `oldest_version`.
+
+        Returns:
+            Whether it is taken. `False` if the key is not in flight: it was put before, or it was
+            requested in an earlier epoch, or from an earlier run that trained on it.
+
+        Raises:
+            TypeError, ValueError: an argument is not valid.
+            SampleError: the items hold something that a state cannot hold.
+            WorkerError: this is a forked process, which has a copy of the feed. Use `serve`.
+        """
+        return self._accept(check_count("key", key, 0, MAX_KEY), _encoded(items), version)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest version that is trained on; older items are left out as "stale".
+
+        Items that the nodes above have pulled already are not affected.
+        """
+        return self._oldest_version
+
+    @oldest_version.setter
+    def oldest_version(self, version: int) -> None:
+        with self._changed:
+            self._oldest_version = check_count("oldest_version", version, 0)
+
+    @property
+    def in_flight(self) -> list[int]:
+        """Keys of the requests that were issued and not yet put."""
+        with self._changed:
+            return [*self._in_flight]
+
+    def serve(
+        self, address: tuple[str, int] = ("127.0.0.1", 0), authkey: bytes | None = None
+    ) -> FeedClient:
+        """Accept `request` and `put` from other processes, until `close`.
+
+        If the connection to a process ends, the requests that it had not put are issued again.
+
+        Args:
+            address: host and port to listen on; port 0 is a free port. `("0.0.0.0", port)` is
+                reached from other hosts.
+            authkey: secret that clients prove to know. Default: a random one.
+
+        Returns:
+            A client, which can be pickled, such as for the arguments of a process.
+
+        Raises:
+            OSError: the address cannot be listened on.
+        """
+        with self._changed:
+            if self._server is None:
+                self._server = _Server(self, address, authkey or os.urandom(32))
+            return self._server.client
+
+    # --- the contract of a node -----------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """Return how many items an epoch has."""
+        return length_of(self.source)
+
+    def begin_epoch(self) -> None:
+        """Begin the epoch of the source."""
+        with self._changed:
+            self._clear()
+            self.source.reset(None)
+            self._open()
+
+    def restore(self, state: FeedState) -> None:
+        """Go to the position of a state; all requests that were not yet put are issued again."""
+        with self._changed:
+            self._clear()
+            self.source.reset(copy_state(state.source))
+            self._ended = state.ended
+            try:
+                self._to_issue.extend(map(_Entry.of_state, state.requests))
+                self._finished.extend(map(_Entry.of_state, state.finished))
+            except (TypeError, ValueError) as error:
+                raise StateError(
+                    f"the items of FeedSource are damaged: {error}. Use an earlier checkpoint."
+                ) from error
+            self._oldest_version = max(self._oldest_version, state.oldest_version)
+            self._open()
+
+    def save(self) -> FeedState:
+        """Return the state of the source, the requests, and what was put."""
+        with self._changed:
+            requests = [*self._in_flight.values(), *self._to_issue]
+            return FeedState(
+                source=snapshot(self.source),
+                ended=self._ended,
+                requests=[entry.to_state() for entry in requests],
+                finished=[entry.to_state() for entry in self._finished],
+                oldest_version=self._oldest_version,
+            )
+
+    def next(self) -> Any:
+        """Return what was put next; a `Skipped` if it is older than `oldest_version`.
+
+        Raises:
+            StopIteration: all items of the source were yielded.
+            SampleError: nothing was put within `timeout_s`.
+            WorkerError: the feed was closed.
+        """
+        with self._changed:
+            since_s = time.monotonic()
+            while not self._finished:
+                if not self._is_open:
+                    raise WorkerError("FeedSource was closed while `next` waited for an item.")
+                self._look_ahead()
+                if not self._in_flight and not self._to_issue:
+                    if self._failure is not None:
+                        raise self._failure
+                    raise StopIteration
+                waited_s = time.monotonic() - max(since_s, self._last_put_s)
+                if waited_s >= self._timeout_s:
+                    raise SampleError(self._why_nothing())
+                self._changed.wait(min(_POLL_S, self._timeout_s - waited_s))
+            entry = self._finished[0]
+            items = decode(entry.data)
+            self._finished.popleft()
+            self._last_key = entry.key
+            self._changed.notify_all()
+            oldest = self._oldest_version
+        if isinstance(items, tuple) and items[:1] == (_SKIPPED,):
+            items = Skipped(*items[1:])
+        elif entry.version < oldest:
+            return Skipped("stale", f"it is of version {entry.version}, older than {oldest}.")
+        return items
+
+    def item_key(self) -> ItemKey | None:
+        """Return the key of the last item."""
+        return self._last_key
+
+    def interrupt(self) -> None:
+        """Make a `next` that waits raise, until the next reset."""
+        with self._changed:
+            self._is_open = False
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End `requests` and connections."""
+        self._is_closed = True
+        self.interrupt()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+
+    # --------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._is_open = True
+        self._is_closed = False
+        self._pid = os.getpid()
+        self._changed.notify_all()
+
+    def _look_ahead(self) -> None:
+        """Have a request ready, unless the source has ended or failed."""
+        if self._to_issue or self._ended or self._failure is not None:
+            return
+        try:
+            item = next(self.source)
+            key = checked_key(self.source, call_member(self.source, "item_key"))
+            if key is None:
+                raise SampleError(
+                    f"`source` of FeedSource must have keys, by which items are put, but "
+                    f"`{type(self.source).__name__}` has none. Use a `ShardedSampler`."
+                )
+            self._to_issue.append(_Entry(key, encode(item)))
+        except StopIteration:
+            self._ended = True
+            self._changed.notify_all()
+        except Exception as error:  # of any kind, also the user's
+            self._failure = error
+            self._changed.notify_all()
+
+    def _issue(self, timeout_s: float | None) -> _Entry | None:
+        self._check_process()
+        limit_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not self._is_closed:
+                if self._is_open and len(self._in_flight) + len(self._finished) < self._max_ahead:
+                    self._look_ahead()
+                    if self._to_issue:
+                        entry = self._to_issue.popleft()
+                        self._in_flight[entry.key.key] = entry
+                        return entry
+                wait_s = _POLL_S if limit_s is None else min(_POLL_S, limit_s - time.monotonic())
+                if wait_s <= 0:
+                    break
+                self._changed.wait(wait_s)
+        return None
+
+    def _accept(self, key: int, data: bytes, version: int) -> bool:
+        self._check_process()
+        check_count("version", version, 0, MAX_KEY)
+        with self._changed:
+            request = self._in_flight.pop(key, None)
+            if request is None:
+                self._ignored += 1
+                return False
+            self._finished.append(_Entry(request.key, data, version))
+            self._last_put_s = time.monotonic()
+            self._changed.notify_all()
+            return True
+
+    def issue_again(self, keys: list[int]) -> None:
+        """Issue requests again, of a generator that has ended."""
+        with self._changed:
+            lost = [self._in_flight.pop(key) for key in keys if key in self._in_flight]
+            self._to_issue.extendleft(reversed(lost))
+            self._changed.notify_all()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise WorkerError(
+                "this process has a copy of a FeedSource of its parent, which does not see what is "
+                "put here. Pass the result of `feed.serve()` to the process."
+            )
+
+    def _why_nothing(self) -> str:
+        keys = [*self._in_flight]
+        more = " and so on" * (len(keys) > _SHOWN)
+        shown = f" ({', '.join(map(str, keys[:_SHOWN]))}{more})" if keys else ""
+        ignored = ""
+        if self._ignored:
+            ignored = f" {self._ignored} calls of `put` had a key that was not in flight."
+        return (
+            f"nothing was put into FeedSource for {self._timeout_s:g} s, `timeout_s`: "
+            f"{len(keys)} requests are in flight{shown}, {len(self._to_issue)} wait for "
+            f"`requests`.{ignored} See whether the generators run, or raise `timeout_s`."
+        )
+
+
+_SKIPPED = "odb_nodes.Skipped"  # marks what stands for a `Skipped`
+
+
+def _encoded(items: Any) -> bytes:
+    if isinstance(items, Skipped):
+        return encode((_SKIPPED, items.reason, items.message))
+    if isinstance(items, (list, tuple)) and not items:
+        raise ValueError(
+            "`items` must have at least 1 row, but is empty. Put `Skipped(reason)` if nothing "
+            "could be made."
+        )
+    return encode(items)
+
+
+# --- other processes ------------------------------------------------------------------------------
+
+
+class FeedClient:
+    """A `FeedSource` of another process: `request`, `requests` and `put` as there.
+
+    It can be pickled, and connects when it is first used. Each process has a connection of its
+    own, which its threads share.
+    """
+
+    def __init__(self, address: tuple[str, int], authkey: bytes) -> None:
+        self._address, self._authkey = address, authkey
+        self._lock = threading.Lock()
+        self._connection: Connection[Any, Any] | None = None
+        self._pid = os.getpid()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FeedClient, (self._address, self._authkey)
+
+    def request(self, timeout_s: float | None = None) -> Request | None:
+        """Return the next item; `None` after `timeout_s`, or if the feed was closed.
+
+        Raises:
+            WorkerError: the feed cannot be reached.
+        """
+        limit_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while (answer := self._call("request", _POLL_S)) != _CLOSED:
+            if answer is not None:
+                key, data = answer
+                return Request(key, decode(data))
+            if limit_s is not None and time.monotonic() >= limit_s:
+                break
+        return None
+
+    def requests(self) -> Iterator[Request]:
+        """Yield the items that something is to be made of, until the feed is closed.
+
+        Raises:
+            WorkerError: the feed cannot be reached. The next call connects again.
+        """
+        while (request := self.request()) is not None:
+            yield request
+
+    def put(self, key: int, items: Any, version: int = 0) -> bool:
+        """Hand in what was made of a request: see `FeedSource.put`.
+
+        Raises:
+            WorkerError: the feed cannot be reached.
+        """
+        key = check_count("key", key, 0, MAX_KEY)
+        version = check_count("version", version, 0, MAX_KEY)
+        return self._call("put", key, _encoded(items), version) is True
+
+    def close(self) -> None:
+        """End the connection of this process; its requests are issued again."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    def _call(self, *message: Any) -> Any:
+        with self._lock:
+            if self._pid != os.getpid():  # A forked child must not use its parent's connection.
+                self._connection, self._pid = None, os.getpid()
+            try:
+                if self._connection is None:
+                    self._connection = Client(self._address, authkey=self._authkey)
+                self._connection.send(message)
+                return self._connection.recv()
+            except (OSError, EOFError, AuthenticationError) as error:
+                self._connection = None
+                host, port = self._address
+                raise WorkerError(
+                    f"the FeedSource at {host}:{port} cannot be reached: {error!r}. It was closed, "
+                    "its process has ended, or `authkey` is another."
+                ) from error
+
+
+class _Server:
+    """Answers the clients of a feed: a thread accepts connections, and each has a thread."""
+
+    def __init__(self, feed: FeedSource, address: tuple[str, int], authkey: bytes) -> None:
+        self._feed = feed
+        self._listener = Listener(address, authkey=authkey)
+        host, port = self._listener.address  # type: ignore[misc]
+        self.client = FeedClient((address[0] if address[0] != "0.0.0.0" else host, port), authkey)
+        self._is_closed = threading.Event()
+        self._accepting = start_thread("feed", self._accept)
+
+    def close(self) -> None:
+        self._is_closed.set()
+        with contextlib.suppress(OSError, EOFError, AuthenticationError):
+            # A thread in `accept` does not see that the listener is closed.
+            Client(self.client._address, authkey=self.client._authkey).close()
+        self._accepting.join(_EXIT_S)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed.is_set():
+            try:
+                connection = self._listener.accept()
+            except (OSError, EOFError, AuthenticationError):  # of a client
+                continue
+            start_thread("feed-client", self._answer, connection)
+
+    def _answer(self, connection: Connection[Any, Any]) -> None:
+        issued: list[int] = []
+        try:
+            with connection:
+                while not self._is_closed.is_set():
+                    if not connection.poll(_POLL_S):
+                        continue
+                    name, *arguments = connection.recv()
+                    if name == "put":
+                        connection.send(self._feed._accept(*arguments))
+                        continue
+                    entry = self._feed._issue(*arguments)
+                    if entry is not None:
+                        issued.append(entry.key.key)
+                    connection.send(None if entry is None else (entry.key.key, entry.data))
+                if connection.poll(_EXIT_S):
+                    connection.recv()
+                    connection.send(_CLOSED)
+        except (OSError, EOFError):
+            pass
+        finally:
+            if not self._is_closed.is_set():
+                self._feed.issue_again(issued)

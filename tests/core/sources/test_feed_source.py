@@ -1,0 +1,358 @@
+"""What others make of the items of a source: in order of `put`, each once, after any restart."""
+
+import multiprocessing
+import os
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import pytest
+from aligned_ranks import on_ranks
+from refusals import refuses
+
+from odb_nodes import (
+    FeedSource,
+    IterableSource,
+    LengthObserver,
+    ODBDataLoader,
+    ShardedSampler,
+    Skipped,
+    StateError,
+    TokenBudget,
+    WindowBucketer,
+    WorkerError,
+    pop_step_info,
+)
+from odb_nodes.core.collate.rows import RowsObserve
+from odb_nodes.errors import SampleError
+
+PACKED = TokenBudget(256, layout="packed")
+
+
+def feed_of(size=40, **options):
+    """A feed over the indices 0 to `size` in order."""
+    options = {"max_ahead": 8, "timeout_s": 30.0, **options}
+    return FeedSource(ShardedSampler(size, shuffle=False, rank=0, world_size=1), **options)
+
+
+def rows_of(index):
+    """Two answers to prompt `index`, of unlike length."""
+    return [{"input_ids": [index] * (3 + 7 * index % 31 + row)} for row in range(2)]
+
+
+@contextmanager
+def generators(feed, make=rows_of, count=2):
+    """Threads that put what `make` returns, for as long as the feed is open."""
+
+    def run():
+        for request in feed.requests():
+            feed.put(request.key, make(request.item))
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        feed.close()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def loader_over(feed, **options):
+    options = {"token_budget": PACKED, "window": 4, "prefetch": 0, **options}
+    return ODBDataLoader(feed, **options)
+
+
+def keys_of(loader):
+    return [key for batch in loader for key in pop_step_info(batch).keys]
+
+
+def test_items_come_in_the_order_in_which_they_are_put():
+    feed = feed_of(4)
+    feed.reset()
+    first, second, third, last = (feed.request() for _ in range(4))
+    assert [first.item, last.item] == [0, 3] and feed.in_flight == [0, 1, 2, 3]
+    for request in (third, first, last, second):
+        assert feed.put(request.key, rows_of(request.item))
+    items = []
+    while (item := next(feed, None)) is not None:
+        items.append(item)
+        assert feed.item_key().key == item[0]["input_ids"][0]
+    assert items == [rows_of(2), rows_of(0), rows_of(3), rows_of(1)]
+
+
+def test_each_key_is_trained_once_in_each_epoch_and_its_rows_share_a_batch():
+    feed = feed_of()
+    with loader_over(feed) as loader, generators(feed):
+        for _ in range(2):
+            keys = []
+            for batch in loader:
+                info = pop_step_info(batch)
+                ids = batch["input_ids"][0]
+                rows = np.split(ids.numpy(), batch["cu_seq_lens_q"][1:-1].numpy())
+                assert sorted(int(row[0]) for row in rows) == sorted([*info.keys] * 2)
+                assert len(ids) <= PACKED.tokens and info.local_tokens == len(ids)
+                assert info.local_targets == len(ids) - len(rows)
+                keys += info.keys
+            assert sorted(keys) == [*range(40)]
+
+
+def test_after_a_restore_at_any_step_each_key_is_trained_once():
+    feed = feed_of()
+    states = [(0, None)]
+    keys = []
+    with loader_over(feed) as loader, generators(feed):
+        for batch in loader:
+            keys += pop_step_info(batch).keys
+            states.append((len(keys), loader.state_dict()))
+    for count, state in states[1:]:
+        feed = feed_of()
+        with loader_over(feed) as loader, generators(feed):
+            loader.load_state_dict(state)
+            assert sorted(keys[:count] + keys_of(loader)) == [*range(40)]
+
+
+def test_ranks_whose_generators_differ_in_speed_take_the_same_steps_before_and_after_a_restore():
+    def run(exchange, state=None, stop=None):
+        rank = exchange.rank
+        feed = FeedSource(ShardedSampler(50, rank=rank, world_size=2), max_ahead=8, timeout_s=30)
+
+        def make(index):
+            time.sleep(0.002 * rank)
+            return rows_of(index)
+
+        keys, state_of = [], None
+        with loader_over(feed, process_group=exchange) as loader, generators(feed, make):
+            if state is not None:
+                loader.load_state_dict(state[rank])
+            for step, batch in enumerate(loader):
+                info = pop_step_info(batch)
+                keys.append((info.step, [] if info.is_filler else [*info.keys]))
+                if step == stop:
+                    state_of = loader.state_dict()
+                    break
+        return keys, state_of
+
+    whole = [keys for keys, _ in on_ranks(2, run)]
+    begun = on_ranks(2, partial(run, stop=3))
+    states = [state for _, state in begun]
+    resumed = on_ranks(2, partial(run, state=states))
+    joined = [first + rest for (first, _), (rest, _) in zip(begun, resumed, strict=True)]
+    for ranks in (whole, joined):
+        steps = [[step for step, _ in keys] for keys in ranks]
+        assert steps[0] == steps[1] == [*range(len(steps[0]))]
+        assert sorted(key for keys in ranks for _, row in keys for key in row) == [*range(50)]
+
+
+def test_a_state_has_what_was_put_and_issues_again_what_was_not():
+    feed = feed_of(5)
+    feed.reset()
+    for _ in range(4):
+        feed.request()
+    feed.put(2, rows_of(2), version=7)
+    feed.oldest_version = 5
+    state = feed.state_dict()
+    again = feed_of(5)
+    again.reset(state)
+    assert next(again) == rows_of(2) and again.oldest_version == 5
+    assert [again.request().key for _ in range(4)] == [0, 1, 3, 4]
+    assert again.request(timeout_s=0.01) is None
+    assert feed.put(0, rows_of(0)) and not feed.put(0, rows_of(0))
+
+
+def test_what_is_older_than_the_version_that_is_asked_for_is_left_out_by_name():
+    feed = feed_of(6)
+
+    def make(index):
+        feed.oldest_version = 3
+        return rows_of(index)
+
+    def run():
+        for request in feed.requests():
+            feed.put(request.key, make(request.item), version=2 + request.key % 2)
+
+    thread = threading.Thread(target=run, daemon=True)
+    with loader_over(feed) as loader:
+        thread.start()
+        keys, left_out = [], []
+        with pytest.warns(UserWarning, match="stale"):
+            for batch in loader:
+                info = pop_step_info(batch)
+                keys += info.keys
+                left_out += [(sample.key, sample.reason) for sample in info.left_out]
+    thread.join(10)
+    assert sorted(keys) == [1, 3, 5]
+    assert sorted(left_out) == [(0, "stale"), (2, "stale"), (4, "stale")]
+
+
+def test_a_request_of_which_nothing_can_be_made_is_left_out():
+    feed = feed_of(4)
+    feed.reset()
+    for _ in range(4):
+        key = feed.request().key
+        feed.put(key, Skipped("refused", "by the judge") if key == 1 else rows_of(key))
+    items = [next(feed) for _ in range(4)]
+    assert items[1] == Skipped("refused", "by the judge")
+
+
+def test_generators_do_not_run_further_ahead_than_max_ahead():
+    feed = feed_of(max_ahead=3)
+    feed.reset()
+    for _ in range(3):
+        feed.request()
+    assert feed.request(timeout_s=0.01) is None
+    feed.put(0, rows_of(0))
+    assert feed.request(timeout_s=0.01) is None
+    next(feed)
+    assert feed.request(timeout_s=0.01).key == 3
+
+
+def test_a_wait_for_generators_ends_and_names_what_is_awaited():
+    feed = feed_of(timeout_s=0.2)
+    feed.reset()
+    for _ in range(8):
+        feed.request()
+    assert feed.put(3, rows_of(3)) and not feed.put(30, rows_of(3))
+    next(feed)
+    with pytest.raises(SampleError, match=r"7 requests .*\(0, 1, 2, 4, 5 and so on\).* 1 calls"):
+        next(feed)
+    feed.put(0, rows_of(0))
+    assert next(feed) == rows_of(0)
+
+
+def test_an_error_of_the_source_comes_after_what_was_requested_before_it():
+    def items():
+        yield 0
+        raise OSError("disk")
+
+    class Broken:
+        def __iter__(self):
+            return items()
+
+    feed = FeedSource(IterableSource(Broken(), 0, 1), timeout_s=5)
+    feed.reset()
+    assert feed.request().item == 0 and feed.request(timeout_s=0.01) is None
+    feed.put(0, rows_of(0))
+    assert next(feed) == rows_of(0)
+    with pytest.raises(OSError, match="disk"):
+        next(feed)
+
+
+@pytest.mark.parametrize("end", ["interrupt", "close"])
+def test_a_wait_ends_when_the_feed_is_closed(end):
+    feed = feed_of()
+    feed.reset()
+    threading.Timer(0.1, getattr(feed, end)).start()
+    with pytest.raises(WorkerError, match="closed"):
+        next(feed)
+
+
+test_bad_arguments = refuses(
+    [
+        (lambda: FeedSource([1]), TypeError, "`source`"),
+        (lambda: feed_of(max_ahead=0), ValueError, "`max_ahead`.*0"),
+        (lambda: feed_of(timeout_s=0), ValueError, "`timeout_s`.*0"),
+        (lambda: feed_of().put("a", [1]), TypeError, "`key`.*'a'"),
+        (lambda: feed_of().put(-1, [1]), ValueError, "`key`.*-1"),
+        (lambda: feed_of().put(1, []), ValueError, "`items`.*empty"),
+        (lambda: feed_of().put(1, [1], version=-2), ValueError, "`version`.*-2"),
+        (lambda: feed_of().put(1, [object()]), SampleError, "`object`"),
+        (lambda: WindowBucketer(LengthObserver(feed_of()), 8), ValueError, "`state`.*payload"),
+        (lambda: loader_over(feed_of(), process_fn=len), ValueError, "`process_fn`"),
+        (lambda: loader_over(feed_of(), num_workers=2), ValueError, "`num_workers`"),
+        (lambda: loader_over(feed_of(), sampler=range(2)), ValueError, "`sampler`"),
+    ]
+)
+
+
+def test_a_damaged_state_is_refused():
+    feed = feed_of()
+    feed.reset()
+    feed.request()
+    state = feed.get_state()
+    state["requests"] = [(1, 2)]
+    del state["digest"]
+    with pytest.raises(StateError, match="damaged"):
+        feed_of().reset(state)
+
+
+def test_padded_rows_cost_rows_times_the_longest_and_all_samples_have_the_same_number():
+    observe = RowsObserve(layout="padded")
+    assert observe(rows_of(1))[:2] == (2 * 11, 9 + 10)
+    with pytest.raises(SampleError, match="3 and the first had 2"):
+        observe([*rows_of(1), *rows_of(2)[:1]])
+    feed = feed_of()
+    budget = TokenBudget(128)
+    with loader_over(feed, token_budget=budget) as loader, generators(feed):
+        keys = []
+        for batch in loader:
+            keys += (info := pop_step_info(batch)).keys
+            assert len(batch["input_ids"]) == 2 * len(info.keys)
+            assert batch["input_ids"].numel() <= budget.tokens
+    assert sorted(keys) == [*range(40)]
+
+
+# --- other processes ------------------------------------------------------------------------------
+
+
+def generate(client, delay_s):
+    for request in client.requests():
+        time.sleep(delay_s)
+        client.put(request.key, rows_of(request.item), version=request.key)
+    os._exit(7)
+
+
+def put_in_child(feed, results):
+    try:
+        feed.put(0, rows_of(0))
+    except WorkerError as error:
+        results.put(str(error))
+
+
+@pytest.mark.slow
+def test_processes_put_and_the_requests_of_a_killed_process_are_issued_again():
+    feed = feed_of(60)
+    spawn = multiprocessing.get_context("spawn")
+    processes = [
+        spawn.Process(target=generate, args=(feed.serve(), delay_s), daemon=True)
+        for delay_s in (0.01, 1000)
+    ]
+    with loader_over(feed) as loader:
+        batches = iter(loader)
+        for process in processes:
+            process.start()
+        keys = []
+        deadline = time.monotonic() + 120
+        while len(feed.in_flight) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)  # until the slow process has a request
+        processes[1].kill()
+        for batch in batches:
+            keys += pop_step_info(batch).keys
+    assert sorted(keys) == [*range(60)]
+    processes[0].join(60)
+    processes[1].join(60)
+    assert processes[0].exitcode == 7  # `requests` ends once the feed is closed
+
+
+@pytest.mark.slow
+def test_a_forked_copy_of_a_feed_says_that_nothing_reaches_it():
+    feed = feed_of()
+    feed.reset()
+    fork = multiprocessing.get_context("fork")
+    results = fork.Queue()
+    child = fork.Process(target=put_in_child, args=(feed, results))
+    child.start()
+    assert "feed.serve()" in results.get(timeout=60)
+    child.join(60)
+
+
+def test_a_client_that_reaches_nobody_says_so():
+    feed = feed_of()
+    client = feed.serve()
+    feed.close()
+    with pytest.raises(WorkerError, match=r"127\.0\.0\.1:\d+ cannot be reached"):
+        client.request()

@@ -1,0 +1,25 @@
+"""A trainer of rollouts that is killed at random moments trains each prompt once."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "rollouts.py"
+
+
+def test_each_prompt_is_trained_once_over_kills(tmp_path):
+    command = [sys.executable, SCRIPT, "--kills", 2, "--prompts", 150, "--output", tmp_path]
+    result = subprocess.run(
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "ledger: OK" in result.stdout
+    assert re.search(r"epoch 0: complete; \d+ steps; 150 trained", result.stdout)
+    assert re.search(r"^killed [12] times", result.stdout, re.M)

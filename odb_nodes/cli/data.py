@@ -104,13 +104,13 @@ class Data:
                     f"`{args.data}` returns a loader, which processes its samples itself: leave "
                     "out --tokenizer and --field."
                 )
-            from_loader = {"weights": loader.options.weights} | self.job()
             default = {"weights": None} | vars(JobOptions())
+            from_loader = {key: getattr(loader.options, key) for key in default}
             shown = [
                 f"{key}={value}" for key, value in from_loader.items() if value != default[key]
             ]
             shown = [f"token_budget={budget_code(loader.options.budget)}", *shown]
-            print(f"from the loader, where not given here: {', '.join(shown)}", file=sys.stderr)
+            print(f"from the loader, unless given here: {', '.join(shown)}", file=sys.stderr)
 
     @property
     def options(self) -> Any:

@@ -206,7 +206,7 @@ def test_the_options_of_a_loader_are_the_defaults(capsys, monkeypatch):
         job = {"budget": budget, "weights": weights} | of_job | changed
         assert run("simulate", "jobs:make_mixed", *options) == 0
         done = capsys.readouterr()
-        assert "from the loader, where not given here: token_budget=TokenBudget(800" in done.err
+        assert "from the loader, unless given here: token_budget=TokenBudget(800" in done.err
         report = simulate(table, world_size=1, **job)
         shown = {"ranks": "1", "window": str(job["window"])}
         assert cells(done.out) == [shown | report.as_row()]

@@ -60,7 +60,7 @@ PUBLIC = {
 """Modules whose `__all__` is public, and what their section of `api.md` begins with."""
 
 ALIASES = {
-    "LOOKED_AT": "How many samples `estimate_steps` looks at.",
+    "ESTIMATE_SAMPLES": "How many samples `estimate_steps` looks at.",
     "Strategy": "The type of a name in `STRATEGIES`.",
     "Record": "One record of a run: a dict of plain values.",
     "SourceState": "The type of a state's field that holds the state of a source.",

@@ -22,6 +22,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import IO, cast
 
 import numpy as np
 import torch
@@ -50,12 +51,10 @@ SECONDS_PER_TOKEN = 0.0005
 def build_policy() -> torch.nn.Module:
     """Return a policy that sees only the last token."""
     torch.manual_seed(0)
-    policy = torch.nn.Sequential(
-        torch.nn.Embedding(VOCABULARY, 32), torch.nn.Linear(32, VOCABULARY)
-    )
+    head = torch.nn.Linear(32, VOCABULARY)
     with torch.no_grad():
-        policy[1].bias[END] -= 1.0  # Answers are long at first.
-    return policy
+        head.bias[END] -= 1.0  # Answers are long at first.
+    return torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 32), head)
 
 
 def sample_answers(policy: torch.nn.Module, prompt: int) -> list[dict[str, np.ndarray]]:
@@ -141,13 +140,12 @@ def kill_and_audit(folder: Path, prompts: int, kills: int) -> None:
     killed = 0
     while True:
         trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        with trainer.stdout:
-            trainer.stdout.readline()  # The first step is done.
-            if killed < kills:
-                time.sleep(random.uniform(0, 3))
-                trainer.kill()
-            for _ in trainer.stdout:
-                pass
+        output = cast("IO[str]", trainer.stdout)
+        output.readline()  # The first step is done.
+        if killed < kills:
+            time.sleep(random.uniform(0, 3))
+            trainer.kill()
+        output.read()
         code = trainer.wait()
         if code == 0:
             break

@@ -145,7 +145,7 @@ def splits_by_shards(stages: list[Any]) -> bool:
     return consists_of(stages, SPLIT_BY_SHARDS) and not of_all
 
 
-def own_copy(stream: Any) -> Any:
+def independent_copy(stream: Any) -> Any:
     """Return a copy of a stream with its own epoch and position, which its stages hold."""
     copied = object.__new__(type(stream))  # With `__setstate__`, both would share attributes.
     copied.__dict__.update(vars(stream))

@@ -89,7 +89,7 @@ def preserved_rngs() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def own_rngs(limit_s: float, *, preserves: bool = True) -> Iterator[None]:
+def exclusive_rngs(limit_s: float, *, preserves: bool = True) -> Iterator[None]:
     """Lock the global generators against other threads of this library; restore them on exit.
 
     If this block takes longer than `limit_s`, threads that wait for its end raise a `WorkerError`.

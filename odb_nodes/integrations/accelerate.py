@@ -171,7 +171,7 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         self._recorder.save()
         save_rank_state(self.loader.state_dict(), output_dir)
         if self._monitor is not None:
-            if last is not None and self._monitor.place != (last.epoch, last.step):
+            if last is not None and self._monitor.last_step != (last.epoch, last.step):
                 raise StateError(
                     f"`monitor.step` must be called for step {last.step} of epoch {last.epoch} "
                     "before `save_state`, which would lose it otherwise. Call it right after the "

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EpochEstimate", "estimate_epoch", "estimate_steps", "table_of_loader"]
 
-LOOKED_AT = 512
+ESTIMATE_SAMPLES = 512
 """Default number of samples that an estimate processes."""
 
 
@@ -68,7 +68,7 @@ class EpochEstimate:
         return f"{steps}{about}, padding {self.padding_share:.1%}, balance {self.balance:.3f}"
 
 
-def estimate_epoch(loader: ODBDataLoader, samples: int | None = LOOKED_AT) -> EpochEstimate:
+def estimate_epoch(loader: ODBDataLoader, samples: int | None = ESTIMATE_SAMPLES) -> EpochEstimate:
     """Estimate the first epoch of a loader.
 
     It processes some samples in this thread, and plans the steps of all ranks from their lengths,
@@ -108,7 +108,7 @@ def estimate_steps(
     *,
     process_fn: Callable[[Any], Any] | None = None,
     observe: Observe | None = None,
-    looked_at: int = LOOKED_AT,
+    samples: int = ESTIMATE_SAMPLES,
     **options: Unpack[SimulationKeywords],
 ) -> int:
     """Return about how many optimizer steps an epoch has.
@@ -121,7 +121,7 @@ def estimate_steps(
         dataset: the map-style dataset to train on, with a length, or a `JsonlSource`.
         process_fn: item of the dataset -> processed sample.
         observe: processed sample -> its tokens; see `LengthObserver`.
-        looked_at: number of samples to process.
+        samples: number of samples to process.
         options: the fields of `SimulationOptions`: `world_size` and `budget`, and where they differ
             from the defaults `window`, `lengths_known`, `accumulate` and `seed`, which also seeds
             the draw.
@@ -131,7 +131,7 @@ def estimate_steps(
     """
     job = SimulationOptions(**options)
     table = observe_lengths(
-        dataset, process_fn=process_fn, observe=observe, samples=looked_at, seed=job.seed
+        dataset, process_fn=process_fn, observe=observe, samples=samples, seed=job.seed
     )
     # One rank with its share of the samples has as many steps, and the cost does not grow with
     # the number of ranks.
@@ -142,7 +142,7 @@ def estimate_steps(
 
 
 def estimate_loader_steps(
-    dataset: Any, options: LoaderOptions, *, world_size: int, looked_at: int
+    dataset: Any, options: LoaderOptions, *, world_size: int, samples: int
 ) -> int:
     """Return `estimate_steps` of an `ODBDataLoader` with these options, on `world_size` ranks.
 
@@ -162,12 +162,12 @@ def estimate_loader_steps(
         dataset,
         process_fn=process_fn,
         observe=options.observe,
-        looked_at=looked_at,
+        samples=samples,
         **vars(job_of(options, world_size)),
     )
 
 
-def check_can_estimate(
+def check_samples_can_be_drawn(
     dataset: Any, remedy: str, subject: str = "the steps of an epoch can be estimated"
 ) -> None:
     """Reject a dataset whose samples an estimate cannot draw; every rank calls it."""
@@ -206,7 +206,7 @@ def table_of_loader(
     options, dataset = loader.options, loader.dataset
     for part in dataset.values() if type(dataset) is dict else [dataset]:
         remedy = "Make a second dataset of it, and pass that to `observe_lengths` and `simulate`."
-        check_can_estimate(part, remedy, "an epoch can be estimated")
+        check_samples_can_be_drawn(part, remedy, "an epoch can be estimated")
     indices = None if options.sampler is None else [*options.sampler]
     if indices is not None:
         dataset = Subset(dataset, indices)

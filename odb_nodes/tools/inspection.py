@@ -40,7 +40,7 @@ class Inspection:
         damage: how the state is damaged; "" if it is not.
         facts: position and counts, by name.
         pool: lengths of the samples that wait to be grouped, in tokens.
-        held: lengths of the samples in planned groups of the round, in tokens.
+        planned: lengths of the samples in planned groups of the round, in tokens.
         config: configuration of each node, by its name.
         round_digest: digest of the plan of the round, which is equal on all ranks.
         values: all values of the state, as text, by their places.
@@ -49,7 +49,7 @@ class Inspection:
     damage: str
     facts: Mapping[str, str]
     pool: IntArray
-    held: IntArray
+    planned: IntArray
     config: Mapping[str, Mapping[str, Any]]
     round_digest: int
     values: Mapping[str, str]
@@ -58,7 +58,7 @@ class Inspection:
         lines = [f"DAMAGED: {self.damage}"] if self.damage else []
         lines += [f"{name}: {value}" for name, value in self.facts.items()]
         lines += [f"pool: {_shown(self.pool)}", *_bars(self.pool)]
-        lines += [f"held in groups: {_shown(self.held)}", "configuration:"]
+        lines += [f"planned groups: {_shown(self.planned)}", "configuration:"]
         for node, config in self.config.items():
             shown = ", ".join(f"{name} {value!r}" for name, value in config.items())
             lines.append(f"  {node}: {shown or '-'}")
@@ -134,7 +134,7 @@ def _inspections(state: Any, name: str) -> Iterator[Inspection]:
             damage=damage,
             facts=facts,
             pool=_lengths(content, pooled=True),
-            held=_lengths(content, pooled=False),
+            planned=_lengths(content, pooled=False),
             config={place: node["config"] for place, node in nodes},
             round_digest=round_digest,
             values=values,

@@ -8,14 +8,14 @@ from contextlib import suppress
 import pytest
 
 from odb_nodes._support import seeds
-from odb_nodes._support.seeds import own_rngs
+from odb_nodes._support.seeds import exclusive_rngs
 from odb_nodes.errors import WorkerError
 
 LIMIT_S = 20.0
 
 
 def take_a_turn():
-    with own_rngs(LIMIT_S):
+    with exclusive_rngs(LIMIT_S):
         pass
 
 
@@ -24,7 +24,7 @@ def test_a_forked_child_does_not_wait_for_threads_of_its_parent():
     holds, is_done = threading.Event(), threading.Event()
 
     def hold():
-        with own_rngs(LIMIT_S):
+        with exclusive_rngs(LIMIT_S):
             holds.set()
             is_done.wait(LIMIT_S)
 
@@ -43,7 +43,7 @@ def test_a_forked_child_does_not_wait_for_threads_of_its_parent():
 
 
 def test_a_forked_child_ends_the_turn_that_it_was_forked_in():
-    with own_rngs(LIMIT_S):
+    with exclusive_rngs(LIMIT_S):
         child = multiprocessing.get_context("fork").Process(target=take_a_turn)
         child.start()
         child.join(LIMIT_S)
@@ -60,12 +60,12 @@ def test_a_thread_waits_for_many_turns_but_for_none_above_its_limit(
 
     def take_turns():
         for _ in range(turns):
-            with own_rngs(0.7):
+            with exclusive_rngs(0.7):
                 holds.set()
                 time.sleep(turn_s)
 
     def wait():
-        with suppress(WorkerError), own_rngs(0.7):
+        with suppress(WorkerError), exclusive_rngs(0.7):
             return
         errors.append(True)
 

@@ -10,7 +10,7 @@ import torch
 from odb_nodes import ItemKey, PaddingCollate, Sample, SampleError
 from odb_nodes.core.collate.protocol import new_tensor
 from odb_nodes.core.processing.columns import Column, DataColumns
-from odb_nodes.core.processing.observation import made_of
+from odb_nodes.core.processing.observation import with_item_key
 from odb_nodes.core.processing.transport import pack, unpack
 from odb_nodes.core.sample_block import DATA, NO_SAMPLES, ItemKeys, SampleBlock
 
@@ -297,7 +297,7 @@ def test_a_batch_is_written_into_the_memory_that_is_asked_for():
 def test_a_number_that_does_not_fit_is_an_error_that_names_it(wrong):
     sample = Sample({}, 1, 1)._replace(**wrong)
     with pytest.raises(SampleError, match=f"`{next(iter(wrong))}`"):
-        made_of(sample, None)
+        with_item_key(sample, None)
     if wrong != {"targets": -2}:
         with pytest.raises(SampleError, match=f"`{next(iter(wrong))}`"):
             SampleBlock.of([sample])

@@ -108,9 +108,9 @@ def test_some_samples_give_it_about():
 def test_optimizer_steps_are_estimated_without_a_loader(world_size):
     options = {"world_size": world_size, "budget": 1500, "window": 64, "accumulate": 2}
     steps = simulate(LENGTHS, **options).steps / 2
-    for looked_at, error in ((900, 0.05), (300, 0.15)):
+    for samples, error in ((900, 0.05), (300, 0.15)):
         before = torch.get_rng_state()
-        estimate = estimate_steps(DATASET, looked_at=looked_at, **options)
+        estimate = estimate_steps(DATASET, samples=samples, **options)
         # Ranks share out the end of an epoch: so short a one has a step less than is estimated.
         assert estimate == pytest.approx(steps, rel=error, abs=world_size > 1)
         assert torch.equal(torch.get_rng_state(), before)
@@ -170,7 +170,7 @@ def test_where_lengths_are_known_the_steps_are_counted_and_nothing_is_processed(
     loader = ODBDataLoader(
         [{"input_ids": [1] * tokens} for tokens in lengths], token_budget=256, lengths=lengths
     )
-    steps = estimate_loader_steps(range(400), options, world_size=1, looked_at=8)
+    steps = estimate_loader_steps(range(400), options, world_size=1, samples=8)
     assert steps == -(-sum(1 for _ in loader) // 2)
 
 

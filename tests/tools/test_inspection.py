@@ -61,7 +61,7 @@ def test_a_state_says_where_it_stands():
 def test_a_pool_that_is_stored_whole_is_read_too_and_at_the_end_there_is_none():
     (state,) = states(1, 3, state="payload")
     inspection = inspect_state(state)
-    pool = [*inspection.pool, *inspection.held]
+    pool = [*inspection.pool, *inspection.planned]
     assert len(pool) == len(state["root"]["source"]["source"]["held"][4]) > 10
     assert {*pool} <= {*range(1, 51)}
     text = str(inspect_state(*states(1, 1_000)))

@@ -44,7 +44,7 @@ def new_tensor(shape: tuple[int, ...], fill: int, dtype: np.dtype[Any]) -> torch
     return torch.from_numpy(np.full(shape, fill, dtype))  # half the time of `torch.full`
 
 
-def owned(data: Any) -> Any:
+def copy_for_collate(data: Any) -> Any:
     """Return a sample that a collate function may change: a copy, if it is a dict.
 
     Some functions remove keys, and the sample may be collated again: in a filler step, or after an

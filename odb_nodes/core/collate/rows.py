@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from odb_nodes._support.checks import check_callable
-from odb_nodes.core.collate.protocol import Collate, owned, takes_step
+from odb_nodes.core.collate.protocol import Collate, copy_for_collate, takes_step
 from odb_nodes.core.processing.observation import observe_sample
 from odb_nodes.core.sample import Observation, Observe, Sample, Skipped
 from odb_nodes.core.step_info import Batch, StepInfo
@@ -89,5 +89,5 @@ class RowsCollate:
 def _rows_of(samples: list[Any]) -> list[Any]:
     rows: list[Any] = []
     for sample in samples:
-        rows += map(owned, sample) if isinstance(sample, list) else [sample]
+        rows += map(copy_for_collate, sample) if isinstance(sample, list) else [sample]
     return rows

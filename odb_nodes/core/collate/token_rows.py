@@ -14,7 +14,7 @@ import torch
 
 from odb_nodes._support.checks import keep_count
 from odb_nodes._support.content import INT64, array_of_ints, flatten_row, is_mapping
-from odb_nodes.core.collate.protocol import NewTensor, new_tensor, owned
+from odb_nodes.core.collate.protocol import NewTensor, copy_for_collate, new_tensor
 from odb_nodes.core.planning.budget import Layout, Shape, TokenBudget
 from odb_nodes.core.processing.columns import DataColumns, RowsLike
 from odb_nodes.core.sample import IGNORE_INDEX, StoredData
@@ -209,12 +209,15 @@ class GroupColumns(GroupRows):
 
 
 def block_data(block: SampleBlock) -> list[Any]:
-    """Return the data of samples, as dicts that a collate function may change; see `owned`."""
+    """Return the data of samples, as dicts that a collate function may change."""
     holders = block.holders.values()
     are_columns = all(isinstance(holder, DataColumns) and holder.keys for holder in holders)
     if are_columns and not block.has_objects:
         return block.data()  # new dicts each time
-    return [owned(data.load() if isinstance(data, StoredData) else data) for data in block.data()]
+    return [
+        copy_for_collate(data.load() if isinstance(data, StoredData) else data)
+        for data in block.data()
+    ]
 
 
 def _differing_keys(samples: Sequence[Mapping[str, Any]]) -> SampleError:

@@ -37,7 +37,7 @@ from odb_nodes.core.planning.later_samples import LaterSamples
 from odb_nodes.core.planning.resumed_plan import EarlierRanks, RankProgress
 from odb_nodes.core.processing.parallel_processor import ProcessorState
 from odb_nodes.core.sample_block import ITEM, TOKENS, SampleBlock
-from odb_nodes.core.sources.sharded_sampler import SamplerState, Share, dealt
+from odb_nodes.core.sources.sharded_sampler import SamplerState, Share, divide_unread
 from odb_nodes.core.sources.source_mixer import MixerState
 from odb_nodes.errors import StateError
 
@@ -98,9 +98,9 @@ def check_same(node: str, values: Sequence[NodeState], *fields: str) -> None:
         for rank, state in enumerate(values):
             if (value := getattr(state, name)) != first:
                 raise StateError(
-                    f"the states of {node} are of different places: `{name}` is {first!r:.80} on "
-                    f"rank 0, but {value!r:.80} on rank {rank}. Reshard the states of one "
-                    "checkpoint."
+                    f"the states of {node} were saved at different steps: `{name}` is "
+                    f"{first!r:.80} on rank 0, but {value!r:.80} on rank {rank}. Reshard the "
+                    "states of one checkpoint."
                 )
 
 
@@ -508,7 +508,7 @@ def _reshard_sampler(node: Node[SamplerState], reading: Reading) -> list[SourceS
         Share(rank, node.ranks.before, state).after(state.position + since.items)
         for rank, (state, since) in enumerate(zip(node.states, reading.since_states, strict=True))
     ]
-    shares = dealt(unread, node.ranks.after, node.config["size"])
+    shares = divide_unread(unread, node.ranks.after, node.config["size"])
     extra = [share.extra for share in shares]
     return node.on_new_ranks(
         {"position": reading.done, "done": reading.done, "extra": extra},

@@ -14,7 +14,7 @@ from odb_nodes.core.contract import NodeState, SourceState, StatefulNode
 from odb_nodes.core.contract.again import ItemsAgain, make_again
 from odb_nodes.core.contract.graph import length_of
 from odb_nodes.core.contract.node import call_member, can_restore, check_node, checked_key
-from odb_nodes.core.processing.observation import made_of, observe_sample
+from odb_nodes.core.processing.observation import observe_sample, with_item_key
 from odb_nodes.core.sample import ItemKey, Observe, Sample, Skipped
 from odb_nodes.errors import SampleError
 
@@ -87,7 +87,7 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
         except Exception as error:
             cause = error if isinstance(error, SampleError) else f"`observe` raised {error!r}"
             raise SampleError(f"{where}: {cause}") from error
-        return made_of(sample, item)  # type: ignore[no-any-return]
+        return with_item_key(sample, item)  # type: ignore[no-any-return]
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the configuration that decides the output."""

@@ -303,7 +303,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
             self._epochs.epoch,
             self._epochs.cycle,
             range(len(items)),
-            is_again=True,
+            is_reprocessed=True,
         )
         order = sorted(range(len(items)), key=numbers.__getitem__)
         return ProcessedAgain(self.runner, task, order)

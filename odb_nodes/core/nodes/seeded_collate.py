@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from odb_nodes._support.held_generators import HeldGenerators, Seed
-from odb_nodes._support.seeds import declares_draws, digest_of_rngs, own_rngs, seed_rngs
-from odb_nodes.core.collate.protocol import Collate, collate_group, owned
+from odb_nodes._support.seeds import declares_draws, digest_of_rngs, exclusive_rngs, seed_rngs
+from odb_nodes.core.collate.protocol import Collate, collate_group, copy_for_collate
 from odb_nodes.core.step_info import Batch, StepInfo
 from odb_nodes.errors import WorkerError
 
@@ -50,7 +50,7 @@ class SeededCollate:
         `run` is called twice if the function makes a generator in its first call, so it must pass
         copies of the samples. `find_out`: whether to find out if the function draws.
         """
-        with own_rngs(_LIMIT_S):
+        with exclusive_rngs(_LIMIT_S):
             seed_rngs(key)
             before = digest_of_rngs() if find_out else None
             batch = self.call_ahead(run, key, seed_rngs)
@@ -88,7 +88,7 @@ class WorkerCollate:
         """Return the batch of samples. Collating does not change them."""
 
         def run() -> Batch:
-            copies = [*map(owned, samples)]
+            copies = [*map(copy_for_collate, samples)]
             return collate_group(self._collate, copies, info)  # type: ignore[arg-type]
 
         if self._draws_nothing:

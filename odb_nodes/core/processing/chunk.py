@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from odb_nodes._support.hashing import hash_ints, hash_rows
 from odb_nodes._support.held_generators import HeldGenerators
-from odb_nodes._support.seeds import own_rngs, seed_rngs
+from odb_nodes._support.seeds import exclusive_rngs, seed_rngs
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.processing.columns import DataColumns
 from odb_nodes.core.processing.first_samples import (
@@ -27,7 +27,7 @@ from odb_nodes.core.processing.first_samples import (
     first_overwritten,
     result_digest,
 )
-from odb_nodes.core.processing.observation import made_of
+from odb_nodes.core.processing.observation import with_item_key
 from odb_nodes.core.processing.options import WorkerOptions
 from odb_nodes.core.processing.transport import pack, unpack
 from odb_nodes.core.sample import Sample, name_of
@@ -68,15 +68,15 @@ class ChunkTask:
     epoch: int
     cycle: int  # how many times the epoch was begun again
     positions: Sequence[int]  # of the items in the epoch; row numbers for items made again by key
-    is_again: bool = False  # whether the items were processed in this epoch before
+    is_reprocessed: bool = False  # whether the items were processed in this epoch before
     # if the items are those of a group: the key of its random numbers, and its budget
     group: tuple[int, TokenBudget] | None = None
 
     def __str__(self) -> str:
-        if self.is_again or self.group is not None:
+        if self.is_reprocessed or self.group is not None:
             names = "".join(map(self._short_name, range(min(_SHOWN, len(self.keys)))))
             more = " ..." * (len(self.keys) > _SHOWN)
-            kind = "that are made again" if self.is_again else "in a group"
+            kind = "that are made again" if self.is_reprocessed else "in a group"
             return f"samples of epoch {self.epoch} {kind}{names}{more}"
         first, last = (self.positions[0], self.positions[-1]) if self.positions else (0, -1)
         return f"samples {first}..{last} of epoch {self.epoch}"
@@ -217,7 +217,7 @@ class ChunkProcessor:
     ) -> ChunkResult:
         """Process a chunk in the trainer's process, and restore its global generators."""
         start = time.perf_counter()
-        alone = own_rngs(self.limit_s, preserves=self.seed is not None)
+        alone = exclusive_rngs(self.limit_s, preserves=self.seed is not None)
         with alone if self.takes_turns else nullcontext():
             results, failure = self._apply(task, caught)
             runs = self._group_of(task, results, failure) or runs_of(results)
@@ -299,7 +299,7 @@ class ChunkProcessor:
                     result = process(argument)
                 else:
                     result = self._held.call(process, argument, key=next(seeds), seed=seed_rngs)
-                results.append(made_of(result, key))
+                results.append(with_item_key(result, key))
             except caught as error:
                 failure = _describe(item, error)
                 break

@@ -117,7 +117,7 @@ def _observe_text(data: dict[Any, Any]) -> Sample | None:
     return Sample(data, tokens, targets, 0, "", "labels")
 
 
-def made_of(result: Any, item: ItemKey | None) -> Any:
+def with_item_key(result: Any, item: ItemKey | None) -> Any:
     """Return a result of processing with the key of its item, if the item has a key."""
     if type(result) is Sample:
         check_fits(result)

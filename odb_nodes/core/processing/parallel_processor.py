@@ -273,7 +273,7 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
             by_number = self._items.read_again(numbers)
             raw = [by_number[number][0] for number in numbers]
             keys = [checked_key(self.source, by_number[number][1]) for number in numbers]
-        task = self._task(raw, ItemKeys.of(keys), numbers, is_again=True)
+        task = self._task(raw, ItemKeys.of(keys), numbers, is_reprocessed=True)
         return ProcessedAgain(self.runner, task, order)
 
     def _take_chunk(self) -> None:
@@ -333,9 +333,15 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
             self._in_flight.append(_ReadChunk(task, self.runner.submit(task), locations, error))
 
     def _task(
-        self, items: list[Any], keys: ItemKeys, positions: Sequence[int], is_again: bool = False
+        self,
+        items: list[Any],
+        keys: ItemKeys,
+        positions: Sequence[int],
+        is_reprocessed: bool = False,
     ) -> ChunkTask:
-        return ChunkTask(items, keys, self._epochs.epoch, self._epochs.cycle, positions, is_again)
+        return ChunkTask(
+            items, keys, self._epochs.epoch, self._epochs.cycle, positions, is_reprocessed
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the configuration that decides the output; a state fits only an equal one."""

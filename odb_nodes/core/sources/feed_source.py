@@ -496,8 +496,8 @@ class _Server:
     def __init__(self, feed: FeedSource, address: tuple[str, int], authkey: bytes) -> None:
         self._feed = feed
         self._listener = Listener(address, authkey=authkey)
-        host, port = self._listener.address  # type: ignore[misc]
-        self.client = FeedClient((address[0] if address[0] != "0.0.0.0" else host, port), authkey)
+        _, port = self._listener.address
+        self.client = FeedClient((address[0], port), authkey)
         self._is_closed = threading.Event()
         self._accepting = start_thread("feed", self._accept)
 

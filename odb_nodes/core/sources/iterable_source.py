@@ -329,7 +329,7 @@ class _Stream:
         self.restores = are_restorable and hf_datasets.restores_exactly()
         divides = 1 < world_size and not shards % world_size
         self.split = divides and hf_datasets.splits_by_shards(stages)
-        self._dataset = hf_datasets.own_copy(dataset)  # Other nodes may read the dataset, too.
+        self._dataset = hf_datasets.independent_copy(dataset)
         if self.split:
             self._dataset = hf_datasets.split_over_ranks(self._dataset, rank, world_size)
         states = [json.dumps(state, default=str) for state in hf_datasets.shuffle_states(stages)]

@@ -158,7 +158,9 @@ class Share:
         return self._extra[read:], first - self._rank
 
 
-def dealt(unread: Sequence[tuple[IntArray, int]], world_size: int, size: int) -> list[SamplerState]:
+def divide_unread(
+    unread: Sequence[tuple[IntArray, int]], world_size: int, size: int
+) -> list[SamplerState]:
     """Divide the unread samples of an epoch among another number of ranks.
 
     From the first number that no rank has reached, the new ranks take turns. Lower numbers, which

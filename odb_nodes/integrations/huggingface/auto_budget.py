@@ -37,7 +37,7 @@ from odb_nodes.integrations.huggingface.samples import (
     train_dataset,
     user_collate,
 )
-from odb_nodes.tools.estimate import LOOKED_AT, check_can_estimate
+from odb_nodes.tools.estimate import ESTIMATE_SAMPLES, check_samples_can_be_drawn
 from odb_nodes.tools.lengths import observe_lengths
 from odb_nodes.training.memory.calibration import Calibration, find_budget
 from odb_nodes.training.memory.gradients import give_gradients, has_collectives
@@ -179,11 +179,13 @@ def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
     """Return four samples by the width of their rows: the shortest, and three longer ones."""
     dataset, options = train_dataset(trainer), loader_options(trainer)
     observe = options.observe
-    check_can_estimate(dataset, PASS_TOKENS, 'a budget can be found (`token_budget="auto"`)')
+    check_samples_can_be_drawn(
+        dataset, PASS_TOKENS, 'a budget can be found (`token_budget="auto"`)'
+    )
     process_fn: Any = options.process_fn  # No dict: that goes with a dict of datasets.
     table = observe_lengths(
         dataset,
-        samples=LOOKED_AT,
+        samples=ESTIMATE_SAMPLES,
         process_fn=process_fn,
         observe=observe,
         seed=options.seed,

@@ -38,7 +38,11 @@ from odb_nodes.integrations.resuming import (
     load_saved_states,
     resharded_run,
 )
-from odb_nodes.tools.estimate import LOOKED_AT, check_can_estimate, estimate_loader_steps
+from odb_nodes.tools.estimate import (
+    ESTIMATE_SAMPLES,
+    check_samples_can_be_drawn,
+    estimate_loader_steps,
+)
 from odb_nodes.training.checkpoints.rank_states import (
     PREFIX,
     rank_file_names,
@@ -492,14 +496,14 @@ def _steps_per_epoch(trainer: Any) -> int:
     config, args = trainer.odb, trainer.args
     if config.steps_per_epoch is not None:
         return int(config.steps_per_epoch)
-    check_can_estimate(trainer.train_dataset, "Give `steps_per_epoch`, or `max_steps`.")
+    check_samples_can_be_drawn(trainer.train_dataset, "Give `steps_per_epoch`, or `max_steps`.")
     steps = 0
     if args.process_index == 0:
         steps = estimate_loader_steps(
             trainer.train_dataset,
             loader_options(trainer),
             world_size=args.world_size,
-            looked_at=LOOKED_AT,
+            samples=ESTIMATE_SAMPLES,
         )
     (agreed,) = broadcast_object_list([steps])
     return int(agreed)

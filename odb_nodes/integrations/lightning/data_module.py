@@ -13,8 +13,8 @@ from odb_nodes.core.planning import TokenBudget
 from odb_nodes.integrations.lightning.callback import ODBCallback
 from odb_nodes.integrations.lightning.run import TrainBatches
 from odb_nodes.tools.estimate import (
-    LOOKED_AT,
-    check_can_estimate,
+    ESTIMATE_SAMPLES,
+    check_samples_can_be_drawn,
     estimate_loader_steps,
 )
 from odb_nodes.training.tasks.task_gradients import task_names
@@ -91,14 +91,14 @@ class ODBDataModule(LightningDataModule):
             if max_steps < 0:
                 raise ValueError("`max_epochs` or `max_steps` must be given, so that the run ends.")
             return max_steps
-        check_can_estimate(self._dataset, "Make the schedule for a fixed number of steps.")
+        check_samples_can_be_drawn(self._dataset, "Make the schedule for a fixed number of steps.")
         steps = 0
         if trainer.is_global_zero:
             steps = max_epochs * estimate_loader_steps(
                 self._dataset,
                 self._options_of(trainer),
                 world_size=self._options.virtual_ranks or trainer.world_size,
-                looked_at=LOOKED_AT,
+                samples=ESTIMATE_SAMPLES,
             )
         agreed = int(trainer.strategy.broadcast(steps))
         return agreed if max_steps < 0 else min(agreed, max_steps)

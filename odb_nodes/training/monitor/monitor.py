@@ -354,7 +354,7 @@ class Monitor:
         self._is_closed = True
 
     @property
-    def place(self) -> tuple[int, int] | None:
+    def last_step(self) -> tuple[int, int] | None:
         """The epoch and step of the last counted batch."""
         last = self._order.last_counted
         return None if last is None else (last.epoch, last.step)

@@ -20,7 +20,7 @@ from odb_nodes import (
 )
 from odb_nodes.core.processing.chunk import ChunkProcessor, ChunkTask
 from odb_nodes.core.processing.chunk_runner import ChunkFit
-from odb_nodes.core.processing.observation import digest_of, made_of, observe_sample
+from odb_nodes.core.processing.observation import digest_of, observe_sample, with_item_key
 from odb_nodes.core.sample import ItemKey, Sample
 from odb_nodes.core.sample_block import ItemKeys
 
@@ -348,7 +348,7 @@ def test_targets_are_the_labels_after_the_first_that_count(labels, kind):
 
 def test_a_chunk_that_is_made_again_is_called_by_its_keys_or_else_by_its_numbers():
     keys = ItemKeys.of([ItemKey("a", 5, 1), None])
-    task = ChunkTask([0, 0], keys, 2, 0, [0, 33], is_again=True)
+    task = ChunkTask([0, 0], keys, 2, 0, [0, 33], is_reprocessed=True)
     assert str(task).endswith("made again (source 'a', key 5) (sample 33)")
     assert [task.name_of(row) for row in (0, 1)] == [str(keys[0]), "sample 33 of the epoch"]
 
@@ -356,8 +356,8 @@ def test_a_chunk_that_is_made_again_is_called_by_its_keys_or_else_by_its_numbers
 def test_a_result_keeps_its_own_key_and_digest_and_learns_its_item():
     item = ItemKey("a", 2**63 - 1, 2, 3)
     data = {"input_ids": np.arange(3)}
-    of_item = made_of(Sample(data, 3, 2, 1, "s", "labels", task="t"), item)
+    of_item = with_item_key(Sample(data, 3, 2, 1, "s", "labels", task="t"), item)
     assert of_item == (data, 3, 2, 1, "s", "labels", item.key, item, of_item.digest, "t", None, 0)
     assert of_item.digest == digest_of(Sample(data, 3, 2, 1, task="t"))
-    keyed = made_of(Sample(data, 3, 2, key=0, digest=0), item)
+    keyed = with_item_key(Sample(data, 3, 2, key=0, digest=0), item)
     assert (keyed.key, keyed.digest, keyed.item) == (0, 0, item)

@@ -17,7 +17,7 @@ from torchdata.nodes import SamplerWrapper
 
 from odb_nodes import ShardedSampler, StateError, WeightedSampler
 from odb_nodes.core.contract.config import loading_with
-from odb_nodes.core.sources.sharded_sampler import Permutation, Share, dealt
+from odb_nodes.core.sources.sharded_sampler import Permutation, Share, divide_unread
 
 CONFIG = {"size": 10, "shuffle": True, "seed": 5, "rank": 1, "world_size": 2}
 
@@ -382,7 +382,7 @@ def test_what_is_left_of_a_share_is_dealt_once():
                 seen += share.at(share.done, out).tolist()
                 unread.append(share.after(out))
             ranks = rng.randrange(1, 6)
-            states = dealt(unread, ranks, size)
+            states = divide_unread(unread, ranks, size)
             for state in states:
                 state.done = rng.randrange(5)
             shares = [Share(rank, ranks, state) for rank, state in enumerate(states)]

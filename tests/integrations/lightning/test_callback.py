@@ -245,7 +245,7 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
     before = torch.load(save.paths[4], weights_only=True)["odb_nodes"]
     for change, message in (
         (lambda states: None, "saved without `ODBCallback`"),
-        (lambda states: states + before, "the states of the run are of different places"),
+        (lambda states: states + before, "the states of the run were saved at different steps"),
     ):
         checkpoint = torch.load(path, weights_only=True)
         checkpoint["odb_nodes"] = change(checkpoint["odb_nodes"])

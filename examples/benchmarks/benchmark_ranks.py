@@ -309,12 +309,12 @@ def relay(devices: list[int], delay_s: Any) -> None:
 def run_delayed_rank(
     rank: int, _store: str, results: Connection, samples: int, delays_s: list[float], delay_s: Any
 ) -> None:
-    """Send the seconds to the first batch and those of a later step, by delay and `STEPS_S`."""
+    """Send the seconds to the first batch, those of a later step, and the steps."""
     os.setsid()
     parent = multiprocessing.parent_process()
     assert parent is not None
     send_handle(results, enter_network(rank), parent.pid)
-    os.environ |= {"GLOO_SOCKET_IFNAME": "odb0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    os.environ["GLOO_SOCKET_IFNAME"] = "odb0"
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -334,7 +334,8 @@ def run_delayed_rank(
             if step == 0:
                 first_s = time.perf_counter()
             time.sleep(step_s)
-        seconds.append((first_s - start_s, (time.perf_counter() - first_s) / (step + 1)))
+        took_s = time.perf_counter() - first_s
+        seconds.append((first_s - start_s, took_s / (step + 1), step + 1))
     results.send(seconds)
     parent.join()
 
@@ -349,12 +350,13 @@ def print_cost_of_delays(delays_ms: list[float], samples: int, repeats: int) -> 
 
     delays_s = [delay_ms / 1e3 for delay_ms in delays_ms] * repeats
     of_ranks = run_ranks(run_delayed_rank, samples, delays_s, delay_s, prepare=start_relay)
-    # Of the slowest rank: (repeats, delays, kinds of steps, first batch and step).
-    seconds = np.max(of_ranks, axis=0).reshape(repeats, len(delays_ms), len(STEPS_S), 2)
+    # Of the slowest rank.
+    seconds = np.max(of_ranks, axis=0).reshape(repeats, len(delays_ms), len(STEPS_S), 3)
     rows = []
     for delay_ms, medians in zip(delays_ms, np.median(seconds, axis=0), strict=True):
-        row = {"delay": f"{delay_ms:g} ms", "first batch": f"{medians[:, 0].mean():.2f} s"}
-        for step_s, (_, took_s) in zip(STEPS_S, medians, strict=True):
+        row = {"delay": f"{delay_ms:g} ms", "steps": f"{medians[0, 2]:.0f}"}
+        row["first batch"] = f"{medians[:, 0].mean():.2f} s"
+        for step_s, (_, took_s, _) in zip(STEPS_S, medians, strict=True):
             row[f"step of {1e3 * step_s:.0f} ms"] = f"{1e3 * took_s:.1f} ms"
         rows.append(row)
     print(markdown_table(rows))
@@ -377,7 +379,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="of each delay")
     args = parser.parse_args()
     if args.delays_ms:
-        print_cost_of_delays(args.delays_ms, 300 if args.quick else 6_000, args.repeats)
+        print_cost_of_delays(args.delays_ms, 300 if args.quick else 4_000, args.repeats)
         return
     print_jobs(500 if args.quick else args.samples_per_rank)
     print()

@@ -27,7 +27,7 @@ def can_part():
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
         return False
     link = "ip link add name odb0 type veth peer name odb1".split()
-    return subprocess.run([*UNSHARE, *link], capture_output=True, timeout=20).returncode == 0
+    return subprocess.run([*UNSHARE, *link], capture_output=True, timeout=60).returncode == 0
 
 
 pytestmark = [

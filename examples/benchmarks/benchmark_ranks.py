@@ -26,6 +26,7 @@ import select
 import signal
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -33,7 +34,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from itertools import product, zip_longest
+from itertools import zip_longest
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from multiprocessing.reduction import recv_handle, send_handle
@@ -54,6 +55,7 @@ from odb_nodes.tools.simulate import SimulationReport, lognormal_lengths, markdo
 BUDGET_TOKENS = 16_384
 REAL_RANKS = 4
 TIMEOUT_S = 600.0
+DELAYED_S = 3_600.0  # limit for all measurements with delays
 MOST_SAMPLES = 20_480_000  # of a simulated job: 40,000 for each of 512 ranks
 
 # Coefficient of variation of the lengths, ranks, window in samples, steps of a round.
@@ -204,6 +206,7 @@ def run_ranks(
     target: Callable[..., None],
     *args: Any,
     prepare: Callable[[list[Connection]], None] = lambda _: None,
+    limit_s: float = TIMEOUT_S,
 ) -> list[Any]:
     """Return the result of each rank. No process is left, whatever happens.
 
@@ -211,13 +214,14 @@ def run_ranks(
         target: what a rank runs, with its number, a file for the store, and where its result goes.
         args: further arguments of `target`.
         prepare: called once the ranks have started, with the connections to them.
+        limit_s: seconds that all of it may take.
 
     Raises:
-        SystemExit: a rank ends without a result, or has none after `TIMEOUT_S`.
+        SystemExit: a rank ends without a result, or has none after `limit_s`.
     """
     context = multiprocessing.get_context("spawn")
     ranks: list[tuple[SpawnProcess, Connection]] = []
-    deadline_s = time.monotonic() + TIMEOUT_S
+    deadline_s = time.monotonic() + limit_s
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(REAL_RANKS):
@@ -241,7 +245,7 @@ def run_ranks(
 
 def _receive(rank: int, results: Connection, deadline_s: float) -> Any:
     if not results.poll(max(0.0, deadline_s - time.monotonic())):
-        raise SystemExit(f"Rank {rank} has no result after {TIMEOUT_S:.0f} s.")
+        raise SystemExit(f"Rank {rank} has no result in time.")
     try:
         return results.recv()
     except EOFError:
@@ -269,7 +273,7 @@ def print_comparison(windows: list[int], samples_per_rank: int, warm_up: bool) -
 # --- a slow network -------------------------------------------------------------------------------
 
 _CLONE_NEWNET, _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x4000_0000, 0x4004_54CA, 1, 0x1000
-STEPS_S = (0.0, 0.02, 0.1)  # of a training loop, in place of its model
+STEP_S = 0.02  # of a training loop, in place of its model
 
 
 def enter_network(rank: int) -> int:
@@ -309,7 +313,7 @@ def relay(devices: list[int], delay_s: Any) -> None:
 def run_delayed_rank(
     rank: int, _store: str, results: Connection, samples: int, delays_s: list[float], delay_s: Any
 ) -> None:
-    """Send the seconds to the first batch, those of a later step, and the steps."""
+    """Send, for each delay, the steps of an epoch and the seconds that parts of it take."""
     os.setsid()
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -324,19 +328,23 @@ def run_delayed_rank(
         timeout=timedelta(seconds=TIMEOUT_S),
     )
     lengths = lognormal_lengths(REAL_RANKS * samples, cv=1.0).tolist()
-    seconds = []
-    for delay, step_s in product(delays_s, STEPS_S):
+    measured = []
+    for delay in delays_s:
         dist.barrier()
         delay_s.value = delay
         dist.barrier()
-        start_s = first_s = time.perf_counter()
-        for step, _ in enumerate(odb_nodes_batches(lengths, window=256)):
-            if step == 0:
-                first_s = time.perf_counter()
-            time.sleep(step_s)
-        took_s = time.perf_counter() - first_s
-        seconds.append((first_s - start_s, took_s / (step + 1), step + 1))
-    results.send(seconds)
+        times_s = [time.perf_counter()]
+        for _ in odb_nodes_batches(lengths, window=256):
+            times_s.append(time.perf_counter())
+            time.sleep(STEP_S)
+        steps = len(times_s) - 1
+        start, stop = int(0.4 * steps), int(0.75 * steps)  # rounds are short before, and after
+        step_s = (times_s[stop] - times_s[start]) / (stop - start)
+        epoch_s = time.perf_counter() - times_s[0]
+        measured.append((steps, times_s[1] - times_s[0], step_s, epoch_s))
+        if rank == 0:  # Progress: all of it takes minutes.
+            print(f"delay {1e3 * delay:g} ms: epoch of {epoch_s:.1f} s", file=sys.stderr)
+    results.send(measured)
     parent.join()
 
 
@@ -349,16 +357,20 @@ def print_cost_of_delays(delays_ms: list[float], samples: int, repeats: int) -> 
         threading.Thread(target=relay, args=(devices, delay_s), daemon=True).start()
 
     delays_s = [delay_ms / 1e3 for delay_ms in delays_ms] * repeats
-    of_ranks = run_ranks(run_delayed_rank, samples, delays_s, delay_s, prepare=start_relay)
-    # Of the slowest rank.
-    seconds = np.max(of_ranks, axis=0).reshape(repeats, len(delays_ms), len(STEPS_S), 3)
+    args = (samples, delays_s, delay_s)
+    of_ranks = run_ranks(run_delayed_rank, *args, prepare=start_relay, limit_s=DELAYED_S)
+    slowest = np.max(of_ranks, axis=0).reshape(repeats, len(delays_ms), 4)
     rows = []
-    for delay_ms, medians in zip(delays_ms, np.median(seconds, axis=0), strict=True):
-        row = {"delay": f"{delay_ms:g} ms", "steps": f"{medians[0, 2]:.0f}"}
-        row["first batch"] = f"{medians[:, 0].mean():.2f} s"
-        for step_s, (_, took_s, _) in zip(STEPS_S, medians, strict=True):
-            row[f"step of {1e3 * step_s:.0f} ms"] = f"{1e3 * took_s:.1f} ms"
-        rows.append(row)
+    for delay_ms, of_delay in zip(delays_ms, np.median(slowest, axis=0), strict=True):
+        steps, first_s, step_s, epoch_s = of_delay
+        rows.append(
+            {
+                "delay": f"{delay_ms:g} ms",
+                "first batch": f"{first_s:.2f} s",
+                "a step": f"{1e3 * step_s:.1f} ms",
+                f"an epoch of {steps:.0f} steps": f"{epoch_s:.1f} s",
+            }
+        )
     print(markdown_table(rows))
 
 
@@ -379,7 +391,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="of each delay")
     args = parser.parse_args()
     if args.delays_ms:
-        print_cost_of_delays(args.delays_ms, 300 if args.quick else 4_000, args.repeats)
+        print_cost_of_delays(args.delays_ms, 300 if args.quick else 10_000, args.repeats)
         return
     print_jobs(500 if args.quick else args.samples_per_rank)
     print()

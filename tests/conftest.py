@@ -32,6 +32,7 @@ EXAMPLES = {"fast": 25, "ci": 100, "exhaustive": 1000}
 # Why a test may be skipped in CI, where all extras are installed.
 ALLOWED_SKIPS = ("GPU", "--exhaustive", "same in both states", "of later versions", "now and then")
 ALLOWED_SKIPS += ("wandb is not installed", "mlflow is not installed")  # the extra `tracking`
+ALLOWED_SKIPS += ("needs root and `ip`",)
 
 BEFORE = {f"`{name}` in the environment" for name in os.environ}
 forks = [0]

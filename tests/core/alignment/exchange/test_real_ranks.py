@@ -64,6 +64,18 @@ def test_no_hang_whatever_the_seed(tmp_path, sampled):
     run_ranks(tmp_path, body, 4, sampled(every=5).get("every", 1), timeout_s=200)
 
 
+def test_eight_ranks_on_few_cores_have_equal_steps_and_each_sample_once(tmp_path):
+    body = """
+    sizes = [100, 0, 37, 90, 1, 64, 100, 12]
+    loader = r.make_loader(sizes[rank], round_size=4, read_ahead=2, timeout_s=150)
+    next(iter(loader))  # and the epoch is left
+    r.check_epochs(sizes, r.epochs_of(loader, 2))
+    loader.close()
+    r.finish()
+    """
+    run_ranks(tmp_path, body, 8, timeout_s=200)
+
+
 # --- real ranks resumed from a distributed checkpoint, also by another number of ranks ------------
 
 

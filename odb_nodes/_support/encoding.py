@@ -53,7 +53,8 @@ def to_plain(value: Any) -> Any:
         return ("tensor", value.detach().clone())  # without the rest of its storage
     if kind is bytes:
         return ("bytes", _to_tensor(value))
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+    is_masked = isinstance(value, np.ma.MaskedArray)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf" and not is_masked:
         return ("array", sys.intern(value.dtype.str), value.shape, _to_tensor(value.tobytes()))
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return ("scalar", sys.intern(value.dtype.str), _to_tensor(value.tobytes()))
@@ -71,9 +72,7 @@ def to_plain(value: Any) -> Any:
 def from_plain(encoded: tuple[Any, ...]) -> Any:
     """Return the value that `to_plain` was given."""
     kind, *content = encoded
-    if kind == "is":
-        return content[0]
-    if kind == "tensor":
+    if kind in ("is", "tensor"):
         return content[0]
     if kind == "array":
         dtype, shape, data = content

@@ -51,7 +51,7 @@ def markdown_table(rows: Rows) -> str:
         return ""
     columns = []
     for title in rows[0]:
-        cells = [row[title] for row in rows]
+        cells = [row[title].replace("|", r"\|") for row in rows]
         width = max(3, *map(len, (title, *cells)))
         is_numeric = any(cells) and all(cell[:1].isdecimal() for cell in cells if cell)
         rule = "-" * (width - 1) + (":" if is_numeric else "-")

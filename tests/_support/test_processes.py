@@ -44,6 +44,7 @@ def test_freed_memory_is_reused_up_to_a_limit():
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60
     )
+    assert run.returncode == 0, run.stderr
     grown_mib, pages = map(int, run.stdout.split())
     assert grown_mib < 80
     assert pages < 500  # of 5120

@@ -144,9 +144,9 @@ def test_a_lost_node_ends_the_job_which_goes_on_with_two_nodes_or_one(tmp_path, 
 
     shutil.copytree(tmp_path / "killed", tmp_path / "one")
     resumed = finish_nodes(tmp_path / "killed")
-    start = STEPS - len(resumed)
-    assert SAVE_EVERY <= start < STEPS
-    assert losses[start:] == resumed[: len(losses) - start]
+    first_step = STEPS - len(resumed)
+    assert SAVE_EVERY <= first_step < STEPS
+    assert losses[first_step:] == resumed[: len(losses) - first_step]
     if exhaustive:
         with_one, _ = run(PRETRAIN, tmp_path / "one")
         assert len(with_one) == len(resumed)

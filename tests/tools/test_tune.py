@@ -199,6 +199,10 @@ def test_a_log_with_a_negative_time_names_line_and_value(tmp_path):
     log.write_text("\n".join(lines))
     with pytest.raises(ValueError, match=r"`step_s` in line 3 of .*-0\.5"):
         tune(TABLE, world_size=1, log=log)
+    lines[2] = '{"rows": 4, "width": 100, "step_s": 0.5, "squares": NaN}'
+    log.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"`squares` in line 3 of .*nan"):
+        tune(TABLE, world_size=1, log=log)
 
 
 test_errors_name_what_is_wrong = refuses(

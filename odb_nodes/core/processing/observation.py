@@ -73,7 +73,7 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
         )
     except (TypeError, ValueError) as error:
         raise SampleError(
-            f"the observation of a sample is not valid: {error} "
+            f"the observation of a sample is not valid: {str(error).rstrip('.')}. "
             f"The sample is {_describe(data)}. Leave it out of the data, return `Skipped` from its "
             "processing, or pass an `observe` that returns its length in tokens."
         ) from error

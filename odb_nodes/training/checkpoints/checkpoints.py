@@ -250,7 +250,7 @@ class Checkpoints:
 
     def _gather(self, value: Any) -> list[Any]:
         """Return the value of each rank, as JSON data."""
-        values = self._channel.gather_bytes(json.dumps(value).encode(), "loading a checkpoint")
+        values = self._channel.gather_bytes(json.dumps(value).encode(), "agreeing on a checkpoint")
         return list(map(json.loads, values))
 
     @contextmanager
@@ -516,7 +516,7 @@ def _check_parts(parts: Any) -> dict[str, Any]:
             '`{"model": model, "loader": loader}`.'
         )
     for name, part in parts.items():
-        check_type("a name in `parts`", name, str)
+        check_type(f"the name {name!r} in parts", name, str)
         if isinstance(part, type) or not isinstance(part, dict | Stateful):
             remedy = (
                 "Pass an object of it." if isinstance(part, type) else "Put numbers into a dict."

@@ -65,9 +65,10 @@ def enable_checkpointing(
         check_type("blocks", blocks, Iterable, "Pass a list of modules.")
         chosen = list(blocks)
         ids = {id(module) for module in model.modules()}
-        if not chosen or any(id(block) not in ids for block in chosen):
+        is_listed_twice = len({*map(id, chosen)}) < len(chosen)
+        if not chosen or is_listed_twice or any(id(block) not in ids for block in chosen):
             raise ValueError(
-                "`blocks` must be one or more modules of `model`, but are "
+                "`blocks` must be one or more different modules of `model`, but are "
                 f"{[type(block).__name__ for block in chosen]} instead."
             )
     if getattr(model, f"is_{name}", False) or any(map(_is_wrapped, chosen)):
@@ -85,8 +86,8 @@ def enable_checkpointing(
     chosen = _repeated_blocks(model) if blocks is None else chosen
     before = [vars(block).get("forward") for block in chosen]
     for block in chosen:
-        # A `partial` of a bound method is copied together with its module; a closure is not.
-        vars(block)["forward"] = partial(_forward, block.forward)
+        # A `partial` is copied together with its module; a closure is not.
+        vars(block)["forward"] = partial(_forward, block, block.forward)
 
     def disable() -> None:
         for block, forward in zip(chosen, before, strict=True):
@@ -120,10 +121,9 @@ def _is_wrapped(block: torch.nn.Module) -> bool:
     return isinstance(forward, partial) and forward.func is _forward
 
 
-def _forward(forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward(block: torch.nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    block = forward.__self__
     before = {name: (buffer, buffer._version) for name, buffer in block.named_buffers()}
     output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
     for name, buffer in block.named_buffers():

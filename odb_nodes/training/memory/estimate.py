@@ -152,7 +152,7 @@ def _shape_of(batch: Any, longest: int | None) -> tuple[int, int]:
     if isinstance(batch, tuple) and len(batch) == 2:
         return check_count("batch", batch[0]), check_count("batch", batch[1])
     budget = TokenBudget.of(batch, "batch")
-    width = budget.capacity if longest is None else min(budget.capacity, longest)
+    width = budget.width(budget.capacity if longest is None else min(budget.capacity, longest))
     if budget.layout == "packed":
         return budget.shape([budget.capacity])
     rows = max(budget.tokens // budget.row_cost(width), 1)

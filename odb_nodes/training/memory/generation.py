@@ -33,7 +33,7 @@ def generate_in_parts(
         model: has a `generate` method, like the models of transformers. If its ranks compute
             together (FSDP, tensor parallelism), the out-of-memory error is raised.
         batch: arguments of `generate`: tensors with the first dimension of `input_ids`, (B, T), and
-            values that are not tensors.
+            values that are not tensors, which every part gets whole.
         pad_token_id: fills the rows of shorter parts, on the right. Default: the padding token of
             the model's `generation_config`, or else its first end-of-sequence token.
         options: further arguments of `generate`, the same for all rows.
@@ -104,7 +104,7 @@ def _generate(
             raise
         free_memory(error)
         return None
-    if not isinstance(generated, torch.Tensor):
+    if not isinstance(generated, torch.Tensor) or generated.ndim != 2:
         raise TypeError(
             f"`generate` must return a tensor, but returned `{type(generated).__name__}`. Leave "
             "out `return_dict_in_generate`."

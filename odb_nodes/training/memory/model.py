@@ -228,7 +228,9 @@ class MemoryModel:
             TypeError, ValueError: as `budget`, except that no batch fits.
         """
         cards = [*cards_gib] if isinstance(cards_gib, Iterable) else [cards_gib]
-        if not cards or not all(isinstance(card, Real) and card > 0 for card in cards):
+        if not cards or not all(
+            isinstance(card, Real) and 1 <= card * GIB <= MOST_BYTES for card in cards
+        ):
             raise ValueError(
                 f"`cards_gib` must be numbers of GiB above 0, one for each card, but is "
                 f"{cards_gib!r} instead."

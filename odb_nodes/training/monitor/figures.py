@@ -137,7 +137,7 @@ def page(title: str, sections: Iterable[tuple[str, Sequence[Figure | str]]]) -> 
                 default_height=f"{member.layout.height}px",
                 config=_CONFIG,
             )
-            cells.append(f'<figure aria-label="{escape(name)}"><h3>{name}</h3>{html}</figure>')
+            cells.append(f'<figure aria-label="{name}"><h3>{name}</h3>{html}</figure>')
         if cells:
             parts.append(f'<div class="grid">{"".join(cells)}</div>')
     content = "\n".join(parts)

@@ -202,6 +202,10 @@ def _as_plain(value: Any) -> Any:
     """Return an object as JSON data, equal after a resume: without its address in memory."""
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if getattr(value, "ndim", None) == 0:  # a number of numpy or torch
+        return value.item()
     if is_dataclass(value) and not isinstance(value, type):
         return _differing(value)
     if name := getattr(value, "__qualname__", ""):

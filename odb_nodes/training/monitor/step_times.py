@@ -87,11 +87,11 @@ def _steps_of_lines(path: Path) -> Iterator[tuple[float, ...]]:
                 squares = float(record.get("squares", values["rows"] * values["width"] ** 2))
             except (KeyError, TypeError, ValueError):  # another kind of line, or cut off
                 continue
-            for key, value in values.items():
+            for key, value in (*values.items(), ("squares", squares)):
                 if not 0 <= value < math.inf:
                     raise ValueError(
                         f"`{key}` in line {number} of `{path}` must be a number of at least 0, but "
-                        f"is {record[key]!r}. Correct the line, or leave it out."
+                        f"is {record.get(key, value)!r}. Correct the line, or leave it out."
                     )
             if all(values.values()):
                 yield 1.0, values["rows"] * values["width"], squares, values["step_s"]

@@ -27,6 +27,7 @@ _ORIENTATION_TAG = 0x0112
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # orientation -> `PIL.Image.Transpose`
 _LAST_FILTER = 5  # largest value of `PIL.Image.Resampling`
 _URL = re.compile(r"(data:|[a-z][a-z0-9+.-]+://)", re.IGNORECASE)
+_MOST_VALUE = 255  # of a pixel
 _DRAFT_GAP = 2.0  # least size of a decoded JPEG, as a multiple of the final size, as in Pillow
 
 
@@ -52,7 +53,8 @@ class BadImages:
 
     Args:
         missing: the policy for a file that does not exist.
-        corrupt: the policy for data that is no image, has no pixels, or is truncated or damaged.
+        corrupt: the policy for data that is no image, has no pixels or pixels above 255, or is
+            truncated or damaged.
         huge: the policy for an image with more pixels than the `ImageReader` allows.
         elongated: the policy for an image whose longer side is over 200 times the other, which no
             patch grid can hold.
@@ -200,6 +202,12 @@ class ImageReader:
             rows, columns = columns, rows
         turn: Any = _TURNS.get(orientation)
         upright = _opaque(image if turn is None else image.transpose(turn))
+        if upright.mode[0] in "IF" and upright.getextrema()[1] > _MOST_VALUE:
+            raise ImageError(
+                "corrupt",
+                f"its pixels (mode {upright.mode}) exceed {_MOST_VALUE}, where Pillow cuts them: "
+                f"scale them to 0..{_MOST_VALUE}",
+            )
         # Palettes cannot be interpolated; RGB and grey are exact.
         if upright.mode not in ("RGB", "L"):
             upright = upright.convert("RGB")

@@ -63,7 +63,12 @@ class MultiImageCollate(StepImages):
         if self.resize is not None:
             _check_size("resize", self.resize)
         if self.dummy_shape is not None:
-            check_count("C of `dummy_shape`", self.dummy_shape[0])
+            if not isinstance(self.dummy_shape, tuple) or len(self.dummy_shape) not in (3, 4):
+                raise ValueError(
+                    "`dummy_shape` must be (C, H, W) or (C, H, W, D), but is "
+                    f"{self.dummy_shape!r:.80} instead."
+                )
+            check_count("dummy_shape[0]", self.dummy_shape[0])
             _check_size("dummy_shape[1:]", self.dummy_shape[1:])
             if self.resize not in (None, self.dummy_shape[1:]):
                 raise ValueError(
@@ -156,7 +161,8 @@ class MultiImageCollate(StepImages):
                     '`np.asarray(image.convert("RGB")).transpose(2, 0, 1)`.'
                 )
             try:
-                image = np.asarray(value)
+                is_bfloat16 = getattr(value, "dtype", None) is torch.bfloat16
+                image = np.asarray(value.float() if is_bfloat16 else value)
             except (TypeError, ValueError, RuntimeError) as error:  # ragged, or with a graph
                 raise SampleError(
                     f"an image of `pixel_values` cannot become an array: {error}"
@@ -195,7 +201,7 @@ def _check_size(name: str, size: Any) -> None:
     if not isinstance(size, tuple) or len(size) not in (2, 3):
         raise ValueError(f"`{name}` must be (H, W) or (H, W, D), but is {size!r:.80} instead.")
     for axis, length in zip(_AXES, size, strict=False):
-        check_count(f"{axis} of `{name}`", length)
+        check_count(f"{axis} of {name}", length)
 
 
 def _check_alike(first: Array, image: Array) -> None:

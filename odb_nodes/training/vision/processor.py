@@ -222,7 +222,7 @@ class VisionLanguageProcessor:
         check_type("template", self.template, ChatTemplate, "Pass `ChatTemplate(...)`.")
         remedy = 'Pass `BadImages(corrupt="skip")`, or `BadImages.skipped()` for all reasons.'
         check_type("bad_images", self.bad_images, BadImages, remedy)
-        check_names("keep", self.keep)
+        object.__setattr__(self, "keep", check_names("keep", self.keep))
         check_bool("late_patches", self.late_patches)
 
     @property

@@ -441,7 +441,7 @@ test_arguments = refuses(
         (lambda: made([1]), TypeError, "`parts` must be a `Mapping`"),
         (lambda: made({}), ValueError, "`parts` must .* is empty"),
         (lambda: made({"step": 3}), TypeError, r"`parts\['step'\]` must be a dict"),
-        (lambda: made({1: {}}), TypeError, "a name in `parts`"),
+        (lambda: made({1: {}}), TypeError, "the name 1 in parts"),
         (lambda: made({"model": torch.nn.Linear}), TypeError, "is the class `Linear`"),
         (lambda: made(keep=0), ValueError, "`keep` must be in 1.."),
         (lambda: made(timeout_s=0), ValueError, "`timeout_s` must be"),

@@ -172,7 +172,7 @@ def test_ranks_that_do_not_agree_are_an_error(body, first, second, results):
     started = time.monotonic()
     outcomes = [*map(str, results(body, 2.0 if body is not_come else 20.0))]
     assert all(map(re.search, (first, second), outcomes)), outcomes
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60  # of 600
 
 
 def test_saving_different_steps_is_an_error_at_the_second_save_at_the_latest(results, tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -79,6 +80,15 @@ def test_a_custom_forward_of_a_module_is_kept():
     assert_equal(expected, loss_and_gradients(model)[0])
 
 
+def test_a_forward_that_is_no_bound_method_is_kept():
+    model = small_lm()
+    block = model.blocks[0]
+    block.forward = partial(Block.forward, block)  # as the hooks of accelerate are installed
+    expected, _ = loss_and_gradients(model)
+    enable_checkpointing(model)
+    assert_equal(expected, loss_and_gradients(model)[0])
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 def test_a_copy_of_a_checkpointed_model_has_separate_weights(copied):
     model = small_lm()
@@ -148,8 +158,9 @@ REFUSALS = [
     (LINEAR, {}, "`Linear` has no `ModuleList` .* Pass `blocks=`"),
     (nn.Sequential(nn.Linear(2, 2), nn.GELU()), {}, "its blocks cannot be chosen"),
     (None, {}, "`model` must be a `Module`"),
-    (LINEAR, {"blocks": [nn.Linear(2, 2)]}, "`blocks` must be one or more modules of `model`"),
-    (LINEAR, {"blocks": []}, "`blocks` must be one or more modules of `model`"),
+    (LINEAR, {"blocks": [nn.Linear(2, 2)]}, "`blocks` must be one or more different modules"),
+    (LINEAR, {"blocks": []}, "`blocks` must be one or more different modules"),
+    (LINEAR, {"blocks": [LINEAR, LINEAR]}, "`blocks` must be one or more different modules"),
     (LINEAR, {"blocks": nn.Linear(2, 2)}, "`blocks` must be .* Pass a list"),
     *[(Library(kind, is_enabled=True), {}, "is checkpointed already") for kind in KINDS],
     (Library(KINDS[1], is_supported=False), {}, "`Library` does not support"),

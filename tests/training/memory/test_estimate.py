@@ -131,6 +131,7 @@ def test_parameters_gradients_and_states_are_exact_also_of_a_model_without_memor
         (TokenBudget(512, max_samples=2), (2, 128)),
         (TokenBudget(512, attention_tokens=128), (2, 128)),
         (TokenBudget(512, layout="packed"), (1, 512)),
+        (TokenBudget(512, pad_to_multiple_of=48), (3, 144)),
     ],
 )
 def test_a_budget_stands_for_its_batch_of_the_widest_rows(batch, shape):

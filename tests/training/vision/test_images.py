@@ -22,6 +22,17 @@ def turned_by(orientation):
     return exif
 
 
+def test_pixels_that_pillow_would_cut_are_an_error():
+    bright = np.linspace(0, 65_535, 30 * 30).reshape(30, 30)
+    for image in (
+        Image.fromarray(bright.astype(np.uint16)),
+        Image.fromarray(bright.astype(np.float32)),
+    ):
+        with pytest.raises(ImageError, match="exceed 255"):
+            read(image)
+    assert read(Image.fromarray((bright / 257).astype(np.float32))).mode == "RGB"
+
+
 @given(
     height=st.integers(1, 5000),
     width=st.integers(1, 5000),

@@ -260,8 +260,10 @@ MIXED = LengthObserver(IterableWrapper([sample(0, (4, 4)), sample(1, (4, 4, 2))]
 VOLUME = sample(0, (5, 4, 2))
 OPTIONS = [
     ({"resize": (4,)}, "`resize` must be .H, W.*is .4,."),
-    ({"resize": (4, 0)}, "`W of `resize`` must be in 1"),
-    ({"dummy_shape": (4, 4)}, "`dummy_shape.1:.` must be .H, W."),
+    ({"resize": (4, 0)}, "`W of resize` must be in 1"),
+    ({"dummy_shape": (4, 4)}, "`dummy_shape` must be .C, H, W."),
+    ({"dummy_shape": ()}, "`dummy_shape` must be .C, H, W."),
+    ({"dummy_shape": 3}, "`dummy_shape` must be .C, H, W.*is 3"),
     ({"resize": (4, 4), "dummy_shape": (3, 4, 5)}, "`dummy_shape` must be .C, .resize."),
 ]
 REFUSALS = [

@@ -1,8 +1,8 @@
 """Internals of torchdata 0.11 that we rely on: its threads, lengths, and counters of epochs.
 
-These are the iterators of its mappers and prefetchers, which are `_it` of
-the node; their events, threads, workers and queues; `epoch` and `_started` of `SamplerWrapper`; the
-state of a `Prefetcher`, whose key "snapshot" holds its source's state.
+Used are `_it` of mappers and prefetchers, which is their iterator; its events, threads, workers and
+queues; `epoch` and `_started` of `SamplerWrapper`; and the key "snapshot" in the state of a
+`Prefetcher`, which holds the state of its source.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def to_plain(value: Any) -> Any:
     of_dtype = f" of dtype {value.dtype}" if isinstance(value, np.ndarray) else ""
     raise SampleError(
         f"a state that carries samples cannot hold `{kind.__name__}`{of_dtype}. Return dicts, "
-        'lists and tuples of tensors, arrays, numbers and strings, or use `state="replay"`.'
+        "lists and tuples of tensors, arrays, numbers and strings."
     )
 
 

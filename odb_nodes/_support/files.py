@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from odb_nodes._support.checks import check_type
 from odb_nodes._support.processes import deferred_interrupt
 from odb_nodes._support.user_warning import warn_user
 
@@ -65,6 +66,15 @@ def folder_with(pattern: str, folder: str | os.PathLike[str]) -> Path:
             f"`{pattern}`: {', '.join(f'`{path.name}`' for path in inner)}. Pass one of these."
         )
     return inner[0]
+
+
+def check_folder(folder: str | os.PathLike[str]) -> Path:
+    """Return the path of a folder, which may not exist yet; raise a `ValueError` for a file."""
+    check_type("folder", folder, str | os.PathLike)
+    path = Path(folder)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"`folder` must be a folder, but `{folder}` is a file. Pass another path.")
+    return path
 
 
 def sync_folder(folder: Path) -> None:

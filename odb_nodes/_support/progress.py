@@ -15,8 +15,8 @@ from odb_nodes._support.processes import resolve_rank
 logger = logging.getLogger("odb_nodes")
 
 FIRST_S = 10.0
-"""Seconds until the first line; each further line comes after twice the time of the last."""
-EVERY_S = 60.0  # most seconds between two lines
+"""Seconds until the first line. The time between lines then doubles, up to `EVERY_S`."""
+EVERY_S = 60.0
 
 _COLUMNS = 80  # of a terminal that reports no columns
 

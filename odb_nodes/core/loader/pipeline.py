@@ -275,6 +275,7 @@ def _fed(feed: FeedSource, options: LoaderOptions) -> BaseNode[Any]:
         "process_fn": options.process_fn is not None,
         "num_workers": options.worker_options.num_workers > 0,
         "sampler": options.sampler is not None,
+        "shuffle": options.shuffle is not None,
     }
     if names := [name for name, is_given in given.items() if is_given]:
         raise ValueError(

@@ -1,6 +1,7 @@
 """Nodes that a graph starts with."""
 
-from odb_nodes.core.sources.feed_source import FeedClient, FeedSource
+from odb_nodes.core.sources.feed_client import FeedClient
+from odb_nodes.core.sources.feed_source import FeedSource
 from odb_nodes.core.sources.iterable_source import IterableSource
 from odb_nodes.core.sources.jsonl_source import JsonlSource
 from odb_nodes.core.sources.mixing import Mixing, WeightSchedule

@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, NamedTuple
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes._support.checks import MAX_KEY, check_count, check_seconds
 from odb_nodes._support.encoding import decode, encode
-from odb_nodes._support.processes import start_thread
 from odb_nodes.core.contract import EpochNode, EpochState, SourceState
 from odb_nodes.core.contract.graph import length_of
 from odb_nodes.core.contract.node import call_member, check_node, checked_key, snapshot
 from odb_nodes.core.contract.state import copy_state
 from odb_nodes.core.sample import ItemKey, Skipped
+from odb_nodes.core.sources.feed_client import (
+    POLL_S,
+    SKIPPED,
+    FeedClient,
+    FeedServer,
+    Request,
+    encoded_items,
+)
 from odb_nodes.errors import SampleError, StateError, WorkerError
 
-_POLL_S = 0.2  # between checks whether a connection or a feed was closed
-_EXIT_S = 5.0  # for the thread that accepts connections
-_CLOSED = "closed"  # answers a client of a feed that was closed
 _SHOWN = 5  # keys that an error names
-
-
-class Request(NamedTuple):
-    """An item of the source, of which `put` expects what was made of it.
-
-    Attributes:
-        key: number of the item in its source, for `put`.
-        item: the item itself.
-    """
-
-    key: int
-    item: Any
 
 
 class _Entry(NamedTuple):
@@ -118,14 +107,16 @@ class FeedSource(EpochNode[Any, FeedState]):
         self._pid = os.getpid()
         self._oldest_version = 0
         self._last_key: ItemKey | None = None
-        self._server: _Server | None = None
+        self._server: FeedServer | None = None
+        self._served: tuple[tuple[str, int], bytes] | None = None  # where a reset serves again
         self._is_open = False  # between a reset and `interrupt` or `close`
         self._is_closed = False
         self._clear()
 
     def _clear(self) -> None:
         self._to_issue: deque[_Entry] = deque()
-        self._in_flight: dict[int, _Entry] = {}  # by key
+        self._in_flight: dict[int, tuple[_Entry, str]] = {}  # by key, with the client that has it
+        self._issued_before: set[int] = set()  # keys in `_to_issue` that a generator may still put
         self._finished: deque[_Entry] = deque()
         self._ended = False  # whether the source has ended
         self._failure: Exception | None = None  # of the source
@@ -149,7 +140,7 @@ class FeedSource(EpochNode[Any, FeedState]):
         Raises:
             WorkerError: this is a forked process, which has a copy of the feed. Use `serve`.
         """
-        entry = self._issue(timeout_s)
+        entry = self.issue(timeout_s)
         return None if entry is None else Request(entry.key.key, decode(entry.data))
 
     def requests(self) -> Iterator[Request]:
@@ -167,15 +158,15 @@ class FeedSource(EpochNode[Any, FeedState]):
             version: number of the policy that made it, see `oldest_version`.
 
         Returns:
-            Whether it is taken. `False` if the key is not in flight: it was put before, or it was
-            requested in an earlier epoch, or from an earlier run that trained on it.
+            Whether it is taken. `False` if nothing is expected of the key, because it was put
+            before, or the feed was closed. Go on with the next request.
 
         Raises:
             TypeError, ValueError: an argument is not valid.
             SampleError: the items hold something that a state cannot hold.
             WorkerError: this is a forked process, which has a copy of the feed. Use `serve`.
         """
-        return self._accept(check_count("key", key, 0, MAX_KEY), _encoded(items), version)
+        return self.accept(check_count("key", key, 0, MAX_KEY), encoded_items(items), version)
 
     @property
     def oldest_version(self) -> int:
@@ -213,11 +204,29 @@ class FeedSource(EpochNode[Any, FeedState]):
 
         Raises:
             OSError: the address cannot be listened on.
+            TypeError, ValueError: an argument is not valid, or the feed is served already.
         """
+        is_address = isinstance(address, tuple) and len(address) == 2
+        if not is_address or not isinstance(address[0], str):
+            raise TypeError(
+                f"`address` must be (host, port), but is {address!r:.80} instead. Pass "
+                '`("127.0.0.1", 0)` for a free port of this machine.'
+            )
+        check_count("port of `address`", address[1], 0, 65_535)
+        if authkey is not None and not (isinstance(authkey, bytes) and authkey):
+            raise ValueError(
+                f"`authkey` must be bytes, at least 1, but is {authkey!r:.20} instead."
+            )
         with self._changed:
-            if self._server is None:
-                self._server = _Server(self, address, authkey or os.urandom(32))
-            return self._server.client
+            if self._server is not None:
+                raise ValueError(
+                    f"this FeedSource is served already, at {self._server.client.address}. Use the "
+                    "client that the first call has returned."
+                )
+            self._server = FeedServer(self, address, authkey or os.urandom(32))
+            client = self._server.client
+            self._served = client.address, client.authkey
+            return client
 
     # --- the contract of a node -----------------------------------------------------------------
 
@@ -240,6 +249,7 @@ class FeedSource(EpochNode[Any, FeedState]):
             self._ended = state.ended
             try:
                 self._to_issue.extend(map(_Entry.of_state, state.requests))
+                self._issued_before = {entry.key.key for entry in self._to_issue}
                 self._finished.extend(map(_Entry.of_state, state.finished))
             except (TypeError, ValueError) as error:
                 raise StateError(
@@ -251,7 +261,7 @@ class FeedSource(EpochNode[Any, FeedState]):
     def save(self) -> FeedState:
         """Return the state of the source, the requests, and what was put."""
         with self._changed:
-            requests = [*self._in_flight.values(), *self._to_issue]
+            requests = [*(entry for entry, _ in self._in_flight.values()), *self._to_issue]
             return FeedState(
                 source=snapshot(self.source),
                 ended=self._ended,
@@ -281,14 +291,14 @@ class FeedSource(EpochNode[Any, FeedState]):
                 waited_s = time.monotonic() - max(since_s, self._last_put_s)
                 if waited_s >= self._timeout_s:
                     raise SampleError(self._why_nothing())
-                self._changed.wait(min(_POLL_S, self._timeout_s - waited_s))
+                self._changed.wait(min(POLL_S, self._timeout_s - waited_s))
             entry = self._finished[0]
             items = decode(entry.data)
             self._finished.popleft()
             self._last_key = entry.key
             self._changed.notify_all()
             oldest = self._oldest_version
-        if isinstance(items, tuple) and items[:1] == (_SKIPPED,):
+        if isinstance(items, tuple) and items[:1] == (SKIPPED,):
             items = Skipped(*items[1:])
         elif entry.version < oldest:
             return Skipped("stale", f"it is of version {entry.version}, older than {oldest}.")
@@ -318,6 +328,8 @@ class FeedSource(EpochNode[Any, FeedState]):
         self._is_open = True
         self._is_closed = False
         self._pid = os.getpid()
+        if self._server is None and self._served is not None:  # after `close`
+            self._server = FeedServer(self, *self._served)
         self._changed.notify_all()
 
     def _look_ahead(self) -> None:
@@ -332,6 +344,12 @@ class FeedSource(EpochNode[Any, FeedState]):
                     f"`source` of FeedSource must have keys, by which items are put, but "
                     f"`{type(self.source).__name__}` has none. Use a `ShardedSampler`."
                 )
+            if key.key in self._in_flight:
+                raise SampleError(
+                    f"the keys of `source` of FeedSource must differ, but key {key.key} is in "
+                    "flight, and comes again. Leave out replacement; give each source of a mixture "
+                    "a feed of its own."
+                )
             self._to_issue.append(_Entry(key, encode(item)))
         except StopIteration:
             self._ended = True
@@ -340,7 +358,8 @@ class FeedSource(EpochNode[Any, FeedState]):
             self._failure = error
             self._changed.notify_all()
 
-    def _issue(self, timeout_s: float | None) -> _Entry | None:
+    def issue(self, timeout_s: float | None, holder: str = "") -> _Entry | None:
+        """Return the next request, which `holder` then has; `None` after `timeout_s`."""
         self._check_process()
         limit_s = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
@@ -349,20 +368,27 @@ class FeedSource(EpochNode[Any, FeedState]):
                     self._look_ahead()
                     if self._to_issue:
                         entry = self._to_issue.popleft()
-                        self._in_flight[entry.key.key] = entry
+                        self._in_flight[entry.key.key] = entry, holder
+                        self._issued_before.discard(entry.key.key)
                         return entry
-                wait_s = _POLL_S if limit_s is None else min(_POLL_S, limit_s - time.monotonic())
+                wait_s = POLL_S if limit_s is None else min(POLL_S, limit_s - time.monotonic())
                 if wait_s <= 0:
                     break
                 self._changed.wait(wait_s)
         return None
 
-    def _accept(self, key: int, data: bytes, version: int) -> bool:
+    def accept(self, key: int, data: bytes, version: int) -> bool:
+        """Take what was made of a request; return whether it was expected."""
         self._check_process()
         check_count("version", version, 0, MAX_KEY)
         with self._changed:
-            request = self._in_flight.pop(key, None)
-            if request is None:
+            if key in self._in_flight:
+                request, _ = self._in_flight.pop(key)
+            elif key in self._issued_before:  # by a generator that an earlier trainer had
+                request = next(entry for entry in self._to_issue if entry.key.key == key)
+                self._to_issue.remove(request)
+                self._issued_before.remove(key)
+            else:
                 self._ignored += 1
                 return False
             self._finished.append(_Entry(request.key, data, version))
@@ -370,10 +396,13 @@ class FeedSource(EpochNode[Any, FeedState]):
             self._changed.notify_all()
             return True
 
-    def issue_again(self, keys: list[int]) -> None:
-        """Issue requests again, of a generator that has ended."""
+    def issue_again(self, holder: str) -> None:
+        """Issue the requests again that a client holds, which has ended."""
         with self._changed:
-            lost = [self._in_flight.pop(key) for key in keys if key in self._in_flight]
+            lost = [entry for entry, client in self._in_flight.values() if client == holder]
+            for entry in lost:
+                del self._in_flight[entry.key.key]
+                self._issued_before.add(entry.key.key)
             self._to_issue.extendleft(reversed(lost))
             self._changed.notify_all()
 
@@ -396,147 +425,3 @@ class FeedSource(EpochNode[Any, FeedState]):
             f"{len(keys)} requests are in flight{shown}, {len(self._to_issue)} wait for "
             f"`requests`.{ignored} See whether the generators run, or raise `timeout_s`."
         )
-
-
-_SKIPPED = "odb_nodes.Skipped"  # marks what stands for a `Skipped`
-
-
-def _encoded(items: Any) -> bytes:
-    if isinstance(items, Skipped):
-        return encode((_SKIPPED, items.reason, items.message))
-    if isinstance(items, (list, tuple)) and not items:
-        raise ValueError(
-            "`items` must have at least 1 row, but is empty. Put `Skipped(reason)` if nothing "
-            "could be made."
-        )
-    return encode(items)
-
-
-# --- other processes ------------------------------------------------------------------------------
-
-
-class FeedClient:
-    """A `FeedSource` of another process: `request`, `requests` and `put` as there.
-
-    It can be pickled, and connects when it is first used. Each process has a connection of its
-    own, which its threads share.
-    """
-
-    def __init__(self, address: tuple[str, int], authkey: bytes) -> None:
-        self._address, self._authkey = address, authkey
-        self._lock = threading.Lock()
-        self._connection: Connection[Any, Any] | None = None
-        self._pid = os.getpid()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FeedClient, (self._address, self._authkey)
-
-    def request(self, timeout_s: float | None = None) -> Request | None:
-        """Return the next item; `None` after `timeout_s`, or if the feed was closed.
-
-        Raises:
-            WorkerError: the feed cannot be reached.
-        """
-        limit_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while (answer := self._call("request", _POLL_S)) != _CLOSED:
-            if answer is not None:
-                key, data = answer
-                return Request(key, decode(data))
-            if limit_s is not None and time.monotonic() >= limit_s:
-                break
-        return None
-
-    def requests(self) -> Iterator[Request]:
-        """Yield the items that something is to be made of, until the feed is closed.
-
-        Raises:
-            WorkerError: the feed cannot be reached. The next call connects again.
-        """
-        while (request := self.request()) is not None:
-            yield request
-
-    def put(self, key: int, items: Any, version: int = 0) -> bool:
-        """Hand in what was made of a request: see `FeedSource.put`.
-
-        Raises:
-            WorkerError: the feed cannot be reached.
-        """
-        key = check_count("key", key, 0, MAX_KEY)
-        version = check_count("version", version, 0, MAX_KEY)
-        return self._call("put", key, _encoded(items), version) is True
-
-    def close(self) -> None:
-        """End the connection of this process; its requests are issued again."""
-        with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-                self._connection = None
-
-    def _call(self, *message: Any) -> Any:
-        with self._lock:
-            if self._pid != os.getpid():  # A forked child must not use its parent's connection.
-                self._connection, self._pid = None, os.getpid()
-            try:
-                if self._connection is None:
-                    self._connection = Client(self._address, authkey=self._authkey)
-                self._connection.send(message)
-                return self._connection.recv()
-            except (OSError, EOFError, AuthenticationError) as error:
-                self._connection = None
-                host, port = self._address
-                raise WorkerError(
-                    f"the FeedSource at {host}:{port} cannot be reached: {error!r}. It was closed, "
-                    "its process has ended, or `authkey` is another."
-                ) from error
-
-
-class _Server:
-    """Answers the clients of a feed: a thread accepts connections, and each has a thread."""
-
-    def __init__(self, feed: FeedSource, address: tuple[str, int], authkey: bytes) -> None:
-        self._feed = feed
-        self._listener = Listener(address, authkey=authkey)
-        _, port = self._listener.address
-        self.client = FeedClient((address[0], port), authkey)
-        self._is_closed = threading.Event()
-        self._accepting = start_thread("feed", self._accept)
-
-    def close(self) -> None:
-        self._is_closed.set()
-        with contextlib.suppress(OSError, EOFError, AuthenticationError):
-            # A thread in `accept` does not see that the listener is closed.
-            Client(self.client._address, authkey=self.client._authkey).close()
-        self._accepting.join(_EXIT_S)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while not self._is_closed.is_set():
-            try:
-                connection = self._listener.accept()
-            except (OSError, EOFError, AuthenticationError):  # of a client
-                continue
-            start_thread("feed-client", self._answer, connection)
-
-    def _answer(self, connection: Connection[Any, Any]) -> None:
-        issued: list[int] = []
-        try:
-            with connection:
-                while not self._is_closed.is_set():
-                    if not connection.poll(_POLL_S):
-                        continue
-                    name, *arguments = connection.recv()
-                    if name == "put":
-                        connection.send(self._feed._accept(*arguments))
-                        continue
-                    entry = self._feed._issue(*arguments)
-                    if entry is not None:
-                        issued.append(entry.key.key)
-                    connection.send(None if entry is None else (entry.key.key, entry.data))
-                if connection.poll(_EXIT_S):
-                    connection.recv()
-                    connection.send(_CLOSED)
-        except (OSError, EOFError):
-            pass
-        finally:
-            if not self._is_closed.is_set():
-                self._feed.issue_again(issued)

@@ -16,7 +16,7 @@ from torchdata.nodes import Stateful
 
 from odb_nodes._support.checks import check_count, check_seconds, check_type, describe
 from odb_nodes._support.content import difference, explain_unreadable, is_readable
-from odb_nodes._support.files import sync_folder
+from odb_nodes._support.files import check_folder, sync_folder
 from odb_nodes._support.seeds import load_rngs, save_rngs
 from odb_nodes._support.text import named_ranks
 from odb_nodes._support.user_warning import warn_user
@@ -97,12 +97,7 @@ class Checkpoints:
         timeout_s: float = 600.0,
         process_group: Any = None,
     ) -> None:
-        check_type("folder", folder, str | os.PathLike)
-        if Path(folder).exists() and not Path(folder).is_dir():
-            raise ValueError(
-                f"`folder` must be a folder, but `{folder}` is none. Pass another path."
-            )
-        self._folders = CheckpointFolders(Path(folder))
+        self._folders = CheckpointFolders(check_folder(folder))
         self._parts = _Parts(parts, replicated, process_group)
         self._keep = check_count("keep", keep)
         check_seconds("timeout_s", timeout_s)

@@ -93,8 +93,8 @@ def reshard_parts(states: Sequence[Any], world_size: int, place: str = "state") 
     """Return the states for `world_size` ranks. `states`: of the old ranks, in their order."""
     first, holder = states[0], node_of(states[0])
     if all(map(_is_whole, states)):
-        if holder in _OF_HOLDERS and all(node_of(state) == holder for state in states):
-            return _OF_HOLDERS[holder](states, world_size)
+        if holder in _RESHARD_BY_NAME and all(node_of(state) == holder for state in states):
+            return _RESHARD_BY_NAME[holder](states, world_size)
         bare = [_without_digest(state, place) for state in states]
         return [add_digest(state) for state in reshard_parts(bare, world_size, place)]
     if isinstance(first, Mapping) and all(
@@ -251,7 +251,7 @@ def _rehost(node: Node[VirtualState], is_over: bool) -> list[SourceState]:
     ]
 
 
-_OF_HOLDERS: Mapping[str, Callable[[Sequence[Any], int], list[dict[str, Any]]]] = {
+_RESHARD_BY_NAME: Mapping[str, Callable[[Sequence[Any], int], list[dict[str, Any]]]] = {
     "Loader": _reshard_loaders,
     "Monitor": Monitor.reshard_states,
 }

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odb_nodes._support.arrays import IntArray
-from odb_nodes._support.files import folder_with
+from odb_nodes._support.files import check_folder, folder_with
 from odb_nodes._support.text import counted
 from odb_nodes.core.sample import LeftOut
 from odb_nodes.core.step_info import StepInfo
@@ -315,8 +315,7 @@ class Run:
 
 def _read_files(folder: Path) -> list[RankFile]:
     """Return the files of a ledger, in the order of the ranks."""
-    if os.path.isfile(folder):
-        raise ValueError(f"`folder` must be a folder, but `{folder}` is a file.")
+    check_folder(folder)
     paths = sorted(folder.glob("rank-*.ledger"))
     if not paths:
         missing = "no file `rank-00000.ledger`" if os.path.isdir(folder) else "no such folder"

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from odb_nodes._support.checks import check_bool, check_type
-from odb_nodes._support.files import LockedFile
+from odb_nodes._support.files import LockedFile, check_folder
 from odb_nodes._support.processes import Owner, resolve_rank
 from odb_nodes.core.step_info import StepInfo
 from odb_nodes.training.ledger.records import MAGIC, VERSION, Encoder, Header, last_record, preamble
@@ -56,9 +56,7 @@ class Ledger:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        check_type("folder", folder, str | os.PathLike)
-        if os.path.isfile(folder):
-            raise ValueError(f"`folder` must be a folder, but `{folder}` is a file.")
+        check_folder(folder)
         self._rank, self._world_size = resolve_rank(rank, world_size)
         self.path = Path(folder) / f"rank-{self._rank:05d}.ledger"
         """The file of this rank."""

@@ -40,7 +40,7 @@ MakeBatch = Callable[..., Any]
 
 TOLERANCE = 0.02  # of rows in an exact bracket, as a share of the rows that fit
 LARGEST_LEAP = 8  # most rows of the next trial, as a multiple of the rows that fit
-MOST_EXTRAPOLATED = 32  # bytes beyond the larger of two peaks, in multiples of their difference
+MOST_EXTRAPOLATED = 32  # most room above the larger of two peaks, in their differences
 STALLED_TOKENS = 2**22  # if a larger batch takes no more than the smallest, memory never grows
 LEAST_TRIALS = 2  # for each width: a trial that fits and a trial that does not
 TRIALS_TO_SEE = 3  # a meter that reports no growth in this many trials is an error
@@ -238,7 +238,7 @@ def _largest_shapes(budget: TokenBudget, lengths: Sequence[int]) -> list[tuple[i
     """Return rows and width of the widest batch, the most expensive one, the one of most rows."""
     lengths = _checked_widths(lengths)
     is_alone = max(lengths) > budget.capacity and budget.oversize == "alone"
-    alone = [budget.shape([max(lengths)])] * is_alone
+    alone = [budget.shape([max(lengths)])] if is_alone else []
     if budget.layout == "packed":
         return [*alone, budget.shape([budget.capacity])]
     shortest, longest = (

@@ -41,10 +41,10 @@ def enable_checkpointing(
 
     Loss and gradients stay bitwise the same, dropout included, if the blocks are deterministic. The
     names in `state_dict` do not change. Models of transformers use their own method. For any other
-    model, the blocks are wrapped in `torch.utils.checkpoint`; the default blocks are the
-    `ModuleList` or `Sequential` with the most weights whose two or more modules have one class. A
-    forward pass that changes a buffer of a wrapped block, as batch norm does in training, then
-    raises a `RuntimeError`: the second forward pass would change it again.
+    model, the blocks are wrapped in `torch.utils.checkpoint`; the default blocks are the modules of
+    the `ModuleList` or `Sequential` with the most weights, among those with two or more modules,
+    all of one class. A forward pass that changes a buffer of a wrapped block, as batch norm does in
+    training, then raises a `RuntimeError`: the second forward pass would change it again.
 
     Args:
         model: the model.

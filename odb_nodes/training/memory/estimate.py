@@ -89,9 +89,8 @@ def estimate_training_memory(
     layer_bytes, input_bytes = _layer_bytes(
         model, config, width, weight_dtype, compute_dtype, is_rms
     )
-    end_bytes = config["hidden"] * (
-        weight_dtype.itemsize * (1 + is_rms) + compute_dtype.itemsize
-    )  # last norm, head
+    # the last norm, and the head
+    end_bytes = config["hidden"] * (weight_dtype.itemsize * (1 + is_rms) + compute_dtype.itemsize)
     kept_bytes = layer_bytes * config["layers"]
     if checkpointing:
         kept_bytes = input_bytes * config["layers"] + layer_bytes
@@ -129,9 +128,8 @@ def _layer_bytes(
     is_gated = any("gate" in name and "proj" in name for name, _ in model.named_parameters())
     # Inputs of linear layers: projections share an input, unless autocast copies it for each.
     inputs = 2 if compute_dtype == weight_dtype else 4 + is_gated
-    norms = (
-        2 * hidden * weight_dtype.itemsize * (1 + is_rms)
-    )  # RMSNorm also keeps its normalized input.
+    # RMSNorm also keeps its normalized input.
+    norms = 2 * hidden * weight_dtype.itemsize * (1 + is_rms)
     implementation = getattr(model.config, "_attn_implementation", None) or "sdpa"
     # Queries, keys, values, output. Without flash attention, keys are repeated per query head.
     attention = 2 * (queries + (keys if "flash" in implementation else queries)) * value_bytes

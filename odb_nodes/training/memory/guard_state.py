@@ -32,7 +32,7 @@ logger = logging.getLogger("odb_nodes")
 
 OnOom = Literal["split", "skip", "raise"]
 
-_LEAST_FAILED_SHARE = 0.25  # of the limit: `shrink` takes a cheaper failed part for as expensive
+_LEAST_FAILED_SHARE = 0.25  # of the limit: for `shrink`, a failed part costs at least this
 
 
 class GuardState:
@@ -192,8 +192,8 @@ class GuardState:
         self._new_parts += parts
         self._new_batches += batches
 
-    def note_skipped_step(self, info: StepInfo, *, is_skipped: bool) -> int:
-        """Return the samples of all ranks in the last steps that were skipped whole."""
+    def samples_skipped_in_a_row(self, info: StepInfo, *, is_skipped: bool) -> int:
+        """Count a step; return the samples of all ranks in the last steps, if all were skipped."""
         samples = self._skipped_in_a_row + info.optimizer_samples
         self._skipped_in_a_row = samples if is_skipped else 0
         return self._skipped_in_a_row

@@ -224,7 +224,7 @@ class GuardedStep:
             is_skipped = targets == info.optimizer_targets
         else:
             is_skipped = samples == info.optimizer_samples
-        in_a_row = self._guard.note_skipped_step(info, is_skipped=is_skipped)
+        in_a_row = self._guard.samples_skipped_in_a_row(info, is_skipped=is_skipped)
         if in_a_row >= _MOST_SKIPPED_SAMPLES:
             raise StepMemoryError(
                 f"{self.where}: none of the last {in_a_row} samples of all ranks fits into memory "

@@ -35,9 +35,6 @@ class MemoryMeter(Protocol):
 
     A meter that measures only within a `with` block is also a context manager. Functions that take
     a meter enter it, more than once.
-
-    Attributes:
-        limit_bytes: the most bytes that a peak may have.
     """
 
     @property
@@ -90,7 +87,7 @@ class CudaMeter:
 
     @property
     def limit_bytes(self) -> int:
-        """Most bytes that a peak may have."""
+        """See `MemoryMeter`."""
         return self._limit_bytes
 
     def reset(self) -> None:

@@ -8,10 +8,10 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from odb_nodes._support.checks import check_bool, check_count, check_seconds, check_type
+from odb_nodes._support.files import check_folder
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.alignment.exchange import Meeting, group_rank
 from odb_nodes.core.alignment.peers import PEER_TIMEOUT_S
@@ -119,11 +119,8 @@ class Monitor:
         process_group: Any = None,
         timeout_s: float = PEER_TIMEOUT_S,
     ) -> None:
-        check_type("folder", folder, str | os.PathLike)
         check_seconds("timeout_s", timeout_s)
-        self.folder = Path(folder)
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ValueError(f"`folder` must be a folder, but `{folder}` is a file.")
+        self.folder = check_folder(folder)
         self._every = check_count("every", every)
         self._progress = RunProgress(check_bool("progress", progress), process_group)
         self._process_group = process_group

@@ -127,9 +127,7 @@ class RunProgress:
 # --- warnings -------------------------------------------------------------------------------------
 
 _MOST_WAIT_SHARE = 0.25  # of the time spent waiting for data: above, warn
-_MOST_EXTRA_WAIT_SHARE = (
-    0.2  # share of the time that a rank waits longer than the other ranks: above, warn
-)
+_MOST_EXTRA_WAIT_SHARE = 0.2  # of its time that a rank waits longer than others: above, warn
 _LEAST_WAIT_S = 5.0  # of waiting for data in the whole run: below, no warning
 _MOST_LATE_SHARE = 0.1  # of the time that other ranks wait for a late rank: above, warn
 _RECORDS_IN_A_ROW = 2  # in a row that must show a problem before the warning

@@ -320,13 +320,13 @@ class Window:
                 counts.raise_peak(name, number)
         counts.last |= zip(self._last, _to_floats([*self._last.values()]), strict=True)
         counts.squares += map(int, _to_floats(self._squares))
-        self._read_rows()
+        self._read_row_losses()
         for pending in (self._values, self._squares, self._last, self._rows):
             pending.clear()
         counts.sums["rank_seconds"] = seconds
         return counts
 
-    def _read_rows(self) -> None:
+    def _read_row_losses(self) -> None:
         if not self._rows:
             return
         parts = zip(*(losses for losses, *_ in self._rows), strict=True)

@@ -35,12 +35,15 @@ PACKABLE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava", "inte
 
 @dataclass(frozen=True, kw_only=True)
 class StepImages(PaddingCollate):
-    """Pads text; its batch has images if any rank has some: sharded towers need each other."""
+    """Pads text; if any rank has images in a step, every rank's batch has some, at least the dummy.
+
+    A sharded vision tower computes on all ranks together.
+    """
 
     pixel_keys: ClassVar[tuple[str, ...]] = ("pixel_values",)
-    """Keys of a sample that hold its images."""
+    """Keys whose values are images."""
     image_keys: ClassVar[tuple[str, ...]] = pixel_keys
-    """Keys of a sample that belong to its images."""
+    """Keys that are removed together with the images, such as their sizes."""
     modality: str = "image"
 
     def collate_step(self, samples: list[Mapping[str, Any]], info: StepInfo) -> dict[str, Any]:

@@ -202,7 +202,8 @@ class ImageReader:
             rows, columns = columns, rows
         turn: Any = _TURNS.get(orientation)
         upright = _opaque(image if turn is None else image.transpose(turn))
-        if upright.mode[0] in "IF" and upright.getextrema()[1] > _MOST_VALUE:
+        extrema: Any = upright.getextrema() if upright.mode[0] in "IF" else (0, 0)
+        if extrema[1] > _MOST_VALUE:
             raise ImageError(
                 "corrupt",
                 f"its pixels (mode {upright.mode}) exceed {_MOST_VALUE}, where Pillow cuts them: "

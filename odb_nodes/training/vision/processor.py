@@ -157,11 +157,11 @@ def _joined(parts: Iterable[Part]) -> list[Part]:
 class VisionLanguageProcessor:
     """Turns a record into a sample for Qwen2-VL and similar models; runs in the workers.
 
-    A record is a mapping with `messages` (see `ChatTemplate.render`), at least one by the
-    assistant, `images` for image parts without `image`, and an `id` for errors. An image is a path,
-    the bytes of a file, or a Pillow image. The text is tokenized part by part, so text is never
-    read as a special token, and each image becomes `grid.prod() / merge_size**2` image tokens.
-    Nothing is truncated: see `TokenBudget` for long samples.
+    A record is a mapping with `messages` (see `ChatTemplate.render`), of which the assistant writes
+    at least one. It may have `images`, for image parts without `image`, and an `id`, which errors
+    name. An image is a path, the bytes of a file, or a Pillow image. The text is tokenized part by
+    part, so text is never read as a special token, and each image becomes `grid.prod() /
+    merge_size**2` image tokens. Nothing is truncated: see `TokenBudget` for long samples.
 
     Args:
         tokenizer: a tokenizer of transformers.
@@ -256,7 +256,8 @@ class VisionLanguageProcessor:
                 f"a record must be a mapping with `messages`, but is {record!r:.100} instead."
             )
         names = [f"{key} {record[key]!r:.100}" for key in ("source", "id") if key in record]
-        blame = f"the sample{' with ' * bool(names)}{', '.join(names)} cannot be used:"
+        subject = f"the sample with {', '.join(names)}" if names else "the sample"
+        blame = f"{subject} cannot be used:"
         try:
             parts = self._parts(record)
             vision = self._vision([part.content for part in parts if part.kind == "image"])

@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import pickle
+import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 
 import numpy as np
@@ -13,6 +15,7 @@ from aligned_ranks import on_ranks
 from refusals import refuses
 
 from odb_nodes import (
+    FeedClient,
     FeedSource,
     IterableSource,
     LengthObserver,
@@ -251,6 +254,12 @@ def test_a_wait_ends_when_the_feed_is_closed(end):
         next(feed)
 
 
+def serve_twice():
+    with closing(feed_of()) as feed:
+        feed.serve()
+        feed.serve()
+
+
 test_bad_arguments = refuses(
     [
         (lambda: FeedSource([1]), TypeError, "`source`"),
@@ -259,12 +268,18 @@ test_bad_arguments = refuses(
         (lambda: feed_of().put("a", [1]), TypeError, "`key`.*'a'"),
         (lambda: feed_of().put(-1, [1]), ValueError, "`key`.*-1"),
         (lambda: feed_of().put(1, []), ValueError, "`items`.*empty"),
+        (lambda: feed_of().put(1, None), TypeError, "`items`.*None"),
+        (lambda: feed_of().serve(29417), TypeError, "`address`.*29417"),
+        (lambda: feed_of().serve(("127.0.0.1", -1)), ValueError, "port of `address`.*-1"),
+        (lambda: feed_of().serve(authkey=b""), ValueError, "`authkey`"),
+        (lambda: serve_twice(), ValueError, "served already"),
         (lambda: feed_of().put(1, [1], version=-2), ValueError, "`version`.*-2"),
         (lambda: feed_of().put(1, [object()]), SampleError, "`object`"),
         (lambda: WindowBucketer(LengthObserver(feed_of()), 8), ValueError, "`state`.*payload"),
         (lambda: loader_over(feed_of(), process_fn=len), ValueError, "`process_fn`"),
         (lambda: loader_over(feed_of(), num_workers=2), ValueError, "`num_workers`"),
         (lambda: loader_over(feed_of(), sampler=range(2)), ValueError, "`sampler`"),
+        (lambda: loader_over(feed_of(), shuffle=True), ValueError, "`shuffle`"),
     ]
 )
 
@@ -296,6 +311,28 @@ def test_padded_rows_cost_rows_times_the_longest_and_all_samples_have_the_same_n
     assert sorted(keys) == [*range(40)]
 
 
+def test_a_key_that_is_in_flight_and_comes_again_is_an_error():
+    feed = FeedSource(IterableSource([5, 6, 5], 0, 1, yields_indices=True), timeout_s=5)
+    feed.reset()
+    assert [feed.request().key, feed.request().key] == [5, 6]
+    assert feed.request(0.01) is None  # since the source has failed
+    for key in (6, 5):
+        feed.put(key, rows_of(key))
+        assert next(feed) == rows_of(key)
+    with pytest.raises(SampleError, match="key 5 is in flight"):
+        next(feed)
+
+
+def test_what_an_earlier_trainer_had_issued_is_taken_after_a_restore():
+    feed = feed_of(3)
+    feed.reset()
+    assert feed.request().key == 0
+    again = feed_of(3)
+    again.reset(feed.state_dict())
+    assert again.put(0, rows_of(0)) and not again.put(0, rows_of(0))
+    assert again.request().key == 1 and not again.put(2, rows_of(2))
+
+
 # --- other processes ------------------------------------------------------------------------------
 
 
@@ -316,9 +353,9 @@ def put_in_child(feed, results):
 @pytest.mark.slow
 def test_processes_put_and_the_requests_of_a_killed_process_are_issued_again():
     feed = feed_of(60)
-    spawn = multiprocessing.get_context("spawn")
+    spawn, client = multiprocessing.get_context("spawn"), feed.serve()
     processes = [
-        spawn.Process(target=generate, args=(feed.serve(), delay_s), daemon=True)
+        spawn.Process(target=generate, args=(client, delay_s), daemon=True)
         for delay_s in (0.01, 1000)
     ]
     with loader_over(feed) as loader:
@@ -356,3 +393,80 @@ def test_a_client_that_reaches_nobody_says_so():
     feed.close()
     with pytest.raises(WorkerError, match=r"127\.0\.0\.1:\d+ cannot be reached"):
         client.request()
+
+
+def client_of(feed):
+    """A client as another process has it."""
+    return pickle.loads(pickle.dumps(feed.serve()))
+
+
+def test_a_put_does_not_wait_for_a_thread_that_requests():
+    with closing(feed_of(max_ahead=1)) as feed:
+        feed.reset()
+        client = client_of(feed)
+        assert client.request().key == 0
+        thread = threading.Thread(target=client.request, args=(60,), daemon=True)
+        thread.start()
+        assert client.put(0, rows_of(0))
+        assert next(feed) == rows_of(0)
+        thread.join(30)
+        assert not thread.is_alive() and feed.in_flight == [1]
+
+
+def test_a_connection_that_says_nothing_keeps_nobody_out():
+    with closing(feed_of()) as feed:
+        feed.reset()
+        client = client_of(feed)
+        with socket.create_connection(client.address):
+            assert client.request().key == 0
+            with pytest.raises(WorkerError, match="digest|authkey"):
+                FeedClient(client.address, b"wrong").request()
+
+
+def test_a_client_that_ends_gives_back_only_what_it_holds():
+    with closing(feed_of()) as feed:
+        feed.reset()
+        first = client_of(feed)
+        second = FeedClient(first.address, first.authkey)
+        assert [first.request().key, second.request().key, first.request().key] == [0, 1, 2]
+        assert first.put(0, rows_of(0))
+        first.close()
+        deadline = time.monotonic() + 30
+        while feed.in_flight != [1] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert feed.in_flight == [1] and second.put(1, rows_of(1))
+        assert second.request().key == 2  # which the first had
+
+
+def test_after_an_interrupted_call_answers_belong_to_their_calls(monkeypatch):
+    with closing(feed_of()) as feed:
+        feed.reset()
+        client = client_of(feed)
+        assert client.request().key == 0 and client.request().key == 1
+        assert client.put(0, rows_of(0))
+        line = client._lines["put"]
+        with monkeypatch.context() as patch:
+            patch.setattr(line, "_connection", Interrupted(line._connection))
+            with pytest.raises(KeyboardInterrupt):
+                client.put(1, rows_of(1))
+        assert client.request().key == 2 and client.put(2, rows_of(2))
+
+
+class Interrupted:
+    """A connection that is interrupted after a message was sent."""
+
+    def __init__(self, connection):
+        self.send = connection.send
+
+    def recv(self):
+        raise KeyboardInterrupt
+
+
+def test_a_feed_that_is_used_again_after_close_is_served_again():
+    feed = feed_of(3)
+    client = feed.serve()
+    for _ in range(2):
+        feed.reset()
+        assert client.request().key == 0
+        feed.close()
+        client.close()

@@ -1,0 +1,241 @@
+"""Requests and answers of a `FeedSource` over connections to other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from odb_nodes._support.checks import MAX_KEY, check_count
+from odb_nodes._support.encoding import decode, encode
+from odb_nodes._support.processes import start_thread
+from odb_nodes.core.sample import Skipped
+from odb_nodes.errors import WorkerError
+
+if TYPE_CHECKING:
+    from odb_nodes.core.sources.feed_source import FeedSource
+
+POLL_S = 0.2  # between checks whether a connection or a feed was closed
+_EXIT_S = 5.0  # for the thread that accepts connections
+_HANDSHAKE_S = 10  # for the other end of a new connection to prove that it knows the secret
+_FAREWELL_S = 60.0  # in which clients of a closed feed are told so
+_CLOSED = "closed"  # answers a client of a feed that was closed
+
+
+class Request(NamedTuple):
+    """An item of the source, of which `put` expects what was made of it.
+
+    Attributes:
+        key: number of the item in its source, for `put`.
+        item: the item itself.
+    """
+
+    key: int
+    item: Any
+
+
+SKIPPED = "odb_nodes.Skipped"  # marks what stands for a `Skipped`
+
+
+def encoded_items(items: Any) -> bytes:
+    """Return what is put as bytes; a `Skipped` as a marked tuple."""
+    if isinstance(items, Skipped):
+        return encode((SKIPPED, items.reason, items.message))
+    if items is None:
+        raise TypeError(
+            "`items` must be a sample or a list of samples, but is None. Put `Skipped(reason)` if "
+            "nothing could be made."
+        )
+    if isinstance(items, (list, tuple)) and not items:
+        raise ValueError(
+            "`items` must have at least 1 row, but is empty. Put `Skipped(reason)` if nothing "
+            "could be made."
+        )
+    return encode(items)
+
+
+class FeedClient:
+    """A `FeedSource` of another process: `request`, `requests` and `put` as there.
+
+    It can be pickled, and connects when it is first used. Each process has connections of its own,
+    one for requests and one for `put`, which its threads share.
+
+    Args:
+        address: host and port of the feed.
+        authkey: the secret of the feed.
+    """
+
+    def __init__(self, address: tuple[str, int], authkey: bytes) -> None:
+        self.address, self.authkey = address, authkey
+        self._lines = {name: _Line(self) for name in ("request", "put")}
+        self._pid = os.getpid()
+        self._name = uuid.uuid4().hex
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FeedClient, (self.address, self.authkey)
+
+    def request(self, timeout_s: float | None = None) -> Request | None:
+        """Return the next item; `None` after `timeout_s`, or if the feed was closed.
+
+        Raises:
+            WorkerError: the feed cannot be reached. The next call connects again.
+        """
+        limit_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while (answer := self._call("request", POLL_S)) != _CLOSED:
+            if answer is not None:
+                key, data = answer
+                return Request(key, decode(data))
+            if limit_s is not None and time.monotonic() >= limit_s:
+                break
+        return None
+
+    def requests(self) -> Iterator[Request]:
+        """Yield the items that something is to be made of, until the feed is closed.
+
+        Raises:
+            WorkerError: the feed cannot be reached: its process was killed, or has ended since the
+                last call. The next call connects again.
+        """
+        while (request := self.request()) is not None:
+            yield request
+
+    def put(self, key: int, items: Any, version: int = 0) -> bool:
+        """Hand in what was made of a request: see `FeedSource.put`.
+
+        Raises:
+            WorkerError: the feed cannot be reached. The next call connects again.
+        """
+        key = check_count("key", key, 0, MAX_KEY)
+        version = check_count("version", version, 0, MAX_KEY)
+        return self._call("put", key, encoded_items(items), version) is True
+
+    def close(self) -> None:
+        """End the connections of this process; its requests are issued again."""
+        for line in self._lines.values():
+            line.close()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        if self._pid != os.getpid():  # A forked child must not use its parent's connections.
+            self.__init__(self.address, self.authkey)  # type: ignore[misc]
+        try:
+            return self._lines[name].call(name, self._name, *arguments)
+        except (OSError, EOFError, AuthenticationError) as error:
+            host, port = self.address
+            raise WorkerError(
+                f"the FeedSource at {host}:{port} cannot be reached: {error!r}. It was closed, its "
+                "process has ended, or `authkey` is another."
+            ) from error
+
+
+class _Line:
+    """A connection of a client, and its lock."""
+
+    def __init__(self, client: FeedClient) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._connection: Connection[Any, Any] | None = None
+
+    def call(self, *message: Any) -> Any:
+        with self._lock:
+            try:
+                if self._connection is None:
+                    connection = Client(self._client.address)
+                    _limit_reads(connection, _HANDSHAKE_S)
+                    answer_challenge(connection, self._client.authkey)
+                    deliver_challenge(connection, self._client.authkey)
+                    _limit_reads(connection, 0)
+                    self._connection = connection
+                self._connection.send(message)
+                return self._connection.recv()
+            except BaseException:  # Whatever interrupts a call, the answer to it is still to come.
+                self._connection = None
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+
+def _limit_reads(connection: Connection[Any, Any], seconds: int) -> None:
+    """Let a read raise an `OSError` after some seconds, 0: never; notice hosts that are lost."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as copy:
+        copy.setblocking(True)
+        copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+        copy.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+class FeedServer:
+    """Answers the clients of a feed: a thread accepts connections, and each has a thread."""
+
+    def __init__(self, feed: FeedSource, address: tuple[str, int], authkey: bytes) -> None:
+        self._feed = feed
+        host, port = address
+        try:
+            self._listener = Listener(address)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"FeedSource cannot be served at {host}:{port} ({error.strerror}): another process "
+                "listens there, or a child of an earlier trainer still runs. End it, or pass "
+                "another port",
+            ) from error
+        _, port = self._listener.address
+        self.client = FeedClient((host, port), authkey)
+        self._is_closed = threading.Event()
+        self._accepting = start_thread("feed", self._accept)
+
+    def close(self) -> None:
+        """Accept no more connections; tell the clients that the feed is closed."""
+        self._is_closed.set()
+        with contextlib.suppress(OSError):
+            Client(self.client.address).close()  # A thread in `accept` does not see a close.
+        self._accepting.join(_EXIT_S)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._is_closed.is_set():
+            with contextlib.suppress(OSError, EOFError):  # of a connection that has ended again
+                start_thread("feed-client", self._answer, self._listener.accept())
+
+    def _answer(self, connection: Connection[Any, Any]) -> None:
+        holder = ""  # once the client has requested
+        try:
+            with connection:
+                _limit_reads(connection, _HANDSHAKE_S)
+                deliver_challenge(connection, self.client.authkey)
+                answer_challenge(connection, self.client.authkey)
+                _limit_reads(connection, 0)
+                while not self._is_closed.is_set():
+                    if not connection.poll(POLL_S):
+                        continue
+                    name, client, *arguments = connection.recv()
+                    if name == "put":
+                        connection.send(self._feed.accept(*arguments))
+                        continue
+                    holder = client
+                    entry = self._feed.issue(arguments[0], client)
+                    connection.send(None if entry is None else (entry.key.key, entry.data))
+                while connection.poll(_FAREWELL_S):
+                    connection.recv()
+                    connection.send(_CLOSED)
+        except (OSError, EOFError, AuthenticationError):
+            pass
+        finally:
+            if holder:
+                self._feed.issue_again(holder)

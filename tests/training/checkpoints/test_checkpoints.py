@@ -252,7 +252,7 @@ def test_another_run_in_the_same_folder_is_an_error(tmp_path):
 
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="`folder` must be a folder, but .*file` is none"):
+    with pytest.raises(ValueError, match="`folder` must be a folder, but .*file` is a file"):
         Job(tmp_path / "file")
 
 

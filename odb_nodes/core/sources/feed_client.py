@@ -81,6 +81,10 @@ class FeedClient:
 
     def __init__(self, address: tuple[str, int], authkey: bytes) -> None:
         self.address, self.authkey = address, authkey
+        self._begin()
+
+    def _begin(self) -> None:
+        """Be a client of this process: with locks, connections and a name of its own."""
         self._lines = {name: _Line(self) for name in ("request", "put")}
         self._pid = os.getpid()
         self._name = uuid.uuid4().hex
@@ -130,7 +134,7 @@ class FeedClient:
 
     def _call(self, name: str, *arguments: Any) -> Any:
         if self._pid != os.getpid():  # A forked child must not use its parent's connections.
-            self.__init__(self.address, self.authkey)  # type: ignore[misc]
+            self._begin()
         try:
             return self._lines[name].call(name, self._name, *arguments)
         except (OSError, EOFError, AuthenticationError) as error:

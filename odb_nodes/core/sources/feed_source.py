@@ -70,7 +70,7 @@ class FeedSource(EpochNode[Any, FeedState]):
     `serve`. Each key is yielded once in an epoch, however long it takes.
 
     What is put under a key stays together: a list of rows, such as all answers to a prompt, is one
-    sample, whose rows share a step. See `observe_rows` and `RowsCollate`.
+    sample, whose rows share a step. See `RowsObserve` and `RowsCollate`.
 
     State: the state of the source; what was put and not yet yielded; and the requests that were
     not yet put, which are issued again after a restore. Nodes above must hold their samples in

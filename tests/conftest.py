@@ -27,7 +27,7 @@ TABLE = Path(__file__).with_name("slow.txt")
 SLOW_S = 0.25  # of a test with its fixtures
 
 # Hypothesis: examples of each property. `fast` is the fast loop's, `ci` that of a run of all tests.
-EXAMPLES = {"fast": 25, "ci": 100, "exhaustive": 1000}
+EXAMPLES = {"fast": 10, "ci": 100, "exhaustive": 1000}
 
 # Why a test may be skipped in CI, where all extras are installed.
 ALLOWED_SKIPS = ("GPU", "--exhaustive", "same in both states", "of later versions", "now and then")

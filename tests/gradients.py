@@ -7,7 +7,6 @@ import rank_jobs as r
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -72,6 +71,8 @@ def wrapped(how):
     model = LanguageModel()
     if how == "ddp":
         return DistributedDataParallel(model)
+    from torch.distributed.fsdp import fully_shard  # takes seconds to import
+
     for layer in (model.embedding, model.hidden, model.head, model):
         fully_shard(layer)
     return model

@@ -5,7 +5,8 @@ import random
 from dataclasses import replace
 
 import numpy as np
-from pictures import asked, augmented, noise, processor
+from images import asked, noise
+from pictures import augmented, processor
 
 from odb_nodes import JsonlSource, ODBDataLoader, TokenBudget
 from odb_nodes.training.vision import VisionLanguageCollate

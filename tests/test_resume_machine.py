@@ -361,7 +361,7 @@ def test_a_run_resumes_exactly_after_an_event(kind, folder):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_any_kind_resumes_exactly_after_any_events(kind, folder, exhaustive):
     """Run the same examples each time; with `--exhaustive`, others."""
-    examples = settings.default.max_examples // 25
+    examples = max(1, settings.default.max_examples // 25)
     options = settings(
         stateful_step_count=12, deadline=None, max_examples=examples, derandomize=not exhaustive
     )

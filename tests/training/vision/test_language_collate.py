@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from images import step
 from pictures import (
     Qwen2VLImageProcessorPil,
     augmented,
@@ -11,7 +12,6 @@ from pictures import (
     processor,
     record,
     samples,
-    step,
 )
 from refusals import refuses
 

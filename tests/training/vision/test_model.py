@@ -1,7 +1,8 @@
 """Tiny models like Qwen2-VL: what a sample adds to the loss does not depend on its group."""
 
 import pytest
-from pictures import loss_and_gradient, make_loader, model, network_of, processor, samples, step
+from images import step
+from pictures import loss_and_gradient, make_loader, model, network_of, processor, samples
 
 from odb_nodes import TokenBudget, pop_step_info
 from odb_nodes.training.vision import VisionLanguageCollate

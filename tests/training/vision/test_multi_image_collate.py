@@ -8,7 +8,7 @@ import torch
 from aligned_ranks import TIMEOUT_S, on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from pictures import step
+from images import step
 from PIL import Image
 from refusals import refuses
 from torchdata.nodes import IterableWrapper

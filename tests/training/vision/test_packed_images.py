@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from aligned_ranks import on_ranks
-from pictures import IMAGE_TOKEN, network_of, processor, record, samples, step
+from images import step
+from pictures import IMAGE_TOKEN, network_of, processor, record, samples
 from refusals import refuses
 from torch.nn.functional import cross_entropy
 from transformers import AttentionInterface

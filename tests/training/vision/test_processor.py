@@ -3,10 +3,14 @@ import inspect
 import io
 import pickle
 import re
+import sys
 
 import numpy as np
 import pytest
-from pictures import Qwen2VLImageProcessorPil, as_bytes, asked, in_mode, noise, processor
+from hypothesis import given
+from hypothesis import strategies as st
+from images import as_bytes, asked, in_mode, noise
+from pictures import Qwen2VLImageProcessorPil, processor
 from PIL import Image
 from refusals import refuses
 from transformers.image_transforms import convert_to_rgb
@@ -16,10 +20,13 @@ from odb_nodes._support.hashing import stable_name
 from odb_nodes.training.vision import (
     BadImages,
     ChatTemplate,
+    ImageError,
     VisionLanguageCollate,
     VisionLanguageProcessor,
+    resized_shape,
 )
 
+smart_resize = sys.modules[Qwen2VLImageProcessorPil.__module__].smart_resize
 SIZES = [(33, 90), (300, 200), (28, 28), (700, 90)]
 
 
@@ -296,3 +303,21 @@ def test_it_travels_to_workers_and_states_know_what_it_does():
     words = list(tokenizer.get_vocab())
     tokenizer.get_vocab = lambda: {word: index for index, word in enumerate(words)}
     assert stable_name(BUILD(tokenizer, make().image_processor)) != stable_name(make())
+
+
+@given(
+    height=st.integers(1, 5000),
+    width=st.integers(1, 5000),
+    multiple=st.sampled_from([4, 28, 32]),
+    least=st.integers(1, 100),
+    span=st.integers(1, 100),
+)
+def test_the_shape_is_that_of_transformers(height, width, multiple, least, span):
+    bounds = {"min_pixels": least * multiple**2, "max_pixels": least * span * multiple**2}
+    try:
+        expected = smart_resize(height, width, multiple, **bounds)
+    except ValueError:
+        with pytest.raises(ImageError, match="longer side"):
+            resized_shape(height, width, multiple=multiple, **bounds)
+        return
+    assert resized_shape(height, width, multiple=multiple, **bounds) == expected

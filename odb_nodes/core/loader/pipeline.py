@@ -149,7 +149,7 @@ def note_of_lengths(graphs: Sequence[RankGraph], options: LoaderOptions) -> None
     logger.warning(
         "each optimizer step has samples of about one length, which trains worse than mixed ones: "
         "accumulate some smaller batches (`accumulate=4` and a fourth of `token_budget`, or "
-        "`gradient_accumulation_steps` of a trainer), or pack them. See docs/distributed.md."
+        "`gradient_accumulation_steps` of a trainer), or pack them. See docs/concepts.md."
     )
 
 

@@ -48,7 +48,9 @@ def check_outputs(
     from odb_nodes.core.sources.data_files import listed, matches
 
     named = [vars(args)[name] for name in _INPUTS if vars(args).get(name)]
-    paths = [str(path) for value in named for path in (value if isinstance(value, list) else [value])]
+    paths = [
+        str(path) for value in named for path in (value if isinstance(value, list) else [value])
+    ]
     matching = [match for path in paths for name in listed(path) for match in matches(name)]
     inputs = [Path(path).resolve() for path in (*paths, *matching, *files_read)]
     outputs = set[Path]()

@@ -30,7 +30,7 @@ from odb_nodes.core.sample_block import (
     kinds_of,
     new_number,
 )
-from odb_nodes.errors import StateError
+from odb_nodes.errors import SampleError, StateError
 
 StoreContent = tuple[int, bytes | None, bytes | None, RecordsState | None, list[bytes] | None]
 """The ordinal of the oldest sample; for each ordinal from there a bit, whether the sample is held;
@@ -371,9 +371,12 @@ class HeldSamples:
         """Return which samples were held, and the samples."""
         cache = self._encoded
         samples = zip(self._ordinals.tolist(), self._samples, strict=True)
-        encoded = {
-            ordinal: cache.get(ordinal) or encode_sample(sample) for ordinal, sample in samples
-        }
+        try:
+            encoded = {
+                ordinal: cache.get(ordinal) or encode_sample(sample) for ordinal, sample in samples
+            }
+        except SampleError as error:
+            raise SampleError(f'{error} Or use `state="replay"`.') from None
         for ordinal in [*cache]:
             if ordinal not in encoded:
                 del cache[ordinal]

@@ -228,6 +228,31 @@ def test_a_change_that_is_meant_is_warned_of_once():
     assert len([key for keys in rest for key in keys]) > 150
 
 
+@pytest.mark.filterwarnings("ignore:.*has other content now")
+def test_a_changed_sample_of_a_planned_round_is_an_error_even_if_the_change_is_meant():
+    data = data_of(0, 1000)
+
+    def graph(exchange, tokens):
+        process_fn = Counting(tokens)
+        source = lambda **shard: ShardedSampler(1000, **shard)  # noqa: E731
+        return Loader(graph_of(exchange, source, process_fn, 16))
+
+    def run(exchange):
+        loader = graph(exchange, data)
+        it = iter(loader)
+        for _ in range(22):  # 1 + 2 + 3 + 4 + 5 + 6 steps are six rounds
+            next(it)
+        state = loader.state_dict()
+        key = next(it)[0][0].key
+        changed = [[token + (index == key) for token in row] for index, row in enumerate(data)]
+        resumed = graph(exchange, changed)
+        resumed.load_state_dict(state, strict=False)
+        with pytest.raises(StateError, match="within a round of steps"):
+            next(iter(resumed))
+
+    on_ranks(2, run)
+
+
 def bucketer(kind=WindowBucketer, process=None, size=900):
     samples = ParallelProcessor(ShardedSampler(size), process or Counting())
     return kind(LengthObserver(samples), 256, 32)

@@ -236,6 +236,15 @@ def test_a_limit_is_never_raised_again():
     assert planner.limits == Limits(50, 3, None, 90, None)  # the next epoch has it, too
 
 
+def test_a_restart_has_the_limits_of_the_state_or_those_of_the_budget():
+    planner = GroupPlanner(TokenBudget(100), 8)
+    lower = planner.limits._replace(tokens=50)
+    restore(planner, limits=lower)
+    assert planner.limits == lower
+    restore(planner)
+    assert planner.limits == Limits.of(TokenBudget(100))
+
+
 # --- caps ----------------------------------------------------------------------------------------
 
 

@@ -269,6 +269,7 @@ test_bad_arguments = refuses(
         (lambda: feed_of().put(-1, [1]), ValueError, "`key`.*-1"),
         (lambda: feed_of().put(1, []), ValueError, "`items`.*empty"),
         (lambda: feed_of().put(1, None), TypeError, "`items`.*None"),
+        (lambda: feed_of().put(1, ([1],)), TypeError, "`items`.*tuple"),
         (lambda: feed_of().serve(29417), TypeError, "`address`.*29417"),
         (lambda: feed_of().serve(("127.0.0.1", -1)), ValueError, "port of `address`.*-1"),
         (lambda: feed_of().serve(authkey=b""), ValueError, "`authkey`"),

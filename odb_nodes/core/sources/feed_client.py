@@ -184,7 +184,7 @@ def _limit_reads(connection: Connection[Any, Any], seconds: int) -> None:
 
 
 class FeedServer:
-    """Answers the clients of a `FeedSource`: a thread accepts connections, and each has a thread."""
+    """Answers the clients of a `FeedSource`, each on a thread of its own."""
 
     def __init__(self, feed: Any, address: tuple[str, int], authkey: bytes) -> None:
         self._feed = feed

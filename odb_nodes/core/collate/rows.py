@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, cast
 
@@ -112,9 +113,10 @@ class RowsCollate:
 
     def __call__(self, samples: list[Any]) -> Batch:
         """Return the batch of all rows of samples."""
-        if self.shares_prefix:
-            return self._share(cast("PackedCollate", self.collate_fn), samples)
-        return self.collate_fn(_rows_of(samples))
+        with _naming_samples(samples):
+            if self.shares_prefix:
+                return self._share(cast("PackedCollate", self.collate_fn), samples)
+            return self.collate_fn(_rows_of(samples))
 
     def _collate_step(self, samples: list[Any], info: StepInfo) -> Batch:
         batch: Batch = self.collate_fn.collate_step(_rows_of(samples), info)  # type: ignore[attr-defined]
@@ -131,6 +133,19 @@ class RowsCollate:
             for row, count in zip(rows, shared[-1], strict=True):
                 pieces.append(_without(count, row, collate.token_keys))
         return collate.batch_of(collate.group_of(pieces), np.concatenate(shared))
+
+
+@contextmanager
+def _naming_samples(samples: list[Any]) -> Iterator[None]:
+    """Turn the row that an error is about into its sample."""
+    try:
+        yield
+    except SampleError as error:
+        if error.index is None:
+            raise
+        sizes = [len(sample) if isinstance(sample, list) else 1 for sample in samples]
+        index = int(np.searchsorted(np.cumsum(sizes), error.index, side="right"))
+        raise SampleError(str(error), index) from error
 
 
 def _check_shares(collate: Collate) -> None:

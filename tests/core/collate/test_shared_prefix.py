@@ -15,6 +15,7 @@ from odb_nodes import (
     ODBDataLoader,
     PackedCollate,
     PaddingCollate,
+    SampleError,
     StateError,
     TokenBudget,
     pop_step_info,
@@ -302,6 +303,23 @@ def test_a_loader_that_shares_prefixes_resumes_exactly_and_not_without():
     with pytest.raises(StateError, match="share_prefix"):
         other.load_state_dict(loader.state_dict())
         next(iter(other))
+
+
+def test_an_error_of_a_row_names_its_sample():
+    def process(index):
+        rows = answers_of(index)
+        return [*rows[1:], {**rows[0], "score": 1}] if index == 3 else rows
+
+    for collate_fn in (sharing(), RowsCollate(PackedCollate())):
+        loader = ODBDataLoader(
+            range(5),
+            token_budget=TokenBudget(4096, layout="packed"),
+            process_fn=process,
+            observe=RowsObserve(),
+            collate_fn=collate_fn,
+        )
+        with pytest.raises(SampleError, match=r"^a sample \(key 3\).*'score'"):
+            next(iter(loader))
 
 
 PACKED = PackedCollate(mask_dtype=torch.bool)

@@ -149,8 +149,9 @@ def _naming_samples(samples: list[Any]) -> Iterator[None]:
 
 
 def _check_shares(collate: Collate) -> None:
-    is_ours = type(collate) is PackedCollate
-    if not is_ours or collate.mask_dtype is None or collate.sample_multiple > 1:
+    # Not a subclass, whose `__call__` would not be called.
+    packed = cast("PackedCollate", collate) if type(collate) is PackedCollate else None
+    if packed is None or packed.mask_dtype is None or packed.sample_multiple > 1:
         raise ValueError(
             "`collate_fn` must be a `PackedCollate` with a `mask_dtype` and without a "
             f"`sample_multiple` for `share_prefix`, but is {collate!r:.200} instead. Pass "

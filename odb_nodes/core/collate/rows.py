@@ -150,7 +150,7 @@ def _naming_samples(samples: list[Any]) -> Iterator[None]:
 
 def _check_shares(collate: Collate) -> None:
     # Not a subclass, whose `__call__` would not be called.
-    packed = cast("PackedCollate", collate) if type(collate) is PackedCollate else None
+    packed = collate if type(collate) is PackedCollate else None
     if packed is None or packed.mask_dtype is None or packed.sample_multiple > 1:
         raise ValueError(
             "`collate_fn` must be a `PackedCollate` with a `mask_dtype` and without a "

@@ -91,10 +91,14 @@ class TokenRows:
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch of `samples`."""
+        return self.batch_of(self.group_of(samples))
+
+    def group_of(self, samples: Sequence[Mapping[str, Any]]) -> GroupRows:
+        """Return samples as a group, checked to have `input_ids` and the same keys."""
         self.check_mappings(samples)
         if any(sample.keys() != samples[0].keys() for sample in samples):
             raise _differing_keys(samples)
-        return self.batch_of(GroupRows(samples))
+        return GroupRows(samples)
 
     def collate_block(self, block: SampleBlock, new: NewTensor = new_tensor) -> dict[str, Any]:
         """Return the batch of a block's samples, from their columns if they have columns."""

@@ -105,7 +105,7 @@ class RankGraph:
             if isinstance(dataset, FeedSource):
                 self.samples = _fed(dataset, options)
                 state = "payload"
-                collate = RowsCollate(collate)
+                collate = collate if isinstance(collate, RowsCollate) else RowsCollate(collate)
             else:
                 self.samples = sample_node(dataset, options, prepared)
             self.bucketer = WindowBucketer(
@@ -282,7 +282,9 @@ def _fed(feed: FeedSource, options: LoaderOptions) -> BaseNode[Any]:
             f"`{names[0]}` must not be given where `dataset` is a `FeedSource`: what is put is not "
             "processed further, and its source decides the order. Process before `put`."
         )
-    return LengthObserver(feed, RowsObserve(options.observe, options.budget.layout))
+    shares_prefix = getattr(options.collate_fn, "shares_prefix", False)
+    observe = RowsObserve(options.observe, options.budget.layout, share_prefix=shares_prefix)
+    return LengthObserver(feed, observe)
 
 
 def lengths_before(dataset: Any, options: LoaderOptions) -> KnownLengths | None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from odb_nodes._support.arrays import IntArray
-from odb_nodes._support.checks import check_bool, keep_count
+from odb_nodes._support.checks import check_bool, check_type, keep_count
 from odb_nodes.core.collate.token_rows import (
     GroupRows,
     TokenRows,
@@ -82,6 +82,7 @@ class PackedCollate(TokenRows):
         if self.max_samples is not None:
             keep_count(self, "max_samples")
         dtype = self.mask_dtype
+        check_type("mask_dtype", dtype, torch.dtype | None)
         if dtype is not None and not (dtype is torch.bool or dtype.is_floating_point):
             raise ValueError(
                 f"`mask_dtype` must be `torch.bool` or a floating dtype, but is {dtype} instead."

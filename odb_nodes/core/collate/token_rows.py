@@ -46,7 +46,12 @@ class TokenRows:
 
     def __post_init__(self) -> None:
         keep_count(self, "pad_to_multiple_of")
-        widths = [width for _, width in self.shapes]
+        try:
+            widths = [width for _, width in self.shapes]
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"`shapes` must be pairs (rows, width), but is {self.shapes!r:.80} instead."
+            ) from None
         if widths != sorted(widths):
             raise ValueError(
                 f"`shapes` must go from narrow to wide, but have the widths {widths} instead. "

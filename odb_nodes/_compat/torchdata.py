@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterable, Sized
 from concurrent.futures import Executor
+from importlib.metadata import version
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event as ProcessEvent
@@ -33,6 +34,7 @@ from torchdata.nodes import (
 T = TypeVar("T")
 
 _POLL_S = 0.05
+_UNKNOWN = object()
 
 
 def shuffling_samplers() -> tuple[type[Any], ...]:
@@ -67,6 +69,24 @@ def replays_items(node: BaseNode[Any]) -> bool:
     return isinstance(node, Unbatcher) or getattr(node, "snapshot_frequency", 1) != 1
 
 
+def _check_parts(node: BaseNode[Any]) -> None:
+    """Raise a `RuntimeError` if the threads of a node are not where we look for them."""
+    if not hasattr(node, "snapshot_frequency"):
+        return  # a node that starts none
+    if not hasattr(node, "_it") and hasattr(Prefetcher(IterableWrapper(()), 1), "_it"):
+        node._it = None  # A reset that raised has deleted it, and the next one would miss it.
+    it = getattr(node, "_it", _UNKNOWN)
+    is_theirs = type(it).__module__.startswith("torchdata.") and not isinstance(it, BaseNode)
+    starts_threads = getattr(node, "num_workers", 1) > 0
+    if it is _UNKNOWN or (is_theirs and starts_threads and not has_threads(node)):
+        raise RuntimeError(
+            f"the threads of `{type(node).__name__}` cannot be found in torchdata "
+            f"{version('torchdata')}, so they cannot be stopped, and a reset could lose items. "
+            "Install a version that docs/versions.md names, or use `odb_nodes.ParallelProcessor` "
+            "and `odb_nodes.nodes.ReadAhead` instead."
+        )
+
+
 def signal_stop(node: BaseNode[Any]) -> None:
     """Ask the threads of a node to stop, without waiting for them."""
     for event in _parts_of(node, (threading.Event, ProcessEvent)):
@@ -75,10 +95,9 @@ def signal_stop(node: BaseNode[Any]) -> None:
 
 def join_threads(node: BaseNode[Any], timeout_s: float) -> None:
     """Stop the threads and workers of a node, and wait until each has left its source."""
-    # Their own shutdown gives up after 0.5 s, and a slow source would lose an item at every reset;
-    # or it waits without limit.
-    if hasattr(node, "snapshot_frequency") and not hasattr(node, "_it"):
-        node._it = None  # A reset that raised has deleted it, and the next one would miss it.
+    # In 0.11 their own shutdown gives up after 0.5 s, and a slow source would lose an item at every
+    # reset; later, that of a pool waits without limit.
+    _check_parts(node)
     signal_stop(node)
     pools = _parts_of(node, Executor)
     waits = [threading.Thread(target=pool.shutdown, daemon=True) for pool in pools]

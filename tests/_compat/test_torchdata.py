@@ -53,6 +53,29 @@ def test_a_prefetcher_reads_on_a_thread_that_is_stopped(new_threads):
     compat.join_threads(node, 10)
 
 
+@pytest.mark.parametrize("hidden", ["the threads", "their holder"])
+def test_threads_that_are_kept_elsewhere_are_an_error(hidden, monkeypatch):
+    """As in a later version: a reset that does not wait for them would lose items."""
+
+    class Renamed(Prefetcher):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            if hidden == "their holder":
+                del self._it
+
+    monkeypatch.setattr(compat, "Prefetcher", Renamed)
+    node = Renamed(IterableWrapper(range(9)), 2)
+    if hidden == "the threads":
+        threads = vars(started(node)._it)
+        kept = {name: value for name, value in threads.items() if hasattr(value, "is_alive")}
+        threads.update(dict.fromkeys(kept, None))
+    with pytest.raises(RuntimeError, match="`Renamed` cannot be found in torchdata [0-9.]+"):
+        compat.join_threads(node, 10)
+    if hidden == "the threads":
+        threads.update(kept)
+        compat.join_threads(node, 10)
+
+
 @canary("PinMemory.reset, which gives `_it` what a Prefetcher has there")
 def test_pin_memory_runs_by_the_same_iterator():
     # Without a GPU it cannot be built, so this reads what its `reset` would make.

@@ -22,6 +22,7 @@ from odb_nodes.errors import StateError, WorkerError
 T = TypeVar("T")
 
 _RESET_S = 60.0  # limit for the thread to leave its source at a reset without a `Loader`
+_DELETED_S = 0.5  # limit for that when its node is deleted
 _EXIT_S = 5.0  # limit for all threads to leave their sources before the interpreter ends
 
 
@@ -85,7 +86,13 @@ class ReadAhead(BaseNode[T]):
         if self._reader is not None:
             self._reader.stop()
 
-    close = __del__ = interrupt  # No wait: a garbage collection may run on the thread itself.
+    close = interrupt
+
+    def __del__(self) -> None:
+        """Stop the thread, and wait a moment: it keeps the nodes below from being freed."""
+        self.interrupt()
+        with suppress(TimeoutError):
+            self.join_threads(_DELETED_S)
 
     def join_threads(self, timeout_s: float) -> None:
         """Wait until the thread, which was interrupted, has left the source."""

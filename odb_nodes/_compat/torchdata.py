@@ -16,7 +16,7 @@ from importlib.metadata import version
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event as ProcessEvent
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from torchdata.nodes import (
@@ -30,8 +30,6 @@ from torchdata.nodes import (
     Stateful,
     Unbatcher,
 )
-
-T = TypeVar("T")
 
 _POLL_S = 0.05
 _UNKNOWN = object()
@@ -51,17 +49,17 @@ def is_random(sampler: Any) -> bool:
 
 def has_threads(node: BaseNode[Any]) -> bool:
     """Return whether a node has started threads or workers."""
-    return bool(_parts_of(node, (threading.Thread, Executor, BaseProcess)))
+    return bool(_parts_of(node, threading.Thread, Executor, BaseProcess))
 
 
-def _parts_of(node: BaseNode[Any], kind: type[T] | tuple[type[T], ...]) -> list[T]:
+def _parts_of(node: BaseNode[Any], *kinds: type[Any]) -> list[Any]:
     """Return what the iterator of a node of torchdata holds, itself or in a list, of a type."""
     it = getattr(node, "_it", None)
     if not type(it).__module__.startswith("torchdata.nodes."):
         return []  # the user's iterator, of an `IterableWrapper`
     values = list(vars(it).values())
     lists = [value if isinstance(value, list) else [value] for value in values]
-    return [part for parts in lists for part in parts if isinstance(part, kind)]
+    return [part for parts in lists for part in parts if isinstance(part, kinds)]
 
 
 def replays_items(node: BaseNode[Any]) -> bool:
@@ -74,7 +72,8 @@ def _check_parts(node: BaseNode[Any]) -> None:
     if not hasattr(node, "snapshot_frequency"):
         return  # a node that starts none
     if not hasattr(node, "_it") and hasattr(Prefetcher(IterableWrapper(()), 1), "_it"):
-        node._it = None  # A reset that raised has deleted it, and the next one would miss it.
+        # A reset that raised has deleted it, and the next one would miss it.
+        node._it = None  # type: ignore[attr-defined]
     it = getattr(node, "_it", _UNKNOWN)
     is_theirs = type(it).__module__.startswith("torchdata.") and not isinstance(it, BaseNode)
     starts_threads = getattr(node, "num_workers", 1) > 0
@@ -89,7 +88,7 @@ def _check_parts(node: BaseNode[Any]) -> None:
 
 def signal_stop(node: BaseNode[Any]) -> None:
     """Ask the threads of a node to stop, without waiting for them."""
-    for event in _parts_of(node, (threading.Event, ProcessEvent)):
+    for event in _parts_of(node, threading.Event, ProcessEvent):
         event.set()
 
 
@@ -144,7 +143,8 @@ def set_epoch(node: BaseNode[Any], epoch: int) -> None:
         return
     # A reset after an item begins the epoch that the updater returns; a second one repeats it.
     sampler, updater = node.sampler, node.epoch_updater
-    node.epoch, node.sampler, node.epoch_updater = epoch, (), lambda _: epoch
+    node.epoch, node.epoch_updater = epoch, lambda _: epoch
+    node.sampler = ()  # type: ignore[assignment]
     try:
         node.reset(None)
     finally:

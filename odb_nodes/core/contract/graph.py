@@ -86,5 +86,5 @@ def known_length_of(source: BaseNode[Any]) -> int | None:
     """Return how many items a node yields per epoch; `None` if its length is unknown."""
     try:
         return length_of(source)
-    except (TypeError, NotImplementedError):  # `NotImplementedError`: of a dataset without length
+    except (TypeError, NotImplementedError):  # The second comes from a dataset without a length.
         return None

@@ -15,9 +15,9 @@ from odb_nodes.core.nodes.exclusions import LeftOutSamples
 from odb_nodes.core.nodes.lazy_samples import Restored, samples_again
 from odb_nodes.core.nodes.sample_records import decode_sample, from_records
 from odb_nodes.core.nodes.sample_store import (
-    HeldSamples,
     SampleStore,
     StoreContent,
+    StoredSamples,
     facts_of,
     from_bits,
 )
@@ -27,11 +27,11 @@ from odb_nodes.core.sample import LeftOut, Sample
 from odb_nodes.core.sample_block import SampleBlock
 from odb_nodes.errors import StateError
 
-_NONE_POOLED = np.empty(0, dtype=np.int64)
+_NONE_POOLED = np.empty(0, dtype=np.int64)  # no ordinal: there is no pool here
 
 
 class GroupReader(LeftOutSamples):
-    """Reads groups from any node; used by a `RankAligner` like a `WindowBucketer`."""
+    """Reads groups from any node. A `RankAligner` uses this as it uses a `WindowBucketer`."""
 
     def __init__(self, node: BaseNode[Any]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class GroupReader(LeftOutSamples):
         """Return the samples of the store, for a state."""
         if can_restore(self._node):
             return self.store.state(_NONE_POOLED)
-        return HeldSamples(self.store, _NONE_POOLED, {})
+        return StoredSamples(self.store, _NONE_POOLED, {})
 
     def restore(self, content: StoreContent) -> None:
         """Make the samples of a state again. The node was reset to its position after them."""
@@ -108,5 +108,5 @@ class GroupReader(LeftOutSamples):
 
     @property
     def remaining_samples(self) -> int:
-        """Remaining samples of the nodes below, as far as they know."""
+        """Remaining samples, as far as the nodes below know their number."""
         return sum(getattr(node, "remaining_samples", 0) for node in walk(self._node))

@@ -78,11 +78,11 @@ class PlannedState(EpochState):
     is_at_end: bool = False  # whether all groups of the epoch were yielded
     limits: LimitsState  # `Limits` of the plan
     is_alone: bool = False  # whether the plan has only samples of this rank
-    rows: bytes | None = None  # then the numbers of these samples, 8 bytes each
-    earlier: list[EarlierState] = field(default_factory=list)  # of other numbers of ranks
+    rows: bytes | None = None  # if so, the numbers of these samples, 8 bytes each
+    earlier: list[EarlierState] = field(default_factory=list)  # see `EarlierRanks`
     later: bytes | None = None  # `LaterSamples`
     seen: int = 0  # samples that were processed
-    moved: int = 0  # of these, samples that did not fit into the group planned for them
+    moved: int = 0  # processed samples that did not fit into the group planned for them
     excluded: ExcludedState
     excluded_samples: int
     dropped_samples: int
@@ -94,8 +94,8 @@ class PlannedState(EpochState):
 class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
     """Yields the groups of this rank, planned from lengths that are known before samples are read.
 
-    All steps of an epoch are planned at once, over all ranks: see `plan_known`.
-    A worker reads, processes and collates a whole group.
+    All steps of an epoch are planned at once, over all ranks: see `plan_known`. A worker reads,
+    processes and collates a whole group.
 
     A sample may be longer than `tokens` says. If its group then exceeds the budget, the longest
     samples of the group move to groups at the end of the epoch, formed by observed lengths.
@@ -103,7 +103,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
     `excluded_samples`, `dropped_samples`, `oversize_samples` and `skipped_samples` count the
     samples of the epoch.
 
-    State: the number of groups yielded, and number and length of each sample that comes later.
+    State: the number of groups yielded, and the number and length of each sample that comes later.
 
     Args:
         tokens: length of each sample of the dataset, (n,).
@@ -113,13 +113,13 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         budget: padded tokens of a group, or a `TokenBudget`.
         data: the dataset of the samples. Its attributes `data_id` and `shuffle_blocks` are used as
             by `ShardedSampler`.
-        window: how many samples of each rank are planned together. Default: the whole epoch.
+        window: samples of each rank that are planned together. Default: the whole epoch.
         shuffle: whether to permute the samples, differently in every epoch. The order of the groups
             in a window is drawn from `seed` in either case.
         seed: seed of the orders, and of the random numbers of processing; the same on all ranks.
         exclude: keys of samples to exclude from all groups; see `ODBDataLoader`.
         largest_first: number of steps of the longest samples that begin each epoch.
-        accumulate: steps of an optimizer step. Their groups have unlike lengths.
+        accumulate: steps of an optimizer step, which get groups of different lengths.
         step_time: the time of a step by lengths, as for `RankAligner`.
         collate: makes the batch of a group in the worker, if `why_not_collated` is "". Default:
             the samples are sent to this process.
@@ -175,7 +175,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
             seed=seed,
             step_time=step_time,
         )
-        self._make_group = GroupMaker(None)  # where a worker could not send its group
+        self._make_group = GroupMaker(None)  # for a group that a worker could not send
         self._lengths_crc = zlib.crc32(self._tokens.astype("<i8").tobytes())
         self._exclusions = ExclusionCounter(self.budget, self.exclude, "sample {}")
         limits = Limits.of(self.budget)
@@ -196,7 +196,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
 
     @property
     def remaining_samples(self) -> int:
-        """Samples of this rank that no group yielded so far holds."""
+        """Samples of this rank that are in no group yielded so far."""
         return len(self._plan.remaining()) + len(self._later)
 
     @property
@@ -226,9 +226,9 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
             limits.of_samples(self.budget), self.excluded | self.exclude
         )
         order = self._order()
-        are_out = self._are_excluded(order)
-        self._exclusions.exclude_keys(order[are_out][self._rank :: self._world_size].tolist())
-        self._plan = ResumedPlan(self._epoch(), self._rank, limits, order[~are_out])
+        excluded = self._are_excluded(order)
+        self._exclusions.exclude_keys(order[excluded][self._rank :: self._world_size].tolist())
+        self._plan = ResumedPlan(self._epoch(), self._rank, limits, order[~excluded])
 
     def restore(self, state: PlannedState) -> None:
         """Skip the groups that were yielded."""
@@ -291,11 +291,11 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
 
     @property
     def can_restore(self) -> bool:
-        """Any rank can make the samples again, by their keys."""
+        """Always true: any rank can make the samples again, by their keys."""
         return True
 
     def make_again(self, items: Sequence[ItemKey]) -> ProcessedAgain:
-        """Return samples of this epoch that are made again when taken, or by idle workers."""
+        """Return samples of this epoch, which workers make again when idle or when asked."""
         numbers = [item.key for item in items]
         task = ChunkTask(
             numbers,
@@ -375,12 +375,12 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
             return
         self._exclusions.use_present(limits.of_samples(self.budget), keys)
         rows = plan.remaining()
-        are_out = self._are_excluded(rows)
+        excluded = self._are_excluded(rows)
         later = self._later.rows
-        later_out = later[self._are_excluded(later)]
-        self._exclusions.exclude_keys(rows[are_out].tolist() + later_out.tolist())
-        self._later.remove(later_out)
-        self._plan = plan.alone(rows[~are_out], limits)
+        later_excluded = later[self._are_excluded(later)]
+        self._exclusions.exclude_keys(rows[excluded].tolist() + later_excluded.tolist())
+        self._later.remove(later_excluded)
+        self._plan = plan.alone(rows[~excluded], limits)
 
     # --- methods for a `RankAligner` ------------------------------------------------------------
 
@@ -400,10 +400,12 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
 
     def put_back(self, samples: SampleBlock) -> None:
         """Yield samples of earlier groups again, later, unless they are excluded."""
-        are_out = self._exclusions.exclude_from(samples)
-        if self._later.are_grouped:  # Groups in flight hold later samples: form all of them anew.
+        are_excluded = self._exclusions.exclude_from(samples)
+        if (
+            self._later.are_grouped
+        ):  # Groups of later samples are in flight: form these groups anew.
             self._leave_in_flight()
-        self._put_off(samples.take(np.flatnonzero(~are_out)), were_in_group=True)
+        self._put_off(samples.take(np.flatnonzero(~are_excluded)), were_in_group=True)
 
     def _put_off(self, samples: SampleBlock, *, were_in_group: bool = False) -> None:
         rows = samples.facts[ITEM]
@@ -422,7 +424,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         """Give workers the next groups."""
         samples = sum(len(group.rows) for group in self._in_flight)
         has_room = self.runner.fit.has_room_for_group
-        # Some in each call, so that the first groups do not wait for many to be sent.
+        # A few groups in each call, so that the first group does not wait until many are sent.
         for _ in range(_SENT_AT_ONCE * max(1, self.runner.options.num_workers)):
             if not has_room(len(self._in_flight), samples):
                 break
@@ -443,7 +445,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
             if len(rows):  # Only the last group may be empty.
                 return step, rows
         if self._in_flight and not self._later.are_grouped:
-            return None  # The groups in flight may yield more later samples.
+            return None  # Samples of the groups in flight may have to come later, too.
         later = self._later.next_group(self._plan.group_budget)
         return None if later is None else (end, later)
 
@@ -459,38 +461,39 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
     def _take_group(self) -> SampleBlock:
         """Return the next group, without samples that come later or are left out."""
         step, rows, task, future = self._in_flight[0]
-        made = self._made(task, future)
+        made_group = self._result(task, future)
+        later = made_group.later
         lengths = self._lengths
-        is_of_later = step == len(self._plan)
-        if is_of_later:
-            self._check_alike(made.later)
+        are_later = step == len(self._plan)  # whether this is a group of later samples
+        if are_later:
+            self._check_alike(later)
         else:
-            fitting = made.group.facts[ITEM], made.group.tokens
-            moved = made.later.facts[ITEM], made.later.tokens
+            fitting = made_group.group.facts[ITEM], made_group.group.tokens
+            moved = later.facts[ITEM], later.tokens
             lengths = lengths.with_group(self._tokens, len(rows), fitting, moved)
-        exclusions, group = self._admitted(made)
+        exclusions, group = self._admitted(made_group)
         # Only now, so that no state loses a group that raises, or counts it twice.
         self._exclusions = exclusions
         self._lengths = lengths
         self._in_flight.popleft()
-        if made.failure and len(group):
-            self._failures[int(group.facts[ITEM, 0])] = made.failure
-        if is_of_later:
+        if made_group.failure and len(group):
+            self._failures[int(group.facts[ITEM, 0])] = made_group.failure
+        if are_later:
             self._later.remove(rows)
             self._plan.go_to_end()  # even if the last step has no group of this rank
         else:
-            self._put_off(made.later)
+            self._put_off(later)
             self._plan.taken = step + 1
         return group
 
-    def _made(self, task: ChunkTask, future: Future[ChunkResult]) -> MadeGroup:
+    def _result(self, task: ChunkTask, future: Future[ChunkResult]) -> MadeGroup:
         runs, failure = self.runner.results(task, future)
         if failure is not None:
-            bad = sum(map(len, runs))
-            raise failure.explained(f"sample {task.items[bad]} in epoch {task.epoch}")
-        made = runs[0][0] if runs else None
-        if isinstance(made, MadeGroup):
-            return made
+            failed = sum(map(len, runs))
+            raise failure.explained(f"sample {task.items[failed]} in epoch {task.epoch}")
+        first = runs[0][0] if runs else None
+        if isinstance(first, MadeGroup):
+            return first
         assert task.group is not None  # The worker could not send its `MadeGroup`.
         return self._make_group([result for run in runs for result in run], *task.group)
 
@@ -501,24 +504,24 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
             raise SampleError(
                 f"sample {row} had {self._later.tokens_of(row)} tokens when it was first processed "
                 f"in this epoch, but has {longer.lengths[0]} now, or other samples of its group "
-                "differ: processing is not deterministic. Let it draw only from the global "
+                "differ: processing is not deterministic. Let processing draw only from the global "
                 "generators, which are seeded, or leave `lengths` out."
             )
 
-    def _admitted(self, made: MadeGroup) -> tuple[ExclusionCounter, SampleBlock]:
-        """Return the samples of a group to train on, and the counter after all of the group."""
+    def _admitted(self, made_group: MadeGroup) -> tuple[ExclusionCounter, SampleBlock]:
+        """Return the counter after a group, and the samples of the group to train on."""
         exclusions = self._exclusions
-        group = made.group
+        group, later = made_group.group, made_group.later
         for holder in group.holders.values():
             if isinstance(holder, WholeBatch):
                 holder.made_again_by(self, group)
-        blocks = [block for block in (group, made.later) if len(block)]
+        blocks = [block for block in (group, later) if len(block)]
         for block in blocks:
             self._check_keys(block)
-        if not made.skipped and all(map(exclusions.admits_all, blocks)):
+        if not made_group.skipped and all(map(exclusions.admits_all, blocks)):
             return exclusions, group
         exclusions = exclusions.copy()
-        for skipped in made.skipped:
+        for skipped in made_group.skipped:
             exclusions.admit(skipped, -1 if skipped.key is None else skipped.key)
         rows = group.facts[ITEM]
         are_counted = self._later.were_in_group(rows) | self._plan.were_in_group(rows)
@@ -529,7 +532,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
             if exclusions.admit(sample, row, is_counted=is_counted)
         ]
         if exclusions.budget.oversize == "error":  # now, and not at the end of the epoch
-            for sample, row in zip(made.later, made.later.facts[ITEM].tolist(), strict=True):
+            for sample, row in zip(later, later.facts[ITEM].tolist(), strict=True):
                 exclusions.copy().admit(sample, row)
         return exclusions, group if len(admitted) == len(group) else group.take(admitted)
 
@@ -545,8 +548,8 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
                 "`process_fn` must not give samples other keys where `exclude` has numbers of "
                 "rows, which are left out before they are read, but sample "
                 f"{samples.facts[ITEM, index]} has a key{name_of(samples.without_data()[index])}. "
-                "Set `process_fn.gives_keys = True`: samples are then read, and excluded by their "
-                "keys."
+                "Set `process_fn.gives_keys = True`: excluded samples are then read, and left out "
+                "by their keys."
             )
 
 
@@ -561,7 +564,7 @@ def _why_not_collated(collate: Collate | None, workers: WorkerOptions) -> str:
 class _InFlight(NamedTuple):
     """A group that a worker makes."""
 
-    step: int  # of the plan; the number of its steps for later samples
+    step: int  # number of the step in the plan; for later samples, the number of its steps
     rows: IntArray
     task: ChunkTask
     future: Future[ChunkResult]

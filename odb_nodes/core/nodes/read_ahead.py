@@ -32,14 +32,14 @@ _threads: weakref.WeakKeyDictionary[threading.Thread, weakref.ref[_Relay[Any]]] 
 class ReadAhead(BaseNode[T]):
     """Takes items from its source ahead of time, on a thread, by torchdata's `Prefetcher`.
 
-    Its state is the state of the source after the item last returned, so a run with read-ahead may
-    resume without, and vice versa. An error of the source is raised unchanged.
+    The state is the state of the source after the item last returned, so a run with read-ahead may
+    resume without read-ahead, and vice versa. An error of the source is raised unchanged.
 
     A `DeferredBatch`, which a `GroupCollator` yields if collating draws random numbers, is collated
     on the thread that calls `next`: the training thread, whose generators it uses.
 
-    The thread starts with the first `next` after a reset: an iterator of which only the state is
-    taken reads nothing, and exchanges nothing with other ranks.
+    The thread starts with the first `next` after a reset. Until then, nothing is read or exchanged
+    with other ranks, even if states are saved.
     """
 
     def __init__(self, source: BaseNode[T], depth: int) -> None:
@@ -74,7 +74,7 @@ class ReadAhead(BaseNode[T]):
         if item is None:
             item = self._relay.take(self._prefetcher)
         if isinstance(item, DeferredBatch):
-            self._deferred = item  # Should it raise, the next call collates it again.
+            self._deferred = item  # If collating raises, the next call collates again.
             item = item.collate()
             self._deferred = None
         return item  # type: ignore[no-any-return]

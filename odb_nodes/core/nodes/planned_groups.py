@@ -453,9 +453,13 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         repeats = np.full_like(rows, self._epochs.cycle)
         keys = ItemKeys(rows, repeats, np.zeros_like(rows), [("", self._world_size)])
         numbers = rows.tolist()
-        group = self._batches_key(), self._plan.group_budget
         return ChunkTask(
-            numbers, keys, self._epochs.epoch, self._epochs.cycle, numbers, group=group
+            numbers,
+            keys,
+            self._epochs.epoch,
+            self._epochs.cycle,
+            numbers,
+            group_arguments=(self._batches_key(), self._plan.group_budget),
         )
 
     def _take_group(self) -> SampleBlock:
@@ -494,8 +498,8 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         first = runs[0][0] if runs else None
         if isinstance(first, MadeGroup):
             return first
-        assert task.group is not None  # The worker could not send its `MadeGroup`.
-        return self._make_group([result for run in runs for result in run], *task.group)
+        assert task.group_arguments is not None  # The worker could not send its `MadeGroup`.
+        return self._make_group([result for run in runs for result in run], *task.group_arguments)
 
     def _check_alike(self, longer: SampleBlock) -> None:
         """Raise if later samples do not fit into the group formed by their observed lengths."""

@@ -15,7 +15,7 @@ ChunkSize = int | Literal["auto"]
 _ONLY_FOR_PROCESSES = {"thread": ("start_method", "worker_init_fn"), "ray": ("start_method",)}
 AUTO: Final = "auto"
 _NOMINAL_SAMPLES = 32
-"""Samples that an `"auto"` chunk counts as in states and in the default of `in_flight_samples`."""
+"""Size of an `"auto"` chunk that states, and the default of `in_flight_samples`, assume."""
 MOST_SAMPLES = 256  # the most samples of an `"auto"` chunk
 
 
@@ -84,7 +84,7 @@ class WorkerOptions:
 
     @property
     def nominal_chunk_samples(self) -> int:
-        """Samples that a chunk counts as in states and in the default of `in_flight_samples`."""
+        """Size of a chunk that states, and the default of `in_flight_samples`, assume."""
         return _NOMINAL_SAMPLES if self.chunk_size == AUTO else self.chunk_size
 
     @property
@@ -103,7 +103,7 @@ class WorkerOptions:
 
 
 def share_of(workers: WorkerOptions, count: int) -> WorkerOptions:
-    """Return options for each of `count` nodes that divide the workers; at least 1 for each."""
+    """Return the options of each of `count` nodes that share the workers: 1 worker at least."""
 
     def share(limit: int | None) -> int | None:
         return None if limit is None else max(1, limit // count)

@@ -50,7 +50,7 @@ class LastWords:
 
 
 @dataclass(frozen=True)
-class Message:
+class TrainerMessage:
     """A message of the trainer to a worker."""
 
     generation: int  # Chunks of older generations are skipped.
@@ -150,7 +150,7 @@ def _process_chunks(connection: socket.socket, processor: ChunkProcessor) -> Non
         # All messages are read first, since the newest one may make older chunks obsolete.
         while not waiting or wait([connection], 0):
             (part,) = receive(connection)
-            message: Message = pickle.loads(mapped(part))
+            message: TrainerMessage = pickle.loads(mapped(part))
             newest_generation = message.generation
             if message.task is not None:
                 waiting.append((message.generation, message.task))

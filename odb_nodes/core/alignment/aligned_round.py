@@ -35,8 +35,8 @@ class LossRule:
     accumulate: int  # steps of an optimizer step
     world_size: int = 0  # ranks whose gradients are averaged; 0 until it is known
     scaling: LossScaling = "exact"  # see `RankAligner`
-    batch: int = 0  # number of this batch in the step of the process
-    batches: int = 1  # batches of a step in a process, one for each virtual rank
+    batch: int = 0  # number of this rank's batch among the batches of its process
+    batches: int = 1  # batches of a process in a step: one for each virtual rank
 
     def __post_init__(self) -> None:
         check_choice("loss_scaling", self.scaling, get_args(LossScaling))

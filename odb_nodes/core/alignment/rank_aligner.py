@@ -91,18 +91,17 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         loss_scaling: the weight in `StepInfo.loss_scale`. `"exact"`: the mean of the ranks'
             gradients is the gradient of the mean over all supervised tokens. `"approx"`: each
             rank's mean is weighted by its samples. `"none"`: 1.0 (0.0 in filler steps).
-        accumulate: steps of an optimizer step, which share one denominator.
+        accumulate: steps of an optimizer step, whose losses are divided by one total.
         seed: seed of the permutations, the same on all ranks.
         timeout_s: seconds after which a missing rank is an error on the other ranks.
         step_time: the time of a step, to which ranks are levelled: a `StepTime`, or a function,
             group -> time of its step, an integer in any unit. A `StepTime` also decides how groups
             are formed; a function only decides which groups share a step. Default:
             `StepTime.typical` for packed groups; for padded groups the cost under the budget,
-            because padded groups of equal time would have samples of one length.
+            because padded groups of equal time would have samples of equal length.
         modalities: name -> function that returns whether a sample has the modality. Default:
             `"image"`, for samples with patches.
-        tasks: names of all tasks of the samples; `StepInfo.task_targets` counts the targets of
-            each.
+        tasks: names of all tasks of the samples, whose targets `StepInfo.task_targets` counts.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -154,7 +153,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             self._rule = process_group.weighed(self._rule)
         else:
             self.peers = Peers(process_group, timeout_s, message_size, tasks_count)
-        # Only a direct source: a node in between might read ahead, and groups would depend on it.
+        # Only a direct source: groups would depend on how far a node in between reads ahead.
         self._pool = source if isinstance(source, WindowBucketer) else None
         self.requested_max_tokens = 0
         self.unemitted_samples = 0
@@ -324,7 +323,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             filler_of_another=self._filler.encoded,
             given=None if user_groups is None else user_groups.content(),
             given_ended=user_groups is not None and user_groups.planner.ended,
-            left_out=[(sample.key, sample.source, sample.reason) for sample in self._left_out],
+            left_out=[(*sample,) for sample in self._left_out],
             unemitted_samples=self.unemitted_samples,
         )
 
@@ -430,22 +429,22 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _form_groups(self) -> None:
         """Form the groups that are due before the next step.
 
-        An error of the source is raised after the steps of the round, so that all ranks are at the
-        same step then.
+        An error of the source is raised after the last step of the round, when all ranks are at the
+        same step.
         """
         plan = self._plan
         try:
             while self._failure is None and plan.lacks() > 0:
                 self._groups.fill()
         except Exception as error:
-            if not getattr(self.source, "keeps_failed_items", False):  # It has lost its state.
+            if not getattr(self.source, "keeps_failed_items", False):  # The source has no state.
                 raise
             self._failure = error
         if self._failure is not None and plan.is_between_rounds:
             raise self._failure
 
     def _agree(self) -> Exchanges[None]:
-        """Raise an error, once after a reset, unless all ranks continue from the same place."""
+        """Raise an error, once after a reset, unless all ranks continue at the same step."""
         if self.peers.channel.agreed:
             return
         plan = self._plan
@@ -497,12 +496,12 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 self._filler.choose(groups)
             if self._options.uneven == "fill":
                 yield from self._filler.share(reports, self.rank, where)
-        except BaseException:  # Restore the state before the round.
+        except BaseException:  # Drop received samples: the state is again as before the round.
             ordinals = store.ordinals()
             store.drop(ordinals[ordinals >= first_received])
             raise
         self._drop(plan.settle(plan.agree(reports)))
-        # Samples left out of the whole round, so it does not matter when groups were formed.
+        # Collected once in a round, so it does not matter when the groups were formed.
         self._left_out += self._groups.take_left_out() + skipped
         self._want_groups()
         if last_round is not None:
@@ -514,7 +513,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         self._groups.store.want(group.ordinal for group in groups if group is not None)
 
     def _drop(self, groups: list[Facts]) -> None:
-        """Leave out the remaining samples of this rank, if another rank has ended; warn of them."""
+        """If another rank has ended the epoch, leave out the remaining samples, with a warning."""
         if self._options.uneven != "stop" or not self._plan.is_last:
             return
         count = sum(map(len, groups)) + self._groups.remaining_samples
@@ -527,7 +526,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             )
 
     def _use_present_options(self, *, at_end: bool) -> None:
-        """Plan the remaining steps anew, if `exclude` or limits have changed since the state."""
+        """Plan the remaining steps anew if `exclude` or the limits have changed since the state."""
         plan = self._plan
         nodes = [node for node in walk(self.source) if isinstance(node, _GROUP_FORMING_NODES)]
         keys_changed = any(node.restored.keys_changed for node in nodes)

@@ -33,7 +33,7 @@ from odb_nodes.core.sources.mixing import Weights
 CollateIn = Literal["auto", "workers", "main"]
 ProcessFn = Callable[[Any], Any] | None
 
-_IN_FLIGHT_OF_AUTO = 1024  # samples: an `"auto"` window has no size when workers start
+_AUTO_IN_FLIGHT = 1024  # samples, for an `"auto"` window: its size is unknown when workers start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +120,17 @@ class LoaderOptions(BatchOptions, JobOptions):
 
     @property
     def worker_options(self) -> WorkerOptions:
-        """The options of processing, with enough samples in flight for a refill of the pool."""
+        """The options of workers, with enough samples in flight for a refill of the pool."""
         options = self.workers or WorkerOptions(num_workers=self.num_workers)
         if options.in_flight_samples is not None:
             return options
-        window = _IN_FLIGHT_OF_AUTO if self.window == AUTO else self.window
+        window = _AUTO_IN_FLIGHT if self.window == AUTO else self.window
         ahead = 4 * options.nominal_chunk_samples * options.num_workers
         return replace(options, in_flight_samples=max(window, ahead))
 
 
 def _by_name(name: str, functions: Any) -> dict[str, Any]:
-    """Return a function, or a function for each source, by what an error calls it."""
+    """Return functions by their names in errors: `name`, or `name['source']` for each source."""
     if not isinstance(functions, Mapping):
         return {name: functions}
     return {f"{name}[{source!r}]": function for source, function in functions.items()}

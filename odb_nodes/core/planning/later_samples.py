@@ -1,4 +1,4 @@
-"""Samples that wait for the end of an epoch, since their groups had no room for them."""
+"""Samples that wait for the end of an epoch because their groups had no room."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _ROWS, _TOKENS, _PATCHES, _WERE_IN_GROUP = range(4)
 
 
 class LaterSamples:
-    """Samples that were longer than expected, or were put back. They come last in the epoch.
+    """Samples that come last in the epoch: they were longer than expected, or were put back.
 
-    They form groups by their observed lengths, once all of them are known. If one group is gone,
-    the same others are formed again, so a state needs the samples alone.
+    Their groups are formed by observed lengths, once all these samples are known. Without one
+    group, the other samples form the same other groups, so a state has the samples alone.
 
-    State: (4, n) integers, number, tokens and patches of each sample, and whether it has been in a
-    group before; 32 bytes a sample.
+    State: (4, n) integers: number, tokens and patches of each sample, and whether it was in a group
+    before; 32 bytes a sample.
     """
 
     def __init__(self, table: IntArray | None = None) -> None:
         self._table = np.empty((4, 0), np.int64) if table is None else table
-        self._groups: deque[IntArray] | None = None  # not returned yet
+        self._groups: deque[IntArray] | None = None  # groups not returned yet
 
     def __len__(self) -> int:
         return len(self._table[0])
@@ -65,7 +65,7 @@ class LaterSamples:
         return int(self.tokens[self.rows == row][0])
 
     def were_in_group(self, rows: IntArray) -> npt.NDArray[np.bool_]:
-        """Tell which samples have been in a group before, (n,)."""
+        """Return which samples were in a group before, (n,)."""
         return np.isin(rows, self.rows[self._table[_WERE_IN_GROUP] == 1])
 
     def next_group(self, budget: TokenBudget) -> IntArray | None:
@@ -82,7 +82,7 @@ class LaterSamples:
         self._groups = None
 
     def part(self, are_in: npt.NDArray[np.bool_]) -> LaterSamples:
-        """Return some of the samples."""
+        """Return the samples where `are_in` is true."""
         return LaterSamples(self._table[:, are_in])
 
     def to_state(self) -> bytes | None:

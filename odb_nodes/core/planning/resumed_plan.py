@@ -1,4 +1,4 @@
-"""The plan of an epoch that a rank follows, also after lower limits and on other ranks."""
+"""The plan that a rank follows in an epoch, even after lower limits or a change of ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ EarlierState = tuple[list[tuple[bool, bytes | None, int]], LimitsState, bytes | 
 class RankProgress(NamedTuple):
     """How far a rank has come in an epoch."""
 
-    is_alone: bool  # whether its plan is of samples of this rank alone
-    rows: bytes | None  # the numbers of these samples, 8 bytes each
+    is_alone: bool  # whether its plan has only samples of this rank
+    rows: bytes | None  # if so, the numbers of these samples, 8 bytes each
     taken: int  # emitted groups of its plan
 
 
@@ -38,8 +38,8 @@ class EarlierRanks(NamedTuple):
     """The ranks of an epoch before it was resumed on another number of ranks."""
 
     ranks: Sequence[RankProgress]
-    limits: Limits  # of their plans
-    waiting: bytes | None  # (2, n) numbers and tokens of samples in groups without a step
+    limits: Limits  # the limits of their plans
+    waiting: bytes | None  # (2, n) numbers and tokens of the samples of groups without a step
 
     def to_state(self) -> EarlierState:
         """Return this as plain data."""
@@ -56,9 +56,8 @@ class EarlierRanks(NamedTuple):
 class KnownEpoch:
     """An epoch of samples whose lengths are known.
 
-    job: the job on the present ranks.
-    number: with the seed, decides the order of the steps.
-    tokens: length of each sample of the dataset, (n,).
+    job: the job on the present number of ranks; number: decides the order of the steps, with the
+    seed; tokens: length of each sample of the dataset, (n,).
     """
 
     job: KnownJob
@@ -68,7 +67,7 @@ class KnownEpoch:
     def plan(
         self, rows: IntArray, limits: Limits, ranks: int, *, is_whole: bool = False
     ) -> EpochPlan:
-        """Plan samples of the epoch, in their order; `is_whole`: from its first step on."""
+        """Plan samples of the epoch, in this order; `is_whole`: whether these are all samples."""
         job = replace(
             self.job,
             budget=limits.of_groups(self.job.budget),
@@ -77,9 +76,9 @@ class KnownEpoch:
         )
         content = hashlib.sha256(np.ascontiguousarray(rows).data)
         content.update(self.tokens[rows].data)
-        known_by = content.digest(), job, self.number
-        if (plan := _plans.get(known_by)) is None:
-            _plans[known_by] = plan = job.plan_all(rows, self.tokens, self.number)
+        key = content.digest(), job, self.number
+        if (plan := _plans.get(key)) is None:
+            _plans[key] = plan = job.plan_all(rows, self.tokens, self.number)
         return plan
 
     def with_lengths_of(self, earlier: EarlierRanks) -> KnownEpoch:
@@ -98,7 +97,7 @@ class KnownEpoch:
         return table
 
     def remaining_of(self, earlier: EarlierRanks, rows: IntArray, *, is_whole: bool) -> IntArray:
-        """Return which of their samples, `rows`, earlier ranks have not emitted, (n,)."""
+        """Return which samples of `rows` earlier ranks have not emitted, (n,)."""
         waiting, _ = self.waiting_of(earlier)
         parts, ranks, limits = [waiting], earlier.ranks, earlier.limits
         if not all(progress.is_alone for progress in ranks):
@@ -119,19 +118,19 @@ class KnownEpoch:
 
 
 class ResumedPlan:
-    """The groups of a rank in an epoch, and how many of them are emitted.
+    """The groups of a rank in an epoch, and how many of these groups are emitted.
 
-    All ranks plan an epoch together. After lower limits or more excluded keys, a rank plans its
+    All ranks plan an epoch together. With lower limits or more excluded keys, a rank plans its
     remaining samples alone. Another number of ranks plans together the samples that the earlier
-    ranks have not emitted, which follow from their plans.
+    ranks have not emitted, which follow from the plans of the earlier ranks.
 
     Args:
         epoch: the epoch, with the given lengths.
         rank: this rank.
-        limits: of the groups.
-        rows: the samples of the epoch, in their order, without those that are excluded, (n,).
+        limits: limits of the groups.
+        rows: the samples of the epoch that are not excluded, in their order, (n,).
         is_alone: whether `rows` are the remaining samples of this rank, which it plans alone.
-        earlier: the ranks that the epoch had before, a set for each change of their number.
+        earlier: the earlier ranks of the epoch, an entry for each change of their number.
 
     Raises:
         ValueError: a part of a state is damaged.
@@ -150,19 +149,15 @@ class ResumedPlan:
         self.limits = limits
         self.taken = 0
         """Number of emitted groups."""
-        self._given_epoch, self._rank, self._is_alone, self._earlier = (
-            epoch,
-            rank,
-            is_alone,
-            earlier,
-        )
+        self._given_epoch = epoch
+        self._rank, self._is_alone, self._earlier = rank, is_alone, earlier
         self._rows_state = rows.astype("<i8").tobytes() or None if is_alone else None
         order = epoch.checked(rows)
         for number, ranks in enumerate(earlier):
             if not is_alone:
-                is_left = np.zeros(len(epoch.tokens), np.bool_)
-                is_left[epoch.remaining_of(ranks, rows, is_whole=not number)] = True
-                rows = order[is_left[order]]
+                are_remaining = np.zeros(len(epoch.tokens), np.bool_)
+                are_remaining[epoch.remaining_of(ranks, rows, is_whole=not number)] = True
+                rows = order[are_remaining[order]]
             epoch = epoch.with_lengths_of(ranks)
         self._rank_of_plan = 0 if is_alone else rank
         ranks_of_plan = 1 if is_alone else epoch.job.world_size
@@ -179,7 +174,7 @@ class ResumedPlan:
         return self.limits.of_groups(self._given_epoch.job.budget)
 
     def group(self, number: int) -> IntArray:
-        """Return the samples of a group, (n,); none where the last step has none of this rank."""
+        """Return the samples of a group, (n,); the last step may have none of this rank."""
         return self._plan.group(number, self._rank_of_plan)
 
     def remaining(self) -> IntArray:
@@ -187,13 +182,13 @@ class ResumedPlan:
         return self._plan.rows_from(self.taken, self._rank_of_plan)
 
     def were_in_group(self, rows: IntArray) -> npt.NDArray[np.bool_]:
-        """Tell which samples have been in a group on earlier ranks, (n,)."""
+        """Return which samples were in a group on earlier ranks, (n,)."""
         tables = [self._given_epoch.waiting_of(ranks)[0] for ranks in self._earlier]
         return np.isin(rows, np.concatenate([*tables, rows[:0]]))
 
     def alone(self, rows: IntArray, limits: Limits) -> ResumedPlan:
         """Return a plan of the remaining samples of this rank alone."""
-        # Of earlier ranks, only the lengths that they observed still count.
+        # Earlier ranks matter only for the lengths that they observed.
         earlier = [ranks._replace(ranks=[]) for ranks in self._earlier]
         return ResumedPlan(
             self._given_epoch, self._rank, limits, rows, is_alone=True, earlier=earlier
@@ -204,7 +199,7 @@ class ResumedPlan:
         limits = self.limits._replace(tokens=tokens)
         if self._is_alone or len(self):
             return self.alone(self.remaining(), limits)
-        return ResumedPlan(self._given_epoch, self._rank, limits, NO_ROWS)  # no epoch has begun
+        return ResumedPlan(self._given_epoch, self._rank, limits, NO_ROWS)  # No epoch has begun.
 
     def go_to_end(self) -> None:
         """Count all groups as emitted."""

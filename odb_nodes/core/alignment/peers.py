@@ -222,7 +222,6 @@ class Peers:
         return self.channel.gather(table.ravel(), where).reshape(self.world_size, width)
 
     def _gather_bytes(self, contents: Sequence[bytes], where: str) -> list[bytes]:
-        """Return the bytes of all ranks."""
         if self.ranks_per_process == 1:
             return self.channel.gather_bytes(contents[0], where)
         lengths = [np.array([len(content)]) for content in contents]

@@ -374,7 +374,6 @@ class Loader(Generic[T]):
         return self._begin_epoch()
 
     def _reset(self, paused: _Paused) -> None:
-        """Restore the graph to a position."""
         with loading_with(**paused.loading._asdict()):
             try:
                 self.root.reset(copy_state(paused.position.root))

@@ -1,4 +1,4 @@
-"""Samples that are left out of an epoch: excluded, skipped or oversize. They are counted."""
+"""Exclude samples by key, and count the samples that are excluded, skipped or oversize."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ALLOWED = "integers, a mapping of source to integers, or the path of a file of 
 
 
 class ExcludedKeys:
-    """Keys of samples by source. It is immutable."""
+    """Keys of samples by source. Immutable."""
 
     def __init__(self, keys: Mapping[str, Iterable[int]]) -> None:
         by_source = {source: frozenset(keys[source]) for source in sorted(keys)}
@@ -78,7 +78,7 @@ class ExcludedKeys:
         return {**self._state}
 
     def __contains__(self, sample: Sample | Skipped | LeftOut) -> bool:
-        """Return whether a sample is excluded. A sample without a key never is."""
+        """Return whether a sample is excluded. A sample without a key is not."""
         return sample.key is not None and self.holds(sample.source, sample.key)
 
     def holds(self, source: str, key: int) -> bool:
@@ -179,9 +179,7 @@ class LeftOutSamples:
 
 
 class ExclusionCounter(LeftOutSamples):
-    """Counts the samples of an epoch that are excluded, skipped or oversize.
-
-    A sample is oversize if it exceeds the budget alone.
+    """Counts the samples of an epoch that are excluded, skipped, or oversize: above the budget.
 
     named: format for the number of a sample, in warnings and errors.
     """
@@ -192,7 +190,7 @@ class ExclusionCounter(LeftOutSamples):
         super().__init__()
         self._named = named
         self.budget = budget  # decides which samples are oversize; it may become smaller
-        # Warnings of all epochs so far: reasons, `None` for oversize samples, and summaries.
+        # What was warned of in all epochs so far: reasons, `None` for oversize samples, summaries.
         self._warned_of: set[str | None] = set()
         self.keys = keys
         self.excluded = self.oversize = 0
@@ -238,10 +236,10 @@ class ExclusionCounter(LeftOutSamples):
         }
 
     def exclude_from(self, samples: SampleBlock) -> npt.NDArray[np.bool_]:
-        """Count the samples that their keys exclude; return which they are, (n,) bool."""
-        is_out = self.are_excluded(samples)
-        self._exclude(samples.take(np.flatnonzero(is_out)).without_data())
-        return is_out
+        """Count the samples that are excluded by key; return which samples are, (n,) bool."""
+        are_excluded = self.are_excluded(samples)
+        self._exclude(samples.take(np.flatnonzero(are_excluded)).without_data())
+        return are_excluded
 
     def exclude_keys(self, keys: Sequence[int]) -> None:
         """Count samples that are excluded before they are read."""
@@ -253,14 +251,14 @@ class ExclusionCounter(LeftOutSamples):
         self.left_out += [LeftOut(sample.key, sample.source, "excluded") for sample in samples]
 
     def are_excluded(self, samples: SampleBlock) -> npt.NDArray[np.bool_]:
-        """Return which samples their keys exclude, (n,) bool."""
+        """Return which samples are excluded by key, (n,) bool."""
         if not self.keys:
             return np.zeros(len(samples), dtype=bool)
         pairs = zip(samples.kinds, samples.facts[KEY].tolist(), strict=True)
         return np.array([self.keys.holds(kind.source, key) for kind, key in pairs], dtype=bool)
 
     def admits_all(self, samples: SampleBlock) -> bool:
-        """Return True if all samples are certainly admitted; on False, call `admit` for each."""
+        """Return True if all samples are certainly admitted. If False, call `admit` for each."""
         if self.keys and self.are_excluded(samples).any():
             return False
         tokens, patches = int(samples.tokens.max()), int(samples.patches.max())
@@ -269,12 +267,12 @@ class ExclusionCounter(LeftOutSamples):
     def admit(
         self, sample: Sample | Skipped, number: int, *, is_counted: bool = False
     ) -> TypeGuard[Sample]:
-        """Return whether a sample goes into a group; count it if it is left out or oversize.
+        """Return whether a sample goes into a group; count a sample that is left out or oversize.
 
-        It warns of the first sample of each kind.
+        The first sample of each kind is warned of.
 
-        number: its number, for warnings and errors.
-        is_counted: whether it was admitted before in this epoch.
+        number: number of the sample, for warnings and errors.
+        is_counted: whether the sample was admitted before in this epoch.
         """
         if sample in self.keys:
             self._exclude([sample])
@@ -300,7 +298,7 @@ class ExclusionCounter(LeftOutSamples):
         if not self.oversize and self._is_new(None):
             consequence = "It is dropped" if drops else "It is alone in its group"
             warn_user(
-                f"{size}. {consequence}. Further ones are only counted, see `oversize_samples`."
+                f"{size}. {consequence}. Further samples are only counted: see `oversize_samples`."
             )
         self.oversize += 1
         self.dropped += drops
@@ -315,7 +313,7 @@ class ExclusionCounter(LeftOutSamples):
             warn_user(summary)
 
     def summary(self, samples: int) -> str:
-        """Return the counts of an epoch; "" if `admit` has warned of each sample counted."""
+        """Return the counts of an epoch as text; "" if `admit` has warned of each sample."""
         skipped = sum(self.skipped.values())
         if self.oversize <= 1 and skipped == len(self.skipped):
             return ""
@@ -354,20 +352,20 @@ class ExclusionCounter(LeftOutSamples):
         if sample.reason not in self.skipped and self._is_new(sample.reason):
             warn_user(
                 f"{self._named.format(number)}{name_of(sample)} is skipped {sample.why} Further "
-                "ones are only counted, see `skipped_samples`."
+                "samples are only counted: see `skipped_samples`."
             )
         self.skipped[sample.reason] = self.skipped.get(sample.reason, 0) + 1
         self.left_out.append(LeftOut(sample.key, sample.source, sample.reason))
 
 
 class CountsExclusions:
-    """A node that leaves out samples, which `_exclusions` counts."""
+    """A node that leaves out samples, and counts them in `_exclusions`."""
 
     _exclusions: ExclusionCounter
 
     @property
     def excluded(self) -> ExcludedKeys:
-        """The excluded keys: of the argument, and of a loaded state."""
+        """The excluded keys, of the argument and of a loaded state."""
         return self._exclusions.keys
 
     @property

@@ -421,7 +421,6 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         self._later.group_anew()
 
     def _read_ahead(self) -> None:
-        """Give workers the next groups."""
         samples = sum(len(group.rows) for group in self._in_flight)
         has_room = self.runner.fit.has_room_for_group
         # A few groups in each call, so that the first group does not wait until many are sent.

@@ -261,7 +261,6 @@ _NAME = (str, NoneType)  # `None` where items have no keys
 
 
 def _kind_of(state: Sequence[Any]) -> SampleKind:
-    """Return the kind that a state holds as a tuple."""
     kind = SampleKind(*state)
     item_source = type(kind.item_source)
     if [*map(type, kind)] != [str, str, str, item_source, int, int] or item_source not in _NAME:

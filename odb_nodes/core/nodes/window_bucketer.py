@@ -460,7 +460,6 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
             pulling.add(pulled, rows, count)
 
     def _add(self, pulling: _Pulling) -> None:
-        """Put the admitted samples into the pool."""
         ordinals = np.array(pulling.ordinals, np.int64)
         block = pulling.block()
         if len(block) and self._numbers_samples:
@@ -470,7 +469,6 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         self.planner.add(self._facts_of(block, ordinals), pulled)
 
     def _facts_of(self, samples: SampleBlock, ordinals: IntArray) -> Facts:
-        """Return the facts that decide groups."""
         if not self._has_tasks:
             return facts_of(samples, ordinals)
         numbers = self._task_numbers

@@ -219,7 +219,6 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         return results, keys
 
     def _note_taken(self, keys: ItemKeys) -> None:
-        """Count the items with these keys as taken."""
         first = self._position
         self._position += len(keys)
         self._items.forget(self._position - 1)
@@ -300,7 +299,6 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         self._chunk = _CurrentChunk(runs, task.keys, error)
 
     def _has_room(self) -> bool:
-        """Return whether more items may be in flight."""
         if not self._in_flight:
             return True
         oldest: _ReadChunk = self._in_flight[0]

@@ -237,7 +237,6 @@ class RayPool(WorkerPool):
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Give chunks to the actors that have the fewest."""
         while self._waiting:
             begun = [worker for worker in self._workers if worker.has_begun]
             free = [worker for worker in begun if len(worker.chunks) < _MOST_CHUNKS]

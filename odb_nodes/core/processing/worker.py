@@ -140,7 +140,6 @@ def work(connection: socket.socket, index: int, setup: Setup) -> None:
 
 
 def _process_chunks(connection: socket.socket, processor: ChunkProcessor) -> None:
-    """Process chunks in order until the connection ends."""
     pid = os.getpid()
     newest_generation = 0
     waiting: deque[tuple[int, bytes]] = deque()  # generations and pickled chunks

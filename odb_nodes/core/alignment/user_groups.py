@@ -23,8 +23,8 @@ from odb_nodes.core.nodes.sample_store import (
 )
 from odb_nodes.core.planning.facts import Facts
 from odb_nodes.core.planning.group_planner import UserGroups
-from odb_nodes.core.sample import LeftOut, Sample
-from odb_nodes.core.sample_block import SampleBlock
+from odb_nodes.core.sample import LeftOut
+from odb_nodes.core.sample_block import SampleBlock, group_of
 from odb_nodes.errors import StateError
 
 _NONE_POOLED = np.empty(0, dtype=np.int64)  # no ordinal: there is no pool here
@@ -44,19 +44,13 @@ class GroupReader(LeftOutSamples):
     def fill(self) -> None:
         """Read the next group."""
         try:
-            group: Any = next(self._node)
+            group = group_of("RankAligner", next(self._node))
         except StopIteration:
             self.planner.end()
             return
-        if isinstance(group, list) and all(isinstance(sample, Sample) for sample in group):
-            group = SampleBlock.of(group)
-        if not isinstance(group, SampleBlock) or not len(group):
-            kind = f"`{type(group).__name__}`"
-            if isinstance(group, SampleBlock):
-                kind = "an empty group"
+        if not len(group):
             raise TypeError(
-                "`source` of RankAligner must yield groups, `list[Sample]`, but yielded "
-                f"{kind} instead. Put a `WindowBucketer` before it."
+                "`source` of RankAligner must yield groups of samples, but yielded an empty group."
             )
         first = self.store.next_ordinal
         ordinals = np.arange(first, first + len(group))

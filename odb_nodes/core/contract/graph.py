@@ -25,7 +25,7 @@ def stop_threads(root: BaseNode[Any], timeout_s: float) -> None:
     nodes = list(walk(root))
     for node in nodes:
         call_member(node, "interrupt")  # A thread may be waiting for slow processing.
-    for node in nodes:  # Outer nodes first: the inner ones still feed them.
+    for node in nodes:  # Outer nodes first: their sources still feed them.
         torchdata.join_threads(node, timeout_s)
 
 

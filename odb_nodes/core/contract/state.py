@@ -295,7 +295,7 @@ _MARSHALLED = _PLAIN - {bytes}
 def _sorted(keys: Iterable[Any]) -> list[Any]:
     try:
         return sorted(keys)
-    except TypeError:  # of several types
+    except TypeError:  # The keys have several types.
         return sorted(keys, key=repr)
 
 

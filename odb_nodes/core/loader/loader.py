@@ -134,7 +134,7 @@ class Loader(Generic[T]):
 
     After loading a state, items and ends of epochs follow as in the run that saved it. With a state
     from after the last item of an epoch, but before its `StopIteration`, the first iterator is
-    empty and the next one begins the next epoch. A state from after the end begins the next epoch.
+    empty, and the second begins the next epoch. A state from after the end begins the next epoch.
 
     `iter()` continues from a loaded state, or from where the graph raised. If the present iterator
     has not yielded yet, `iter()` returns that iterator. Otherwise, also after `close`, `iter()`
@@ -268,8 +268,8 @@ class Loader(Generic[T]):
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Mix by these weights from the next epoch on. All ranks must set the same weights.
 
-        States contain them, and a state that is loaded later replaces them. If ranks set different
-        weights, all raise a `StateError` at the first step of the epoch.
+        States contain the weights, and a state that is loaded later replaces them. If ranks set
+        different weights, all raise a `StateError` at the first step of the epoch.
 
         Args:
             weights: name of the source -> weight, any positive numbers.
@@ -290,7 +290,7 @@ class Loader(Generic[T]):
     def close(self) -> None:
         """Stop all threads and workers of the graph and keep the position. Idempotent.
 
-        The next `iter()` begins an epoch, as after `break`; to continue this one, load
+        The next `iter()` begins an epoch, as after `break`; to continue the present epoch, load
         `state_dict()`. In a forked child, and while another loader iterates a node of the graph,
         this does nothing.
 

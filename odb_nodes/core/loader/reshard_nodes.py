@@ -142,7 +142,7 @@ def _reshard_pool(aligner: Node[AlignerState]) -> list[SourceState]:
     done = [*map(sum, zip(emitted, counted, map(len, records), strict=True))]
     since_states = [ItemsRead(pool.pulled_since_source) for pool in pools.states]
     sources = reshard_source(pools.sources, ranks, Reading(since_states, done))
-    aligner.check_same("totals_digest")  # last: other errors say what differs
+    aligner.check_same("totals_digest")  # Last, because other errors say what differs.
     limits = reduce(Limits.tightened, (Limits(*pool.limits) for pool in pools.states))
     if agreed := RoundSettings(*aligner.states[0].settings).max_tokens:
         limits = limits._replace(tokens=min(agreed, limits.tokens))
@@ -200,7 +200,7 @@ def _reshard_planned(aligner: Node[AlignerState]) -> list[SourceState]:
         **planned.counted(seen=0, moved=0),
         **_left_out(planned),
     }
-    aligner.check_same("totals_digest")  # last: other errors say what differs
+    aligner.check_same("totals_digest")  # Last, because other errors say what differs.
     return planned.on_new_ranks(by_rank, alike)
 
 

@@ -27,7 +27,7 @@ from odb_nodes.core.nodes.planned_groups import PlannedGroups
 from odb_nodes.core.nodes.seeded_collate import DeferredBatch, SeededCollate
 from odb_nodes.core.nodes.whole_batch import whole_batch_of
 from odb_nodes.core.sample import Sample, data_of, name_of
-from odb_nodes.core.sample_block import SampleBlock, names_of, naming_samples
+from odb_nodes.core.sample_block import SampleBlock, group_of, names_of, naming_samples
 from odb_nodes.core.step_info import STEP_INFO_KEY, AlignedGroup, Batch, StepInfo
 from odb_nodes.errors import SampleError, StateError
 
@@ -213,14 +213,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         return super().save()
 
     def _aligned(self, item: Any) -> tuple[SampleBlock, StepInfo]:
-        group, info = item if isinstance(item, AlignedGroup) else (item, None)
-        if isinstance(group, list) and all(isinstance(sample, Sample) for sample in group):
-            group = SampleBlock.of(group)
-        if not isinstance(group, SampleBlock):
-            raise TypeError(
-                "`source` of GroupCollator must yield groups, `list[Sample]`, but yielded "
-                f"`{type(item).__name__}` instead. Put a `WindowBucketer` before it."
-            )
+        samples, info = item if isinstance(item, AlignedGroup) else (item, None)
+        group = group_of("GroupCollator", samples)
         if info is None:
             left_out = call_member(self.source, "take_left_out") or ()
             info = replace(

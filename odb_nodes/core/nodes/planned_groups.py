@@ -183,7 +183,6 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         self._clear()
 
     def _clear(self) -> None:
-        self._later = LaterSamples()
         self._lengths = LengthCheck()
         # Errors of collating in a worker, by number of the group's first sample.
         self._failures: dict[int, str] = {}
@@ -197,7 +196,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
     @property
     def remaining_samples(self) -> int:
         """Samples of this rank that are in no group yielded so far."""
-        return len(self._plan.remaining()) + len(self._later)
+        return len(self._plan.remaining()) + len(self._plan.later)
 
     @property
     def replayed_samples(self) -> int:
@@ -246,9 +245,9 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
                 rows,
                 is_alone=state.is_alone,
                 earlier=[*map(EarlierRanks.of_state, state.earlier)],
+                later=LaterSamples.of_states(state.later, samples=len(self._tokens)),
             )
             self._plan.go_to(state.taken, is_at_end=state.is_at_end)
-            self._later = LaterSamples.of_states(state.later, samples=len(self._tokens))
         except (ValueError, TypeError) as error:
             raise StateError(
                 f"the state of {type(self).__name__} is damaged: {error} Use an earlier checkpoint."
@@ -259,8 +258,6 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
     def save(self) -> PlannedState:
         """Return the number of groups yielded, and the samples that come later."""
         return PlannedState(
-            is_at_end=self._plan.taken == len(self._plan) and not len(self._later),
-            later=self._later.to_state(),
             seen=self._lengths.seen,
             moved=self._lengths.moved,
             **self._plan.to_state(),
@@ -376,10 +373,10 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         self._exclusions.use_present(limits.of_samples(self.budget), keys)
         rows = plan.remaining()
         excluded = self._are_excluded(rows)
-        later = self._later.rows
+        later = plan.later.rows
         later_excluded = later[self._are_excluded(later)]
         self._exclusions.exclude_keys(rows[excluded].tolist() + later_excluded.tolist())
-        self._later.remove(later_excluded)
+        plan.later.remove(later_excluded)
         self._plan = plan.alone(rows[~excluded], limits)
 
     # --- methods for a `RankAligner` ------------------------------------------------------------
@@ -392,24 +389,20 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
 
     def end_early(self) -> None:
         """End the epoch because another rank has ended; leave out the remaining samples."""
-        rows = self._plan.remaining().tolist() + self._later.rows.tolist()
-        self._exclusions.left_out += [LeftOut(row, "", "unemitted") for row in rows]
         self._leave_in_flight()
-        self._later = LaterSamples()
-        self._plan.go_to_end()
+        rows = self._plan.end()
+        self._exclusions.left_out += [LeftOut(row, "", "unemitted") for row in rows]
 
     def put_back(self, samples: SampleBlock) -> None:
         """Yield samples of earlier groups again, later, unless they are excluded."""
         are_excluded = self._exclusions.exclude_from(samples)
-        if (
-            self._later.are_grouped
-        ):  # Groups of later samples are in flight: form these groups anew.
+        if self._plan.later.are_grouped:  # Such groups may be in flight: form them anew.
             self._leave_in_flight()
         self._put_off(samples.take(np.flatnonzero(~are_excluded)), were_in_group=True)
 
     def _put_off(self, samples: SampleBlock, *, were_in_group: bool = False) -> None:
         rows = samples.facts[ITEM]
-        self._later.add(rows, samples.tokens, samples.patches, were_in_group=were_in_group)
+        self._plan.later.add(rows, samples.tokens, samples.patches, were_in_group=were_in_group)
 
     # --- groups in flight -----------------------------------------------------------------------
 
@@ -418,7 +411,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         if self._in_flight and not self.runner.has_backlog:  # A backlog has samples of past groups.
             self.runner.discard()
         self._in_flight.clear()
-        self._later.group_anew()
+        self._plan.later.group_anew()
 
     def _read_ahead(self) -> None:
         samples = sum(len(group.rows) for group in self._in_flight)
@@ -427,26 +420,14 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         for _ in range(_SENT_AT_ONCE * max(1, self.runner.options.num_workers)):
             if not has_room(len(self._in_flight), samples):
                 break
-            planned = self._next_planned()
+            last_step = self._in_flight[-1].step if self._in_flight else None
+            planned = self._plan.next_group(last_step)
             if planned is None:
                 break
             step, rows = planned
             task = self._task(rows)
             self._in_flight.append(_InFlight(step, rows, task, self.runner.submit(task)))
             samples += len(rows)
-
-    def _next_planned(self) -> tuple[int, IntArray] | None:
-        """Return the step and the samples of the next group; `None` if no group is ready."""
-        end = len(self._plan)
-        step = self._in_flight[-1].step + 1 if self._in_flight else self._plan.taken
-        if step < end:
-            rows = self._plan.group(step)
-            if len(rows):  # Only the last group may be empty.
-                return step, rows
-        if self._in_flight and not self._later.are_grouped:
-            return None  # Samples of the groups in flight may have to come later, too.
-        later = self._later.next_group(self._plan.group_budget)
-        return None if later is None else (end, later)
 
     def _task(self, rows: IntArray) -> ChunkTask:
         repeats = np.full_like(rows, self._epochs.cycle)
@@ -481,12 +462,8 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         self._in_flight.popleft()
         if made_group.failure and len(group):
             self._failures[int(group.facts[ITEM, 0])] = made_group.failure
-        if are_later:
-            self._later.remove(rows)
-            self._plan.go_to_end()  # even if the last step has no group of this rank
-        else:
-            self._put_off(later)
-            self._plan.taken = step + 1
+        self._plan.emit(step, rows)
+        self._put_off(later)
         return group
 
     def _result(self, task: ChunkTask, future: Future[ChunkResult]) -> MadeGroup:
@@ -504,8 +481,9 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         """Raise if later samples do not fit into the group formed by their observed lengths."""
         if len(longer):
             row = int(longer.facts[ITEM, 0])
+            tokens = self._plan.later.tokens_of(row)
             raise SampleError(
-                f"sample {row} had {self._later.tokens_of(row)} tokens when it was first processed "
+                f"sample {row} had {tokens} tokens when it was first processed "
                 f"in this epoch, but has {longer.lengths[0]} now, or other samples of its group "
                 "differ: processing is not deterministic. Let processing draw only from the global "
                 "generators, which are seeded, or leave `lengths` out."
@@ -527,8 +505,8 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         for skipped in made_group.skipped:
             exclusions.admit(skipped, -1 if skipped.key is None else skipped.key)
         rows = group.facts[ITEM]
-        are_counted = self._later.were_in_group(rows) | self._plan.were_in_group(rows)
-        samples = zip(group.without_data(), rows.tolist(), are_counted.tolist(), strict=True)
+        are_counted = self._plan.were_in_group(rows).tolist()
+        samples = zip(group.without_data(), rows.tolist(), are_counted, strict=True)
         admitted = [
             index
             for index, (sample, row, is_counted) in enumerate(samples)

@@ -304,7 +304,7 @@ def decode_sample(encoded: bytes) -> Sample:
         data, *costs = from_bytes(encoded)
         sample = Sample(from_plain(data), *costs)
         return sample if sample.item is None else sample._replace(item=ItemKey(*sample.item))
-    except Exception as error:  # of any kind: torch reads arbitrary bytes here
+    except Exception as error:  # Of any type: torch reads arbitrary bytes here.
         raise StateError(
             f"a saved sample of {len(encoded)} bytes is damaged ({type(error).__name__}). Use an "
             "earlier checkpoint."

@@ -59,7 +59,7 @@ class SeededCollate:
         return batch
 
     def call_ahead(self, run: Run, key: int, seed: Seed = lambda _: None) -> Batch:
-        """Return the result of `run`; the held generators, and by `seed` the others, are seeded."""
+        """Return the result of `run`. The held generators are seeded, and by `seed` the others."""
         with self._locked(), self.held.preserved():
             return self.held.call(run, key=key, seed=seed)
 

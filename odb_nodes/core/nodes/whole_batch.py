@@ -173,6 +173,6 @@ def _fit(samples: Sequence[Sample], budget: TokenBudget) -> bool:
     if budget.max_patches is not None and patches > budget.max_patches:
         return False
     if budget.shapes is not None and budget.layout == "padded":
-        if len(samples) > budget.shape(tokens)[0]:  # `cost` does not tell: it is that of the shape.
+        if len(samples) > budget.shape(tokens)[0]:  # All batches of a shape cost the same.
             return False
     return budget.cost(tokens) <= budget.tokens

@@ -62,7 +62,7 @@ class BucketerState(NodeState):
     source: SourceState  # before the oldest sample that is read again, or else the present state
     mode: str  # `"replay"` or `"payload"`
     pulled: int  # samples pulled in the epoch
-    pulled_since_source: int  # of these, samples pulled after `source`
+    pulled_since_source: int  # samples pulled after `source`
     ended: bool  # whether all samples of the epoch were pulled, or it was cut
     is_cut: bool  # whether the epoch was ended before its last sample
     limits: tuple[int, int | None, int | None, int, int | None]  # `Limits`
@@ -449,7 +449,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
                 pulling.add(pulled, range(len(pulled)), len(pulled))
                 return
         rows: list[int] = []
-        count = 0  # of samples before an error
+        count = 0  # samples before an error
         try:
             for row, sample in enumerate(pulled):
                 self._check(sample)

@@ -59,8 +59,8 @@ class TokenBudget:
     """The largest cost of a group: the padded tokens of its batch, rows times width.
 
     With `attention_tokens`, c, a row costs more than its tokens: a padded group of n rows that are
-    w tokens wide costs n * (w + w * w // c), and a packed one the width of its row plus, of each
-    sample of l tokens, l * l // c.
+    w tokens wide costs n * (w + w * w // c). A packed group costs the width of its row, and
+    l * l // c for each sample of l tokens.
 
     Args:
         tokens: the largest cost of a group: padded tokens, and attention.

@@ -79,7 +79,7 @@ class GroupPlanner:
     ) -> None:
         self.budget = budget
         self.limits = Limits.of(budget)
-        """The present limits of groups: the limits of the budget, or lower ones."""
+        """The present limits of groups: the limits of the budget, or lower limits."""
         self.window_option = check_window("window", window)
         window = LEAST_WINDOW if self.window_option == AUTO else self.window_option
         self._follows_ranks = False
@@ -147,7 +147,7 @@ class GroupPlanner:
 
     @property
     def is_largest(self) -> bool:
-        """Whether the next group is one of the longest samples."""
+        """Whether the next group is formed of the longest samples."""
         return self.largest_groups < self._largest_first
 
     @property

@@ -102,7 +102,7 @@ def _dealt(
     room = [packing.room.cost] * rows
     row_times = np.zeros(rows, np.int64)  # `_HAS_NO_ROOM` for a row without room for the sample
     time_of_blocked = dict[int, int]()
-    blocked: list[tuple[int, int]] = []  # -room and number of such a row
+    blocked: list[tuple[int, int]] = []  # (-room, number) of rows without room
     dealt = [list[int]() for _ in range(rows)]
     unplaced = list[int]()
     for sample, cost, time in zip(*(column.tolist() for column in columns), strict=True):

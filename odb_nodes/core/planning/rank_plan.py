@@ -130,9 +130,9 @@ class RankPlan:
         self.settled = SettledRound(self._no_steps)
         """The settled steps; none between two rounds."""
         self.is_last = False
-        """Whether the settled round is the last one of the epoch."""
+        """Whether the settled round is the last round of the epoch."""
         self.formed: list[Facts] = []
-        """The groups of the coming round, and the first one after it."""
+        """The groups of the coming round, and the first group of the round after it."""
         self._reported: tuple[SplitLadder, LastRound | None] | None = None
         self._is_first_step = True  # whether no step was taken since the beginning or a restore
 

@@ -15,7 +15,7 @@ from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.planning.budget import Limits, TokenBudget
 from odb_nodes.core.planning.known_epochs import KnownJob
 from odb_nodes.core.planning.known_lengths import EpochPlan
-from odb_nodes.core.planning.later_samples import check_rows
+from odb_nodes.core.planning.later_samples import LaterSamples, check_rows
 from odb_nodes.core.planning.table import NO_ROWS
 
 _plans = WeakValueDictionary[Any, EpochPlan]()
@@ -118,7 +118,7 @@ class KnownEpoch:
 
 
 class ResumedPlan:
-    """The groups of a rank in an epoch, and how many of these groups are emitted.
+    """The groups of a rank in an epoch: planned groups, and then groups of later samples.
 
     All ranks plan an epoch together. With lower limits or more excluded keys, a rank plans its
     remaining samples alone. Another number of ranks plans together the samples that the earlier
@@ -131,6 +131,7 @@ class ResumedPlan:
         rows: the samples of the epoch that are not excluded, in their order, (n,).
         is_alone: whether `rows` are the remaining samples of this rank, which it plans alone.
         earlier: the earlier ranks of the epoch, an entry for each change of their number.
+        later: samples that come last in the epoch.
 
     Raises:
         ValueError: a part of a state is damaged.
@@ -145,10 +146,13 @@ class ResumedPlan:
         *,
         is_alone: bool = False,
         earlier: Sequence[EarlierRanks] = (),
+        later: LaterSamples | None = None,
     ) -> None:
         self.limits = limits
         self.taken = 0
-        """Number of emitted groups."""
+        """Number of planned groups that are emitted."""
+        self.later = LaterSamples() if later is None else later
+        """The samples that come last."""
         self._given_epoch = epoch
         self._rank, self._is_alone, self._earlier = rank, is_alone, earlier
         self._rows_state = rows.astype("<i8").tobytes() or None if is_alone else None
@@ -165,7 +169,7 @@ class ResumedPlan:
         self._plan = epoch.plan(rows, limits, ranks_of_plan, is_whole=is_whole)
 
     def __len__(self) -> int:
-        """Return the number of groups, or one more than this rank has."""
+        """Return the number of planned groups, or one more than this rank has."""
         return len(self._plan)
 
     @property
@@ -174,24 +178,62 @@ class ResumedPlan:
         return self.limits.of_groups(self._given_epoch.job.budget)
 
     def group(self, number: int) -> IntArray:
-        """Return the samples of a group, (n,); the last step may have none of this rank."""
+        """Return the samples of a planned group, (n,); the last step may have none of this rank."""
         return self._plan.group(number, self._rank_of_plan)
 
+    def next_group(self, last_step: int | None) -> tuple[int, IntArray] | None:
+        """Return step and samples of the next group; `None` if no group is ready.
+
+        Groups of later samples have the number of steps as their step. last_step: step of the last
+        group in flight; `None` if no group is in flight.
+        """
+        step = self.taken if last_step is None else last_step + 1
+        if step < len(self):
+            rows = self.group(step)
+            if len(rows):  # Only the last group may be empty.
+                return step, rows
+        if last_step is not None and not self.later.are_grouped:
+            return None  # Samples of the groups in flight may have to come later, too.
+        later = self.later.next_group(self.group_budget)
+        return None if later is None else (len(self), later)
+
+    def emit(self, step: int, rows: IntArray) -> None:
+        """Count a result of `next_group` as emitted."""
+        if step == len(self):
+            self.later.remove(rows)
+            self.go_to_end()  # even if the last step has no group of this rank
+        else:
+            self.taken = step + 1
+
     def remaining(self) -> IntArray:
-        """Return the samples of the groups that are not emitted, (n,)."""
+        """Return the samples of the planned groups that are not emitted, (n,)."""
         return self._plan.rows_from(self.taken, self._rank_of_plan)
 
+    def end(self) -> list[int]:
+        """End the epoch early; return all samples that are not emitted."""
+        rows: list[int] = np.concatenate((self.remaining(), self.later.rows)).tolist()
+        self.later = LaterSamples()
+        self.go_to_end()
+        return rows
+
     def were_in_group(self, rows: IntArray) -> npt.NDArray[np.bool_]:
-        """Return which samples were in a group on earlier ranks, (n,)."""
+        """Return which samples were in a group before, also on earlier ranks, (n,)."""
         tables = [self._given_epoch.waiting_of(ranks)[0] for ranks in self._earlier]
-        return np.isin(rows, np.concatenate([*tables, rows[:0]]))
+        on_earlier_ranks = np.isin(rows, np.concatenate([*tables, rows[:0]]))
+        return on_earlier_ranks | self.later.were_in_group(rows)
 
     def alone(self, rows: IntArray, limits: Limits) -> ResumedPlan:
         """Return a plan of the remaining samples of this rank alone."""
         # Earlier ranks matter only for the lengths that they observed.
         earlier = [ranks._replace(ranks=[]) for ranks in self._earlier]
         return ResumedPlan(
-            self._given_epoch, self._rank, limits, rows, is_alone=True, earlier=earlier
+            self._given_epoch,
+            self._rank,
+            limits,
+            rows,
+            is_alone=True,
+            earlier=earlier,
+            later=self.later,
         )
 
     def lowered(self, tokens: int) -> ResumedPlan:
@@ -199,14 +241,15 @@ class ResumedPlan:
         limits = self.limits._replace(tokens=tokens)
         if self._is_alone or len(self):
             return self.alone(self.remaining(), limits)
-        return ResumedPlan(self._given_epoch, self._rank, limits, NO_ROWS)  # No epoch has begun.
+        # There is nothing to plan: no epoch has begun, or only later samples remain.
+        return ResumedPlan(self._given_epoch, self._rank, limits, NO_ROWS, later=self.later)
 
     def go_to_end(self) -> None:
-        """Count all groups as emitted."""
+        """Count all planned groups as emitted."""
         self.taken = len(self)
 
     def go_to(self, taken: int, *, is_at_end: bool) -> None:
-        """Count `taken` groups as emitted; `is_at_end`: all groups of the present plan."""
+        """Count `taken` planned groups as emitted; `is_at_end`: all groups of the present plan."""
         self.taken = len(self) if is_at_end else taken
         if not 0 <= self.taken <= len(self):
             raise ValueError(f"it has {self.taken} groups of {len(self)}.")
@@ -214,6 +257,8 @@ class ResumedPlan:
     def to_state(self) -> dict[str, Any]:
         """Return the fields of a `PlannedState` for this position."""
         return {
+            "is_at_end": self.taken == len(self) and not len(self.later),
+            "later": self.later.to_state(),
             "taken": self.taken,
             "limits": (*self.limits,),
             "is_alone": self._is_alone,

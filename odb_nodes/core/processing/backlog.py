@@ -73,7 +73,7 @@ class Backlog:
         self._new = deque[QueuedChunk]()
         self._planned = deque[tuple[RestoredItems, int]]()  # rows, in the order of the steps
         self._later = deque[RestoredItems]()
-        self._waits_for_new = False  # whether the trainer waits for new items, not for planned ones
+        self._waits_for_new = False  # whether the trainer waits for new, not for planned items
         self._sent_chunks = self._sent_items = 0  # chunks and items that workers have now
         self._item_s: float | None = None  # average time of an item in a worker
         self._error: BaseException | None = None  # the error after which nothing is sent

@@ -285,7 +285,7 @@ class ChunkProcessor:
         self, task: ChunkTask, caught: tuple[type[BaseException], ...]
     ) -> tuple[list[Any], Failure | None]:
         results: list[Any] = []
-        digests: list[int] = []  # of the samples that are checked
+        digests: list[int] = []  # digests of the samples that are checked
         checked = self.first.take(len(task.items))
         failure = None
         process = self.process_fn

@@ -156,7 +156,7 @@ class ChunkRunner:
             warn_user(f"{exit_reason} All workers are started anew.")
 
     def close(self) -> None:
-        """Stop the workers. A forked child only drops them: they belong to its parent."""
+        """Stop the workers. A forked child only drops the workers, which belong to its parent."""
         finalizer, self._finalizer = self._finalizer, None
         self._forget_backlog()
         if self.is_started:

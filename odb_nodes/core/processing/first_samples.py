@@ -28,7 +28,7 @@ OVERWRITTEN = (
 
 @dataclass
 class FirstSamples:
-    """Decides which samples of this process are checked: the first, and those that begin chunks."""
+    """Decides which samples of this process are checked: the first, and first samples of chunks."""
 
     unchecked: int = _FIRST  # first samples still to check; below 0, samples since the last check
 

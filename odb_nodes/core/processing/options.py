@@ -37,8 +37,8 @@ class WorkerOptions:
             samples, which take a worker up to 20 ms and up to 1 MiB, so that all workers are busy.
         in_flight_samples: number of samples being processed or waiting to be taken; `None` for 4
             chunks per worker.
-        in_flight_bytes: the most bytes of these samples, estimated from earlier ones; `None` for no
-            limit. At least two chunks per worker are in flight. No effect on threads.
+        in_flight_bytes: the most bytes of these samples, estimated from earlier samples; `None`
+            for no limit. At least two chunks per worker are in flight. No effect on threads.
         timeout_s: seconds to wait for a chunk before an error is raised.
         worker_init_fn: called with the worker's number when a worker process starts. It must be
             `None` for threads, and `start_method` for threads and Ray.

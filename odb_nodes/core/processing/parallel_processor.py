@@ -44,7 +44,7 @@ class ProcessorState(EpochState):
     source: SourceState  # from before the last item taken, and before all items to make again
     taken: int  # items taken since the state of the source
     position: int  # items of the epoch that were taken
-    # source name -> items among `taken`, and the `repeat` of the last one. Only for named sources
+    # source name -> items among `taken`, and the `repeat` of the last item. Only for named sources
     # that read by key, since only their items can be divided among other ranks.
     taken_of: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -55,7 +55,7 @@ class _ReadChunk:
 
     task: ChunkTask
     future: Future[ChunkResult]
-    locations: Sequence[ItemLocation | None]  # of the items, if the source has locations
+    locations: Sequence[ItemLocation | None]  # where each item comes from, if the source says so
     error: Exception | None  # raised by the source after these items
 
 

@@ -307,7 +307,7 @@ def kill(workers: list[WorkerProcess]) -> None:
 class ProcessPool(WorkerPool):
     """Worker processes; one thread reads results, another sends what does not fit into a socket."""
 
-    # Each result reaches its future: a worker answers every chunk, even a skipped one, in order,
+    # Each result reaches its future: a worker answers every chunk, even a skipped chunk, in order,
     # with one message. So the next result belongs to the oldest pending future.
     #
     # Nothing blocks for ever: `submit` never waits for a socket. The sender may block on the full
@@ -327,8 +327,8 @@ class ProcessPool(WorkerPool):
         self._outbox: _Outbox = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         start = partial(_start_workers, self._workers, processor, options, self._outbox)
-        # Workers die with the thread that starts them. This is the main thread if possible, since
-        # few threads should run at a fork; else the sender, since other threads may end too early.
+        # Workers die with the thread that starts them. If possible, this is the main
+        # thread, since few threads should run at a fork; or else the sender, which ends last.
         on_main = threading.current_thread() is threading.main_thread()
         try:
             if on_main:
@@ -362,7 +362,7 @@ class ProcessPool(WorkerPool):
         return next(dead, "")
 
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
-        """Send a chunk to a worker that has the fewest chunks, in turn if there are several."""
+        """Send a chunk to the worker with the fewest chunks; equal workers take turns."""
         first = next(self._sequence) % len(self._workers)
         in_turn = self._workers[first:] + self._workers[:first]
         worker = min(in_turn, key=lambda worker: worker.chunks_due)

@@ -105,7 +105,7 @@ class ChunkActor:
 class RayPool(WorkerPool):
     """Actors that live until `close`. A lost actor is replaced; its chunks are processed again.
 
-    An actor takes one CPU of the cluster. Actors without a free CPU join as soon as there is one.
+    An actor takes one CPU of the cluster. Actors that wait for a free CPU join later.
     """
 
     # One thread makes all calls to Ray, and owns all state: requests and answers go to its inbox.
@@ -187,7 +187,7 @@ class RayPool(WorkerPool):
                 if self._session != "" and not self._is_connected:
                     self._break(_SHUT_DOWN)
                 call()
-            except Exception as error:  # of Ray: the cluster may be gone
+            except Exception as error:  # Ray raised: the cluster may be gone.
                 failed = f"Ray failed: {type(error).__name__}: {error}"
                 self._break(failed if self._is_connected else _SHUT_DOWN)
         self._break(ENDED)
@@ -299,7 +299,7 @@ class RayPool(WorkerPool):
         self._fail_all(self._broken)
         workers, self._workers = self._workers, []
         for worker in workers if self._is_connected else ():
-            with contextlib.suppress(Exception):  # of Ray: the user may shut it down right now
+            with contextlib.suppress(Exception):  # Ray raised: the user may shut it down now.
                 self._ray.kill(worker.handle)
 
 
@@ -307,7 +307,7 @@ def _session_of(ray: Any) -> str:
     """Return the identity of this process's connection to Ray; "" for none."""
     try:
         return str(ray.get_runtime_context().get_worker_id()) if ray.is_initialized() else ""
-    except Exception:  # of Ray: it was shut down just now
+    except Exception:  # Ray raised: it was shut down.
         return ""
 
 

@@ -124,7 +124,7 @@ def send(connection: socket.socket, parts: Sequence[Part]) -> None:
 
 
 def write(connection: socket.socket, waiting: deque[Any], flags: int = 0) -> bool:
-    """Write the waiting buffers and remove them; `False` if some still wait, due to `flags`."""
+    """Write the waiting buffers, and remove them; `False` if `flags` forbid to wait for room."""
     while waiting:
         if isinstance(waiting[0], PageFile):
             if flags:
@@ -200,10 +200,10 @@ class PageFile:
 
     @classmethod
     def of(cls, content: bytes | memoryview) -> PageFile | None:
-        """Return a file with this content; `None` where the system cannot provide one.
+        """Return a file with this content; `None` if the system cannot provide a file.
 
-        Half of the descriptors stay free: a process without a free descriptor loses those that
-        other processes send to it.
+        Half of the descriptors stay free, because a process without a free descriptor loses the
+        descriptors that other processes send.
         """
         if not CAN_SHARE:
             return None

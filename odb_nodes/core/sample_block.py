@@ -322,18 +322,6 @@ def _block_of(facts: IntArray, kinds: Sequence[SampleKind], holders: Sequence[An
     return SampleBlock(facts, dict(zip(numbers, holders, strict=True)))
 
 
-def group_of(node: str, item: Any) -> SampleBlock:
-    """Return a group that the source of `node` has yielded; raise a `TypeError` if it is none."""
-    if isinstance(item, list) and all(isinstance(sample, Sample) for sample in item):
-        return SampleBlock.of(item)
-    if isinstance(item, SampleBlock):
-        return item
-    raise TypeError(
-        f"`source` of {node} must yield groups, `list[Sample]`, but yielded "
-        f"`{type(item).__name__}` instead. Put a `WindowBucketer` before it."
-    )
-
-
 def names_of(samples: Sequence[Sample]) -> str:
     """Return the size of a group, and source and key of its first samples, for errors."""
     shown = "".join(map(name_of, samples[:_MOST_NAMES]))

@@ -217,6 +217,18 @@ class AlignedGroup(NamedTuple):
     info: StepInfo
 
 
+def group_of(node: str, item: Any) -> SampleBlock:
+    """Return a group that the source of `node` has yielded; raise a `TypeError` if it is none."""
+    if isinstance(item, list) and all(isinstance(sample, Sample) for sample in item):
+        return SampleBlock.of(item)
+    if isinstance(item, SampleBlock):
+        return item
+    raise TypeError(
+        f"`source` of {node} must yield groups, `list[Sample]`, but yielded "
+        f"`{type(item).__name__}` instead. Put a `WindowBucketer` before it."
+    )
+
+
 def pop_step_info(batch: Batch) -> StepInfo:
     """Remove the `StepInfo` from a batch and return it. The rest of the batch is the model's input.
 

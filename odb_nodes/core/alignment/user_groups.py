@@ -24,7 +24,8 @@ from odb_nodes.core.nodes.sample_store import (
 from odb_nodes.core.planning.facts import Facts
 from odb_nodes.core.planning.group_planner import UserGroups
 from odb_nodes.core.sample import LeftOut
-from odb_nodes.core.sample_block import SampleBlock, group_of
+from odb_nodes.core.sample_block import SampleBlock
+from odb_nodes.core.step_info import group_of
 from odb_nodes.errors import StateError
 
 _NONE_POOLED = np.empty(0, dtype=np.int64)  # no ordinal: there is no pool here

@@ -23,12 +23,9 @@ class NumberedItems(Generic[T]):
 
     A state of the source is kept every `distance` items. `forget` drops the states before the
     oldest item that may be read again. The node saves the last state before that item, and the
-    number of items that it has taken since.
+    number of items that it has taken since. The node also resets the source.
 
-    Args:
-        source: the source, which its node resets.
-        node: name of the node, for errors.
-        distance: items between two states.
+    node: name of the node, for errors.
     """
 
     def __init__(self, source: BaseNode[T], node: str, distance: int) -> None:
@@ -182,8 +179,6 @@ class NumberedItems(Generic[T]):
 
 
 class _ReadAgain(ItemsAgain):
-    """Items that were read again, in order."""
-
     are_made = True
 
     def __init__(self, items: Sequence[tuple[Any, ItemKey | None]]) -> None:

@@ -27,8 +27,8 @@ from odb_nodes.core.nodes.planned_groups import PlannedGroups
 from odb_nodes.core.nodes.seeded_collate import DeferredBatch, SeededCollate
 from odb_nodes.core.nodes.whole_batch import whole_batch_of
 from odb_nodes.core.sample import Sample, data_of, name_of
-from odb_nodes.core.sample_block import SampleBlock, group_of, names_of, naming_samples
-from odb_nodes.core.step_info import STEP_INFO_KEY, AlignedGroup, Batch, StepInfo
+from odb_nodes.core.sample_block import SampleBlock, names_of, naming_samples
+from odb_nodes.core.step_info import STEP_INFO_KEY, AlignedGroup, Batch, StepInfo, group_of
 from odb_nodes.errors import SampleError, StateError
 
 

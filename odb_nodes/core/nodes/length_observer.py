@@ -95,8 +95,6 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
 
 
 class _ObservedAgain(ItemsAgain):
-    """Samples of items that the source makes again."""
-
     def __init__(
         self,
         items_again: ItemsAgain,

@@ -53,8 +53,6 @@ class Aim(NamedTuple):
 
 
 class _PooledSample(NamedTuple):
-    """A sample of a pool."""
-
     column: int
     cost: int
     extra: int
@@ -130,8 +128,6 @@ def aimed_row(table: IntArray, extra: IntArray, aim: Aim, due: int | None) -> tu
 
 
 class _Row:
-    """A row that is being filled."""
-
     def __init__(self, pool: _PooledSamples, aim: Aim) -> None:
         self._pool, self._aim = pool, aim
         self._part = -(-aim.room.cost // _EDGES)

@@ -28,11 +28,9 @@ _FRIENDLY: IntArray = np.array(
 
 
 def allowed_rows(rows: IntArray, sizes: RowSizes) -> IntArray:
-    """Return the largest allowed number of rows that is no larger than each of `rows`.
+    """Return, for each of `rows`, (n,), the largest allowed number of rows that is not larger.
 
-    Args:
-        rows: (n,) int64, at least 1, or at least `sizes` where that is a number.
-        sizes: which numbers are allowed; a number allows its multiples.
+    sizes: which numbers are allowed; a number allows its multiples, and `rows` are not below it.
     """
     allowed: IntArray = rows
     if isinstance(sizes, int):

@@ -43,12 +43,10 @@ _WIDEST_KEY = 1 << 40  # above the number of any sample
 
 
 class EpochPlan:
-    """The steps of an epoch: for each, a group of samples for each rank.
+    """The steps of an epoch: for each step, a group of samples for each rank.
 
-    Args:
-        groups: one group for each rank in the first step, then in the second, and so on. In the
-            last step, some ranks may have none.
-        world_size: number of ranks.
+    groups: the groups of all ranks in the first step, then in the second, and so on. In the last
+    step, some ranks may have no group.
     """
 
     def __init__(self, groups: Sequence[IntArray], world_size: int) -> None:
@@ -88,20 +86,13 @@ def plan_known(
 ) -> EpochPlan:
     """Plan the samples of an epoch: each is in one group, within the budget unless oversize.
 
-    Args:
-        rows: numbers of the samples, in the order of the epoch, (n,).
-        tokens: length of each of these samples, (n,).
-        budget: limits each group.
-        world_size: number of ranks.
-        window: number of samples of each rank that are planned together: the groups of the first
-            `window * world_size` samples come first. In packed rows that are levelled in time, some
-            samples wait for the next window. Default: all samples, up to `SAMPLES_TOGETHER` over
-            all ranks; a longer epoch has windows of equal size.
-        largest_first: number of steps of the longest samples that come first.
-        accumulate: steps of an optimizer step, which get groups of different lengths.
+    Args as for `plan_epoch`, and:
+        rows, tokens: numbers and lengths of the samples, in the order of the epoch, (n,) each.
+        window: `None` for all samples, up to `SAMPLES_TOGETHER` over all ranks; a longer epoch has
+            windows of equal size. In packed rows that are levelled in time, some samples wait for
+            the next window.
         key: seed of the order of the steps.
-        step_time: the time by which groups are matched. Default: roughly by their costs under the
-            budget, so that lengths are mixed.
+        step_time: `None` matches groups roughly by their costs, so that lengths are mixed.
     """
     if window is None and len(rows) > SAMPLES_TOGETHER:
         windows = -(-len(rows) // SAMPLES_TOGETHER)

@@ -91,12 +91,9 @@ class LaterSamples:
 
     @classmethod
     def of_states(cls, *states: bytes | None, samples: int | None = None) -> LaterSamples:
-        """Return the samples of states.
+        """Return the samples of states; raise a `ValueError` if a state is damaged.
 
         samples: number of samples of the dataset.
-
-        Raises:
-            ValueError: a state is damaged.
         """
         tables = [np.frombuffer(state or b"", "<i8").reshape(4, -1) for state in states]
         later = cls(np.concatenate(tables, axis=1).astype(np.int64))

@@ -30,13 +30,10 @@ class LengthCheck:
         fitting: tuple[IntArray, IntArray],
         moved: tuple[IntArray, IntArray],
     ) -> LengthCheck:
-        """Return the counts after a group that was processed.
+        """Return the counts after a planned group of `seen` samples.
 
-        Args:
-            lengths: the given length of each sample of the dataset, (n,).
-            seen: number of samples of the planned group.
-            fitting: numbers and observed lengths of the samples that fit into the group.
-            moved: numbers and observed lengths of the other samples of the group.
+        lengths: the given length of each sample of the dataset, (n,); fitting, moved: numbers and
+        observed lengths of the samples that fit into the group, and of its other samples.
 
         Raises:
             SampleError: too many samples did not fit.

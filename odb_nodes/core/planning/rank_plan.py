@@ -90,15 +90,9 @@ class RankPlan:
     know early that its data has ended, to keep a sample to fill with. The last round holds all
     remaining samples, which the ranks share out first: see `LastRound`.
 
-    Args:
-        planner: forms the groups. The owner adds samples to the planner.
-        options: the options that decide steps.
-        measure: facts of a group -> its report to the other ranks.
-        rank: this rank.
-        world_size: number of ranks that share steps.
-        epoch: number of the epoch, which decides the order of steps.
-        shares_rest: whether other ranks can make the samples of this rank.
-        tasks: number of tasks whose targets are in reports.
+    planner: forms the groups of the samples that the owner adds; measure: facts of a group -> its
+    report to the other ranks; epoch: decides the order of steps; shares_rest: whether other ranks
+    can make the samples of this rank; tasks: number of tasks whose targets are in reports.
     """
 
     def __init__(

@@ -129,7 +129,7 @@ class ResumedPlan:
         rank: this rank.
         limits: limits of the groups.
         rows: the samples of the epoch that are not excluded, in their order, (n,).
-        is_alone: whether `rows` are the remaining samples of this rank, which it plans alone.
+        is_alone: whether `rows` are only the remaining samples of this rank.
         earlier: the earlier ranks of the epoch, an entry for each change of their number.
         later: samples that come last in the epoch.
 

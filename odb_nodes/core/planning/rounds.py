@@ -343,13 +343,9 @@ def round_steps(number: int, world_size: int, round_size: int, accumulate: int) 
     previous round, and at least one step more, so its groups are ready during the previous round,
     unless training is hardly slower than processing. A single rank waits for no other rank: rounds
     of 1, 2 and 4 steps spread the work of a round over its steps, unless there are micro-steps to
-    mix. All numbers are rounded up to a multiple of `accumulate`.
+    mix. All numbers are rounded up to a multiple of `accumulate`, the steps of an optimizer step.
 
-    Args:
-        number: number of the round in its epoch, from 0.
-        world_size: number of ranks.
-        round_size: most steps of a round.
-        accumulate: steps of an optimizer step.
+    number: number of the round in its epoch, from 0; round_size: most steps of a round.
     """
     if world_size == 1 and accumulate == 1:
         return min(round_size, MOST_STEPS_ALONE, 1 << min(number, 16))

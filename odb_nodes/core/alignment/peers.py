@@ -118,11 +118,11 @@ class Peers:
         self,
         ranks: Sequence[Exchanges[T]],
         where: Callable[[], str],
-        place: Mapping[str, Any] | None = None,
+        common: Mapping[str, Any] | None = None,
     ) -> list[T]:
         """Run the ranks of this process from exchange to exchange; return their results.
 
-        place: further names and values that must be equal in all processes.
+        common: further names and values that must be equal in all processes.
         """
         results: dict[int, T] = {}
         answer: Any = None
@@ -141,7 +141,7 @@ class Peers:
                     return [results[number] for number in range(len(ranks))]
                 if len(messages) < self.ranks_per_process:
                     raise RuntimeError("the virtual ranks of a process do not exchange alike.")
-                answer = self._exchanged(messages, place or {})
+                answer = self._exchanged(messages, common or {})
         finally:
             for rank in ranks:
                 rank.close()
@@ -183,12 +183,12 @@ class Peers:
         self._owner = Owner()
         self.channel = Channel(exchange, self._size * self.ranks_per_process)
 
-    def _exchanged(self, messages: Sequence[Message], place: Mapping[str, Any]) -> Any:
+    def _exchanged(self, messages: Sequence[Message], common: Mapping[str, Any]) -> Any:
         """Return the contents of all ranks, in their order; `None` for mappings that agree."""
         first, where = messages[0].content, messages[0].where
         contents: list[Any] = [message.content for message in messages]
         if isinstance(first, Mapping):
-            return self._agree(contents, place)
+            return self._agree(contents, common)
         if not self.are_connected:
             return contents
         if isinstance(first, bytes):
@@ -204,7 +204,7 @@ class Peers:
             gathered = [np.frombuffer(part, "<i8").astype(np.int64) for part in parts]
         return [CostReport.from_message(row, self._tasks) for row in gathered]
 
-    def _agree(self, configs: Sequence[Mapping[str, Any]], place: Mapping[str, Any]) -> None:
+    def _agree(self, configs: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> None:
         first = configs[0]
         if any(config != first for config in configs):
             names = [name for name in first if any(c[name] != first[name] for c in configs)]
@@ -212,7 +212,7 @@ class Peers:
                 f"the virtual ranks of a process do not continue from the same place: they differ "
                 f"in {names}. Load states that were saved at the same step."
             )
-        self.channel.agree({**first, **place})
+        self.channel.agree({**first, **common})
 
     def _gather(self, rows: Sequence[IntArray], where: str, width: int) -> IntArray:
         """Return rows of integers of all ranks, (ranks, width)."""

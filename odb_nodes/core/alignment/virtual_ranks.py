@@ -128,7 +128,7 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         has_step = peers.drive(
             [aligner.prepare_step() for aligner in aligners],
             lambda: aligners[0].where,
-            place={"batches of the step that are out": self._turn},
+            common={"batches of the step that are out": self._turn},
         )
         if not has_step[0]:
             raise StopIteration
@@ -165,7 +165,7 @@ def _info_of(item: Batch | DeferredBatch) -> StepInfo:
     return info
 
 
-def place_of(state: Mapping[str, Any]) -> tuple[int, int, int]:
+def progress_of(state: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return epoch, step and samples done, of a state of `VirtualRanks` over `GroupCollator`."""
     collators = [*state["sources"].values()]
     done = state["samples"] + sum(collator["samples"] for collator in collators)

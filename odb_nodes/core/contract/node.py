@@ -19,9 +19,9 @@ from odb_nodes.core.contract.state import (
     check_declaration,
     check_saved,
     copy_state,
-    kept,
     seal,
     source_fields,
+    to_snapshot,
     unseal,
 )
 from odb_nodes.core.sample import ItemKey
@@ -298,12 +298,12 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if envelope is None or type(saved) is not self.STATE:  # Checked once after a reset.
             name, config = type(self).__name__, self.fingerprint()
             check_saved(name, config, self.STATE, saved)
-            self.__envelope = envelope = seal(name, kept(config, {}), {})
+            self.__envelope = envelope = seal(name, to_snapshot(config, {}), {})
         values = vars(saved)
         for name, is_dict in self.__sources:
             if type(values[name]) is not Snapshot:  # else `snapshot` has checked it
                 check_source_state(self, name, values[name], is_dict)
-        state = kept(values, envelope)
+        state = to_snapshot(values, envelope)
         if self._epochs is not None:
             state.update(self._epochs.save())
         return state

@@ -75,7 +75,7 @@ def copy_state(state: Any) -> Any:
     return _copied(state, _PLAIN)
 
 
-def kept(values: Mapping[str, Any], envelope: Mapping[str, Any]) -> Snapshot:
+def to_snapshot(values: Mapping[str, Any], envelope: Mapping[str, Any]) -> Snapshot:
     """Return a `Snapshot` of an envelope and values, which shares only immutable data with them."""
     state = Snapshot(envelope)
     state.update(values)

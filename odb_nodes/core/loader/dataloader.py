@@ -20,7 +20,7 @@ from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.alignment.aligned_round import LossScaling
 from odb_nodes.core.alignment.exchange import group_rank
 from odb_nodes.core.alignment.peers import VirtualTeam
-from odb_nodes.core.alignment.virtual_ranks import VirtualRanks, place_of
+from odb_nodes.core.alignment.virtual_ranks import VirtualRanks, progress_of
 from odb_nodes.core.collate.protocol import Collate
 from odb_nodes.core.contract.graph import length_of, walk
 from odb_nodes.core.loader.loader import Loader
@@ -29,7 +29,7 @@ from odb_nodes.core.loader.pipeline import RankGraph, graphs_of_team, note_of_le
 from odb_nodes.core.nodes.exclusions import Exclude
 from odb_nodes.core.nodes.planned_groups import PlannedGroups
 from odb_nodes.core.nodes.read_ahead import ReadAhead
-from odb_nodes.core.nodes.window_bucketer import PoolState
+from odb_nodes.core.nodes.window_bucketer import StateMode
 from odb_nodes.core.planning import StepTime, TimeFn, TokenBudget, Uneven
 from odb_nodes.core.planning.auto_window import WindowSize, WindowStart
 from odb_nodes.core.processing import ParallelProcessor, WorkerOptions
@@ -171,7 +171,7 @@ class ODBDataLoader(Loader[Any]):
         observe: Observe | None = None,
         lengths: Lengths = LoaderOptions.lengths,
         prefetch: int = LoaderOptions.prefetch,
-        state: PoolState = LoaderOptions.state,
+        state: StateMode = LoaderOptions.state,
         workers: WorkerOptions | None = None,
         collate_in: CollateIn = LoaderOptions.collate_in,
         sampler: Iterable[int] | None = None,
@@ -289,11 +289,11 @@ class ODBDataLoader(Loader[Any]):
             parts.append(f"planned from {origin}")
         if self.options.virtual_ranks is not None:
             parts.append(counted(self.options.virtual_ranks, "virtual rank"))
-        return f"{type(self).__name__}({', '.join([*parts, self._progress()])})"
+        return f"{type(self).__name__}({', '.join([*parts, self._progress_text()])})"
 
-    def _progress(self) -> str:
+    def _progress_text(self) -> str:
         try:
-            epoch, step, samples = self._place()
+            epoch, step, samples = self._progress()
         except StateError:
             return "loaded with a state of another graph"
         total = ""
@@ -306,26 +306,26 @@ class ODBDataLoader(Loader[Any]):
     @property
     def epoch(self) -> int:
         """Number of the epoch that the most recent iterator, or a loaded state, is in."""
-        return self._place()[0]
+        return self._progress()[0]
 
     @property
     def step(self) -> int:
         """Number of batches of the epoch taken so far."""
-        return self._place()[1]
+        return self._progress()[1]
 
     @property
     def samples_done(self) -> int:
         """Number of this rank's samples in these batches; `num_samples` is the total."""
-        return self._place()[2]
+        return self._progress()[2]
 
-    def _place(self) -> tuple[int, int, int]:
+    def _progress(self) -> tuple[int, int, int]:
         """Return epoch, step and samples done."""
         if (position := self.position) is None:
             return 0, 0, 0
         root: Any = position.root
         try:
             if self.options.virtual_ranks is not None:
-                return place_of(root)
+                return progress_of(root)
             return root["epoch"], root["step"], root["samples"]
         except (KeyError, TypeError, IndexError):
             raise StateError(

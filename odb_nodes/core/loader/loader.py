@@ -191,7 +191,7 @@ class Loader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Return the iterator of a loaded state's epoch, or of the next one."""
-        with _held(self._moving):
+        with _locked(self._moving):
             status = self._status
             if not isinstance(status, _Running) or status.is_used:
                 status = self._begin()
@@ -442,7 +442,7 @@ class LoaderIterator(Iterator[T]):
     def __next__(self) -> T:
         loader, running = self._loader, self._running
         loader._check_current(running)
-        with _held(loader._moving):
+        with _locked(loader._moving):
             try:
                 item = running.take()
             except BaseException as error:
@@ -455,7 +455,7 @@ class LoaderIterator(Iterator[T]):
 
 
 @contextmanager
-def _held(lock: threading.RLock) -> Iterator[None]:
+def _locked(lock: threading.RLock) -> Iterator[None]:
     """Hold the lock of a loader; raise if another thread holds the lock."""
     if not lock.acquire(blocking=False):
         raise RuntimeError(

@@ -19,7 +19,7 @@ from odb_nodes.core.alignment.aligned_round import LossRule, LossScaling
 from odb_nodes.core.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.core.collate.protocol import Collate
 from odb_nodes.core.nodes.exclusions import Exclude, ExcludedKeys
-from odb_nodes.core.nodes.window_bucketer import PoolState
+from odb_nodes.core.nodes.window_bucketer import StateMode
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.planning.auto_window import AUTO
 from odb_nodes.core.planning.options import JobOptions, PlanOptions
@@ -46,7 +46,7 @@ class BatchOptions(PlanOptions):
     observe: Observe | None = None
     lengths: Lengths = None
     prefetch: int = 4
-    state: PoolState = "replay"
+    state: StateMode = "replay"
     workers: WorkerOptions | None = None
     collate_in: CollateIn = "auto"
     timeout_s: float = PEER_TIMEOUT_S
@@ -61,7 +61,7 @@ class BatchOptions(PlanOptions):
             check_callable(name, function)
         check_callable("observe", self.observe)
         keep_count(self, "prefetch", 0)
-        check_choice("state", self.state, get_args(PoolState))
+        check_choice("state", self.state, get_args(StateMode))
         remedy = "For 4 worker processes, pass `WorkerOptions(num_workers=4)`."
         check_type("workers", self.workers, WorkerOptions | None, remedy)
         check_choice("collate_in", self.collate_in, get_args(CollateIn))

@@ -31,7 +31,7 @@ from odb_nodes.core.loader.sample_process import SampleProcess
 from odb_nodes.core.nodes import GroupCollator, LengthObserver, WindowBucketer
 from odb_nodes.core.nodes.exclusions import ExcludedKeys
 from odb_nodes.core.nodes.planned_groups import PlannedGroups
-from odb_nodes.core.nodes.window_bucketer import PoolState
+from odb_nodes.core.nodes.window_bucketer import StateMode
 from odb_nodes.core.planning import StepTime
 from odb_nodes.core.planning.auto_window import AUTO
 from odb_nodes.core.planning.known_epochs import known_window
@@ -100,7 +100,7 @@ class RankGraph:
         )
 
 
-def _bucketer(samples: BaseNode[Any], options: LoaderOptions, state: PoolState) -> WindowBucketer:
+def _bucketer(samples: BaseNode[Any], options: LoaderOptions, state: StateMode) -> WindowBucketer:
     return WindowBucketer(
         samples,
         options.budget,

@@ -180,9 +180,9 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         part: number of a part of the group; each part draws different random numbers.
         """
         block = SampleBlock.of(group)
-        run = partial(self._collate_group, block, info)
+        make_batch = partial(self._collate_group, block, info)
         if self._seeded.draws_nothing:
-            return run()
+            return make_batch()
         if self._planned is not None:
             key = self._planned.batch_key(block)
             key = hash_ints(key, part) if part else key
@@ -190,7 +190,7 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
             step = info.step // info.batches_per_step
             place = (step, part) if part else (step,)
             key = hash_ints(self._seed, self._rank, info.epoch, *place)
-        return self._seeded.call(run, key)
+        return self._seeded.call(make_batch, key)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides batches: padding, and the seed if `collate_fn` may draw."""
@@ -233,18 +233,20 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
             key = self._planned.batch_key(group)
         else:
             key = hash_ints(self._seed, self._rank, self._epochs.shuffle_key, self.step)
-        run = partial(self._collate_group, group, info)
+        make_batch = partial(self._collate_group, group, info)
         if not self._read_ahead:
             # On a thread of torchdata, the trainer may be drawing from the global generators.
             if threading.get_ident() == self._thread:
-                return self._seeded.call(run, key)
-            return self._seeded.call_ahead(run, key)
+                return self._seeded.call(make_batch, key)
+            return self._seeded.call_ahead(make_batch, key)
         if self._is_first:  # The trainer waits for this batch.
-            return self._seeded.call(run, key, find_out=self._seeded.draws is not True)
+            return self._seeded.call(make_batch, key, find_out=self._seeded.draws is not True)
         if self._seeded.draws is not False:
             find_out = self._seeded.draws is None
-            return DeferredBatch(partial(self._seeded.call, run, key, find_out=find_out), info)
-        return self._seeded.call_ahead(run, key)
+            return DeferredBatch(
+                partial(self._seeded.call, make_batch, key, find_out=find_out), info
+            )
+        return self._seeded.call_ahead(make_batch, key)
 
     def _collate_group(self, group: SampleBlock, info: StepInfo) -> Batch:
         batch = self._collated(group, info)

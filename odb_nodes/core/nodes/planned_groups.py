@@ -415,7 +415,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
 
     def _read_ahead(self) -> None:
         samples = sum(len(group.rows) for group in self._in_flight)
-        has_room = self.runner.fit.has_room_for_group
+        has_room = self.runner.sizer.has_room_for_group
         # A few groups in each call, so that the first group does not wait until many are sent.
         for _ in range(_SENT_AT_ONCE * max(1, self.runner.options.num_workers)):
             if not has_room(len(self._in_flight), samples):

@@ -16,14 +16,14 @@ from odb_nodes.errors import WorkerError
 
 _LIMIT_S = 600.0  # limit of a thread's wait for another thread that collates
 
-Run = Callable[[], Batch]
+MakeBatch = Callable[[], Batch]
 
 
 @dataclass(frozen=True)
 class DeferredBatch:
     """A group that the training thread collates, not the read-ahead thread."""
 
-    collate: Run  # returns the batch; may be called again if it raises
+    collate: MakeBatch  # returns the batch; may be called again if it raises
     info: StepInfo
 
 
@@ -44,24 +44,24 @@ class SeededCollate:
         # The training thread may collate parts of a batch while a thread collates the next batch.
         self._lock = threading.Lock()
 
-    def call(self, run: Run, key: int, *, find_out: bool = False) -> Batch:
-        """Return the result of `run`, which calls the function, under the seed `key`.
+    def call(self, make_batch: MakeBatch, key: int, *, find_out: bool = False) -> Batch:
+        """Return the result of `make_batch`, which calls the function, under the seed `key`.
 
-        `run` is called twice if the function makes a generator in its first call, so `run` must
+        `make_batch` is called twice if the function makes a generator in its first call, so it must
         pass copies of the samples. find_out: whether to find out if the function draws.
         """
         with exclusive_rngs(_LIMIT_S):
             seed_rngs(key)
             before = digest_of_rngs() if find_out else None
-            batch = self.call_ahead(run, key, seed_rngs)
+            batch = self.call_ahead(make_batch, key, seed_rngs)
             if find_out:
                 self.draws = bool(self.draws) or digest_of_rngs() != before
         return batch
 
-    def call_ahead(self, run: Run, key: int, seed: Seed = lambda _: None) -> Batch:
-        """Return the result of `run`. The held generators are seeded, and by `seed` the others."""
+    def call_ahead(self, make_batch: MakeBatch, key: int, seed: Seed = lambda _: None) -> Batch:
+        """Return the result of `make_batch`; seed the held generators, and by `seed` the others."""
         with self._locked(), self.held.preserved():
-            return self.held.call(run, key=key, seed=seed)
+            return self.held.call(make_batch, key=key, seed=seed)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -49,8 +49,8 @@ from odb_nodes.core.sample import ItemKey, Sample, Skipped
 from odb_nodes.core.sample_block import SampleBlock
 from odb_nodes.errors import SampleError, StateError
 
-PoolState = Literal["replay", "payload"]
-"""How a state holds the pool: as records, from which samples are made again, or as samples."""
+StateMode = Literal["replay", "payload"]
+"""Whether a state holds samples as records, from which they are made again, or as payload."""
 
 _SNAPSHOTS_PER_WINDOW = 4
 
@@ -128,14 +128,14 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         source: BaseNode[Sample | Skipped],
         budget: int | TokenBudget,
         window: WindowSize = PlanOptions.window,
-        state: PoolState = "replay",
+        state: StateMode = "replay",
         exclude: Exclude = None,
         largest_first: int = PlanOptions.largest_first,
         diversity: float = PlanOptions.diversity,
         window_start: WindowStart = PlanOptions.window_start,
     ) -> None:
         super().__init__()
-        check_choice("state", state, get_args(PoolState))
+        check_choice("state", state, get_args(StateMode))
         check_node("source", source)
         once = [node for node in walk(source) if getattr(node, "yields_once", False)]
         if once and state == "replay":

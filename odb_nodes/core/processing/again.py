@@ -101,7 +101,7 @@ class ProcessedAgain(ItemsAgain, RestoredItems):
     def _send(self, rows: Sequence[int]) -> None:
         """Send rows that the caller waits for, divided among the workers."""
         share = -(-len(rows) // max(1, self._runner.options.num_workers))
-        size = max(1, min(self._runner.fit.items, share))
+        size = max(1, min(self._runner.sizer.items, share))
         rows = sorted(rows, key=self._neighbours)
         for start in range(0, len(rows), size):
             chunk_rows = rows[start : start + size]

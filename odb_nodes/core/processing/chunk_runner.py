@@ -35,7 +35,7 @@ _GROWTH = 2  # most growth from one chunk to the next, since the first items may
 _NEWEST_WEIGHT = 0.25  # weight of the last chunk in the average bytes of an item
 
 
-class ChunkFit:
+class ChunkSizer:
     """Adapts the size of chunks to the time and bytes of earlier items.
 
     Each chunk costs a message and two pickles, so chunks should not be small. A chunk that takes
@@ -124,7 +124,7 @@ class ChunkRunner:
         self._pool: WorkerPool | None = None
         self._finalizer: Callable[[], Any] | None = None
         self._interruption: Future[ChunkResult] = Future()
-        self.fit = ChunkFit(options)
+        self.sizer = ChunkSizer(options)
         self._backlog: Backlog | None = None  # while items of a restored state are unprocessed
 
     @property
@@ -174,8 +174,8 @@ class ChunkRunner:
     def backlog(self) -> Backlog | None:
         """Return the queue of chunks, kept until all are sent; `None` without workers."""
         if self.is_started and self._backlog is None:
-            fit = self.fit
-            self._backlog = Backlog(self._send, self.options.num_workers, lambda: fit.items)
+            sizer = self.sizer
+            self._backlog = Backlog(self._send, self.options.num_workers, lambda: sizer.items)
         return self._backlog
 
     @property
@@ -263,7 +263,7 @@ class ChunkRunner:
                 )
         except WorkerError as error:
             raise self._fail(f"no result for {task}: {error}") from error
-        self.fit.note(len(task.items), result.seconds, result.size_bytes)
+        self.sizer.note(len(task.items), result.seconds, result.size_bytes)
         try:
             return result.runs(), result.failure
         except Exception as error:

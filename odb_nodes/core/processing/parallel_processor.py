@@ -303,11 +303,11 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
             return True
         oldest: _ReadChunk = self._in_flight[0]
         items_ahead = self._items.position - (oldest.task.positions[-1] + 1)
-        return items_ahead < self.runner.fit.items_ahead
+        return items_ahead < self.runner.sizer.items_ahead
 
     def _read_chunk(self) -> None:
         """Read a chunk and send it to the workers. Keep an error of the source for later."""
-        first, count = self._items.position, self.runner.fit.items
+        first, count = self._items.position, self.runner.sizer.items
         items: list[Any] = []
         keys: list[Sequence[ItemKey | None]] = []
         locations: list[ItemLocation | None] = []

@@ -163,7 +163,7 @@ def _process_chunks(connection: socket.socket, processor: ChunkProcessor) -> Non
 
 def _begin(connection: socket.socket, index: int, setup: Setup) -> bool:
     """Prepare this process, and report each stage to the trainer; `False` if that fails."""
-    step = "start"
+    stage = "start"
     try:
         _die_with_parent()
         torch.set_num_threads(1)
@@ -175,10 +175,10 @@ def _begin(connection: socket.socket, index: int, setup: Setup) -> bool:
             return False
         if setup.worker_init_fn is not None:
             send(connection, [pickle.dumps(Stage.INITIALIZING)])
-            step = "`worker_init_fn`"
+            stage = "`worker_init_fn`"
             setup.worker_init_fn(index)
     except BaseException:
-        last_words = LastWords(f" Its {step} raised:\n{traceback.format_exc()}")
+        last_words = LastWords(f" Its {stage} raised:\n{traceback.format_exc()}")
         send(connection, [pickle.dumps(last_words)])
         return False
     send(connection, [pickle.dumps(Stage.READY)])

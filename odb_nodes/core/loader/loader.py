@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, T
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._compat.torchdata import replays_items, unrepeatable_sampler
 from odb_nodes._support.checks import check_bool, check_choice, check_count
 from odb_nodes._support.processes import Owner
 from odb_nodes.core.contract import NodeState, SourceState, copy_state, graph, snapshot
 from odb_nodes.core.contract.config import Loading, loading_with, several_changes
-from odb_nodes.core.contract.node import StatefulNode, check_node
+from odb_nodes.core.contract.node import StatefulNode
 from odb_nodes.core.contract.state import seal_whole, unseal_whole
-from odb_nodes.core.nodes.exclusions import ExcludedKeys
+from odb_nodes.core.loader.graph_checks import check_root, claim, iterated_elsewhere
 from odb_nodes.core.sources.source_mixer import SourceMixer
 from odb_nodes.errors import PositionError, SampleError, StateError
 
@@ -163,7 +162,7 @@ class Loader(Generic[T]):
         *,
         stop_timeout_s: float = 60.0,
     ) -> None:
-        _check_root(root)
+        check_root(root)
         self.root = root
         self._restart = restart_on_stop_iteration
         self._stop_timeout_s = stop_timeout_s
@@ -201,6 +200,10 @@ class Loader(Generic[T]):
     def position(self) -> LoaderState | None:
         """The present position; `None` before the first iterator. Shared: do not change it."""
         return self._status.position
+
+    @property
+    def _is_iterating(self) -> bool:
+        return isinstance(self._status, _Running)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the most recent iterator: plain data, which the caller owns."""
@@ -297,7 +300,7 @@ class Loader(Generic[T]):
         Raises:
             TimeoutError: a thread did not finish within `stop_timeout_s`.
         """
-        if not self._is_foreign() and _iterated_elsewhere(self.root, self) is None:
+        if not self._is_foreign() and iterated_elsewhere(self.root, self) is None:
             self._stop(continues=False)
 
     def __reduce__(self) -> NoReturn:
@@ -320,7 +323,7 @@ class Loader(Generic[T]):
             raise PositionError(
                 "the graph failed, and its position is unknown: load the last saved state."
             ) from status.error
-        _claim(self.root, self)
+        claim(self.root, self)
         position = status.position
         if position is not None:
             self._had_items = self._had_items or position.num_yielded > 0
@@ -466,56 +469,6 @@ def _locked(lock: threading.RLock) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _check_root(root: BaseNode[Any]) -> None:
-    check_node("root", root)
-    for node in graph.walk(root):
-        name = type(node).__name__
-        if getattr(node, "in_order", True) is False:
-            raise ValueError(
-                f"`in_order` of `{name}` must be True: without an order, no state can say which "
-                "items came out, and a resumed run loses and repeats some."
-            )
-        if (sampler := unrepeatable_sampler(node)) is not None:
-            raise ValueError(
-                f"`sampler` of `{name}` is a `{type(sampler).__name__}`, whose order cannot be "
-                "drawn again: a resumed run loses and repeats samples. Use `ShardedSampler`, or a "
-                "sampler that is seeded by `set_epoch`."
-            )
-        exclusions = [getattr(below, "exclude", None) for below in graph.walk(node)]
-        has_keys = any(isinstance(keys, ExcludedKeys) and keys for keys in exclusions)
-        if has_keys and replays_items(node):
-            raise ValueError(
-                f"`exclude` must be empty below a `{name}` that reads items of its source again "
-                "when it is restored, since it would then read other items. Leave "
-                "`snapshot_frequency` at 1, and `prebatch` at None."
-            )
-
-
-_owners: weakref.WeakKeyDictionary[BaseNode[Any], weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""The `Loader` that last iterated a node. Two loaders would take each other's items."""
-
-
-def _claim(root: BaseNode[Any], loader: Loader[Any]) -> None:
-    """Make `loader` the only one that iterates the nodes of a graph."""
-    if (node := _iterated_elsewhere(root, loader)) is not None:
-        raise RuntimeError(
-            f"a `{type(node).__name__}` of this `{type(loader).__name__}` is iterated by "
-            "another loader, and each would take items from the other. Make a node for each "
-            "loader, or `close()` the other loader before."
-        )
-    for node in graph.walk(root):
-        _owners[node] = weakref.ref(loader)
-
-
-def _iterated_elsewhere(root: BaseNode[Any], loader: Loader[Any]) -> BaseNode[Any] | None:
-    """Return a node of a graph that another `Loader` iterates; `None` if there is no such node."""
-    for node in graph.walk(root):
-        owner = _owners[node]() if node in _owners else None
-        if owner is not None and owner is not loader and isinstance(owner._status, _Running):
-            return node
-    return None
 
 
 def _outermost_mixers(root: BaseNode[Any]) -> list[SourceMixer]:

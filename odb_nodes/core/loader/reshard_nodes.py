@@ -189,7 +189,7 @@ def _reshard_planned(aligner: Node[AlignerState]) -> list[SourceState]:
         "earlier": [*first.earlier, earlier.to_state()],
     }
     try:
-        later = LaterSamples.of_states(*(state.later for state in planned.states))
+        later = LaterSamples.from_states(*(state.later for state in planned.states))
     except ValueError as error:
         raise StateError(
             f"the state of {planned.name} is damaged: {error} Use an earlier checkpoint."

@@ -197,7 +197,7 @@ class ExclusionCounter(LeftOutSamples):
         self.dropped = 0  # oversize samples that `oversize="drop"` left out
         self.skipped: dict[str, int] = {}  # by reason
 
-    def of_next_epoch(self, budget: TokenBudget, keys: ExcludedKeys) -> ExclusionCounter:
+    def for_next_epoch(self, budget: TokenBudget, keys: ExcludedKeys) -> ExclusionCounter:
         """Return a counter for another epoch, which does not repeat warnings."""
         counter = ExclusionCounter(budget, keys, self._named)
         counter._warned_of = self._warned_of

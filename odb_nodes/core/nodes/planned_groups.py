@@ -221,8 +221,8 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
     def begin_epoch(self) -> None:
         """Plan the epoch."""
         limits = self._plan.limits
-        self._exclusions = self._exclusions.of_next_epoch(
-            limits.of_samples(self.budget), self.excluded | self.exclude
+        self._exclusions = self._exclusions.for_next_epoch(
+            limits.sample_budget(self.budget), self.excluded | self.exclude
         )
         order = self._order()
         excluded = self._are_excluded(order)
@@ -244,8 +244,8 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
                 Limits(*state.limits),
                 rows,
                 is_alone=state.is_alone,
-                earlier=[*map(EarlierRanks.of_state, state.earlier)],
-                later=LaterSamples.of_states(state.later, samples=len(self._tokens)),
+                earlier=[*map(EarlierRanks.from_state, state.earlier)],
+                later=LaterSamples.from_states(state.later, samples=len(self._tokens)),
             )
             self._plan.go_to(state.taken, is_at_end=state.is_at_end)
         except (ValueError, TypeError) as error:
@@ -370,7 +370,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         self.restored = Restored(keys_changed=keys_changed, limits_changed=limits_changed)
         if not (keys_changed or limits_changed):
             return
-        self._exclusions.use_present(limits.of_samples(self.budget), keys)
+        self._exclusions.use_present(limits.sample_budget(self.budget), keys)
         rows = plan.remaining()
         excluded = self._are_excluded(rows)
         later = plan.later.rows

@@ -180,8 +180,8 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
     def _clear(self) -> None:
         self._items: NumberedItems[Any] = NumberedItems(self.source, self._name, self._interval)
         self._is_cut = False
-        budget = self.planner.limits.of_samples(self.budget)
-        self._exclusions = self._exclusions.of_next_epoch(budget, self.excluded | self.exclude)
+        budget = self.planner.limits.sample_budget(self.budget)
+        self._exclusions = self._exclusions.for_next_epoch(budget, self.excluded | self.exclude)
         self.store = SampleStore()
         """The samples of the pool, and of groups that a `RankAligner` has planned."""
         self._encoded: dict[int, bytes] = {}
@@ -428,7 +428,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         self.planner.lower_limits(Limits.of(self.budget))
         keys = self.excluded | self.exclude
         keys_changed = keys != self.excluded
-        self._exclusions.use_present(self.planner.limits.of_samples(self.budget), keys)
+        self._exclusions.use_present(self.planner.limits.sample_budget(self.budget), keys)
         if keys_changed:
             ordinals = self.planner.pool.ordinals()
             excluded = ordinals[self._exclusions.exclude_from(self.store.look(ordinals))]

@@ -327,14 +327,14 @@ class Limits(NamedTuple):
         """Return the tighter limit of each pair."""
         return Limits(*map(_tighter, self, other))  # type: ignore[arg-type]
 
-    def of_groups(self, budget: TokenBudget) -> TokenBudget:
+    def group_budget(self, budget: TokenBudget) -> TokenBudget:
         """Return the budget of groups; its `tokens` allow at least the smallest batch."""
         tokens = max(self.tokens, budget.smallest_cost)
         return replace(
             budget, tokens=tokens, max_samples=self.max_samples, max_patches=self.max_patches
         )
 
-    def of_samples(self, budget: TokenBudget) -> TokenBudget:
+    def sample_budget(self, budget: TokenBudget) -> TokenBudget:
         """Return the budget that decides which samples are oversize."""
         return replace(budget, tokens=self.sample_tokens, max_patches=self.sample_patches)
 

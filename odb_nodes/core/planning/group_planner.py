@@ -158,7 +158,7 @@ class GroupPlanner:
     @property
     def group_budget(self) -> TokenBudget:
         """The budget under the present limits."""
-        return self.limits.of_groups(self.budget)
+        return self.limits.group_budget(self.budget)
 
     def lower_limits(self, limits: Limits) -> None:
         """Form groups under lower limits from now on."""

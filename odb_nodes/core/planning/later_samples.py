@@ -86,11 +86,11 @@ class LaterSamples:
         return LaterSamples(self._table[:, are_in])
 
     def to_state(self) -> bytes | None:
-        """Return the samples as bytes, for `of_states`."""
+        """Return the samples as bytes, for `from_states`."""
         return self._table.astype("<i8").tobytes() or None
 
     @classmethod
-    def of_states(cls, *states: bytes | None, samples: int | None = None) -> LaterSamples:
+    def from_states(cls, *states: bytes | None, samples: int | None = None) -> LaterSamples:
         """Return the samples of states; raise a `ValueError` if a state is damaged.
 
         samples: number of samples of the dataset.

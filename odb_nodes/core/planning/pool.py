@@ -75,7 +75,7 @@ class RollingPool:
 
     def limit(self, limits: Limits) -> None:
         """Form groups under other limits from now on."""
-        self._group_budget = limits.of_groups(self._budget)
+        self._group_budget = limits.group_budget(self._budget)
         self._grouping = grouping_of(self._group_budget, self._diversity, self._step_time)
         self._tail = None
 

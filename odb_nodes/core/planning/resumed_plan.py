@@ -46,7 +46,7 @@ class EarlierRanks(NamedTuple):
         return [(*rank,) for rank in self.ranks], (*self.limits,), self.waiting
 
     @classmethod
-    def of_state(cls, state: EarlierState) -> EarlierRanks:
+    def from_state(cls, state: EarlierState) -> EarlierRanks:
         """Return the ranks of a state."""
         ranks, limits, waiting = state
         return cls([RankProgress(*rank) for rank in ranks], Limits(*limits), waiting)
@@ -70,7 +70,7 @@ class KnownEpoch:
         """Plan samples of the epoch, in this order; `is_whole`: whether these are all samples."""
         job = replace(
             self.job,
-            budget=limits.of_groups(self.job.budget),
+            budget=limits.group_budget(self.job.budget),
             world_size=ranks,
             largest_first=self.job.largest_first if is_whole else 0,
         )
@@ -175,7 +175,7 @@ class ResumedPlan:
     @property
     def group_budget(self) -> TokenBudget:
         """The budget of the groups."""
-        return self.limits.of_groups(self._given_epoch.job.budget)
+        return self.limits.group_budget(self._given_epoch.job.budget)
 
     def group(self, number: int) -> IntArray:
         """Return the samples of a planned group, (n,); the last step may have none of this rank."""

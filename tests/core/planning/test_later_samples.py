@@ -37,7 +37,7 @@ def test_groups_are_the_same_from_each_state(tokens, budget, taken):
         assert len(group) <= (budget.max_patches or len(group))
     for group in groups[:taken]:
         later.remove(np.array(group))
-    again = LaterSamples.of_states(later.to_state(), samples=200)
+    again = LaterSamples.from_states(later.to_state(), samples=200)
     assert groups_of(again, budget) == groups[taken:]
 
 
@@ -53,7 +53,7 @@ def test_samples_that_are_added_to_groups_have_all_grouped_anew():
 
 def test_later_samples_join_states_and_split_into_parts():
     states = [later_of([5, 6]).to_state(), None, later_of([7]).to_state()]
-    later = LaterSamples.of_states(*states)
+    later = LaterSamples.from_states(*states)
     assert later.tokens.tolist() == [5, 6, 7] and later.tokens_of(101) == 6
     part = later.part(np.array([True, False, True]))
     assert len(part) == 2 and part.tokens.tolist() == [5, 7]
@@ -65,6 +65,6 @@ def test_a_state_of_other_data_is_refused(rows):
     later = LaterSamples()
     later.add(np.array(rows), np.array([5]), np.array([0]))
     with pytest.raises(ValueError, match="a sample that does not exist"):
-        LaterSamples.of_states(later.to_state(), samples=200)
+        LaterSamples.from_states(later.to_state(), samples=200)
     with pytest.raises(ValueError, match="reshape"):
-        LaterSamples.of_states(bytes(8))
+        LaterSamples.from_states(bytes(8))

@@ -67,7 +67,7 @@ def test_each_sample_comes_once_over_any_numbers_of_ranks(ranks, taken, lowers, 
         state = EarlierRanks(
             [*map(progress_of, plans)], plans[0].limits, waiting_of([*waiting], [9] * len(waiting))
         ).to_state()
-        earlier = [*earlier, EarlierRanks.of_state(state)]
+        earlier = [*earlier, EarlierRanks.from_state(state)]
     assert remaining(plans_of(2, earlier=earlier)) == sorted({*range(SIZE)} - done)
 
 
@@ -89,7 +89,7 @@ def test_waiting_samples_are_planned_by_their_observed_lengths():
         plan.lowered(99).limits,
         np.array([3, 4]),
         is_alone=True,
-        earlier=[*map(EarlierRanks.of_state, plan.lowered(99).to_state()["earlier"])],
+        earlier=[*map(EarlierRanks.from_state, plan.lowered(99).to_state()["earlier"])],
     )
     assert len(again) == 2 and again.group_budget.tokens == 99
 

@@ -35,9 +35,7 @@ _MOST_LEFT = 0.9  # samples by age leave at most this
 # Multiples of the extra of light samples that would fill the rest of a row:
 _LEAST_LIGHT = 0.6  # samples by age leave at least this of the target
 _MOST_LIGHT = 1.5  # samples by age may always leave this
-_NEARLY_LIGHT = (
-    0.3  # share of a heavy sample's extra: light samples meet a target so near to theirs
-)
+_NEARLY_LIGHT = 0.3  # share of a heavy sample's extra that light samples may miss of a target
 # Weights of a missed target when a heavy sample is chosen; the weight of too little extra is 1:
 _TOO_HEAVY = 20
 _TOO_STEEP = 3

@@ -78,7 +78,7 @@ def rows_of_all(
 
     costs: cost of each sample, at most the room of a row, (n,); extra: its time beside its tokens.
     """
-    for times in (costs + extra, extra):  # Nearly full rows may not be level in tokens, too.
+    for times in (costs + extra, extra):  # Nearly full rows may be level only in extra.
         dealt, unplaced = _dealt(costs, extra, packing, most, times)
         if not unplaced:
             return dealt

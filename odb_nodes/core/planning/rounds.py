@@ -67,9 +67,7 @@ class CostReport:
     table: IntArray
     groups: int  # number of rows that are groups; the other rows are splits
     ended: bool  # whether the rank has no more groups after these
-    has_filler: bool = (
-        True  # whether the rank has, or has had, a sample that it can fill steps with
-    )
+    has_filler: bool = True  # whether the rank has, or has had, a sample to fill steps with
     max_tokens: int = 0  # lower `tokens` that the rank requests from the next round on; 0: none
     # number of the rank's samples after these groups, if it is known; -1 if other ranks cannot make
     # these samples. See `planning.levelling`.

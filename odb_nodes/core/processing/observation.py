@@ -122,9 +122,9 @@ def with_item_key(result: Any, item: ItemKey | None) -> Any:
     if type(result) is Sample:
         check_fits(result)
     if isinstance(result, Sample):
-        data, tokens, targets, patches, source, counted, key, old_item, digest, task, _, padding = (
-            result  # Unpacked at once, since attributes take longer.
-        )
+        # Unpacked at once, because attributes take longer.
+        data, tokens, targets, patches, source, counted, key, old_item, digest, task, *last = result
+        _, padding = last
         return Sample(
             data,
             tokens,

@@ -123,8 +123,9 @@ def with_item_key(result: Any, item: ItemKey | None) -> Any:
         check_fits(result)
     if isinstance(result, Sample):
         # Unpacked at once, because attributes take longer.
-        data, tokens, targets, patches, source, counted, key, old_item, digest, task, *last = result
-        _, padding = last
+        data, tokens, targets, patches, source, counted, key, old_item, digest, task, _, padding = (
+            result
+        )
         return Sample(
             data,
             tokens,

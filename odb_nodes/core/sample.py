@@ -195,7 +195,7 @@ class Skipped:
 
 
 class Observation(NamedTuple):
-    """The result of an `observe` function. `None` in a field is its default.
+    """The result of an `observe` function. A field that is `None` has its default.
 
     Attributes:
         tokens: length in tokens.

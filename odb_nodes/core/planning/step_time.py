@@ -25,7 +25,7 @@ IMAGE_PATCHES = 1_024  # patches of 14 x 14 pixels in an image of 448 x 448
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """The time of a step with a group, in any unit: of tokens, attention and image patches.
+    """The time that a step with a group takes, in any unit: of tokens, attention and image patches.
 
     A `TokenBudget` bounds the memory of a batch. But ranks wait for each other by time, in which
     attention grows with the square of a length:

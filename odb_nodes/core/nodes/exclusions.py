@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import MAX_KEY, check_count, describe
 from odb_nodes._support.user_warning import warn_user
-from odb_nodes.core.contract.state import integers_of
+from odb_nodes.core.contract.state import NodeState, integers_of
 from odb_nodes.core.nodes.sample_store import SampleStore
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.sample import LeftOut, Sample, Skipped, name_of
@@ -178,6 +179,19 @@ class LeftOutSamples:
         store.drop(ordinals)
 
 
+@dataclass(kw_only=True)
+class ExclusionState(NodeState):
+    """The state of an `ExclusionCounter`, within the state of a node: counts of the epoch."""
+
+    excluded: ExcludedState
+    excluded_samples: int  # samples excluded by their keys
+    dropped_samples: int  # samples left out by `oversize="drop"`
+    oversize_samples: int  # samples that exceeded the budget on their own
+    skipped_samples: dict[str, int]  # samples that processing skipped, by reason
+    # key, source and reason of each sample left out since the last group
+    left_out: list[tuple[int | None, str, str]]
+
+
 class ExclusionCounter(LeftOutSamples):
     """Counts the samples of an epoch that are excluded, skipped, or oversize: above the budget.
 
@@ -215,7 +229,7 @@ class ExclusionCounter(LeftOutSamples):
         self.budget = budget
         self.keys = keys
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: ExclusionState) -> None:
         """Continue from a state."""
         self.keys = ExcludedKeys.from_state(state.excluded)
         self.excluded = state.excluded_samples
@@ -225,7 +239,7 @@ class ExclusionCounter(LeftOutSamples):
         self.left_out = [LeftOut(*fields) for fields in state.left_out]
 
     def to_state(self) -> dict[str, Any]:
-        """Return the fields of a state that `restore` needs."""
+        """Return the fields of an `ExclusionState`."""
         return {
             "excluded": self.keys.to_state(),
             "excluded_samples": self.excluded,

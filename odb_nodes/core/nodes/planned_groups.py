@@ -20,8 +20,8 @@ from odb_nodes.core.nodes.exclusions import (
     CountsExclusions,
     Exclude,
     ExcludedKeys,
-    ExcludedState,
     ExclusionCounter,
+    ExclusionState,
 )
 from odb_nodes.core.nodes.lazy_samples import Restored
 from odb_nodes.core.nodes.whole_batch import GroupMaker, MadeGroup, WholeBatch, batch_key
@@ -71,7 +71,7 @@ _SENT_AT_ONCE = 2
 
 
 @dataclass(kw_only=True)
-class PlannedState(EpochState):
+class PlannedState(EpochState, ExclusionState):
     """The state of a `PlannedGroups`."""
 
     taken: int = 0  # groups of the plan that were yielded
@@ -83,12 +83,6 @@ class PlannedState(EpochState):
     later: bytes | None = None  # `LaterSamples`
     seen: int = 0  # samples that were processed
     moved: int = 0  # processed samples that did not fit into the group planned for them
-    excluded: ExcludedState
-    excluded_samples: int
-    dropped_samples: int
-    oversize_samples: int
-    skipped_samples: dict[str, int]
-    left_out: list[tuple[int | None, str, str]]
 
 
 class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):

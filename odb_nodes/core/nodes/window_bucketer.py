@@ -14,7 +14,7 @@ from torchdata.nodes import BaseNode
 from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_choice, check_count
 from odb_nodes._support.progress import SlowProgress
-from odb_nodes.core.contract import NodeState, SourceState, StatefulNode, copy_state
+from odb_nodes.core.contract import SourceState, StatefulNode, copy_state
 from odb_nodes.core.contract.again import ItemsAgain, make_again
 from odb_nodes.core.contract.config import loading
 from odb_nodes.core.contract.graph import known_length_of, walk
@@ -25,8 +25,8 @@ from odb_nodes.core.nodes.exclusions import (
     CountsExclusions,
     Exclude,
     ExcludedKeys,
-    ExcludedState,
     ExclusionCounter,
+    ExclusionState,
 )
 from odb_nodes.core.nodes.lazy_samples import Restored, samples_again
 from odb_nodes.core.nodes.sample_records import decode_sample, from_records
@@ -56,7 +56,7 @@ _SNAPSHOTS_PER_WINDOW = 4
 
 
 @dataclass(kw_only=True)
-class BucketerState(NodeState):
+class BucketerState(ExclusionState):
     """The state of a `WindowBucketer`."""
 
     source: SourceState  # before the oldest sample that is read again, or else the present state
@@ -69,13 +69,6 @@ class BucketerState(NodeState):
     has_own_limits: bool  # whether `limits` differ from the limits of the budget
     held: StoreContent  # the samples of the pool, and of groups that a `RankAligner` has planned
     numbered: bool  # whether `held` samples are made again by number instead of by key
-    excluded: ExcludedState
-    excluded_samples: int  # samples of the epoch excluded by their keys
-    dropped_samples: int  # samples of the epoch left out by `oversize="drop"`
-    oversize_samples: int  # samples of the epoch that exceeded the budget on their own
-    skipped_samples: dict[str, int]  # samples of the epoch that processing skipped, by reason
-    # key, source and reason of each sample left out since the last group
-    left_out: list[tuple[int | None, str, str]]
     caps: bytes | None  # caps of the next groups, ascending
     largest_groups: int  # groups of `largest_first` formed in the epoch
     window: WindowState | None  # `None` if the window is a number of samples

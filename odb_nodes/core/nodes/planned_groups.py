@@ -228,15 +228,15 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         self._exclusions.restore(state)
         try:
             if state.is_alone:
-                rows = np.frombuffer(state.rows or b"", "<i8").astype(np.int64)
+                numbers = np.frombuffer(state.rows or b"", "<i8").astype(np.int64)
             else:
                 order = self._order()
-                rows = order[~self._are_excluded(order)]
+                numbers = order[~self._are_excluded(order)]
             self._plan = ResumedPlan(
                 self._epoch(),
                 self._rank,
                 Limits(*state.limits),
-                rows,
+                numbers,
                 is_alone=state.is_alone,
                 earlier=[*map(EarlierRanks.from_state, state.earlier)],
                 later=LaterSamples.from_states(state.later, samples=len(self._tokens)),
@@ -348,11 +348,11 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
             return permutation(np.arange(count))
         return epoch_order(count, seed, epoch, shuffle=self._shuffle)
 
-    def _are_excluded(self, rows: IntArray) -> npt.NDArray[np.bool_]:
+    def _are_excluded(self, numbers: IntArray) -> npt.NDArray[np.bool_]:
         """Return which samples are excluded by number; none if `process_fn` sets the keys, (n,)."""
         if self._gives_keys:
-            return np.zeros(len(rows), np.bool_)
-        return np.isin(rows, np.array(self.excluded.of_source(""), np.int64))
+            return np.zeros(len(numbers), np.bool_)
+        return np.isin(numbers, np.array(self.excluded.of_source(""), np.int64))
 
     def _use_present_options(self) -> None:
         """Apply keys in `exclude` and lower limits of the budget that are new since the state."""
@@ -365,13 +365,13 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         if not (keys_changed or limits_changed):
             return
         self._exclusions.use_present(limits.sample_budget(self.budget), keys)
-        rows = plan.remaining()
-        excluded = self._are_excluded(rows)
-        later = plan.later.rows
+        numbers = plan.remaining()
+        excluded = self._are_excluded(numbers)
+        later = plan.later.numbers
         later_excluded = later[self._are_excluded(later)]
-        self._exclusions.exclude_keys(rows[excluded].tolist() + later_excluded.tolist())
+        self._exclusions.exclude_keys(numbers[excluded].tolist() + later_excluded.tolist())
         plan.later.remove(later_excluded)
-        self._plan = plan.alone(rows[~excluded], limits)
+        self._plan = plan.alone(numbers[~excluded], limits)
 
     # --- methods for a `RankAligner` ------------------------------------------------------------
 
@@ -384,8 +384,8 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
     def end_early(self) -> None:
         """End the epoch because another rank has ended; leave out the remaining samples."""
         self._leave_in_flight()
-        rows = self._plan.end()
-        self._exclusions.left_out += [LeftOut(row, "", "unemitted") for row in rows]
+        numbers = self._plan.end()
+        self._exclusions.left_out += [LeftOut(number, "", "unemitted") for number in numbers]
 
     def put_back(self, samples: SampleBlock) -> None:
         """Yield samples of earlier groups again, later, unless they are excluded."""
@@ -395,8 +395,8 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         self._put_off(samples.take(np.flatnonzero(~are_excluded)), were_in_group=True)
 
     def _put_off(self, samples: SampleBlock, *, were_in_group: bool = False) -> None:
-        rows = samples.facts[ITEM]
-        self._plan.later.add(rows, samples.tokens, samples.patches, were_in_group=were_in_group)
+        numbers = samples.facts[ITEM]
+        self._plan.later.add(numbers, samples.tokens, samples.patches, were_in_group=were_in_group)
 
     # --- groups in flight -----------------------------------------------------------------------
 
@@ -408,7 +408,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         self._plan.later.group_anew()
 
     def _read_ahead(self) -> None:
-        samples = sum(len(group.rows) for group in self._in_flight)
+        samples = sum(len(group.numbers) for group in self._in_flight)
         has_room = self.runner.sizer.has_room_for_group
         # A few groups in each call, so that the first group does not wait until many are sent.
         for _ in range(_SENT_AT_ONCE * max(1, self.runner.options.num_workers)):
@@ -418,27 +418,27 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
             planned = self._plan.next_group(last_step)
             if planned is None:
                 break
-            step, rows = planned
-            task = self._task(rows)
-            self._in_flight.append(_InFlight(step, rows, task, self.runner.submit(task)))
-            samples += len(rows)
+            step, numbers = planned
+            task = self._task(numbers)
+            self._in_flight.append(_InFlight(step, numbers, task, self.runner.submit(task)))
+            samples += len(numbers)
 
-    def _task(self, rows: IntArray) -> ChunkTask:
-        repeats = np.full_like(rows, self._epochs.cycle)
-        keys = ItemKeys(rows, repeats, np.zeros_like(rows), [("", self._world_size)])
-        numbers = rows.tolist()
+    def _task(self, numbers: IntArray) -> ChunkTask:
+        repeats = np.full_like(numbers, self._epochs.cycle)
+        keys = ItemKeys(numbers, repeats, np.zeros_like(numbers), [("", self._world_size)])
+        items = numbers.tolist()
         return ChunkTask(
-            numbers,
+            items,
             keys,
             self._epochs.epoch,
             self._epochs.cycle,
-            numbers,
+            items,
             group_arguments=(self._batches_key(), self._plan.group_budget),
         )
 
     def _take_group(self) -> SampleBlock:
         """Return the next group, without samples that come later or are left out."""
-        step, rows, task, future = self._in_flight[0]
+        step, numbers, task, future = self._in_flight[0]
         made_group = self._result(task, future)
         later = made_group.later
         lengths = self._lengths
@@ -448,7 +448,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         else:
             fitting = made_group.group.facts[ITEM], made_group.group.tokens
             moved = later.facts[ITEM], later.tokens
-            lengths = lengths.with_group(self._tokens, len(rows), fitting, moved)
+            lengths = lengths.with_group(self._tokens, len(numbers), fitting, moved)
         exclusions, group = self._admitted(made_group)
         # Only now, so that no state loses a group that raises, or counts it twice.
         self._exclusions = exclusions
@@ -456,7 +456,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         self._in_flight.popleft()
         if made_group.failure and len(group):
             self._failures[int(group.facts[ITEM, 0])] = made_group.failure
-        self._plan.emit(step, rows)
+        self._plan.emit(step, numbers)
         self._put_off(later)
         return group
 
@@ -474,10 +474,10 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
     def _check_alike(self, longer: SampleBlock) -> None:
         """Raise if later samples do not fit into the group formed by their observed lengths."""
         if len(longer):
-            row = int(longer.facts[ITEM, 0])
-            tokens = self._plan.later.tokens_of(row)
+            number = int(longer.facts[ITEM, 0])
+            tokens = self._plan.later.tokens_of(number)
             raise SampleError(
-                f"sample {row} had {tokens} tokens when it was first processed "
+                f"sample {number} had {tokens} tokens when it was first processed "
                 f"in this epoch, but has {longer.lengths[0]} now, or other samples of its group "
                 "differ: processing is not deterministic. Let processing draw only from the global "
                 "generators, which are seeded, or leave `lengths` out."
@@ -498,17 +498,17 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         exclusions = exclusions.copy()
         for skipped in made_group.skipped:
             exclusions.admit(skipped, -1 if skipped.key is None else skipped.key)
-        rows = group.facts[ITEM]
-        are_counted = self._plan.were_in_group(rows).tolist()
-        samples = zip(group.without_data(), rows.tolist(), are_counted, strict=True)
+        numbers = group.facts[ITEM]
+        are_counted = self._plan.were_in_group(numbers).tolist()
+        samples = zip(group.without_data(), numbers.tolist(), are_counted, strict=True)
         admitted = [
             index
-            for index, (sample, row, is_counted) in enumerate(samples)
-            if exclusions.admit(sample, row, is_counted=is_counted)
+            for index, (sample, number, is_counted) in enumerate(samples)
+            if exclusions.admit(sample, number, is_counted=is_counted)
         ]
         if exclusions.budget.oversize == "error":  # now, and not at the end of the epoch
-            for sample, row in zip(later, later.facts[ITEM].tolist(), strict=True):
-                exclusions.copy().admit(sample, row)
+            for sample, number in zip(later, later.facts[ITEM].tolist(), strict=True):
+                exclusions.copy().admit(sample, number)
         return exclusions, group if len(admitted) == len(group) else group.take(admitted)
 
     def _check_keys(self, samples: SampleBlock) -> None:
@@ -540,6 +540,6 @@ class _InFlight(NamedTuple):
     """A group that a worker makes."""
 
     step: int  # number of the step in the plan; for later samples, the number of its steps
-    rows: IntArray
+    numbers: IntArray
     task: ChunkTask
     future: Future[ChunkResult]

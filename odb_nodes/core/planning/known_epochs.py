@@ -56,17 +56,17 @@ class KnownJob:
             SampleError: a sample is too long under `oversize="error"`.
         """
         left_out = samples.are_left_out(self.budget)
-        rows = order[~left_out[order]] if left_out.any() else order
-        return self.plan_all(rows, samples.tokens, epoch)
+        numbers = order[~left_out[order]] if left_out.any() else order
+        return self.plan_all(numbers, samples.tokens, epoch)
 
-    def plan_all(self, rows: IntArray, tokens: IntArray, epoch: int) -> EpochPlan:
+    def plan_all(self, numbers: IntArray, tokens: IntArray, epoch: int) -> EpochPlan:
         """Plan samples in this order, including samples that are too long.
 
         tokens: length of each sample of the dataset, (n,).
         """
         return plan_known(
-            rows,
-            tokens[rows],
+            numbers,
+            tokens[numbers],
             self.budget,
             world_size=self.world_size,
             window=self.window,

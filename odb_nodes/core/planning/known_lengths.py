@@ -51,7 +51,7 @@ class EpochPlan:
 
     def __init__(self, groups: Sequence[IntArray], world_size: int) -> None:
         sizes = np.fromiter(map(len, groups), np.int64, len(groups))
-        self._rows = np.concatenate([*groups, NO_ROWS]).astype(np.int64, copy=False)
+        self._numbers = np.concatenate([*groups, NO_ROWS]).astype(np.int64, copy=False)
         self._stops = np.append(0, np.cumsum(sizes))
         self._world_size = world_size
 
@@ -64,16 +64,16 @@ class EpochPlan:
         index = step * self._world_size + rank
         if index + 1 >= len(self._stops):
             return NO_ROWS
-        return self._rows[self._stops[index] : self._stops[index + 1]]
+        return self._numbers[self._stops[index] : self._stops[index + 1]]
 
-    def rows_from(self, step: int, rank: int) -> IntArray:
+    def numbers_from(self, step: int, rank: int) -> IntArray:
         """Return all samples of a rank from a step on, (n,)."""
         groups = [self.group(further, rank) for further in range(step, len(self))]
         return np.concatenate([*groups, NO_ROWS])
 
 
 def plan_known(
-    rows: IntArray,
+    numbers: IntArray,
     tokens: IntArray,
     budget: TokenBudget,
     *,
@@ -87,18 +87,18 @@ def plan_known(
     """Plan the samples of an epoch: each is in one group, within the budget unless oversize.
 
     Args as for `plan_epoch`, and:
-        rows, tokens: numbers and lengths of the samples, in the order of the epoch, (n,) each.
+        numbers, tokens: numbers and lengths of the samples, in the order of the epoch, (n,) each.
         window: `None` for all samples, up to `SAMPLES_TOGETHER` over all ranks; a longer epoch has
             windows of equal size. In packed rows that are levelled in time, some samples wait for
             the next window.
         key: seed of the order of the steps.
         step_time: `None` matches groups roughly by their costs, so that lengths are mixed.
     """
-    if window is None and len(rows) > SAMPLES_TOGETHER:
-        windows = -(-len(rows) // SAMPLES_TOGETHER)
-        window = -(-len(rows) // (windows * world_size))
+    if window is None and len(numbers) > SAMPLES_TOGETHER:
+        windows = -(-len(numbers) // SAMPLES_TOGETHER)
+        window = -(-len(numbers) // (windows * world_size))
     aim = aim_of(step_time) if world_size > 1 else None
-    if budget.layout == "packed" and aim is not None and len(rows):
+    if budget.layout == "packed" and aim is not None and len(numbers):
         extra = aim.extra(tokens, np.zeros_like(tokens))
         parts = level_rows(tokens, extra, Packing(budget), world_size, window)
     else:
@@ -114,7 +114,7 @@ def plan_known(
             step_time,
             steps_before=len(planned) // world_size,
         )
-        planned += [rows[np.sort(group)] for group in order.apply(groups, tokens)]
+        planned += [numbers[np.sort(group)] for group in order.apply(groups, tokens)]
     return EpochPlan(planned, world_size)
 
 
@@ -241,9 +241,9 @@ def _levelled(
         return groups
     kept = max(0, len(groups) - _LEVELLED_STEPS * world_size)
     wanted = round_up(len(groups), world_size) - kept
-    rows = np.concatenate(groups[kept:])
-    facts = Facts(ordinal=rows, tokens=tokens[rows], targets=0, patches=0)
-    cut = [rows[group] for group in LevelCut(facts, budget).groups(wanted)]
+    numbers = np.concatenate(groups[kept:])
+    facts = Facts(ordinal=numbers, tokens=tokens[numbers], targets=0, patches=0)
+    cut = [numbers[group] for group in LevelCut(facts, budget).groups(wanted)]
     while len(cut) < wanted:
         largest = max(range(len(cut)), key=lambda index: len(cut[index]))
         if len(cut[largest]) < 2:

@@ -11,7 +11,7 @@ from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.planning.budget import TokenBudget
 from odb_nodes.core.planning.pool import grouping_of
 
-_ROWS, _TOKENS, _PATCHES, _WERE_IN_GROUP = range(4)
+_NUMBERS, _TOKENS, _PATCHES, _WERE_IN_GROUP = range(4)
 
 
 class LaterSamples:
@@ -32,10 +32,10 @@ class LaterSamples:
         return len(self._table[0])
 
     @property
-    def rows(self) -> IntArray:
+    def numbers(self) -> IntArray:
         """Numbers of the samples, (n,)."""
-        rows: IntArray = self._table[_ROWS]
-        return rows
+        numbers: IntArray = self._table[_NUMBERS]
+        return numbers
 
     @property
     def tokens(self) -> IntArray:
@@ -49,32 +49,32 @@ class LaterSamples:
         return self._groups is not None
 
     def add(
-        self, rows: IntArray, tokens: IntArray, patches: IntArray, *, were_in_group: bool = False
+        self, numbers: IntArray, tokens: IntArray, patches: IntArray, *, were_in_group: bool = False
     ) -> None:
         """Add samples, (n,) each."""
-        if len(rows):
-            new = np.stack((rows, tokens, patches, np.full_like(rows, were_in_group)))
+        if len(numbers):
+            new = np.stack((numbers, tokens, patches, np.full_like(numbers, were_in_group)))
             self._table = np.concatenate((self._table, new), axis=1)
 
-    def remove(self, rows: IntArray) -> None:
+    def remove(self, numbers: IntArray) -> None:
         """Remove samples."""
-        self._table = self._table[:, ~np.isin(self.rows, rows)]
+        self._table = self._table[:, ~np.isin(self.numbers, numbers)]
 
-    def tokens_of(self, row: int) -> int:
+    def tokens_of(self, number: int) -> int:
         """Return the observed length of a sample."""
-        return int(self.tokens[self.rows == row][0])
+        return int(self.tokens[self.numbers == number][0])
 
-    def were_in_group(self, rows: IntArray) -> npt.NDArray[np.bool_]:
+    def were_in_group(self, numbers: IntArray) -> npt.NDArray[np.bool_]:
         """Return which samples were in a group before, (n,)."""
-        return np.isin(rows, self.rows[self._table[_WERE_IN_GROUP] == 1])
+        return np.isin(numbers, self.numbers[self._table[_WERE_IN_GROUP] == 1])
 
     def next_group(self, budget: TokenBudget) -> IntArray | None:
         """Return the samples of the next group, (n,); `None` if there is none."""
         if self._groups is None:
             table = np.stack((self.tokens, np.arange(len(self)), self._table[_PATCHES]))
-            table = table.take(np.lexsort((self.rows, self.tokens)), axis=1)
+            table = table.take(np.lexsort((self.numbers, self.tokens)), axis=1)
             groups = grouping_of(budget).partition(table) if len(self) else []
-            self._groups = deque(self.rows[np.sort(group)] for group in groups)
+            self._groups = deque(self.numbers[np.sort(group)] for group in groups)
         return self._groups.popleft() if self._groups else None
 
     def group_anew(self) -> None:
@@ -97,12 +97,12 @@ class LaterSamples:
         """
         tables = [np.frombuffer(state or b"", "<i8").reshape(4, -1) for state in states]
         later = cls(np.concatenate(tables, axis=1).astype(np.int64))
-        check_rows(later.rows, samples)
+        check_numbers(later.numbers, samples)
         return later
 
 
-def check_rows(rows: IntArray, samples: int | None) -> IntArray:
-    """Return `rows`; raise a `ValueError` unless a dataset of `samples` samples has them."""
-    if len(rows) and (rows.min() < 0 or (samples is not None and rows.max() >= samples)):
+def check_numbers(numbers: IntArray, samples: int | None) -> IntArray:
+    """Return `numbers`; raise a `ValueError` unless a dataset of `samples` samples has them."""
+    if len(numbers) and (numbers.min() < 0 or (samples is not None and numbers.max() >= samples)):
         raise ValueError("it names a sample that does not exist.")
-    return rows
+    return numbers

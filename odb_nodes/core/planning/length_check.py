@@ -38,22 +38,22 @@ class LengthCheck:
         Raises:
             SampleError: too many samples did not fit.
         """
-        rows, tokens = fitting
+        numbers, tokens = fitting
         after = replace(
             self,
             seen=self.seen + seen,
             moved=self.moved + len(moved[0]),
-            compared=self.compared + len(rows),
+            compared=self.compared + len(numbers),
             observed_tokens=self.observed_tokens + int(tokens.sum()),
-            given_tokens=self.given_tokens + int(lengths[rows].sum()),
+            given_tokens=self.given_tokens + int(lengths[numbers].sum()),
         )
         if len(moved[0]) and after.seen >= _LEAST_SEEN and after.moved > _MOST_MOVED * after.seen:
-            row, length = int(moved[0][0]), int(moved[1][0])
+            number, length = int(moved[0][0]), int(moved[1][0])
             raise SampleError(
                 f"`lengths` must be the lengths of processed samples, but of the first "
                 f"{after.seen} samples of the epoch, {after.moved} did not fit into their planned "
-                f"batch, such as sample {row}, which has {length} tokens in place of "
-                f"{lengths[row]}. Save lengths anew with `odb-nodes profile --save-lengths`, or "
+                f"batch, such as sample {number}, which has {length} tokens in place of "
+                f"{lengths[number]}. Save lengths anew with `odb-nodes profile --save-lengths`, or "
                 "leave `lengths` out."
             )
         if after.compared >= _LEAST_SEEN and 2 * after.observed_tokens < after.given_tokens:

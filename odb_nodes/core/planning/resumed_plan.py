@@ -15,7 +15,7 @@ from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.planning.budget import Limits, TokenBudget
 from odb_nodes.core.planning.known_epochs import KnownJob
 from odb_nodes.core.planning.known_lengths import EpochPlan
-from odb_nodes.core.planning.later_samples import LaterSamples, check_rows
+from odb_nodes.core.planning.later_samples import LaterSamples, check_numbers
 from odb_nodes.core.planning.table import NO_ROWS
 
 _plans = WeakValueDictionary[Any, EpochPlan]()
@@ -30,7 +30,7 @@ class RankProgress(NamedTuple):
     """How far a rank has come in an epoch."""
 
     is_alone: bool  # whether its plan has only samples of this rank
-    rows: bytes | None  # if so, the numbers of these samples, 8 bytes each
+    numbers: bytes | None  # if so, the numbers of these samples, 8 bytes each
     taken: int  # emitted groups of its plan
 
 
@@ -56,16 +56,16 @@ class EarlierRanks(NamedTuple):
 class KnownEpoch:
     """An epoch of samples whose lengths are known.
 
-    job: the job on the present number of ranks; number: decides the order of the steps, with the
-    seed; tokens: length of each sample of the dataset, (n,).
+    job: the job on the present number of ranks; shuffle_key: decides, with the seed, the order of
+    the steps; tokens: length of each sample of the dataset, (n,).
     """
 
     job: KnownJob
-    number: int
+    shuffle_key: int
     tokens: IntArray
 
     def plan(
-        self, rows: IntArray, limits: Limits, ranks: int, *, is_whole: bool = False
+        self, numbers: IntArray, limits: Limits, ranks: int, *, is_whole: bool = False
     ) -> EpochPlan:
         """Plan samples of the epoch, in this order; `is_whole`: whether these are all samples."""
         job = replace(
@@ -74,20 +74,20 @@ class KnownEpoch:
             world_size=ranks,
             largest_first=self.job.largest_first if is_whole else 0,
         )
-        content = hashlib.sha256(np.ascontiguousarray(rows).data)
-        content.update(self.tokens[rows].data)
-        key = content.digest(), job, self.number
+        content = hashlib.sha256(np.ascontiguousarray(numbers).data)
+        content.update(self.tokens[numbers].data)
+        key = content.digest(), job, self.shuffle_key
         if (plan := _plans.get(key)) is None:
-            _plans[key] = plan = job.plan_all(rows, self.tokens, self.number)
+            _plans[key] = plan = job.plan_all(numbers, self.tokens, self.shuffle_key)
         return plan
 
     def with_lengths_of(self, earlier: EarlierRanks) -> KnownEpoch:
         """Return the epoch with the lengths that earlier ranks observed."""
-        rows, observed = self.waiting_of(earlier)
-        if not len(rows):
+        numbers, observed = self.waiting_of(earlier)
+        if not len(numbers):
             return self
         tokens = self.tokens.copy()
-        tokens[rows] = observed
+        tokens[numbers] = observed
         return replace(self, tokens=tokens)
 
     def waiting_of(self, earlier: EarlierRanks) -> IntArray:
@@ -96,25 +96,25 @@ class KnownEpoch:
         self.checked(table[0])
         return table
 
-    def remaining_of(self, earlier: EarlierRanks, rows: IntArray, *, is_whole: bool) -> IntArray:
-        """Return which samples of `rows` earlier ranks have not emitted, (n,)."""
+    def remaining_of(self, earlier: EarlierRanks, numbers: IntArray, *, is_whole: bool) -> IntArray:
+        """Return which samples of `numbers` earlier ranks have not emitted, (n,)."""
         waiting, _ = self.waiting_of(earlier)
         parts, ranks, limits = [waiting], earlier.ranks, earlier.limits
         if not all(progress.is_alone for progress in ranks):
-            shared = self.plan(rows, limits, len(ranks), is_whole=is_whole)
+            shared = self.plan(numbers, limits, len(ranks), is_whole=is_whole)
         for rank, progress in enumerate(ranks):
             if progress.is_alone:
-                alone = self.plan(self.checked(progress.rows), limits, ranks=1)
-                parts.append(alone.rows_from(progress.taken, 0))
+                alone = self.plan(self.checked(progress.numbers), limits, ranks=1)
+                parts.append(alone.numbers_from(progress.taken, 0))
             else:
-                parts.append(shared.rows_from(progress.taken, rank))
+                parts.append(shared.numbers_from(progress.taken, rank))
         return np.concatenate(parts)
 
-    def checked(self, rows: bytes | IntArray | None) -> IntArray:
+    def checked(self, numbers: bytes | IntArray | None) -> IntArray:
         """Return the samples of a state, checked."""
-        if not isinstance(rows, np.ndarray):
-            rows = np.frombuffer(rows or b"", "<i8").astype(np.int64)
-        return check_rows(rows, len(self.tokens))
+        if not isinstance(numbers, np.ndarray):
+            numbers = np.frombuffer(numbers or b"", "<i8").astype(np.int64)
+        return check_numbers(numbers, len(self.tokens))
 
 
 class ResumedPlan:
@@ -128,8 +128,8 @@ class ResumedPlan:
         epoch: the epoch, with the given lengths.
         rank: this rank.
         limits: limits of the groups.
-        rows: the samples of the epoch that are not excluded, in their order, (n,).
-        is_alone: whether `rows` are only the remaining samples of this rank.
+        numbers: the samples of the epoch that are not excluded, in their order, (n,).
+        is_alone: whether `numbers` are only the remaining samples of this rank.
         earlier: the earlier ranks of the epoch, an entry for each change of their number.
         later: samples that come last in the epoch.
 
@@ -142,7 +142,7 @@ class ResumedPlan:
         epoch: KnownEpoch,
         rank: int,
         limits: Limits,
-        rows: IntArray,
+        numbers: IntArray,
         *,
         is_alone: bool = False,
         earlier: Sequence[EarlierRanks] = (),
@@ -155,18 +155,18 @@ class ResumedPlan:
         """The samples that come last."""
         self._given_epoch = epoch
         self._rank, self._is_alone, self._earlier = rank, is_alone, earlier
-        self._rows_state = rows.astype("<i8").tobytes() or None if is_alone else None
-        order = epoch.checked(rows)
-        for number, ranks in enumerate(earlier):
+        self._numbers_state = numbers.astype("<i8").tobytes() or None if is_alone else None
+        order = epoch.checked(numbers)
+        for change, ranks in enumerate(earlier):
             if not is_alone:
                 are_remaining = np.zeros(len(epoch.tokens), np.bool_)
-                are_remaining[epoch.remaining_of(ranks, rows, is_whole=not number)] = True
-                rows = order[are_remaining[order]]
+                are_remaining[epoch.remaining_of(ranks, numbers, is_whole=not change)] = True
+                numbers = order[are_remaining[order]]
             epoch = epoch.with_lengths_of(ranks)
         self._rank_of_plan = 0 if is_alone else rank
         ranks_of_plan = 1 if is_alone else epoch.job.world_size
         is_whole = not (is_alone or earlier)
-        self._plan = epoch.plan(rows, limits, ranks_of_plan, is_whole=is_whole)
+        self._plan = epoch.plan(numbers, limits, ranks_of_plan, is_whole=is_whole)
 
     def __len__(self) -> int:
         """Return the number of planned groups, or one more than this rank has."""
@@ -177,9 +177,9 @@ class ResumedPlan:
         """The budget of the groups."""
         return self.limits.group_budget(self._given_epoch.job.budget)
 
-    def group(self, number: int) -> IntArray:
+    def group(self, step: int) -> IntArray:
         """Return the samples of a planned group, (n,); the last step may have none of this rank."""
-        return self._plan.group(number, self._rank_of_plan)
+        return self._plan.group(step, self._rank_of_plan)
 
     def next_group(self, last_step: int | None) -> tuple[int, IntArray] | None:
         """Return step and samples of the next group; `None` if no group is ready.
@@ -189,40 +189,40 @@ class ResumedPlan:
         """
         step = self.taken if last_step is None else last_step + 1
         if step < len(self):
-            rows = self.group(step)
-            if len(rows):  # Only the last group may be empty.
-                return step, rows
+            numbers = self.group(step)
+            if len(numbers):  # Only the last group may be empty.
+                return step, numbers
         if last_step is not None and not self.later.are_grouped:
             return None  # Samples of the groups in flight may have to come later, too.
         later = self.later.next_group(self.group_budget)
         return None if later is None else (len(self), later)
 
-    def emit(self, step: int, rows: IntArray) -> None:
+    def emit(self, step: int, numbers: IntArray) -> None:
         """Count a result of `next_group` as emitted."""
         if step == len(self):
-            self.later.remove(rows)
+            self.later.remove(numbers)
             self.go_to_end()  # even if the last step has no group of this rank
         else:
             self.taken = step + 1
 
     def remaining(self) -> IntArray:
         """Return the samples of the planned groups that are not emitted, (n,)."""
-        return self._plan.rows_from(self.taken, self._rank_of_plan)
+        return self._plan.numbers_from(self.taken, self._rank_of_plan)
 
     def end(self) -> list[int]:
         """End the epoch early; return all samples that are not emitted."""
-        rows: list[int] = np.concatenate((self.remaining(), self.later.rows)).tolist()
+        numbers: list[int] = np.concatenate((self.remaining(), self.later.numbers)).tolist()
         self.later = LaterSamples()
         self.go_to_end()
-        return rows
+        return numbers
 
-    def were_in_group(self, rows: IntArray) -> npt.NDArray[np.bool_]:
+    def were_in_group(self, numbers: IntArray) -> npt.NDArray[np.bool_]:
         """Return which samples were in a group before, also on earlier ranks, (n,)."""
         tables = [self._given_epoch.waiting_of(ranks)[0] for ranks in self._earlier]
-        on_earlier_ranks = np.isin(rows, np.concatenate([*tables, rows[:0]]))
-        return on_earlier_ranks | self.later.were_in_group(rows)
+        on_earlier_ranks = np.isin(numbers, np.concatenate([*tables, numbers[:0]]))
+        return on_earlier_ranks | self.later.were_in_group(numbers)
 
-    def alone(self, rows: IntArray, limits: Limits) -> ResumedPlan:
+    def alone(self, numbers: IntArray, limits: Limits) -> ResumedPlan:
         """Return a plan of the remaining samples of this rank alone."""
         # Earlier ranks matter only for the lengths that they observed.
         earlier = [ranks._replace(ranks=[]) for ranks in self._earlier]
@@ -230,7 +230,7 @@ class ResumedPlan:
             self._given_epoch,
             self._rank,
             limits,
-            rows,
+            numbers,
             is_alone=True,
             earlier=earlier,
             later=self.later,
@@ -262,6 +262,6 @@ class ResumedPlan:
             "taken": self.taken,
             "limits": (*self.limits,),
             "is_alone": self._is_alone,
-            "rows": self._rows_state,
+            "rows": self._numbers_state,
             "earlier": [ranks.to_state() for ranks in self._earlier],
         }

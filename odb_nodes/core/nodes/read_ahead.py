@@ -29,14 +29,14 @@ _EXIT_S = 5.0  # limit for all threads to leave their sources before the interpr
 class ReadAhead(BaseNode[T]):
     """Takes items from its source ahead of time, on a thread.
 
-    Its state is the state of the source after the item last returned, so a run with read-ahead may
-    resume without, and vice versa. An error of the source is raised unchanged.
+    The state is the state of the source after the item last returned, so a run with read-ahead may
+    resume without read-ahead, and vice versa. An error of the source is raised unchanged.
 
     A `DeferredBatch`, which a `GroupCollator` yields if collating draws random numbers, is collated
     on the thread that calls `next`: the training thread, whose generators it uses.
 
-    The thread starts with the first `next` after a reset: an iterator of which only the state is
-    taken reads nothing, and exchanges nothing with other ranks.
+    The thread starts with the first `next` after a reset. Until then, nothing is read or exchanged
+    with other ranks, even if states are saved.
     """
 
     _reader: _Reader[T] | None = None
@@ -71,7 +71,7 @@ class ReadAhead(BaseNode[T]):
         if item is None:
             item = self._reader.take()
         if isinstance(item, DeferredBatch):
-            self._deferred = item  # Should it raise, the next call collates it again.
+            self._deferred = item  # If collating raises, the next call collates again.
             item = item.collate()
             self._deferred = None
         return item  # type: ignore[no-any-return]

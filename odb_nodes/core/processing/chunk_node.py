@@ -86,7 +86,7 @@ class ChunkNode(EpochNode[T, S], Generic[T, S]):
     def close(self) -> None:
         """Stop the workers. A later reset starts them again.
 
-        A forked child forgets them: they continue for the process that started them.
+        A forked child forgets the workers, which continue for the process that started them.
         """
         self.runner.close()
 

@@ -332,7 +332,7 @@ def test_a_method_that_is_called_read_makes_no_source_readable():
     assert can_restore(Shelf()) and not can_restore(Reader())
 
 
-@pytest.mark.filterwarnings("ignore:.*Further ones")
+@pytest.mark.filterwarnings("ignore:.*Further samples")
 @pytest.mark.filterwarnings("ignore:of the .* skipped by processing")
 def test_a_state_after_a_failed_round_resumes_like_the_state_before_it():
     """What is left out comes once, also where a round is tried again."""

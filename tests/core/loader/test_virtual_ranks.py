@@ -33,7 +33,7 @@ from odb_nodes.core.alignment.virtual_ranks import VirtualRanks
 from odb_nodes.training.memory import OomGuard
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*(Further ones|were skipped|were dropped|not emitted)"
+    "ignore:.*(Further samples|were skipped|were dropped|not emitted)"
 )
 
 

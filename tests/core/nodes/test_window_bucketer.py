@@ -62,7 +62,7 @@ def warnings_of(node, epochs=1):
 
 def enough(message):
     """The window that a warning names."""
-    return int(re.search(r"Raise it to `window=(\d+)`", message)[1])
+    return int(re.search(r"Raise the window to `window=(\d+)`", message)[1])
 
 
 # state

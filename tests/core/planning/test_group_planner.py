@@ -215,7 +215,7 @@ def test_a_lower_limit_in_mid_epoch_bounds_all_later_groups_and_loses_no_sample(
     stream = Stream(samples, budget, window)
     groups = epoch_of(stream, lower)
     assert once_each(groups, len(samples))
-    lowered = Limits.of(budget)._replace(tokens=LOWER).of_groups(budget)
+    lowered = Limits.of(budget)._replace(tokens=LOWER).group_budget(budget)
     for number, group in enumerate(groups):
         present = lowered if number >= 2 and budget.tokens > LOWER else budget
         tokens, patches, _ = zip(*(samples[index] for index in group), strict=True)

@@ -92,21 +92,24 @@ def public_names(module: str) -> list[str]:
 
 
 def parameters_of(value: Any) -> str:
-    """Return the parameters of a function or class with their plain defaults; "" for others."""
-    if inspect.isclass(value):
-        if issubclass(value, BaseException) or getattr(value, "_is_protocol", False):
-            return ""
-    elif not inspect.isroutine(value):
+    """Return the parameters of a function with their plain defaults; "" for others."""
+    if inspect.isclass(value) or not inspect.isroutine(value):
         return ""
     shown = []
     signature = inspect.signature(value)
-    for one in signature.parameters.values():
-        default = one.default
-        if default is not one.empty and type(default) not in (int, float, str, bool, type(None)):
+    for parameter in signature.parameters.values():
+        default = parameter.default
+        if default is not parameter.empty and not isinstance(default, int | float | str | None):
             default = ...
-        shown.append(one.replace(annotation=one.empty, default=default))
+        shown.append(parameter.replace(annotation=parameter.empty, default=default))
     text = str(signature.replace(parameters=shown, return_annotation=signature.empty))
     return text.replace("Ellipsis", "...")
+
+
+def first_sentence(docstring: str) -> str:
+    """Return the first sentence of a docstring on one line."""
+    paragraph = " ".join(docstring.strip().split("\n\n")[0].split())
+    return re.split(r"(?<=[.:;])\s(?=[A-Z])|;\s", paragraph)[0].rstrip(":;")
 
 
 def api_page() -> str:
@@ -114,7 +117,7 @@ def api_page() -> str:
     lines = [
         "# API reference",
         "",
-        "The public names, with their parameters; others may change without notice. Their",
+        "The public names; other names may change without notice. Their",
         "docstrings, with types, units, shapes and errors, are in the [reference](reference.md) of",
         "the site; `python -m pydoc odb_nodes.ODBDataLoader` shows one of them in a terminal.",
         "`python docs/conf.py` writes this page.",
@@ -138,8 +141,8 @@ def api_page() -> str:
         lines += ["", f"## `{module}`", "", *([text, ""] if text else [])]
         for name in new_names:
             value = getattr(importlib.import_module(module), name)
-            first = ALIASES.get(name) or (value.__doc__ or "").strip().split("\n\n")[0]
-            lines.append(f"- `{name}{parameters_of(value)}`: {' '.join(first.split())}")
+            summary = first_sentence(ALIASES.get(name) or value.__doc__ or "")
+            lines.append(f"- `{name}{parameters_of(value)}`: {summary}")
         if again := [f"`{name}`" for name in names if name not in new_names]:
             lines.append(f"- from above: {', '.join(again)}")
     lines.append("")

@@ -1,15 +1,21 @@
-"""Internals of torchdata 0.11 that we rely on: its threads, lengths, and counters of epochs.
+"""What we rely on inside of torchdata: where its nodes keep their threads, and how they count.
 
-Used are `_it` of mappers and prefetchers, which is their iterator; its events, threads, workers and
-queues; `epoch` and `_started` of `SamplerWrapper`; and the key "snapshot" in the state of a
-`Prefetcher`, which holds the state of its source.
+A node that reads on threads keeps them in an iterator, `_it`, a private name. What the iterator
+holds is found by its type: threads, a pool, worker processes, their queues, and the events that
+stop them. The attributes have other names in each version. All other names used here are public.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterable, Sized
+from concurrent.futures import Executor
+from importlib.metadata import version
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event as ProcessEvent
 from typing import Any
 
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
@@ -24,23 +30,36 @@ from torchdata.nodes import (
     Stateful,
     Unbatcher,
 )
-from torchdata.nodes.map import _ParallelMapperImpl, _ParallelMapperIter, _SingleThreadedMapper
-from torchdata.stateful_dataloader import sampler as stateful_sampler
-
-RANDOM_SAMPLERS = (
-    RandomSampler,
-    stateful_sampler.RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
-"""Samplers of which no two iterations have the same order."""
 
 _POLL_S = 0.05
+_UNKNOWN = object()
+
+
+def shuffling_samplers() -> tuple[type[Any], ...]:
+    """Return the samplers that draw from all indices."""
+    # Not imported by us: its package uses many private names of torch. Who passes one has done so.
+    module = sys.modules.get("torchdata.stateful_dataloader.sampler")
+    return (RandomSampler,) if module is None else (RandomSampler, module.RandomSampler)
+
+
+def is_random(sampler: Any) -> bool:
+    """Return whether no two iterations of a sampler have the same order."""
+    return isinstance(sampler, (*shuffling_samplers(), SubsetRandomSampler, WeightedRandomSampler))
 
 
 def has_threads(node: BaseNode[Any]) -> bool:
     """Return whether a node has started threads or workers."""
-    return isinstance(getattr(node, "_it", None), (_SingleThreadedMapper, _ParallelMapperIter))
+    return bool(_parts_of(node, threading.Thread, Executor, BaseProcess))
+
+
+def _parts_of(node: BaseNode[Any], *kinds: type[Any]) -> list[Any]:
+    """Return what the iterator of a node of torchdata holds, itself or in a list, of a type."""
+    it = getattr(node, "_it", None)
+    if not type(it).__module__.startswith("torchdata.nodes."):
+        return []  # the user's iterator, of an `IterableWrapper`
+    values = list(vars(it).values())
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    return [part for parts in lists for part in parts if isinstance(part, kinds)]
 
 
 def replays_items(node: BaseNode[Any]) -> bool:
@@ -48,78 +67,66 @@ def replays_items(node: BaseNode[Any]) -> bool:
     return isinstance(node, Unbatcher) or getattr(node, "snapshot_frequency", 1) != 1
 
 
+def _check_parts(node: BaseNode[Any]) -> None:
+    """Raise a `RuntimeError` if the threads of a node are not where we look for them."""
+    if not hasattr(node, "snapshot_frequency"):
+        return  # a node that starts none
+    if not hasattr(node, "_it") and hasattr(Prefetcher(IterableWrapper(()), 1), "_it"):
+        # A reset that raised has deleted it, and the next one would miss it.
+        node._it = None  # type: ignore[attr-defined]
+    it = getattr(node, "_it", _UNKNOWN)
+    is_theirs = type(it).__module__.startswith("torchdata.") and not isinstance(it, BaseNode)
+    starts_threads = getattr(node, "num_workers", 1) > 0
+    if it is _UNKNOWN or (is_theirs and starts_threads and not has_threads(node)):
+        raise RuntimeError(
+            f"the threads of `{type(node).__name__}` cannot be found in torchdata "
+            f"{version('torchdata')}, so they cannot be stopped, and a reset could lose items. "
+            "Install a version that docs/versions.md names, or use `odb_nodes.ParallelProcessor` "
+            "and `odb_nodes.nodes.ReadAhead` instead."
+        )
+
+
 def signal_stop(node: BaseNode[Any]) -> None:
     """Ask the threads of a node to stop, without waiting for them."""
-    it = getattr(node, "_it", None)
-    for event in ("_stop_event", "_stop", "_mp_stop"):
-        if isinstance(it, (_SingleThreadedMapper, _ParallelMapperIter)) and hasattr(it, event):
-            getattr(it, event).set()
+    for event in _parts_of(node, threading.Event, ProcessEvent):
+        event.set()
 
 
 def join_threads(node: BaseNode[Any], timeout_s: float) -> None:
     """Stop the threads and workers of a node, and wait until each has left its source."""
-    # Their own shutdown gives up after 0.5 s: a slow source would lose an item at every reset.
-    if not isinstance(node, (Prefetcher, PinMemory, _ParallelMapperImpl)):
-        return
-    # A reset that raised has deleted `_it`, and the next reset would miss it.
-    it = node._it = getattr(node, "_it", None)
+    # In 0.11 their own shutdown gives up after 0.5 s, and a slow source would lose an item at every
+    # reset; later, that of a pool waits without limit.
+    _check_parts(node)
     signal_stop(node)
-    if isinstance(it, _SingleThreadedMapper):
-        _join([it._thread], timeout_s, node)
-    elif isinstance(it, _ParallelMapperIter):
-        _join_parallel_mapper(it, timeout_s, node)
-
-
-def _join_parallel_mapper(
-    it: _ParallelMapperIter[Any], timeout_s: float, node: BaseNode[Any]
-) -> None:
-    _join([it._read_thread, *([it._sort_thread] if it.in_order else [])], timeout_s, node)
-    for worker in it._workers if it.method == "process" else ():
-        worker.terminate()  # type: ignore[union-attr]
-    _join(it._workers, timeout_s, node)
-    for queue in (it._in_q, it._intermed_q) if it.method == "process" else ():
+    pools = _parts_of(node, Executor)
+    waits = [threading.Thread(target=pool.shutdown, daemon=True) for pool in pools]
+    for wait in waits:
+        wait.start()
+    join([*_parts_of(node, threading.Thread), *waits], timeout_s, node)
+    workers = _parts_of(node, BaseProcess)
+    for worker in workers:
+        worker.terminate()
+    join(workers, timeout_s, node)
+    for queue in _parts_of(node, Queue):
         # The feeder thread may block in a pipe without a reader, and would be joined at exit.
-        feeder = getattr(queue, "_thread", None)
-        queue.cancel_join_thread()  # type: ignore[union-attr]
-        queue._reader.close()  # type: ignore[union-attr]
-        queue.close()  # type: ignore[union-attr]
-        _join([feeder] if feeder is not None else [], timeout_s, node)
+        feeder = queue._thread
+        queue.cancel_join_thread()
+        queue._reader.close()
+        queue.close()
+        join([feeder] if feeder is not None else [], timeout_s, node)
 
 
-def _join(threads: Iterable[Any], timeout_s: float, node: BaseNode[Any]) -> None:
+def join(parts: Iterable[Any], timeout_s: float, node: BaseNode[Any]) -> None:
+    """Wait for threads or processes of a node, except for the thread that calls this."""
     deadline = time.monotonic() + timeout_s
-    for thread in threads:
-        while thread.is_alive():
+    for part in parts:
+        while part.is_alive() and part is not threading.current_thread():
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"a thread of `{type(node).__name__}` is still inside of `next(source)` after "
                     f"{timeout_s} s: a node below it hangs."
                 )
-            thread.join(_POLL_S)
-
-
-def thread_of(prefetcher: Prefetcher[Any]) -> threading.Thread:
-    """Return the thread of a `Prefetcher` that was reset; that thread may delete the prefetcher.
-
-    A prefetcher joins its thread when it is deleted. If a garbage collection on that thread deletes
-    it, the thread would join itself.
-    """
-    it = prefetcher._it
-    assert it is not None
-    thread = it._thread
-    it._thread = _OtherThread(thread)  # type: ignore[assignment]
-    return thread
-
-
-class _OtherThread:
-    """A thread that seems to have ended, for code that runs on it and would join it."""
-
-    def __init__(self, thread: threading.Thread) -> None:
-        self._thread = thread
-        self.join = thread.join
-
-    def is_alive(self) -> bool:
-        return self._thread.is_alive() and self._thread is not threading.current_thread()
+            part.join(_POLL_S)
 
 
 def unrepeatable_sampler(node: BaseNode[Any]) -> Any:
@@ -127,20 +134,21 @@ def unrepeatable_sampler(node: BaseNode[Any]) -> Any:
     sampler = getattr(node, "sampler", None) if isinstance(node, SamplerWrapper) else None
     inner = getattr(sampler, "sampler", sampler)  # of a `BatchSampler`
     restored = isinstance(sampler, Stateful) or hasattr(sampler, "set_epoch")
-    return inner if isinstance(inner, RANDOM_SAMPLERS) and not restored else None
+    return inner if is_random(inner) and not restored else None
 
 
 def set_epoch(node: BaseNode[Any], epoch: int) -> None:
     """Let the next reset of a `SamplerWrapper` begin `epoch`."""
-    if isinstance(node, SamplerWrapper):
-        node.epoch = epoch
-        node._started = False
-
-
-def snapshot_of(prefetcher: Prefetcher[Any]) -> dict[str, Any]:
-    """Return the state of the source of a `Prefetcher` after the last item that was taken."""
-    state: dict[str, Any] = prefetcher.state_dict()["snapshot"]
-    return state
+    if not isinstance(node, SamplerWrapper):
+        return
+    # A reset after an item begins the epoch that the updater returns; a second one repeats it.
+    sampler, updater = node.sampler, node.epoch_updater
+    node.epoch, node.epoch_updater = epoch, lambda _: epoch
+    node.sampler = ()  # type: ignore[assignment]
+    try:
+        node.reset(None)
+    finally:
+        node.sampler, node.epoch_updater = sampler, updater
 
 
 def length_of(node: BaseNode[Any]) -> int:

@@ -30,7 +30,8 @@ _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when this context ends without an error.
 
-    File and name are then on the disk, and survive a loss of power. After an error, the temporary
+    The new file has the permissions of the old one. File and name are then on the disk, and survive
+    a loss of power. After an error, the temporary
     file is removed, and the file at `path` is kept. Temporary files of killed processes are removed
     first. Errors of writing are an `OSError` whose `filename` is `path`.
     """
@@ -40,6 +41,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with deferred_interrupt():  # No interrupt between making the file and storing it.
             file = _open_temporary(path)
         with file:
+            if path.exists():
+                os.chmod(file.name, path.stat().st_mode & 0o777)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -90,13 +93,11 @@ def sync_folder(folder: Path) -> None:
 
 
 def _open_temporary(path: Path) -> BinaryIO:
-    """Open a new file beside `path`, with the permissions of `path` if it exists."""
+    """Open and lock a new file beside `path`."""
     while True:
         file = open(path.parent / f".{path.name}.{secrets.token_hex(8)}{_SUFFIX}", "x+b")
         # Until it is locked, another save of `path` may take it for a stale one, and remove it.
         if not _try_lock(file, wait=True) or os.fstat(file.fileno()).st_nlink > 0:
-            if path.exists():
-                os.chmod(file.name, path.stat().st_mode & 0o777)
             return file
         file.close()
 

@@ -15,6 +15,7 @@ from odb_nodes.cli.data import (
     Data,
     UsageError,
     check_outputs,
+    files_read,
     load_function,
 )
 from odb_nodes.core.planning import SimulationOptions
@@ -91,8 +92,8 @@ def inspect(args: Namespace) -> int:
 
 
 def _inspect_step(args: Namespace) -> int:
-    check_outputs(args, ["out"])
     make_loader = load_function(args.loader)
+    check_outputs(args, ["out"], files_read=files_read(args.loader))
     from odb_nodes.tools.steps import remake_from_folder
 
     remade = remake_from_folder(make_loader, args.state, epoch=args.epoch, step=args.step)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BUDGET_TOKENS = 16_384
 _FIELDS = ("messages", "text")
-_INPUTS = ("data", "lengths", "log", "state", "tokenizer")  # arguments that name what is read
+_INPUTS = ("data", "folders", "lengths", "log", "state", "tokenizer")  # arguments that are read
 _MARK_BYTES = 1024  # of the beginning of a file that a command has written
 _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
 _OF_BUDGET = [field.name for field in fields(TokenBudget) if field.name != "tokens"]
@@ -35,13 +35,24 @@ class UsageError(ValueError):
 
 
 def check_outputs(
-    args: Namespace, options: Sequence[str], marks: Mapping[str, str] | None = None
+    args: Namespace,
+    options: Sequence[str],
+    marks: Mapping[str, str] | None = None,
+    files_read: Sequence[str | Path] = (),
 ) -> None:
     """Check the files that a command writes: only `--force` replaces a file, and never an input.
 
     marks: option -> text with which an earlier output begins, which is replaced without `--force`.
+    files_read: inputs that no argument names.
     """
-    inputs = [Path(vars(args)[name]).resolve() for name in _INPUTS if vars(args).get(name)]
+    from odb_nodes.core.sources.data_files import listed, matches
+
+    named = [vars(args)[name] for name in _INPUTS if vars(args).get(name)]
+    paths = [
+        str(path) for value in named for path in (value if isinstance(value, list) else [value])
+    ]
+    matching = [match for path in paths for name in listed(path) for match in matches(name)]
+    inputs = [Path(path).resolve() for path in (*paths, *matching, *files_read)]
     outputs = set[Path]()
     for option in options:
         if vars(args)[option] is None:
@@ -52,14 +63,20 @@ def check_outputs(
         if path.is_dir():
             raise UsageError(f"{name}: `{path}` is a folder: name a file in it.")
         resolved = path.resolve()
-        is_input = path.exists() and any(resolved.is_relative_to(folder) for folder in inputs)
+        mark = (marks or {}).get(option)
+        # The report of a folder may stand in the folder.
+        is_earlier_output = path.exists() and bool(mark) and _has_mark(path, str(mark))
+        is_input = (
+            path.exists()
+            and not is_earlier_output
+            and any(resolved.is_relative_to(folder) for folder in inputs)
+        )
         if resolved in outputs or is_input:
             raise UsageError(
                 f"{name}: `{path}` is also read, or written twice: name another file, outside the "
                 "folders that are read."
             )
-        mark = (marks or {}).get(option)
-        if path.exists() and not (args.force or (mark and _has_mark(path, mark))):
+        if path.exists() and not (args.force or is_earlier_output):
             raise UsageError(
                 f"{name}: `{path}` exists: name another file, or pass --force to replace it."
             )
@@ -69,6 +86,14 @@ def check_outputs(
 def _has_mark(path: Path, mark: str) -> bool:
     with path.open("rb") as file:
         return mark.encode() in file.read(_MARK_BYTES)
+
+
+def files_read(name: str | None, dataset: Any = None) -> list[str | Path]:
+    """Return the module of `module:function`, and the files of the sources that it returned."""
+    module = sys.modules.get(str(name).partition(":")[0])
+    sources = dataset.values() if isinstance(dataset, Mapping) else [dataset]
+    files = [path for source in sources for path in getattr(source, "paths", ())]
+    return [file for file in (getattr(module, "__file__", None), *files) if file]
 
 
 class Data:
@@ -95,7 +120,8 @@ class Data:
         from odb_nodes.tools.simulate import budget_code
 
         loader = dataset if isinstance(dataset, ODBDataLoader) else None
-        check_outputs(args, ["save_lengths", *outputs])
+        source = dataset if loader is None else loader.dataset
+        check_outputs(args, ["save_lengths", *outputs], files_read=files_read(args.data, source))
         self._dataset, self._options = dataset, loader and loader.options
         self.loader_budget = None if loader is None else loader.options.budget
         if loader is not None:

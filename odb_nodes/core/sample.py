@@ -1,4 +1,4 @@
-"""A processed sample, and its costs, which decide its group."""
+"""A processed sample, and the costs that decide its group."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ CLASS_KEYS = ("label", "label_ids")
 """Keys of a sample that may hold a label of the whole sample, as in transformers' collators."""
 
 COUNTED = ("labels", "tokens", "samples", "observed")
-"""Kinds of targets: labels that are not -100; tokens of a sample without labels; 1 for a sample
+"""Kinds of targets: labels that are not -100; the tokens of a sample without labels; 1 for a sample
 with one label; or the count that `observe` has returned."""
 
 
 class StoredData(ABC):
-    """Data of a sample in memory that no process has opened yet."""
+    """Data of a sample that is loaded when it is needed."""
 
     __slots__ = ()
 
@@ -53,8 +53,8 @@ class Sample(NamedTuple):
     """A processed sample and its cost.
 
     Attributes:
-        data: the result of processing, which the collate function gets. In a loader whose workers
-            collate, a `StoredData`: `data_of` loads it.
+        data: the result of processing, for the collate function. If workers collate, a
+            `StoredData`, which `data_of` loads.
         tokens: length in tokens, without the padding of a batch.
         targets: supervised tokens after the causal shift; 1 for a single label.
         patches: image patches, 0 for text.
@@ -62,11 +62,11 @@ class Sample(NamedTuple):
         counted: what `targets` counts, one of `COUNTED`, or "".
         key: number of the sample in its source, 63 bits, the same in every epoch; `None` if the
             source has no keys: see `ItemKey`.
-        item: key of the item that the sample was made of. The nodes fill in this and all fields
+        item: key of the item that the sample was made of. The nodes set this field and all fields
             below.
         digest: CRC-32 of data, tokens, targets and patches, which a restore compares, or `None`.
-        task: name of its task, if `observe` returned a name; see `task_name`.
-        ordinal: its number in the epoch of this rank, if the source cannot read items by key.
+        task: name of the sample's task, if `observe` returned a name; see `task_name`.
+        ordinal: number of the sample in the epoch of this rank, if the source cannot read by key.
         padding: number of padding tokens that the loader appended, for
             `PackedCollate.sample_multiple`.
     """
@@ -86,7 +86,7 @@ class Sample(NamedTuple):
 
     @property
     def task_name(self) -> str:
-        """Name of its task: from `observe`, or else the name of its source."""
+        """Name of the sample's task: from `observe`, or else the name of its source."""
         return self.task or self.source
 
     def of_source(self, name: str) -> Sample:
@@ -137,7 +137,7 @@ class LeftOut(NamedTuple):
 
 
 def name_of(sample: Sample | Skipped | ItemKey) -> str:
-    """Return source and key of a sample in brackets, after a space; "" if it has neither."""
+    """Return source and key of a sample in brackets, after a space; "" if there are none."""
     parts = [f"source {sample.source!r}"] if sample.source else []
     if sample.key is not None:
         parts.append(f"key {sample.key}")

@@ -19,9 +19,9 @@ from odb_nodes.core.sample import ItemKey, Sample, name_of
 from odb_nodes.errors import SampleError
 
 TOKENS, TARGETS, PATCHES, KIND, KEY, ITEM, REPEAT, DIGEST, ORDINAL, DATA, ROW = range(11)
-"""The rows of `SampleBlock.facts`: integers of a `Sample`; `KIND`, the code of its `SampleKind`;
-`ITEM` and `REPEAT` of its `ItemKey`; `DATA`, the number of the holder of its data, and `ROW`, its
-row there. From `KEY` to `ORDINAL`, -1 is `None`."""
+"""The rows of `SampleBlock.facts`: fields of a `Sample` as integers. `KIND` is the code of its
+`SampleKind`; `ITEM` and `REPEAT` are of its `ItemKey`; `DATA` is the number of the holder of its
+data, and `ROW` its row in the holder. From `KEY` to `ORDINAL`, -1 is `None`."""
 FACTS = 11
 NONE = -1
 _MOST_NAMES = 16  # samples named in an error
@@ -47,7 +47,7 @@ class SampleKind(NamedTuple):
 
 
 class _Kinds:
-    """Numbers the kinds of this process. It has no lock, which a fork might inherit."""
+    """Numbers the kinds of this process, without a lock, which a fork might inherit."""
 
     def __init__(self) -> None:
         self._codes: dict[tuple[Any, ...], int] = {}
@@ -191,12 +191,12 @@ class SampleBlock(Sequence[Sample]):
 
     @property
     def targets(self) -> IntArray:
-        """Supervised tokens of each, (n,)."""
+        """Supervised tokens of each sample, (n,)."""
         return self._row(TARGETS)
 
     @property
     def patches(self) -> IntArray:
-        """Image patches of each, (n,)."""
+        """Image patches of each sample, (n,)."""
         return self._row(PATCHES)
 
     @property
@@ -206,7 +206,7 @@ class SampleBlock(Sequence[Sample]):
 
     @property
     def real_lengths(self) -> list[int]:
-        """Length of each without its `Sample.padding`."""
+        """Length of each sample without its `Sample.padding`."""
         padding = [kind.padding for kind in self.kinds]
         return [*map(sub, self.lengths, padding)] if any(padding) else self.lengths
 
@@ -234,10 +234,10 @@ class SampleBlock(Sequence[Sample]):
     @property
     def has_objects(self) -> bool:
         """Whether `Sample` objects were created, whose data the caller may have changed."""
-        return bool(self._samples)  # `NO_SAMPLES` is shared
+        return bool(self._samples)  # `NO_SAMPLES` has an empty list.
 
     def alone(self) -> SampleBlock:
-        """Return these samples, with holders of their data alone where a holder can be cut."""
+        """Return these samples, with holders that are cut down to their data if possible."""
         facts = self.facts.copy()
         holders: dict[int, Any] = {}
         for number in {*facts[DATA].tolist()}:
@@ -293,7 +293,7 @@ class SampleBlock(Sequence[Sample]):
 
 
 def kept_rows(data: Any, rows: IntArray) -> Any:
-    """Return a holder of these rows of `data` alone; `None` if `data` cannot be cut."""
+    """Return a holder of only these rows of `data`; `None` if `data` cannot be cut down."""
     if isinstance(data, list):
         return [data[row] for row in rows.tolist()]
     return data.kept(rows) if hasattr(data, "kept") else None
@@ -412,10 +412,10 @@ class ItemKeys(Sequence["ItemKey | None"]):
     """Keys of items, in columns. It is immutable.
 
     Args:
-        numbers: `ItemKey.key` of each, -1 where an item has no key, (n,) int64.
-        repeats: `ItemKey.repeat` of each, (n,) int64.
-        codes: the index of each in `origins`, (n,) int64.
-        origins: source and world size of the items.
+        numbers: `ItemKey.key` of each item, -1 for an item without a key, (n,) int64.
+        repeats: `ItemKey.repeat` of each item, (n,) int64.
+        codes: index in `origins` of each item, (n,) int64.
+        origins: pairs of source and world size.
     """
 
     __slots__ = ("codes", "numbers", "origins", "repeats")

@@ -29,12 +29,6 @@ class SourceCount(NamedTuple):
     tokens: int
 
 
-def count_tasks(samples: Sequence[Sample]) -> dict[str, int]:
-    """Return supervised tokens by task; an empty dict if no sample has one."""
-    block = SampleBlock.of(samples)
-    return _targets_by([kind.task_name for kind in block.kinds], block.targets.tolist())
-
-
 def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the fields of a `StepInfo` that describe the samples in its batch."""
     block = SampleBlock.of(samples)
@@ -200,6 +194,7 @@ class StepInfo:
         samples = SampleBlock.of(samples)
         targets = int(samples.targets.sum())
         kinds = {kind.counted for kind in samples.kinds}
+        row_fields = facts_of_rows(samples)
         return cls(
             step=step,
             local_samples=len(samples),
@@ -210,8 +205,8 @@ class StepInfo:
             optimizer_targets=targets,
             counted="+".join(kind for kind in COUNTED if kind in kinds),
             epoch=epoch,
-            task_targets=count_tasks(samples),
-            **facts_of_rows(samples),
+            task_targets=row_fields["local_task_targets"],
+            **row_fields,
         )
 
 
@@ -220,6 +215,18 @@ class AlignedGroup(NamedTuple):
 
     samples: Sequence[Sample]
     info: StepInfo
+
+
+def group_of(node: str, item: Any) -> SampleBlock:
+    """Return a group that the source of `node` has yielded; raise a `TypeError` if it is none."""
+    if isinstance(item, list) and all(isinstance(sample, Sample) for sample in item):
+        return SampleBlock.of(item)
+    if isinstance(item, SampleBlock):
+        return item
+    raise TypeError(
+        f"`source` of {node} must yield groups, `list[Sample]`, but yielded "
+        f"`{type(item).__name__}` instead. Put a `WindowBucketer` before it."
+    )
 
 
 def pop_step_info(batch: Batch) -> StepInfo:

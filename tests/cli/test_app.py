@@ -147,12 +147,18 @@ def test_what_is_wrong_with_the_library_itself_is_a_traceback(monkeypatch):
 READ_OR_TWICE = [
     "profile ids.jsonl --save-lengths ids.jsonl",
     "profile ids.jsonl --json link.jsonl",
+    "profile i*.jsonl --html ids.jsonl",
     "profile ids.jsonl --json new --html ./new",
     "profile text.jsonl --tokenizer odd.npz --json odd.npz",
     "simulate --lengths odd.npz --save-lengths odd.npz",
     "tune ids.jsonl --log data --save-lengths data/ids.jsonl",
     "profile data --json data/state.txt",
     "profile data --json data/deep/kept.txt",
+    "profile users:source --json users.py",
+    "profile users:source --json data/ids.jsonl",
+    "simulate users:loader --save-lengths data/ids.jsonl",
+    "report data --html data/ids.jsonl",
+    "inspect data --step 0 --loader users:loader --out users.py",
     "inspect data --step 0 --loader json:loads --out data/ids.jsonl",
 ]
 EXISTS = [

@@ -1,10 +1,10 @@
-"""The steps of a round on one rank: their `StepInfo`, and their groups in states."""
+"""The steps of a round on one rank: their loss and `StepInfo`, and their groups in states."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from typing import Any, Literal, get_args
@@ -13,9 +13,12 @@ import numpy as np
 
 from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_choice
+from odb_nodes.core.contract import EpochState, SourceState
 from odb_nodes.core.contract.state import integers_of
+from odb_nodes.core.nodes.sample_store import StoreContent
 from odb_nodes.core.planning.facts import Facts
 from odb_nodes.core.planning.group_costs import GroupCostEstimator, counted_in
+from odb_nodes.core.planning.group_planner import RoundSettings
 from odb_nodes.core.planning.rank_plan import SettledRound
 from odb_nodes.core.planning.rounds import COLUMNS
 from odb_nodes.core.sample_block import SampleBlock
@@ -32,8 +35,8 @@ class LossRule:
     accumulate: int  # steps of an optimizer step
     world_size: int = 0  # ranks whose gradients are averaged; 0 until it is known
     scaling: LossScaling = "exact"  # see `RankAligner`
-    batch: int = 0  # number of this batch in the step of the process
-    batches: int = 1  # batches of a step in a process, one for each virtual rank
+    batch: int = 0  # number of this rank's batch among the batches of its process
+    batches: int = 1  # batches of a process in a step: one for each virtual rank
 
     def __post_init__(self) -> None:
         check_choice("loss_scaling", self.scaling, get_args(LossScaling))
@@ -49,7 +52,7 @@ class LossRule:
     ) -> float:
         """Return the factor for this rank's mean loss.
 
-        samples, targets: of this rank and step, and of the optimizer step over all ranks.
+        samples, targets: counts of this rank in the step, and of all ranks in the optimizer step.
         """
         if self.scaling == "none" or is_filler:
             return float(not is_filler) / self.batches
@@ -63,17 +66,11 @@ def info_of_step(
     group: SampleBlock,
     rule: LossRule,
     measure: GroupCostEstimator,
-    **facts: Any,
+    **fields: Any,
 ) -> StepInfo:
-    """Return the `StepInfo` of a step of a round.
+    """Return the `StepInfo` of step `index` of a round; `group` is empty for a filler step.
 
-    Args:
-        settled: the round.
-        index: number of the step in it.
-        group: the samples of this rank; empty for a filler step.
-        rule: how losses are combined.
-        measure: the estimator that has measured the groups.
-        facts: fields of the `StepInfo` that do not follow from the round.
+    fields: fields of the `StepInfo` that do not follow from the round.
     """
     micro_step = index % rule.accumulate
     first = index - micro_step
@@ -108,7 +105,7 @@ def info_of_step(
         batches_per_step=rule.batches,
         task_targets=dict(zip(measure.tasks, map(sum, task_targets), strict=True)),
         **facts_of_rows(group),
-        **facts,
+        **fields,
     )
 
 
@@ -159,3 +156,52 @@ def ordinals_of(content: GroupsContent) -> list[IntArray]:
     if min(sizes, default=0) < 0 or sum(sizes) != len(ordinals):
         raise StateError("the groups of a round are damaged. Use an earlier checkpoint.")
     return np.split(ordinals, np.cumsum(sizes)[:-1]) if sizes else []
+
+
+@dataclass(kw_only=True)
+class AlignerState(EpochState):
+    """The state of a `RankAligner`.
+
+    The samples of its groups are in the state of the `WindowBucketer`.
+    """
+
+    source: SourceState = field(default_factory=dict)
+    round: int = 0  # number of the next round in the epoch
+    step: int = 0  # number of the next step in the epoch
+    emitted: int = 0  # steps of the settled round that were yielded
+    totals: bytes | None = None  # totals of the round's steps; `None` between rounds
+    tasks: int = 0  # number of tasks in `totals`
+    last: bool = False  # whether this is the last round
+    # the `RoundSettings` of the next round
+    settings: tuple[int, list[int], int, bool] = field(
+        default_factory=lambda: RoundSettings().to_state()
+    )
+    # the groups of the round's remaining steps, and the groups formed for the next round
+    groups: GroupsContent = field(default_factory=lambda: ([], None))
+    requested_max_tokens: int = 0  # lower `tokens` that this rank requests of all ranks; 0: none
+    filler: int | None = None  # ordinal of the sample that this rank fills steps with
+    filler_of_another: bytes | None = None  # the filler, encoded, if another rank has sent it
+    # of a source that is no `WindowBucketer`: the samples of its groups, and whether it has ended
+    given: StoreContent | None = None
+    given_ended: bool = False
+    # key, source and reason of each sample for `StepInfo.left_out` of the next step
+    left_out: list[tuple[int | None, str, str]] = field(default_factory=list)
+    unemitted_samples: int = 0  # samples left out by `uneven="stop"`
+
+    def steps(self) -> IntArray:
+        """Return the totals of the steps of the round."""
+        totals = totals_from_bytes(self.totals, self.tasks)
+        remaining = len(totals) - self.emitted
+        if not 0 <= remaining <= len(self.groups[0]) or self.emitted > self.step:
+            raise StateError("the round of `RankAligner` is damaged. Use an earlier checkpoint.")
+        return totals
+
+    @property
+    def totals_digest(self) -> int:
+        """A hash of the round, which is equal on all ranks."""
+        return digest_of_totals(self.steps())
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether this is after the last step of the epoch."""
+        return self.last and self.emitted == len(self.steps())

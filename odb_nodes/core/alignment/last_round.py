@@ -21,7 +21,7 @@ from odb_nodes.core.sample_block import SampleBlock
 
 
 class _TransferredSample(NamedTuple):
-    """The description of a sample that is given to another rank."""
+    """A sample that is given to another rank, which makes it by its key."""
 
     source: str
     key: int
@@ -44,7 +44,7 @@ def level_last_round(
 ) -> Exchanges[list[LeftOut]]:
     """Cut the remaining samples of all ranks into the same number of groups on each rank.
 
-    See `planning.levelling`. Samples that this rank receives are then in the store of `pool`.
+    See `planning.levelling`. The store of `pool` then has the samples that this rank receives.
 
     Returns:
         The received samples that processing skips on this rank.
@@ -56,8 +56,8 @@ def level_last_round(
     reports = [np.frombuffer(message, "<i8").astype(np.int64) for message in messages]
     if len({int(report[0]) for report in reports}) == 1:  # All ranks have the same budget.
         received = last_round.give(last_round.moves([report[1:] for report in reports]))
-        given = with_digests(pool.store.look(last_round.given_away.ordinal)).without_data()
-        description = json.dumps([_TransferredSample.of(sample) for sample in given])
+        giving = with_digests(pool.store.look(last_round.given_away.ordinal)).without_data()
+        description = json.dumps([_TransferredSample.of(sample) for sample in giving])
         messages = yield Message(description.encode(), where)
         described = [json.loads(message) for message in messages]
         to_make = [_TransferredSample(*described[giver][row]) for giver, row in received]
@@ -89,10 +89,10 @@ def _make(
             changes.append(f"a sample{name_of(sample)} has other content here.")
     if changes:
         warn_user(
-            f"of {len(received)} samples that other ranks have given to rank {rank}, "
-            f"{len(changes)} are not what they were: {changes[0]} Either processing is not "
-            "deterministic (`ParallelProcessor(seed=...)` seeds the global generators), or the "
-            "ranks do not have the same data in the same order. Then some samples are lost, and "
-            "other samples come twice."
+            f"rank {rank} received {len(received)} samples of other ranks, and {len(changes)} of "
+            f"them differ here: {changes[0]} Either processing is not deterministic "
+            "(`ParallelProcessor(seed=...)` seeds the global generators), or the ranks do not have "
+            "the same data in the same order. Then some samples are lost, and other samples come "
+            "twice."
         )
     return SampleBlock.of(samples), skipped

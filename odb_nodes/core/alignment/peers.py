@@ -41,12 +41,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Message:
-    """A message of a rank; all ranks send the same kind of message at the same place."""
+    """A message of a rank. All ranks send the same kind of message at the same place."""
 
-    # A report, integers or bytes, in reply to which a rank gets the contents of all ranks; or a
-    # mapping of names to JSON data, which must be equal on all ranks.
+    # To a report, integers or bytes, the reply is the contents of all ranks. A mapping of names to
+    # JSON data must be equal on all ranks.
     content: CostReport | list[int] | bytes | Mapping[str, Any]
-    where: str  # the place, for errors
+    where: str  # the round or step, for errors
     steps: int = 0  # the most groups in a report, the same on all ranks
 
 
@@ -55,9 +55,9 @@ Exchanges = Generator[Message, Any, T]
 
 
 class Peers:
-    """Exchanges the messages of the ranks of a process with the other ranks of a group.
+    """Exchanges the messages of the ranks of this process with all ranks of a group.
 
-    ranks_per_process: number of virtual ranks in the process.
+    ranks_per_process: number of virtual ranks in this process.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Peers:
 
     @property
     def rank(self) -> int:
-        """The first rank of this process in the group; known after `begin`."""
+        """Number of the first rank of this process in the group; known after `begin`."""
         return self.channel.rank * self.ranks_per_process
 
     @property
@@ -108,7 +108,7 @@ class Peers:
         self._failing = None
         if failing is not None:
             self._exchange.interrupt()
-            failing.join()  # It ends, because it is interrupted and has a limit.
+            failing.join()  # The thread ends, because its exchange is interrupted.
         if not self.are_connected:  # torch.distributed may have been initialised since.
             self._use(resolve_exchange(self._process_group, self._timeout_s))
         self._exchange.resume()
@@ -118,11 +118,11 @@ class Peers:
         self,
         ranks: Sequence[Exchanges[T]],
         where: Callable[[], str],
-        place: Mapping[str, Any] | None = None,
+        common: Mapping[str, Any] | None = None,
     ) -> list[T]:
         """Run the ranks of this process from exchange to exchange; return their results.
 
-        place: further names and values that must be equal in all processes.
+        common: further names and values that must be equal in all processes.
         """
         results: dict[int, T] = {}
         answer: Any = None
@@ -141,7 +141,7 @@ class Peers:
                     return [results[number] for number in range(len(ranks))]
                 if len(messages) < self.ranks_per_process:
                     raise RuntimeError("the virtual ranks of a process do not exchange alike.")
-                answer = self._exchanged(messages, place or {})
+                answer = self._exchanged(messages, common or {})
         finally:
             for rank in ranks:
                 rank.close()
@@ -149,7 +149,7 @@ class Peers:
     def fail(self, error: BaseException, where: str) -> None:
         """Send the error of this rank to the other ranks, in place of its next message.
 
-        If that takes long, a thread continues: the other ranks may be late.
+        After some seconds, a thread continues to send: the other ranks may be late.
         """
         self._failing = threading.Thread(
             target=self.channel.fail, args=(error, where), name="odb_nodes-peers", daemon=True
@@ -164,12 +164,12 @@ class Peers:
             yield
         except Exception as error:
             place = where if isinstance(where, str) else where()
-            # A StopIteration, of `step_time` for example, would end the epoch on this rank. Within
-            # a generator, Python has turned it into a RuntimeError.
+            # A StopIteration, for example raised by `step_time`, would end the epoch on this rank.
+            # Python turns a StopIteration within a generator into a RuntimeError.
             if not isinstance(error, StopIteration) and str(error) != _STOPPED:
                 self.fail(error, place)
                 raise
-            # Not `from` it: `contextmanager` would then let the StopIteration pass.
+            # Not raised `from error`: `contextmanager` would then let the StopIteration pass.
             raised = RuntimeError(f"{place}: the source or `step_time` raised StopIteration.")
             self.fail(raised, place)
             raise raised  # noqa: B904
@@ -183,12 +183,12 @@ class Peers:
         self._owner = Owner()
         self.channel = Channel(exchange, self._size * self.ranks_per_process)
 
-    def _exchanged(self, messages: Sequence[Message], place: Mapping[str, Any]) -> Any:
+    def _exchanged(self, messages: Sequence[Message], common: Mapping[str, Any]) -> Any:
         """Return the contents of all ranks, in their order; `None` for mappings that agree."""
         first, where = messages[0].content, messages[0].where
         contents: list[Any] = [message.content for message in messages]
         if isinstance(first, Mapping):
-            return self._agree(contents, place)
+            return self._agree(contents, common)
         if not self.are_connected:
             return contents
         if isinstance(first, bytes):
@@ -204,7 +204,7 @@ class Peers:
             gathered = [np.frombuffer(part, "<i8").astype(np.int64) for part in parts]
         return [CostReport.from_message(row, self._tasks) for row in gathered]
 
-    def _agree(self, configs: Sequence[Mapping[str, Any]], place: Mapping[str, Any]) -> None:
+    def _agree(self, configs: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> None:
         first = configs[0]
         if any(config != first for config in configs):
             names = [name for name in first if any(c[name] != first[name] for c in configs)]
@@ -212,7 +212,7 @@ class Peers:
                 f"the virtual ranks of a process do not continue from the same place: they differ "
                 f"in {names}. Load states that were saved at the same step."
             )
-        self.channel.agree({**first, **place})
+        self.channel.agree({**first, **common})
 
     def _gather(self, rows: Sequence[IntArray], where: str, width: int) -> IntArray:
         """Return rows of integers of all ranks, (ranks, width)."""
@@ -222,7 +222,6 @@ class Peers:
         return self.channel.gather(table.ravel(), where).reshape(self.world_size, width)
 
     def _gather_bytes(self, contents: Sequence[bytes], where: str) -> list[bytes]:
-        """Return the bytes of all ranks."""
         if self.ranks_per_process == 1:
             return self.channel.gather_bytes(contents[0], where)
         lengths = [np.array([len(content)]) for content in contents]
@@ -235,8 +234,8 @@ class Peers:
 class VirtualTeam:
     """The virtual ranks of a job in this process: `ranks_per_process` consecutive ranks.
 
-    weighed_processes: number of processes that average their gradients, if it is not the number of
-        processes of `process_group`: this process may make a step of another job again.
+    weighed_processes: number of processes that average their gradients. Default: the processes of
+        `process_group`. A process that makes a step of another job again passes the job's number.
     """
 
     def __init__(
@@ -261,7 +260,7 @@ class VirtualTeam:
 
     def ranks(self) -> list[VirtualRank]:
         """Return the virtual ranks of this process."""
-        if isinstance(self._process_group, VirtualRank):  # of a team that drives all of them
+        if isinstance(self._process_group, VirtualRank):  # Another team drives all virtual ranks.
             return [self._process_group]
         return [VirtualRank(self, number) for number in range(self.ranks_per_process)]
 
@@ -283,7 +282,7 @@ class VirtualRank(KnownRank):
 
     @property
     def rank(self) -> int:
-        """Its number among all virtual ranks."""
+        """Number of this rank among all virtual ranks."""
         return self.team.rank * self.team.ranks_per_process + self.number
 
     @property
@@ -299,18 +298,18 @@ class VirtualRank(KnownRank):
 
 
 def check_sharing(source: BaseNode[Any], rank: int, world_size: int) -> None:
-    """Raise a `RuntimeError` unless the nodes below have this rank and number of ranks."""
+    """Raise a `RuntimeError` unless the nodes of a graph have this rank and number of ranks."""
     for name, config in _sharing_nodes(source).items():
         if (config["rank"], config["world_size"]) != (rank, world_size):
             raise RuntimeError(
                 f"`{name}` is rank {config['rank']} of {config['world_size']} ranks, but the "
-                f"`RankAligner` over it is rank {rank} of {world_size}. Give both "
-                "the same: `process_group=` here, `rank=` and `world_size=` there."
+                f"`RankAligner` over it is rank {rank} of {world_size}. Give both the same ranks, "
+                f"by `process_group=` of `RankAligner`, and `rank=`, `world_size=` of `{name}`."
             )
 
 
 def sharing_configs(source: BaseNode[Any]) -> dict[str, dict[str, Any]]:
-    """Return the configurations that must be equal on ranks that share data, by node."""
+    """Return, by node, the configurations that must be equal on ranks that share data."""
     sharing = _sharing_nodes(source)
     if not sharing:  # Each rank has separate data, and may mix it differently.
         return {}

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, get_args
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 from torchdata.nodes import BaseNode
 
 from odb_nodes._support.arrays import IntArray
-from odb_nodes._support.checks import check_choice, check_count, check_integer
 from odb_nodes._support.user_warning import warn_user
+from odb_nodes.core.alignment.aligned_round import AlignerState as AlignerState
 from odb_nodes.core.alignment.aligned_round import (
-    GroupsContent,
     LossRule,
     LossScaling,
     PlannedOrdinals,
     digest_of_totals,
     info_of_step,
     ordinals_of,
-    totals_from_bytes,
     totals_to_bytes,
 )
 from odb_nodes.core.alignment.exchange import ProcessGroupLike
+from odb_nodes.core.alignment.filler import Filler
 from odb_nodes.core.alignment.last_round import level_last_round
 from odb_nodes.core.alignment.peers import (
     PEER_TIMEOUT_S,
@@ -35,98 +33,35 @@ from odb_nodes.core.alignment.peers import (
     sharing_configs,
 )
 from odb_nodes.core.alignment.user_groups import GroupReader
-from odb_nodes.core.contract import EpochNode, EpochState, SourceState, copy_state
+from odb_nodes.core.contract import EpochNode, copy_state
 from odb_nodes.core.contract.config import loading
 from odb_nodes.core.contract.graph import budget_below, describe_empty_epoch, walk
 from odb_nodes.core.contract.node import check_node, snapshot
 from odb_nodes.core.nodes import WindowBucketer
-from odb_nodes.core.nodes.lazy_samples import with_data_made
 from odb_nodes.core.nodes.planned_groups import PlannedGroups
-from odb_nodes.core.nodes.sample_records import decode_sample, encode_sample
-from odb_nodes.core.nodes.sample_store import StoreContent
 from odb_nodes.core.planning.budget import round_up
 from odb_nodes.core.planning.facts import Facts
-from odb_nodes.core.planning.group_costs import GroupCostEstimator, best_filler
+from odb_nodes.core.planning.group_costs import GroupCostEstimator
 from odb_nodes.core.planning.group_planner import RoundSettings
 from odb_nodes.core.planning.options import JobOptions
 from odb_nodes.core.planning.rank_plan import RankPlan, SettledRound
 from odb_nodes.core.planning.rounds import CostReport, GroupCost, Uneven
-from odb_nodes.core.planning.step_time import StepTime, TimeFn, check_step_time, step_time_of
+from odb_nodes.core.planning.step_time import StepTime, TimeFn, step_time_of
 from odb_nodes.core.sample import LeftOut, Sample
 from odb_nodes.core.sample_block import NO_SAMPLES, SampleBlock
 from odb_nodes.core.step_info import AlignedGroup
 from odb_nodes.errors import SampleError, StateError
 
-_FORMS_GROUPS = (WindowBucketer, PlannedGroups)
-
-
-@dataclass(kw_only=True)
-class AlignerState(EpochState):
-    """The state of a `RankAligner`.
-
-    The samples of its groups are in the state of the `WindowBucketer`.
-    """
-
-    source: SourceState = field(default_factory=dict)
-    round: int = 0  # number of the next round in the epoch
-    step: int = 0  # number of the next step in the epoch
-    emitted: int = 0  # steps of the settled round that were yielded
-    totals: bytes | None = None  # of the steps of the round; `None` between rounds
-    tasks: int = 0  # number of tasks in `totals`
-    last: bool = False  # whether this is the last round
-    # the `RoundSettings` of the next round
-    settings: tuple[int, list[int], int, bool] = field(
-        default_factory=lambda: RoundSettings().to_state()
-    )
-    # the groups of the round's remaining steps, and the groups formed for the next round
-    groups: GroupsContent = field(default_factory=lambda: ([], None))
-    requested_max_tokens: int = 0  # lower `tokens` that this rank requests of all ranks; 0: none
-    filler: int | None = None  # ordinal of the sample that this rank fills steps with
-    filler_of_another: bytes | None = None  # the filler, encoded, if it is of another rank
-    # the samples of the groups of a source that is no `WindowBucketer`, and whether it has ended
-    given: StoreContent | None = None
-    given_ended: bool = False
-    # key, source and reason of each sample for `StepInfo.left_out` of the next step
-    left_out: list[tuple[int | None, str, str]] = field(default_factory=list)
-    unemitted_samples: int = 0  # samples left out by `uneven="stop"`
-
-    def steps(self) -> IntArray:
-        """Return the totals of the steps of the round."""
-        totals = totals_from_bytes(self.totals, self.tasks)
-        remaining = len(totals) - self.emitted
-        if not 0 <= remaining <= len(self.groups[0]) or self.emitted > self.step:
-            raise StateError("the round of `RankAligner` is damaged. Use an earlier checkpoint.")
-        return totals
-
-    @property
-    def totals_digest(self) -> int:
-        """A hash of the round, which is equal on all ranks."""
-        return digest_of_totals(self.steps())
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether this is after the last step of the epoch."""
-        return self.last and self.emitted == len(self.steps())
-
-
-class _Filler(NamedTuple):
-    """The sample that a rank fills steps with."""
-
-    samples: SampleBlock  # the sample alone
-    encoded: bytes | None = None  # if another rank has sent it
-
-    @classmethod
-    def of_another_rank(cls, encoded: bytes) -> _Filler:
-        return cls(SampleBlock.of([decode_sample(encoded)]), encoded)
+_GROUP_FORMING_NODES = (WindowBucketer, PlannedGroups)
 
 
 class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     """Yields the groups of its source so that all ranks take the same steps.
 
-    It works in rounds. Before each round, all ranks exchange the costs of up to `round_size` groups
-    in one message. Every rank then computes the same plan: groups of similar time share a step, one
-    permutation shuffles the steps of all ranks, and the groups of the next round are formed for
-    costs, or times, that are equal on all ranks.
+    The aligner works in rounds. Before each round, all ranks exchange the costs of up to
+    `round_size` groups in one message. Every rank then computes the same plan: groups of similar
+    time share a step, one permutation shuffles the steps of all ranks, and the groups of the next
+    round are formed for costs, or times, that are equal on all ranks.
 
     At the end of the data, a rank with fewer groups than other ranks splits some of its groups. A
     rank with fewer samples than steps fills a step with one of its samples; the loss of that step
@@ -156,18 +91,17 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         loss_scaling: the weight in `StepInfo.loss_scale`. `"exact"`: the mean of the ranks'
             gradients is the gradient of the mean over all supervised tokens. `"approx"`: each
             rank's mean is weighted by its samples. `"none"`: 1.0 (0.0 in filler steps).
-        accumulate: steps of an optimizer step, which share one denominator.
+        accumulate: steps of an optimizer step, whose losses are divided by one total.
         seed: seed of the permutations, the same on all ranks.
         timeout_s: seconds after which a missing rank is an error on the other ranks.
         step_time: the time of a step, to which ranks are levelled: a `StepTime`, or a function,
             group -> time of its step, an integer in any unit. A `StepTime` also decides how groups
             are formed; a function only decides which groups share a step. Default:
             `StepTime.typical` for packed groups; for padded groups the cost under the budget,
-            because padded groups of equal time would have samples of one length.
+            because padded groups of equal time would have samples of equal length.
         modalities: name -> function that returns whether a sample has the modality. Default:
             `"image"`, for samples with patches.
-        tasks: names of all tasks of the samples; `StepInfo.task_targets` counts the targets of
-            each.
+        tasks: names of all tasks of the samples, whose targets `StepInfo.task_targets` counts.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -193,27 +127,33 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     ) -> None:
         super().__init__()
         check_node("source", source)
-        check_choice("uneven", uneven, get_args(Uneven))
-        budget = budget_below(source)
-        accumulate = check_count("accumulate", accumulate)
-        check_step_time(step_time)
-        step_time = step_time_of(step_time, budget)
-        self.measure = GroupCostEstimator(budget, step_time, modalities, tasks)
+        options = JobOptions(
+            round_size=round_size,
+            uneven=uneven,
+            accumulate=accumulate,
+            seed=seed,
+            step_time=step_time,
+        )
+        self._options = replace(
+            options,
+            round_size=round_up(options.round_size, options.accumulate),
+            step_time=step_time_of(step_time, budget_below(source)),
+        )
+        self.measure = GroupCostEstimator(
+            budget_below(source), self._options.step_time, modalities, tasks
+        )
         self.source = source
-        self.round_size = round_up(check_count("round_size", round_size), accumulate)
-        self.uneven = uneven
-        self._seed = check_integer("seed", seed)
         tasks_count = len(self.measure.tasks)
-        message_size = CostReport.message_size(self.round_size, tasks_count)
-        self._number = 0  # of the virtual rank in this process
-        self._rule = LossRule(accumulate=accumulate, scaling=loss_scaling)
+        message_size = CostReport.message_size(self._options.round_size, tasks_count)
+        self._number = 0  # number of the virtual rank in this process
+        self._rule = LossRule(accumulate=options.accumulate, scaling=loss_scaling)
         if isinstance(process_group, VirtualRank):
             self.peers = process_group.team.peers_of(message_size, tasks_count)
             self._number = process_group.number
             self._rule = process_group.weighed(self._rule)
         else:
             self.peers = Peers(process_group, timeout_s, message_size, tasks_count)
-        # Only a direct source: a node in between might read ahead, and groups would depend on it.
+        # Only a direct source: groups would depend on how far a node in between reads ahead.
         self._pool = source if isinstance(source, WindowBucketer) else None
         self.requested_max_tokens = 0
         self.unemitted_samples = 0
@@ -222,25 +162,15 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     def _clear(self) -> None:
         self._groups = GroupReader(self.source) if self._pool is None else self._pool
-        self._filler: _Filler | None = None
+        self._filler = Filler(self._groups)
         self._left_out: list[LeftOut] = []  # `StepInfo.left_out` of the next step
-        self._failure: Exception | None = None  # of reading ahead; raised after the round
+        self._failure: Exception | None = None  # error of reading ahead, raised after the round
         # Whether to exchange a message at the end of the epoch: after a restore, another rank may
         # have failed to make a sample again in the last step.
         self._confirms_end = False
-        self._plan = self._new_plan()
-
-    def _new_plan(self) -> RankPlan:
-        options = JobOptions(
-            round_size=self.round_size,
-            uneven=self.uneven,
-            accumulate=self.accumulate,
-            seed=self._seed,
-            step_time=self.measure.step_time,
-        )
-        return RankPlan(
+        self._plan = RankPlan(
             self._groups.planner,
-            options,
+            self._options,
             self._measured,
             rank=self.rank,
             world_size=self.peers.world_size,
@@ -277,7 +207,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
     @property
     def replayed_samples(self) -> int:
-        """Samples in groups of a node of the user that the last restore makes again."""
+        """Samples that the last restore makes again for groups of a node of the user."""
         return 0 if self._pool is not None else self._groups.restored.samples
 
     @property
@@ -348,7 +278,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             is_last=state.last,
             formed=groups[remaining:],
         )
-        self._restore_filler(state, groups, is_needed=None in step_groups[state.emitted :])
+        self._filler.restore(state, groups, is_needed=None in step_groups[state.emitted :])
         self._confirms_end = not state.is_at_end
         self._use_present_options(at_end=state.is_at_end)
         self._want_groups()
@@ -359,13 +289,13 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         """Return the facts of the groups of a state, after checks that no sample is missing."""
         reader, pool = self._groups, self._pool
         pooled = [] if pool is None else pool.planner.pool.ordinals().tolist()
-        held = reader.store.ordinals().tolist()
+        stored = reader.store.ordinals().tolist()
         planned = [ordinal for group in groups for ordinal in group.tolist()]
         expected = planned + pooled
         filler = state.filler
         if filler is not None and filler in reader.store and filler not in expected:
             expected.append(filler)  # A step has used the filler, and the store keeps it.
-        if sorted(expected) != held or any(not len(group) for group in groups[in_round:]):
+        if sorted(expected) != stored or any(not len(group) for group in groups[in_round:]):
             raise StateError("the groups of RankAligner are damaged. Use an earlier checkpoint.")
         settled = {ordinal for group in groups[:in_round] for ordinal in group.tolist()}
         for ordinal, change in reader.restored.changed.items():
@@ -373,23 +303,10 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 raise StateError(change)
         return [reader.facts_of(group) for group in groups]
 
-    def _restore_filler(
-        self, state: AlignerState, groups: Sequence[Facts], *, is_needed: bool
-    ) -> None:
-        if state.filler_of_another is not None:
-            self._filler = _Filler.of_another_rank(state.filler_of_another)
-        elif state.filler is not None and state.filler in self._groups.store:
-            pool = None if self._pool is None else self._pool.planner.pool
-            is_pooled = pool is not None and state.filler in pool.ordinals()
-            is_planned = any(state.filler in group.ordinal for group in groups)
-            self._keep_filler(state.filler, is_out=not (is_pooled or is_planned))
-        elif is_needed and not self._groups.restored.keys_changed:
-            raise StateError("the groups of RankAligner are damaged. Use an earlier checkpoint.")
-
     def save(self) -> AlignerState:
         """Return the state of the source, the totals of the round, and the planned groups."""
         plan, reader = self._plan, self._groups
-        given = reader if isinstance(reader, GroupReader) else None
+        user_groups = reader if isinstance(reader, GroupReader) else None
         groups: Any = PlannedOrdinals([*plan.settled.remaining, *plan.formed])
         return AlignerState(
             source=snapshot(self.source),
@@ -403,10 +320,10 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             groups=groups,
             requested_max_tokens=self.requested_max_tokens,
             filler=reader.store.filler,
-            filler_of_another=None if self._filler is None else self._filler.encoded,
-            given=None if given is None else given.content(),
-            given_ended=given is not None and given.planner.ended,
-            left_out=[(sample.key, sample.source, sample.reason) for sample in self._left_out],
+            filler_of_another=self._filler.encoded,
+            given=None if user_groups is None else user_groups.content(),
+            given_ended=user_groups is not None and user_groups.planner.ended,
+            left_out=[(*sample,) for sample in self._left_out],
             unemitted_samples=self.unemitted_samples,
         )
 
@@ -424,11 +341,11 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         return {
             "rank": self.rank,
             "world_size": self.peers.world_size,
-            "round_size": self.round_size,
-            "uneven": self.uneven,
+            "round_size": self._options.round_size,
+            "uneven": self._options.uneven,
             "loss_scaling": self._rule.scaling,
             "accumulate": self._rule.accumulate,
-            "seed": self._seed,
+            "seed": self._options.seed,
             **self.measure.fingerprint(),
         }
 
@@ -452,8 +369,8 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         with self.peers.reporting_failure(self.where):
             if facts is not None:
                 store.make(facts.ordinal)
-            elif self._filler is not None:
-                self._filler = self._filler._replace(samples=with_data_made(self._filler.samples))
+            else:
+                self._filler.make_data()
         plan.next_step()  # only now, so that no state loses a group that cannot be made
         group = NO_SAMPLES if facts is None else store.take(facts.ordinal)
         info = info_of_step(
@@ -468,10 +385,10 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             left_out=tuple(self._left_out),
         )
         self._left_out = []
-        if facts is None and self._filler is not None:
+        if facts is None and self._filler.samples is not None:
             group = self._filler.samples
         if plan.is_at_end:
-            self._keep_filler(None)
+            self._filler.keep(None)
         return AlignedGroup(group, info)
 
     def prepare_step(self) -> Exchanges[bool]:
@@ -512,26 +429,26 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
     def _form_groups(self) -> None:
         """Form the groups that are due before the next step.
 
-        An error of the source is raised after the steps of the round, so that all ranks are at the
-        same step then.
+        An error of the source is raised after the last step of the round, when all ranks are at the
+        same step.
         """
         plan = self._plan
         try:
             while self._failure is None and plan.lacks() > 0:
                 self._groups.fill()
         except Exception as error:
-            if not getattr(self.source, "keeps_failed_items", False):  # It has lost its state.
+            if not getattr(self.source, "keeps_failed_items", False):  # The source has no state.
                 raise
             self._failure = error
         if self._failure is not None and plan.is_between_rounds:
             raise self._failure
 
     def _agree(self) -> Exchanges[None]:
-        """Raise an error, once after a reset, unless all ranks continue from the same place."""
+        """Raise an error, once after a reset, unless all ranks continue at the same step."""
         if self.peers.channel.agreed:
             return
         plan = self._plan
-        nodes = [node for node in walk(self.source) if isinstance(node, _FORMS_GROUPS)]
+        nodes = [node for node in walk(self.source) if isinstance(node, _GROUP_FORMING_NODES)]
         are_known = any(isinstance(node, PlannedGroups) for node in nodes)
         config = {
             "lengths": "known before samples are read" if are_known else "observed",
@@ -563,7 +480,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 )
             report = plan.report(
                 last_round,
-                has_filler=self._filler is not None,
+                has_filler=self._filler.samples is not None,
                 max_tokens=self.requested_max_tokens,
             )
             yield from self._agree()
@@ -576,16 +493,15 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
                 )
             groups = plan.groups_of_round(last_round)
             if groups and self.peers.world_size > 1:  # A single rank has no filler steps.
-                ordinals = np.concatenate([group.ordinal for group in groups])
-                self._keep_filler(int(ordinals[best_filler(store.look(ordinals))]))
-            if self.uneven == "fill":
-                yield from self._share_filler(reports, where)
-        except BaseException:  # Restore the state before the round.
+                self._filler.choose(groups)
+            if self._options.uneven == "fill":
+                yield from self._filler.share(reports, self.rank, where)
+        except BaseException:  # Drop received samples: the state is again as before the round.
             ordinals = store.ordinals()
             store.drop(ordinals[ordinals >= first_received])
             raise
         self._drop(plan.settle(plan.agree(reports)))
-        # Samples left out of the whole round, so it does not matter when groups were formed.
+        # Collected once in a round, so it does not matter when the groups were formed.
         self._left_out += self._groups.take_left_out() + skipped
         self._want_groups()
         if last_round is not None:
@@ -596,37 +512,9 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
         groups = [*self._plan.settled.remaining, *self._plan.formed]
         self._groups.store.want(group.ordinal for group in groups if group is not None)
 
-    def _keep_filler(self, ordinal: int | None, *, is_out: bool = False) -> None:
-        """Set the sample of this rank that fills steps from now on; `None`: no sample.
-
-        is_out: whether a step has used the sample.
-        """
-        store = self._groups.store
-        store.keep_filler(ordinal, is_out=is_out)
-        self._filler = None
-        if ordinal is not None:
-            self._filler = _Filler(store.look(np.array([ordinal])).alone())
-
-    def _share_filler(self, reports: Sequence[CostReport], where: str) -> Exchanges[None]:
-        """Send ranks that never had a sample the filler of another rank."""
-        donors = [rank for rank, report in enumerate(reports) if report.groups]
-        if not donors or all(report.has_filler for report in reports):
-            return
-        donor = donors[0]
-        data = b""
-        if self.rank == donor and self._filler is not None:
-            sample = self._filler.samples[0]._replace(ordinal=None)  # valid on this rank only
-            try:
-                data = encode_sample(sample)
-            except SampleError as error:
-                raise SampleError(f"a sample is sent to a rank without samples: {error}") from error
-        encoded: Sequence[bytes] = yield Message(data, where)
-        if not reports[self.rank].has_filler:
-            self._filler = _Filler.of_another_rank(encoded[donor])
-
     def _drop(self, groups: list[Facts]) -> None:
-        """Leave out the remaining samples of this rank, if another rank has ended; warn of them."""
-        if self.uneven != "stop" or not self._plan.is_last:
+        """If another rank has ended the epoch, leave out the remaining samples, with a warning."""
+        if self._options.uneven != "stop" or not self._plan.is_last:
             return
         count = sum(map(len, groups)) + self._groups.remaining_samples
         self._groups.end_early(Facts.joined(groups))
@@ -638,16 +526,16 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             )
 
     def _use_present_options(self, *, at_end: bool) -> None:
-        """Plan the remaining steps anew, if `exclude` or limits have changed since the state."""
+        """Plan the remaining steps anew if `exclude` or the limits have changed since the state."""
         plan = self._plan
-        nodes = [node for node in walk(self.source) if isinstance(node, _FORMS_GROUPS)]
+        nodes = [node for node in walk(self.source) if isinstance(node, _GROUP_FORMING_NODES)]
         keys_changed = any(node.restored.keys_changed for node in nodes)
         limits_changed = any(node.restored.limits_changed for node in nodes)
         is_planned = len(plan.settled) or plan.formed
-        if keys_changed and not at_end and self._filler is not None:
+        if keys_changed and not at_end and self._filler.samples is not None:
             filler = self._filler.samples.without_data()[0]
             if any(filler in node.excluded for node in nodes):
-                self._keep_filler(None)
+                self._filler.keep(None)
         if at_end or not is_planned or loading().leaves_epoch:
             return
         if not (keys_changed or limits_changed):
@@ -665,13 +553,13 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
             if not plans_anew:
                 cause = (
                     "its source must be a `WindowBucketer` or `PlannedGroups` itself, since a "
-                    "node in between may hold some. Resume from a state that was saved after the "
-                    "last step of an epoch"
+                    "node in between may hold samples. Resume from a state that was saved after "
+                    "the last step of an epoch"
                 )
             raise StateError(
                 f"{type(self).__name__} cannot exclude more samples at step {plan.step} of epoch "
                 f"{self._epochs.epoch}: {cause}."
             )
         if plans_anew:
-            rest_of_optimizer_step = -micro_step % self.accumulate
-            groups.put_back(plan.replan(emitted + rest_of_optimizer_step))
+            planned_steps = round_up(emitted, self.accumulate)  # to the end of the optimizer step
+            groups.put_back(plan.replan(planned_steps))

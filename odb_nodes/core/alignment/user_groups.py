@@ -15,23 +15,24 @@ from odb_nodes.core.nodes.exclusions import LeftOutSamples
 from odb_nodes.core.nodes.lazy_samples import Restored, samples_again
 from odb_nodes.core.nodes.sample_records import decode_sample, from_records
 from odb_nodes.core.nodes.sample_store import (
-    HeldSamples,
     SampleStore,
     StoreContent,
+    StoredSamples,
     facts_of,
     from_bits,
 )
 from odb_nodes.core.planning.facts import Facts
 from odb_nodes.core.planning.group_planner import UserGroups
-from odb_nodes.core.sample import LeftOut, Sample
+from odb_nodes.core.sample import LeftOut
 from odb_nodes.core.sample_block import SampleBlock
+from odb_nodes.core.step_info import group_of
 from odb_nodes.errors import StateError
 
-_NONE_POOLED = np.empty(0, dtype=np.int64)
+_NONE_POOLED = np.empty(0, dtype=np.int64)  # no ordinal: there is no pool here
 
 
 class GroupReader(LeftOutSamples):
-    """Reads groups from any node; used by a `RankAligner` like a `WindowBucketer`."""
+    """Reads groups from any node. A `RankAligner` uses this as it uses a `WindowBucketer`."""
 
     def __init__(self, node: BaseNode[Any]) -> None:
         super().__init__()
@@ -44,19 +45,13 @@ class GroupReader(LeftOutSamples):
     def fill(self) -> None:
         """Read the next group."""
         try:
-            group: Any = next(self._node)
+            group = group_of("RankAligner", next(self._node))
         except StopIteration:
             self.planner.end()
             return
-        if isinstance(group, list) and all(isinstance(sample, Sample) for sample in group):
-            group = SampleBlock.of(group)
-        if not isinstance(group, SampleBlock) or not len(group):
-            kind = f"`{type(group).__name__}`"
-            if isinstance(group, SampleBlock):
-                kind = "an empty group"
+        if not len(group):
             raise TypeError(
-                "`source` of RankAligner must yield groups, `list[Sample]`, but yielded "
-                f"{kind} instead. Put a `WindowBucketer` before it."
+                "`source` of RankAligner must yield groups of samples, but yielded an empty group."
             )
         first = self.store.next_ordinal
         ordinals = np.arange(first, first + len(group))
@@ -71,7 +66,7 @@ class GroupReader(LeftOutSamples):
         """Return the samples of the store, for a state."""
         if can_restore(self._node):
             return self.store.state(_NONE_POOLED)
-        return HeldSamples(self.store, _NONE_POOLED, {})
+        return StoredSamples(self.store, _NONE_POOLED, {})
 
     def restore(self, content: StoreContent) -> None:
         """Make the samples of a state again. The node was reset to its position after them."""
@@ -108,5 +103,5 @@ class GroupReader(LeftOutSamples):
 
     @property
     def remaining_samples(self) -> int:
-        """Remaining samples of the nodes below, as far as they know."""
+        """Remaining samples, as far as the nodes below know their number."""
         return sum(getattr(node, "remaining_samples", 0) for node in walk(self._node))

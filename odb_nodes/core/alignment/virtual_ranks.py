@@ -24,7 +24,7 @@ class VirtualState(NodeState):
 
     sources: SourceStates  # the states of the graphs before the step, by number of the virtual rank
     turn: int  # batches of the step that were yielded
-    samples: int  # samples in them
+    samples: int  # samples in these batches
     step_digest: int  # a digest of the samples of the step, 0 before its first batch
 
 
@@ -34,8 +34,8 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
     The graphs settle rounds together, in one exchange with the other processes. Each batch of a
     step is a micro-step, so a process accumulates the gradients of its virtual ranks.
 
-    State: the states of the graphs before the step, and the number of its batches yielded. A
-    restore within a step takes the step again and skips these batches.
+    State: the states of the graphs before the step, and how many batches of the step were yielded.
+    A restore within a step takes the step again and skips these batches.
     """
 
     STATE = VirtualState
@@ -55,9 +55,8 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         self._step: list[Any] = []
         self._before: dict[str, Any] | None = None
         self._forget()
-        if (
-            team.ranks_per_process > 1
-        ):  # A function that draws random numbers runs on the training thread.
+        if team.ranks_per_process > 1:
+            # A collate function that draws random numbers runs on the training thread.
             for source in sources:
                 call_member(source, "expect_read_ahead")
 
@@ -118,7 +117,7 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         return {"virtual_ranks": team.virtual_ranks, "world_size": team.processes}
 
     def fixed_fields(self, _state: VirtualState) -> tuple[str, ...]:
-        """Return all fields: another number of virtual ranks has other graphs, and other states."""
+        """Return all fields: the number of virtual ranks decides the graphs and their states."""
         return ("virtual_ranks", "world_size")
 
     def _take_step(self) -> None:
@@ -129,7 +128,7 @@ class VirtualRanks(StatefulNode[Batch, VirtualState]):
         has_step = peers.drive(
             [aligner.prepare_step() for aligner in aligners],
             lambda: aligners[0].where,
-            place={"batches of the step that are out": self._turn},
+            common={"batches of the step that are out": self._turn},
         )
         if not has_step[0]:
             raise StopIteration
@@ -166,7 +165,7 @@ def _info_of(item: Batch | DeferredBatch) -> StepInfo:
     return info
 
 
-def place_of(state: Mapping[str, Any]) -> tuple[int, int, int]:
+def progress_of(state: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return epoch, step and samples done, of a state of `VirtualRanks` over `GroupCollator`."""
     collators = [*state["sources"].values()]
     done = state["samples"] + sum(collator["samples"] for collator in collators)

@@ -54,7 +54,8 @@ def mixing_error(model: Any) -> ValueError:
         "the samples of a packed row must not see each other, but in a "
         f"`{name}` they do: it ignores `position_ids` and `cu_seq_lens_q`, has a cache "
         "(`use_cache`) or recurrent layers, or attention that looks ahead. Take "
-        '`layout="padded"`; or, for text, `PackedCollate(mask_dtype=torch.bool)`.'
+        '`layout="padded"`; or, for text, `PackedCollate(mask_dtype=torch.bool)` with "sdpa", and '
+        'the dtype of the model with "eager".'
     )
 
 
@@ -64,14 +65,15 @@ def leak(model: Any, batch: Mapping[str, Any], compute: Callable[[], Any]) -> fl
     Always calls `compute`, which runs the model on the batch, twice.
     """
     inner = pretrained(model)
-    end = _end_of_first(batch)
+    _check_takes_mask(inner, batch)
+    start, end = _first_part(batch)
     changes = False
     hidden: list[torch.Tensor] = []
 
     def change(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
         if not changes or end is None:
             return output
-        return torch.cat((output[:, :end].flip(-1), output[:, end:]), dim=1)
+        return torch.cat((output[:, :start], output[:, start:end].flip(-1), output[:, end:]), dim=1)
 
     def keep(_module: Any, _args: Any, output: Any) -> None:
         if is_mapping(output):
@@ -99,7 +101,7 @@ def leak(model: Any, batch: Mapping[str, Any], compute: Callable[[], Any]) -> fl
     if end is None or len(hidden) != 2:
         return None
     changed = (hidden[0] - hidden[1]).abs()[0]
-    change_of_first = changed[:end].max()
+    change_of_first = changed[start:end].max()
     return float(changed[end:].max() / change_of_first) if change_of_first else None
 
 
@@ -109,16 +111,46 @@ def pretrained(model: Any) -> Any:
     return next((module for module in modules if hasattr(type(module), "base_model_prefix")), None)
 
 
-def _end_of_first(batch: Mapping[str, Any]) -> int | None:
-    """Return the end of the first sample of a row, if another sample follows."""
+def _check_takes_mask(model: Any, batch: Mapping[str, Any]) -> None:
+    """Reject a mask of all pairs of tokens for kernels without one, and windows that it undoes."""
+    mask: Any = batch.get("attention_mask")
+    if getattr(mask, "ndim", 0) != 4:
+        return
+    config = model.config.get_text_config()
+    if "flash" in (attention := str(config._attn_implementation)):
+        raise ValueError(
+            "the `attn_implementation` of a model must take a mask of shape (1, 1, T, T), as a "
+            f"packed row with `mask_dtype` has, but is {attention!r} instead, which takes none. "
+            'Load the model with `attn_implementation="sdpa"`.'
+        )
+    window, positions = getattr(config, "sliding_window", None), batch.get("position_ids")
+    if window is not None and positions is not None and positions.max() >= window:
+        raise ValueError(
+            f"samples must have at most {window} tokens, the `sliding_window` of the model, but "
+            f"one has {int(positions.max()) + 1}: transformers takes the mask of a packed row with "
+            "`mask_dtype` in place of the window's. Leave out longer samples, or the mask."
+        )
+
+
+def _first_part(batch: Mapping[str, Any]) -> tuple[int, int | None]:
+    """Return start and end of the first tokens of a row that no token after them may see.
+
+    They begin behind what the first rows of a sample share. The end is `None` if nothing follows.
+    """
     if not isinstance(ids := batch.get("input_ids"), torch.Tensor):
-        return None
-    width = ids.shape[-1]
+        return 0, None
+    width, start = ids.shape[-1], 0
     if (bounds := batch.get("cu_seq_lens_q")) is not None:
         end = int(bounds[1])
     elif (positions := batch.get("position_ids")) is not None:
-        starts = (positions.reshape(-1, width) == 0).all(dim=0).nonzero().flatten().tolist()
+        positions = positions.reshape(-1, width)
+        begins = (positions == 0).all(dim=0)
+        if len(positions) == 1:  # A row that shares tokens goes on from their end.
+            begins[1:] |= positions[0].diff() != 1
+        starts = begins.nonzero().flatten().tolist()
         end = starts[1] if len(starts) > 1 else width
+        if len(positions) == 1 and end < width:
+            start = int(positions[0, end])
     else:
         end = width
-    return end if end < width else None
+    return start, end if end < width else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from odb_nodes.core.collate.packed_collate import PackedCollate
 from odb_nodes.core.collate.padding_collate import PaddingCollate
 from odb_nodes.core.collate.protocol import Collate
+from odb_nodes.core.collate.rows import RowsCollate
 from odb_nodes.core.planning import TokenBudget
 
 _BUDGET_FIELDS = ("pad_to_multiple_of", "shapes", "max_samples")
@@ -18,6 +19,8 @@ def collate_for(budget: TokenBudget | None, collate_fn: Collate | None) -> Colla
     kind: type[PaddingCollate] | type[PackedCollate] = PackedCollate if packed else PaddingCollate
     if collate_fn is None:
         return kind.of(budget)
+    if isinstance(collate_fn, RowsCollate):
+        collate_for(budget, collate_fn.collate_fn)  # as the rows are collated
     if not isinstance(collate_fn, (PaddingCollate, PackedCollate)):
         return collate_fn
     name = type(collate_fn).__name__

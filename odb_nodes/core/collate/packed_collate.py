@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from odb_nodes._support.arrays import IntArray
-from odb_nodes._support.checks import check_bool, keep_count
+from odb_nodes._support.checks import check_bool, check_type, keep_count
 from odb_nodes.core.collate.token_rows import (
     GroupRows,
     TokenRows,
@@ -25,11 +25,11 @@ from odb_nodes.core.sample import IGNORE_INDEX
 from odb_nodes.errors import SampleError
 
 _IMAGE_KEYS = ("pixel_values", "image_grid_thw")
-_KEPT = {
+KEPT = {
     "attention_mask": "be 1 throughout: a packed row hides no tokens of a sample",
     "position_ids": "count from 0: they tell where a sample begins",
 }
-_CHECKED_KEYS = (*_IMAGE_KEYS, *_KEPT)
+_CHECKED_KEYS = (*_IMAGE_KEYS, *KEPT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +82,7 @@ class PackedCollate(TokenRows):
         if self.max_samples is not None:
             keep_count(self, "max_samples")
         dtype = self.mask_dtype
+        check_type("mask_dtype", dtype, torch.dtype | None)
         if dtype is not None and not (dtype is torch.bool or dtype.is_floating_point):
             raise ValueError(
                 f"`mask_dtype` must be `torch.bool` or a floating dtype, but is {dtype} instead."
@@ -117,7 +118,7 @@ class PackedCollate(TokenRows):
         """Return a sample whose tokens are a multiple of `sample_multiple`."""
         missing = -length_of(sample) % self.sample_multiple
         filled = {"labels": row_of("input_ids", sample["input_ids"]), **sample}
-        for key in {*_KEPT} & {*filled}:
+        for key in {*KEPT} & {*filled}:
             del filled[key]  # A packed row does not need them, and they lack the padding.
         for key in {*self.token_keys} & {*filled}:
             if not is_number(filled[key]):
@@ -126,8 +127,12 @@ class PackedCollate(TokenRows):
                 filled[key] = np.concatenate((row, padding))
         return filled
 
-    def batch_of(self, group: GroupRows) -> dict[str, Any]:
-        """Return the batch of a group."""
+    def batch_of(self, group: GroupRows, shared: IntArray | None = None) -> dict[str, Any]:
+        """Return the batch of a group.
+
+        shared: for each row, (n,), the leading tokens that it leaves out, since it shares them with
+        the row before it: see `RowsCollate`.
+        """
         lengths = group.lengths
         total = sum(lengths)
         if self.sample_multiple > 1 and any(np.array(lengths) % self.sample_multiple):
@@ -139,7 +144,8 @@ class PackedCollate(TokenRows):
         _, width = fit_shape(1, total, self.shapes, self.pad_to_multiple_of)
         starts = np.cumsum([0, *lengths])
         positions = np.zeros(width, dtype=np.int64)
-        positions[:total] = np.arange(total) - np.repeat(starts[:-1], lengths)
+        skipped = np.zeros(len(lengths), np.int64) if shared is None else shared
+        positions[:total] = np.arange(total) - np.repeat(starts[:-1] - skipped, lengths)
         for key in group.keys:
             if key in _CHECKED_KEYS:
                 for index, value in enumerate(group.values(key)):
@@ -159,9 +165,10 @@ class PackedCollate(TokenRows):
             batch["labels"][:, starts[:-1][np.diff(starts) > 0]] = IGNORE_INDEX
         batch["position_ids"] = torch.from_numpy(positions[None])
         if self.model_arguments:
-            batch.update(self._model_arguments(starts, width))
+            is_apart = shared is None  # `cu_seq_lens` cannot describe shared tokens.
+            batch.update(self._model_arguments(starts, width) if is_apart else {"use_cache": False})
         if self.mask_dtype is not None:
-            batch["attention_mask"] = _block_mask(starts, width, self.mask_dtype)
+            batch["attention_mask"] = _mask(_ends(starts, skipped, width), self.mask_dtype)
         return batch
 
     def place(
@@ -183,7 +190,7 @@ class PackedCollate(TokenRows):
         expected = np.arange(len(row)) if key == "position_ids" else np.ones(len(row))
         if not np.array_equal(row, expected):
             raise SampleError(
-                f"`{key}` must {_KEPT[key]}; but is {row.tolist()!r:.80} instead. Leave the tokens "
+                f"`{key}` must {KEPT[key]}; but is {row.tolist()!r:.80} instead. Leave the tokens "
                 f"or `{key}` out in processing, or use the padded layout."
             )
 
@@ -207,11 +214,21 @@ class PackedCollate(TokenRows):
         }
 
 
-def _block_mask(starts: IntArray, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the (1, 1, T, T) mask of causal attention within each sample."""
-    owner = torch.arange(len(starts), width + len(starts))  # Padding attends to itself alone.
-    owner[: starts[-1]] = torch.from_numpy(np.repeat(np.arange(len(starts) - 1), np.diff(starts)))
-    allowed = (owner[:, None] == owner[None]).tril()[None, None]
+def _ends(starts: IntArray, shared: IntArray, width: int) -> IntArray:
+    """Return for each token where the tokens end that may attend to it, (T,)."""
+    ends = np.arange(1, width + 1)  # Padding attends to itself alone.
+    path = ends[:0]  # where the tokens of the row are, those that it shares included
+    for start, stop, count in zip(starts[:-1], starts[1:], shared, strict=True):
+        ends[path[count:]] = start
+        path = np.concatenate((path[:count], np.arange(start, stop)))
+    ends[path] = starts[-1]
+    return ends
+
+
+def _mask(ends: IntArray, dtype: torch.dtype) -> torch.Tensor:
+    """Return the (1, 1, T, T) mask of causal attention, to a token by all until its end."""
+    tokens = torch.arange(len(ends))
+    allowed = (tokens[:, None] < torch.from_numpy(ends)).tril()[None, None]
     if dtype is torch.bool:
         return allowed
     hidden = torch.zeros(allowed.shape, dtype=dtype)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, cast
 
-from odb_nodes._support.checks import check_callable
+import numpy as np
+
+from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.checks import check_bool, check_callable
+from odb_nodes.core.collate.packed_collate import KEPT, PackedCollate
 from odb_nodes.core.collate.protocol import Collate, copy_for_collate, takes_step
+from odb_nodes.core.collate.token_rows import is_number, row_of
 from odb_nodes.core.processing.observation import observe_sample
-from odb_nodes.core.sample import Observation, Observe, Sample, Skipped
+from odb_nodes.core.sample import IGNORE_INDEX, Observation, Observe, Sample, Skipped
 from odb_nodes.core.step_info import Batch, StepInfo
 from odb_nodes.errors import SampleError
 
@@ -23,13 +30,28 @@ class RowsObserve:
     Args:
         observe: row -> tokens or `Observation`, as for a loader.
         layout: `TokenBudget.layout` of the groups.
+        share_prefix: whether tokens that a row shares with the row before it are counted once, as
+            in the batches of `RowsCollate(share_prefix=True)`.
     """
 
-    def __init__(self, observe: Observe | None = None, layout: str = "packed") -> None:
+    def __init__(
+        self, observe: Observe | None = None, layout: str = "packed", *, share_prefix: bool = False
+    ) -> None:
         check_callable("observe", observe)
         self._observe = observe
         self._is_padded = layout != "packed"
+        self._shares_prefix = check_bool("share_prefix", share_prefix)
+        if self._shares_prefix and self._is_padded:
+            raise ValueError(
+                f'`layout` must be "packed" with `share_prefix`, but is {layout!r} instead. Use '
+                '`TokenBudget(layout="packed")`.'
+            )
         self._rows = 0  # of each sample of padded groups
+
+    @property
+    def fingerprint_name(self) -> str:
+        """Its name in a state: whether prefixes are shared decides the groups."""
+        return "RowsObserve(share_prefix=True)" if self._shares_prefix else "RowsObserve"
 
     def __call__(self, data: Any) -> Observation:
         """Return the cost of a sample.
@@ -56,6 +78,8 @@ class RowsObserve:
                     f'{len(rows)} and the first had {self._rows}. Use `layout="packed"`.'
                 )
             tokens = len(rows) * max(lengths)
+        if self._shares_prefix:
+            tokens -= int(_shared_tokens(rows).sum())
         return Observation(
             tokens,
             sum(sample.targets for sample in samples),
@@ -67,23 +91,73 @@ class RowsObserve:
 class RowsCollate:
     """Makes a batch of the rows of all samples: `collate_fn` gets a list of rows.
 
+    With `share_prefix`, the leading tokens that a row of a sample has in common with the row before
+    it are in the batch once, and the mask lets both rows attend to them. Losses and gradients are
+    those of whole rows: a row shares only tokens at which it predicts nothing, so the last token of
+    a prompt is repeated at the head of each answer. On shared tokens, other `token_keys` have the
+    values of the first row that holds them.
+
     Args:
         collate_fn: list of rows -> batch, such as a `PackedCollate`.
+        share_prefix: needs a `PackedCollate` with `mask_dtype`, and `labels` in the rows.
     """
 
-    def __init__(self, collate_fn: Collate) -> None:
+    def __init__(self, collate_fn: Collate, *, share_prefix: bool = False) -> None:
         check_callable("collate_fn", collate_fn)
-        self._collate = collate_fn
+        self.collate_fn = collate_fn
+        self.shares_prefix = check_bool("share_prefix", share_prefix)
+        if self.shares_prefix:
+            _check_shares(collate_fn)
         if takes_step(collate_fn):
             self.collate_step: Callable[[list[Any], StepInfo], Batch] = self._collate_step
 
     def __call__(self, samples: list[Any]) -> Batch:
         """Return the batch of all rows of samples."""
-        return self._collate(_rows_of(samples))
+        with _naming_samples(samples):
+            if self.shares_prefix:
+                return self._share(cast("PackedCollate", self.collate_fn), samples)
+            return self.collate_fn(_rows_of(samples))
 
     def _collate_step(self, samples: list[Any], info: StepInfo) -> Batch:
-        batch: Batch = self._collate.collate_step(_rows_of(samples), info)  # type: ignore[attr-defined]
+        batch: Batch = self.collate_fn.collate_step(_rows_of(samples), info)  # type: ignore[attr-defined]
         return batch
+
+    def _share(self, collate: PackedCollate, samples: list[Any]) -> Batch:
+        """Return the batch in which each row is without the tokens that it shares."""
+        pieces: list[Any] = []
+        shared: list[IntArray] = []
+        for sample in samples:
+            rows = [*map(collate.prepare, sample if isinstance(sample, list) else [sample])]
+            collate.check_mappings(rows)
+            shared.append(_shared_tokens(rows))
+            for row, count in zip(rows, shared[-1], strict=True):
+                pieces.append(_without(count, row, collate.token_keys))
+        return collate.batch_of(collate.group_of(pieces), np.concatenate(shared))
+
+
+@contextmanager
+def _naming_samples(samples: list[Any]) -> Iterator[None]:
+    """Turn the row that an error is about into its sample."""
+    try:
+        yield
+    except SampleError as error:
+        if error.index is None:
+            raise
+        sizes = [len(sample) if isinstance(sample, list) else 1 for sample in samples]
+        index = int(np.searchsorted(np.cumsum(sizes), error.index, side="right"))
+        raise SampleError(str(error), index) from error
+
+
+def _check_shares(collate: Collate) -> None:
+    # Not a subclass, whose `__call__` would not be called.
+    packed = collate if type(collate) is PackedCollate else None
+    if packed is None or packed.mask_dtype is None or packed.sample_multiple > 1:
+        raise ValueError(
+            "`collate_fn` must be a `PackedCollate` with a `mask_dtype` and without a "
+            f"`sample_multiple` for `share_prefix`, but is {collate!r:.200} instead. Pass "
+            '`PackedCollate.of(budget, mask_dtype=torch.bool)` for "sdpa", or the dtype of the '
+            'model for "eager".'
+        )
 
 
 def _rows_of(samples: list[Any]) -> list[Any]:
@@ -91,3 +165,44 @@ def _rows_of(samples: list[Any]) -> list[Any]:
     for sample in samples:
         rows += map(copy_for_collate, sample) if isinstance(sample, list) else [sample]
     return rows
+
+
+def _shared_tokens(rows: Sequence[Mapping[str, Any]]) -> IntArray:
+    """Return how many leading tokens each row shares with the row before it, (n,)."""
+    shared = np.zeros(len(rows), np.int64)
+    for index, (before, row) in enumerate(pairwise(rows), 1):
+        counts = [_equal(key, before, row) for key in _SEEN_KEYS if key in before or key in row]
+        shared[index] = min(_silent(row), *counts)
+    return shared
+
+
+_SEEN_KEYS = ("input_ids", "token_type_ids")  # what a model sees of a token
+
+
+def _equal(key: str, before: Mapping[str, Any], row: Mapping[str, Any]) -> int:
+    """Return how many leading values of a key are equal in two rows."""
+    if key not in before or key not in row:
+        return 0
+    pair = [row_of(key, sample[key]) for sample in (before, row)]
+    length = min(map(len, pair))
+    differs = np.flatnonzero(pair[0][:length] != pair[1][:length])
+    return int(differs[0]) if differs.size else length
+
+
+def _silent(row: Mapping[str, Any]) -> int:
+    """Return how many leading tokens predict nothing; of a row without targets, all but one."""
+    labels = row.get("labels")
+    if labels is None or is_number(labels):
+        return 0
+    labels = row_of("labels", labels)
+    targets = np.flatnonzero(labels[1:] != IGNORE_INDEX)
+    return int(targets[0]) if targets.size else max(0, len(labels) - 1)
+
+
+def _without(count: int, row: Mapping[str, Any], token_keys: Sequence[str]) -> dict[str, Any]:
+    """Return a prepared row without its first tokens, and without what `PackedCollate` checks."""
+    kept = {key: value for key, value in row.items() if key not in KEPT}
+    for key in kept.keys() & token_keys:
+        if isinstance(value := kept[key], np.ndarray) and value.ndim:
+            kept[key] = value[count:]
+    return kept

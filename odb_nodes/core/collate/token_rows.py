@@ -46,7 +46,12 @@ class TokenRows:
 
     def __post_init__(self) -> None:
         keep_count(self, "pad_to_multiple_of")
-        widths = [width for _, width in self.shapes]
+        try:
+            widths = [width for _, width in self.shapes]
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"`shapes` must be pairs (rows, width), but is {self.shapes!r:.80} instead."
+            ) from None
         if widths != sorted(widths):
             raise ValueError(
                 f"`shapes` must go from narrow to wide, but have the widths {widths} instead. "
@@ -91,10 +96,14 @@ class TokenRows:
 
     def __call__(self, samples: list[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the batch of `samples`."""
+        return self.batch_of(self.group_of(samples))
+
+    def group_of(self, samples: Sequence[Mapping[str, Any]]) -> GroupRows:
+        """Return samples as a group, checked to have `input_ids` and the same keys."""
         self.check_mappings(samples)
         if any(sample.keys() != samples[0].keys() for sample in samples):
             raise _differing_keys(samples)
-        return self.batch_of(GroupRows(samples))
+        return GroupRows(samples)
 
     def collate_block(self, block: SampleBlock, new: NewTensor = new_tensor) -> dict[str, Any]:
         """Return the batch of a block's samples, from their columns if they have columns."""

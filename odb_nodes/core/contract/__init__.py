@@ -1,9 +1,9 @@
 """The contract of nodes: states, epochs, and functions over graphs of nodes."""
 
 from odb_nodes.core.contract.again import ItemsAgain, make_again, restore_items
+from odb_nodes.core.contract.epochs import EpochState
 from odb_nodes.core.contract.node import (
     EpochNode,
-    EpochState,
     StatefulNode,
     can_restore,
     snapshot,

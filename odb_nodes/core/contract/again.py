@@ -16,8 +16,8 @@ _ITEMS_AT_ONCE = 64
 class ItemsAgain(ABC):
     """Items of an epoch, numbered by row, which a node makes again when `take` is called.
 
-    A node that can make items ahead has a method `make_again(items)`, which returns an instance of
-    a subclass.
+    A node that can make items before they are taken has a method `make_again(items)`, which returns
+    an instance of a subclass.
     """
 
     are_made = False
@@ -28,9 +28,9 @@ class ItemsAgain(ABC):
 
     @abstractmethod
     def take(self, rows: Sequence[int]) -> list[tuple[Sequence[Any], int]]:
-        """Return for each row a sequence of items, and the index of the row's item in it.
+        """Return for each row a sequence of items, and the index of the row's item in the sequence.
 
-        Waits for the items. A row may be taken several times, and its item is made each time.
+        Waits for the items. A row may be taken several times; each time, its item is made again.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Configurations, which decide the output of nodes. They are compared when a state is loaded."""
+"""Compare the configuration in a state with the configuration of the node that loads the state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_SHAPES = (
     "groups that were formed before would have more rows than their shape has now. "
 )
 _BUDGET_LIMITS = ("budget.tokens", "budget.max_samples", "budget.max_patches")
-_NODE_OF_ALL_RANKS = "RankAligner"  # Its `world_size` is the number of ranks of the job.
+_NODE_OF_ALL_RANKS = "RankAligner"  # the node whose `world_size` is the job's number of ranks
 _LONG_CHARACTERS = 160
 _CONTEXT_CHARACTERS = 40
 
@@ -108,7 +108,7 @@ def _equal(saved: Any, present: Any) -> bool:
 
 
 def _changes(saved: Config, present: Config) -> dict[str, str]:
-    """Return the changed fields, and for each a clause of an error."""
+    """Return a clause of an error for each changed field."""
     changes = {}
     may_shrink = loading().smaller_budget and not _has_padded_shapes(present)
     for name in sorted({*saved, *present}, key=str):
@@ -144,7 +144,7 @@ def _remedy(node: str, saved: Config, present: Config) -> str:
 
 
 def _is_smaller(name: str, saved: Any, present: Any) -> bool:
-    """Return whether a field is a limit of a budget, and lower now than in the state."""
+    """Return whether a field is a limit of a budget that is lower now than in the state."""
     if name not in _BUDGET_LIMITS or type(present) is not int:
         return False
     return saved is None or (type(saved) is int and present < saved)
@@ -155,7 +155,7 @@ def _has_padded_shapes(config: Config) -> bool:
 
 
 def _shortened(*texts: str) -> tuple[str, ...]:
-    """Return texts, cut to the part around their first difference if they are long."""
+    """Return texts. Long texts are cut to the part around their first difference."""
     if max(map(len, texts)) <= _LONG_CHARACTERS:
         return texts
     alike = takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))

@@ -21,12 +21,13 @@ def has_threads(root: BaseNode[Any]) -> bool:
 
 
 def stop_threads(root: BaseNode[Any], timeout_s: float) -> None:
-    """Interrupt the waits of all nodes, and wait until each of torchdata's threads has stopped."""
+    """Interrupt the waits of all nodes, and wait until each thread has left its source."""
     nodes = list(walk(root))
     for node in nodes:
         call_member(node, "interrupt")  # A thread may be waiting for slow processing.
-    for node in nodes:  # Outer nodes first: the inner ones still feed them.
+    for node in nodes:  # Outer nodes first: their sources still feed them.
         torchdata.join_threads(node, timeout_s)
+        call_member(node, "join_threads", timeout_s)
 
 
 def close_nodes(root: BaseNode[Any], timeout_s: float) -> None:
@@ -86,5 +87,5 @@ def known_length_of(source: BaseNode[Any]) -> int | None:
     """Return how many items a node yields per epoch; `None` if its length is unknown."""
     try:
         return length_of(source)
-    except (TypeError, NotImplementedError):  # `NotImplementedError`: of a dataset without length
+    except (TypeError, NotImplementedError):  # The second comes from a dataset without a length.
         return None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import MISSING, Field, fields
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
 from odb_nodes._support.checks import MAX_KEY, check_count, check_type
-from odb_nodes._support.hashing import hash_ints
+from odb_nodes.core.contract.epochs import EpochCounter, EpochState
+from odb_nodes.core.contract.plain_states import check_own_state as check_own_state
+from odb_nodes.core.contract.plain_states import check_plain_state, check_source_state
 from odb_nodes.core.contract.state import (
     NodeState,
     Snapshot,
@@ -17,9 +19,9 @@ from odb_nodes.core.contract.state import (
     check_declaration,
     check_saved,
     copy_state,
-    kept,
     seal,
     source_fields,
+    to_snapshot,
     unseal,
 )
 from odb_nodes.core.sample import ItemKey
@@ -33,85 +35,6 @@ ItemLocation = tuple[Any, ...]
 """Where an item comes from: a format for `%` and its values, which may be locations themselves."""
 
 _ITEM_METHODS = {"next_chunk", "next", "item_key", "item_location"}
-
-
-# --- epochs ---------------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class EpochState(NodeState):
-    """The epoch fields in the state of an `EpochNode`.
-
-    Attributes:
-        epoch: the number of the epoch, from 0.
-        cycle: how often the epoch was begun again.
-        started: whether `next` was called in the epoch.
-    """
-
-    epoch: int = 0
-    cycle: int = 0
-    started: bool = False
-
-
-class EpochCounter:
-    """Counts the epochs of a node.
-
-    The first call of `next` starts an epoch, even if it raises `StopIteration`; only a reset after
-    that begins the next epoch. A mixer may begin a source again within an epoch: `epoch` stays, and
-    `cycle` counts up.
-    """
-
-    epoch = cycle = 0
-    started = _cycle_requested = False
-    _requested: int | None = None
-
-    @property
-    def shuffle_key(self) -> int:
-        """Seed of the order, 31 bits: the epoch, or a hash of epoch and cycle in a later cycle.
-
-        It depends on no earlier epoch, so `set_epoch` gives the same orders in any run.
-        """
-        return hash_ints(self.epoch, self.cycle) >> 33 if self.cycle else self.epoch
-
-    def advance(self) -> None:
-        """Begin the requested epoch, the next epoch, or this epoch if it has not started."""
-        if self._cycle_requested:
-            self.cycle += 1
-        else:
-            if self._requested is not None:
-                self.epoch = self._requested
-                self._requested = None
-            elif self.started or self.cycle:
-                self.epoch += 1
-            self.cycle = 0
-        self.started = self._cycle_requested = False
-
-    def start(self) -> None:
-        """Note a call of `next`."""
-        self.started = True
-
-    def request(self, epoch: int) -> None:
-        """Have the next reset begin `epoch`."""
-        self._requested = check_count("epoch", epoch, 0)
-
-    def request_cycle(self) -> None:
-        """Have the next reset begin this epoch again, in another order."""
-        self._cycle_requested = True
-
-    def restore(self, state: EpochState) -> None:
-        """Take the epoch of a state."""
-        self.epoch = state.epoch
-        self.started = state.started
-        self.cycle = state.cycle
-        self._requested = None
-        self._cycle_requested = False
-
-    def save(self) -> dict[str, Any]:
-        """Return the fields of an `EpochState`."""
-        return {"epoch": self.epoch, "cycle": self.cycle, "started": self.started}
-
-
-# --- nodes ----------------------------------------------------------------------------------------
 
 
 class StatefulNode(BaseNode[T], Generic[T, S]):
@@ -157,7 +80,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
     __is_initialised = __is_reset = False
     __sources: ClassVar[list[tuple[str, bool]]] = []  # name of a field; whether it is a dict
     __declared: ClassVar[list[tuple[Field[Any], bool]]] = []  # without fields of `_STATE_BASE`
-    __envelope: dict[str, Any] | None = None  # with the fingerprint; stays until the next reset
+    __envelope: dict[str, Any] | None = None  # of all states until the next reset
     __failure: Exception | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -224,28 +147,28 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
                 setattr(self, field.name, saved)
 
     def save(self) -> S:
-        """Return the position of the node. It must not raise; some callers save after every item.
+        """Return the position of the node, without raising. Some callers save after every item.
 
-        Every item that was pulled and not yet yielded must be in the state, or come after it. The
-        position of a source is `snapshot(source)`. A value that takes long to compute may be an
-        immutable object with a method `to_state()`, which computes it.
+        A state must hold every item that the node has pulled and not yet yielded, or must be from
+        before that item. The position of a source is `snapshot(source)`. A value that takes long to
+        compute may be an immutable object whose method `to_state()` computes it.
         """
-        values = {field.name: getattr(self, field.name) for field, _ in self.__declared}
+        values: dict[str, Any] = {}
         for field, is_source in self.__declared:
-            if not is_source:
-                continue
-            source = values[field.name]
-            if isinstance(source, BaseNode):
-                values[field.name] = snapshot(source)
-            else:
-                values[field.name] = {key: snapshot(node) for key, node in source.items()}
+            value = getattr(self, field.name)
+            if is_source and isinstance(value, BaseNode):
+                value = snapshot(value)
+            elif is_source:
+                value = {key: snapshot(node) for key, node in value.items()}
+            values[field.name] = value
         state: S = self.STATE(**values)
         return state
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the configuration that decides the output, as plain data.
 
-        A state fits only a node with an equal fingerprint. It must not change between resets.
+        A state fits only a node with an equal fingerprint. The fingerprint must not change between
+        two resets.
         """
         return {}
 
@@ -325,42 +248,35 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         self.__is_reset = True
 
     def __check_declares_sources(self) -> None:
-        """Raise a `TypeError` where the state has no field for a source that the node holds."""
+        """Raise a `TypeError` unless the state has a field for each source of the node."""
         by_attribute = _sources_of(self)
-        held = {id(node) for nodes in by_attribute.values() for node in nodes}
-        below_sources = {
-            id(node)
-            for sources in by_attribute.values()
-            for source in sources
-            for node in walk(source)
-            if node is not source
-        }
-        fields_of_sources = {name for name, _ in self.__sources}
-        declared = {id(node) for name in fields_of_sources for node in by_attribute.get(name, ())}
-        covered = declared | below_sources
-        undeclared = {
+        sources = [source for nodes in by_attribute.values() for source in nodes]
+        below = {id(node) for source in sources for node in walk(source) if node is not source}
+        field_names = {name for name, _ in self.__sources}
+        declared = {id(source) for name in field_names for source in by_attribute.get(name, ())}
+        undeclared = [
             name
             for name, nodes in by_attribute.items()
-            if any(id(node) not in covered for node in nodes)
-        }
-        if type(self).save is not StatefulNode.save:  # Its fields may have other names.
+            if not declared | below >= {*map(id, nodes)}
+        ]
+        if type(self).save is not StatefulNode.save:  # The fields may have other names.
             has_dict = any(is_dict for _, is_dict in self.__sources)
-            if has_dict or len(fields_of_sources) >= len(held - below_sources):
+            if has_dict or len(field_names) >= len({*map(id, sources)} - below):
                 return
         if undeclared:
             raise TypeError(
                 f"`STATE` of `{type(self).__name__}` must have a field for the state of each "
-                f"source, but lacks one for {sorted(undeclared)}: a resume would repeat or lose "
-                "its items. Declare it, as `source: SourceState` (a dict of sources as "
-                "`SourceStates`)."
+                f"source, but lacks a field for {sorted(undeclared)}: a resume would repeat or "
+                "lose items of that source. Declare `source: SourceState`, or `SourceStates` for a "
+                "dict of sources."
             )
 
     def get_state(self) -> dict[str, Any]:
         """Return the state of the node. The caller owns the result.
 
         Raises:
-            StateError: `next` raised, and a state would lose the item that caused it. The `Loader`
-                then uses the previous state.
+            StateError: `next` raised, and a state would lose the item that caused the error. The
+                `Loader` then uses the previous state.
         """
         return add_digest(copy_state(self.__snapshot()))
 
@@ -382,12 +298,12 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
         if envelope is None or type(saved) is not self.STATE:  # Checked once after a reset.
             name, config = type(self).__name__, self.fingerprint()
             check_saved(name, config, self.STATE, saved)
-            self.__envelope = envelope = seal(name, kept(config, {}), {})
+            self.__envelope = envelope = seal(name, to_snapshot(config, {}), {})
         values = vars(saved)
         for name, is_dict in self.__sources:
             if type(values[name]) is not Snapshot:  # else `snapshot` has checked it
-                _check_source(self, name, values[name], is_dict)
-        state = kept(values, envelope)
+                check_source_state(self, name, values[name], is_dict)
+        state = to_snapshot(values, envelope)
         if self._epochs is not None:
             state.update(self._epochs.save())
         return state
@@ -426,7 +342,7 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
             raise
 
     def __fail(self, error: BaseException) -> None:
-        """Raise an error until the next reset. After Ctrl-C, items on their way are lost, too."""
+        """Raise an error until the next reset. Ctrl-C, too, loses items between two nodes."""
         if not isinstance(error, Exception):
             error = StateError(f"{type(self).__name__} was interrupted by {error!r}.")
         self.__failure = error
@@ -435,8 +351,8 @@ class StatefulNode(BaseNode[T], Generic[T, S]):
 class EpochNode(StatefulNode[T, S]):
     """A node that counts epochs, because its order or random numbers depend on the epoch.
 
-    Its `STATE` derives from `EpochState`, whose fields this class fills in; `save` does not set
-    them. `_epochs` is up to date when `begin_epoch` and `restore` are called.
+    The `STATE` of a subclass derives from `EpochState`. This class sets the fields of `EpochState`
+    in each state; `save` does not. `begin_epoch` and `restore` find `_epochs` up to date.
     """
 
     STATE: ClassVar[type[Any]] = EpochState
@@ -454,7 +370,6 @@ class EpochNode(StatefulNode[T, S]):
 
 
 # --- functions for any node, also of torchdata ----------------------------------------------------
-
 
 _MOST_SOURCES = 4096  # A longer list or dict holds data.
 
@@ -527,7 +442,7 @@ def snapshot(node: BaseNode[Any]) -> dict[str, Any]:
     state: dict[str, Any] | None = None if take_own is None else take_own()
     if state is None:
         state = node.state_dict()
-        _check_plain_state(node, state)
+        check_plain_state(node, state)
         state = Snapshot(copy_state(state))
     return state
 
@@ -541,57 +456,11 @@ def _reset(holder: Any, states: Any) -> None:
         node.reset(None if states is None else states[key])
 
 
-def _check_source(node: object, name: str, saved: Any, is_dict: bool) -> None:
-    """Raise a `TypeError` unless the saved state of a source, or of a dict, has a position."""
-    holder = f"a source of `{type(node).__name__}`"
-    if not is_dict:
-        _check_plain_state(getattr(node, name, holder), saved)
-        return
-    for state in saved.values():
-        if type(state) is not Snapshot:
-            _check_plain_state(holder, state)
-
-
-def _check_plain_state(node: object, state: Any) -> None:
-    """Raise a `TypeError` unless a plain node and the nodes below it returned their positions."""
-    check_own_state(node, state, "get_state")
-    if "node" in state:  # A sealed state: a `StatefulNode` has checked its own sources.
-        return
-    below = getattr(node, "source", f"a node below {_name(node)}")
-    for key in ("source", "snapshot", "it_state"):  # keys of source states in torchdata
-        if key in state and (key != "snapshot" or state[key] is not None):
-            # A mapper keeps its state in the state of an iterator, one level further down.
-            _check_plain_state(node if key == "it_state" else below, state[key])
-    for key in ("iterable", "_sampler"):  # They have no state before their first item.
-        if key in state and state.get("_num_yielded"):
-            name = key.strip("_")
-            check_own_state(getattr(node, name, f"the {name} of {_name(node)}"), state[key])
-
-
-def check_own_state(holder: object, state: Any, method: str = "state_dict") -> None:
-    """Raise a `TypeError` unless the state of a node or an iterable is there and not empty.
-
-    An empty state loses items when it is loaded.
-    """
-    if state is None or not state or (method == "get_state" and not isinstance(state, Mapping)):
-        raise TypeError(
-            f"`{method}` of {_name(holder)} must return its position, a dict that is not empty, "
-            f"but returned {state!r:.80} instead: a run that resumes from it would lose or repeat "
-            'items. Return at least `{"position": self.position}`, and go there when it is loaded.'
-        )
-
-
-def _name(holder: object) -> str:
-    return holder if isinstance(holder, str) else f"`{type(holder).__name__}`"
-
-
-# --- items by their keys --------------------------------------------------------------------------
-
-
 def can_restore(node: BaseNode[Any]) -> bool:
     """Return whether a node can make its items again from their keys.
 
-    A source can if it has `item_key` and `read(key)`; other nodes have an attribute `can_restore`.
+    A source can do so if it has `item_key` and `read(key)`. Any other node says so by its attribute
+    `can_restore`.
     """
     declared = getattr(node, "can_restore", None)
     if isinstance(declared, bool):
@@ -602,7 +471,7 @@ def can_restore(node: BaseNode[Any]) -> bool:
 
 
 def checked_key(node: BaseNode[Any], key: Any) -> ItemKey | None:
-    """Return the result of `item_key` of a node, checked."""
+    """Return the key that `item_key` of a node has returned; raise unless it is valid."""
     if key is None:
         return None
     try:

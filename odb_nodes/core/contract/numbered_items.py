@@ -21,14 +21,11 @@ T = TypeVar("T")
 class NumberedItems(Generic[T]):
     """Numbers the items that a node takes from its source, and keeps states of the source.
 
-    It keeps a state every `distance` items. `forget` drops states before the oldest item that may
-    be read again. A node that numbers the items of its source saves the last state before that
-    item, and how many items it has taken since.
+    A state of the source is kept every `distance` items. `forget` drops the states before the
+    oldest item that may be read again. The node saves the last state before that item, and the
+    number of items that it has taken since. The node also resets the source.
 
-    Args:
-        source: the source, which its node resets.
-        node: name of the node, for errors.
-        distance: items between two states.
+    node: name of the node, for errors.
     """
 
     def __init__(self, source: BaseNode[T], node: str, distance: int) -> None:
@@ -39,17 +36,17 @@ class NumberedItems(Generic[T]):
         self._oldest: int | None = None  # the oldest item that may be read again
         self.position = 0
         """The number of the next item."""
-        self._source_position = 0  # number of the source's next item; earlier after a restore
-        self._has_raised = False  # whether the source has raised, and may have lost an item
+        self._source_position = 0  # number of the source's next item, below `position` at a restore
+        self._has_raised = False  # whether the source has raised, and so may have lost an item
 
     def begin(self) -> None:
         """Number the items of an epoch that the source has just begun."""
         self.restore(snapshot(self._source), 0, 0)
 
     def restore(self, state: Any, first: int, position: int) -> None:
-        """Go to item `position`, of a source that was reset to `state`, before item `first`.
+        """Go to item `position`. The source was reset to `state`, which is before item `first`.
 
-        `take` or `read_again` reads the items between.
+        `take` or `read_again` reads the items from `first` to `position`.
         """
         if not 0 <= first <= position:
             raise self._damaged()
@@ -82,15 +79,15 @@ class NumberedItems(Generic[T]):
         return self._state_before(self._oldest_needed(number))
 
     def forget(self, number: int) -> None:
-        """Drop the states before the last from which `number` and all items to keep can be read."""
+        """Drop the states that are not needed to read `number` and all items to keep."""
         oldest = self._oldest_needed(number)
         while len(self._states) > 1 and self._states[1][0] <= oldest:
             self._states.popleft()
 
     def note_state(self) -> bool:
-        """Replace all states by the present state of the source, if no earlier item is needed.
+        """Replace all states by the present state of the source, unless an earlier item is needed.
 
-        Returns whether it did.
+        Returns whether the states were replaced.
         """
         needs_earlier = self._oldest is not None and self._oldest < self.position
         if needs_earlier or self._has_raised:
@@ -139,7 +136,7 @@ class NumberedItems(Generic[T]):
         return _ReadAgain([by_number[item.key] for item in items])
 
     def expect_end(self) -> None:
-        """Read the source to its end: one call after its last item."""
+        """Call the source once after its last item, so that the source is at its end."""
         try:
             self.catch_up()
             self._next(1)
@@ -152,7 +149,7 @@ class NumberedItems(Generic[T]):
         )
 
     def _next(self, count: int) -> Chunk[T]:
-        """Take the next items of the source; keep a state before them if it is due."""
+        """Take the next items of the source; first keep a state of the source if one is due."""
         if self._source_position >= self._states[-1][0] + self._distance:
             self._states.append((self._source_position, snapshot(self._source)))
         until_due = self._states[-1][0] + self._distance - self._source_position
@@ -182,8 +179,6 @@ class NumberedItems(Generic[T]):
 
 
 class _ReadAgain(ItemsAgain):
-    """Items that were read again, in order."""
-
     are_made = True
 
     def __init__(self, items: Sequence[tuple[Any, ItemKey | None]]) -> None:

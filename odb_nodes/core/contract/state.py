@@ -1,9 +1,9 @@
 """States: plain data in an envelope of version, node and configuration, with a digest.
 
-A state loads with `torch.load(weights_only=True)`. The configuration in it decides the node's
-output: it is compared, field by field, with the configuration of the node that loads the state.
-The digest proves that a state is unchanged, so its values need no checks. A state returned to the
-user has a digest, which covers the states of sources within it.
+A state loads with `torch.load(weights_only=True)`. Its configuration is compared, field by field,
+with the configuration of the node that loads the state. The digest proves that a state is
+unchanged, so the values need no checks. Only the outermost state has a digest, which also covers
+the states of sources.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def copy_state(state: Any) -> Any:
     return _copied(state, _PLAIN)
 
 
-def kept(values: Mapping[str, Any], envelope: Mapping[str, Any]) -> Snapshot:
+def to_snapshot(values: Mapping[str, Any], envelope: Mapping[str, Any]) -> Snapshot:
     """Return a `Snapshot` of an envelope and values, which shares only immutable data with them."""
     state = Snapshot(envelope)
     state.update(values)
@@ -117,7 +117,7 @@ def _copied(state: Any, shared: frozenset[type]) -> Any:
 
 
 def check_declaration(node: str, declared: Any, base: Any) -> None:
-    """Raise a `TypeError` unless `STATE` of a node is a dataclass whose fields can be saved."""
+    """Raise a `TypeError` unless the `STATE` of a node is a dataclass whose fields can be saved."""
     is_derived = isinstance(declared, type) and issubclass(declared, base)
     attributes = vars(declared) if is_derived else {}
     if "__dataclass_fields__" not in attributes or "__slots__" in attributes:
@@ -158,7 +158,7 @@ def check_saved(node: str, config: object, declared: Any, saved: Any) -> None:
     if undeclared := vars(saved).keys() - {field.name for field in fields(declared)}:
         raise TypeError(
             f"the result of `save` of `{node}` has {sorted(undeclared)}, which are no fields of "
-            f"`{declared.__name__}`. Declare them there."
+            f"`{declared.__name__}`. Declare these fields there."
         )
     names = vars(saved).keys() - source_fields(declared)
     copied = copy_state({name: getattr(saved, name) for name in names})
@@ -181,10 +181,7 @@ def unseal(
     config: Mapping[str, Any],
     fixed: Callable[[S], Collection[str]] | None = None,
 ) -> S:
-    """Return a copy of the content of a sealed state, after all checks.
-
-    A state within another state has no digest: the digest of the outer state covers it.
-    """
+    """Return a copy of the content of a sealed state, after all checks."""
     with bounded_depth(node):
         if not isinstance(state, Mapping) or not isinstance(state.get("node"), str):
             seen = f"{type(state).__name__} {str(state)[:40]!r}"
@@ -239,7 +236,7 @@ def bounded_depth(node: str) -> Iterator[None]:
     """Raise a `StateError` where a state is nested deeper than Python can follow."""
     try:
         yield
-    except RecursionError:  # not `from` it: the error holds a frame for each level
+    except RecursionError:  # Not raised from this error, which holds a frame for each level.
         raise StateError(
             f"the state of {node} is nested too deeply to be read (the recursion limit of Python "
             f"is {sys.getrecursionlimit()}): no node saves such a state. {_EARLIER}"
@@ -298,7 +295,7 @@ _MARSHALLED = _PLAIN - {bytes}
 def _sorted(keys: Iterable[Any]) -> list[Any]:
     try:
         return sorted(keys)
-    except TypeError:  # of several types
+    except TypeError:  # The keys have several types.
         return sorted(keys, key=repr)
 
 

@@ -23,8 +23,8 @@ def save_state(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a state to a file, atomically: a reader sees the whole old file or the whole new file.
 
     Args:
-        state: the result of `Loader.state_dict()`, alone or in a dict with other plain data and
-            tensors (a model's `state_dict()`, a step count).
+        state: the result of `Loader.state_dict()`; or a dict of this state, other plain data and
+            tensors, such as a model's `state_dict()` and a step count.
         path: the file; its folder must exist.
 
     Raises:

@@ -23,11 +23,11 @@ from odb_nodes.errors import StateError
 
 @dataclass(kw_only=True)
 class BatchSamplerState(NodeState):
-    """The position of a `TokenBatchSampler`: after `step` batches of an epoch of these settings."""
+    """The state of a `TokenBatchSampler`."""
 
     epoch: int
-    step: int
-    settings: dict[str, Any]
+    step: int  # batches of the epoch that were trained on
+    settings: dict[str, Any]  # the arguments that decide batches
     next_epoch: int | None = None  # from a `set_epoch` within the epoch
 
 
@@ -38,12 +38,12 @@ class TokenBatchSampler:
         loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
 
     Use it with a `DataLoader`, a `StatefulDataLoader`, or a trainer that takes a `batch_sampler`.
-    It makes the batches of an `ODBDataLoader(dataset, lengths=lengths)` with the same options, on
-    each rank and in each epoch; on several ranks that loader permutes its steps. (Not with
-    `oversize="drop"`: this plan leaves out the samples that are too long.) All ranks have the same
-    number of batches, which may differ from epoch to epoch; the batches of a step cost about the
-    same. A rank that has no sample for a step takes the shortest sample once more. No `StepInfo`
-    comes with a batch: weigh its loss by its number of targets yourself.
+    The batches are those of an `ODBDataLoader(dataset, lengths=lengths)` with the same options, on
+    each rank and in each epoch; on several ranks, that loader permutes its steps. (With
+    `oversize="drop"` they differ: this plan leaves out samples that are too long.) All ranks have
+    the same number of batches, which may differ between epochs; the batches of a step cost about
+    the same. A rank that has no sample for a step takes the shortest sample once more. No
+    `StepInfo` comes with a batch: weigh the loss of each batch by its number of targets.
 
     After all batches of an epoch, the next iteration begins the next epoch, or the epoch of
     `set_epoch`. A `StatefulDataLoader` saves the sampler's state. A plain `DataLoader` with workers
@@ -123,7 +123,7 @@ class TokenBatchSampler:
 
     @property
     def sampler(self) -> TokenBatchSampler:
-        """This object: where Lightning looks for `set_epoch`."""
+        """This object. Lightning looks here for `set_epoch`."""
         return self
 
     def __len__(self) -> int:
@@ -145,10 +145,10 @@ class TokenBatchSampler:
             self.step = step + 1
             self._is_at_end = self.step == len(plan)
             yield plan.group(step, self._rank).tolist() or [shortest]
-        self._is_at_end = self._has_ended = True  # also if a state had no batch left
+        self._is_at_end = self._has_ended = True  # also after a state without remaining batches
 
     def _plan(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch, which is made once."""
+        """Return the plan of an epoch. The last plan is kept."""
         if self._planned is None or self._planned[0] != epoch:
             order = epoch_order(
                 len(self._samples.tokens), self._job.seed, epoch, shuffle=self._shuffle
@@ -187,8 +187,9 @@ class TokenBatchSampler:
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
         """Return the position of the sampler.
 
-        A state after the last batch of an epoch is at its end: the next iteration yields nothing,
-        and the one after it the next epoch. Once the iteration has ended, it is the next epoch.
+        With a state from after the last batch of an epoch, the next iteration yields nothing, and
+        the following iteration the next epoch. With a state from after the end of the iteration,
+        the next iteration yields the next epoch.
 
         Args:
             step: batches of the epoch that were trained on. Default: all batches that were
@@ -200,8 +201,8 @@ class TokenBatchSampler:
         trained = self.step if step is None else check_count("step", step, 0)
         if trained > self.step:
             raise ValueError(
-                f"`step` must be at most {self.step}, the batches of epoch {self.epoch} that are "
-                f"out, but is {trained} instead."
+                f"`step` must be at most {self.step}, the batches of epoch {self.epoch} that were "
+                f"yielded, but is {trained} instead."
             )
         epoch, next_epoch = self.epoch, self._next_epoch
         if step is None and self._has_ended:
@@ -228,4 +229,6 @@ class TokenBatchSampler:
                     f"the epoch, load no state and call `set_epoch({state.epoch + 1})`."
                 )
         self._go_to(state.epoch)
-        self.step, self._is_resumed, self._next_epoch = state.step, True, state.next_epoch
+        self.step = state.step
+        self._next_epoch = state.next_epoch
+        self._is_resumed = True

@@ -20,7 +20,7 @@ from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.alignment.aligned_round import LossScaling
 from odb_nodes.core.alignment.exchange import group_rank
 from odb_nodes.core.alignment.peers import VirtualTeam
-from odb_nodes.core.alignment.virtual_ranks import VirtualRanks, place_of
+from odb_nodes.core.alignment.virtual_ranks import VirtualRanks, progress_of
 from odb_nodes.core.collate.protocol import Collate
 from odb_nodes.core.contract.graph import length_of, walk
 from odb_nodes.core.loader.loader import Loader
@@ -29,7 +29,7 @@ from odb_nodes.core.loader.pipeline import RankGraph, graphs_of_team, note_of_le
 from odb_nodes.core.nodes.exclusions import Exclude
 from odb_nodes.core.nodes.planned_groups import PlannedGroups
 from odb_nodes.core.nodes.read_ahead import ReadAhead
-from odb_nodes.core.nodes.window_bucketer import PoolState
+from odb_nodes.core.nodes.window_bucketer import StateMode
 from odb_nodes.core.planning import StepTime, TimeFn, TokenBudget, Uneven
 from odb_nodes.core.planning.auto_window import WindowSize, WindowStart
 from odb_nodes.core.processing import ParallelProcessor, WorkerOptions
@@ -43,7 +43,7 @@ from odb_nodes.errors import StateError
 
 F = TypeVar("F", bound=Callable[..., None])
 
-_OF_DATALOADER = {
+_TORCH_ARGUMENTS = {
     "batch_size": "`token_budget=` bounds a batch, and `TokenBudget(max_samples=)` its samples",
     "batch_sampler": "batches are formed here: pass a `sampler`",
     "drop_last": "`uneven=` says what becomes of the last batches",
@@ -56,18 +56,18 @@ _OF_DATALOADER = {
 }
 """Arguments of torch's `DataLoader` that this loader lacks -> what to pass instead."""
 
-_CONNECTED = ("accelerate", "huggingface", "lightning")  # integrations that use an `Accelerator`
+_ACCELERATE_INTEGRATIONS = ("accelerate", "huggingface", "lightning")
 
-_FIXED = frozenset({"dataset", *LoaderOptions.__dataclass_fields__})
+_ARGUMENTS = frozenset({"dataset", *LoaderOptions.__dataclass_fields__})
 
 
 def _explains_arguments_of_torch(init: F) -> F:
     @wraps(init)
     def checked(self: Any, *args: Any, **options: Any) -> None:
-        if unknown := [name for name in options if name in _OF_DATALOADER]:
+        if unknown := [name for name in options if name in _TORCH_ARGUMENTS]:
             raise TypeError(
                 f"`{unknown[0]}` is an argument of `DataLoader` that `{type(self).__name__}` does "
-                f"not have: {_OF_DATALOADER[unknown[0]]}."
+                f"not have: {_TORCH_ARGUMENTS[unknown[0]]}."
             )
         init(self, *args, **options)
 
@@ -77,16 +77,16 @@ def _explains_arguments_of_torch(init: F) -> F:
 class ODBDataLoader(Loader[Any]):
     """Batches of a dataset under a token budget, each epoch shuffled anew, resumable at any step.
 
-    It builds the graph `ShardedSampler` (or `IterableSource`), `ParallelProcessor`,
+    The loader builds the graph `ShardedSampler` (or `IterableSource`), `ParallelProcessor`,
     `WindowBucketer`, `RankAligner`, `GroupCollator`, `ReadAhead`, `Loader`; the workers observe the
     lengths. The batches depend on data, seed and configuration alone, never on the number of
-    workers. Under torch.distributed each rank makes one loader, over its share of the dataset, and
+    workers. Under torch.distributed each rank makes a loader, over its share of the dataset, and
     all ranks take the same steps.
 
     Args:
         dataset: a map-style dataset (`__getitem__` and `__len__`), an iterable, or a source node
-            such as `JsonlSource`; or a dict of these by name, which are mixed by `weights`. If it
-            has `set_epoch`, that is called with the number of each epoch, in the workers too.
+            such as `JsonlSource`; or a dict of these by name, which are mixed by `weights`. A
+            method `set_epoch` is called with the number of each epoch, in the workers too.
         token_budget: padded tokens of a batch, or a `TokenBudget`.
         collate_fn: list of processed samples -> batch, a dict or another mutable mapping. Default:
             `PaddingCollate.of(budget)`, or `PackedCollate.of(budget)` if the budget's layout is
@@ -101,7 +101,7 @@ class ODBDataLoader(Loader[Any]):
             other thread, unless a rank hosts several `virtual_ranks`.
         window: samples that wait in the pool, on each rank; `"auto"`: enough to fill 32 batches.
         process_fn: item of the dataset -> processed sample, or `Skipped`; runs in the workers.
-            If `dataset` is a dict, one function for all, or a dict with one for each. Default:
+            If `dataset` is a dict, one function for all, or a dict of functions. Default:
             the items are processed samples already. If dataset, `process_fn` and `observe` all
             have an attribute `draws_random_numbers = False`, nothing is seeded.
         observe: processed sample -> its tokens, or `Observation`; see `LengthObserver`.
@@ -111,15 +111,15 @@ class ODBDataLoader(Loader[Any]):
             Default: the lengths of `input_ids` in a table of `datasets`, without `process_fn` and
             `observe`. `False`: lengths are observed.
         prefetch: number of batches that a thread makes ahead, if there are workers.
-        state: what a state holds of the pool, `"replay"` or `"payload"`; see `WindowBucketer`.
+        state: how a state holds the pool, `"replay"` or `"payload"`; see `WindowBucketer`.
         workers: all options of the workers, in place of `num_workers`. By default at least
-            `window` samples (1024 for `"auto"`) are in flight: a refill never waits for one.
+            `window` samples (1024 for `"auto"`) are in flight, so that a refill never waits.
         collate_in: where `collate_fn` runs. `"auto"`: in the workers if `lengths` are known, so
             that samples never reach the trainer's process, and in the trainer's process otherwise.
             `"workers"`: the same, and the log says where it has no effect. `"main"`: always in the
             trainer's process. See docs/performance.md.
-        sampler: iterable of indices into a map-style dataset, 0 or more, in place of `shuffle`. It
-            must yield the same order when it is iterated again.
+        sampler: iterable of indices into a map-style dataset, 0 or more, in place of `shuffle`.
+            Each iteration must yield the same order.
         pin_memory: whether batches are in pinned memory, for faster copies to the accelerator.
             Without CUDA it has no effect.
         process_group: the ranks that share the data; see `RankAligner`. Default: all ranks.
@@ -132,8 +132,8 @@ class ODBDataLoader(Loader[Any]):
         timeout_s: seconds to wait for another rank before it is an error.
         exclude: keys of samples to leave out from now on, the same on all ranks: integers, as in
             `StepInfo.keys`; where sources have names, a mapping of `row_sources` to keys; or the
-            path of a file in JSON Lines, each line a key or `{"source": "ocr", "key": 17}`. A state
-            keeps them. Excluded samples are still processed.
+            path of a file in JSON Lines, each line a key or `{"source": "ocr", "key": 17}`. States
+            contain the keys. Excluded samples are still processed.
         tasks: names of all tasks of the samples, for `StepInfo.task_targets`; see `TaskWeights`.
         largest_first: batches of the longest samples that begin each epoch; see `WindowBucketer`.
         diversity: weight, in 0..1, of an even mix of tasks in a batch; see `WindowBucketer`.
@@ -143,9 +143,9 @@ class ODBDataLoader(Loader[Any]):
             `"proportional"` to the samples of each; a `WeightSchedule`; or a `Mixing`, for shares
             of tokens, or another end of the epoch. Default: equal shares; each sample is emitted
             once in an epoch.
-        virtual_ranks: plan the steps of this number of ranks, a multiple of the real number. All
-            ranks host equally many, and take their batches in turn, as micro-steps: the optimizer
-            steps are the same on any number of ranks. See docs/resuming.md.
+        virtual_ranks: plan the steps of this number of ranks, a multiple of the real number. Each
+            real rank hosts the same number, and takes their batches in turn, as micro-steps: the
+            optimizer steps are the same on any number of real ranks. See docs/resuming.md.
         step_time: cost model of a step, by which ranks are levelled; see `RankAligner`.
 
     Raises:
@@ -171,7 +171,7 @@ class ODBDataLoader(Loader[Any]):
         observe: Observe | None = None,
         lengths: Lengths = LoaderOptions.lengths,
         prefetch: int = LoaderOptions.prefetch,
-        state: PoolState = LoaderOptions.state,
+        state: StateMode = LoaderOptions.state,
         workers: WorkerOptions | None = None,
         collate_in: CollateIn = LoaderOptions.collate_in,
         sampler: Iterable[int] | None = None,
@@ -192,7 +192,7 @@ class ODBDataLoader(Loader[Any]):
         virtual_ranks: int | None = LoaderOptions.virtual_ranks,
         step_time: StepTime | TimeFn | None = LoaderOptions.step_time,
     ) -> None:
-        arguments = locals()  # has an argument for each field: a test compares them
+        arguments = locals()  # A test compares their names with the fields of `LoaderOptions`.
         options = LoaderOptions(
             **{field.name: arguments[field.name] for field in fields(LoaderOptions)}
         )
@@ -221,7 +221,7 @@ class ODBDataLoader(Loader[Any]):
     ) -> ODBDataLoader:
         """Return a loader over the dataset of a `DataLoader` or `StatefulDataLoader`.
 
-        It keeps dataset, order, collate function, workers and pinning. The budget replaces the
+        Dataset, order, collate function, workers and pinning stay. The budget replaces the
         batch size and `drop_last`; `WorkerOptions.in_flight_samples` and `prefetch` replace
         `prefetch_factor`, which counts batches of each worker. The default collate function
         replaces torch's, which cannot pad.
@@ -256,7 +256,9 @@ class ODBDataLoader(Loader[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         """Return the iterator of a loaded state's epoch, or of the next one."""
-        is_connected = any(f"odb_nodes.integrations.{name}" in sys.modules for name in _CONNECTED)
+        is_connected = any(
+            f"odb_nodes.integrations.{name}" in sys.modules for name in _ACCELERATE_INTEGRATIONS
+        )
         if not is_connected and has_accelerator():
             warn_user(
                 "an `Accelerator` neither saves this loader nor moves its batches, not even after "
@@ -267,15 +269,15 @@ class ODBDataLoader(Loader[Any]):
         return super().__iter__()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIXED:
+        if name in _ARGUMENTS:
             cls = type(self)
             is_made = "root" in vars(self) and cls.__init__ is ODBDataLoader.__init__
-            # A subclass may have a property of that name.
+            # A subclass may have a property of the same name.
             if is_made and getattr(cls, name, None) is getattr(ODBDataLoader, name, None):
                 raise AttributeError(
                     f"`{name}` cannot be set on an existing loader: it would have no effect. Make "
-                    f"another loader with `{name}=`; to continue at the position of this one, load "
-                    "its state there (`strict=False` lets some options change)."
+                    f"another loader with `{name}=`; to continue at the position of this loader, "
+                    "load its state there (`strict=False` lets some options change)."
                 )
         super().__setattr__(name, value)
 
@@ -287,16 +289,16 @@ class ODBDataLoader(Loader[Any]):
             parts.append(f"planned from {origin}")
         if self.options.virtual_ranks is not None:
             parts.append(counted(self.options.virtual_ranks, "virtual rank"))
-        return f"{type(self).__name__}({', '.join([*parts, self._progress()])})"
+        return f"{type(self).__name__}({', '.join([*parts, self._progress_text()])})"
 
-    def _progress(self) -> str:
+    def _progress_text(self) -> str:
         try:
-            epoch, step, samples = self._place()
+            epoch, step, samples = self._progress()
         except StateError:
             return "loaded with a state of another graph"
         total = ""
         with suppress(TypeError):  # a dataset without a length
-            if samples <= self.num_samples:  # Levelling may give this rank more samples, or fewer.
+            if samples <= self.num_samples:  # Levelling may have given this rank more samples.
                 about = "about " * (group_rank(self.options.process_group)[1] > 1)
                 total = f" of {about}{self.num_samples}"
         return f"epoch {epoch}, step {step}: {samples}{total} samples done"
@@ -304,26 +306,26 @@ class ODBDataLoader(Loader[Any]):
     @property
     def epoch(self) -> int:
         """Number of the epoch that the most recent iterator, or a loaded state, is in."""
-        return self._place()[0]
+        return self._progress()[0]
 
     @property
     def step(self) -> int:
-        """Number of batches taken of that epoch."""
-        return self._place()[1]
+        """Number of batches of the epoch taken so far."""
+        return self._progress()[1]
 
     @property
     def samples_done(self) -> int:
-        """Number of samples in those batches, on this rank; of `num_samples`."""
-        return self._place()[2]
+        """Number of this rank's samples in these batches; `num_samples` is the total."""
+        return self._progress()[2]
 
-    def _place(self) -> tuple[int, int, int]:
+    def _progress(self) -> tuple[int, int, int]:
         """Return epoch, step and samples done."""
         if (position := self.position) is None:
             return 0, 0, 0
         root: Any = position.root
         try:
             if self.options.virtual_ranks is not None:
-                return place_of(root)
+                return progress_of(root)
             return root["epoch"], root["step"], root["samples"]
         except (KeyError, TypeError, IndexError):
             raise StateError(
@@ -381,12 +383,12 @@ class ODBDataLoader(Loader[Any]):
 
     @property
     def unemitted_samples(self) -> int:
-        """Number of samples of this rank and epoch that `uneven="stop"` left over."""
+        """Number of samples of this rank and epoch that `uneven="stop"` left out."""
         return sum(graph.aligner.unemitted_samples for graph in self._graphs)
 
     @property
     def exchange_wait_s(self) -> float:
-        """Seconds that the thread that makes batches has waited for other ranks so far."""
+        """Seconds that the thread making batches has waited for other ranks so far."""
         return self._graphs[0].aligner.exchange_wait_s
 
     @property

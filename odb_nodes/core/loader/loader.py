@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, NoReturn, T
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._compat.torchdata import replays_items, unrepeatable_sampler
 from odb_nodes._support.checks import check_bool, check_choice, check_count
 from odb_nodes._support.processes import Owner
 from odb_nodes.core.contract import NodeState, SourceState, copy_state, graph, snapshot
 from odb_nodes.core.contract.config import Loading, loading_with, several_changes
-from odb_nodes.core.contract.node import StatefulNode, check_node
+from odb_nodes.core.contract.node import StatefulNode
 from odb_nodes.core.contract.state import seal_whole, unseal_whole
-from odb_nodes.core.nodes.exclusions import ExcludedKeys
+from odb_nodes.core.loader.graph_checks import check_root, claim, iterated_elsewhere
 from odb_nodes.core.sources.source_mixer import SourceMixer
 from odb_nodes.errors import PositionError, SampleError, StateError
 
@@ -39,12 +38,12 @@ class LoaderState(NodeState):
     """The position of a `Loader`."""
 
     root: SourceState
-    num_yielded: int  # items of the epoch
-    ended: bool  # the end of the epoch was reached: `next` raised `StopIteration`
+    num_yielded: int  # items of the epoch that were yielded
+    ended: bool  # whether `next` raised `StopIteration`: the epoch is at its end
     # from `set_epoch` and `set_weights`, for an epoch that has not begun
     next_epoch: int | None = None
     next_weights: dict[str, float] = field(default_factory=dict)
-    left: bool  # the epoch was left, by an `iter` that failed: the next one follows
+    left: bool  # whether an `iter` that failed has left the epoch: the next epoch follows
 
     @property
     def is_within(self) -> bool:
@@ -63,7 +62,7 @@ class LoaderState(NodeState):
 
 
 class _Idle(NamedTuple):
-    """Before the next epoch: none has begun, or `close` has left one at a position."""
+    """Before the next epoch: no epoch has begun, or `close` has left an epoch at a position."""
 
     position: LoaderState | None = None
 
@@ -82,9 +81,10 @@ class _Running(Generic[T]):
     def __init__(self, root: BaseNode[T], num_yielded: int, ended: bool, had_items: bool) -> None:
         self.is_used = False
         self._root = root
-        self._had_items = had_items  # whether an epoch before this one had items
-        self._num_yielded, self._ended = num_yielded, ended
-        self._position: LoaderState | None = None  # `None` when it is out of date
+        self._had_items = had_items  # whether an earlier epoch had items
+        self._num_yielded = num_yielded
+        self._ended = ended
+        self._position: LoaderState | None = None  # `None` when out of date
 
     @property
     def position(self) -> LoaderState:
@@ -103,7 +103,7 @@ class _Running(Generic[T]):
         self.is_used = True
 
     def take(self) -> T:
-        """Return the next item. If that raises, `position` is where to resume."""
+        """Return the next item. After an error, `position` is where to resume."""
         self.use()
         if self._ended:
             raise StopIteration
@@ -112,7 +112,7 @@ class _Running(Generic[T]):
         if item is _NO_ITEM:
             if self._had_items and not self._num_yielded:
                 why = graph.describe_empty_epoch(self._root)
-                raise SampleError(f"the epoch has no item, but one before had some. {why}")
+                raise SampleError(f"the epoch has no item, but an earlier epoch had items. {why}")
             self._ended = True
             self._position = None
             raise StopIteration
@@ -133,21 +133,21 @@ class Loader(Generic[T]):
 
     After loading a state, items and ends of epochs follow as in the run that saved it. With a state
     from after the last item of an epoch, but before its `StopIteration`, the first iterator is
-    empty and the next one begins the next epoch. A state from after the end begins the next epoch.
+    empty, and the second begins the next epoch. A state from after the end begins the next epoch.
 
-    `iter()` continues from a loaded state, or from where the graph raised. It returns the present
-    iterator if that has not yielded yet. Otherwise it leaves the present epoch, also after `close`,
-    and begins the next one; older iterators become invalid. One thread takes all items; another one
-    may call `close`.
+    `iter()` continues from a loaded state, or from where the graph raised. If the present iterator
+    has not yielded yet, `iter()` returns that iterator. Otherwise, also after `close`, `iter()`
+    leaves the present epoch and begins the next; older iterators become invalid. One thread takes
+    all items; another thread may call `close`.
 
     `close`, and an exception in the graph, stop the workers and keep the position: `state_dict`
     returns it.
 
     Args:
         root: last node of the graph.
-        restart_on_stop_iteration: whether `iter()` begins the next epoch after loading a state from
-            the end of an epoch, or is empty.
-        stop_timeout_s: seconds to wait for a thread of the graph to finish what it is doing.
+        restart_on_stop_iteration: whether the first `iter()` after loading a state from the end of
+            an epoch begins the next epoch; otherwise that iterator is empty.
+        stop_timeout_s: seconds to wait until a thread of the graph has stopped.
 
     Raises:
         TypeError: `root` is no node.
@@ -162,7 +162,7 @@ class Loader(Generic[T]):
         *,
         stop_timeout_s: float = 60.0,
     ) -> None:
-        _check_root(root)
+        check_root(root)
         self.root = root
         self._restart = restart_on_stop_iteration
         self._stop_timeout_s = stop_timeout_s
@@ -180,17 +180,17 @@ class Loader(Generic[T]):
             return graph.length_of(self.root)
         except TypeError as error:
             raise TypeError(
-                f"{error} Dynamic batches are counted only as they come: measure progress in "
-                "samples, by `StepInfo.local_samples` of each batch, which add up to `num_samples` "
-                "of an `ODBDataLoader`: `tqdm(total=loader.num_samples)`."
+                f"{error} The number of dynamic batches is not known in advance: measure progress "
+                "in samples, by `StepInfo.local_samples` of each batch, which add up to "
+                "`num_samples` of an `ODBDataLoader`: `tqdm(total=loader.num_samples)`."
             ) from None
 
     def __bool__(self) -> bool:
-        return True  # instead of by `len`, which few graphs have
+        return True  # By default, `bool` would call `len`, which few graphs have.
 
     def __iter__(self) -> Iterator[T]:
         """Return the iterator of a loaded state's epoch, or of the next one."""
-        with _held(self._moving):
+        with _locked(self._moving):
             status = self._status
             if not isinstance(status, _Running) or status.is_used:
                 status = self._begin()
@@ -200,6 +200,10 @@ class Loader(Generic[T]):
     def position(self) -> LoaderState | None:
         """The present position; `None` before the first iterator. Shared: do not change it."""
         return self._status.position
+
+    @property
+    def _is_iterating(self) -> bool:
+        return isinstance(self._status, _Running)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the most recent iterator: plain data, which the caller owns."""
@@ -231,8 +235,8 @@ class Loader(Generic[T]):
                 them in `iter()`.
 
         Raises:
-            StateError: it is no state of a `Loader`, or is damaged. `iter()` raises if the state
-                does not fit the nodes, and it or a later batch if a sample has changed.
+            StateError: the state is damaged, or not of a `Loader`. If the state does not fit the
+                nodes, `iter()` raises; if a sample has changed, `iter()` or a later batch.
             TypeError, ValueError: `change_budget` is no bool, or `verify` is another string.
         """
         check_bool("change_budget", change_budget)
@@ -267,8 +271,8 @@ class Loader(Generic[T]):
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Mix by these weights from the next epoch on. All ranks must set the same weights.
 
-        States contain them, and a state that is loaded later replaces them. If ranks set different
-        weights, all raise a `StateError` at the first step of the epoch.
+        States contain the weights, and a state that is loaded later replaces them. If ranks set
+        different weights, all raise a `StateError` at the first step of the epoch.
 
         Args:
             weights: name of the source -> weight, any positive numbers.
@@ -289,14 +293,14 @@ class Loader(Generic[T]):
     def close(self) -> None:
         """Stop all threads and workers of the graph and keep the position. Idempotent.
 
-        The next `iter()` begins an epoch, as after `break`; to continue this one, load
+        The next `iter()` begins an epoch, as after `break`; to continue the present epoch, load
         `state_dict()`. In a forked child, and while another loader iterates a node of the graph,
         this does nothing.
 
         Raises:
             TimeoutError: a thread did not finish within `stop_timeout_s`.
         """
-        if not self._is_foreign() and _iterated_elsewhere(self.root, self) is None:
+        if not self._is_foreign() and iterated_elsewhere(self.root, self) is None:
             self._stop(continues=False)
 
     def __reduce__(self) -> NoReturn:
@@ -312,14 +316,14 @@ class Loader(Generic[T]):
         self.close()
 
     def _begin(self) -> _Running[T]:
-        """Resume, or begin the next epoch. If that raises, the next `iter` tries again."""
+        """Resume, or begin the next epoch. After an error, the next `iter` tries again."""
         self._check_process()
         status = self._status
         if isinstance(status, _Lost):
             raise PositionError(
                 "the graph failed, and its position is unknown: load the last saved state."
             ) from status.error
-        _claim(self.root, self)
+        claim(self.root, self)
         position = status.position
         if position is not None:
             self._had_items = self._had_items or position.num_yielded > 0
@@ -345,7 +349,7 @@ class Loader(Generic[T]):
         """Resume at a position, or begin the epoch after it."""
         state = paused.position
         self._reset(paused)
-        # Some nodes of torchdata do not save that they have reached their end.
+        # The state of some torchdata nodes does not say that the node is at its end.
         if state.ended and self._has_items():
             raise StateError(
                 "the state was saved at the end of an epoch, but the graph yields more items "
@@ -355,7 +359,7 @@ class Loader(Generic[T]):
         begins = state.left or (state.ended and (self._restart or requested is not None))
         epochs = graph.epochs_of(self.root)
         is_another = requested is not None and bool(epochs) and requested not in epochs
-        # A state may be after the last item, and before the `StopIteration`.
+        # The state may be from after the last item, but before the `StopIteration`.
         if is_another and not begins and state.num_yielded and self._has_items():
             epoch = max(epochs)
             raise PositionError(
@@ -373,7 +377,6 @@ class Loader(Generic[T]):
         return self._begin_epoch()
 
     def _reset(self, paused: _Paused) -> None:
-        """Restore the graph to a position."""
         with loading_with(**paused.loading._asdict()):
             try:
                 self.root.reset(copy_state(paused.position.root))
@@ -394,11 +397,11 @@ class Loader(Generic[T]):
                 ) from error
 
     def _has_items(self) -> bool:
-        """Take an item of the graph, and tell whether there is one."""
+        """Take an item of the graph; return whether there was an item."""
         return next(self.root, _NO_ITEM) is not _NO_ITEM
 
     def _stop(self, *, continues: bool) -> None:
-        """Close the graph, and keep the position; the next `iter` continues it, if it should."""
+        """Close the graph, and keep the position; `continues`: the next `iter` resumes there."""
         status = self._status
         try:
             if isinstance(status, _Running):
@@ -420,7 +423,7 @@ class Loader(Generic[T]):
             return False
         if graph.has_threads(self.root):
             return True
-        self._owner = Owner()  # A graph without threads and workers continues in a forked child.
+        self._owner = Owner()  # A forked child may use a graph without threads and workers.
         return False
 
     def _check_current(self, running: _Running[T]) -> None:
@@ -434,7 +437,7 @@ class Loader(Generic[T]):
 
 
 class LoaderIterator(Iterator[T]):
-    """Items of a `Loader`, which only has a weak reference to it, so that no cycle keeps both."""
+    """Yields the items of a `Loader`, which has only a weak reference to its iterator."""
 
     def __init__(self, loader: Loader[T], running: _Running[T]) -> None:
         self._loader, self._running = loader, running
@@ -442,7 +445,7 @@ class LoaderIterator(Iterator[T]):
     def __next__(self) -> T:
         loader, running = self._loader, self._running
         loader._check_current(running)
-        with _held(loader._moving):
+        with _locked(loader._moving):
             try:
                 item = running.take()
             except BaseException as error:
@@ -455,8 +458,8 @@ class LoaderIterator(Iterator[T]):
 
 
 @contextmanager
-def _held(lock: threading.RLock) -> Iterator[None]:
-    """Hold the lock of a loader, or raise where another thread holds it."""
+def _locked(lock: threading.RLock) -> Iterator[None]:
+    """Hold the lock of a loader; raise if another thread holds the lock."""
     if not lock.acquire(blocking=False):
         raise RuntimeError(
             "another thread is inside `next` or `iter` of this loader: one thread must take all "
@@ -468,58 +471,8 @@ def _held(lock: threading.RLock) -> Iterator[None]:
         lock.release()
 
 
-def _check_root(root: BaseNode[Any]) -> None:
-    check_node("root", root)
-    for node in graph.walk(root):
-        name = type(node).__name__
-        if getattr(node, "in_order", True) is False:
-            raise ValueError(
-                f"`in_order` of `{name}` must be True: without an order, no state can say which "
-                "items came out, and a resumed run loses and repeats some."
-            )
-        if (sampler := unrepeatable_sampler(node)) is not None:
-            raise ValueError(
-                f"`sampler` of `{name}` is a `{type(sampler).__name__}`, whose order cannot be "
-                "drawn again: a resumed run loses and repeats samples. Use `ShardedSampler`, or a "
-                "sampler that is seeded by `set_epoch`."
-            )
-        exclusions = [getattr(below, "exclude", None) for below in graph.walk(node)]
-        has_keys = any(isinstance(keys, ExcludedKeys) and keys for keys in exclusions)
-        if has_keys and replays_items(node):
-            raise ValueError(
-                f"`exclude` must be empty below a `{name}` that reads items of its source again "
-                "when it is restored, and would read others then. Leave `snapshot_frequency` at 1, "
-                "and `prebatch` at None."
-            )
-
-
-_owners: weakref.WeakKeyDictionary[BaseNode[Any], weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""The `Loader` that last iterated a node: two at a time would take each other's items."""
-
-
-def _claim(root: BaseNode[Any], loader: Loader[Any]) -> None:
-    """Make `loader` the only one that iterates the nodes of a graph."""
-    if (node := _iterated_elsewhere(root, loader)) is not None:
-        raise RuntimeError(
-            f"a `{type(node).__name__}` of this `{type(loader).__name__}` is iterated by "
-            "another one, and each would take items from the other. Make a node for each loader, "
-            "or `close()` the other one before."
-        )
-    for node in graph.walk(root):
-        _owners[node] = weakref.ref(loader)
-
-
-def _iterated_elsewhere(root: BaseNode[Any], loader: Loader[Any]) -> BaseNode[Any] | None:
-    """Return a node of a graph that another `Loader` iterates; `None` where there is none."""
-    for node in graph.walk(root):
-        owner = _owners[node]() if node in _owners else None
-        if owner is not None and owner is not loader and isinstance(owner._status, _Running):
-            return node
-    return None
-
-
 def _outermost_mixers(root: BaseNode[Any]) -> list[SourceMixer]:
-    """Return the mixtures that are not within another: one for each rank of this process."""
+    """Return the mixtures that are in no other mixture: one for each rank of this process."""
     mixers = [node for node in graph.walk(root) if isinstance(node, SourceMixer)]
     inner = {id(node) for mixer in mixers for node in graph.walk(mixer) if node is not mixer}
     return [mixer for mixer in mixers if id(mixer) not in inner]

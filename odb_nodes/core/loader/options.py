@@ -19,7 +19,7 @@ from odb_nodes.core.alignment.aligned_round import LossRule, LossScaling
 from odb_nodes.core.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.core.collate.protocol import Collate
 from odb_nodes.core.nodes.exclusions import Exclude, ExcludedKeys
-from odb_nodes.core.nodes.window_bucketer import PoolState
+from odb_nodes.core.nodes.window_bucketer import StateMode
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.planning.auto_window import AUTO
 from odb_nodes.core.planning.options import JobOptions, PlanOptions
@@ -33,7 +33,7 @@ from odb_nodes.core.sources.mixing import Weights
 CollateIn = Literal["auto", "workers", "main"]
 ProcessFn = Callable[[Any], Any] | None
 
-_IN_FLIGHT_OF_AUTO = 1024  # samples: an `"auto"` window has no size when workers start
+_AUTO_IN_FLIGHT = 1024  # samples, for an `"auto"` window: its size is unknown when workers start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class BatchOptions(PlanOptions):
     observe: Observe | None = None
     lengths: Lengths = None
     prefetch: int = 4
-    state: PoolState = "replay"
+    state: StateMode = "replay"
     workers: WorkerOptions | None = None
     collate_in: CollateIn = "auto"
     timeout_s: float = PEER_TIMEOUT_S
@@ -61,7 +61,7 @@ class BatchOptions(PlanOptions):
             check_callable(name, function)
         check_callable("observe", self.observe)
         keep_count(self, "prefetch", 0)
-        check_choice("state", self.state, get_args(PoolState))
+        check_choice("state", self.state, get_args(StateMode))
         remedy = "For 4 worker processes, pass `WorkerOptions(num_workers=4)`."
         check_type("workers", self.workers, WorkerOptions | None, remedy)
         check_choice("collate_in", self.collate_in, get_args(CollateIn))
@@ -120,17 +120,17 @@ class LoaderOptions(BatchOptions, JobOptions):
 
     @property
     def worker_options(self) -> WorkerOptions:
-        """The options of processing, with enough samples in flight for a refill of the pool."""
+        """The options of workers, with enough samples in flight for a refill of the pool."""
         options = self.workers or WorkerOptions(num_workers=self.num_workers)
         if options.in_flight_samples is not None:
             return options
-        window = _IN_FLIGHT_OF_AUTO if self.window == AUTO else self.window
+        window = _AUTO_IN_FLIGHT if self.window == AUTO else self.window
         ahead = 4 * options.nominal_chunk_samples * options.num_workers
         return replace(options, in_flight_samples=max(window, ahead))
 
 
 def _by_name(name: str, functions: Any) -> dict[str, Any]:
-    """Return a function, or a function for each source, by what an error calls it."""
+    """Return functions by their names in errors: `name`, or `name['source']` for each source."""
     if not isinstance(functions, Mapping):
         return {name: functions}
     return {f"{name}[{source!r}]": function for source, function in functions.items()}

@@ -15,10 +15,10 @@ from odb_nodes.core.sample import CLASS_KEYS, IGNORE_INDEX
 from odb_nodes.core.sample_block import SampleBlock
 from odb_nodes.core.step_info import StepInfo
 
-_MOST_SHAPES = 4096
-_ALL_READ = 64  # of so many shapes, the first batch is read
-_READ_EVERY = 16  # of further shapes, every 16th
-_LEAST_REAL_SHARE = 0.75  # of the tokens of samples; below, the samples hold padding
+_MOST_SHAPES = 4096  # no batch of a further shape is checked
+_ALL_READ = 64  # the content of the first batch is read for each of so many shapes
+_READ_EVERY = 16  # then for every 16th shape
+_LEAST_REAL_SHARE = 0.75  # least unmasked share of a batch's tokens: below, samples hold padding
 _SAME_TARGETS = 0.05  # largest relative difference between labels and targets
 _COUNTED_AS = {
     "tokens": "the samples have no labels, so their tokens were counted",
@@ -29,8 +29,8 @@ _COUNTED_AS = {
 class BatchChecks:
     """Checks the batches of a graph, and warns once of each kind of mistake.
 
-    It checks only the first batch of each shape, and reads the content of few, so the cost is
-    negligible.
+    Only the first batch of each shape is checked, and the content of few batches is read, so the
+    cost is negligible.
     """
 
     def __init__(self, budget: TokenBudget | None) -> None:
@@ -91,10 +91,10 @@ class BatchChecks:
         if cost <= budget.tokens:
             return
         planned = budget.cost(tokens)
-        if planned > budget.tokens:  # an oversize sample, of which the bucketer has warned
+        if planned > budget.tokens:  # The bucketer has warned of this oversize sample.
             return
         if info.modalities and not group.patches.any():
-            return  # The batch may have a dummy image, as other ranks have images.
+            return  # Other ranks have images, so this batch may have a dummy image.
         attention = f" (a cost of {cost} with attention)" if cost > rows * width else ""
         self._warn(
             "shape",
@@ -114,8 +114,8 @@ class BatchChecks:
         tokens = group.lengths
         observed = sum(tokens)
         unmasked = _count_nonzero(mask)
-        # `observe` may count more than the tokens of the batch, such as the tokens that a model
-        # makes of an image. They are no padding.
+        # `observe` may count more than the tokens of the batch, such as tokens that a model makes
+        # of an image, which are no padding.
         fits_shape = max(tokens) <= shape[1] and observed <= shape[0] * shape[1]
         if fits_shape and unmasked < _LEAST_REAL_SHARE * observed:
             self._warn(
@@ -140,7 +140,7 @@ class BatchChecks:
     def _check_labels(
         self, batch: Mapping[str, Any], info: StepInfo, shape: tuple[int, ...]
     ) -> None:
-        """Warn if the loss of a batch may be a mean over something else than its targets."""
+        """Warn if the loss of a batch may be a mean over other things than its targets."""
         if info.counted not in _COUNTED_AS:
             return
         labels = batch.get("labels")
@@ -152,8 +152,8 @@ class BatchChecks:
                     f"each sample was counted as one target, because it has a number as "
                     f"`{class_key}` and no `labels`. If the loss is a mean over tokens, "
                     f"`loss_scale` weighs batches wrongly: leave `{class_key}` out in "
-                    "`process_fn`, or return `labels`. If it is a mean over samples, rename it "
-                    "`labels`, which ends this warning.",
+                    "`process_fn`, or return `labels`. If the loss is a mean over samples, rename "
+                    f"`{class_key}` to `labels`, which ends this warning.",
                 )
             return
         if labels.ndim == 1:
@@ -188,8 +188,8 @@ class BatchChecks:
         self._warn(
             "decoder",
             f"the labels of step {info.step} have length {labels.shape[1]}, but `input_ids` has "
-            f"length {shape[1]}, as for an encoder-decoder. It predicts all {count} labels, but "
-            "`loss_scale` weighs this batch against other ranks and micro-steps by "
+            f"length {shape[1]}, as for an encoder-decoder. Such a model predicts all {count} "
+            "labels, but `loss_scale` weighs this batch against other ranks and micro-steps by "
             f"{planned} targets: without the first label of each sample, which is no target of a "
             "causal model. Count all labels: `observe=lambda s: "
             'Observation(len(s["input_ids"]), sum(label != -100 for label in s["labels"]))`.',
@@ -202,7 +202,7 @@ class BatchChecks:
 
 
 def _count_nonzero(mask: torch.Tensor) -> int:
-    """Return how many values of a mask are not 0; by numpy, which is faster, if possible."""
+    """Return how many values of a mask are not 0, by numpy if possible, which is faster."""
     if mask.device.type == "cpu" and not mask.is_floating_point():
         return int(np.count_nonzero(mask.numpy(force=True)))
     return int(mask.ne(0).sum())

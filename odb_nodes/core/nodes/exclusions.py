@@ -1,4 +1,4 @@
-"""Samples that are left out of an epoch: excluded, skipped or oversize. They are counted."""
+"""Exclude samples by key, and count the samples that are excluded, skipped or oversize."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import MAX_KEY, check_count, describe
 from odb_nodes._support.user_warning import warn_user
-from odb_nodes.core.contract.state import integers_of
+from odb_nodes.core.contract.state import NodeState, integers_of
 from odb_nodes.core.nodes.sample_store import SampleStore
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.sample import LeftOut, Sample, Skipped, name_of
@@ -31,7 +32,7 @@ _ALLOWED = "integers, a mapping of source to integers, or the path of a file of 
 
 
 class ExcludedKeys:
-    """Keys of samples by source. It is immutable."""
+    """Keys of samples by source. Immutable."""
 
     def __init__(self, keys: Mapping[str, Iterable[int]]) -> None:
         by_source = {source: frozenset(keys[source]) for source in sorted(keys)}
@@ -78,7 +79,7 @@ class ExcludedKeys:
         return {**self._state}
 
     def __contains__(self, sample: Sample | Skipped | LeftOut) -> bool:
-        """Return whether a sample is excluded. A sample without a key never is."""
+        """Return whether a sample is excluded. A sample without a key is not."""
         return sample.key is not None and self.holds(sample.source, sample.key)
 
     def holds(self, source: str, key: int) -> bool:
@@ -178,10 +179,21 @@ class LeftOutSamples:
         store.drop(ordinals)
 
 
-class ExclusionCounter(LeftOutSamples):
-    """Counts the samples of an epoch that are excluded, skipped or oversize.
+@dataclass(kw_only=True)
+class ExclusionState(NodeState):
+    """The state of an `ExclusionCounter`, within the state of a node: counts of the epoch."""
 
-    A sample is oversize if it exceeds the budget alone.
+    excluded: ExcludedState
+    excluded_samples: int  # samples excluded by their keys
+    dropped_samples: int  # samples left out by `oversize="drop"`
+    oversize_samples: int  # samples that exceeded the budget on their own
+    skipped_samples: dict[str, int]  # samples that processing skipped, by reason
+    # key, source and reason of each sample left out since the last group
+    left_out: list[tuple[int | None, str, str]]
+
+
+class ExclusionCounter(LeftOutSamples):
+    """Counts the samples of an epoch that are excluded, skipped, or oversize: above the budget.
 
     named: format for the number of a sample, in warnings and errors.
     """
@@ -192,14 +204,14 @@ class ExclusionCounter(LeftOutSamples):
         super().__init__()
         self._named = named
         self.budget = budget  # decides which samples are oversize; it may become smaller
-        # Warnings of all epochs so far: reasons, `None` for oversize samples, and summaries.
+        # What was warned of in all epochs so far: reasons, `None` for oversize samples, summaries.
         self._warned_of: set[str | None] = set()
         self.keys = keys
         self.excluded = self.oversize = 0
         self.dropped = 0  # oversize samples that `oversize="drop"` left out
         self.skipped: dict[str, int] = {}  # by reason
 
-    def of_next_epoch(self, budget: TokenBudget, keys: ExcludedKeys) -> ExclusionCounter:
+    def for_next_epoch(self, budget: TokenBudget, keys: ExcludedKeys) -> ExclusionCounter:
         """Return a counter for another epoch, which does not repeat warnings."""
         counter = ExclusionCounter(budget, keys, self._named)
         counter._warned_of = self._warned_of
@@ -217,7 +229,7 @@ class ExclusionCounter(LeftOutSamples):
         self.budget = budget
         self.keys = keys
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: ExclusionState) -> None:
         """Continue from a state."""
         self.keys = ExcludedKeys.from_state(state.excluded)
         self.excluded = state.excluded_samples
@@ -227,7 +239,7 @@ class ExclusionCounter(LeftOutSamples):
         self.left_out = [LeftOut(*fields) for fields in state.left_out]
 
     def to_state(self) -> dict[str, Any]:
-        """Return the fields of a state that `restore` needs."""
+        """Return the fields of an `ExclusionState`."""
         return {
             "excluded": self.keys.to_state(),
             "excluded_samples": self.excluded,
@@ -238,10 +250,10 @@ class ExclusionCounter(LeftOutSamples):
         }
 
     def exclude_from(self, samples: SampleBlock) -> npt.NDArray[np.bool_]:
-        """Count the samples that their keys exclude; return which they are, (n,) bool."""
-        is_out = self.are_excluded(samples)
-        self._exclude(samples.take(np.flatnonzero(is_out)).without_data())
-        return is_out
+        """Count the samples that are excluded by key; return which samples are, (n,) bool."""
+        are_excluded = self.are_excluded(samples)
+        self._exclude(samples.take(np.flatnonzero(are_excluded)).without_data())
+        return are_excluded
 
     def exclude_keys(self, keys: Sequence[int]) -> None:
         """Count samples that are excluded before they are read."""
@@ -253,14 +265,14 @@ class ExclusionCounter(LeftOutSamples):
         self.left_out += [LeftOut(sample.key, sample.source, "excluded") for sample in samples]
 
     def are_excluded(self, samples: SampleBlock) -> npt.NDArray[np.bool_]:
-        """Return which samples their keys exclude, (n,) bool."""
+        """Return which samples are excluded by key, (n,) bool."""
         if not self.keys:
             return np.zeros(len(samples), dtype=bool)
         pairs = zip(samples.kinds, samples.facts[KEY].tolist(), strict=True)
         return np.array([self.keys.holds(kind.source, key) for kind, key in pairs], dtype=bool)
 
     def admits_all(self, samples: SampleBlock) -> bool:
-        """Return True if all samples are certainly admitted; on False, call `admit` for each."""
+        """Return True if all samples are certainly admitted. If False, call `admit` for each."""
         if self.keys and self.are_excluded(samples).any():
             return False
         tokens, patches = int(samples.tokens.max()), int(samples.patches.max())
@@ -269,12 +281,12 @@ class ExclusionCounter(LeftOutSamples):
     def admit(
         self, sample: Sample | Skipped, number: int, *, is_counted: bool = False
     ) -> TypeGuard[Sample]:
-        """Return whether a sample goes into a group; count it if it is left out or oversize.
+        """Return whether a sample goes into a group; count a sample that is left out or oversize.
 
-        It warns of the first sample of each kind.
+        The first sample of each kind is warned of.
 
-        number: its number, for warnings and errors.
-        is_counted: whether it was admitted before in this epoch.
+        number: number of the sample, for warnings and errors.
+        is_counted: whether the sample was admitted before in this epoch.
         """
         if sample in self.keys:
             self._exclude([sample])
@@ -300,7 +312,7 @@ class ExclusionCounter(LeftOutSamples):
         if not self.oversize and self._is_new(None):
             consequence = "It is dropped" if drops else "It is alone in its group"
             warn_user(
-                f"{size}. {consequence}. Further ones are only counted, see `oversize_samples`."
+                f"{size}. {consequence}. Further samples are only counted: see `oversize_samples`."
             )
         self.oversize += 1
         self.dropped += drops
@@ -315,7 +327,7 @@ class ExclusionCounter(LeftOutSamples):
             warn_user(summary)
 
     def summary(self, samples: int) -> str:
-        """Return the counts of an epoch; "" if `admit` has warned of each sample counted."""
+        """Return the counts of an epoch as text; "" if `admit` has warned of each sample."""
         skipped = sum(self.skipped.values())
         if self.oversize <= 1 and skipped == len(self.skipped):
             return ""
@@ -354,20 +366,20 @@ class ExclusionCounter(LeftOutSamples):
         if sample.reason not in self.skipped and self._is_new(sample.reason):
             warn_user(
                 f"{self._named.format(number)}{name_of(sample)} is skipped {sample.why} Further "
-                "ones are only counted, see `skipped_samples`."
+                "samples are only counted: see `skipped_samples`."
             )
         self.skipped[sample.reason] = self.skipped.get(sample.reason, 0) + 1
         self.left_out.append(LeftOut(sample.key, sample.source, sample.reason))
 
 
 class CountsExclusions:
-    """A node that leaves out samples, which `_exclusions` counts."""
+    """A node that leaves out samples, and counts them in `_exclusions`."""
 
     _exclusions: ExclusionCounter
 
     @property
     def excluded(self) -> ExcludedKeys:
-        """The excluded keys: of the argument, and of a loaded state."""
+        """The excluded keys, of the argument and of a loaded state."""
         return self._exclusions.keys
 
     @property

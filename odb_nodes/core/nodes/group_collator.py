@@ -28,17 +28,17 @@ from odb_nodes.core.nodes.seeded_collate import DeferredBatch, SeededCollate
 from odb_nodes.core.nodes.whole_batch import whole_batch_of
 from odb_nodes.core.sample import Sample, data_of, name_of
 from odb_nodes.core.sample_block import SampleBlock, names_of, naming_samples
-from odb_nodes.core.step_info import STEP_INFO_KEY, AlignedGroup, Batch, StepInfo
+from odb_nodes.core.step_info import STEP_INFO_KEY, AlignedGroup, Batch, StepInfo, group_of
 from odb_nodes.errors import SampleError, StateError
 
 
 @dataclass(kw_only=True)
 class CollatorState(EpochState):
-    """Where a `GroupCollator` stands."""
+    """The state of a `GroupCollator`."""
 
     source: SourceState
     step: int = 0  # steps of the epoch that are done
-    samples: int = 0  # samples of this rank that were in them
+    samples: int = 0  # samples of this rank in these steps
 
 
 class GroupCollator(EpochNode[Batch, CollatorState]):
@@ -49,29 +49,29 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
     A `collate_fn` of your own may draw random numbers. Before each batch, the global generators of
     Python, numpy and torch (CPU), and the generators that the function holds, are seeded from
     (seed, rank, epoch, step), or over `PlannedGroups` from (seed, epoch, first sample of the
-    group); afterwards they are restored. On the
-    thread of a `ReadAhead`, the trainer may draw at the same time. So the first batch of each
-    `iter`, for which the trainer waits, shows whether the function draws from the global
-    generators; if it does, `ReadAhead` collates on the trainer's thread. A function that draws for
-    only some batches must have an attribute `draws_random_numbers = True`.
+    group); afterwards they are restored. While the thread of a `ReadAhead` collates, the trainer
+    may draw at the same time. So the first batch of each `iter`, for which the trainer waits, shows
+    whether the function draws from the global generators; if so, `ReadAhead` collates on the
+    trainer's thread. A function that draws for only some batches must have an attribute
+    `draws_random_numbers = True`.
 
-    It warns once of each: a batch that exceeds the budget; samples that are padded already; labels
-    made by `collate_fn` although `loss_scale` has counted tokens or samples; samples counted by a
-    `label` that may not be the target of the loss; an optimizer step whose labels are all -100.
+    The node warns once of each: a batch that exceeds the budget; samples that are padded already;
+    labels made by `collate_fn` although `loss_scale` has counted tokens or samples; samples counted
+    by a `label` that may not be the target of the loss; an optimizer step whose labels are all
+    -100.
 
-    State: the source's, and the epoch and the number of the step.
+    State: the state of the source, the epoch, and the number of the step.
 
     Args:
-        source: node that yields groups: a `RankAligner`, or a `WindowBucketer` where there is one
-            rank.
+        source: node that yields groups: a `RankAligner`, or on a single rank a `WindowBucketer`.
         collate_fn: the samples' data, `list[Any]` -> batch, a dict or another mutable mapping.
             Default: `PaddingCollate` or `PackedCollate`, for the budget of the `WindowBucketer`
-            below. If it has a method `collate_step(samples, info)`, that is called instead, with
-            the `StepInfo`, whose `row_tasks` are those of the samples in a filler step, too.
+            below. A method `collate_step(samples, info)` of the function is called instead, with
+            the `StepInfo`, whose `row_tasks` name the tasks of the samples even in a filler step.
         seed: seed of the random numbers of `collate_fn`.
         rank: this rank. Default: from torch.distributed, or `RANK`.
-        pin_memory: whether tensors are in pinned memory, where CUDA is available: those of the
-            collate functions for text are written into it, others are copied.
+        pin_memory: whether tensors are in pinned memory, where CUDA is available. The collate
+            functions for text write into pinned memory; other tensors are copied.
 
     Raises:
         ValueError: `collate_fn` is a `PaddingCollate` or `PackedCollate` for another budget.
@@ -103,14 +103,14 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         self._rank = resolve_rank(None, None)[0] if rank is None else check_count("rank", rank, 0)
         self._seeded = SeededCollate(self._collate)
         self._read_ahead = False
-        self._thread = threading.get_ident()  # that has reset this node: the trainer's
-        self._fresh = True  # no batch since the reset
+        self._thread = threading.get_ident()  # the trainer's thread, which has reset this node
+        self._is_first = True  # whether there was no batch since the reset
         self.step = self.samples = 0
-        self._held: tuple[SampleBlock, StepInfo] | None = None  # taken, and not out yet
+        self._group: tuple[SampleBlock, StepInfo] | None = None  # the group being collated
         self._kept: dict[tuple[int, int], list[Sample]] | None = None  # by epoch and step
         planned = (node for node in walk(source) if isinstance(node, PlannedGroups))
         self._planned = next(planned, None)
-        self._has_warned = False  # of a worker that could not make a batch
+        self._has_warned = False  # whether it has warned that a worker could not make a batch
 
     def trust_labels(self) -> None:
         """Do not warn of weights: the trainer counts the labels of each batch itself."""
@@ -121,49 +121,51 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         self._read_ahead = True
 
     def keep_samples(self, keep: bool = True) -> None:
-        """From now on, keep the samples of each batch that is out until `take_samples`, or none."""
+        """Keep the samples of each further batch until `take_samples`; `False`: no longer."""
         self._kept = (self._kept or {}) if keep else None
 
     def take_samples(self, info: StepInfo) -> list[Sample]:
-        """Return the samples of the batch of a step, and keep them no longer."""
+        """Return the samples of the batch of a step, which are kept no longer."""
         kept = self._kept or {}
         if (samples := kept.pop((info.epoch, info.step), None)) is None:
             raise StateError(
                 f"the samples of step {info.step} of epoch {info.epoch} are not kept: the loader "
-                "was reset since, or its batches are taken by somebody else, too."
+                "was reset since, or other code takes batches from it, too."
             )
         return samples
 
     def prepare_reset(self) -> None:
-        """Note on which thread the trainer is, and let go of what is held."""
-        self._thread, self._fresh = threading.get_ident(), True
-        self._seeded.held.forget()  # It may have others now.
+        """Note the thread of the trainer, and forget groups, samples and generators."""
+        self._thread = threading.get_ident()
+        self._is_first = True
+        self._seeded.held.forget()  # The function may have other generators now.
         if self._kept:
             self._kept.clear()
-        self._held = None
+        self._group = None
 
     def next(self) -> Batch:
         """Return the next batch; after `expect_read_ahead` maybe a `DeferredBatch` in its place.
 
         Raises:
-            SampleError: `collate_fn` raised; names the step and the samples. Ctrl-C, and an error
-                that says that memory ran out, come as they are.
+            SampleError: `collate_fn` raised; names the step and the samples. Ctrl-C and
+                out-of-memory errors are raised unchanged.
             TypeError: `collate_fn` did not return a mutable mapping, or the source did not yield a
                 group.
         """
-        if self._held is None:
-            self._held = self.take_group()
-        batch: Any = self._batch(*self._held)
-        group, info = self._held
+        if self._group is None:
+            self._group = self.take_group()
+        group, info = self._group
+        batch: Any = self._batch(group, info)
         if self._kept is not None:
             self._kept[info.epoch, info.step] = [*group]
         self.samples += info.local_samples
         self.step += 1
-        self._held, self._fresh = None, False
+        self._group = None
+        self._is_first = False
         return batch  # type: ignore[no-any-return]
 
     def take_group(self) -> tuple[SampleBlock, StepInfo]:
-        """Take the next group from the source, which no batch is made of then."""
+        """Return the next group of the source, of which no batch is made here."""
         return self._aligned(next(self.source))
 
     def info_of(self, group: Sequence[Sample], step: int) -> StepInfo:
@@ -173,14 +175,14 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         return replace(StepInfo.of_one_rank(group, step), most_cost=cost)
 
     def collate(self, group: Sequence[Sample], info: StepInfo, part: int = 0) -> Batch:
-        """Return the batch of a group again, as it was made at that step of that epoch.
+        """Return the batch of a group again, as it was made for the step in `info`.
 
-        `part` tells parts of a group from one another, which draw random numbers of their own.
+        part: number of a part of the group; each part draws different random numbers.
         """
         block = SampleBlock.of(group)
-        run = partial(self._collate_group, block, info)
+        make_batch = partial(self._collate_group, block, info)
         if self._seeded.draws_nothing:
-            return run()
+            return make_batch()
         if self._planned is not None:
             key = self._planned.batch_key(block)
             key = hash_ints(key, part) if part else key
@@ -188,22 +190,22 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
             step = info.step // info.batches_per_step
             place = (step, part) if part else (step,)
             key = hash_ints(self._seed, self._rank, info.epoch, *place)
-        return self._seeded.call(run, key)
+        return self._seeded.call(make_batch, key)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what decides the output: the seed, if `collate_fn` may draw, and padding."""
+        """Return what decides batches: padding, and the seed if `collate_fn` may draw."""
         draws = "draws nothing" if self._seeded.draws_nothing else f"may draw, seed {self._seed}"
         multiple = getattr(self._collate, "sample_multiple", 1)
         return {"collate_fn": draws} | ({} if multiple == 1 else {"sample_multiple": multiple})
 
     def save(self) -> CollatorState:
-        """Return where the source stands.
+        """Return the state of the source, and the number of the step.
 
         Raises:
-            StateError: a group is held whose collation raised. The source is past it, so no state
-                here would bring it back; the `Loader` uses the one before.
+            StateError: collating raised. The source is behind the group, which a state would lose;
+                the `Loader` then uses the previous state.
         """
-        if self._held is not None:
+        if self._group is not None:
             raise StateError(
                 f"there is no state after `collate_fn` failed at step {self.step}: its group "
                 "would be lost. Load the last state saved before."
@@ -211,14 +213,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         return super().save()
 
     def _aligned(self, item: Any) -> tuple[SampleBlock, StepInfo]:
-        group, info = item if isinstance(item, AlignedGroup) else (item, None)
-        if isinstance(group, list) and all(isinstance(sample, Sample) for sample in group):
-            group = SampleBlock.of(group)
-        if not isinstance(group, SampleBlock):
-            raise TypeError(
-                "`source` of GroupCollator must yield groups, `list[Sample]`, but yielded "
-                f"`{type(item).__name__}` instead. Put a `WindowBucketer` before it."
-            )
+        samples, info = item if isinstance(item, AlignedGroup) else (item, None)
+        group = group_of("GroupCollator", samples)
         if info is None:
             left_out = call_member(self.source, "take_left_out") or ()
             info = replace(
@@ -233,21 +229,24 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
             return self._complete(batch, group, info)
         if self._seeded.draws_nothing:
             return self._collate_group(group, info)
-        if self._planned is not None:  # as a worker draws for the group
+        if self._planned is not None:  # the seed that a worker would use
             key = self._planned.batch_key(group)
         else:
             key = hash_ints(self._seed, self._rank, self._epochs.shuffle_key, self.step)
-        run = partial(self._collate_group, group, info)
+        make_batch = partial(self._collate_group, group, info)
         if not self._read_ahead:
-            # On a thread of torchdata's, the trainer may be drawing from the global generators.
-            here = threading.get_ident() == self._thread
-            return self._seeded.call(run, key) if here else self._seeded.call_ahead(run, key)
-        if self._fresh:  # The trainer waits for this batch.
-            return self._seeded.call(run, key, find_out=self._seeded.draws is not True)
+            # On a thread of torchdata, the trainer may be drawing from the global generators.
+            if threading.get_ident() == self._thread:
+                return self._seeded.call(make_batch, key)
+            return self._seeded.call_ahead(make_batch, key)
+        if self._is_first:  # The trainer waits for this batch.
+            return self._seeded.call(make_batch, key, find_out=self._seeded.draws is not True)
         if self._seeded.draws is not False:
             find_out = self._seeded.draws is None
-            return DeferredBatch(partial(self._seeded.call, run, key, find_out=find_out), info)
-        return self._seeded.call_ahead(run, key)
+            return DeferredBatch(
+                partial(self._seeded.call, make_batch, key, find_out=find_out), info
+            )
+        return self._seeded.call_ahead(make_batch, key)
 
     def _collate_group(self, group: SampleBlock, info: StepInfo) -> Batch:
         batch = self._collated(group, info)
@@ -259,8 +258,8 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
         if not self._has_warned:
             self._has_warned = True
             warn_user(
-                f"a worker could not make a batch ({failure}), but the trainer's process could, "
-                "after the worker has tried. Let `collate_fn` use neither a device nor "
+                f"a worker could not make a batch ({failure}), but then the trainer's process "
+                "could. Let `collate_fn` use neither a device nor "
                 '`get_worker_info` of torch; or pass `collate_in="main"`.'
             )
 
@@ -302,9 +301,9 @@ class GroupCollator(EpochNode[Batch, CollatorState]):
 
 
 def _with_tasks(info: StepInfo, group: SampleBlock) -> StepInfo:
-    """Return what a collate function sees: rows that fill a step count for no task, but have one.
+    """Return the `StepInfo` for a collate function: it names the tasks even of a filler step.
 
-    They go to its head.
+    These rows count for no task, but a model with several heads must route them to a head.
     """
     if info.row_tasks:
         return info
@@ -312,12 +311,12 @@ def _with_tasks(info: StepInfo, group: SampleBlock) -> StepInfo:
 
 
 def _name_of(group: SampleBlock, index: int | None) -> str:
-    """Return what is known of where a sample of a group comes from."""
+    """Return source, key and `id` of a sample of a group; "" if it has none of these."""
     if index is None or not 0 <= index < len(group):
         return ""
     sample = group[index]
-    known = name_of(sample)
+    name = name_of(sample)
     data = data_of(sample)
     if isinstance(data, Mapping) and "id" in data:
-        known += f", `id` {data['id']!r:.100}"
-    return f"a sample{known}" if known else ""
+        name += f", `id` {data['id']!r:.100}"
+    return f"a sample{name}" if name else ""

@@ -11,7 +11,7 @@ from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.contract.again import ItemsAgain, make_again
 from odb_nodes.core.contract.config import loading
 from odb_nodes.core.contract.node import can_restore
-from odb_nodes.core.nodes.sample_records import Remaking
+from odb_nodes.core.nodes.sample_records import RecordCheck
 from odb_nodes.core.sample import Sample, name_of
 from odb_nodes.core.sample_block import DATA, DIGEST, FACTS, KIND, ROW, SampleBlock
 from odb_nodes.errors import StateError
@@ -20,7 +20,7 @@ from odb_nodes.errors import StateError
 class LazySamples(Sequence[Any]):
     """The data of samples, made on access and compared with their records.
 
-    numbers: see `Remaking`.
+    numbers: see `RecordCheck`.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class LazySamples(Sequence[Any]):
         self._facts = records.facts
         self._items_again = items_again
         self._node = node
-        self._remaking = Remaking(records, node, numbers)
+        self._record_check = RecordCheck(records, node, numbers)
 
     def __len__(self) -> int:
         return len(self._facts[0])
@@ -47,7 +47,7 @@ class LazySamples(Sequence[Any]):
         self._items_again.want(rows.tolist())
 
     def take(self, rows: Sequence[int]) -> list[tuple[SampleBlock, int]]:
-        """Return for each row a block with its data, and the index of the sample in it.
+        """Return for each row a block with the sample's data, and the sample's index in the block.
 
         Raises:
             StateError: a sample differs from its record.
@@ -60,7 +60,7 @@ class LazySamples(Sequence[Any]):
                 places.append((run, index))
             else:
                 places.append((None, len(to_check)))
-                to_check.append(self._remaking.checked(row, run[index]))
+                to_check.append(self._record_check.checked(row, run[index]))
         checked = SampleBlock.of(to_check)
         samples = [(checked if block is None else block, index) for block, index in places]
         for row, (block, index) in zip(rows, samples, strict=True):
@@ -104,12 +104,12 @@ def samples_again(
             f"{change}. Build the graph as it was."
         )
     numbers = ordinals if is_numbered else None
-    remaking = Remaking(records, node, numbers)
-    items_again = make_again(source, remaking.items())
+    record_check = RecordCheck(records, node, numbers)
+    items_again = make_again(source, record_check.items())
     options = loading()
     if options.may_differ or options.makes_all or items_again.are_made:
-        samples = SampleBlock.of(remaking.all(items_again))
-        restored = Restored(len(records), remaking.changed_samples(ordinals))
+        samples = SampleBlock.of(record_check.all(items_again))
+        restored = Restored(len(records), record_check.changed_samples(ordinals))
     else:
         samples = records.with_data(LazySamples(records, items_again, node, numbers))
         restored = Restored(len(records))
@@ -117,7 +117,7 @@ def samples_again(
 
 
 def want(blocks: Iterable[SampleBlock]) -> None:
-    """Queue the data of samples that are to be made again, in this order."""
+    """Queue the lazy data of samples, in this order."""
     for block in blocks:
         for number, data in block.holders.items():
             if isinstance(data, LazySamples):
@@ -139,9 +139,9 @@ def with_data_made(block: SampleBlock) -> SampleBlock:
     for number, data in lazy.items():
         columns = np.flatnonzero(block.facts[DATA] == number)
         samples = data.take(block.facts[ROW, columns].tolist())
-        for column, (made, index) in zip(columns, samples, strict=True):
-            facts[DATA:FACTS, column] = made.facts[DATA:FACTS, index]
-            holder = int(made.facts[DATA, index])
-            holders[holder] = made.holders[holder]
+        for column, (source_block, index) in zip(columns, samples, strict=True):
+            facts[DATA:FACTS, column] = source_block.facts[DATA:FACTS, index]
+            holder = int(source_block.facts[DATA, index])
+            holders[holder] = source_block.holders[holder]
         del holders[number]
     return SampleBlock(facts, holders)

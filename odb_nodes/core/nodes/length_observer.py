@@ -1,4 +1,4 @@
-"""Node: attaches its costs to each processed sample."""
+"""Node: observes the length of each processed sample."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from odb_nodes.errors import SampleError
 
 @dataclass(kw_only=True)
 class ObserverState(NodeState):
-    """The state of the source, and the number of the next sample in the epoch, for errors."""
+    """The state of a `LengthObserver`."""
 
     source: SourceState
-    position: int = 0
+    position: int = 0  # number of the next sample in the epoch, for errors
 
 
 class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
@@ -59,8 +59,8 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
         """Return the next sample.
 
         Raises:
-            SampleError: it has no valid length. The error is raised again until the next reset, so
-                the sample is not lost.
+            SampleError: the sample has no valid length. The error is raised again until the next
+                reset, so the sample is not lost.
         """
         data = next(self.source)
         item = checked_key(self.source, call_member(self.source, "item_key"))
@@ -95,8 +95,6 @@ class LengthObserver(StatefulNode[Sample | Skipped, ObserverState]):
 
 
 class _ObservedAgain(ItemsAgain):
-    """Samples of items that the source makes again."""
-
     def __init__(
         self,
         items_again: ItemsAgain,

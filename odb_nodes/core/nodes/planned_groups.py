@@ -20,8 +20,8 @@ from odb_nodes.core.nodes.exclusions import (
     CountsExclusions,
     Exclude,
     ExcludedKeys,
-    ExcludedState,
     ExclusionCounter,
+    ExclusionState,
 )
 from odb_nodes.core.nodes.lazy_samples import Restored
 from odb_nodes.core.nodes.whole_batch import GroupMaker, MadeGroup, WholeBatch, batch_key
@@ -71,31 +71,25 @@ _SENT_AT_ONCE = 2
 
 
 @dataclass(kw_only=True)
-class PlannedState(EpochState):
+class PlannedState(EpochState, ExclusionState):
     """The state of a `PlannedGroups`."""
 
     taken: int = 0  # groups of the plan that were yielded
     is_at_end: bool = False  # whether all groups of the epoch were yielded
     limits: LimitsState  # `Limits` of the plan
     is_alone: bool = False  # whether the plan has only samples of this rank
-    rows: bytes | None = None  # then the numbers of these samples, 8 bytes each
-    earlier: list[EarlierState] = field(default_factory=list)  # of other numbers of ranks
+    rows: bytes | None = None  # if so, the numbers of these samples, 8 bytes each
+    earlier: list[EarlierState] = field(default_factory=list)  # see `EarlierRanks`
     later: bytes | None = None  # `LaterSamples`
     seen: int = 0  # samples that were processed
-    moved: int = 0  # of these, samples that did not fit into the group planned for them
-    excluded: ExcludedState
-    excluded_samples: int
-    dropped_samples: int
-    oversize_samples: int
-    skipped_samples: dict[str, int]
-    left_out: list[tuple[int | None, str, str]]
+    moved: int = 0  # processed samples that did not fit into the group planned for them
 
 
 class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
     """Yields the groups of this rank, planned from lengths that are known before samples are read.
 
-    All steps of an epoch are planned at once, over all ranks: see `plan_known`.
-    A worker reads, processes and collates a whole group.
+    All steps of an epoch are planned at once, over all ranks: see `plan_known`. A worker reads,
+    processes and collates a whole group.
 
     A sample may be longer than `tokens` says. If its group then exceeds the budget, the longest
     samples of the group move to groups at the end of the epoch, formed by observed lengths.
@@ -103,7 +97,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
     `excluded_samples`, `dropped_samples`, `oversize_samples` and `skipped_samples` count the
     samples of the epoch.
 
-    State: the number of groups yielded, and number and length of each sample that comes later.
+    State: the number of groups yielded, and the number and length of each sample that comes later.
 
     Args:
         tokens: length of each sample of the dataset, (n,).
@@ -113,13 +107,13 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         budget: padded tokens of a group, or a `TokenBudget`.
         data: the dataset of the samples. Its attributes `data_id` and `shuffle_blocks` are used as
             by `ShardedSampler`.
-        window: how many samples of each rank are planned together. Default: the whole epoch.
+        window: samples of each rank that are planned together. Default: the whole epoch.
         shuffle: whether to permute the samples, differently in every epoch. The order of the groups
             in a window is drawn from `seed` in either case.
         seed: seed of the orders, and of the random numbers of processing; the same on all ranks.
         exclude: keys of samples to exclude from all groups; see `ODBDataLoader`.
         largest_first: number of steps of the longest samples that begin each epoch.
-        accumulate: steps of an optimizer step. Their groups have unlike lengths.
+        accumulate: steps of an optimizer step, which get groups of different lengths.
         step_time: the time of a step by lengths, as for `RankAligner`.
         collate: makes the batch of a group in the worker, if `why_not_collated` is "". Default:
             the samples are sent to this process.
@@ -175,7 +169,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
             seed=seed,
             step_time=step_time,
         )
-        self._make_group = GroupMaker(None)  # where a worker could not send its group
+        self._make_group = GroupMaker(None)  # for a group that a worker could not send
         self._lengths_crc = zlib.crc32(self._tokens.astype("<i8").tobytes())
         self._exclusions = ExclusionCounter(self.budget, self.exclude, "sample {}")
         limits = Limits.of(self.budget)
@@ -183,7 +177,6 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         self._clear()
 
     def _clear(self) -> None:
-        self._later = LaterSamples()
         self._lengths = LengthCheck()
         # Errors of collating in a worker, by number of the group's first sample.
         self._failures: dict[int, str] = {}
@@ -196,8 +189,8 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
 
     @property
     def remaining_samples(self) -> int:
-        """Samples of this rank that no group yielded so far holds."""
-        return len(self._plan.remaining()) + len(self._later)
+        """Samples of this rank that are in no group yielded so far."""
+        return len(self._plan.remaining()) + len(self._plan.later)
 
     @property
     def replayed_samples(self) -> int:
@@ -222,33 +215,33 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
     def begin_epoch(self) -> None:
         """Plan the epoch."""
         limits = self._plan.limits
-        self._exclusions = self._exclusions.of_next_epoch(
-            limits.of_samples(self.budget), self.excluded | self.exclude
+        self._exclusions = self._exclusions.for_next_epoch(
+            limits.sample_budget(self.budget), self.excluded | self.exclude
         )
         order = self._order()
-        are_out = self._are_excluded(order)
-        self._exclusions.exclude_keys(order[are_out][self._rank :: self._world_size].tolist())
-        self._plan = ResumedPlan(self._epoch(), self._rank, limits, order[~are_out])
+        excluded = self._are_excluded(order)
+        self._exclusions.exclude_keys(order[excluded][self._rank :: self._world_size].tolist())
+        self._plan = ResumedPlan(self._epoch(), self._rank, limits, order[~excluded])
 
     def restore(self, state: PlannedState) -> None:
         """Skip the groups that were yielded."""
         self._exclusions.restore(state)
         try:
             if state.is_alone:
-                rows = np.frombuffer(state.rows or b"", "<i8").astype(np.int64)
+                numbers = np.frombuffer(state.rows or b"", "<i8").astype(np.int64)
             else:
                 order = self._order()
-                rows = order[~self._are_excluded(order)]
+                numbers = order[~self._are_excluded(order)]
             self._plan = ResumedPlan(
                 self._epoch(),
                 self._rank,
                 Limits(*state.limits),
-                rows,
+                numbers,
                 is_alone=state.is_alone,
-                earlier=[*map(EarlierRanks.of_state, state.earlier)],
+                earlier=[*map(EarlierRanks.from_state, state.earlier)],
+                later=LaterSamples.from_states(state.later, samples=len(self._tokens)),
             )
             self._plan.go_to(state.taken, is_at_end=state.is_at_end)
-            self._later = LaterSamples.of_states(state.later, samples=len(self._tokens))
         except (ValueError, TypeError) as error:
             raise StateError(
                 f"the state of {type(self).__name__} is damaged: {error} Use an earlier checkpoint."
@@ -259,8 +252,6 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
     def save(self) -> PlannedState:
         """Return the number of groups yielded, and the samples that come later."""
         return PlannedState(
-            is_at_end=self._plan.taken == len(self._plan) and not len(self._later),
-            later=self._later.to_state(),
             seen=self._lengths.seen,
             moved=self._lengths.moved,
             **self._plan.to_state(),
@@ -291,11 +282,11 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
 
     @property
     def can_restore(self) -> bool:
-        """Any rank can make the samples again, by their keys."""
+        """Always true: any rank can make the samples again, by their keys."""
         return True
 
     def make_again(self, items: Sequence[ItemKey]) -> ProcessedAgain:
-        """Return samples of this epoch that are made again when taken, or by idle workers."""
+        """Return samples of this epoch, which workers make again when idle or when asked."""
         numbers = [item.key for item in items]
         task = ChunkTask(
             numbers,
@@ -357,11 +348,11 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
             return permutation(np.arange(count))
         return epoch_order(count, seed, epoch, shuffle=self._shuffle)
 
-    def _are_excluded(self, rows: IntArray) -> npt.NDArray[np.bool_]:
+    def _are_excluded(self, numbers: IntArray) -> npt.NDArray[np.bool_]:
         """Return which samples are excluded by number; none if `process_fn` sets the keys, (n,)."""
         if self._gives_keys:
-            return np.zeros(len(rows), np.bool_)
-        return np.isin(rows, np.array(self.excluded.of_source(""), np.int64))
+            return np.zeros(len(numbers), np.bool_)
+        return np.isin(numbers, np.array(self.excluded.of_source(""), np.int64))
 
     def _use_present_options(self) -> None:
         """Apply keys in `exclude` and lower limits of the budget that are new since the state."""
@@ -373,14 +364,14 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         self.restored = Restored(keys_changed=keys_changed, limits_changed=limits_changed)
         if not (keys_changed or limits_changed):
             return
-        self._exclusions.use_present(limits.of_samples(self.budget), keys)
-        rows = plan.remaining()
-        are_out = self._are_excluded(rows)
-        later = self._later.rows
-        later_out = later[self._are_excluded(later)]
-        self._exclusions.exclude_keys(rows[are_out].tolist() + later_out.tolist())
-        self._later.remove(later_out)
-        self._plan = plan.alone(rows[~are_out], limits)
+        self._exclusions.use_present(limits.sample_budget(self.budget), keys)
+        numbers = plan.remaining()
+        excluded = self._are_excluded(numbers)
+        later = plan.later.numbers
+        later_excluded = later[self._are_excluded(later)]
+        self._exclusions.exclude_keys(numbers[excluded].tolist() + later_excluded.tolist())
+        plan.later.remove(later_excluded)
+        self._plan = plan.alone(numbers[~excluded], limits)
 
     # --- methods for a `RankAligner` ------------------------------------------------------------
 
@@ -392,22 +383,20 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
 
     def end_early(self) -> None:
         """End the epoch because another rank has ended; leave out the remaining samples."""
-        rows = self._plan.remaining().tolist() + self._later.rows.tolist()
-        self._exclusions.left_out += [LeftOut(row, "", "unemitted") for row in rows]
         self._leave_in_flight()
-        self._later = LaterSamples()
-        self._plan.go_to_end()
+        numbers = self._plan.end()
+        self._exclusions.left_out += [LeftOut(number, "", "unemitted") for number in numbers]
 
     def put_back(self, samples: SampleBlock) -> None:
         """Yield samples of earlier groups again, later, unless they are excluded."""
-        are_out = self._exclusions.exclude_from(samples)
-        if self._later.are_grouped:  # Groups in flight hold later samples: form all of them anew.
+        are_excluded = self._exclusions.exclude_from(samples)
+        if self._plan.later.are_grouped:  # Such groups may be in flight: form them anew.
             self._leave_in_flight()
-        self._put_off(samples.take(np.flatnonzero(~are_out)), were_in_group=True)
+        self._put_off(samples.take(np.flatnonzero(~are_excluded)), were_in_group=True)
 
     def _put_off(self, samples: SampleBlock, *, were_in_group: bool = False) -> None:
-        rows = samples.facts[ITEM]
-        self._later.add(rows, samples.tokens, samples.patches, were_in_group=were_in_group)
+        numbers = samples.facts[ITEM]
+        self._plan.later.add(numbers, samples.tokens, samples.patches, were_in_group=were_in_group)
 
     # --- groups in flight -----------------------------------------------------------------------
 
@@ -416,121 +405,110 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         if self._in_flight and not self.runner.has_backlog:  # A backlog has samples of past groups.
             self.runner.discard()
         self._in_flight.clear()
-        self._later.group_anew()
+        self._plan.later.group_anew()
 
     def _read_ahead(self) -> None:
-        """Give workers the next groups."""
-        samples = sum(len(group.rows) for group in self._in_flight)
-        has_room = self.runner.fit.has_room_for_group
-        # Some in each call, so that the first groups do not wait for many to be sent.
+        samples = sum(len(group.numbers) for group in self._in_flight)
+        has_room = self.runner.sizer.has_room_for_group
+        # A few groups in each call, so that the first group does not wait until many are sent.
         for _ in range(_SENT_AT_ONCE * max(1, self.runner.options.num_workers)):
             if not has_room(len(self._in_flight), samples):
                 break
-            planned = self._next_planned()
+            last_step = self._in_flight[-1].step if self._in_flight else None
+            planned = self._plan.next_group(last_step)
             if planned is None:
                 break
-            step, rows = planned
-            task = self._task(rows)
-            self._in_flight.append(_InFlight(step, rows, task, self.runner.submit(task)))
-            samples += len(rows)
+            step, numbers = planned
+            task = self._task(numbers)
+            self._in_flight.append(_InFlight(step, numbers, task, self.runner.submit(task)))
+            samples += len(numbers)
 
-    def _next_planned(self) -> tuple[int, IntArray] | None:
-        """Return the step and the samples of the next group; `None` if no group is ready."""
-        end = len(self._plan)
-        step = self._in_flight[-1].step + 1 if self._in_flight else self._plan.taken
-        if step < end:
-            rows = self._plan.group(step)
-            if len(rows):  # Only the last group may be empty.
-                return step, rows
-        if self._in_flight and not self._later.are_grouped:
-            return None  # The groups in flight may yield more later samples.
-        later = self._later.next_group(self._plan.group_budget)
-        return None if later is None else (end, later)
-
-    def _task(self, rows: IntArray) -> ChunkTask:
-        repeats = np.full_like(rows, self._epochs.cycle)
-        keys = ItemKeys(rows, repeats, np.zeros_like(rows), [("", self._world_size)])
-        numbers = rows.tolist()
-        group = self._batches_key(), self._plan.group_budget
+    def _task(self, numbers: IntArray) -> ChunkTask:
+        repeats = np.full_like(numbers, self._epochs.cycle)
+        keys = ItemKeys(numbers, repeats, np.zeros_like(numbers), [("", self._world_size)])
+        items = numbers.tolist()
         return ChunkTask(
-            numbers, keys, self._epochs.epoch, self._epochs.cycle, numbers, group=group
+            items,
+            keys,
+            self._epochs.epoch,
+            self._epochs.cycle,
+            items,
+            group_arguments=(self._batches_key(), self._plan.group_budget),
         )
 
     def _take_group(self) -> SampleBlock:
         """Return the next group, without samples that come later or are left out."""
-        step, rows, task, future = self._in_flight[0]
-        made = self._made(task, future)
+        step, numbers, task, future = self._in_flight[0]
+        made_group = self._result(task, future)
+        later = made_group.later
         lengths = self._lengths
-        is_of_later = step == len(self._plan)
-        if is_of_later:
-            self._check_alike(made.later)
+        are_later = step == len(self._plan)  # whether this is a group of later samples
+        if are_later:
+            self._check_alike(later)
         else:
-            fitting = made.group.facts[ITEM], made.group.tokens
-            moved = made.later.facts[ITEM], made.later.tokens
-            lengths = lengths.with_group(self._tokens, len(rows), fitting, moved)
-        exclusions, group = self._admitted(made)
+            fitting = made_group.group.facts[ITEM], made_group.group.tokens
+            moved = later.facts[ITEM], later.tokens
+            lengths = lengths.with_group(self._tokens, len(numbers), fitting, moved)
+        exclusions, group = self._admitted(made_group)
         # Only now, so that no state loses a group that raises, or counts it twice.
         self._exclusions = exclusions
         self._lengths = lengths
         self._in_flight.popleft()
-        if made.failure and len(group):
-            self._failures[int(group.facts[ITEM, 0])] = made.failure
-        if is_of_later:
-            self._later.remove(rows)
-            self._plan.go_to_end()  # even if the last step has no group of this rank
-        else:
-            self._put_off(made.later)
-            self._plan.taken = step + 1
+        if made_group.failure and len(group):
+            self._failures[int(group.facts[ITEM, 0])] = made_group.failure
+        self._plan.emit(step, numbers)
+        self._put_off(later)
         return group
 
-    def _made(self, task: ChunkTask, future: Future[ChunkResult]) -> MadeGroup:
+    def _result(self, task: ChunkTask, future: Future[ChunkResult]) -> MadeGroup:
         runs, failure = self.runner.results(task, future)
         if failure is not None:
-            bad = sum(map(len, runs))
-            raise failure.explained(f"sample {task.items[bad]} in epoch {task.epoch}")
-        made = runs[0][0] if runs else None
-        if isinstance(made, MadeGroup):
-            return made
-        assert task.group is not None  # The worker could not send its `MadeGroup`.
-        return self._make_group([result for run in runs for result in run], *task.group)
+            failed = sum(map(len, runs))
+            raise failure.explained(f"sample {task.items[failed]} in epoch {task.epoch}")
+        first = runs[0][0] if runs else None
+        if isinstance(first, MadeGroup):
+            return first
+        assert task.group_arguments is not None  # The worker could not send its `MadeGroup`.
+        return self._make_group([result for run in runs for result in run], *task.group_arguments)
 
     def _check_alike(self, longer: SampleBlock) -> None:
         """Raise if later samples do not fit into the group formed by their observed lengths."""
         if len(longer):
-            row = int(longer.facts[ITEM, 0])
+            number = int(longer.facts[ITEM, 0])
+            tokens = self._plan.later.tokens_of(number)
             raise SampleError(
-                f"sample {row} had {self._later.tokens_of(row)} tokens when it was first processed "
+                f"sample {number} had {tokens} tokens when it was first processed "
                 f"in this epoch, but has {longer.lengths[0]} now, or other samples of its group "
-                "differ: processing is not deterministic. Let it draw only from the global "
+                "differ: processing is not deterministic. Let processing draw only from the global "
                 "generators, which are seeded, or leave `lengths` out."
             )
 
-    def _admitted(self, made: MadeGroup) -> tuple[ExclusionCounter, SampleBlock]:
-        """Return the samples of a group to train on, and the counter after all of the group."""
+    def _admitted(self, made_group: MadeGroup) -> tuple[ExclusionCounter, SampleBlock]:
+        """Return the counter after a group, and the samples of the group to train on."""
         exclusions = self._exclusions
-        group = made.group
+        group, later = made_group.group, made_group.later
         for holder in group.holders.values():
             if isinstance(holder, WholeBatch):
                 holder.made_again_by(self, group)
-        blocks = [block for block in (group, made.later) if len(block)]
+        blocks = [block for block in (group, later) if len(block)]
         for block in blocks:
             self._check_keys(block)
-        if not made.skipped and all(map(exclusions.admits_all, blocks)):
+        if not made_group.skipped and all(map(exclusions.admits_all, blocks)):
             return exclusions, group
         exclusions = exclusions.copy()
-        for skipped in made.skipped:
+        for skipped in made_group.skipped:
             exclusions.admit(skipped, -1 if skipped.key is None else skipped.key)
-        rows = group.facts[ITEM]
-        are_counted = self._later.were_in_group(rows) | self._plan.were_in_group(rows)
-        samples = zip(group.without_data(), rows.tolist(), are_counted.tolist(), strict=True)
+        numbers = group.facts[ITEM]
+        are_counted = self._plan.were_in_group(numbers).tolist()
+        samples = zip(group.without_data(), numbers.tolist(), are_counted, strict=True)
         admitted = [
             index
-            for index, (sample, row, is_counted) in enumerate(samples)
-            if exclusions.admit(sample, row, is_counted=is_counted)
+            for index, (sample, number, is_counted) in enumerate(samples)
+            if exclusions.admit(sample, number, is_counted=is_counted)
         ]
         if exclusions.budget.oversize == "error":  # now, and not at the end of the epoch
-            for sample, row in zip(made.later, made.later.facts[ITEM].tolist(), strict=True):
-                exclusions.copy().admit(sample, row)
+            for sample, number in zip(later, later.facts[ITEM].tolist(), strict=True):
+                exclusions.copy().admit(sample, number)
         return exclusions, group if len(admitted) == len(group) else group.take(admitted)
 
     def _check_keys(self, samples: SampleBlock) -> None:
@@ -545,8 +523,8 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
                 "`process_fn` must not give samples other keys where `exclude` has numbers of "
                 "rows, which are left out before they are read, but sample "
                 f"{samples.facts[ITEM, index]} has a key{name_of(samples.without_data()[index])}. "
-                "Set `process_fn.gives_keys = True`: samples are then read, and excluded by their "
-                "keys."
+                "Set `process_fn.gives_keys = True`: excluded samples are then read, and left out "
+                "by their keys."
             )
 
 
@@ -561,7 +539,7 @@ def _why_not_collated(collate: Collate | None, workers: WorkerOptions) -> str:
 class _InFlight(NamedTuple):
     """A group that a worker makes."""
 
-    step: int  # of the plan; the number of its steps for later samples
-    rows: IntArray
+    step: int  # number of the step in the plan; for later samples, the number of its steps
+    numbers: IntArray
     task: ChunkTask
     future: Future[ChunkResult]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import threading
 import time
 import weakref
 from contextlib import suppress
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from torchdata.nodes import BaseNode, Prefetcher
+from torchdata.nodes import BaseNode
 
-from odb_nodes._compat.torchdata import snapshot_of, thread_of
-from odb_nodes._support.processes import Owner
+from odb_nodes._compat.torchdata import join
+from odb_nodes._support.processes import Owner, start_thread
 from odb_nodes.core.contract import copy_state, snapshot
 from odb_nodes.core.contract.graph import stop_threads
 from odb_nodes.core.contract.node import call_member, check_node
@@ -21,60 +21,57 @@ from odb_nodes.errors import StateError, WorkerError
 
 T = TypeVar("T")
 
+_RESET_S = 60.0  # limit for the thread to leave its source at a reset without a `Loader`
+_DELETED_S = 0.5  # limit for that when its node is deleted
 _EXIT_S = 5.0  # limit for all threads to leave their sources before the interpreter ends
-_live: weakref.WeakSet[ReadAhead[Any]] = weakref.WeakSet()
-# The relay of each thread, by weak reference: a running thread keeps its relay alive.
-_threads: weakref.WeakKeyDictionary[threading.Thread, weakref.ref[_Relay[Any]]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 class ReadAhead(BaseNode[T]):
-    """Takes items from its source ahead of time, on a thread, by torchdata's `Prefetcher`.
+    """Takes items from its source ahead of time, on a thread.
 
-    Its state is the state of the source after the item last returned, so a run with read-ahead may
-    resume without, and vice versa. An error of the source is raised unchanged.
+    The state is the state of the source after the item last returned, so a run with read-ahead may
+    resume without read-ahead, and vice versa. An error of the source is raised unchanged.
 
     A `DeferredBatch`, which a `GroupCollator` yields if collating draws random numbers, is collated
     on the thread that calls `next`: the training thread, whose generators it uses.
 
-    The thread starts with the first `next` after a reset: an iterator of which only the state is
-    taken reads nothing, and exchanges nothing with other ranks.
+    The thread starts with the first `next` after a reset. Until then, nothing is read or exchanged
+    with other ranks, even if states are saved.
     """
+
+    _reader: _Reader[T] | None = None
 
     def __init__(self, source: BaseNode[T], depth: int) -> None:
         super().__init__()
         check_node("source", source)
         call_member(source, "expect_read_ahead")
+        self.source = source
         self._depth = depth
-        self._prefetcher = Prefetcher(_Relay(source), depth)
-        self._reads = False
         self._deferred: DeferredBatch | None = None  # taken from the source, not collated yet
-        self._owner = Owner()
-        _live.add(self)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether the thread was started since the last reset."""
+        return self._reader is not None
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:
         """Begin the next epoch, or go to the position of `initial_state`, a state of the source."""
         super().reset(initial_state)
-        self._deferred = None
-        source = self._relay.source
-        self._prefetcher = Prefetcher(_Relay(source), self._depth)
-        self._reads = False
-        source.reset(initial_state)
+        self.interrupt()
+        self.join_threads(_RESET_S)
+        self._reader = self._deferred = None
+        self.source.reset(initial_state)
 
     def next(self) -> T:
         """Return the next item."""
-        if not self._reads:
-            self._prefetcher.reset(None)
-            self._reads = True
-            self._owner = Owner()
-            _threads[thread_of(self._prefetcher)] = weakref.ref(self._relay)
-        self._owner.check("the read-ahead thread")
+        if self._reader is None:
+            self._reader = _Reader(self.source, self._depth)
+        self._reader.owner.check("the read-ahead thread")
         item: Any = self._deferred
         if item is None:
-            item = self._relay.take(self._prefetcher)
+            item = self._reader.take()
         if isinstance(item, DeferredBatch):
-            self._deferred = item  # Should it raise, the next call collates it again.
+            self._deferred = item  # If collating raises, the next call collates again.
             item = item.collate()
             self._deferred = None
         return item  # type: ignore[no-any-return]
@@ -84,85 +81,118 @@ class ReadAhead(BaseNode[T]):
         state: dict[str, Any] = copy_state(self._own_snapshot())
         return state
 
+    def interrupt(self) -> None:
+        """Make the thread stop before its next item, and a `next` that waits raise."""
+        if self._reader is not None:
+            self._reader.stop()
+
+    close = interrupt
+
+    def __del__(self) -> None:
+        """Stop the thread, and wait a moment: it keeps the nodes below from being freed."""
+        self.interrupt()
+        with suppress(TimeoutError):
+            self.join_threads(_DELETED_S)
+
+    def join_threads(self, timeout_s: float) -> None:
+        """Wait until the thread, which was interrupted, has left the source."""
+        if self._reader is not None:
+            join([self._reader.thread], timeout_s, self)
+
     def _own_snapshot(self) -> dict[str, Any]:
         if self._deferred is not None:
             raise StateError(
                 "there is no state after `collate_fn` failed: its group would be lost. Load the "
                 "last state saved before."
             )
-        if not self._reads:
-            return snapshot(self._relay.source)
-        return snapshot_of(self._prefetcher)
-
-    @property
-    def _relay(self) -> _Relay[T]:
-        relay = self._prefetcher.source
-        assert isinstance(relay, _Relay)
-        return relay
+        return snapshot(self.source) if self._reader is None else self._reader.state
 
 
-class _Relay(BaseNode[T]):
-    """Keeps the error of its source, which torchdata's threads pass on as text, and its end."""
+class _Item(NamedTuple):
+    """An item, and the state of its source after it."""
 
-    def __init__(self, source: BaseNode[T]) -> None:
-        super().__init__()
-        self.source = source
-        self._error: BaseException | None = None
-        self._has_ended = False
-        self._read = 0  # items read by the read-ahead thread
-        self._taken = 0  # items taken by the caller's thread
+    value: Any
+    state: dict[str, Any]
 
-    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
-        super().reset(initial_state)  # The source has been reset before.
 
-    def next(self) -> T:
+class _Reader(Generic[T]):
+    """Reads up to `depth` items of a node on a thread, until its end, an error or `stop`."""
+
+    def __init__(self, source: BaseNode[T], depth: int) -> None:
+        self.state = snapshot(source)  # after the item that was taken last
+        self.owner = Owner()
+        self._source = source
+        # A garbage collection may call `stop` within a method of a queue: these allow it.
+        self._room: SimpleQueue[None] = SimpleQueue()
+        self._results: SimpleQueue[_Item | BaseException | None] = SimpleQueue()
+        self._read = self._taken = 0  # items, each counted by one thread
+        self._has_ended = self._is_stopped = False
+        for _ in range(depth):
+            self._room.put(None)
+        self.thread = start_thread("read-ahead", self._run)
+        _readers.add(self)
+
+    def take(self) -> T:
+        """Return the next item, on the caller's thread."""
+        result = None if self._is_stopped else self._results.get()
+        if isinstance(result, _Item):
+            self._taken += 1
+            self._room.put(None)
+            self.state = result.state
+            item: T = result.value
+            return item
+        self._is_stopped = True
+        if result is not None:
+            raise result
+        if self._has_ended and self._taken == self._read:
+            raise StopIteration
+        raise WorkerError(
+            "the read-ahead thread was stopped before the end of the epoch: its source raised, or "
+            "the graph is reset or closed."
+        )
+
+    def stop(self) -> None:
+        """End the thread before its next item, and wake both threads where they wait."""
+        self._is_stopped = True
+        self._room.put(None)
+        self._results.put(None)
+
+    def stop_at_exit(self, deadline: float) -> None:
+        """Stop the thread, and the waits of its source."""
+        self.stop()
+        with suppress(Exception):
+            stop_threads(self._source, max(0.0, deadline - time.monotonic()))
+        self.thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run(self) -> None:
+        may_have_more = True
+        while may_have_more:
+            self._room.get()
+            may_have_more = not self._is_stopped and self._read_next()
+
+    def _read_next(self) -> bool:
+        """Read an item, and return whether there may be more. No name holds it afterwards."""
         try:
-            item: T = next(self.source)
+            item = _Item(next(self._source), snapshot(self._source))
         except StopIteration:
             self._has_ended = True
-            raise
+            self._results.put(StopIteration())
+            return False
         except BaseException as error:
-            self._error = error
-            # A SystemExit would end torchdata's thread, and its reader would wait for ever.
-            raise RuntimeError(f"the source raised {error!r}.") from error
+            self._results.put(error)
+            return False
         self._read += 1
-        return item
+        self._results.put(item)
+        return True
 
-    def take(self, prefetcher: Prefetcher[T]) -> T:
-        """Return the next item of a prefetcher over this relay, on the caller's thread."""
-        try:
-            item: T = next(prefetcher)
-        except StopIteration:
-            if self._has_ended and self._taken == self._read:
-                raise
-            # torchdata's prefetcher also ends when its thread was stopped.
-            raise WorkerError(
-                "the read-ahead thread was stopped before the end of the epoch, since the graph is "
-                "reset or closed."
-            ) from None
-        except Exception:
-            error = self._error
-            if error is None:
-                raise
-            raise error from error.__cause__  # not from torchdata's copy of its text
-        self._taken += 1
-        return item
 
-    def get_state(self) -> dict[str, Any]:
-        return snapshot(self.source)
+_readers: weakref.WeakSet[_Reader[Any]] = weakref.WeakSet()  # A running thread keeps its reader.
 
 
 @atexit.register
 def _stop_all() -> None:
     """Stop all threads: a thread inside torch when the interpreter ends aborts the process."""
     deadline = time.monotonic() + _EXIT_S
-    for node in list(_live):
-        if node._reads and node._owner.is_here:
-            with suppress(Exception):
-                stop_threads(node, max(0.0, deadline - time.monotonic()))
-    for thread, reference in list(_threads.items()):  # including threads of deleted nodes
-        relay = reference()
-        if thread.is_alive() and relay is not None:
-            with suppress(Exception):
-                stop_threads(relay, max(0.0, deadline - time.monotonic()))
-            thread.join(max(0.0, deadline - time.monotonic()))
+    for reader in list(_readers):
+        if reader.thread.is_alive():
+            reader.stop_at_exit(deadline)

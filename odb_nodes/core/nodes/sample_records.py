@@ -41,25 +41,25 @@ logger = logging.getLogger("odb_nodes")
 RecordsState = tuple[
     bytes | None, bytes | None, list[tuple[Any, ...]], bytes | None, dict[str, bytes]
 ]
-"""The records of samples: all of their facts, but not their data. A tuple of
+"""The records of samples, which are all facts of the samples without their data: a tuple of
 
 - the tokens and digest of each sample, in the low and the high half of 8 bytes;
 - the keys of items, `None` where no item has a key;
 - the distinct `SampleKind`s;
-- the number of its kind for each sample, if there are several kinds;
+- for each sample the number of its kind, if there are several kinds;
 - columns by name, in the fewest bytes, where a sample differs from the usual value: repeats (0),
   targets (one less than tokens), patches (0), and keys (the keys of the items).
 
-16 bytes a sample, 8 where items have no keys; 2 more in a mixture, and 1, 2, 4 or 8 for each of
-these columns."""
+A sample takes 16 bytes, or 8 where items have no keys; 2 more in a mixture; and 1, 2, 4 or 8 more
+for each of these columns."""
 
 NO_RECORDS: RecordsState = (None, None, [], None, {})
 
 
-class Remaking:
-    """Checks samples that a node makes again against their records.
+class RecordCheck:
+    """Makes samples again, and compares them with their records.
 
-    numbers: their numbers in the epoch, (n,), if the node makes them again by number.
+    numbers: numbers of the samples in the epoch, (n,), if the node makes them again by number.
     """
 
     def __init__(self, records: SampleBlock, node: str, numbers: IntArray | None = None) -> None:
@@ -74,7 +74,7 @@ class Remaking:
         return {int(ordinals[row]): change for row, change in self._changes.items()}
 
     def all(self, items_again: ItemsAgain) -> list[Sample]:
-        """Make all samples, with neighbouring keys together; return them in the records' order."""
+        """Make all samples, in the order of their keys; return them in the order of the records."""
         order = np.lexsort(self._facts[[ITEM, KIND]]).tolist()
         if order:
             logger.info("making %d samples again to restore a state", len(order))
@@ -115,9 +115,9 @@ class Remaking:
         order = "The order of the source is not seeded (seed it: no state helps against that), "
         causes = (
             f"{'Either ' if self._numbers is None else order}processing is not deterministic "
-            "(`ParallelProcessor(seed=...)` seeds the global generators and held ones, but not "
-            'generators that a cache, a Python generator or a call makes: use `state="payload"` '
-            "for them), or the data changed."
+            "(`ParallelProcessor(seed=...)` seeds the global generators, and generators that "
+            "functions hold, but not generators that a cache, a Python generator or a call makes: "
+            'use `state="payload"` for these), or the data changed.'
         )
         change = (
             f"{self._node} cannot resume from its state: {difference}. {causes} If the change is "
@@ -166,12 +166,9 @@ def records_of(
 ) -> RecordsState:
     """Return the records of samples, reading only the columns that are needed.
 
-    Args:
-        costs: the result of `costs_of`.
-        column: row of the facts -> its values, (n,).
-        codes: all codes of kinds that the samples may have.
-        unusual: all rows of facts that may have unusual values.
-        is_numbered: whether samples need no keys.
+    costs: the result of `costs_of`; column: returns the values of a row of the facts, (n,); codes,
+    unusual: the codes of kinds, and the rows of facts with unusual values, that may occur;
+    is_numbered: whether samples need no keys.
     """
     if not len(costs):  # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
         return NO_RECORDS
@@ -264,7 +261,6 @@ _NAME = (str, NoneType)  # `None` where items have no keys
 
 
 def _kind_of(state: Sequence[Any]) -> SampleKind:
-    """Return the kind that a state holds as a tuple."""
     kind = SampleKind(*state)
     item_source = type(kind.item_source)
     if [*map(type, kind)] != [str, str, str, item_source, int, int] or item_source not in _NAME:
@@ -308,7 +304,7 @@ def decode_sample(encoded: bytes) -> Sample:
         data, *costs = from_bytes(encoded)
         sample = Sample(from_plain(data), *costs)
         return sample if sample.item is None else sample._replace(item=ItemKey(*sample.item))
-    except Exception as error:  # of any kind: torch reads arbitrary bytes here
+    except Exception as error:  # Of any type: torch reads arbitrary bytes here.
         raise StateError(
             f"a saved sample of {len(encoded)} bytes is damaged ({type(error).__name__}). Use an "
             "earlier checkpoint."

@@ -30,38 +30,43 @@ from odb_nodes.core.sample_block import (
     kinds_of,
     new_number,
 )
-from odb_nodes.errors import StateError
+from odb_nodes.errors import SampleError, StateError
 
 StoreContent = tuple[int, bytes | None, bytes | None, RecordsState | None, list[bytes] | None]
-"""The ordinal of the oldest sample; for each ordinal from there a bit, whether the sample is held;
-a second bit, whether it is in the pool, or `None` if all held samples are; and the records of the
-held samples, or the samples, encoded, oldest first."""
+"""The samples of a store in a state, a tuple of
+
+- the ordinal of the oldest sample;
+- for each ordinal from the oldest on a bit: whether the sample is stored;
+- a second bit: whether the sample is in the pool; `None` if all stored samples are;
+- the records of the stored samples, oldest first, or `None`;
+- or else the stored samples, encoded, oldest first."""
 
 
 class SampleStore:
     """Samples by ordinal, from when they are pulled until they are yielded.
 
-    The facts of a sample are written once, after all earlier samples, so a state may refer to them.
-    The digests that records need are written to row `_COSTS` beside the facts. When the chunks
-    that hold data have three times as many samples as the store, chunks of which at most a third
-    is needed are cut down.
+    The facts of a sample are written once, behind the facts of earlier samples, so that a state
+    may refer to them. The digests that records need are written to row `_COSTS` below the facts.
+    Once the holders of data have three times as many samples as the store, each holder of which the
+    store needs a third or less is cut down.
     """
 
     def __init__(self) -> None:
         self._facts = ColumnsByOrdinal(FACTS + 1)  # The last row is `_COSTS`.
-        self._is_held = np.zeros(0, dtype=bool)  # by ordinal, from `_facts.first` on
+        self._is_stored = np.zeros(0, dtype=bool)  # by ordinal, from `_facts.first` on
         self._count = 0
         self._holders = _DataHolders()
         self._lacks_digests = False  # whether a sample lacks its digest
-        self._codes = self._unusual = frozenset[int]()  # of all samples so far: see `records_of`
-        self._filler: tuple[int, bool] | None = None  # ordinal; whether a step has used it
+        # codes of kinds, and rows of facts, of all samples so far: see `records_of`
+        self._codes = self._unusual = frozenset[int]()
+        self._filler: tuple[int, bool] | None = None  # its ordinal; whether a step has used it
 
     def __len__(self) -> int:
         return self._count
 
     def __contains__(self, ordinal: int) -> bool:
         index = ordinal - self._facts.first
-        return 0 <= index < len(self._is_held) and bool(self._is_held[index])
+        return 0 <= index < len(self._is_stored) and bool(self._is_stored[index])
 
     @property
     def may_lack_data(self) -> bool:
@@ -75,14 +80,14 @@ class SampleStore:
 
     def oldest(self, default: int) -> int:
         """Return the ordinal of the oldest sample, or `default` if the store is empty."""
-        return self._facts.first + int(self._is_held.argmax()) if self._count else default
+        return self._facts.first + int(self._is_stored.argmax()) if self._count else default
 
     def ordinals(self) -> IntArray:
         """Return the ordinals of all samples, ascending, (n,)."""
-        return np.flatnonzero(self._is_held) + self._facts.first
+        return np.flatnonzero(self._is_stored) + self._facts.first
 
     def add(self, ordinals: IntArray, block: SampleBlock) -> None:
-        """Add samples, whose ordinals are above the ordinals of all samples so far."""
+        """Add samples, with ordinals above the ordinals of all samples so far."""
         if not len(block):
             return
         columns = np.empty((FACTS + 1, len(block)), np.int64)
@@ -91,11 +96,11 @@ class SampleStore:
         holders = _moved(columns, block.holders)
         first = self._facts.first
         self._facts.put(ordinals, columns, self.oldest(int(ordinals[0])))
-        if self._facts.first != first or self._facts.capacity > len(self._is_held):
-            is_held = self._is_held[max(0, self._facts.first - first) :]
-            self._is_held = np.zeros(self._facts.capacity, dtype=bool)
-            self._is_held[: len(is_held)] = is_held[: self._facts.capacity]
-        self._is_held[ordinals - self._facts.first] = True
+        if self._facts.first != first or self._facts.capacity > len(self._is_stored):
+            is_stored = self._is_stored[max(0, self._facts.first - first) :]
+            self._is_stored = np.zeros(self._facts.capacity, dtype=bool)
+            self._is_stored[: len(is_stored)] = is_stored[: self._facts.capacity]
+        self._is_stored[ordinals - self._facts.first] = True
         self._count += len(block)
         self._lacks_digests |= bool((block.facts[DIGEST] == NONE).any())
         self._codes |= {*block.facts[KIND].tolist()}
@@ -106,9 +111,9 @@ class SampleStore:
             self._compact(newest=numbers[-1])
 
     def look(self, ordinals: IntArray) -> SampleBlock:
-        """Return samples, which stay in the store. The result loses its data when `take` is called.
+        """Return samples, which stay in the store. `take` removes the data of the result.
 
-        Use `copied` for a result that stays.
+        `copied` returns samples that keep their data.
         """
         facts = self._facts.take(ordinals)[:FACTS]
         return SampleBlock(facts, self._holders.of(facts[DATA].tolist()))
@@ -144,7 +149,7 @@ class SampleStore:
 
     def take(self, ordinals: IntArray) -> SampleBlock:
         """Remove samples and return them."""
-        if self._filler is not None and self._filler[0] in ordinals:  # It may be needed again.
+        if self._filler is not None and self._filler[0] in ordinals:  # The filler stays.
             self._filler = self._filler[0], True
             block = self.copied(ordinals)
             self._drop(ordinals[ordinals != self._filler[0]])
@@ -164,7 +169,7 @@ class SampleStore:
     def keep_filler(self, ordinal: int | None, *, is_out: bool = False) -> None:
         """Keep a sample after `take`, until the next call; `None`: keep no sample.
 
-        is_out: whether the sample was taken before.
+        is_out: whether a step has used the sample.
         """
         previous = self._filler
         self._filler = None if ordinal is None else (ordinal, is_out)
@@ -179,7 +184,7 @@ class SampleStore:
         """The ordinal of the sample that is kept."""
         return None if self._filler is None else self._filler[0]
 
-    def state(self, pooled: IntArray, *, is_numbered: bool = False) -> HeldRecords:
+    def state(self, pooled: IntArray, *, is_numbered: bool = False) -> StoredRecords:
         """Return the records of all samples, as part of a state.
 
         pooled: ordinals of the samples in the pool, (n,), which must not change.
@@ -187,35 +192,35 @@ class SampleStore:
         """
         table, first, stop = self._facts.table, self._facts.first, self._facts.stop
         if self._lacks_digests:
-            columns = np.flatnonzero(self._is_held)
+            columns = np.flatnonzero(self._is_stored)
             lacking = columns[table[_COSTS, columns] >> 32 == NONE]
             block = self.look(lacking + first)
             table[_COSTS, lacking] = costs_of(with_digests(block).facts)
             self._lacks_digests = False
         start = self.oldest(default=stop)
         span = slice(start - first, stop - first)
-        is_held = self._is_held[span].copy()
-        return HeldRecords(
-            table[:, span], start, is_held, pooled, self._codes, self._unusual, is_numbered
+        is_stored = self._is_stored[span].copy()
+        return StoredRecords(
+            table[:, span], start, is_stored, pooled, self._codes, self._unusual, is_numbered
         )
 
     def _drop(self, ordinals: IntArray) -> None:
         self._forget(ordinals, self._facts.take(ordinals)[DATA].tolist())
 
     def _forget(self, ordinals: IntArray, numbers: list[int]) -> None:
-        self._is_held[ordinals - self._facts.first] = False
+        self._is_stored[ordinals - self._facts.first] = False
         self._count -= len(ordinals)
         self._holders.release(numbers)
 
     def _compact(self, newest: int) -> None:
         """Cut holders down to the samples of the store."""
         table = self._facts.table
-        held = np.flatnonzero(self._is_held)
-        numbers = table[DATA].take(held)
+        stored = np.flatnonzero(self._is_stored)
+        numbers = table[DATA].take(stored)
         for number in self._holders.sparse():
-            if number == newest:  # More samples of it may come.
+            if number == newest:  # More samples of this holder may come.
                 continue
-            columns = held[numbers == number]
+            columns = stored[numbers == number]
             block = SampleBlock(table[:FACTS, columns], self._holders.of([number])).alone()
             table[DATA:FACTS, columns] = block.facts[DATA:]
             self._holders.hold(block.facts[DATA].tolist(), block.holders)
@@ -238,7 +243,7 @@ class _DataHolders:
         return {number: self._by_number[number] for number in {*numbers}}
 
     def hold(self, numbers: list[int], holders: Mapping[int, Any]) -> None:
-        """Add samples: the number of the holder of each, and the holders by number."""
+        """Count samples, each by the number of its holder, and keep the holders."""
         for number in {*numbers}:
             if number not in self._samples:
                 self._by_number[number] = holders[number]
@@ -247,7 +252,7 @@ class _DataHolders:
             self._samples[number] += numbers.count(number)
 
     def release(self, numbers: list[int]) -> None:
-        """Remove samples, given the number of the holder of each, and holders without samples."""
+        """Uncount samples, each by the number of its holder, and drop holders without samples."""
         for number in numbers:
             self._samples[number] -= 1
         for number in {*numbers}:
@@ -292,9 +297,9 @@ def _rows_of(data: Any) -> int:
 def _moved(
     facts: IntArray, old_holders: Mapping[int, Any], clear: bool = False
 ) -> Mapping[int, Any]:
-    """Move the data of samples that is in lists to a new list; change `facts`, return the holders.
+    """Move data of samples from lists to a new list. Changes `facts`, and returns the holders.
 
-    clear: whether to clear the rows of the old lists. A list of the store has each sample once.
+    clear: whether to clear the rows of the old lists, which the store alone refers to.
     """
     if list not in {*map(type, old_holders.values())}:
         return old_holders
@@ -314,18 +319,18 @@ def _moved(
 
 
 _LEAST_ROWS = 32  # with fewer rows, no holder is cut down
-_SPARSE = 3
+_SPARSE = 3  # a holder is sparse if it has so many times the rows that the store needs
 _COSTS = FACTS  # the row with the result of `costs_of`
 
 
-class HeldRecords:
-    """The records of the samples that were in the store at one time: part of a state."""
+class StoredRecords:
+    """The records of the samples that were in the store when this was made: part of a state."""
 
     def __init__(
         self,
         table: IntArray,
         first: int,
-        is_held: npt.NDArray[np.bool_],
+        is_stored: npt.NDArray[np.bool_],
         pooled: IntArray,
         codes: Collection[int],
         unusual: Collection[int],
@@ -333,7 +338,7 @@ class HeldRecords:
     ) -> None:
         self._table = table
         self._first = first
-        self._is_held = is_held
+        self._is_stored = is_stored
         self._pooled = pooled
         self._codes = codes
         self._unusual = unusual
@@ -341,9 +346,9 @@ class HeldRecords:
         self._state: StoreContent | None = None
 
     def to_state(self) -> StoreContent:
-        """Return which samples were held, and their records."""
+        """Return the records as plain data."""
         if self._state is None:  # All batches of a step of virtual ranks share this object.
-            columns = np.flatnonzero(self._is_held)
+            columns = np.flatnonzero(self._is_stored)
 
             def column(row: int) -> IntArray:
                 values: IntArray = self._table[row].take(columns)
@@ -352,14 +357,14 @@ class HeldRecords:
             records = records_of(
                 column(_COSTS), column, self._codes, self._unusual, self._is_numbered
             )
-            is_held = self._is_held[: int(columns[-1]) + 1] if len(columns) else self._is_held
-            bits = bits_of(self._first, is_held, self._pooled, len(columns))
+            is_stored = self._is_stored[: int(columns[-1]) + 1] if len(columns) else self._is_stored
+            bits = bits_of(self._first, is_stored, self._pooled, len(columns))
             self._state = *bits, records, None
         return self._state
 
 
-class HeldSamples:
-    """The samples that were in the store at one time, encoded: part of a state."""
+class StoredSamples:
+    """The samples that were in the store when this was made, encoded: part of a state."""
 
     def __init__(self, store: SampleStore, pooled: IntArray, encoded: dict[int, bytes]) -> None:
         self._ordinals = store.ordinals()
@@ -368,12 +373,15 @@ class HeldSamples:
         self._encoded = encoded  # cache of encoded samples by ordinal, shared by all states
 
     def to_state(self) -> StoreContent:
-        """Return which samples were held, and the samples."""
+        """Return the encoded samples as plain data."""
         cache = self._encoded
         samples = zip(self._ordinals.tolist(), self._samples, strict=True)
-        encoded = {
-            ordinal: cache.get(ordinal) or encode_sample(sample) for ordinal, sample in samples
-        }
+        try:
+            encoded = {
+                ordinal: cache.get(ordinal) or encode_sample(sample) for ordinal, sample in samples
+            }
+        except SampleError as error:
+            raise SampleError(f'{error} Or use `state="replay"`.') from None
         for ordinal in [*cache]:
             if ordinal not in encoded:
                 del cache[ordinal]
@@ -381,42 +389,42 @@ class HeldSamples:
         return *to_bits(self._ordinals, self._pooled), None, [*encoded.values()]
 
 
-def to_bits(held: IntArray, pooled: IntArray) -> tuple[int, bytes | None, bytes | None]:
+def to_bits(stored: IntArray, pooled: IntArray) -> tuple[int, bytes | None, bytes | None]:
     """Return the first three fields of a `StoreContent`, of ascending ordinals."""
-    first = int(held[0]) if len(held) else 0
-    stop = int(held[-1]) + 1 if len(held) else 0
-    is_held = np.zeros(stop - first, dtype=bool)
-    is_held[held - first] = True
-    return bits_of(first, is_held, pooled, len(held))
+    first = int(stored[0]) if len(stored) else 0
+    stop = int(stored[-1]) + 1 if len(stored) else 0
+    is_stored = np.zeros(stop - first, dtype=bool)
+    is_stored[stored - first] = True
+    return bits_of(first, is_stored, pooled, len(stored))
 
 
 def bits_of(
-    first: int, is_held: npt.NDArray[np.bool_], pooled: IntArray, count: int
+    first: int, is_stored: npt.NDArray[np.bool_], pooled: IntArray, count: int
 ) -> tuple[int, bytes | None, bytes | None]:
     """Return the first three fields of a `StoreContent` of `count` samples.
 
-    is_held: whether each sample is held, by ordinal from `first` on.
+    is_stored: whether each sample is stored, by ordinal from `first` on.
     """
     if not count:
         return 0, None, None  # Not b"": `torch.load(weights_only=True)` refuses empty bytes.
-    bits = np.packbits(is_held).tobytes()
+    bits = np.packbits(is_stored).tobytes()
     if len(pooled) == count:
         return first, bits, None
-    is_pooled = np.zeros(len(is_held), dtype=bool)
+    is_pooled = np.zeros(len(is_stored), dtype=bool)
     is_pooled[pooled - first] = True
     return first, bits, np.packbits(is_pooled).tobytes()
 
 
 def from_bits(content: StoreContent) -> tuple[IntArray, IntArray]:
-    """Return the ordinals of the held samples, ascending, and of the samples in the pool."""
+    """Return the ordinals of the stored samples, ascending, and of the samples in the pool."""
     first, bits, pooled, *_ = content
     if first < 0:
         raise StateError("the pool of a state is damaged. Use an earlier checkpoint.")
-    is_held = np.unpackbits(np.frombuffer(bits or b"", np.uint8))
-    held = np.flatnonzero(is_held) + first
+    is_stored = np.unpackbits(np.frombuffer(bits or b"", np.uint8))
+    stored = np.flatnonzero(is_stored) + first
     if pooled is None:
-        return held, held
+        return stored, stored
     is_pooled = np.unpackbits(np.frombuffer(pooled, np.uint8))
-    if len(is_pooled) != len(is_held) or (is_pooled > is_held).any():
+    if len(is_pooled) != len(is_stored) or (is_pooled > is_stored).any():
         raise StateError("the pool of a state is damaged. Use an earlier checkpoint.")
-    return held, np.flatnonzero(is_pooled) + first
+    return stored, np.flatnonzero(is_pooled) + first

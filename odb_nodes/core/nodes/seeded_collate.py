@@ -16,14 +16,14 @@ from odb_nodes.errors import WorkerError
 
 _LIMIT_S = 600.0  # limit of a thread's wait for another thread that collates
 
-Run = Callable[[], Batch]
+MakeBatch = Callable[[], Batch]
 
 
 @dataclass(frozen=True)
 class DeferredBatch:
     """A group that the training thread collates, not the read-ahead thread."""
 
-    collate: Run  # returns the batch; may be called again if it raises
+    collate: MakeBatch  # returns the batch; may be called again if it raises
     info: StepInfo
 
 
@@ -31,8 +31,8 @@ class SeededCollate:
     """Seeds the generators of a collate function for each call.
 
     The global generators of Python, numpy and torch (CPU) are seeded before a call and restored
-    after it; no other code may draw from them meanwhile. Generators that the function holds, as an
-    attribute or in its closure, are seeded and restored, too: other code may use them as well.
+    afterwards; meanwhile, no other code may draw from these. Generators that the function holds, in
+    an attribute or its closure, are seeded and restored, too, since other code may use them.
     """
 
     def __init__(self, collate: Any) -> None:
@@ -41,27 +41,27 @@ class SeededCollate:
         self.draws_nothing = declared is False  # whether the function is known never to draw
         self.draws = declared
         """Whether the function draws from the global generators; `None` if not yet known."""
-        # The training thread may collate parts of a batch while the next batch is collated ahead.
+        # The training thread may collate parts of a batch while a thread collates the next batch.
         self._lock = threading.Lock()
 
-    def call(self, run: Run, key: int, *, find_out: bool = False) -> Batch:
-        """Return the result of `run`, which calls the function, under the seed `key`.
+    def call(self, make_batch: MakeBatch, key: int, *, find_out: bool = False) -> Batch:
+        """Return the result of `make_batch`, which calls the function, under the seed `key`.
 
-        `run` is called twice if the function makes a generator in its first call, so it must pass
-        copies of the samples. `find_out`: whether to find out if the function draws.
+        `make_batch` is called twice if the function makes a generator in its first call, so it must
+        pass copies of the samples. find_out: whether to find out if the function draws.
         """
         with exclusive_rngs(_LIMIT_S):
             seed_rngs(key)
             before = digest_of_rngs() if find_out else None
-            batch = self.call_ahead(run, key, seed_rngs)
+            batch = self.call_ahead(make_batch, key, seed_rngs)
             if find_out:
                 self.draws = bool(self.draws) or digest_of_rngs() != before
         return batch
 
-    def call_ahead(self, run: Run, key: int, seed: Seed = lambda _: None) -> Batch:
-        """Return the result of `run`, with held generators seeded; `seed` seeds the others."""
+    def call_ahead(self, make_batch: MakeBatch, key: int, seed: Seed = lambda _: None) -> Batch:
+        """Return the result of `make_batch`; seed the held generators, and by `seed` the others."""
         with self._locked(), self.held.preserved():
-            return self.held.call(run, key=key, seed=seed)
+            return self.held.call(make_batch, key=key, seed=seed)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -26,8 +26,8 @@ from odb_nodes.core.step_info import Batch
 class WholeBatch(Sequence[Any]):
     """Holds the data of a group's samples as their batch.
 
-    Loading the data of a sample makes all samples again. This happens if a group is split, or if
-    its batch was taken before, as for a filler.
+    If the data of a sample is loaded, all samples are made again. This happens if a group is split,
+    or if its batch was taken before, as for a filler.
     """
 
     def __init__(self, batch: Batch, samples: int) -> None:
@@ -44,7 +44,7 @@ class WholeBatch(Sequence[Any]):
         return self._count
 
     def __getitem__(self, row: Any) -> Any:
-        return RemadeData(self, row)
+        return WholeBatchData(self, row)
 
     def data(self) -> list[Any]:
         """Return the data of all samples, which are made again once."""
@@ -54,12 +54,12 @@ class WholeBatch(Sequence[Any]):
             items = [sample.item for sample in samples if sample.item is not None]
             items_again = make_again(self._node, items)
             lazy = LazySamples(self._records, items_again, type(self._node).__name__)
-            made = lazy.take(range(self._count))
-            self._data = [block.take([index]).data()[0] for block, index in made]
+            blocks = lazy.take(range(self._count))
+            self._data = [block.take([index]).data()[0] for block, index in blocks]
         return self._data
 
     def made_again_by(self, node: BaseNode[Any], records: SampleBlock) -> None:
-        """Set the node that makes the samples again when their data is loaded."""
+        """Set the node that makes the samples again if their data is loaded."""
         self._node = node
         self._records = SampleBlock(records.facts, {})
 
@@ -70,7 +70,7 @@ class WholeBatch(Sequence[Any]):
         return batch
 
 
-class RemadeData(StoredData):
+class WholeBatchData(StoredData):
     """The data of a sample of a `WholeBatch`."""
 
     __slots__ = ("batch", "row")
@@ -99,15 +99,15 @@ class MadeGroup:
     """The processed samples of a planned group."""
 
     group: SampleBlock  # samples that fit into the budget
-    later: SampleBlock  # samples that do not, without data: they come later
+    later: SampleBlock  # samples that do not fit, without data, which come later
     skipped: Sequence[Skipped] = ()
-    failure: str = ""  # error of collating here: the trainer's process tries again
+    failure: str = ""  # error of collating in the worker: the trainer's process tries again
 
 
 class GroupMaker:
-    """Makes the batch of a planned group, from the samples that fit into the budget.
+    """Makes the batch of a planned group from the samples that fit into the budget.
 
-    collate: makes the batch. `None`: the samples are sent to the trainer's process.
+    collate: `None` sends the samples to the trainer's process, which makes the batch.
     """
 
     def __init__(self, collate: Collate | None) -> None:
@@ -115,21 +115,18 @@ class GroupMaker:
         self.collates = collate is not None
 
     def __call__(self, results: Sequence[Any], key: int, budget: TokenBudget) -> MadeGroup:
-        """Return the group of processed samples.
+        """Return the group of the results of processing.
 
-        Args:
-            results: a `Sample` or `Skipped` for each item of the group.
-            key: seed of the batches of the epoch.
-            budget: the budget of the batch, applied to the observed lengths.
+        key: seed of the batches of the epoch; budget: limits the observed lengths.
         """
         samples = [result for result in results if isinstance(result, Sample)]
         skipped = [result for result in results if not isinstance(result, Sample)]
         if not samples:
             return MadeGroup(NO_SAMPLES, NO_SAMPLES, skipped)
         fits = fitting(samples, budget)
-        kept = [sample for sample, does_fit in zip(samples, fits, strict=True) if does_fit]
-        too_long = [sample for sample, does_fit in zip(samples, fits, strict=True) if not does_fit]
-        later = SampleBlock.of(too_long).without_data()
+        kept = [sample for sample, is_kept in zip(samples, fits, strict=True) if is_kept]
+        moved = [sample for sample, is_kept in zip(samples, fits, strict=True) if not is_kept]
+        later = SampleBlock.of(moved).without_data()
         group = SampleBlock.of(kept)
         data = [sample.data for sample in kept]
         holder: Any = None
@@ -152,7 +149,7 @@ def batch_key(key: int, group: SampleBlock) -> int:
 def fitting(samples: Sequence[Sample], budget: TokenBudget) -> list[bool]:
     """Return which samples of a group fit into its budget: the shortest, and at least 1.
 
-    A sample that is much longer than planned moves alone, and the rest of its group stays.
+    So only samples that are longer than planned leave the group.
     """
     if _fit(samples, budget):
         return [True] * len(samples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
@@ -14,7 +14,7 @@ from torchdata.nodes import BaseNode
 from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import check_choice, check_count
 from odb_nodes._support.progress import SlowProgress
-from odb_nodes.core.contract import NodeState, SourceState, StatefulNode, copy_state
+from odb_nodes.core.contract import SourceState, StatefulNode, copy_state
 from odb_nodes.core.contract.again import ItemsAgain, make_again
 from odb_nodes.core.contract.config import loading
 from odb_nodes.core.contract.graph import known_length_of, walk
@@ -25,15 +25,15 @@ from odb_nodes.core.nodes.exclusions import (
     CountsExclusions,
     Exclude,
     ExcludedKeys,
-    ExcludedState,
     ExclusionCounter,
+    ExclusionState,
 )
 from odb_nodes.core.nodes.lazy_samples import Restored, samples_again
 from odb_nodes.core.nodes.sample_records import decode_sample, from_records
 from odb_nodes.core.nodes.sample_store import (
-    HeldSamples,
     SampleStore,
     StoreContent,
+    StoredSamples,
     facts_of,
     from_bits,
 )
@@ -41,7 +41,7 @@ from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.planning.auto_window import PoolCheck, WindowSize, WindowStart, check_window
 from odb_nodes.core.planning.budget import Limits
 from odb_nodes.core.planning.facts import Facts
-from odb_nodes.core.planning.group_planner import GroupPlanner
+from odb_nodes.core.planning.group_planner import GroupPlanner, WindowState
 from odb_nodes.core.planning.options import PlanOptions
 from odb_nodes.core.planning.runs import check_diversity, check_has_task
 from odb_nodes.core.planning.table import ORDINALS
@@ -49,45 +49,36 @@ from odb_nodes.core.sample import ItemKey, Sample, Skipped
 from odb_nodes.core.sample_block import SampleBlock
 from odb_nodes.errors import SampleError, StateError
 
-PoolState = Literal["replay", "payload"]
-"""How a state holds the pool: as records, from which samples are made again, or as samples."""
+StateMode = Literal["replay", "payload"]
+"""Whether a state holds samples as records, from which they are made again, or as payload."""
 
 _SNAPSHOTS_PER_WINDOW = 4
 
 
 @dataclass(kw_only=True)
-class BucketerState(NodeState):
+class BucketerState(ExclusionState):
     """The state of a `WindowBucketer`."""
 
     source: SourceState  # before the oldest sample that is read again, or else the present state
     mode: str  # `"replay"` or `"payload"`
     pulled: int  # samples pulled in the epoch
-    pulled_since_source: int  # of these, samples pulled after `source`
+    pulled_since_source: int  # samples pulled after `source`
     ended: bool  # whether all samples of the epoch were pulled, or it was cut
     is_cut: bool  # whether the epoch was ended before its last sample
     limits: tuple[int, int | None, int | None, int, int | None]  # `Limits`
     has_own_limits: bool  # whether `limits` differ from the limits of the budget
     held: StoreContent  # the samples of the pool, and of groups that a `RankAligner` has planned
     numbered: bool  # whether `held` samples are made again by number instead of by key
-    excluded: ExcludedState
-    excluded_samples: int  # samples of the epoch excluded by their keys
-    dropped_samples: int  # samples of the epoch left out by `oversize="drop"`
-    oversize_samples: int  # samples of the epoch that exceeded the budget on their own
-    skipped_samples: dict[str, int]  # samples of the epoch that processing skipped, by reason
-    # key, source and reason of each sample left out since the last group
-    left_out: list[tuple[int | None, str, str]]
-    caps: bytes | None  # cost limits of the next groups, ascending
+    caps: bytes | None  # caps of the next groups, ascending
     largest_groups: int  # groups of `largest_first` formed in the epoch
-    # samples of an `"auto"` window, whether it is chosen for the epoch, and the `PulledLengths` it
-    # is chosen by; `None` if the window is a number of samples
-    window: tuple[int, bool, int, int, int] | None
+    window: WindowState | None  # `None` if the window is a number of samples
 
 
 class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState]):
     """Yields groups under a token budget, from a rolling pool of `window` samples.
 
-    A group is a `SampleBlock`: a sequence of `Sample`. No pooled sample gets older than 5 windows
-    (see `RollingPool`).
+    A group is a `SampleBlock`: a sequence of `Sample`. No sample stays in the pool while more than
+    5 windows of later samples are pulled (see `RollingPool`).
 
     `excluded_samples`, `dropped_samples`, `oversize_samples` and `skipped_samples` count the
     samples of the epoch.
@@ -130,14 +121,14 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         source: BaseNode[Sample | Skipped],
         budget: int | TokenBudget,
         window: WindowSize = PlanOptions.window,
-        state: PoolState = "replay",
+        state: StateMode = "replay",
         exclude: Exclude = None,
         largest_first: int = PlanOptions.largest_first,
         diversity: float = PlanOptions.diversity,
         window_start: WindowStart = PlanOptions.window_start,
     ) -> None:
         super().__init__()
-        check_choice("state", state, get_args(PoolState))
+        check_choice("state", state, get_args(StateMode))
         check_node("source", source)
         once = [node for node in walk(source) if getattr(node, "yields_once", False)]
         if once and state == "replay":
@@ -149,6 +140,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         self.budget = TokenBudget.of(budget)
         """The limits of a group."""
         window = check_window("window", window)
+        check_choice("window_start", window_start, get_args(WindowStart))
         largest_first = check_count("largest_first", largest_first, 0)
         diversity = check_diversity(diversity, self.budget)
         self._has_tasks = diversity > 0
@@ -165,12 +157,9 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         self._mode = state
         self._name = type(self).__name__
         self.exclude = ExcludedKeys.of(exclude)
-        """The keys of the argument. A loaded state may have others."""
+        """The keys of the argument. A loaded state may have further keys."""
         self._exclusions = ExclusionCounter(self.budget, self.exclude)
-        self._task_numbers: dict[str, int] = {}  # Their order has no effect on groups.
-        self.restored = Restored()
-        """Result of the last restore."""
-        check_choice("window_start", window_start, get_args(WindowStart))
+        self._task_numbers: dict[str, int] = {}  # The order of tasks has no effect on groups.
         self._config: dict[str, Any] = {
             **{f"budget.{name}": value for name, value in self.budget.fingerprint().items()},
             "window": window,
@@ -184,13 +173,14 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
     def _clear(self) -> None:
         self._items: NumberedItems[Any] = NumberedItems(self.source, self._name, self._interval)
         self._is_cut = False
-        budget = self.planner.limits.of_samples(self.budget)
-        self._exclusions = self._exclusions.of_next_epoch(budget, self.excluded | self.exclude)
+        budget = self.planner.limits.sample_budget(self.budget)
+        self._exclusions = self._exclusions.for_next_epoch(budget, self.excluded | self.exclude)
         self.store = SampleStore()
         """The samples of the pool, and of groups that a `RankAligner` has planned."""
         self._encoded: dict[int, bytes] = {}
-        self._state_before_group: BucketerState | None = None  # while its data is made again
+        self._state_before_group: BucketerState | None = None  # while a group's data is made again
         self.restored = Restored()
+        """Result of the last restore."""
 
     @property
     def window(self) -> int:
@@ -204,7 +194,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
 
     @property
     def remaining_samples(self) -> int:
-        """Samples of this epoch in the pool, and not yet pulled if their number is known."""
+        """Samples of this epoch in the pool, and, if their number is known, samples not pulled."""
         remaining = self.planner.samples_left()
         return len(self.planner.pool) if remaining is None else remaining
 
@@ -237,9 +227,9 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
 
     def put_back(self, samples: Facts) -> None:
         """Put samples of planned groups back into the pool, unless they are excluded."""
-        is_out = self._exclusions.exclude_from(self.store.look(samples.ordinal))
-        self.store.drop(samples.ordinal[is_out])
-        self.planner.put_back(samples.take(np.flatnonzero(~is_out)))
+        are_excluded = self._exclusions.exclude_from(self.store.look(samples.ordinal))
+        self.store.drop(samples.ordinal[are_excluded])
+        self.planner.put_back(samples.take(np.flatnonzero(~are_excluded)))
 
     def end_early(self, samples: Facts) -> None:
         """End the epoch before its last sample; leave out `samples` and the pool."""
@@ -250,12 +240,12 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         self._is_cut = True
 
     def fill(self) -> None:
-        """Pull samples until the pool is full, or its oldest sample is too old to wait for more.
+        """Pull samples until the pool is full, or until its oldest sample must not get older.
 
         Raises:
-            SampleError: the next sample is no `Sample`, or too large under `oversize="error"`; or
-                the epoch ends, and all its samples were dropped or skipped. The error, like any
-                error of the source, is raised again until the next reset.
+            SampleError: the next sample is no `Sample`, or is too large under `oversize="error"`;
+                or all samples of the epoch were dropped or skipped. The error, like any error of
+                the source, is raised again until the next reset.
         """
         pool = self.planner.pool
         progress = None
@@ -276,7 +266,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
                 self._add(pulling)
         if self.planner.ended:
             self._exclusions.warn_of_summary(pool.pulled)
-        self._keep_items(self._oldest_needed)
+        self._keep_items()
         self._items.forget(pool.pulled)
 
     # --- the contract of a node -----------------------------------------------------------------
@@ -288,10 +278,10 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         self._clear()
         self.source.reset(None)
         self._items.begin()
-        self._keep_items(self._oldest_needed)
+        self._keep_items()
 
     def restore(self, state: BucketerState) -> None:
-        """Go to the position of the state, and make the held samples again."""
+        """Go to the position of the state, and make the samples of its store again."""
         if self._mode == "replay" and state.mode == "payload":  # loaded with `strict=False`
             raise StateError(
                 f'a pool that was saved with `state="payload"` cannot go into a {self._name} with '
@@ -301,16 +291,16 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         self._exclusions.restore(state)
         self.source.reset(copy_state(state.source))
         self._items.restore(state.source, state.pulled - state.pulled_since_source, state.pulled)
-        held, pooled = from_bits(state.held)
+        stored, pooled = from_bits(state.held)
         *_, records_state, payload = state.held
         records = from_records(records_state, is_numbered=state.numbered)
-        if len(held) != len(records if payload is None else payload):
+        if len(stored) != len(records if payload is None else payload):
             raise StateError(f"the pool of {self._name} is damaged. Use an earlier checkpoint.")
         if payload is None:
-            samples = self._read_again(state, records, held)
+            samples = self._read_again(state, records, stored)
         else:
-            samples = self._unpacked(state, payload, held)
-        self.store.add(held, samples)
+            samples = self._decoded(state, payload, stored)
+        self.store.add(stored, samples)
         keeps_limits = state.has_own_limits or loading().smaller_budget
         self.planner.restore(
             self.facts_of(pooled),
@@ -327,22 +317,22 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         self._use_present_options(Limits(*state.limits))
 
     def save(self) -> BucketerState:
-        """Return the position of the source, and the held samples."""
+        """Return the position of the source, and the samples of the store."""
         if self._state_before_group is not None:
             return self._state_before_group
         planner = self.planner
         pool = planner.pool
         limits = planner.limits
-        self._keep_items(self._oldest_needed)
-        if self._items.position == pool.pulled:  # else an item was refused
+        self._keep_items()
+        if self._items.position == pool.pulled:  # No item was refused.
             self._items.note_state()
         first, source_state = self._items.state_at(pool.pulled)
         pooled = pool.table()[ORDINALS]
-        held: Any
+        stored: Any
         if self._mode == "replay":
-            held = self.store.state(pooled, is_numbered=self._numbers_samples)
+            stored = self.store.state(pooled, is_numbered=self._numbers_samples)
         else:
-            held = HeldSamples(self.store, pooled, self._encoded)
+            stored = StoredSamples(self.store, pooled, self._encoded)
         return BucketerState(
             source=source_state,
             mode=self._mode,
@@ -352,7 +342,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
             is_cut=self._is_cut,
             limits=(*limits,),
             has_own_limits=limits != Limits.of(self.budget),
-            held=held,
+            held=stored,
             numbered=self._numbers_samples,
             caps=pool.caps.tobytes() or None,
             largest_groups=planner.largest_groups,
@@ -380,18 +370,19 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
 
     # --------------------------------------------------------------------------------------------
 
-    def _keep_items(self, oldest: int) -> None:
-        """Have the source, or else `_items`, keep the samples from `oldest` on, without keys."""
+    def _keep_items(self, oldest: int | None = None) -> None:
+        """Have a source without keys, or else `_items`, keep the samples from `oldest` on.
+
+        oldest: the first sample that a restore may need. Default: the oldest of the store.
+        """
+        pulled = self.planner.pool.pulled
+        if oldest is None:
+            oldest = pulled if self._mode == "payload" else self.store.oldest(pulled)
         first = None
         if not can_restore(self.source):
             source_keeps = call_member(self.source, "keep_items", oldest, self._interval)
             first = None if source_keeps else oldest
         self._items.keep_from(first, self._interval)
-
-    @property
-    def _oldest_needed(self) -> int:
-        pulled = self.planner.pool.pulled
-        return pulled if self._mode == "payload" else self.store.oldest(pulled)
 
     @property
     def _numbers_samples(self) -> bool:
@@ -401,10 +392,10 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
     def _read_again(
         self, state: BucketerState, records: SampleBlock, ordinals: IntArray
     ) -> SampleBlock:
-        """Return the held samples, which the source makes again, and go to its position."""
+        """Return the stored samples, which the source makes again, and go to its position."""
         self._keep_items(int(ordinals[0]) if len(ordinals) else state.pulled)
         again = partial(samples_again, is_numbered=state.numbered)
-        if self._items.can_read_again:  # All held samples were pulled after `state.source`.
+        if self._items.can_read_again:  # All stored samples were pulled after `state.source`.
             samples, restored = again(records, self._items, ordinals, self._name)
             self.restored = restored._replace(samples=state.pulled_since_source)
             return samples
@@ -413,10 +404,10 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         self.restored = restored._replace(samples=restored.samples + state.pulled_since_source)
         return samples
 
-    def _unpacked(
+    def _decoded(
         self, state: BucketerState, payload: list[bytes], ordinals: IntArray
     ) -> SampleBlock:
-        """Return the samples that a state holds, and read the source up to its position."""
+        """Return the samples in a state, and read the source up to its position."""
         self._keep_items(state.pulled)
         self._items.catch_up()
         if not can_restore(self.source):
@@ -430,7 +421,7 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         self.planner.lower_limits(Limits.of(self.budget))
         keys = self.excluded | self.exclude
         keys_changed = keys != self.excluded
-        self._exclusions.use_present(self.planner.limits.of_samples(self.budget), keys)
+        self._exclusions.use_present(self.planner.limits.sample_budget(self.budget), keys)
         if keys_changed:
             ordinals = self.planner.pool.ordinals()
             excluded = ordinals[self._exclusions.exclude_from(self.store.look(ordinals))]
@@ -448,17 +439,20 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         """Count the samples that were pulled, and note which of them go into the pool."""
         if isinstance(pulled, SampleBlock) and not self._has_tasks:
             if self._exclusions.admits_all(pulled):
-                pulling.add_all(pulled)
+                pulling.add(pulled, range(len(pulled)), len(pulled))
                 return
-
-        def admits(sample: Any, number: int) -> bool:
-            self._check(sample)
-            return self._exclusions.admit(sample, number)
-
-        pulling.add(pulled, admits)
+        rows: list[int] = []
+        count = 0  # samples before an error
+        try:
+            for row, sample in enumerate(pulled):
+                self._check(sample)
+                if self._exclusions.admit(sample, pulling.stop + row):
+                    rows.append(row)
+                count += 1
+        finally:
+            pulling.add(pulled, rows, count)
 
     def _add(self, pulling: _Pulling) -> None:
-        """Put the admitted samples into the pool."""
         ordinals = np.array(pulling.ordinals, np.int64)
         block = pulling.block()
         if len(block) and self._numbers_samples:
@@ -468,7 +462,6 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         self.planner.add(self._facts_of(block, ordinals), pulled)
 
     def _facts_of(self, samples: SampleBlock, ordinals: IntArray) -> Facts:
-        """Return the facts that decide groups."""
         if not self._has_tasks:
             return facts_of(samples, ordinals)
         numbers = self._task_numbers
@@ -479,8 +472,8 @@ class WindowBucketer(CountsExclusions, StatefulNode[SampleBlock, BucketerState])
         if not isinstance(sample, (Sample, Skipped)):
             raise SampleError(
                 f"`source` of {self._name} must yield `Sample`, but `{type(self.source).__name__}` "
-                f"yielded `{type(sample).__name__}` instead. Put a `LengthObserver` below it, and "
-                "let no node after that yield anything else."
+                f"yielded `{type(sample).__name__}` instead. Put a `LengthObserver` directly below "
+                f"{self._name}."
             )
         if self._has_tasks:
             check_has_task(sample)
@@ -491,30 +484,17 @@ class _Pulling:
 
     def __init__(self, pulled: int) -> None:
         self.stop = pulled  # samples of the epoch that were pulled so far
-        self.ordinals: list[int] = []  # of the admitted samples
+        self.ordinals: list[int] = []  # ordinals of the admitted samples
         self._admitted: list[Any] = []  # blocks, and lists of samples
 
-    def add_all(self, block: SampleBlock) -> None:
-        """Add samples that are all admitted."""
-        self.ordinals += range(self.stop, self.stop + len(block))
-        self._admitted.append(block)
-        self.stop += len(block)
-
-    def add(self, pulled: Sequence[Any], admits: Callable[[Any, int], bool]) -> None:
-        """Add the samples that are admitted, up to an error."""
-        first = self.stop
-        rows: list[int] = []
-        try:
-            for row, sample in enumerate(pulled):
-                if admits(sample, first + row):
-                    rows.append(row)
-                self.stop += 1
-        finally:
-            self.ordinals += [first + row for row in rows]
-            if isinstance(pulled, SampleBlock):
-                self._admitted.append(pulled.take(rows))
-            else:
-                self._admitted.append([pulled[row] for row in rows])
+    def add(self, pulled: Sequence[Any], rows: Sequence[int], count: int) -> None:
+        """Add `count` pulled samples, of which `rows` are admitted."""
+        self.ordinals += [self.stop + row for row in rows]
+        self.stop += count
+        if isinstance(pulled, SampleBlock):
+            self._admitted.append(pulled if len(rows) == len(pulled) else pulled.take(rows))
+        else:
+            self._admitted.append([pulled[row] for row in rows])
 
     def block(self) -> SampleBlock:
         """Return the admitted samples."""

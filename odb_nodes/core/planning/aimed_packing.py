@@ -1,10 +1,10 @@
-"""A packed row that takes a given time: one that is full, of samples whose lengths fit that.
+"""Full packed rows that take a target time.
 
-The time of a sample beside its tokens, attention above all, is called its extra. Few samples, the
-heavy ones, have most of it, and they decide the extra of a row. So a row begins with the oldest
-heavy samples that leave a target which the rest of the row can meet: at least the extra of light
-samples, and well below the extra of the heaviest. One or two heavy samples of the whole pool
-follow, then light ones by age, and last the two samples that fill the row and meet the target best.
+The *extra* of a sample is its time beside its tokens, mainly attention. Few samples, the heavy
+samples, have most of the extra of a pool, and decide the extra of a row. So a row begins with the
+oldest heavy samples that leave a target which other samples can meet: at least the extra of light
+samples, and well below the extra of the heaviest. Then follow one or two heavy samples of the whole
+pool, light samples by age, and last the two samples that best fill the row and meet the target.
 """
 
 from __future__ import annotations
@@ -21,38 +21,36 @@ from odb_nodes.core.planning.caps import costs_of, quantiles
 from odb_nodes.core.planning.row_filling import NO_LIMIT, Room, nearest_filling
 from odb_nodes.core.planning.table import ORDINALS, PATCHES, TOKENS
 
-LEAST_ROWS = 4  # of a pool, for it to have a target for each
-_HEAVY_QUANTILE = 0.8  # of the extra of a pool: a sample above it is heavy
-_OLDEST = 128  # light samples, by age, that may begin a row
-_OLDEST_HEAVY = 16
+LEAST_ROWS = 4  # a pool that fills fewer rows has no targets
+_HEAVY_QUANTILE = 0.8  # a sample with more extra than this quantile of the pool is heavy
+_OLDEST = 128  # the oldest samples, which may be added by age
+_OLDEST_HEAVY = 16  # the oldest heavy samples, which may begin a row
 _MOST_HEAVY_ADDED = 2
 _MOST_GIVEN_BACK = 3
 _EDGES = 64  # parts of a row, for each of which the highest extra is known
-# Shares of the highest extra that samples could have which fill the rest of a row:
+# Shares of the highest extra of samples that would fill the rest of a row:
 _MOST_TARGET = 0.9  # a higher target is lowered to this
-_STEEP = 0.33  # heavy samples leave no more of the target than this
-_MOST_LEFT = 0.9  # nor do samples by age
-# Multiples of the extra that light samples have which fill the rest of a row:
+_STEEP = 0.33  # heavy samples leave at most this of the target
+_MOST_LEFT = 0.9  # samples by age leave at most this
+# Multiples of the extra of light samples that would fill the rest of a row:
 _LEAST_LIGHT = 0.6  # samples by age leave at least this of the target
-_MOST_LIGHT = 1.5  # and may leave so much in any case
-_NEARLY_LIGHT = 0.3  # of the extra of a heavy sample: so near, light samples meet the target
-# Weights of a missed target when a heavy sample is chosen; 1 for too little extra:
+_MOST_LIGHT = 1.5  # samples by age may always leave this
+_NEARLY_LIGHT = 0.3  # share of a heavy sample's extra that light samples may miss of a target
+# Weights of a missed target when a heavy sample is chosen; the weight of too little extra is 1:
 _TOO_HEAVY = 20
 _TOO_STEEP = 3
-_GOOD = 0.003  # share of row and target that may be missed: nothing better is looked for
-_POOR = 0.02  # from here on, another way to fill the row is tried, too
+_GOOD = 0.003  # share of row and target that may be missed: no better row is looked for
+_POOR = 0.02  # if a row misses a larger share, another way to fill the row is tried
 
 
 class Aim(NamedTuple):
     """The aim of a row."""
 
-    room: Room  # of an empty row
-    target: int  # the extra that it should have
+    room: Room  # the room of the empty row
+    target: int  # the extra that the row should have
 
 
-class _Sample(NamedTuple):
-    """A waiting sample."""
-
+class _PooledSample(NamedTuple):
     column: int
     cost: int
     extra: int
@@ -63,8 +61,8 @@ class PoolProfile(NamedTuple):
     """The limits between heavy and light samples of a pool."""
 
     heavy: int  # a sample with more extra is heavy
-    light_density: float  # extra of the light samples for each unit of their cost
-    usual_cost: int  # four of five samples cost no more
+    light_density: float  # extra of the light samples per cost
+    usual_cost: int  # four of five samples cost at most this
 
 
 def profile_of(costs: IntArray, extra: IntArray) -> PoolProfile:
@@ -76,8 +74,8 @@ def profile_of(costs: IntArray, extra: IntArray) -> PoolProfile:
     return PoolProfile(heavy, density, int(costs[index]))
 
 
-class _Pool:
-    """Waiting samples by cost, with their extra, and which of them are free."""
+class _PooledSamples:
+    """Samples of a pool by cost, with their extra, and which of them are free."""
 
     def __init__(self, table: IntArray, extra: IntArray) -> None:
         self.table, self.extra = table, extra
@@ -85,19 +83,19 @@ class _Pool:
         self.free = np.ones(len(extra), dtype=bool)
         self.heavy, self.light_density, self.usual_cost = profile_of(self.costs, extra)
 
-    def samples(self, columns: IntArray) -> Iterator[_Sample]:
-        """Yield the samples of some columns."""
+    def samples(self, columns: IntArray) -> Iterator[_PooledSample]:
+        """Yield the samples in these columns."""
         values = (columns, self.costs[columns], self.extra[columns], self.patches[columns])
-        return map(_Sample, *(column.tolist() for column in values))
+        return map(_PooledSample, *(column.tolist() for column in values))
 
 
 def flat_targets(costs: IntArray, extra: IntArray, room: int, count: int) -> IntArray:
     """Return the extra of `count` rows, from the highest down, as equal as the heaviest allow.
 
-    Empty, (0,), where the pool fills fewer than `LEAST_ROWS` rows.
+    Empty, (0,), if the pool fills fewer than `LEAST_ROWS` rows.
 
-    Each of the heaviest samples has a row for itself, whose rest is filled with light ones. All
-    other extra is poured over the rows, into those with the least first.
+    Each of the heaviest samples is the only heavy sample of a row, which light samples fill. The
+    other extra is poured over the rows, first into the rows with the least.
     """
     rows = int(np.minimum(costs, room).sum()) // room
     if rows < LEAST_ROWS:
@@ -117,9 +115,9 @@ def flat_targets(costs: IntArray, extra: IntArray, room: int, count: int) -> Int
 def aimed_row(table: IntArray, extra: IntArray, aim: Aim, due: int | None) -> tuple[IntArray, int]:
     """Return the columns of a row, and how much it misses of its room and its target.
 
-    table: of the pool, with costs in place of tokens; due: column of a sample that it must hold.
+    table: the pool, with costs in place of tokens; due: column of a sample that the row must hold.
     """
-    pool = _Pool(table, extra)
+    pool = _PooledSamples(table, extra)
     row = _Row(pool, aim)
     row.begin(due)
     row.add_heavy()
@@ -128,27 +126,25 @@ def aimed_row(table: IntArray, extra: IntArray, aim: Aim, due: int | None) -> tu
 
 
 class _Row:
-    """A row that is being filled."""
-
-    def __init__(self, pool: _Pool, aim: Aim) -> None:
+    def __init__(self, pool: _PooledSamples, aim: Aim) -> None:
         self._pool, self._aim = pool, aim
         self._part = -(-aim.room.cost // _EDGES)
         edges = np.arange(_EDGES + 2) * self._part
         places = np.searchsorted(pool.costs, edges, side="right")
         highest = np.maximum.accumulate(pool.extra / np.maximum(pool.costs, 1))
-        # the highest extra per cost of samples that fit into a room, by parts of a row
+        # The highest extra per cost of the samples that fit into a room, by parts of a row.
         self._densest = highest[np.maximum(places - 1, 0)]
-        self._of_part: list[float] = self._densest.tolist()
-        self._cost, self._samples, self._patches = aim.room  # still free
+        self._densest_list: list[float] = self._densest.tolist()
+        self._cost, self._samples, self._patches = aim.room  # the room that is free
         self._target = min(aim.target, int(_MOST_TARGET * self._most(aim.room.cost)))
-        self._extra = self._target  # still to be met
-        self._taken: list[_Sample] = []
+        self._extra = self._target  # the part of the target that is not met yet
+        self._taken: list[_PooledSample] = []
 
     def _most(self, cost: int) -> float:
-        """Return the highest extra that samples which fill a room could have."""
-        return cost * self._of_part[max(cost, 0) // self._part]
+        """Return the highest extra of samples that would fill a room."""
+        return cost * self._densest_list[max(cost, 0) // self._part]
 
-    def _take(self, sample: _Sample) -> None:
+    def _take(self, sample: _PooledSample) -> None:
         self._cost -= sample.cost
         self._extra -= sample.extra
         self._patches -= sample.patches
@@ -165,12 +161,12 @@ class _Row:
 
     @property
     def _light_would_do(self) -> bool:
-        """Whether light samples, or nearly those alone, meet the remaining target."""
+        """Whether light samples, or nearly light samples, meet the remaining target."""
         pool = self._pool
         return self._extra - pool.light_density * self._cost < _NEARLY_LIGHT * pool.heavy
 
     def begin(self, due: int | None) -> None:
-        """Take the oldest heavy samples that leave a target which the other samples can meet."""
+        """Take the oldest heavy samples that leave a target which other samples can meet."""
         pool = self._pool
         heavy = np.flatnonzero(pool.extra > pool.heavy)
         columns = heavy[pool.ages[heavy].argsort()[:_OLDEST_HEAVY]]
@@ -186,7 +182,7 @@ class _Row:
                     return
 
     def add_heavy(self) -> None:
-        """Take up to two samples that leave a target which light ones meet."""
+        """Take up to two samples that leave a target which light samples meet."""
         pool = self._pool
         for _ in range(_MOST_HEAVY_ADDED):
             if self._light_would_do or self._samples < 1:
@@ -204,9 +200,9 @@ class _Row:
             self._take(*pool.samples(np.array([column])))
 
     def add_by_age(self) -> None:
-        """Take old samples that leave a target which can be met, until few more fit."""
+        """Take old samples that leave a target which can be met, until few more samples fit."""
         pool, count = self._pool, min(_OLDEST, len(self._pool.free))
-        density, of_part, part = pool.light_density, self._of_part, self._part
+        density, densest, part = pool.light_density, self._densest_list, self._part
         is_short = self._extra < density * self._cost
         oldest = np.argpartition(pool.ages, count - 1)[:count]
         in_row = {sample.column for sample in self._taken}
@@ -218,12 +214,12 @@ class _Row:
                 continue
             has_least = extra >= _LEAST_LIGHT * density * cost
             has_least = has_least or (is_short and sample.extra <= density * sample.cost)
-            most = max(_MOST_LEFT * of_part[cost // part], _MOST_LIGHT * density)
+            most = max(_MOST_LEFT * densest[cost // part], _MOST_LIGHT * density)
             if has_least and extra <= most * cost:
                 self._take(sample)
 
     def filled(self) -> tuple[IntArray, int]:
-        """Return the columns of the row, ended by the best two samples, and what it misses."""
+        """Fill the row with the best two samples; return its columns, and how much it misses."""
         best = [sample.column for sample in self._taken]
         least = NO_LIMIT
         self._pool.free[best] = False
@@ -242,5 +238,5 @@ class _Row:
 
 
 def is_poor(missed: int, aim: Aim) -> bool:
-    """Tell whether a row misses so much that another may be better."""
+    """Return whether a row misses so much that another row may be better."""
     return missed > _POOR * (aim.room.cost + aim.target)

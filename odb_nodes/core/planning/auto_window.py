@@ -1,4 +1,4 @@
-"""The window that suits the lengths of the samples: so many samples that they fill 32 groups."""
+"""The `"auto"` window: as many samples as fill 32 groups."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ WindowSize = int | Literal["auto"]
 LEAST_WINDOW, MOST_WINDOW = 128, 4096
 """Samples: the limits of `"auto"`. A first epoch begins with the least, for an early batch."""
 POOLED_BUDGETS = 32
-"""Groups that a pool holds, without padding: more of them save little padding."""
+"""Groups that a pool holds, without padding. More groups would save little padding."""
 SHORT_EPOCH_WINDOWS = 4
-"""An epoch of no more windows is short: its first round is too large a part of it for a pool of
-`LEAST_WINDOW`."""
+"""An epoch of at most so many windows is short: a first round from a pool of `LEAST_WINDOW` would
+be a large part of the epoch."""
 WindowStart = Literal["auto", "early", "full"]
 """Whether the first group of an epoch waits for the whole window."""
 EARLY_EPOCH_WINDOWS = 32
-"""With `"auto"`, only epochs of so many windows or more start early: in shorter ones, padding costs
-more than 0.002 of the efficiency."""
-_PARTS = 2**20  # of a budget, so that ranks tell each other integers
+"""With `"auto"`, epochs of fewer windows do not start early: padding would cost more than 0.002 of
+the efficiency."""
+_PARTS = 2**20  # parts of a budget: ranks report budgets as integers
 
 
 class PulledLengths(NamedTuple):
@@ -40,20 +40,20 @@ class PulledLengths(NamedTuple):
     cost: int = 0
     patches: int = 0
 
-    def and_of(
+    def plus(
         self, budget: TokenBudget, tokens: npt.ArrayLike, patches: npt.ArrayLike
     ) -> PulledLengths:
-        """Return these and further samples; tokens, patches: of each, (n,)."""
+        """Return the sums with further samples of these tokens and patches, (n,)."""
         lengths = np.asarray(tokens, dtype=np.int64)
         costs = np.minimum(budget.row_cost(lengths), budget.tokens)
         all_patches = self.patches + int(np.sum(patches, dtype=np.int64))
         return PulledLengths(self.samples + len(lengths), self.cost + int(costs.sum()), all_patches)
 
     def report(self, budget: TokenBudget) -> tuple[int, int]:
-        """Return the number of samples, and the budgets that they fill, in parts of 2**-20.
+        """Return the number of samples, and how many budgets they fill, in parts of 2**-20.
 
-        A group is full if one of tokens, samples and patches reaches its limit. The limit that
-        fills the most groups counts.
+        A group is full if its tokens, samples or patches reach their limit. The limit that fills
+        the most groups counts.
         """
         limits = (budget.tokens, budget.max_samples, budget.max_patches)
         counts = (self.cost, self.samples, self.patches)
@@ -66,8 +66,8 @@ class PulledLengths(NamedTuple):
 
 
 def budgets_filled(budget: TokenBudget, tokens: npt.ArrayLike, patches: npt.ArrayLike) -> float:
-    """Return how many budgets samples fill without padding; tokens, patches: of each, (n,)."""
-    return PulledLengths().and_of(budget, tokens, patches).report(budget)[1] / _PARTS
+    """Return how many budgets samples of these tokens and patches, (n,), fill without padding."""
+    return PulledLengths().plus(budget, tokens, patches).report(budget)[1] / _PARTS
 
 
 def chosen_window(reports: Iterable[Sequence[int]]) -> int:
@@ -80,9 +80,9 @@ def chosen_window(reports: Iterable[Sequence[int]]) -> int:
 
 
 def window_before_ranks_agree(report: Sequence[int], epoch_samples: int | None) -> int:
-    """Return the window that a rank chooses alone in a first round; 0 to keep the present one.
+    """Return the window that a rank chooses alone in a first round; 0 to keep the present window.
 
-    The groups of that round are formed before ranks tell each other anything.
+    The groups of a first round are formed before the first messages between ranks.
     """
     window = chosen_window([report])
     is_short = epoch_samples is not None and epoch_samples <= SHORT_EPOCH_WINDOWS * window
@@ -92,17 +92,14 @@ def window_before_ranks_agree(report: Sequence[int], epoch_samples: int | None) 
 def window_samples(
     window: WindowSize, budget: TokenBudget, tokens: npt.ArrayLike, patches: npt.ArrayLike = ()
 ) -> int:
-    """Return a window in samples; `"auto"`: the window that suits all samples of a dataset.
-
-    `tokens`, `patches`: of each sample, (n,).
-    """
+    """Return a window in samples; `"auto"`: for all samples, of these tokens and patches, (n,)."""
     if window != AUTO:
         return window
-    return chosen_window([PulledLengths().and_of(budget, tokens, patches).report(budget)])
+    return chosen_window([PulledLengths().plus(budget, tokens, patches).report(budget)])
 
 
 def shown(window: WindowSize, samples: int) -> str:
-    """Return a window for a table, and for `"auto"` its number of samples, too."""
+    """Return a window as text for a table, with the number of samples for `"auto"`."""
     return f"auto ({samples:,})" if window == AUTO else f"{samples:,}"
 
 
@@ -122,21 +119,21 @@ def check_window(name: str, window: object) -> WindowSize:
     return check_count(name, window)
 
 
-_GROUPS = 16  # that are checked
-_LEAST_BUDGETS = 6.0  # of pooled tokens: with fewer, real/padded is under 0.9 to 0.95 (simulated)
+_GROUPS = 16  # groups that are checked
+_LEAST_BUDGETS = 6.0  # with fewer in a pool, real / padded tokens is below 0.9 to 0.95 (simulated)
 _GOOD_BUDGETS = 12.0
 _MOST_PADDING = 0.15
 
 
 class PoolCheck:
-    """Warns if the first groups of a pool have much padding, since too few samples wait."""
+    """Warns if the first groups have much padding because the pool has too few samples."""
 
     def __init__(self, budget: TokenBudget) -> None:
         self._budget = budget
         self._groups = self._samples = self._real_tokens = self._padded_tokens = self._cost = 0
 
     def note(self, tokens: Sequence[int], window: int) -> None:
-        """Take a group of these lengths into account, formed from a full pool of `window`."""
+        """Count a group of these lengths, formed from a full pool of `window` samples."""
         if self._groups == _GROUPS:
             return
         self._groups += 1
@@ -159,7 +156,7 @@ class PoolCheck:
         warn_user(
             f"{padding:.0%} of the tokens of the first {_GROUPS} batches are padding: the pool of "
             f"{window} samples, {mean:.0f} tokens long on average, holds no more "
-            f"than {pooled:.1f} budgets of {self._budget.tokens} tokens, from which no group of "
-            f"like lengths can be chosen. Raise it to `window={enough}`, or lower the budget.",
+            f"than {pooled:.1f} budgets of {self._budget.tokens} tokens, too few to choose groups "
+            f"of similar lengths. Raise the window to `window={enough}`, or lower the budget.",
             once=("padding", self._budget, window),
         )

@@ -28,11 +28,9 @@ _FRIENDLY: IntArray = np.array(
 
 
 def allowed_rows(rows: IntArray, sizes: RowSizes) -> IntArray:
-    """Return the largest allowed number of rows that is no larger than each of `rows`.
+    """Return, for each of `rows`, (n,), the largest allowed number of rows that is not larger.
 
-    Args:
-        rows: (n,) int64, at least 1, or at least `sizes` where that is a number.
-        sizes: which numbers are allowed; a number allows its multiples.
+    sizes: which numbers are allowed; a number allows its multiples, and `rows` are not below it.
     """
     allowed: IntArray = rows
     if isinstance(sizes, int):
@@ -50,8 +48,8 @@ _NAMED_SIZES = ("any", "even", "friendly")
 Shape = tuple[int, int]  # rows and width, in tokens, of a batch
 
 SPAN_PER_SHAPE = 6
-"""The widest shape of a ladder is this many times the number of shapes as wide as the narrowest:
-few shapes lie close together at the wide end, where padding costs most."""
+"""The widest shape of a ladder is this many times the number of shapes as wide as the narrowest.
+So shapes lie close together at the wide end, where padding costs most."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,8 @@ class TokenBudget:
     """The largest cost of a group: the padded tokens of its batch, rows times width.
 
     With `attention_tokens`, c, a row costs more than its tokens: a padded group of n rows that are
-    w tokens wide costs n * (w + w * w // c), and a packed one the width of its row plus, of each
-    sample of l tokens, l * l // c.
+    w tokens wide costs n * (w + w * w // c). A packed group costs the width of its row, and
+    l * l // c for each sample of l tokens.
 
     Args:
         tokens: the largest cost of a group: padded tokens, and attention.
@@ -74,14 +72,15 @@ class TokenBudget:
             group holds nothing else; `"drop"`: it is left out; both warn once and count. `"error"`
             raises.
         shapes: most shapes that batches may have, for compiled models. Each group is rounded up to
-            a shape of `shape_ladder()`, and costs that much. Only an oversize sample that is
+            a shape of `shape_ladder()`, which decides its cost. Only an oversize sample that is
             `"alone"` has another shape. `None`: any shape.
         attention_tokens: length of a row, in tokens, at which the quadratic part of a step
             (attention) costs as much as the linear part, in time or memory, whichever `tokens`
             bounds. `None`: attention costs nothing.
-        row_sizes: numbers of rows that padded batches may have, if kernels are slow for others.
-            `"any"`; `"even"`: 1 and all even numbers; `"friendly"`: 2**n and 3 * 2**n. Others occur
-            only where `RankAligner` splits a group, and under `max_patches` at the end of an epoch.
+        row_sizes: numbers of rows that padded batches may have, if kernels are slow for other
+            numbers. `"any"`; `"even"`: 1 and all even numbers; `"friendly"`: 2**n and 3 * 2**n.
+            Other numbers occur only where `RankAligner` splits a group, and under `max_patches` at
+            the end of an epoch.
             A number k, together with `shapes`: all batches have a multiple of k rows, as the
             stages of a pipeline need for k micro-batches.
 
@@ -144,10 +143,10 @@ class TokenBudget:
 
     @classmethod
     def of(cls, budget: int | TokenBudget, name: str = "budget") -> TokenBudget:
-        """Return `budget` itself, or a budget of that many padded tokens.
+        """Return `budget`, or a budget of that number of padded tokens.
 
         Raises:
-            TypeError, ValueError: it is neither; names it `name`.
+            TypeError, ValueError: `budget` is neither; the error calls it `name`.
         """
         return budget if isinstance(budget, TokenBudget) else cls(check_count(name, budget))
 
@@ -171,10 +170,10 @@ class TokenBudget:
         """Return rows and width of the batch of a group.
 
         Args:
-            tokens: lengths of its samples, one or more.
+            tokens: lengths of its samples.
 
         Raises:
-            ValueError: there are none.
+            ValueError: `tokens` is empty.
         """
         if not len(tokens):
             raise ValueError("`tokens` must have the length of one sample or more, but is empty.")
@@ -197,27 +196,26 @@ class TokenBudget:
 
         Args:
             shape: its rows and width.
-            tokens: lengths of its samples; in a packed row each attends to itself alone.
+            tokens: lengths of its samples, which attend only to themselves in a packed row.
         """
         rows, width = shape
         if self.layout == "packed":
             c = self.attention_tokens
-            return rows * width + (
-                0 if c is None else sum([length * length // c for length in tokens])
-            )
+            attention = 0 if c is None else sum([length * length // c for length in tokens])
+            return rows * width + attention
         return rows * self.row_cost(width)
 
     def row_cost(self, width: Tokens) -> Tokens:
         """Return the cost of a row: its width in tokens, and attention, rounded down.
 
         Args:
-            width: of a row, in tokens, or of several rows, (n,) int64.
+            width: width of a row, in tokens, or of several rows, (n,) int64.
         """
         c = self.attention_tokens
         return width if c is None else width + width * width // c
 
     def longest_within(self, cost: int) -> int:
-        """Return the width of the widest row that costs no more than `cost`; 0 where none does."""
+        """Return the width of the widest row that costs at most `cost`; 0 if all rows cost more."""
         if (c := self.attention_tokens) is None:
             return cost
         # The largest n with n + n * n // c <= cost, that is n * n + c * n < c * (cost + 1).
@@ -226,9 +224,9 @@ class TokenBudget:
     def shape_ladder(self) -> tuple[Shape, ...]:
         """Return the shapes that batches may have, from the narrowest up; none without `shapes`.
 
-        The widths go up by about a constant factor, from 1 / (6 * `shapes`) of the widest, and
-        each is adjusted so that whole rows fill the budget. It has as many rows as the budget
-        holds, or the next smaller number in `row_sizes`.
+        The widths grow by about a constant factor, from 1 / (6 * `shapes`) of the widest, and are
+        adjusted so that whole rows fill the budget. A shape has as many rows as the budget holds,
+        or the next smaller number in `row_sizes`.
         """
         if self.shapes is None:
             return ()
@@ -237,21 +235,17 @@ class TokenBudget:
         return _ladder(self, self.shapes)
 
     def width(self, tokens: int) -> int:
-        """Return how wide a batch is whose longest row has `tokens` tokens."""
+        """Return the width of a batch whose longest row has `tokens` tokens."""
         return fit_shape(1, tokens, self.shape_ladder(), self.pad_to_multiple_of)[1]
 
     def is_oversize(self, tokens: int, patches: int = 0) -> bool:
-        """Tell whether one sample exceeds the budget on its own."""
+        """Return whether one sample exceeds the budget on its own."""
         return tokens > self.capacity or (
             self.max_patches is not None and patches > self.max_patches
         )
 
     def limit_of(self, tokens: int) -> str:
-        """Return, for an error, which limit a sample exceeds on its own.
-
-        Args:
-            tokens: tokens of the sample; if they fit, the patches do not.
-        """
+        """Return, for an error, the limit that an oversize sample of this length exceeds."""
         if tokens <= self.capacity:
             return f"`max_patches` is {self.max_patches}"
         limit = f"`tokens` is {self.tokens}"
@@ -274,7 +268,7 @@ class TokenBudget:
 def fit_shape(rows: int, longest_tokens: int, ladder: Sequence[Shape], multiple: int) -> Shape:
     """Return the narrowest shape of a ladder that is wide enough.
 
-    Where none is, or there is no ladder: as many rows, and the width rounded up to `multiple`.
+    If no shape is, or the ladder is empty: `rows`, and the width rounded up to `multiple`.
     """
     index = bisect_left(ladder, longest_tokens, key=lambda shape: shape[1])
     if index == len(ladder):
@@ -300,10 +294,10 @@ def _ladder(budget: TokenBudget, shapes: int) -> tuple[Shape, ...]:
 
 
 def _filling_width(budget: TokenBudget, tokens: int, factor: float) -> int:
-    """Return the width near `tokens` of which whole rows fill the budget; `tokens` if none is near.
+    """Return the width near `tokens` of which whole rows fill the budget, or else `tokens`.
 
-    A width just above it would leave almost a whole row unused. Near is less than half the way to
-    the next width, which is `factor` times as wide, so that widths stay apart.
+    A width just above such a width would leave almost a whole row unused. Near is less than half
+    the way to the next width, which is `factor` times as wide, so that widths stay apart.
     """
     multiple = budget.pad_to_multiple_of
     width = round_up(tokens, multiple)
@@ -317,10 +311,10 @@ def _filling_width(budget: TokenBudget, tokens: int, factor: float) -> int:
 class Limits(NamedTuple):
     """The fields of a `TokenBudget` that bound a group, and a sample."""
 
-    tokens: int  # of a group, as the next two
+    tokens: int  # the cost of a group
     max_samples: int | None
     max_patches: int | None
-    sample_tokens: int  # of a sample that is not oversize
+    sample_tokens: int  # the cost, and the patches, that make a sample oversize if it has more
     sample_patches: int | None
 
     @classmethod
@@ -333,15 +327,15 @@ class Limits(NamedTuple):
         """Return the tighter limit of each pair."""
         return Limits(*map(_tighter, self, other))  # type: ignore[arg-type]
 
-    def of_groups(self, budget: TokenBudget) -> TokenBudget:
-        """Return the budget of groups; its `tokens` hold the smallest batch at least."""
+    def group_budget(self, budget: TokenBudget) -> TokenBudget:
+        """Return the budget of groups; its `tokens` allow at least the smallest batch."""
         tokens = max(self.tokens, budget.smallest_cost)
         return replace(
             budget, tokens=tokens, max_samples=self.max_samples, max_patches=self.max_patches
         )
 
-    def of_samples(self, budget: TokenBudget) -> TokenBudget:
-        """Return the budget by which a sample is oversize."""
+    def sample_budget(self, budget: TokenBudget) -> TokenBudget:
+        """Return the budget that decides which samples are oversize."""
         return replace(budget, tokens=self.sample_tokens, max_patches=self.sample_patches)
 
 

@@ -1,11 +1,11 @@
 """Caps: limits of cost and time for the groups of a round, one each, the same on all ranks.
 
-A step takes as long as its largest group. Where the longest samples leave room, as three rows of
-5,000 tokens do under a budget of 16,384, groups of ranks differ even when they are matched. So each
-rank tells the others which costs, or times, the groups of its pool would have. The median over the
-ranks, quantile by quantile, is the cap that all of them form their next groups for.
+A step takes as long as its largest group. If the longest samples leave room, as three rows of
+5,000 tokens do under a budget of 16,384, the matched groups of ranks differ. So each rank reports
+the costs, or times, that groups of its pool would have. The median over the ranks, quantile by
+quantile, is the cap for which all ranks form their next groups.
 
-A cap is one integer, of a time and a cost: see `joined_costs`. Its time is 0 where groups are cut
+A cap is one integer, of a time and a cost: see `joined_costs`. The time is 0 if groups are formed
 by cost alone. Packed rows are always full, so their time is the time beside their tokens.
 """
 
@@ -18,11 +18,11 @@ import numpy as np
 from odb_nodes._support.arrays import IntArray
 
 LEAST_BUDGETS = 8  # a pool of fewer budgets offers no costs: it fills groups better without caps
-LEAST_BUDGETS_AIMED = 16  # the same, where padded groups are formed for a time
+LEAST_BUDGETS_AIMED = 16  # the limit for padded groups that are formed for a time
 MOST_FILL = 0.98
-"""Fuller caps, on average, are not used: they cost more padding than they save."""
+"""Caps that are fuller on average are not used: they cost more padding than they save."""
 _FULL = 0.985  # a group that costs this share of the budget counts as full
-_BITS = 31  # of a cost: none is above `MAX_COUNT`
+_BITS = 31  # bits of a cost, which is at most `MAX_COUNT`
 _MASK = (1 << _BITS) - 1
 
 NO_CAPS: IntArray = np.empty(0, dtype=np.int64)
@@ -46,13 +46,13 @@ def costs_of(joined: Integers) -> Integers:
 
 
 def quantiles(caps: IntArray, count: int) -> IntArray:
-    """Return `count` values that are spread as caps are, (n,) int64 in order; none for none.
+    """Return `count` quantiles of caps, (n,) int64 in order; without caps, no quantiles.
 
     Times and costs are interpolated at the middle of each `count`-th part.
     """
     if not len(caps):
         return NO_CAPS
-    # In integers, so that ranks on different processors conclude the same.
+    # In integers, so that ranks on different processors get equal results.
     parts = 2 * count
     low, beyond = np.divmod((2 * np.arange(count) + 1) * len(caps) - count, parts)
     beyond[(low < 0) | (low >= len(caps) - 1)] = 0
@@ -98,5 +98,5 @@ def caps_of_round(agreed: IntArray, steps: int) -> IntArray:
 
 
 def without_cap_of(caps: IntArray, cost: int) -> IntArray:
-    """Return ascending caps without the smallest one that holds a cost, or else the largest."""
+    """Return ascending caps without the smallest cap that allows a cost, or else the largest."""
     return np.delete(caps, min(int(np.searchsorted(caps, cost)), len(caps) - 1))

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from odb_nodes._support.arrays import IntArray
 
-_ORDINAL, _TOKENS, _TARGETS, _PATCHES, _TASK, _SHARERS = range(6)
 _COLUMNS = 6
 
 
@@ -17,16 +16,22 @@ class Facts:
     """Facts of samples, in named columns of one table. It never changes.
 
     Args:
-        ordinal: number of each among the samples that the rank has pulled in the epoch, (n,).
-        tokens: length of each, (n,).
-        targets: supervised tokens of each, (n,).
-        patches: image patches of each, (n,).
-        task: number of the task of each, where tasks decide groups, (n,). Default: 0.
-        sharers: number of ranks that share the data of each sample, and so can make it, (n,).
+        ordinal: numbers of the samples among all samples that the rank has pulled, (n,).
+        tokens: lengths, (n,).
+        targets: supervised tokens, (n,).
+        patches: image patches, (n,).
+        task: numbers of the tasks, if tasks decide groups, (n,).
+        sharers: for each sample the number of ranks that share its data, and so can make it, (n,).
     """
 
-    __slots__ = ("_table",)
+    __slots__ = ("_table", "ordinal", "patches", "sharers", "targets", "task", "tokens")
     _table: IntArray
+    ordinal: IntArray
+    tokens: IntArray
+    targets: IntArray
+    patches: IntArray
+    task: IntArray
+    sharers: IntArray
 
     def __init__(
         self,
@@ -39,43 +44,17 @@ class Facts:
         sharers: npt.ArrayLike = 1,
     ) -> None:
         ordinals = np.asarray(ordinal, dtype=np.int64)
-        self._table = np.empty((_COLUMNS, len(ordinals)), dtype=np.int64)
-        columns = (ordinals, tokens, targets, patches, task, sharers)
-        for row, column in enumerate(columns):
-            self._table[row] = column
+        table = np.empty((_COLUMNS, len(ordinals)), dtype=np.int64)
+        for row, column in enumerate((ordinals, tokens, targets, patches, task, sharers)):
+            table[row] = column
+        self._use(table)
+
+    def _use(self, table: IntArray) -> None:
+        self._table = table
+        self.ordinal, self.tokens, self.targets, self.patches, self.task, self.sharers = table
 
     def __len__(self) -> int:
-        return len(self._table[0])
-
-    @property
-    def ordinal(self) -> IntArray:  # noqa: D102
-        column: IntArray = self._table[_ORDINAL]
-        return column
-
-    @property
-    def tokens(self) -> IntArray:  # noqa: D102
-        column: IntArray = self._table[_TOKENS]
-        return column
-
-    @property
-    def targets(self) -> IntArray:  # noqa: D102
-        column: IntArray = self._table[_TARGETS]
-        return column
-
-    @property
-    def patches(self) -> IntArray:  # noqa: D102
-        column: IntArray = self._table[_PATCHES]
-        return column
-
-    @property
-    def task(self) -> IntArray:  # noqa: D102
-        column: IntArray = self._table[_TASK]
-        return column
-
-    @property
-    def sharers(self) -> IntArray:  # noqa: D102
-        column: IntArray = self._table[_SHARERS]
-        return column
+        return len(self.ordinal)
 
     @property
     def lengths(self) -> list[int]:
@@ -84,17 +63,17 @@ class Facts:
         return lengths
 
     def take(self, rows: npt.NDArray[np.intp] | IntArray | Sequence[int]) -> Facts:
-        """Return the facts of some rows, in the order of `rows`."""
-        return _of(self._table.take(np.asarray(rows, np.intp), axis=1))
+        """Return the facts in these rows, in this order."""
+        return _facts(self._table.take(np.asarray(rows, np.intp), axis=1))
 
     def without(self, rows: IntArray | Sequence[int]) -> Facts:
         """Return the facts of all other rows."""
-        return _of(np.delete(self._table, rows, axis=1))
+        return _facts(np.delete(self._table, rows, axis=1))
 
     @staticmethod
     def joined(parts: Sequence[Facts]) -> Facts:
         """Return the facts of all parts, in their order."""
-        return _of(np.concatenate([NO_FACTS._table, *(part._table for part in parts)], axis=1))
+        return _facts(np.concatenate([NO_FACTS._table, *(part._table for part in parts)], axis=1))
 
 
 class FactsByOrdinal:
@@ -109,17 +88,17 @@ class FactsByOrdinal:
 
     def take(self, ordinals: IntArray) -> Facts:
         """Return the facts of samples that were put in."""
-        return _of(self._columns.take(ordinals))
+        return _facts(self._columns.take(ordinals))
 
 
 class ColumnsByOrdinal:
-    """A table of integers with a column for each ordinal of a range, which moves on."""
+    """A table of integers with a column for each ordinal of a range, which moves up."""
 
     def __init__(self, rows: int) -> None:
         self.table: IntArray = np.zeros((rows, 0), dtype=np.int64)
-        """The columns, from ordinal `first` on; 0 where none was put."""
+        """The columns, from ordinal `first` on; 0 for an ordinal that was not put in."""
         self.first = self.stop = 0
-        """The ordinals that it has columns of."""
+        """The range of ordinals."""
 
     @property
     def capacity(self) -> int:
@@ -127,7 +106,7 @@ class ColumnsByOrdinal:
         return len(self.table[0])
 
     def put(self, ordinals: IntArray, columns: IntArray, oldest: int) -> None:
-        """Write the columns of some ordinals, ascending; those before `oldest` may be forgotten."""
+        """Write columns of ascending ordinals; ordinals before `oldest` are no longer needed."""
         if not len(ordinals):
             return
         first, stop = int(ordinals[0]), int(ordinals[-1]) + 1
@@ -141,7 +120,7 @@ class ColumnsByOrdinal:
             self.table[:, ordinals - self.first] = columns
 
     def take(self, ordinals: IntArray) -> IntArray:
-        """Return the columns of some ordinals, (rows, n)."""
+        """Return the columns of ordinals, (rows, n)."""
         return self.table.take(ordinals - self.first, axis=1)
 
     def _make_room(self, first: int, stop: int) -> None:
@@ -153,13 +132,13 @@ class ColumnsByOrdinal:
         self.table, self.first = table, first
 
 
-_SPARE = 32  # columns beside twice the number that is needed
+_SPARE = 32  # columns beyond twice the needed number
 
 
-def _of(table: IntArray) -> Facts:
+def _facts(table: IntArray) -> Facts:
     facts = object.__new__(Facts)
-    facts._table = table
+    facts._use(table)
     return facts
 
 
-NO_FACTS = _of(np.empty((_COLUMNS, 0), dtype=np.int64))
+NO_FACTS = _facts(np.empty((_COLUMNS, 0), dtype=np.int64))

@@ -35,7 +35,7 @@ MOST_MODALITIES = FLAG_BITS - len(COUNTED)
 _COUNTED_BITS = {kind: 1 << MOST_MODALITIES + bit for bit, kind in enumerate(COUNTED)}
 
 has_image: Callable[[Sample], Any] = attrgetter("patches")
-"""Sample -> its image patches, which are true where it has some."""
+"""Sample -> the number of its image patches, which is true for a sample with an image."""
 
 
 def counted_in(flags: int) -> str:
@@ -44,7 +44,7 @@ def counted_in(flags: int) -> str:
 
 
 def cost_of_group(group: Sequence[Sample], budget: TokenBudget | None) -> int:
-    """Return the cost of a group under a budget, at most 2**31 - 1; padded tokens without one."""
+    """Return the cost of a group, at most 2**31 - 1; without a budget, its padded tokens."""
     budget = budget or TokenBudget(MAX_COUNT)
     return min(budget.cost(SampleBlock.of(group).lengths), MAX_COUNT)
 
@@ -52,7 +52,7 @@ def cost_of_group(group: Sequence[Sample], budget: TokenBudget | None) -> int:
 def samples_of(
     rows: IntArray, tokens: IntArray, targets: IntArray | int = 0, patches: IntArray | int = 0
 ) -> SampleBlock:
-    """Return samples whose data are their rows in the dataset."""
+    """Return samples whose data are their row numbers in the dataset."""
     facts = np.full((FACTS, len(rows)), NONE)
     facts[TOKENS], facts[TARGETS], facts[PATCHES], facts[KIND] = tokens, targets, patches, _KIND
     return SampleBlock(facts, {}).with_data(rows.tolist())
@@ -68,14 +68,10 @@ def time_of_group(
     budget: TokenBudget | None,
     group: Callable[[], SampleBlock],
 ) -> int | None:
-    """Return the time of a step with a group; `None`: its cost.
+    """Return the time of a step with a group of these tokens and patches, (n,); `None`: its cost.
 
-    Args:
-        step_time: how long steps take.
-        tokens: length of each sample, (n,).
-        patches: image patches of each, (n,).
-        budget: whose layout the batch has. Default: a padded one.
-        group: returns the samples, for a function of the user.
+    budget: has the layout of the batch; `None`: padded; group: returns the samples for a function
+    of the user.
     """
     if step_time is None:
         return None
@@ -103,12 +99,8 @@ def _check_time(time: object, step_time: TimeFn, tokens: IntArray) -> int:
 class GroupCostEstimator:
     """Measures groups: samples, targets, cost, time and modalities.
 
-    Args:
-        budget: of the groups, with the layout of batches; `None` if nodes of the user form groups:
-            a batch then costs its padded tokens.
-        step_time: what groups are matched by; `None`: their costs.
-        modalities: see `RankAligner`.
-        tasks: see `RankAligner`.
+    budget: the budget of groups; `None` if a node of the user forms groups, which then cost their
+    padded tokens. See `RankAligner` for the other arguments.
     """
 
     def __init__(
@@ -119,7 +111,7 @@ class GroupCostEstimator:
         tasks: Sequence[str] = (),
     ) -> None:
         self.step_time = step_time
-        """What the groups of a step are matched by; `None`: their costs."""
+        """The time by which groups are matched; `None`: groups are matched by cost."""
         self._budget = budget
         self.modalities = {"image": has_image} if modalities is None else dict(modalities)
         self.tasks = check_names("tasks", tasks)
@@ -159,8 +151,8 @@ class GroupCostEstimator:
         """Return the options that decide the costs."""
         names = {"modalities": [*self.modalities], "tasks": [*self.tasks]}
         time = self.step_time
-        of_function = time is not None and not isinstance(time, StepTime)
-        return {"step_time": stable_name(time) if of_function else repr(time), **names}
+        is_function = time is not None and not isinstance(time, StepTime)
+        return {"step_time": stable_name(time) if is_function else repr(time), **names}
 
     def _targets_of_tasks(self, group: SampleBlock) -> tuple[int, ...]:
         targets = dict.fromkeys(self.tasks, 0)
@@ -175,5 +167,5 @@ class GroupCostEstimator:
 
 
 def best_filler(samples: SampleBlock) -> int:
-    """Return which sample is best to fill with: one with targets, few patches and few tokens."""
+    """Return the index of the best sample to fill with: targets, few patches, few tokens."""
     return int(np.lexsort((samples.tokens, samples.patches, samples.targets == 0))[0])

@@ -1,4 +1,4 @@
-"""The groups of one rank: which samples wait, under which limits, and which form the next group."""
+"""The groups of a rank: which samples wait, under which limits, and which form the next group."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ WindowState = tuple[int, bool, int, int, int]
 
 
 class RoundSettings(NamedTuple):
-    """What the groups of a round are formed under. Ranks agree on it one round before."""
+    """Settings for the groups of a round, on which ranks agree in the previous round."""
 
-    max_tokens: int = 0  # the `tokens` of the budget that a rank has asked for; 0 for none
-    caps: Sequence[int] = ()  # of each group, ascending; see `planning.caps`
-    window: int = 0  # samples of an `"auto"` window; 0: it stays as it is
-    is_last: bool = False  # the round is the last: ranks share out all remaining samples
+    max_tokens: int = 0  # the lowest `tokens` of the budget that a rank has requested; 0: none
+    caps: Sequence[int] = ()  # a cap for each group, ascending; see `planning.caps`
+    window: int = 0  # samples of an `"auto"` window; 0: the window stays as it is
+    is_last: bool = False  # whether the round is the last: ranks share out all remaining samples
 
     def to_state(self) -> tuple[int, list[int], int, bool]:
         """Return the settings as plain data."""
@@ -44,28 +44,27 @@ class RoundSettings(NamedTuple):
 
 
 class PoolReport(NamedTuple):
-    """What a rank reports of its pool to the other ranks."""
+    """The report of a rank about its pool to the other ranks."""
 
-    offer: IntArray = NO_CAPS  # for the caps of the next round, see `offered_costs`
-    # for the choice of an `"auto"` window, see `PulledLengths.report`
-    lengths: tuple[int, int] = (0, 0)
+    offer: IntArray = NO_CAPS  # decides the caps of the next round: see `offered_costs`
+    lengths: tuple[int, int] = (0, 0)  # decides an `"auto"` window: see `PulledLengths.report`
 
 
 class GroupPlanner:
-    """Forms groups from a `RollingPool`. It holds no data of samples, and pulls none.
+    """Forms groups from a `RollingPool`, of the facts of samples alone.
 
-    The caller adds samples while there is `room`, takes groups, and calls `end` when there are no
-    more samples.
+    The caller adds samples while there is `room`, takes groups, and calls `end` after the last
+    sample.
 
-    An `"auto"` window begins a first epoch with 128 samples, and a later one with the window of the
-    epoch before. Each epoch chooses once: ranks together in their first round, or this rank alone
-    after its first group. If ranks choose together and the epoch is short, its first round is a
-    large part of it, so each rank first chooses a window alone.
+    An `"auto"` window begins a first epoch with 128 samples, and a later epoch with the previous
+    window. The window is chosen once in an epoch: by all ranks in their first round, or by this
+    rank alone after its first group. In a short epoch, of which the first round is a large part,
+    each rank first chooses a window alone.
 
     `window_start`: with `"full"`, the first group of an epoch waits for the whole window; with
-    `"early"`, the pool grows to it, see `RollingPool`; with `"auto"`, it does so where the epoch is
-    known to be long, and no groups of the longest samples come first. The first group always waits
-    for the 128 samples that an `"auto"` window begins with.
+    `"early"`, the pool grows to the window, see `RollingPool`; with `"auto"`, the pool grows if the
+    epoch is known to be long, and no groups of the longest samples come first. The first group
+    always waits for the 128 samples that an `"auto"` window begins with.
     """
 
     def __init__(
@@ -80,19 +79,19 @@ class GroupPlanner:
     ) -> None:
         self.budget = budget
         self.limits = Limits.of(budget)
-        """The present limits of groups: the limits of the budget, or lower ones."""
+        """The present limits of groups: the limits of the budget, or lower limits."""
         self.window_option = check_window("window", window)
         window = LEAST_WINDOW if self.window_option == AUTO else self.window_option
         self._follows_ranks = False
         self._step_time: StepTime | None = None
         self._largest_first, self._diversity = largest_first, diversity
         self.epoch_samples = epoch_samples
-        """Returns the samples of the epoch, or `None` where their number is not known."""
+        """Returns the number of samples of the epoch, or `None` if it is unknown."""
         self._check, self._window_start = check, window_start
         self.begin_epoch(window)
 
     def follow_ranks(self, step_time: StepTime | None = None) -> None:
-        """Choose an `"auto"` window with the other ranks, by `use`, and form groups for times."""
+        """Let the ranks choose an `"auto"` window, by `use`, and form groups for times."""
         self._follows_ranks, self._step_time = True, step_time
         self.pool.aim_by(step_time)
 
@@ -102,7 +101,7 @@ class GroupPlanner:
         return self.pool.window
 
     def begin_epoch(self, window: int | None = None) -> None:
-        """Empty the pool. Limits stay as they are, and so does the window without `window`."""
+        """Empty the pool. The limits stay. Default of `window`: the present window."""
         self.lengths = PulledLengths()
         self.window_is_chosen = self.window_option != AUTO
         self.pool = RollingPool(self.budget, window or self.window, self._diversity)
@@ -123,16 +122,9 @@ class GroupPlanner:
         caps: IntArray,
         largest_groups: int,
     ) -> None:
-        """Continue from a saved position.
+        """Continue from a saved position, with the samples that wait, by ordinal.
 
-        Args:
-            waiting: the samples of the pool, by ordinal.
-            pulled: number of samples that were pulled in the epoch.
-            ended: whether there are no more samples.
-            limits: the limits of the groups. Default: the limits of the budget.
-            window: a result of `window_state`.
-            caps: of the next groups, ascending.
-            largest_groups: number of groups of the longest samples so far.
+        limits: `None` for the limits of the budget; window: a result of `window_state`.
         """
         self.limits = limits or Limits.of(self.budget)
         is_auto = window is not None and self.window_option == AUTO
@@ -148,14 +140,14 @@ class GroupPlanner:
         self.ended, self.largest_groups = ended, largest_groups
 
     def window_state(self) -> WindowState | None:
-        """Return the state of an `"auto"` window; `None` where the window is a number."""
+        """Return the state of an `"auto"` window; `None` if the window is a number."""
         if self.window_option != AUTO:
             return None
         return self.window, self.window_is_chosen, *self.lengths
 
     @property
     def is_largest(self) -> bool:
-        """Whether the next group is one of the longest samples."""
+        """Whether the next group is formed of the longest samples."""
         return self.largest_groups < self._largest_first
 
     @property
@@ -166,7 +158,7 @@ class GroupPlanner:
     @property
     def group_budget(self) -> TokenBudget:
         """The budget under the present limits."""
-        return self.limits.of_groups(self.budget)
+        return self.limits.group_budget(self.budget)
 
     def lower_limits(self, limits: Limits) -> None:
         """Form groups under lower limits from now on."""
@@ -174,7 +166,7 @@ class GroupPlanner:
         self.pool.limit(self.limits)
 
     def use(self, settings: RoundSettings, caps: Sequence[int] = ()) -> None:
-        """Form groups under the settings of a round, each further one for one of these caps."""
+        """Form groups under the settings of a round, each for one of these caps."""
         if settings.max_tokens and settings.max_tokens < self.limits.tokens:
             self.lower_limits(self.limits._replace(tokens=settings.max_tokens))
         if settings.window:
@@ -182,20 +174,20 @@ class GroupPlanner:
         self.pool.use_caps(np.array(caps, dtype=np.int64))
 
     def report(self, groups: int) -> PoolReport:
-        """Return the report to the other ranks. groups: number of caps to offer for; 0 for none."""
+        """Return the report to the other ranks, with offers for `groups` caps."""
         offer = NO_CAPS if self.ended or not groups else self.pool.offer(groups)
         return PoolReport(offer, self.lengths.report(self.budget))
 
     def samples_left(self) -> int | None:
-        """Return the number of samples that no group holds yet; `None` if it is not known."""
+        """Return the number of samples that are in no group yet; `None` if it is unknown."""
         length = self.pool.pulled if self.ended else self.epoch_samples()
         return None if length is None else len(self.pool) + max(0, length - self.pool.pulled)
 
     def room(self) -> int:
-        """Return how many samples may be added now; 0 or less where the pool is full."""
+        """Return how many samples may be added now; 0 or less if the pool is full."""
         if self.ended:
             return 0
-        if self.pool.pulled < 2 * self.window:  # Later, it has grown.
+        if self.pool.pulled < 2 * self.window:  # Later, the pool has grown.
             self.pool.start_early(self._starts_early())
         room = self.pool.room()
         if room <= 0 and self._grows():
@@ -203,21 +195,18 @@ class GroupPlanner:
         return room
 
     def add(self, facts: Facts, pulled: int) -> None:
-        """Add samples that were pulled, ordinals ascending.
-
-        pulled: number of samples pulled, with those that no group will hold.
-        """
+        """Add samples, ordinals ascending; `pulled`: their number, with samples left out."""
         self.pool.count(pulled)
         self._put(facts)
         if not self.window_is_chosen:
-            self.lengths = self.lengths.and_of(self.budget, facts.tokens, facts.patches)
+            self.lengths = self.lengths.plus(self.budget, facts.tokens, facts.patches)
 
     def put_back(self, facts: Facts) -> None:
-        """Put samples of groups back into the pool; they keep their ordinals, and so their age."""
+        """Put samples of groups back into the pool. Their ordinals, and so their age, stay."""
         self._put(facts.take(np.argsort(facts.ordinal)))
 
     def remove(self, ordinals: IntArray) -> None:
-        """Take samples out of the pool that no group will hold."""
+        """Remove samples from the pool; they will be in no group."""
         self.pool.remove(ordinals)
 
     def end(self) -> None:
@@ -225,7 +214,7 @@ class GroupPlanner:
         self.ended = True
 
     def choose_window_alone(self) -> None:
-        """Choose an `"auto"` window by the lengths so far, unless ranks choose it together."""
+        """Choose an `"auto"` window by the lengths so far, unless all ranks choose together."""
         if not (self.window_is_chosen or self._follows_ranks):
             self._use_window(chosen_window([self.lengths.report(self.budget)]))
 
@@ -250,7 +239,6 @@ class GroupPlanner:
             self.pool.resize(samples)
 
     def _starts_early(self) -> bool:
-        """Tell whether the pool may begin small."""
         begins_small = self.window_option == AUTO and self.window <= LEAST_WINDOW
         if self._window_start != "auto" or begins_small:
             return self._window_start == "early" and not begins_small
@@ -259,9 +247,9 @@ class GroupPlanner:
         return is_long and not self._largest_first
 
     def _grows(self) -> bool:
-        """Let more samples wait until ranks choose, if the epoch is short."""
+        """If the epoch is short, enlarge the window until ranks choose; return whether it grew."""
         if self.window_is_chosen or not self._follows_ranks or self.window > LEAST_WINDOW:
-            return False  # Ranks have chosen, at least in the epoch before.
+            return False  # Ranks have chosen, at least in the previous epoch.
         report = self.lengths.report(self.budget)
         samples = window_before_ranks_agree(report, self.epoch_samples())
         self.pool.resize(max(samples, LEAST_WINDOW))
@@ -297,7 +285,7 @@ class UserGroups:
         self.ended = True
 
     def go_on(self) -> None:
-        """Note that there are more groups after all."""
+        """Note that there are more groups, since the node has taken samples back."""
         self.ended = False
 
     def next_group(self) -> Facts:
@@ -307,7 +295,7 @@ class UserGroups:
         return group
 
     def use(self, settings: RoundSettings, caps: Sequence[int] = ()) -> None:  # noqa: ARG002
-        """Have the node form smaller groups, if ranks have agreed on that."""
+        """Have the node form smaller groups, if ranks have agreed on lower `max_tokens`."""
         if settings.max_tokens:
             self._lower_tokens(settings.max_tokens)
 

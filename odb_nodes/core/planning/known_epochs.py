@@ -21,7 +21,7 @@ WINDOW_IN_ORDER = 2048
 
 
 def known_window(window: WindowSize, *, in_order: bool = False) -> int | None:
-    """Return how many samples of each rank are planned together; `None` for all of the epoch."""
+    """Return how many samples of each rank are planned together; `None`: the whole epoch."""
     window = check_window("window", window)
     if window != AUTO:
         return window
@@ -50,23 +50,23 @@ class KnownJob:
         object.__setattr__(self, "seed", check_integer("seed", self.seed))
 
     def plan(self, samples: SampleCosts, order: IntArray, epoch: int = 0) -> EpochPlan:
-        """Plan an epoch of samples, (n,), that come in this order.
+        """Plan an epoch of samples that come in this order, (n,).
 
         Raises:
             SampleError: a sample is too long under `oversize="error"`.
         """
         left_out = samples.are_left_out(self.budget)
-        rows = order[~left_out[order]] if left_out.any() else order
-        return self.plan_all(rows, samples.tokens, epoch)
+        numbers = order[~left_out[order]] if left_out.any() else order
+        return self.plan_all(numbers, samples.tokens, epoch)
 
-    def plan_all(self, rows: IntArray, tokens: IntArray, epoch: int) -> EpochPlan:
-        """Plan samples in this order, and leave none out, even if it is too long.
+    def plan_all(self, numbers: IntArray, tokens: IntArray, epoch: int) -> EpochPlan:
+        """Plan samples in this order, including samples that are too long.
 
         tokens: length of each sample of the dataset, (n,).
         """
         return plan_known(
-            rows,
-            tokens[rows],
+            numbers,
+            tokens[numbers],
             self.budget,
             world_size=self.world_size,
             window=self.window,
@@ -93,7 +93,7 @@ def plan_epoch(
         for step in plan_epoch([len(ids) for ids in rollouts], 16_384, world_size=8):
             batch = [rollouts[index] for index in step[rank]]
 
-    Each sample is planned exactly once, but for those that `oversize="drop"` leaves out. All ranks
+    Each sample is planned exactly once, except samples that `oversize="drop"` leaves out. All ranks
     have the same number of steps, and the groups of a step cost about the same. The plan depends on
     the arguments alone.
 
@@ -103,15 +103,15 @@ def plan_epoch(
         world_size: number of ranks.
         window: samples of each rank that are planned together: the groups of the first
             `window * world_size` samples come first. `"auto"`: all samples.
-        largest_first: how many steps of the longest samples come first.
+        largest_first: number of steps of the longest samples that come first.
         accumulate: steps of an optimizer step.
-        seed: the seed of the order of steps.
-        step_time: as for `RankAligner`. A function gets samples that have their tokens, and their
-            index into the lengths as `data`.
+        seed: seed of the order of steps.
+        step_time: as for `RankAligner`. A function gets samples with their tokens, and their index
+            in `lengths` as `data`.
 
     Returns:
-        For each step the indices into `lengths` of each rank's group; none for a rank that has no
-        sample left, and computes a filler batch in training.
+        For each step and rank the indices in `lengths` of the rank's group; none for a rank without
+        remaining samples, which computes a filler batch in training.
 
     Raises:
         TypeError, ValueError: an argument is not valid.

@@ -1,9 +1,9 @@
 """Plan a whole epoch of samples whose lengths are known, over all ranks at once.
 
-Padded groups are cut from all samples in order of length, so nearly nothing is padding. Packed
-groups take the samples in the order of the epoch, and fill the end of a row from a reserve of
-waiting ones, so their lengths stay mixed. Groups of equal cost then share a step, and one
-permutation shuffles the steps. Every rank computes the same plan, without a message.
+Padded groups are cut from all samples in order of length, so there is little padding. Packed groups
+take the samples in the order of the epoch, so lengths stay mixed; waiting samples of a reserve fill
+the end of each row. Groups of equal cost then share a step, and one permutation shuffles the steps.
+Every rank computes the same plan, without a message.
 """
 
 from __future__ import annotations
@@ -29,31 +29,29 @@ from odb_nodes.core.planning.step_time import StepTime, TimeFn, aim_of
 from odb_nodes.core.planning.table import NO_ROWS, ORDINALS, TOKENS
 
 RESERVE = 1024
-"""Samples that wait while packed rows are filled: so many that one fits almost any gap."""
+"""Samples that wait while packed rows are filled: enough that one of them fits almost any gap."""
 
 SAMPLES_TOGETHER = 2**23
-"""Of all ranks, that are planned together where no window is given: it bounds the memory."""
+"""Most samples of all ranks that are planned together without a window: a limit of memory."""
 
 _LEVELLED_STEPS = 8
 """Steps whose groups are cut anew if the number of groups is no multiple of the number of ranks."""
 _COST_LEVELS = 256
 """The budget is cut into so many parts, and groups whose costs are in the same part share a step.
-Groups of exactly equal costs would have equal widths, and a step samples of one length."""
+If costs had to be equal, the groups of a step would have samples of equal length."""
 _WIDEST_KEY = 1 << 40  # above the number of any sample
 
 
 class EpochPlan:
-    """The steps of an epoch: for each, a group of samples for each rank.
+    """The steps of an epoch: for each step, a group of samples for each rank.
 
-    Args:
-        groups: one group for each rank in the first step, then in the second, and so on. In the
-            last step, some ranks may have none.
-        world_size: number of ranks.
+    groups: the groups of all ranks in the first step, then in the second, and so on. In the last
+    step, some ranks may have no group.
     """
 
     def __init__(self, groups: Sequence[IntArray], world_size: int) -> None:
         sizes = np.fromiter(map(len, groups), np.int64, len(groups))
-        self._rows = np.concatenate([*groups, NO_ROWS]).astype(np.int64, copy=False)
+        self._numbers = np.concatenate([*groups, NO_ROWS]).astype(np.int64, copy=False)
         self._stops = np.append(0, np.cumsum(sizes))
         self._world_size = world_size
 
@@ -62,20 +60,20 @@ class EpochPlan:
         return -(-(len(self._stops) - 1) // self._world_size)
 
     def group(self, step: int, rank: int) -> IntArray:
-        """Return the samples of a rank in a step, (n,); none where the rank has none left."""
+        """Return the samples of a rank in a step, (n,); the last step may have none of the rank."""
         index = step * self._world_size + rank
         if index + 1 >= len(self._stops):
             return NO_ROWS
-        return self._rows[self._stops[index] : self._stops[index + 1]]
+        return self._numbers[self._stops[index] : self._stops[index + 1]]
 
-    def rows_from(self, step: int, rank: int) -> IntArray:
+    def numbers_from(self, step: int, rank: int) -> IntArray:
         """Return all samples of a rank from a step on, (n,)."""
         groups = [self.group(further, rank) for further in range(step, len(self))]
         return np.concatenate([*groups, NO_ROWS])
 
 
 def plan_known(
-    rows: IntArray,
+    numbers: IntArray,
     tokens: IntArray,
     budget: TokenBudget,
     *,
@@ -86,48 +84,37 @@ def plan_known(
     key: int = 0,
     step_time: StepTime | TimeFn | None = None,
 ) -> EpochPlan:
-    """Plan the samples of an epoch.
+    """Plan the samples of an epoch: each is in one group, within the budget unless oversize.
 
-    Each sample is in one group. No group costs more than the budget, unless it is a single sample
-    that is oversize.
-
-    Args:
-        rows: numbers of the samples, in the order of the epoch, (n,).
-        tokens: length of each of these, (n,).
-        budget: of a group.
-        world_size: number of ranks that share the steps.
-        window: number of samples of each rank that are planned together: the groups of the first
-            `window * world_size` samples come first. Of packed rows that are levelled in time, some
-            samples wait for the next window. Default: all samples, up to `SAMPLES_TOGETHER` over
-            all ranks; a longer epoch has windows of equal size.
-        largest_first: number of steps of the longest samples that come first.
-        accumulate: steps of an optimizer step, which have groups of unlike lengths.
+    Args as for `plan_epoch`, and:
+        numbers, tokens: numbers and lengths of the samples, in the order of the epoch, (n,) each.
+        window: `None` for all samples, up to `SAMPLES_TOGETHER` over all ranks; a longer epoch has
+            windows of equal size. In packed rows that are levelled in time, some samples wait for
+            the next window.
         key: seed of the order of the steps.
-        step_time: what the groups of a step are matched by. Default: roughly by their costs under
-            the budget, so that lengths are mixed.
+        step_time: `None` matches groups roughly by their costs, so that lengths are mixed.
     """
-    if window is None and len(rows) > SAMPLES_TOGETHER:
-        windows = -(-len(rows) // SAMPLES_TOGETHER)
-        window = -(-len(rows) // (windows * world_size))
+    if window is None and len(numbers) > SAMPLES_TOGETHER:
+        windows = -(-len(numbers) // SAMPLES_TOGETHER)
+        window = -(-len(numbers) // (windows * world_size))
     aim = aim_of(step_time) if world_size > 1 else None
-    if budget.layout == "packed" and aim is not None and len(rows):
+    if budget.layout == "packed" and aim is not None and len(numbers):
         extra = aim.extra(tokens, np.zeros_like(tokens))
         parts = level_rows(tokens, extra, Packing(budget), world_size, window)
     else:
         parts = _parts(tokens, budget, world_size, window)
     planned: list[IntArray] = []
     for groups in parts:
-        first = 0 if planned else largest_first
-        order = _Order(
+        order = _StepOrder(
             budget,
             world_size,
             accumulate,
             key + len(planned),
-            first,
+            0 if planned else largest_first,
             step_time,
             steps_before=len(planned) // world_size,
         )
-        planned += [rows[np.sort(group)] for group in order.of(groups, tokens)]
+        planned += [numbers[np.sort(group)] for group in order.apply(groups, tokens)]
     return EpochPlan(planned, world_size)
 
 
@@ -160,8 +147,8 @@ def _table(tokens: IntArray, places: IntArray) -> IntArray:
 def _packed(tokens: IntArray, budget: TokenBudget) -> list[IntArray]:
     """Return packed rows that are filled in the order of the samples.
 
-    A row begins with the oldest sample of the reserve. The next samples in order follow, and the
-    samples of the reserve that fill it best end it.
+    A row begins with the oldest sample of the reserve. The next samples in order follow. The row
+    ends with the samples of the reserve that fill it best.
     """
     packing = Packing(budget)
     costs, room, most = packing.costs(tokens), packing.room.cost, packing.room.samples
@@ -182,7 +169,7 @@ def _packed(tokens: IntArray, budget: TokenBudget) -> list[IntArray]:
             stop = int(np.searchsorted(sums, sums[place] + free, "right")) - 1
             stop = max(place, min(stop, place + most - 1))
             free -= int(sums[stop] - sums[place])
-            if stop > place:  # The last one may give way to a sample that fills the row better.
+            if stop > place:  # The last sample may give way to one that fills the row better.
                 last = cost_of[stop - 1]
                 if reserve.most_within(free + last) > last + reserve.most_within(free):
                     stop -= 1
@@ -200,13 +187,13 @@ def _packed(tokens: IntArray, budget: TokenBudget) -> list[IntArray]:
 
 
 class _Reserve:
-    """Samples that wait for a row: the oldest is taken first, or the one that fits best."""
+    """Samples that wait for a row, which takes the oldest sample, or the sample that fits best."""
 
     def __init__(self, costs: Sequence[int]) -> None:
         self._costs = costs
         self._by_cost: list[int] = []  # cost x _WIDEST_KEY + place
-        self._by_age = deque[int]()  # places; some are gone
-        self._gone = set[int]()
+        self._by_age = deque[int]()  # places, of which some are gone
+        self._gone = set[int]()  # places that `take_fitting` has taken
 
     def __len__(self) -> int:
         return len(self._by_cost)
@@ -223,12 +210,12 @@ class _Reserve:
         return place
 
     def most_within(self, room: int) -> int:
-        """Return the cost of the largest sample that fits into a room; 0 if none does."""
+        """Return the cost of the largest sample that fits into a room; 0 if none fits."""
         index = self._largest_within(room)
         return self._by_cost[index] // _WIDEST_KEY if index >= 0 else 0
 
     def take_fitting(self, room: int) -> int | None:
-        """Return the largest sample that fits into a room; `None` if none does."""
+        """Return the largest sample that fits into a room; `None` if none fits."""
         index = self._largest_within(room)
         if index < 0:
             return None
@@ -248,15 +235,15 @@ def _levelled(
 ) -> list[IntArray]:
     """Return groups whose number is a multiple of the number of ranks, if samples suffice.
 
-    The last groups are cut anew into more groups, which are smaller and alike.
+    The last groups are cut anew into more groups, smaller and of similar cost.
     """
     if not -len(groups) % world_size:
         return groups
     kept = max(0, len(groups) - _LEVELLED_STEPS * world_size)
     wanted = round_up(len(groups), world_size) - kept
-    rows = np.concatenate(groups[kept:])
-    facts = Facts(ordinal=rows, tokens=tokens[rows], targets=0, patches=0)
-    cut = [rows[group] for group in LevelCut(facts, budget).groups(wanted)]
+    numbers = np.concatenate(groups[kept:])
+    facts = Facts(ordinal=numbers, tokens=tokens[numbers], targets=0, patches=0)
+    cut = [numbers[group] for group in LevelCut(facts, budget).groups(wanted)]
     while len(cut) < wanted:
         largest = max(range(len(cut)), key=lambda index: len(cut[index]))
         if len(cut[largest]) < 2:
@@ -266,22 +253,22 @@ def _levelled(
     return [*groups[:kept], *cut]
 
 
-class _Order(NamedTuple):
-    """How the groups of a part of the epoch become steps."""
+class _StepOrder(NamedTuple):
+    """The options that decide how the groups of a window become steps."""
 
     budget: TokenBudget
     world_size: int
     accumulate: int
-    key: int  # seed of their order
+    key: int  # seed of the order of steps
     largest_first: int
     step_time: StepTime | TimeFn | None
-    steps_before: int  # of the parts before
+    steps_before: int  # steps of earlier windows
 
-    def of(self, groups: list[IntArray], tokens: IntArray) -> Iterator[IntArray]:
+    def apply(self, groups: list[IntArray], tokens: IntArray) -> Iterator[IntArray]:
         """Yield the groups of the first step, then of the second, and so on."""
         world_size = self.world_size
         matched = self._matched(groups, tokens)
-        steps = len(groups) // world_size  # whole ones
+        steps = len(groups) // world_size  # steps in which each rank has a group
         in_steps = matched[: steps * world_size].reshape(steps, world_size)
         sums, sizes, longest = (
             np.fromiter(values, np.int64, len(groups))[in_steps]
@@ -300,9 +287,9 @@ class _Order(NamedTuple):
             further = further[spread_steps(lengths[further], self.accumulate, self.key, before)]
         order = np.concatenate((first, further))
         for step in [*order.tolist(), steps]:
-            of_ranks = matched[step * world_size : (step + 1) * world_size]
-            for rank in range(len(of_ranks)):  # No rank always has the largest.
-                yield groups[of_ranks[(rank + step) % len(of_ranks)]]
+            in_step = matched[step * world_size : (step + 1) * world_size]
+            for rank in range(len(in_step)):  # Rotated: no rank always has the largest group.
+                yield groups[in_step[(rank + step) % len(in_step)]]
 
     def _matched(self, groups: list[IntArray], tokens: IntArray) -> IntArray:
         """Return the numbers of the groups, from the longest time down."""

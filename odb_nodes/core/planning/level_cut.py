@@ -1,4 +1,4 @@
-"""The groups of the last round: all that a rank has left, cut into groups that are alike."""
+"""The groups of the last round: all remaining samples of a rank, in groups of similar cost."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from odb_nodes.core.planning.runs import LengthRuns
 from odb_nodes.core.planning.step_time import StepTime
 from odb_nodes.core.planning.table import ORDINALS, PATCHES, TOKENS
 
-_TRIES = 14  # to find the cost of the largest group; each cuts all samples anew
-_TRIES_OF_FIRST_FIT = 2  # which takes 0.1 s for 20,000 samples
+_TRIES = 14  # tries to find the cost of the largest group; each cuts all samples anew
+_TRIES_OF_FIRST_FIT = 2  # first fit takes 0.1 s for 20,000 samples
 
 
 class LevelCut:
-    """Cuts the samples that a rank has for the last round into groups that are alike."""
+    """Cuts the samples of a rank for the last round into groups of similar cost or time."""
 
     def __init__(
         self, samples: Facts, budget: TokenBudget, step_time: StepTime | None = None
@@ -38,9 +38,9 @@ class LevelCut:
         return len(self._fewest)
 
     def groups(self, most: int) -> list[list[int]]:
-        """Return the indices of the samples of each group: at most `most`, as alike as found.
+        """Return the indices of the samples of each group, of at most `most` groups.
 
-        A sample that exceeds the budget on its own is a group.
+        An oversize sample is a group.
         """
         if most < self.fewest:
             raise ValueError(f"`most` must be at least {self.fewest}, but is {most} instead.")
@@ -60,7 +60,7 @@ class LevelCut:
     def _smallest_groups(
         self, most: int, limits: range, cut: Callable[[int], list[IntArray]], tries: int
     ) -> list[IntArray]:
-        """Return at most `most` groups, cut by the lowest of the limits that a bisection finds."""
+        """Return at most `most` groups, cut by the lowest limit that a bisection finds."""
         smallest = self._fewest
         low, high = limits.start, limits.stop
         for _ in range(tries):
@@ -76,7 +76,6 @@ class LevelCut:
         return smallest
 
     def _level_groups(self, most: int, step_time: StepTime) -> list[IntArray]:
-        """Return groups that take about the same time."""
         table, budget = self._table, self._budget
         if budget.max_patches is not None:
             return self._fewest
@@ -105,7 +104,7 @@ class LevelCut:
         return [self._table[ORDINALS, row] for row in rows]
 
     def _least_cost(self, groups: int) -> int:
-        """Return a lower bound of the cost of the largest group, but for oversize samples."""
+        """Return a lower bound of the cost of the largest group, oversize samples excepted."""
         budget, lengths = self._budget, self._table[TOKENS]
         fitting = lengths[lengths <= budget.capacity]
         if budget.shapes is not None or not len(fitting):  # Groups of one shape cost the same.

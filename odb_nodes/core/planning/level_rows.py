@@ -1,7 +1,8 @@
 """Packed rows of all ranks that take about the same time, from samples whose lengths are known.
 
-The samples that take longest are dealt out first, each to the row that takes the least so far and
-has room. So rows are level in time, full, since short samples come last, and have mixed lengths.
+The samples that take longest are dealt out first, each to the row with the least time among rows
+with room. So rows are level in time and have mixed lengths, and the short samples, which come last,
+fill them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from odb_nodes.core.planning.budget import round_up
 from odb_nodes.core.planning.packing import Packing
 
 STEPS = 32
-"""Steps whose rows are dealt out together. With fewer, the largest samples make rows differ."""
+"""Steps whose rows are dealt out together. In fewer rows, the largest samples make a difference."""
 LEAST_ROWS = 512
-"""Least rows that are dealt out together, if ranks are few."""
+"""Rows that are dealt out together, at least, if there are few ranks."""
 FILLED = 0.999
 """Share of the rows' room that is dealt out. Samples without room wait for the next rows."""
 _HAS_NO_ROOM = 2**62
@@ -27,14 +28,10 @@ _HAS_NO_ROOM = 2**62
 def level_rows(
     tokens: IntArray, extra: IntArray, packing: Packing, world_size: int, window: int | None
 ) -> Iterator[list[IntArray]]:
-    """Yield the rows of an epoch, of some whole steps at a time, by their samples' places.
+    """Yield the rows of an epoch, as the places of their samples, some whole steps at a time.
 
-    Args:
-        tokens: length of each sample, in the order of the epoch, (n,).
-        extra: time of each sample beside its tokens, (n,).
-        packing: has the room of a row.
-        world_size: number of ranks, which share the steps.
-        window: samples of each rank that are dealt out together, roughly. Default: any number.
+    tokens, extra: length of each sample, and time beside its tokens, in the order of the epoch,
+    (n,); window: about how many samples of each rank are dealt out together. Default: any number.
     """
     room = packing.room.cost
     costs = np.minimum(packing.costs(tokens), room)  # An oversize sample fills a row alone.
@@ -50,7 +47,7 @@ def level_rows(
         waiting, start = places, stop
         need = np.append(0, np.cumsum(needs[places]))
         rows = min(int(need[-1] / (room * FILLED)), len(places)) // world_size * world_size
-        if rows:  # Where these rows are too few, the youngest samples wait, not the shortest.
+        if rows:  # If there are too many samples, the youngest wait, not the shortest.
             count = max(rows, int(np.searchsorted(need, rows * room * FILLED, "right")) - 1)
             oldest = places[:count]
             dealt, unplaced = _dealt(costs[oldest], extra[oldest], packing, rows)
@@ -65,7 +62,7 @@ def level_rows(
 def fewest_rows(
     costs: IntArray, extra: IntArray, packing: Packing, multiple: int = 1
 ) -> list[list[int]]:
-    """Return level rows of all samples: the smallest multiple of `multiple` that is found."""
+    """Return level rows of all samples; their number is the smallest multiple that is found."""
     room = packing.room
     rows = max(-(-int(costs.sum()) // room.cost), -(-len(costs) // room.samples))
     rows = round_up(rows, multiple)
@@ -79,9 +76,9 @@ def rows_of_all(
 ) -> list[list[int]] | None:
     """Return at most `most` level rows of all samples; `None` if none are found.
 
-    costs: of each sample, at most the room of a row, (n,); extra: time beside its tokens, (n,).
+    costs: cost of each sample, at most the room of a row, (n,); extra: its time beside its tokens.
     """
-    for times in (costs + extra, extra):  # Rows that are nearly full cannot be level in both.
+    for times in (costs + extra, extra):  # Nearly full rows may be level only in extra.
         dealt, unplaced = _dealt(costs, extra, packing, most, times)
         if not unplaced:
             return dealt
@@ -97,7 +94,7 @@ def _dealt(
 ) -> tuple[list[list[int]], list[int]]:
     """Return the samples of each row, and the samples without room.
 
-    times: of each sample, which rows are levelled in, (n,). Default: `extra`.
+    times: times of the samples, in which rows are levelled, (n,). Default: `extra`.
     """
     most = packing.room.samples
     order = np.lexsort((-costs, -extra))
@@ -105,7 +102,7 @@ def _dealt(
     room = [packing.room.cost] * rows
     row_times = np.zeros(rows, np.int64)  # `_HAS_NO_ROOM` for a row without room for the sample
     time_of_blocked = dict[int, int]()
-    blocked: list[tuple[int, int]] = []  # -room and number of such a row
+    blocked: list[tuple[int, int]] = []  # (-room, number) of rows without room
     dealt = [list[int]() for _ in range(rows)]
     unplaced = list[int]()
     for sample, cost, time in zip(*(column.tolist() for column in columns), strict=True):
@@ -126,7 +123,7 @@ def _dealt(
         row_times[row] += time
         if len(dealt[row]) == most:
             row_times[row] = _HAS_NO_ROOM
-    for empty in [row for row in dealt if not row]:  # where the last samples take no time
+    for empty in [row for row in dealt if not row]:  # The last samples may take no time.
         largest = max(dealt, key=len)
         if len(largest) > 1:
             empty.append(largest.pop())

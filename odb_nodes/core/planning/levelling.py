@@ -1,9 +1,9 @@
 """Which samples ranks give each other before the last round of an epoch.
 
 Shards of the same number of samples differ in tokens by chance, so their ranks would end at
-different steps. Before that, each rank reads the rest of its shard. All ranks send each other
-the lengths of these samples, and conclude alike which of them go from ranks with more than the
-average to ranks with less. `level_cut` then cuts them into the same number of groups on all ranks.
+different steps. So each rank first reads the rest of its shard. All ranks send each other the
+lengths of these samples, and compute which samples go from ranks with more than the average to
+ranks with less. `level_cut` then cuts the samples into the same number of groups on all ranks.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from odb_nodes.core.planning.budget import TokenBudget
 from odb_nodes.core.planning.facts import Facts
 from odb_nodes.core.planning.step_time import StepTime
 
-_STRIDE = 8  # between samples that are given away, in order of length
+_STRIDE = 8  # every eighth sample in order of length is given away first
 _TURNS = 2  # alternations of levelling by time, then by cost
 _LIGHT_QUANTILE = 0.9  # quantile of the extra time per token, below which a sample is light
 _HEADER = 2  # integers of a message before its samples: see `remaining_message`
 
 
 def gifts(work: IntArray, surplus: float) -> list[int]:
-    """Return which samples a rank gives away to get rid of a surplus.
+    """Return which samples, of these costs, (n,), a rank gives away to reduce its surplus.
 
     Long samples are preferred, so that few move. Every eighth sample in descending order of length
-    comes first, so that the kept lengths stay spread; then any sample that fits. work: cost of each
-    sample, (n,) int64.
+    comes first, so that the kept lengths stay spread; then any sample that fits.
     """
     longest_first = np.argsort(-work, kind="stable")
     to_give = []
@@ -45,8 +44,9 @@ def gifts(work: IntArray, surplus: float) -> list[int]:
 def receivers(totals: Sequence[int], works: Sequence[IntArray]) -> list[list[int]]:
     """Return which rank gets each sample that is given away.
 
-    The largest comes first, and goes to the rank that then has the least. totals: cost of all
-    samples of each rank; works: costs of the samples that each rank gives away, (n,) int64 each.
+    The largest sample comes first. Each goes to the rank with the least cost so far.
+
+    totals: cost of all samples of each rank; works: costs of the samples that each rank gives away.
     """
     heap = [
         (int(total - work.sum()), rank)
@@ -67,7 +67,7 @@ def receivers(totals: Sequence[int], works: Sequence[IntArray]) -> list[list[int
 
 
 Moves = list[list[tuple[int, int]]]
-"""For each rank, the places of the samples that it gives away, and the ranks that get them."""
+"""For each rank, the samples that it gives away: (place among its samples, receiving rank)."""
 
 
 def remaining_message(
@@ -75,8 +75,8 @@ def remaining_message(
 ) -> IntArray:
     """Return the message of a rank about its remaining samples, (2 + 2 n,) int64.
 
-    First come cost and extra of all samples that cannot move, then the tokens and then the patches
-    of each of the n others.
+    First come cost and extra of all samples that cannot move; then the tokens of the n samples that
+    may move, and then their patches.
     """
     fixed, movable = samples.take(np.flatnonzero(~may_move)), samples.take(np.flatnonzero(may_move))
     cost = int(_needs(fixed.tokens, fixed.patches, budget).sum())
@@ -88,15 +88,10 @@ def remaining_message(
 def moves_of(
     messages: Sequence[IntArray], budget: TokenBudget, step_time: StepTime | None
 ) -> Moves:
-    """Return which samples each rank gives away: their places among its own, and the receivers.
+    """Return which samples each rank gives away, from the `remaining_message` of each rank.
 
-    Ranks are levelled in cost. With `step_time` they are levelled in turns: in time beside
-    tokens, and then in cost, by samples that take little beside their tokens.
-
-    Args:
-        messages: the `remaining_message` of each rank.
-        budget: of a group.
-        step_time: the time of a step, if groups are formed for times.
+    Ranks are levelled in cost. With `step_time`, ranks are levelled in turns: in time beside
+    tokens, and then in cost, by samples that take little time beside their tokens.
     """
     ranks = len(messages)
     fixed_costs, fixed_extra = np.array([message[:_HEADER] for message in messages]).T
@@ -110,7 +105,7 @@ def moves_of(
     else:
         extra = step_time.extra(tokens, patches)
         density = extra / tokens
-        # The heaviest samples decide the longest times of a rank, so ranks share them out first.
+        # The heaviest samples decide the longest steps of a rank, so they are shared out first.
         rows = max(int(work.sum()) // budget.tokens, 1)
         is_heavy = extra > int(extra.sum()) // rows
         heaviest_first = np.argsort(-extra[is_heavy], kind="stable")
@@ -128,7 +123,7 @@ def moves_of(
 
 
 def _needs(tokens: IntArray, patches: IntArray, budget: TokenBudget) -> IntArray:
-    """Return each sample's share of its tightest limit, in units of `budget.tokens`, (n,)."""
+    """Return the share of a limit that each sample takes at most, times `budget.tokens`, (n,)."""
     needs = budget.row_cost(tokens)
     if budget.max_samples is not None:
         needs = np.maximum(needs, budget.tokens // budget.max_samples)
@@ -142,7 +137,7 @@ def _light_limit(densities: npt.NDArray[np.float64]) -> float:
 
 
 def _deal(holders: IntArray, samples: IntArray, ranks: int) -> None:
-    """Have each rank hold one of the first `ranks` samples, one of the next, and so on."""
+    """Give each rank one of the first `ranks` samples, one of the next `ranks`, and so on."""
     for start in range(0, len(samples) // ranks * ranks, ranks):
         part = samples[start : start + ranks]
         first = np.unique(holders[part], return_index=True)[1]
@@ -159,10 +154,10 @@ def _level(
     """
     totals = fixed + np.bincount(holders, work, len(fixed)).astype(np.int64)
     mean = int(totals.sum()) / len(totals)
-    given = []
+    moving = []
     for rank, total in enumerate(totals.tolist()):
         movable = np.flatnonzero((holders == rank) & may_move)
-        given.append(movable[gifts(work[movable], total - mean)])
-    chosen = receivers(totals.tolist(), [work[samples] for samples in given])
-    for samples, ranks in zip(given, chosen, strict=True):
+        moving.append(movable[gifts(work[movable], total - mean)])
+    chosen = receivers(totals.tolist(), [work[samples] for samples in moving])
+    for samples, ranks in zip(moving, chosen, strict=True):
         holders[samples] = ranks

@@ -59,34 +59,34 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "mixed_kinds": ("mlp_layer_types",),
     "dense_layers": ("mlp_only_layers",),
     "full_blocks": ("fullatt_block_indexes",),
-    # a number, or a list of numbers: of each layer, or of both sides
+    # a number, or a list: a number for each layer, or for each side
     "intermediate": ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"),
     "patch": ("patch_size",),
     "image": ("image_size",),
 }
 """Meaning of a field -> its names in transformers' configurations; the first that is set counts."""
 
-OTHERWISE = frozenset(
+OTHER_MEANINGS = frozenset(
     (
         "doge", "ernie4_5_vl_moe_text", "glm4v_moe_vision", "glm4v_vision", "glm46v_vision",
         "llama4_text", "longcat_flash", "recurrent_gemma"
     )
 )  # fmt: skip
-"""Models whose fields of these names have another meaning."""
+"""Models in which fields with these names have another meaning."""
 UNKNOWN = ("cross_attention_layers", "index_topk", "is_encoder_decoder")
-"""Fields of models with further layers, or which choose the tokens that attend."""
+"""Fields of models with layers that are not counted, or that choose the tokens which attend."""
 GATED = frozenset(("bitnet", "gemma", "pixtral"))
 """Models whose feed-forward has a gate that the name of their activation does not show."""
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR, CONV = "linear_attention", "conv"
-ALIASES = {"attention": FULL, "mamba": LINEAR}  # of earlier versions
+ALIASES = {"attention": FULL, "mamba": LINEAR}  # names of earlier versions
 KINDS = (FULL, SLIDING, CHUNKED, LINEAR, CONV)
 ASK = "Pass `StepTime(squares=...)`, fitted to steps"
 
 
 class Flops(NamedTuple):
-    """FLOPs of a forward pass: of each token, each pair of tokens and each image patch."""
+    """FLOPs of a forward pass for each token, each pair of tokens, and each image patch."""
 
     token: float
     square: float
@@ -94,7 +94,7 @@ class Flops(NamedTuple):
 
 
 def field_of(config: Any, meaning: str) -> Any:
-    """Return a field of a configuration, under any of its names; None if it is not set or 0.
+    """Return a field of a configuration by its meaning; `None` if the field is not set, or 0.
 
     Raises:
         TypeError, ValueError: the field must be a number of at least 0, and is not.
@@ -115,7 +115,7 @@ def missing_fields(config: Any, *meanings: str) -> list[str]:
 def flops_of_config(config: Any, *, causal: bool, image_patches: int) -> Flops:
     """Return the FLOPs of a model, see `StepTime.of_config`."""
     whole, encoder = field_of(config, "text") or config, field_of(config, "vision")
-    place, text = "config" if whole is config else "config.text_config", _of_layer(whole, 0)
+    place, text = "config" if whole is config else "config.text_config", _fields_of_layer(whole, 0)
     _check_known(_Fields(config), "config")
     _check_known(text, place, "hidden", "layers", "heads", "vocabulary")
     if text.linear_heads or text.expansion:
@@ -127,12 +127,12 @@ def flops_of_config(config: Any, *, causal: bool, image_patches: int) -> Flops:
     token_macs = text.hidden * text.vocabulary
     square_macs = 0.0
     for layer, (kind, attended) in enumerate(_layers(text)):
-        of_layer = _of_layer(whole, layer)
-        token_macs += _feed_forward(of_layer, layer)
+        fields = _fields_of_layer(whole, layer)
+        token_macs += _feed_forward(fields, layer)
         if kind in (LINEAR, CONV):
-            token_macs += _without_pairs(of_layer, kind)
+            token_macs += _without_pairs(fields, kind)
             continue
-        projections, pair_macs = _attention(of_layer)
+        projections, pair_macs = _attention(fields)
         token_macs += projections
         if attended is None:
             square_macs += pair_macs / (1 + causal)
@@ -152,10 +152,10 @@ class _Fields:
         return field_of(self.config, meaning)
 
     def named(self, name: str) -> Any:
-        """Return the field of one name; None if it is not set."""
+        """Return the field with this name; `None` if the field is not set."""
         return _get(self.config, name)
 
-    def of_layer(self, meaning: str, layer: int) -> Any:
+    def value_of_layer(self, meaning: str, layer: int) -> Any:
         """Return a layer's value of a field that is a list with a value for each layer."""
         name = next(name for name in NAMES[meaning] if self.named(name))
         values = self.named(name)
@@ -171,22 +171,22 @@ def _get(config: Any, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
-def _of_layer(config: Any, layer: int) -> _Fields:
-    """Return the fields of a layer, which may have other sizes than others."""
+def _fields_of_layer(config: Any, layer: int) -> _Fields:
+    """Return the fields of a layer, whose sizes may differ from other layers."""
     if isinstance(config, Mapping):
         overrides = config.get("per_layer_config") or {}
         check_type("per_layer_config", overrides, Mapping)
-        of_layers = {int(key): sizes for key, sizes in overrides.items()}  # keys such as "01"
-        return _Fields({**config, **of_layers.get(layer, {})})
+        by_layer = {int(key): sizes for key, sizes in overrides.items()}  # keys such as "01"
+        return _Fields({**config, **by_layer.get(layer, {})})
     return _Fields(config.per_layer_config[layer] if _get(config, "is_heterogeneous") else config)
 
 
 def _check_known(config: _Fields, name: str, *needed: str) -> None:
-    """Raise an error where a configuration lacks a field, or is of a model that is not known."""
+    """Raise a `ValueError` if a configuration lacks a field, or is of an unknown model."""
     reasons = [f"has no {field}" for field in missing_fields(config.config, *needed)]
     reasons += [f"has {field}, which is not counted" for field in UNKNOWN if config.named(field)]
-    if (model := config.named("model_type")) in OTHERWISE:
-        reasons.append(f"is of {model}, which means something else by its fields")
+    if (model := config.named("model_type")) in OTHER_MEANINGS:
+        reasons.append(f"is of {model}, in which these fields have other meanings")
     if reasons:
         raise ValueError(
             f"`{name}` must have the fields of a decoder or an encoder of transformers, but "
@@ -195,7 +195,7 @@ def _check_known(config: _Fields, name: str, *needed: str) -> None:
 
 
 def _layers(config: _Fields) -> list[tuple[str, float | None]]:
-    """Return the kind of each layer, and how many tokens a token attends to; `None` for all."""
+    """Return the kind of each layer, and how many tokens a token attends to; `None`: all."""
     number, window = config.layers, config.window
     check_count("num_hidden_layers", number)
     if config.named("use_sliding_window") is False:
@@ -242,22 +242,22 @@ def _without_pairs(config: _Fields, kind: str) -> float:
     hidden = config.hidden
     if kind == CONV:
         return float(4 * hidden**2)
-    if heads := config.linear_heads:  # of a gated delta rule
+    if heads := config.linear_heads:  # a gated delta rule
         values = heads * config.linear_size
         keys = config.linear_key_heads * config.linear_key_size
         return float(hidden * (2 * keys + 3 * values + 2 * heads))
-    if expansion := config.expansion:  # of Mamba
+    if expansion := config.expansion:  # Mamba
         return float(3 * expansion * hidden**2)
     size = config.head_size or hidden // config.heads
     return float(5 * hidden * size * config.heads)  # with a gate of the output
 
 
 def _feed_forward(config: _Fields, layer: int) -> float:
-    """Return the multiplications of a layer's feed-forward for a token: of its active experts."""
+    """Return the multiplications of a layer's feed-forward, its active experts, for a token."""
     hidden = config.hidden
     size = config.intermediate or 4 * hidden
     if isinstance(size, list | tuple):
-        size = config.of_layer("intermediate", layer)
+        size = config.value_of_layer("intermediate", layer)
     check_number("intermediate_size", size, "[0, inf)")
     matrices = 2 + _is_gated(config)
     experts, shared_size = config.all_experts or 0, config.shared_size
@@ -270,10 +270,10 @@ def _feed_forward(config: _Fields, layer: int) -> float:
 
 
 def _is_mixed(config: _Fields, layer: int) -> bool:
-    """Tell whether a layer has experts, in a model with experts."""
+    """Return whether a layer has experts, in a model with experts."""
     kinds, every = config.mixed_kinds, config.mixed_every or 1
     if kinds:
-        return bool(config.of_layer("mixed_kinds", layer) == "sparse")
+        return bool(config.value_of_layer("mixed_kinds", layer) == "sparse")
     offset = config.mixed_offset
     if offset is None:
         offset = every - 1
@@ -283,7 +283,7 @@ def _is_mixed(config: _Fields, layer: int) -> bool:
 
 
 def _is_gated(config: _Fields) -> bool:
-    """Tell by its activation whether a feed-forward has a gate: no field says so."""
+    """Return whether a feed-forward has a gate, by its activation: no field says so."""
     is_named = config.gated is not None or config.named("model_type") in GATED
     return is_named or str(config.activation).lower().startswith(("silu", "swi"))
 
@@ -308,5 +308,5 @@ def _encoder(config: _Fields, image_patches: int) -> float:
 
 
 def _side(name: str, size: Any) -> int:
-    """Return the side of a square, or of the first of its sides, in pixels."""
+    """Return the side of a square, or the first of two sides, in pixels."""
     return int(check_number(name, size[0] if isinstance(size, list | tuple) else size, "[1, inf)"))

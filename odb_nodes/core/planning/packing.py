@@ -20,28 +20,28 @@ from odb_nodes.core.planning.step_time import StepTime
 from odb_nodes.core.planning.table import ORDINALS, PATCHES, TOKENS, first_fit
 
 MAX_EXCHANGED = 3
-"""Most of the oldest samples that may give way to samples that fill the row better."""
+"""How many of the oldest samples may give way to samples that fill the row better."""
 MAX_EXCHANGED_AIMED = 8
-"""Most of them that may give way to samples that come nearer to the target of a row."""
+"""How many of the oldest samples may give way to samples that come nearer to a row's target."""
 
 
 class Packing:
     """Chooses the oldest samples that fit together, and exchanges the last for a better filling.
 
-    The oldest sample is in every group, so none waits for long. The last 0 to `MAX_EXCHANGED` of
-    the others give way to the one or two pooled samples that leave the least of the budget unused:
-    two numbers of a sorted row whose sum is nearest to a third.
+    The oldest sample is in every group, so no sample waits for long. The last 0 to `MAX_EXCHANGED`
+    of the oldest samples give way to the one or two pooled samples that leave the least of the
+    budget unused: two numbers of a sorted list whose sum is nearest to a third number.
 
-    A sample costs its tokens and its attention. If all rows have one shape, its tokens
-    alone count: however they fill it, attention adds no more than for one sample as long.
+    A sample costs its tokens and its attention. If all rows have one shape, only the tokens count:
+    attention adds at most as much as for one sample of the row's length.
     """
 
     def __init__(self, budget: TokenBudget, step_time: StepTime | None = None) -> None:
         self._budget = budget
         self._step_time = step_time
-        # Whether a sample costs its tokens alone. A new cost of `TokenBudget` changes this.
+        # Whether a sample costs its tokens alone. A new cost of `TokenBudget` changes this line.
         self._in_tokens = budget.attention_tokens is None or budget.shapes is not None
-        # The cost of attention is no multiple, so any row may be rounded up.
+        # With attention, the cost of a full row is no multiple, so the row may be rounded up.
         rounding = budget.pad_to_multiple_of - 1
         self.room = Room(
             budget.capacity if self._in_tokens else budget.tokens - rounding,
@@ -51,7 +51,7 @@ class Packing:
         """The room of an empty row."""
 
     def choose(self, table: IntArray, _youngest_anchor: int, _caps: IntArray = NO_CAPS) -> IntArray:
-        """Return the columns of the next group. It always holds the oldest sample."""
+        """Return the columns of the next group, which always holds the oldest sample."""
         table = self._in_costs(table)
 
         def fill(free: IntArray, room: Room, _row: IntArray) -> Filling:
@@ -67,11 +67,9 @@ class Packing:
         if self._step_time is None or not table.shape[1]:
             return NO_CAPS
         costs, room = self.costs(table[TOKENS]), self.room
-        of_limits = max(len(costs) / room.samples, int(table[PATCHES].sum()) / room.patches)
-        if (
-            of_limits > int(costs.sum()) / room.cost
-        ):  # Samples or patches fill the rows, and not their cost.
-            return NO_CAPS
+        full_rows = max(len(costs) / room.samples, int(table[PATCHES].sum()) / room.patches)
+        if full_rows > int(costs.sum()) / room.cost:
+            return NO_CAPS  # Rows are full by samples or patches, not by cost.
         targets = flat_targets(costs, self._extra(table), self.room.cost, count)
         if not len(targets):
             return NO_CAPS
@@ -79,7 +77,7 @@ class Packing:
         return np.concatenate(([tokens], joined_costs(targets, np.full_like(targets, tokens))))
 
     def least_cap_time(self, table: IntArray, column: int) -> int:
-        """Return the least time of a cap that allows a row with a sample: its least extra."""
+        """Return the least time of a cap that allows a row with this sample."""
         extra = self._extra(table)
         costs = self.costs(table[TOKENS])
         beside = max(self.room.cost - int(costs[column]), 0)
@@ -88,7 +86,7 @@ class Packing:
     def aimed(self, table: IntArray, cap: int, due: int | None) -> IntArray:
         """Return the columns of a row that takes as long as a cap allows.
 
-        due: the column of a sample that the row must hold. Default: none.
+        due: the column of a sample that the row must hold.
         """
         extra, in_costs = self._extra(table), self._in_costs(table)
         aim = Aim(self.room, times_of(cap))
@@ -102,7 +100,7 @@ class Packing:
     def _nearest_of_oldest(
         self, table: IntArray, extra: IntArray, aim: Aim
     ) -> tuple[IntArray, int]:
-        """Return the oldest samples that fit, the last of them exchanged to meet the target."""
+        """Return the oldest samples that fit, of which the last are exchanged for the target."""
 
         def fill(free: IntArray, room: Room, row: IntArray) -> Filling:
             return nearest_filling(table, extra, free, room, aim.target - int(extra[row].sum()))
@@ -114,13 +112,13 @@ class Packing:
         return self._step_time.extra(table[TOKENS], table[PATCHES])
 
     def largest(self, table: IntArray) -> IntArray:
-        """Return the columns of the longest sample, and then of the longest others that fit."""
+        """Return the columns of the longest sample, and of the longest others that fit."""
         return np.flatnonzero(np.isin(table[ORDINALS], self.partition(table)[0]))
 
     def partition(self, table: IntArray) -> list[IntArray]:
         """Return the ordinals of the groups of all samples: first fit, longest first.
 
-        If one of the groups is gone, the other samples make the other groups: see `first_fit`.
+        Without one of the groups, the other samples form the same other groups: see `first_fit`.
         """
         costs = self._in_costs(table)[TOKENS]
         needs = np.stack((costs, np.ones_like(costs), table[PATCHES]))
@@ -128,7 +126,7 @@ class Packing:
         return [table[ORDINALS, group] for group in first_fit(needs, rooms)]
 
     def _in_costs(self, table: IntArray) -> IntArray:
-        """Return the table with costs in place of tokens, which leaves it in order."""
+        """Return the table with costs in place of tokens; the order is the same."""
         if self._in_tokens:
             return table
         return np.concatenate((self.costs(table[TOKENS])[None], table[TOKENS + 1 :]))

@@ -16,32 +16,31 @@ from odb_nodes.core.planning.table import ORDINALS, PATCHES, TASKS, TOKENS
 
 ANCHORS = 64  # every group holds at least one of this many oldest samples
 FORCED_AGE_WINDOWS = 4  # from this age on, in windows, the oldest sample alone is the anchor
-MAX_AGE_WINDOWS = 5  # no pooled sample gets older than this, in windows
+MAX_AGE_WINDOWS = 5  # the greatest age of a pooled sample, in windows
 REFILLS = 32
-"""Parts of a window: a pool is filled once, and then refilled by one part at a time."""
+"""Parts of a window: a full pool is refilled one part at a time."""
 GROWING_SHARE = 0.75
 """Largest share of the pulled samples that waits while a pool grows to its window."""
 GROWING_BUDGETS = 2
 """Budgets that the samples of a growing pool fill at least."""
 LEAST_REFILLED = 512
-"""A smaller window is refilled before each group: with fewer samples to choose from, groups are
-less full."""
+"""A smaller window is refilled before each group, so that the choice is large enough."""
 
 
 class RollingPool:
     """Waiting samples in order of length, from which groups are taken one at a time.
 
-    It knows a sample by its ordinal: its number in the stream of samples.
+    The pool knows a sample by its ordinal: its number in the stream of samples.
 
-    A padded budget is grouped by `LengthRuns`, a packed one by `Packing`. Every group holds an
-    anchor, one of the `ANCHORS` oldest samples, and apart from that is chosen for efficiency. Once
-    the oldest sample is `FORCED_AGE_WINDOWS` windows old, it alone is the anchor, and `room` admits
-    no sample that would make it older than `MAX_AGE_WINDOWS` windows. That bounds the age of every
-    sample of any length, and so the work of a replay.
+    `LengthRuns` forms padded groups, and `Packing` packed groups. Every group holds an anchor, one
+    of the `ANCHORS` oldest samples; all other samples are chosen for efficiency. Once the oldest
+    sample is `FORCED_AGE_WINDOWS` windows old, it is the only anchor, and `room` admits no sample
+    that would make it older than `MAX_AGE_WINDOWS` windows. This bounds the age of every sample,
+    and so the work of a replay.
 
     After `start_early`, the first group does not wait for `window` samples: the pool grows with
-    the number of samples pulled until it holds the window. Refills are in parts here, too, so that
-    they need no further state.
+    the number of samples pulled until it holds the window. A growing pool is also refilled in
+    parts, so that no further state is needed.
 
     The pool uses no random numbers: its groups depend on its content alone.
     """
@@ -55,19 +54,19 @@ class RollingPool:
         self._tail: list[IntArray] | None = None  # remaining groups once the source has ended
         self.limit(Limits.of(budget))
         self.pulled = 0
-        """Samples of the stream so far, dropped ones included, and so the ordinal of the next."""
+        """Samples of the stream so far, dropped samples included: the next ordinal."""
         self.caps = NO_CAPS
         """Caps of the next groups, see `use_caps`."""
         self._table: IntArray = np.empty((TASKS + (diversity > 0), 0), dtype=np.int64)
-        self._oldest: int | None = None  # where it is known
-        self._younger_than = 0  # smaller ordinals have been in the pool before
+        self._oldest: int | None = None  # the result of `oldest`; `None` if not yet computed
+        self._younger_than = 0  # Smaller ordinals were in the pool before.
 
     def __len__(self) -> int:
         return len(self._table[0])
 
     @property
     def oldest(self) -> int:
-        """Ordinal of the oldest pooled sample; `pulled` where the pool is empty."""
+        """Ordinal of the oldest pooled sample; `pulled` if the pool is empty."""
         if not len(self):
             return self.pulled
         if self._oldest is None:
@@ -76,12 +75,12 @@ class RollingPool:
 
     def limit(self, limits: Limits) -> None:
         """Form groups under other limits from now on."""
-        self._group_budget = limits.of_groups(self._budget)
+        self._group_budget = limits.group_budget(self._budget)
         self._grouping = grouping_of(self._group_budget, self._diversity, self._step_time)
         self._tail = None
 
     def aim_by(self, step_time: StepTime | None) -> None:
-        """Form groups for the times of caps from now on, where there are caps; `None`: by cost."""
+        """Form groups for the times of caps from now on, if there are caps; `None`: by cost."""
         self._step_time = step_time
         self._grouping = grouping_of(self._group_budget, self._diversity, step_time)
 
@@ -90,11 +89,11 @@ class RollingPool:
         self._starts_early = starts_early
 
     def count(self, samples: int) -> None:
-        """Count samples of the stream, dropped ones included."""
+        """Count samples of the stream, dropped samples included."""
         self.pulled += samples
 
     def use_caps(self, caps: IntArray) -> None:
-        """Form each of the next groups for one of these caps, (n,) ascending."""
+        """Form each of the next groups for a cap of these, (n,) ascending."""
         self.caps = caps
 
     def resize(self, window: int) -> None:
@@ -111,12 +110,12 @@ class RollingPool:
 
     @property
     def is_growing(self) -> bool:
-        """Whether fewer samples than the window may wait, since few have been pulled."""
+        """Whether the pool may hold fewer samples than the window, since few were pulled."""
         return self._starts_early and self.pulled * GROWING_SHARE < self.window
 
     def room(self) -> int:
         """Return the number of samples that may be added now."""
-        # A refill that was begun is finished first, so a resumed run continues alike.
+        # A refill that has begun is finished first, so that a resumed run continues alike.
         window, is_growing, stride = self.window, self.is_growing, 1
         if window >= LEAST_REFILLED or is_growing:
             stride = max(1, window // REFILLS)
@@ -135,16 +134,15 @@ class RollingPool:
         return min(room, self.oldest + MAX_AGE_WINDOWS * window - self.pulled)
 
     def _is_small(self) -> bool:
-        """Tell whether a growing pool lacks samples."""
         if len(self) < self.pulled * GROWING_SHARE:
             return True
         tokens, patches = self._table[TOKENS], self._table[PATCHES]
         return budgets_filled(self._group_budget, tokens, patches) < GROWING_BUDGETS
 
     def table(self) -> IntArray:
-        """Return tokens, ordinals and patches of the pooled samples: (3, n) int64, by tokens.
+        """Return tokens, ordinals and patches of the pooled samples, by tokens: (3, n) int64.
 
-        With `diversity`, their tasks, too: (4, n).
+        With `diversity`, also their tasks: (4, n).
         """
         return self._table
 
@@ -157,7 +155,7 @@ class RollingPool:
     ) -> None:
         """Put samples into the pool, ordinals ascending: (n,) each.
 
-        `tasks`: numbers of their tasks, not negative, in any order; for `diversity` alone.
+        tasks: numbers of their tasks, at least 0; needed for `diversity` alone.
         """
         columns = (tokens, ordinals, patches, tasks)[: len(self._table)]
         incoming = np.array(columns, dtype=np.int64)
@@ -169,26 +167,26 @@ class RollingPool:
         if is_younger:
             # Stable, so that equal lengths stay in order of age; fast, since most is in order.
             order = table[TOKENS].argsort(kind="stable")
-        else:  # It was in the pool before.
+        else:  # The samples were in the pool before.
             order = np.lexsort(table[[ORDINALS, TOKENS]])
         self._keep(table.take(order, axis=1))
 
     def remove(self, ordinals: npt.ArrayLike) -> None:
-        """Remove samples: no group will hold them."""
+        """Remove samples, which will be in no group."""
         self._keep(self._table[:, np.isin(self._table[ORDINALS], ordinals, invert=True)])
 
     def take(self, *, draining: bool = False, largest: bool = False) -> IntArray:
         """Remove the next group, and return the ordinals of its samples, ascending, (n,).
 
-        `draining`: the source has ended. All remaining samples are then partitioned, longest first,
-        and the groups are taken in the order in which one sample of each came, so that their
-        lengths are mixed. `largest`: take the group of the longest sample, unless the oldest sample
-        is due.
+        draining: whether the source has ended. All remaining samples are then partitioned, longest
+            first, and the groups are taken in the order of the ordinal of one sample each, so that
+            their lengths are mixed.
+        largest: whether to take the group of the longest sample, unless the oldest sample is due.
         """
         if not len(self):
             raise IndexError("the pool is empty: there is no group to take.")
-        aims = self._step_time is not None and len(self.caps)  # ranks share out the last samples
-        is_tail = draining and not aims
+        aims = self._step_time is not None and len(self.caps)
+        is_tail = draining and not aims  # With caps, the ranks share out the last samples.
         columns = self._next_of_tail(largest) if is_tail else self._choose(largest)
         table, tail = self._table, self._tail
         ordinals: IntArray = np.sort(table[ORDINALS, columns])
@@ -221,7 +219,7 @@ class RollingPool:
         return columns
 
     def _caps_or_own(self) -> IntArray:
-        """Return the caps, or a middle cap of this pool before ranks have agreed on any."""
+        """Return the caps; before ranks have agreed on caps, a middle cap of this pool."""
         return self.caps if len(self.caps) else self._grouping.offer(self._table, 1)[1:]
 
     def _aim(self, caps: IntArray, due: int | None) -> IntArray | slice:
@@ -238,11 +236,11 @@ class RollingPool:
         """Return the next group, or the group of the longest sample, of the tail's partition.
 
         The partition is made once. A restored pool partitions the remaining samples into the same
-        groups: see `first_fit`.
+        remaining groups: see `first_fit`.
         """
         if self._tail is None:
             groups = self._grouping.partition(self._table)
-            # In order of their oldest samples, groups of many short ones would come first.
+            # In order of their oldest samples, groups of many short samples would come first.
             self._tail = sorted(groups, key=lambda group: -int(group[0]))
         longest, index = self._table[ORDINALS, -1], -1
         if largest:
@@ -253,7 +251,7 @@ class RollingPool:
 def grouping_of(
     budget: TokenBudget, diversity: float = 0.0, step_time: StepTime | None = None
 ) -> Packing | LengthRuns:
-    """Return how groups of a budget are formed: for the times of caps if `step_time` is given."""
+    """Return what forms the groups of a budget; with `step_time`, for the times of caps."""
     if budget.layout == "packed":
         return Packing(budget, step_time)
     return LengthRuns(budget, diversity, step_time)

@@ -1,7 +1,7 @@
 """The plan of one rank: which samples form its groups, and which groups its steps.
 
-It knows only facts of samples. Its owner adds them, carries the reports between ranks, and finds
-the data of the steps:
+A plan knows only the facts of samples. Its owner adds the facts, exchanges the reports between
+ranks, and has the data of the steps:
 
     while True:
         while plan.lacks() > 0:
@@ -43,14 +43,14 @@ from odb_nodes.core.planning.rounds import (
 from odb_nodes.core.planning.step_time import StepTime, aim_of
 
 LAST_GROUPS_A_STEP = 2
-"""Groups of the last round that are formed with each step of the one before."""
+"""Groups of the last round that are formed with each step of the previous round."""
 
 
 class Agreement(NamedTuple):
     """The conclusion of all ranks from the reports of a round."""
 
     plan: RoundPlan
-    settings: RoundSettings  # of the next round
+    settings: RoundSettings  # the settings of the next round
 
 
 @dataclass
@@ -58,7 +58,7 @@ class SettledRound:
     """The steps of a round, and this rank's groups for them."""
 
     totals: IntArray  # see `RoundPlan.totals`
-    groups: list[Facts | None] = field(default_factory=list)  # `None` fills a step
+    groups: list[Facts | None] = field(default_factory=list)  # `None` for a filler step
     emitted: int = 0  # number of emitted steps
 
     def __len__(self) -> int:
@@ -84,21 +84,15 @@ class SettledRound:
 class RankPlan:
     """Plans the steps of one rank in an epoch, in rounds that all ranks settle together.
 
-    The groups of a round are formed while the round before is emitted: some with each step. Only
-    the first step of an epoch or after a restore forms none, since it waits for its own samples
-    alone. One further group is formed: a rank that finds out too late that its data has ended could
-    no longer keep a sample to fill with. The last round holds all remaining samples, which the
-    ranks share out first: see `rest`.
+    The groups of a round are formed during the steps of the previous round, some with each step.
+    With the first step of an epoch, or after a restore, no group is formed, so that this step waits
+    for its own samples alone. One group more than the round needs is formed, because a rank must
+    know early that its data has ended, to keep a sample to fill with. The last round holds all
+    remaining samples, which the ranks share out first: see `LastRound`.
 
-    Args:
-        planner: forms the groups. The owner adds samples to it.
-        options: the options that decide steps.
-        measure: facts of a group -> its report to the other ranks.
-        rank: this rank.
-        world_size: number of ranks that share steps.
-        epoch: number of the epoch, which the order of steps depends on.
-        shares_rest: whether other ranks can make the samples of this one.
-        tasks: number of the tasks whose targets reports have.
+    planner: forms the groups of the samples that the owner adds; measure: facts of a group -> its
+    report to the other ranks; epoch: decides the order of steps; shares_rest: whether other ranks
+    can make the samples of this rank; tasks: number of tasks whose targets are in reports.
     """
 
     def __init__(
@@ -130,11 +124,11 @@ class RankPlan:
         self.settled = SettledRound(self._no_steps)
         """The settled steps; none between two rounds."""
         self.is_last = False
-        """Whether the settled round is the last one of the epoch."""
+        """Whether the settled round is the last round of the epoch."""
         self.formed: list[Facts] = []
-        """The groups of the coming round, and the first one after it."""
+        """The groups of the coming round, and the first group of the round after it."""
         self._reported: tuple[SplitLadder, LastRound | None] | None = None
-        self._is_first_step = True  # of an epoch, or after a restore
+        self._is_first_step = True  # whether no step was taken since the beginning or a restore
 
     def restore(
         self,
@@ -146,7 +140,7 @@ class RankPlan:
         is_last: bool,
         formed: list[Facts],
     ) -> None:
-        """Take over the attributes of a saved plan; `planner` is restored already."""
+        """Set the attributes of a saved plan, whose `planner` is restored already."""
         self.round, self.step, self.settings = round, step, settings
         self.settled, self.is_last, self.formed = settled, is_last, formed
         self._is_first_step = True
@@ -165,7 +159,7 @@ class RankPlan:
 
     @property
     def most_steps(self) -> int:
-        """Number of steps of the coming round, unless the data ends."""
+        """Number of steps of the coming round, unless data ends."""
         options = self._options
         return round_steps(self.round, self._world_size, options.round_size, options.accumulate)
 
@@ -183,7 +177,7 @@ class RankPlan:
         return 0
 
     def _is_due(self) -> bool:
-        """Tell whether another group must be formed before the next step."""
+        """Return whether another group must be formed before the next step."""
         if self.is_last:
             return False
         formed, settled, is_last = len(self.formed), self.settled, self.settings.is_last
@@ -197,14 +191,14 @@ class RankPlan:
         return formed < steps_out * (self.most_steps + 1) // len(settled)
 
     def _use_settings(self) -> None:
-        """Give the planner the settings of the round, if the next group is the first to need them.
+        """Give the planner the settings of the round before the first group that needs them.
 
-        The first group of a round was formed with the round before, so its caps begin with the
-        second. The group after the round gets the largest cap on every rank, so that all ranks use
-        the same caps.
+        The first group of a round was formed with the previous round, so the caps begin with the
+        second group. The group after the round gets the largest cap on every rank, so that all
+        ranks use the same caps.
         """
         caps = () if self.settings.is_last else self.settings.caps
-        if len(self.formed) <= 1:  # 0 where the data has ended: `replan` may put samples back
+        if len(self.formed) <= 1:  # 0 at the end of the data: `replan` may put samples back.
             self.planner.use(self.settings, caps[:-1])
         if len(self.formed) == self.most_steps and not self.settings.is_last:
             self.planner.use(self.settings, caps[-1:])
@@ -223,10 +217,8 @@ class RankPlan:
     ) -> CostReport:
         """Return the report to the other ranks about the coming round.
 
-        Args:
-            last_round: the result of `last_round()`, once it is cut; `None` before the last round.
-            has_filler: whether the rank has had a sample to fill steps with.
-            max_tokens: the tokens of a budget that it asks all ranks for; 0 for none.
+        last_round: the last round, once it is cut; `None` before the last round. See `CostReport`
+        for the other arguments.
         """
         groups = self.groups_of_round(last_round)
         ladder = SplitLadder(groups, self._measure)
@@ -244,17 +236,17 @@ class RankPlan:
         )
 
     def groups_of_round(self, last_round: LastRound | None) -> list[Facts]:
-        """Return the groups of the coming round, before some of them are split."""
+        """Return the groups of the coming round, before groups are split."""
         return self.formed[: self.most_steps] if last_round is None else last_round.groups
 
     def agree(self, reports: Sequence[CostReport]) -> Agreement:
-        """Return the plan and settings that follow from the reports of all ranks: equal on each."""
+        """Return the plan and settings that follow from all reports, and are equal on all ranks."""
         options = self._options
         key = hash_ints(options.seed, self._epoch, self.round)
         following = round_steps(
             self.round + 1, self._world_size, options.round_size, options.accumulate
         )
-        # On one rank, groups of a node of the user keep their order.
+        # On a single rank, groups of a node of the user keep their order.
         mixes = len(reports) > 1 or isinstance(self.planner, GroupPlanner)
         accumulate = options.accumulate if mixes else 1
         plan = plan_round(reports, uneven=options.uneven, key=key, accumulate=accumulate)
@@ -268,30 +260,29 @@ class RankPlan:
         return Agreement(plan, settings)
 
     def settle(self, agreement: Agreement) -> list[Facts]:
-        """Begin a settled round.
+        """Begin a settled round; return the groups that are in no step.
 
-        Returns:
-            The groups that no step holds: with `uneven="stop"`, if another rank has ended.
+        There are such groups with `uneven="stop"`, if another rank has ended.
         """
         assert self._reported is not None
         ladder, last_round = self._reported
         self._reported = None
         plan, chosen = agreement.plan, agreement.plan.groups[self._rank].tolist()
         groups = ladder.groups(plan.splits[self._rank])
-        of_steps = [None if index == FILLER else groups[index] for index in chosen]
+        step_groups = [None if index == FILLER else groups[index] for index in chosen]
         further = [] if last_round is not None else self.formed[self.most_steps :]
         dropped: list[Facts] = []
         if plan.last:
             dropped = [group for index, group in enumerate(groups) if index not in {*chosen}]
             dropped, further = dropped + further, []
-        self.settled = SettledRound(plan.totals, of_steps)
+        self.settled = SettledRound(plan.totals, step_groups)
         self.is_last, self.settings, self.formed = plan.last, agreement.settings, further
         self.round += 1
         self._use_settings()
         return dropped
 
     def next_step(self) -> Facts | None:
-        """Return the group of the next step, `None` for a step that a filler sample fills."""
+        """Return the group of the next step; `None` for a filler step."""
         group = self.settled.next_group()
         self.step += 1
         self._is_first_step = False
@@ -301,7 +292,7 @@ class RankPlan:
     def replan(self, steps: int) -> Facts:
         """End the round after `steps` of its steps, and return the samples of all further groups.
 
-        The owner puts them back into the pool.
+        The owner puts these samples back into the pool.
         """
         settled = self.settled
         steps = min(steps, len(settled))
@@ -321,7 +312,7 @@ class RankPlan:
             return -1
         if not further:
             return 0
-        # A rank may have far more of data that it does not share.
+        # Of data that ranks do not share, a rank may have far more than other ranks.
         if (further[0].sharers != self._world_size).any():
             return -1
         pooled = self.planner.samples_left()
@@ -329,7 +320,7 @@ class RankPlan:
 
 
 class LastRound:
-    """The last round of a rank: its remaining samples, which ranks share out and then cut."""
+    """The last round of a rank: remaining samples, which ranks share out and cut into groups."""
 
     def __init__(
         self,
@@ -344,31 +335,30 @@ class LastRound:
         self.given_away = NO_FACTS
         """The samples that this rank gives away."""
         self.groups: list[Facts] = []
-        """The groups, once they are cut."""
+        """The groups, after `cut`."""
         self.steps = 0
-        """The steps of the round, once it is cut."""
+        """The number of steps, after `cut`."""
 
     def message(self) -> IntArray:
         """Return the message about all samples to the other ranks, (n,) int64."""
         return remaining_message(self._samples, self._shared, self.budget, self._step_time)
 
     def moves(self, messages: Sequence[IntArray]) -> Moves:
-        """Return which samples each rank gives away; `messages`: of all ranks, from `message`."""
+        """Return which samples each rank gives away, from the messages of all ranks."""
         return moves_of(messages, self.budget, self._step_time)
 
     def give(self, moves: Moves) -> list[tuple[int, int]]:
-        """Give samples away.
+        """Give samples away; return the samples that this rank gets.
 
-        Returns:
-            The samples that this rank gets: (rank that gives it, row among what that rank gives).
+        A sample that this rank gets is named by (giving rank, row among what that rank gives).
         """
         rows = np.flatnonzero(self._shared)[[row for row, _ in moves[self._rank]]]
         self.given_away = self._samples.take(rows)
         self._samples = self._samples.without(rows)
         return [
             (giver, row)
-            for giver, of_giver in enumerate(moves)
-            for row, (_, receiver) in enumerate(of_giver)
+            for giver, moves_of_giver in enumerate(moves)
+            for row, (_, receiver) in enumerate(moves_of_giver)
             if receiver == self._rank
         ]
 
@@ -382,6 +372,6 @@ class LastRound:
         return self._cut.fewest
 
     def cut(self, steps: int) -> None:
-        """Form the groups of the round. steps: of the round, on every rank."""
+        """Form the groups of the round, which has `steps` steps on every rank."""
         self.steps = steps
         self.groups = [self._samples.take(rows) for rows in self._cut.groups(steps)]

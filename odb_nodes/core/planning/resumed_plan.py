@@ -1,4 +1,4 @@
-"""The plan of an epoch that a rank follows, also after lower limits and on other ranks."""
+"""The plan that a rank follows in an epoch, even after lower limits or a change of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from odb_nodes._support.arrays import IntArray
 from odb_nodes.core.planning.budget import Limits, TokenBudget
 from odb_nodes.core.planning.known_epochs import KnownJob
 from odb_nodes.core.planning.known_lengths import EpochPlan
-from odb_nodes.core.planning.later_samples import check_rows
+from odb_nodes.core.planning.later_samples import LaterSamples, check_numbers
 from odb_nodes.core.planning.table import NO_ROWS
 
 _plans = WeakValueDictionary[Any, EpochPlan]()
@@ -29,8 +29,8 @@ EarlierState = tuple[list[tuple[bool, bytes | None, int]], LimitsState, bytes | 
 class RankProgress(NamedTuple):
     """How far a rank has come in an epoch."""
 
-    is_alone: bool  # whether its plan is of samples of this rank alone
-    rows: bytes | None  # the numbers of these samples, 8 bytes each
+    is_alone: bool  # whether its plan has only samples of this rank
+    numbers: bytes | None  # if so, the numbers of these samples, 8 bytes each
     taken: int  # emitted groups of its plan
 
 
@@ -38,15 +38,15 @@ class EarlierRanks(NamedTuple):
     """The ranks of an epoch before it was resumed on another number of ranks."""
 
     ranks: Sequence[RankProgress]
-    limits: Limits  # of their plans
-    waiting: bytes | None  # (2, n) numbers and tokens of samples in groups without a step
+    limits: Limits  # the limits of their plans
+    waiting: bytes | None  # (2, n) numbers and tokens of the samples of groups without a step
 
     def to_state(self) -> EarlierState:
         """Return this as plain data."""
         return [(*rank,) for rank in self.ranks], (*self.limits,), self.waiting
 
     @classmethod
-    def of_state(cls, state: EarlierState) -> EarlierRanks:
+    def from_state(cls, state: EarlierState) -> EarlierRanks:
         """Return the ranks of a state."""
         ranks, limits, waiting = state
         return cls([RankProgress(*rank) for rank in ranks], Limits(*limits), waiting)
@@ -56,39 +56,38 @@ class EarlierRanks(NamedTuple):
 class KnownEpoch:
     """An epoch of samples whose lengths are known.
 
-    job: the job on the present ranks.
-    number: with the seed, decides the order of the steps.
-    tokens: length of each sample of the dataset, (n,).
+    job: the job on the present number of ranks; shuffle_key: decides, with the seed, the order of
+    the steps; tokens: length of each sample of the dataset, (n,).
     """
 
     job: KnownJob
-    number: int
+    shuffle_key: int
     tokens: IntArray
 
     def plan(
-        self, rows: IntArray, limits: Limits, ranks: int, *, is_whole: bool = False
+        self, numbers: IntArray, limits: Limits, ranks: int, *, is_whole: bool = False
     ) -> EpochPlan:
-        """Plan samples of the epoch, in their order; `is_whole`: from its first step on."""
+        """Plan samples of the epoch, in this order; `is_whole`: whether these are all samples."""
         job = replace(
             self.job,
-            budget=limits.of_groups(self.job.budget),
+            budget=limits.group_budget(self.job.budget),
             world_size=ranks,
             largest_first=self.job.largest_first if is_whole else 0,
         )
-        content = hashlib.sha256(np.ascontiguousarray(rows).data)
-        content.update(self.tokens[rows].data)
-        known_by = content.digest(), job, self.number
-        if (plan := _plans.get(known_by)) is None:
-            _plans[known_by] = plan = job.plan_all(rows, self.tokens, self.number)
+        content = hashlib.sha256(np.ascontiguousarray(numbers).data)
+        content.update(self.tokens[numbers].data)
+        key = content.digest(), job, self.shuffle_key
+        if (plan := _plans.get(key)) is None:
+            _plans[key] = plan = job.plan_all(numbers, self.tokens, self.shuffle_key)
         return plan
 
     def with_lengths_of(self, earlier: EarlierRanks) -> KnownEpoch:
         """Return the epoch with the lengths that earlier ranks observed."""
-        rows, observed = self.waiting_of(earlier)
-        if not len(rows):
+        numbers, observed = self.waiting_of(earlier)
+        if not len(numbers):
             return self
         tokens = self.tokens.copy()
-        tokens[rows] = observed
+        tokens[numbers] = observed
         return replace(self, tokens=tokens)
 
     def waiting_of(self, earlier: EarlierRanks) -> IntArray:
@@ -97,41 +96,42 @@ class KnownEpoch:
         self.checked(table[0])
         return table
 
-    def remaining_of(self, earlier: EarlierRanks, rows: IntArray, *, is_whole: bool) -> IntArray:
-        """Return which of their samples, `rows`, earlier ranks have not emitted, (n,)."""
+    def remaining_of(self, earlier: EarlierRanks, numbers: IntArray, *, is_whole: bool) -> IntArray:
+        """Return which samples of `numbers` earlier ranks have not emitted, (n,)."""
         waiting, _ = self.waiting_of(earlier)
         parts, ranks, limits = [waiting], earlier.ranks, earlier.limits
         if not all(progress.is_alone for progress in ranks):
-            shared = self.plan(rows, limits, len(ranks), is_whole=is_whole)
+            shared = self.plan(numbers, limits, len(ranks), is_whole=is_whole)
         for rank, progress in enumerate(ranks):
             if progress.is_alone:
-                alone = self.plan(self.checked(progress.rows), limits, ranks=1)
-                parts.append(alone.rows_from(progress.taken, 0))
+                alone = self.plan(self.checked(progress.numbers), limits, ranks=1)
+                parts.append(alone.numbers_from(progress.taken, 0))
             else:
-                parts.append(shared.rows_from(progress.taken, rank))
+                parts.append(shared.numbers_from(progress.taken, rank))
         return np.concatenate(parts)
 
-    def checked(self, rows: bytes | IntArray | None) -> IntArray:
+    def checked(self, numbers: bytes | IntArray | None) -> IntArray:
         """Return the samples of a state, checked."""
-        if not isinstance(rows, np.ndarray):
-            rows = np.frombuffer(rows or b"", "<i8").astype(np.int64)
-        return check_rows(rows, len(self.tokens))
+        if not isinstance(numbers, np.ndarray):
+            numbers = np.frombuffer(numbers or b"", "<i8").astype(np.int64)
+        return check_numbers(numbers, len(self.tokens))
 
 
 class ResumedPlan:
-    """The groups of a rank in an epoch, and how many of them are emitted.
+    """The groups of a rank in an epoch: planned groups, and then groups of later samples.
 
-    All ranks plan an epoch together. After lower limits or more excluded keys, a rank plans its
+    All ranks plan an epoch together. With lower limits or more excluded keys, a rank plans its
     remaining samples alone. Another number of ranks plans together the samples that the earlier
-    ranks have not emitted, which follow from their plans.
+    ranks have not emitted, which follow from the plans of the earlier ranks.
 
     Args:
         epoch: the epoch, with the given lengths.
         rank: this rank.
-        limits: of the groups.
-        rows: the samples of the epoch, in their order, without those that are excluded, (n,).
-        is_alone: whether `rows` are the remaining samples of this rank, which it plans alone.
-        earlier: the ranks that the epoch had before, a set for each change of their number.
+        limits: limits of the groups.
+        numbers: the samples of the epoch that are not excluded, in their order, (n,).
+        is_alone: whether `numbers` are only the remaining samples of this rank.
+        earlier: the earlier ranks of the epoch, an entry for each change of their number.
+        later: samples that come last in the epoch.
 
     Raises:
         ValueError: a part of a state is damaged.
@@ -142,61 +142,98 @@ class ResumedPlan:
         epoch: KnownEpoch,
         rank: int,
         limits: Limits,
-        rows: IntArray,
+        numbers: IntArray,
         *,
         is_alone: bool = False,
         earlier: Sequence[EarlierRanks] = (),
+        later: LaterSamples | None = None,
     ) -> None:
         self.limits = limits
         self.taken = 0
-        """Number of emitted groups."""
-        self._given_epoch, self._rank, self._is_alone, self._earlier = (
-            epoch,
-            rank,
-            is_alone,
-            earlier,
-        )
-        self._rows_state = rows.astype("<i8").tobytes() or None if is_alone else None
-        order = epoch.checked(rows)
-        for number, ranks in enumerate(earlier):
+        """Number of planned groups that are emitted."""
+        self.later = LaterSamples() if later is None else later
+        """The samples that come last."""
+        self._given_epoch = epoch
+        self._rank, self._is_alone, self._earlier = rank, is_alone, earlier
+        self._numbers_state = numbers.astype("<i8").tobytes() or None if is_alone else None
+        order = epoch.checked(numbers)
+        for change, ranks in enumerate(earlier):
             if not is_alone:
-                is_left = np.zeros(len(epoch.tokens), np.bool_)
-                is_left[epoch.remaining_of(ranks, rows, is_whole=not number)] = True
-                rows = order[is_left[order]]
+                are_remaining = np.zeros(len(epoch.tokens), np.bool_)
+                are_remaining[epoch.remaining_of(ranks, numbers, is_whole=not change)] = True
+                numbers = order[are_remaining[order]]
             epoch = epoch.with_lengths_of(ranks)
         self._rank_of_plan = 0 if is_alone else rank
         ranks_of_plan = 1 if is_alone else epoch.job.world_size
         is_whole = not (is_alone or earlier)
-        self._plan = epoch.plan(rows, limits, ranks_of_plan, is_whole=is_whole)
+        self._plan = epoch.plan(numbers, limits, ranks_of_plan, is_whole=is_whole)
 
     def __len__(self) -> int:
-        """Return the number of groups, or one more than this rank has."""
+        """Return the number of planned groups, or one more than this rank has."""
         return len(self._plan)
 
     @property
     def group_budget(self) -> TokenBudget:
         """The budget of the groups."""
-        return self.limits.of_groups(self._given_epoch.job.budget)
+        return self.limits.group_budget(self._given_epoch.job.budget)
 
-    def group(self, number: int) -> IntArray:
-        """Return the samples of a group, (n,); none where the last step has none of this rank."""
-        return self._plan.group(number, self._rank_of_plan)
+    def group(self, step: int) -> IntArray:
+        """Return the samples of a planned group, (n,); the last step may have none of this rank."""
+        return self._plan.group(step, self._rank_of_plan)
+
+    def next_group(self, last_step: int | None) -> tuple[int, IntArray] | None:
+        """Return step and samples of the next group; `None` if no group is ready.
+
+        Groups of later samples have the number of steps as their step. last_step: step of the last
+        group in flight; `None` if no group is in flight.
+        """
+        step = self.taken if last_step is None else last_step + 1
+        if step < len(self):
+            numbers = self.group(step)
+            if len(numbers):  # Only the last group may be empty.
+                return step, numbers
+        if last_step is not None and not self.later.are_grouped:
+            return None  # Samples of the groups in flight may have to come later, too.
+        later = self.later.next_group(self.group_budget)
+        return None if later is None else (len(self), later)
+
+    def emit(self, step: int, numbers: IntArray) -> None:
+        """Count a result of `next_group` as emitted."""
+        if step == len(self):
+            self.later.remove(numbers)
+            self.go_to_end()  # even if the last step has no group of this rank
+        else:
+            self.taken = step + 1
 
     def remaining(self) -> IntArray:
-        """Return the samples of the groups that are not emitted, (n,)."""
-        return self._plan.rows_from(self.taken, self._rank_of_plan)
+        """Return the samples of the planned groups that are not emitted, (n,)."""
+        return self._plan.numbers_from(self.taken, self._rank_of_plan)
 
-    def were_in_group(self, rows: IntArray) -> npt.NDArray[np.bool_]:
-        """Tell which samples have been in a group on earlier ranks, (n,)."""
+    def end(self) -> list[int]:
+        """End the epoch early; return all samples that are not emitted."""
+        numbers: list[int] = np.concatenate((self.remaining(), self.later.numbers)).tolist()
+        self.later = LaterSamples()
+        self.go_to_end()
+        return numbers
+
+    def were_in_group(self, numbers: IntArray) -> npt.NDArray[np.bool_]:
+        """Return which samples were in a group before, also on earlier ranks, (n,)."""
         tables = [self._given_epoch.waiting_of(ranks)[0] for ranks in self._earlier]
-        return np.isin(rows, np.concatenate([*tables, rows[:0]]))
+        on_earlier_ranks = np.isin(numbers, np.concatenate([*tables, numbers[:0]]))
+        return on_earlier_ranks | self.later.were_in_group(numbers)
 
-    def alone(self, rows: IntArray, limits: Limits) -> ResumedPlan:
+    def alone(self, numbers: IntArray, limits: Limits) -> ResumedPlan:
         """Return a plan of the remaining samples of this rank alone."""
-        # Of earlier ranks, only the lengths that they observed still count.
+        # Earlier ranks matter only for the lengths that they observed.
         earlier = [ranks._replace(ranks=[]) for ranks in self._earlier]
         return ResumedPlan(
-            self._given_epoch, self._rank, limits, rows, is_alone=True, earlier=earlier
+            self._given_epoch,
+            self._rank,
+            limits,
+            numbers,
+            is_alone=True,
+            earlier=earlier,
+            later=self.later,
         )
 
     def lowered(self, tokens: int) -> ResumedPlan:
@@ -204,14 +241,15 @@ class ResumedPlan:
         limits = self.limits._replace(tokens=tokens)
         if self._is_alone or len(self):
             return self.alone(self.remaining(), limits)
-        return ResumedPlan(self._given_epoch, self._rank, limits, NO_ROWS)  # no epoch has begun
+        # There is nothing to plan: no epoch has begun, or only later samples remain.
+        return ResumedPlan(self._given_epoch, self._rank, limits, NO_ROWS, later=self.later)
 
     def go_to_end(self) -> None:
-        """Count all groups as emitted."""
+        """Count all planned groups as emitted."""
         self.taken = len(self)
 
     def go_to(self, taken: int, *, is_at_end: bool) -> None:
-        """Count `taken` groups as emitted; `is_at_end`: all groups of the present plan."""
+        """Count `taken` planned groups as emitted; `is_at_end`: all groups of the present plan."""
         self.taken = len(self) if is_at_end else taken
         if not 0 <= self.taken <= len(self):
             raise ValueError(f"it has {self.taken} groups of {len(self)}.")
@@ -219,9 +257,11 @@ class ResumedPlan:
     def to_state(self) -> dict[str, Any]:
         """Return the fields of a `PlannedState` for this position."""
         return {
+            "is_at_end": self.taken == len(self) and not len(self.later),
+            "later": self.later.to_state(),
             "taken": self.taken,
             "limits": (*self.limits,),
             "is_alone": self._is_alone,
-            "rows": self._rows_state,
+            "rows": self._numbers_state,
             "earlier": [ranks.to_state() for ranks in self._earlier],
         }

@@ -1,8 +1,8 @@
 """Rounds: the steps that ranks plan after one exchange, from a few integers of each rank.
 
-A rank reports its groups of a round, and a ladder of splits: its groups after one split, after two,
-and so on. Every rank then knows how every other rank will split, so one exchange settles a round,
-even at the end of the data.
+A rank reports its groups of a round, and a ladder of splits: its groups after one split, after two
+splits, and so on. So every rank knows how every other rank will split groups, and one exchange
+settles a round, even at the end of the data.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ COLUMNS = 5  # integers per row of a report, before the columns of tasks
 HEADER = 9  # integers before the rows in a report's message
 FLAG_BITS = 30  # most modalities: the flags of two groups share one integer
 _FLAG_MASK = (1 << FLAG_BITS) - 1
-UNKNOWN_REMAINING = 2**62  # `CostReport.remaining` where a source does not know its length
-FILLER = -1  # stands for a group where a rank has none left for a step
+UNKNOWN_REMAINING = 2**62  # `CostReport.remaining` if the length of a source is unknown
+FILLER = -1  # stands for a group if a rank has no group for a step
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,10 @@ class GroupCost:
 
     samples: int
     targets: int  # supervised tokens
-    cost: int  # of its batch, under the budget
+    cost: int  # cost of its batch under the budget
     flags: int = 0  # bit mask of the modalities in the group
     tasks: tuple[int, ...] = ()  # supervised tokens of each task
-    # of a step with it, in any unit that all ranks share. `None`: its cost
-    time: int | None = None
+    time: int | None = None  # time of its step, in a unit that all ranks share; `None`: its cost
 
     @property
     def costs(self) -> int:
@@ -60,20 +59,18 @@ class GroupCost:
 
 @dataclass(frozen=True)
 class CostReport:
-    """The report of one rank to the others about a round."""
+    """The report of one rank to all ranks about a round."""
 
     # (groups + splits, 5 + tasks) int64. A row of a group holds samples, targets, time and cost as
-    # one integer, 0, flags, and the targets of each task. A row of a split holds these of the
-    # shorter half, in column 3 time and cost of the longer half, and in column 4 the flags of both
+    # one integer, 0, flags, and the targets of each task. A row of a split holds the same of the
+    # shorter half, but in column 3 time and cost of the longer half, and in column 4 both flags.
     table: IntArray
-    groups: int  # number of rows that are groups; the rows after them are splits
+    groups: int  # number of rows that are groups; the other rows are splits
     ended: bool  # whether the rank has no more groups after these
-    # whether the rank has, or has had, a sample that it can fill steps with
-    has_filler: bool = True
-    # `tokens` of the budget that it asks all ranks for, from the next round on; 0 for none
-    max_tokens: int = 0
-    # number of its samples after these groups, as far as it knows; -1 if it cannot share them with
-    # other ranks. See `planning.levelling`
+    has_filler: bool = True  # whether the rank has, or has had, a sample to fill steps with
+    max_tokens: int = 0  # lower `tokens` that the rank requests from the next round on; 0: none
+    # number of the rank's samples after these groups, if it is known; -1 if other ranks cannot make
+    # these samples. See `planning.levelling`.
     remaining: int = -1
     pool: PoolReport = field(default_factory=PoolReport)
 
@@ -87,8 +84,8 @@ class CostReport:
     @classmethod
     def from_message(cls, message: IntArray, tasks: int = 0) -> CostReport:
         """Return the report at the start of a message."""
-        rows, offered, groups, ended, has_filler, *further = message[:HEADER].tolist()
-        max_tokens, remaining, *lengths = further
+        header = message[:HEADER].tolist()
+        rows, offered, groups, ended, has_filler, max_tokens, remaining, *lengths = header
         columns = COLUMNS + tasks
         stop = HEADER + columns * rows
         table, offer = message[HEADER:stop].reshape(rows, columns), message[stop : stop + offered]
@@ -105,8 +102,8 @@ class CostReport:
 class RoundPlan:
     """The steps of a round."""
 
-    # of each step over all ranks: samples, targets, flags, highest cost, and targets of each task,
-    # (steps, 4 + tasks) int64
+    # for each step, over all ranks: samples, targets, flags, highest cost, and targets of each
+    # task, (steps, 4 + tasks) int64
     totals: IntArray
     groups: IntArray  # index of the group of each rank and step, or `FILLER`, (ranks, steps) int64
     splits: list[int]  # number of splits of each rank
@@ -121,9 +118,9 @@ def row_of(group: GroupCost) -> list[int]:
 class SplitLadder:
     """Groups, and the groups that they become when they are split one after the other.
 
-    Each split takes the group of the longest time that has two samples or more, orders it by
-    length, and cuts it in the middle: the shorter half becomes a new group, at the end. So what a
-    rank splits next follows from times and numbers of samples, which all ranks know.
+    Each split takes the group of the longest time among groups of two samples or more, orders its
+    samples by length, and cuts it in the middle: the shorter half becomes a new group at the end.
+    So the next split of a rank follows from times and numbers of samples, which all ranks know.
     """
 
     def __init__(self, groups: Sequence[Facts], measure: Callable[[Facts], GroupCost]) -> None:
@@ -170,9 +167,9 @@ def report_of(
     tasks: int = 0,
     max_tokens: int = 0,
 ) -> CostReport:
-    """Return the report of a ladder's groups, with splits up to `most` groups if it may split.
+    """Return the report of a ladder's groups; if it `may_split`, with splits up to `most` groups.
 
-    See `CostReport` for the fields. has_ended: whether the rank has no group after these.
+    See `CostReport` for the other arguments.
     """
     rows = [row_of(cost) for cost in ladder.costs]
     groups = len(rows)
@@ -187,7 +184,7 @@ def report_of(
 
 
 def cut_by_length(tokens: Sequence[int], pieces: int) -> list[list[int]]:
-    """Return the rows of up to `pieces` parts of a group, of like lengths and numbers of samples.
+    """Cut a group by length into up to `pieces` parts of like sizes; return the rows of each part.
 
     The shortest samples come first; each part is in the order of the group.
     """
@@ -202,9 +199,9 @@ def plan_round(
     """Return the plan of a round, the same on every rank.
 
     Groups are matched by time: the longest groups of all ranks share a step, then the second
-    longest, and so on. That minimizes the sum, over steps, of the longest time of a step. One
+    longest, and so on. This minimizes the sum, over steps, of the longest time of a step. One
     permutation then shuffles the steps, so that the micro-steps of an optimizer step have samples
-    of unlike lengths.
+    of different lengths.
     """
     if len(reports) == 1:
         return _plan_alone(reports[0], accumulate, key)
@@ -226,9 +223,9 @@ def plan_round(
         sizes[rank] = len(rows)
     times = times_of(pieces[:, :, COSTS])
     order = np.argsort(-times, axis=1, kind="stable")
-    of_steps = np.take_along_axis(pieces, order[:, :, None], axis=1).sum(axis=0)
+    samples = np.take_along_axis(pieces[:, :, SAMPLES], order, axis=1).sum(axis=0)
     costs = np.take_along_axis(costs_of(pieces[:, :, COSTS]), order, axis=1).sum(axis=0)
-    lengths = costs / np.maximum(of_steps[:, SAMPLES], 1)
+    lengths = costs / np.maximum(samples, 1)
     order = order[:, spread_steps(lengths, accumulate, key)]
     chosen = np.take_along_axis(pieces, order[:, :, None], axis=1)
     groups = np.where(order < sizes, order, FILLER)
@@ -236,10 +233,7 @@ def plan_round(
 
 
 def _plan_alone(report: CostReport, accumulate: int, key: int) -> RoundPlan:
-    """Return the plan of a single rank: all of its groups, with nothing to match.
-
-    They are in the order in which they came, or as micro-steps of unlike lengths.
-    """
+    """Return the plan of a single rank: its groups in their order, or spread over micro-steps."""
     table, groups = report.table[: report.groups], np.arange(report.groups)
     if accumulate > 1:
         lengths = costs_of(table[:, COSTS]) / np.maximum(table[:, SAMPLES], 1)
@@ -251,8 +245,8 @@ def _plan_alone(report: CostReport, accumulate: int, key: int) -> RoundPlan:
 
 
 def step_totals(groups: Sequence[Sequence[GroupCost]]) -> IntArray:
-    """Return the `totals` of a `RoundPlan` for steps that are planned already."""
-    rows = [[row_of(group) for group in of_rank] for of_rank in groups]
+    """Return the `totals` of a `RoundPlan` for steps whose groups, by rank, are planned already."""
+    rows = [[row_of(group) for group in groups_of_rank] for groups_of_rank in groups]
     return _totals(np.array(rows, dtype=np.int64))
 
 
@@ -260,29 +254,26 @@ def _totals(pieces: IntArray) -> IntArray:
     samples, targets = pieces[:, :, SAMPLES].sum(axis=0), pieces[:, :, TARGETS].sum(axis=0)
     flags = np.bitwise_or.reduce(pieces[:, :, FLAGS], axis=0)
     most_cost = costs_of(pieces[:, :, COSTS]).max(axis=0, initial=0)
-    of_tasks = pieces[:, :, COLUMNS:].sum(axis=0)
-    return np.column_stack((samples, targets, flags, most_cost, of_tasks))
+    task_targets = pieces[:, :, COLUMNS:].sum(axis=0)
+    return np.column_stack((samples, targets, flags, most_cost, task_targets))
 
 
 def shuffled(count: int, key: int) -> IntArray:
-    """Return a permutation of `range(count)` that depends on `key` alone, and on no library."""
+    """Return a permutation of `range(count)` that depends on `key` alone, on no library version."""
     return np.array(sorted(range(count), key=lambda index: hash_ints(key, index)), dtype=np.int64)
 
 
 def spread_steps(
     lengths: npt.NDArray[np.float64], accumulate: int, key: int, steps_before: int = 0
 ) -> IntArray:
-    """Return an order of steps, so that the micro-steps of an optimizer step have unlike lengths.
+    """Return an order of steps in which the micro-steps of an optimizer step differ in length.
 
     The steps are put in order of length and cut into `accumulate` parts. Each optimizer step has
-    one step of each part. An optimizer step that has begun, and an incomplete one at the end, have
-    steps of any part. The order depends on `key` alone.
+    one step of each part. An optimizer step that has begun before, or that is incomplete at the
+    end, has steps of any part.
 
-    Args:
-        lengths: how long the samples of each step are on average, (n,).
-        accumulate: steps of an optimizer step.
-        key: seed of the order.
-        steps_before: of the epoch.
+    lengths: mean length of the samples of each step, (n,); key: seed of the order; steps_before:
+    steps of the epoch before these.
     """
     order = shuffled(len(lengths), key)
     begun, order = np.split(order, [-steps_before % accumulate])
@@ -323,40 +314,36 @@ def _next_to_split(costs: IntArray, samples: IntArray) -> int | None:
     return parent if parent >= 0 and candidates[parent] >= 0 else None
 
 
-LEAST_ROUNDS = 2  # the last round may begin once a rank has samples left for fewer rounds
+LEAST_ROUNDS = 2  # the last round may begin once a rank has samples for fewer rounds
 MOST_ROUNDS = 4
-"""Rounds: the last round does not begin before every rank has at most this left, since a rank must
-hold all of it."""
+"""The last round does not begin before every rank has samples for at most so many rounds, because
+a rank must hold all its samples of the last round."""
 
 
 def begins_last_round(reports: Sequence[CostReport], steps: int) -> bool:
-    """Tell whether the next round is the last, if a round has `steps` steps."""
+    """Return whether the next round is the last, if a round has `steps` steps."""
     remaining = [report.remaining for report in reports]
     groups = sum(report.groups for report in reports)
     if len(reports) == 1 or min(remaining) < 0 or not any(remaining) or not groups:
         return False
     samples = sum(int(report.table[: report.groups, SAMPLES].sum()) for report in reports)
-    of_a_round = steps * samples / groups
-    return min(remaining) < LEAST_ROUNDS * of_a_round and max(remaining) <= MOST_ROUNDS * of_a_round
+    in_round = steps * samples / groups  # samples of a rank in a round, on average
+    return min(remaining) < LEAST_ROUNDS * in_round and max(remaining) <= MOST_ROUNDS * in_round
 
 
-MOST_STEPS_ALONE = 4  # steps of a round of a single rank: it holds the samples of all of them
+MOST_STEPS_ALONE = 4  # most steps of a round of a single rank, which holds all their samples
 
 
 def round_steps(number: int, world_size: int, round_size: int, accumulate: int) -> int:
     """Return the number of steps of a round in which no data ends: 1, 2, 3, ... `round_size`.
 
-    The first batch waits for a round of one step. Each round has a fourth more steps than the one
-    before, and at least one more, so its groups are ready while that one is emitted, unless
-    training is hardly slower than processing. A single rank waits for no other: rounds of 1, 2 and
-    4 steps spread the work of a round over its steps, unless it has micro-steps to mix. All are
-    rounded up to a multiple of `accumulate`.
+    The first batch waits for a round of one step. Each round has a fourth more steps than the
+    previous round, and at least one step more, so its groups are ready during the previous round,
+    unless training is hardly slower than processing. A single rank waits for no other rank: rounds
+    of 1, 2 and 4 steps spread the work of a round over its steps, unless there are micro-steps to
+    mix. All numbers are rounded up to a multiple of `accumulate`, the steps of an optimizer step.
 
-    Args:
-        number: number of the round in its epoch, from 0.
-        world_size: number of ranks.
-        round_size: most steps of a round.
-        accumulate: steps of an optimizer step.
+    number: number of the round in its epoch, from 0; round_size: most steps of a round.
     """
     if world_size == 1 and accumulate == 1:
         return min(round_size, MOST_STEPS_ALONE, 1 << min(number, 16))
@@ -376,15 +363,10 @@ def next_settings(
     planned_steps: int,
     round_size: int,
 ) -> RoundSettings:
-    """Return the settings of the next round, which follow from all reports.
+    """Return the settings of the next round, which follow from the reports of all ranks.
 
-    Args:
-        reports: of all ranks.
-        present: settings of the round that was reported.
-        next_steps: steps of the next round.
-        planned_steps: steps of the epoch so far. The last round shares out as many steps, up to a
-            full round: the first rounds are too short for it.
-        round_size: most steps of a round.
+    present: settings of the reported round; next_steps: steps of the next round; planned_steps:
+    steps of the epoch so far, as many as the last round shares out, up to a full round.
     """
     limits = [present.max_tokens, *(report.max_tokens for report in reports)]
     agreed = agreed_caps([report.pool.offer for report in reports])

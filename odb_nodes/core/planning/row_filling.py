@@ -1,4 +1,4 @@
-"""The end of a packed row: the one or two samples that fill the room which the others leave."""
+"""The end of a packed row: the one or two samples that fill its remaining room."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Room(NamedTuple):
     patches: int
 
     def beside(self, table: IntArray, columns: IntArray) -> Room:
-        """Return the room that samples of a pool leave."""
+        """Return the room that remains beside samples of a pool."""
         return Room(
             self.cost - int(table[TOKENS, columns].sum()),
             self.samples - len(columns),
@@ -43,14 +43,15 @@ Fill = Callable[[IntArray, Room, IntArray], Filling]
 def exchanged(
     table: IntArray, oldest: IntArray, room: Room, most_exchanged: int, fill: Fill
 ) -> tuple[IntArray, int]:
-    """Return the columns of a row of the oldest samples, and how much it misses.
+    """Return the columns of a row of the oldest samples, and how much the row misses.
 
-    The last of them give way to one or two other samples where these fill the row better. Each turn
-    keeps one of the oldest fewer than the turn before, and may take those that were given up. The
-    first sample always stays. Of equally good rows the first wins, which keeps most of the oldest.
+    The last of the oldest samples give way to one or two other samples if these fill the row
+    better. Each turn keeps one of the oldest samples fewer than the previous turn, and may take the
+    samples that were given up. The first sample always stays. Of equally good rows the first wins,
+    which keeps most of the oldest samples.
 
-    table: of the pool, with costs in place of tokens; oldest: columns of the oldest samples that
-    fit together, by age; room: of an empty row.
+    table: the pool, with costs in place of tokens; oldest: columns of the oldest samples that fit
+    together, by age; room: the room of an empty row.
     """
     free = np.ones(table.shape[1], dtype=bool)
     free[oldest] = False
@@ -89,10 +90,10 @@ def fullest_filling(table: IntArray, free: IntArray, room: Room) -> Filling:
 def nearest_filling(
     table: IntArray, extra: IntArray, free: IntArray, room: Room, target: int
 ) -> Filling:
-    """Return the one or two free samples that come nearest to filling a room with a target's extra.
+    """Return the one or two free samples that best fill a room and have the target as their extra.
 
-    Cost that is missed counts twice, as does extra above the target. extra: of each pooled sample,
-    (n,); target: the extra that the samples should have.
+    Missed cost, and extra above the target, count twice. extra: the extra of each pooled sample,
+    (n,).
     """
 
     def missed(costs: IntArray, extras: IntArray) -> IntArray:
@@ -135,8 +136,8 @@ def _fitting(table: IntArray, free: IntArray, room: Room) -> IntArray:
 def _longest_partners(costs: IntArray, room: Room) -> tuple[IntArray, IntArray]:
     """Return pairs of ascending costs: each of at most half the room, and its largest partner.
 
-    A sample of at most half the room leaves room for another of its cost, so its partner never
-    comes before it in the table. The partner is the sample itself where no other one fits.
+    A sample of at most half the room leaves room for another sample of its cost, so its partner
+    never comes before it in the table. If no other sample fits, the partner is the sample itself.
     """
     shorter = np.arange(np.searchsorted(costs, room.cost // 2, side="right"))
     longer = np.searchsorted(costs, room.cost - costs[shorter], side="right") - 1

@@ -26,13 +26,13 @@ from odb_nodes.core.sample import Sample, Skipped, name_of
 from odb_nodes.errors import SampleError
 
 STEP_COST_SHARE = 0.1
-"""Fixed cost of a step, as a share of the budget. It makes fuller groups worth some padding."""
+"""Fixed cost of a step, as a share of the budget, which makes fuller groups worth some padding."""
 
 CAP_SHARE = 0.75
-"""Weight of the cap in the cost of a step with a capped run; the run's own cost has the other."""
+"""Weight of the cap in the cost of a step with a capped run. The cost of the run has the rest."""
 
 TIME_SHARE = 0.5
-"""Weight of the time that a run uses of its cap; the cost that it uses has the rest."""
+"""Weight of the time that a run uses of its cap. The cost that the run uses has the rest."""
 
 
 class LengthRuns:
@@ -41,9 +41,9 @@ class LengthRuns:
     The work is the cost of the samples without padding: their tokens, if attention costs nothing.
     The cost of a step is the cost of its batch under the budget, and a fixed share of the budget.
 
-    The table is in order of length, so the last sample of a run decides the width of its rows, and
-    so how many rows the budget holds. For each sample there is thus one full run that ends with it,
-    and only these runs are compared.
+    The table is in order of length, so the last sample of a run decides the width of the rows, and
+    how many rows the budget holds. So for each sample there is one full run that ends with the
+    sample, and only these runs are compared.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class LengthRuns:
         score = work / (costs + STEP_COST_SHARE * self._budget.tokens)
 
         anchors = _sums_before(table[ORDINALS] <= youngest_anchor)
-        # Equal counts before the first sample and at the end mean that the run holds no anchor. The
-        # run that ends with an anchor holds it, so at least one run keeps its score.
+        # Equal counts before the first sample and at the end mean that the run holds no anchor. A
+        # run that ends with an anchor holds this anchor, so at least one run keeps its score.
         score[anchors.take(stop) == anchors.take(first)] = -1.0
         return self._best(table, first, stop, score)
 
@@ -87,14 +87,14 @@ class LengthRuns:
         return np.concatenate(([budget_tokens], offer))
 
     def least_cap_time(self, table: IntArray, column: int) -> int:
-        """Return the least time of a cap that allows a run with a sample: that sample alone."""
+        """Return the least time of a cap that allows a run with this sample: the sample alone."""
         alone = np.array([column])
         return int(self._times(table, alone, alone + 1, alone)[1][0])
 
     def aimed(self, table: IntArray, cap: int, due: int | None) -> slice:
-        """Return the run that uses the time and the cost of a cap best.
+        """Return the run that best uses the time and the cost of a cap.
 
-        due: the column of a sample that the run must hold. Default: none.
+        due: the column of a sample that the run must hold.
         """
         row_costs, most_time = self._runs(table)[2], max(times_of(cap), 1)
         rows = self._rows_within(table, most_time)
@@ -128,7 +128,7 @@ class LengthRuns:
     def _rows_within(self, table: IntArray, most_time: int) -> IntArray:
         """Return the rows of the longest run that ends with each sample within a time, (n,).
 
-        Where patches take time, a run may have fewer rows than the time allows.
+        If patches take time, a run may have fewer rows than the time allows.
         """
         first = self._runs(table)[0]
         stop = np.arange(1, len(first) + 1)
@@ -140,9 +140,9 @@ class LengthRuns:
     def _times(
         self, table: IntArray, first: IntArray, stop: IntArray, columns: IntArray | None = None
     ) -> tuple[IntArray, IntArray]:
-        """Return the time of a row, and of all rows, of runs, (n,) each.
+        """Return for each run the time of a row, and the time of all rows, (n,) each.
 
-        columns: the last samples of the runs. Default: all.
+        columns: the last samples of the runs. Default: all samples.
         """
         tokens = table[TOKENS] if columns is None else table[TOKENS, columns]
         widths = self._shapes(tokens)[0]
@@ -162,11 +162,11 @@ class LengthRuns:
     def partition(self, table: IntArray) -> list[IntArray]:
         """Return the ordinals of the groups of all samples, cut from the longest down.
 
-        These are the fewest groups that `row_sizes` allows. If one of them is gone, the other
-        samples make the other groups: a pool that is restored in its tail makes them again.
+        These are the fewest groups that `row_sizes` allows. Without one group, the other samples
+        form the same other groups, as a pool that is restored in its tail must do.
         """
-        # Runs lack that property under `max_patches`: a sample that did not fit into the run before
-        # it may fit once its neighbour is gone. `first_fit` has it.
+        # Under `max_patches`, this does not hold for runs: a sample that did not fit into the run
+        # before may fit once a neighbour is gone. It holds for `first_fit`.
         if self._budget.max_patches is not None:
             patches = table[PATCHES]
             capacities = self._shapes(table[TOKENS])[1]
@@ -188,8 +188,8 @@ class LengthRuns:
     ) -> tuple[IntArray, IntArray, NDArray[np.float64]]:
         """Return first index, stop and cost of two runs that end with each sample.
 
-        One is within the largest cap, the other within the next lower one. The cost is mostly the
-        cost of the cap, which other ranks fill.
+        The first run is within the largest cap, the second within the next lower cap. The cost is
+        mostly the cost of the cap, which other ranks fill.
         """
         first, _, row_costs = self._runs(table)
         stop, largest = np.arange(1, len(first) + 1), len(caps) - 1
@@ -209,7 +209,7 @@ class LengthRuns:
         return start, stop, CAP_SHARE * wanted + (1 - CAP_SHARE) * costs
 
     def _allowed(self, rows: IntArray) -> IntArray:
-        """Return numbers of rows that a group may have: at least 1."""
+        """Return the largest numbers of rows, at most these, that a group may have."""
         return allowed_rows(np.maximum(rows, 1), self._budget.row_sizes)
 
     def _best(
@@ -224,10 +224,10 @@ class LengthRuns:
     def _best_mixed(
         self, tasks: IntArray, first: IntArray, stop: IntArray, score: NDArray[np.float64]
     ) -> int:
-        """Return the run with the best sum of fit and mix; of equal runs, the best by score."""
+        """Return the run with the best sum of fit and mix; of equal runs, the best score wins."""
         allowed = np.flatnonzero(score >= 0)
         score = score[allowed]
-        # A full group without padding fits as 1, an oversize sample no better.
+        # The fit of a full group without padding is 1, and of an oversize sample not more.
         fit = np.minimum((1 + STEP_COST_SHARE) * score, 1)
         mix = diversities(tasks, first[allowed], stop[allowed])
         total = (1 - self._diversity) * fit + self._diversity * mix
@@ -249,16 +249,16 @@ class LengthRuns:
             rows = allowed_rows(rows, budget.row_sizes)
         first = stop - rows
         if budget.shapes is not None:
-            # On a ladder, a run that does not fill its shape costs as much as one that does.
+            # With `shapes`, a run costs as much as its shape, even if it does not fill the shape.
             rows = capacities
         row_costs = budget.row_cost(widths)
         return first, rows * row_costs, row_costs
 
     def _shapes(self, tokens: IntArray) -> tuple[IntArray, IntArray]:
-        """Return, for each sample, the width and most samples of a group of which it is longest."""
+        """Return width and most samples of the groups in which each sample is the longest."""
         budget, multiple = self._budget, self._budget.pad_to_multiple_of
         widths = tokens if multiple == 1 else -(-tokens // multiple) * multiple
-        # At least 1, since an oversize sample is a group.
+        # At least 1, because an oversize sample is a group.
         row_costs = budget.row_cost(widths)
         capacities = np.maximum(budget.tokens // row_costs, 1)
         if budget.max_samples is not None:
@@ -287,7 +287,7 @@ def _tiles(first: IntArray) -> Iterator[tuple[int, int]]:
 
 
 def _sums_before(values: NDArray[Any]) -> IntArray:
-    """Return the sum of the values before each, and of all: (n,) -> (n + 1,) int64."""
+    """Return the sum of the values before each index, and of all values: (n,) -> (n + 1,) int64."""
     sums = np.empty(len(values) + 1, dtype=np.int64)
     sums[0] = 0
     np.add.accumulate(values, dtype=np.int64, out=sums[1:])
@@ -322,16 +322,17 @@ def check_has_task(sample: Sample | Skipped) -> None:
 def diversities(tasks: IntArray, first: IntArray, stop: IntArray) -> NDArray[np.float64]:
     """Return how evenly each run mixes the tasks of a pool: from 0, one task, to 1, all alike.
 
-    It is the entropy of the run's counts of tasks, divided by the logarithm of the number of tasks
-    in the pool. The numbers of the tasks make no difference, not even in the last bit.
-    `tasks`: of each pooled sample, (n,); `first`, `stop`: of each run, (m,) int64.
+    The result is the entropy of the run's counts of tasks, divided by the logarithm of the number
+    of tasks in the pool. The numbering of tasks makes no difference, not even in the last bit.
+
+    tasks: task of each pooled sample, (n,); first, stop: range of each run, (m,) int64 each.
     """
     rows = stop - first
     kinds = np.flatnonzero(np.bincount(tasks))
     if len(kinds) < 2:
         return np.zeros(len(rows))
     # With counts c of n rows, the entropy is log n - (sum of c log c) / n. The terms are integers,
-    # whose sum has no order.
+    # so the order of the sum makes no difference.
     counts = np.arange(int(rows.max()) + 1)
     terms = np.rint(counts * np.log(np.maximum(counts, 1)) * _UNIT).astype(np.int64)
     entropies = terms[rows]

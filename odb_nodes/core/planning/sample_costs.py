@@ -14,29 +14,29 @@ from odb_nodes.errors import SampleError
 
 
 class SampleCosts(NamedTuple):
-    """Facts of the samples of a dataset, a row each."""
+    """Facts of the samples of a dataset, (n,) int64 each."""
 
-    tokens: IntArray  # length of each sample, (n,) int64; 0 for one that processing skips
-    targets: IntArray  # supervised tokens of each, (n,) int64
-    patches: IntArray  # image patches of each, (n,) int64
-    tasks: IntArray  # number of the task of each, (n,) int64
+    tokens: IntArray  # lengths; 0 for a sample that processing skips
+    targets: IntArray  # supervised tokens
+    patches: IntArray  # image patches
+    tasks: IntArray  # numbers of the tasks
 
     @classmethod
     def of_lengths(cls, lengths: npt.ArrayLike) -> SampleCosts:
         """Return the costs of samples with known lengths, (n,), and without targets."""
         tokens = check_lengths(lengths)
-        none = np.broadcast_to(np.int64(0), tokens.shape)  # takes no memory
-        return cls(tokens, targets=none, patches=none, tasks=none)
+        zeros = np.broadcast_to(np.int64(0), tokens.shape)  # takes no memory
+        return cls(tokens, targets=zeros, patches=zeros, tasks=zeros)
 
     def are_oversize(self, budget: TokenBudget) -> NDArray[np.bool_]:
-        """Tell which samples exceed a budget on their own, (n,) bool."""
+        """Return which samples exceed a budget on their own, (n,) bool."""
         over: NDArray[np.bool_] = self.tokens > budget.capacity
         if budget.max_patches is not None:
             over = over | (self.patches > budget.max_patches)
         return over
 
     def are_left_out(self, budget: TokenBudget) -> NDArray[np.bool_]:
-        """Tell which samples no group holds, (n,) bool: those that are skipped or dropped.
+        """Return which samples are skipped or dropped, (n,) bool.
 
         Raises:
             SampleError: a sample is too long under `oversize="error"`.

@@ -1,6 +1,6 @@
 """Plan the steps of a whole job, on any number of ranks, in one process.
 
-It drives a `RankPlan` for each rank; where lengths are known, a `KnownJob`.
+The simulation drives a `RankPlan` for each rank, or a `KnownJob` if lengths are known.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from odb_nodes.core.sample_block import SampleBlock
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Step = list[SampleBlock | None]  # the group of each rank; `None` for one that fills the step
+Step = list[SampleBlock | None]  # the group of each rank; `None` for a rank that fills the step
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationOptions(JobOptions):
-    """A job to plan without running it. See `ODBDataLoader` for the fields not explained here.
+    """A job whose steps are planned without running it. See `ODBDataLoader` for other fields.
 
     Args:
         world_size: number of ranks.
         budget: padded tokens of a group, or a `TokenBudget`.
-        step_time: as for `RankAligner`. A function gets samples that have their tokens, their index
-            into the lengths as `data`, and no patches.
-        lengths_known: plan all samples of an epoch together, as a loader with `lengths` does, and
-            not as they come. `window` is then the number of samples of each rank that are planned
-            together, all for `"auto"`.
+        step_time: as for `RankAligner`. A function gets samples with their tokens, their index in
+            the lengths as `data`, and no patches.
+        lengths_known: whether to plan all samples of an epoch together, as a loader with `lengths`
+            does. `window` is then the number of samples of each rank that are planned together;
+            `"auto"`: all samples.
 
     Raises:
         TypeError, ValueError: an argument is not valid.
@@ -71,7 +71,7 @@ class SimulationOptions(JobOptions):
             for reason in [reason for reason, holds in reasons.items() if holds]:
                 raise ValueError(
                     f"`lengths_known` must be False with {reason}, which needs more than "
-                    "lengths. Leave one of them out."
+                    "lengths. Leave out one of the two."
                 )
 
 
@@ -191,12 +191,12 @@ def _share_last_round(feeders: Sequence[_Feeder]) -> list[LastRound]:
     rounds = [feeder.plan.last_round() for feeder in feeders]
     moves = rounds[0].moves([last_round.message() for last_round in rounds])
     received = [last_round.give(moves) for last_round in rounds]
-    given_items = [
+    items_given = [
         feeder.items[last_round.given_away.ordinal]
         for feeder, last_round in zip(feeders, rounds, strict=True)
     ]
     for feeder, last_round, rows in zip(feeders, rounds, received, strict=True):
-        items = [given_items[giver][row] for giver, row in rows]
+        items = [items_given[giver][row] for giver, row in rows]
         last_round.add(feeder.take_over(np.array(items, np.int64)))
     steps = max([last_round.fewest_steps() for last_round in rounds])
     for last_round in rounds:
@@ -248,7 +248,7 @@ class _Feeder:
         while (room := self.plan.lacks()) > 0:
             start = self._planner.pool.pulled
             stop = start + room
-            if stop > self._length:  # As in a node, known only when a pull finds nothing.
+            if stop > self._length:  # As in a node, the end is known only after the last sample.
                 self._planner.end()
             rows = slice(*np.searchsorted(self._admitted, (start, stop)).tolist())
             self._planner.add(self._facts(self._admitted[rows]), min(stop, self._length) - start)

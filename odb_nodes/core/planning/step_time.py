@@ -19,8 +19,8 @@ from odb_nodes.core.sample import Sample
 TimeFn = Callable[[Sequence[Sample]], int]
 """Group -> time of a step with it, an integer of at least 0 in any unit."""
 
-_OF_A_TOKEN = "(0, 1e100]"  # so that sums over a batch are finite
-IMAGE_PATCHES = 1_024  # of an image of 448 x 448 pixels, in patches of 14 x 14
+_TOKEN_TIMES = "(0, 1e100]"  # so that sums over a batch are finite
+IMAGE_PATCHES = 1_024  # patches of 14 x 14 pixels in an image of 448 x 448
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class StepTime:
         squares: time of each pair of tokens that attend to each other: `tokens / c`, where c is the
             length of a sample for which attention takes half of the time.
         patches: time of each image patch, in the encoder.
-        base: time that every step takes, of any batch.
+        base: time of a step that does not depend on the batch.
 
     Raises:
         TypeError, ValueError: a field is not valid; names it and its value.
@@ -52,7 +52,7 @@ class StepTime:
     base: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tokens", check_number("tokens", self.tokens, _OF_A_TOKEN))
+        object.__setattr__(self, "tokens", check_number("tokens", self.tokens, _TOKEN_TIMES))
         for name in ("squares", "patches", "base"):
             value = check_number(name, getattr(self, name), "[0, inf)")
             if value / self.tokens > MAX_COUNT:
@@ -87,8 +87,8 @@ class StepTime:
           window, the layer counts as one with full attention.
         - Layers of linear attention, Mamba or convolution count by their linear layers alone.
         - An image encoder counts in `patches`. The patches of an image attend to each other, or
-          within their window. `image_size` of the encoder gives their number, or else
-          `image_patches`. Patch embedding and projector, a few per cent of it, are left out.
+          within their window. `image_size` of the encoder, or else `image_patches`, gives their
+          number. Patch embedding and projector, a few per cent of the encoder, are left out.
 
         Audio, adapters, and work without FLOPs are left out as well: if the times of a run are
         known, fit them.
@@ -113,10 +113,10 @@ class StepTime:
         """Return the time of samples or padded rows beside their tokens, in tokens, (n,) int64."""
         squared = np.square(tokens.astype(np.float64)) * (self.squares / self.tokens)
         encoded = patches * (self.patches / self.tokens)
-        whole: IntArray = np.minimum(np.rint(squared) + np.rint(encoded), MAX_COUNT).astype(
+        extra: IntArray = np.minimum(np.rint(squared) + np.rint(encoded), MAX_COUNT).astype(
             np.int64
         )
-        return whole
+        return extra
 
     @property
     def is_of_tokens(self) -> bool:
@@ -128,8 +128,8 @@ class StepTime:
 
         Args:
             tokens: lengths of its samples, (n,), one or more.
-            patches: image patches of each, (n,).
-            budget: whose layout the batch has.
+            patches: image patches of its samples, (n,).
+            budget: has the layout of the batch.
         """
         lengths = np.asarray(tokens, np.int64)
         rows, width = budget.shape(lengths.tolist())
@@ -163,10 +163,10 @@ def check_step_time(step_time: StepTime | TimeFn | None) -> None:
 def step_time_of(
     step_time: StepTime | TimeFn | None, budget: TokenBudget | None
 ) -> StepTime | TimeFn | None:
-    """Return what the groups of a step are matched by; `None`: their costs.
+    """Return the time by which groups are matched; `None`: groups are matched by cost.
 
-    Packed rows are levelled in time by default, since their lengths stay mixed. Padded groups that
-    take equally long have samples of one length.
+    By default, packed rows are levelled in time, since their lengths stay mixed. Padded groups of
+    equal time would have samples of equal length.
     """
     if step_time is None and budget is not None and budget.layout == "packed":
         return StepTime.typical(budget)

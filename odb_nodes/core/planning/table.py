@@ -15,11 +15,10 @@ TOKENS, ORDINALS, PATCHES, TASKS = range(4)
 def first_fit(needs: IntArray, rooms: IntArray) -> list[list[int]]:
     """Return all columns in groups: each column, from the last, goes to the first group with room.
 
-    Without the samples of one group, the remaining samples make the same remaining groups.
+    Without the samples of one group, the remaining samples form the same remaining groups.
 
-    Args:
-        needs: what each sample takes of each limit, (limits, samples) int64.
-        rooms: the limits of a group that the sample begins, (limits, samples) int64.
+    needs: how much each sample takes of each limit, (limits, samples) int64; rooms: the limits of a
+    group that begins with the sample, (limits, samples) int64.
     """
     free = np.empty(rooms.shape, dtype=np.int64)
     groups: list[list[int]] = []

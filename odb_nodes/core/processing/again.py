@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from odb_nodes.core.contract.again import ItemsAgain
-from odb_nodes.core.processing.backlog import ItemsToRemake, QueuedChunk
+from odb_nodes.core.processing.backlog import QueuedChunk, RestoredItems
 from odb_nodes.core.processing.chunk import ChunkResult, ChunkTask
 from odb_nodes.core.processing.chunk_runner import ChunkRunner
 from odb_nodes.core.sample import ItemKey
 from odb_nodes.core.sample_block import ItemKeys
 
 
-class ProcessedAgain(ItemsAgain, ItemsToRemake):
+class ProcessedAgain(ItemsAgain, RestoredItems):
     """Items that a node processes again: when `take` is called, or ahead, by the `Backlog`.
 
     Results are kept until they are taken.
@@ -66,7 +66,7 @@ class ProcessedAgain(ItemsAgain, ItemsToRemake):
         return [self._result(row) for row in rows]
 
     def was_sent(self, row: int) -> bool:
-        """Tell whether a row was ever sent to the workers."""
+        """Return whether a row was ever sent to the workers."""
         return bool(self._was_sent[row])
 
     @property
@@ -101,7 +101,7 @@ class ProcessedAgain(ItemsAgain, ItemsToRemake):
     def _send(self, rows: Sequence[int]) -> None:
         """Send rows that the caller waits for, divided among the workers."""
         share = -(-len(rows) // max(1, self._runner.options.num_workers))
-        size = max(1, min(self._runner.fit.items, share))
+        size = max(1, min(self._runner.sizer.items, share))
         rows = sorted(rows, key=self._neighbours)
         for start in range(0, len(rows), size):
             chunk_rows = rows[start : start + size]

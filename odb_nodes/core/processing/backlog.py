@@ -12,8 +12,8 @@ from functools import partial
 
 from odb_nodes.core.processing.chunk import ChunkResult, ChunkTask
 
-_DEPTH_S = 0.15  # of work that a worker may have, for which an urgent chunk then waits
-_NEWEST_WEIGHT = 0.25  # of the last chunk in the average seconds of an item
+_DEPTH_S = 0.15  # work that a worker has at most, which an urgent chunk waits for
+_NEWEST_WEIGHT = 0.25  # weight of the last chunk in the average time of an item
 
 
 class QueuedChunk(Future[ChunkResult]):
@@ -23,10 +23,10 @@ class QueuedChunk(Future[ChunkResult]):
         super().__init__()
         self.task = task
         self.sent: Future[ChunkResult] | None = None
-        """The future of the pool, once the chunk is sent."""
+        """The future of the worker pool, once the chunk is sent."""
 
 
-class ItemsToRemake(ABC):
+class RestoredItems(ABC):
     """Items of a restored state, which workers process again. Each item has a row number."""
 
     @property
@@ -36,7 +36,7 @@ class ItemsToRemake(ABC):
 
     @abstractmethod
     def was_sent(self, row: int) -> bool:
-        """Tell whether a row was ever sent to the workers."""
+        """Return whether a row was ever sent to the workers."""
 
     @abstractmethod
     def next_chunk(self, count: int) -> QueuedChunk:
@@ -52,10 +52,10 @@ class Backlog:
 
     Workers get chunks in this order: urgent chunks; items of planned steps, in the order of the
     steps; new items; the remaining items of the restored state. Each worker has few chunks at a
-    time, so that an urgent chunk is soon the next. The thread that notices the end of a chunk sends
-    the next chunk, so workers do not wait for the trainer's thread.
+    time, so that an urgent chunk waits for few others. The thread that notices the end of a chunk
+    sends the next chunk, so workers do not wait for the trainer's thread.
 
-    `lock` guards all attributes, and each `ItemsToRemake`. No thread waits for a worker while it
+    `lock` guards all attributes, and each `RestoredItems`. No thread waits for a worker while it
     holds the lock.
     """
 
@@ -71,10 +71,10 @@ class Backlog:
         self._chunk_items = chunk_items
         self._urgent = deque[QueuedChunk]()
         self._new = deque[QueuedChunk]()
-        self._planned = deque[tuple[ItemsToRemake, int]]()  # rows, in the order of the steps
-        self._later = deque[ItemsToRemake]()
-        self._waits_for_new = False  # whether the trainer waits for new items, not for planned ones
-        self._sent_chunks = self._sent_items = 0  # that workers have now
+        self._planned = deque[tuple[RestoredItems, int]]()  # rows, in the order of the steps
+        self._later = deque[RestoredItems]()
+        self._waits_for_new = False  # whether the trainer waits for new, not for planned items
+        self._sent_chunks = self._sent_items = 0  # chunks and items that workers have now
         self._item_s: float | None = None  # average time of an item in a worker
         self._error: BaseException | None = None  # the error after which nothing is sent
 
@@ -95,12 +95,12 @@ class Backlog:
         self.send()
         return chunk
 
-    def add_later(self, items: ItemsToRemake) -> None:
+    def add_later(self, items: RestoredItems) -> None:
         """Queue all these items after everything else, from the next chunk on."""
         with self.lock:
             self._later.append(items)
 
-    def plan(self, items: ItemsToRemake, rows: Sequence[int]) -> None:
+    def plan(self, items: RestoredItems, rows: Sequence[int]) -> None:
         """Queue these rows after all planned rows, from the next chunk on.
 
         Rows that were sent already are skipped.
@@ -147,7 +147,7 @@ class Backlog:
             chunk.set_exception(self._error)
 
     def _next(self) -> QueuedChunk | None:
-        """Return the next chunk to send; `None` if there is none, or if workers have enough."""
+        """Return the next chunk to send; `None` if no chunk waits, or if workers have enough."""
         if self._has_later() and self._is_full():
             return None
         if self._urgent:
@@ -163,7 +163,7 @@ class Backlog:
         return None
 
     def _has_later(self) -> bool:
-        """Tell whether items of a restored state were never sent; drop the others."""
+        """Drop the restored items that were sent; return whether other restored items are left."""
         while self._planned and self._planned[0][0].was_sent(self._planned[0][1]):
             self._planned.popleft()
         while self._later and not self._later[0].has_unsent:
@@ -171,7 +171,7 @@ class Backlog:
         return bool(self._planned or self._later)
 
     def _next_planned(self) -> QueuedChunk | None:
-        """Return a chunk of the next planned rows, all of the same `ItemsToRemake`."""
+        """Return a chunk of the next planned rows, all of the same `RestoredItems`."""
         if not self._planned:
             return None
         items = self._planned[0][0]

@@ -35,12 +35,12 @@ from odb_nodes.core.sample_block import ItemKeys, SampleBlock
 from odb_nodes.errors import SampleError
 
 _SHOWN = 8  # samples of a chunk that an error names
-_HASHED_ROWS = 16  # from here on, `hash_rows` is faster than a hash for each row
+_HASHED_ROWS = 16  # from so many rows on, `hash_rows` is faster than a hash for each row
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The error that ended a chunk early, raised by the item after its good results."""
+    """The error of an item, which ended its chunk early."""
 
     item: str
     error: str
@@ -49,7 +49,7 @@ class Failure:
     cause: BaseException | None = None  # the exception, if it was raised in this process
 
     def explained(self, where: str) -> SampleError:
-        """Return the error to raise; `where` says which sample it is."""
+        """Return the error to raise; `where` names the sample."""
         worker = f" It was processed in {self.worker}." if self.worker else ""
         error = SampleError(
             f"item {self.item}, {where}, cannot be processed: {self.error}\nNo batch with it was "
@@ -61,19 +61,20 @@ class Failure:
 
 @dataclass(frozen=True)
 class ChunkTask:
-    """The items of a chunk, with the data for their random numbers and errors."""
+    """The items of a chunk, with the numbers that seeds and errors need."""
 
     items: Sequence[Any]
     keys: ItemKeys
     epoch: int
     cycle: int  # how many times the epoch was begun again
-    positions: Sequence[int]  # of the items in the epoch; row numbers for items made again by key
+    positions: Sequence[
+        int
+    ]  # numbers of the items in the epoch, or rows of items made again by key
     is_reprocessed: bool = False  # whether the items were processed in this epoch before
-    # if the items are those of a group: the key of its random numbers, and its budget
-    group: tuple[int, TokenBudget] | None = None
+    group_arguments: tuple[int, TokenBudget] | None = None  # for a group: see `MakesGroups`
 
     def __str__(self) -> str:
-        if self.is_reprocessed or self.group is not None:
+        if self.is_reprocessed or self.group_arguments is not None:
             names = "".join(map(self._short_name, range(min(_SHOWN, len(self.keys)))))
             more = " ..." * (len(self.keys) > _SHOWN)
             kind = "that are made again" if self.is_reprocessed else "in a group"
@@ -94,7 +95,7 @@ class ChunkTask:
 class ChunkResult:
     """The results of a chunk."""
 
-    # the good results in order, in runs of one type (see `runs_of`); message parts if `is_packed`
+    # the results before an error, in order, in runs (see `runs_of`); message parts if `is_packed`
     results: Any
     failure: Failure | None  # the error that ended the chunk early
     seconds: float = 0.0  # processing time
@@ -109,7 +110,7 @@ class ChunkResult:
         return sum(map(len, self.results))
 
     def runs(self) -> list[Sequence[Any]]:
-        """Return the good results in runs."""
+        """Return the results before an error, in runs."""
         return unpack(self.results) if self.is_packed else self.results  # type: ignore[no-any-return]
 
 
@@ -125,7 +126,7 @@ class Fetcher:
 
 
 class MakesGroups(Protocol):
-    """Makes the value that is sent to the trainer for a group from the results of its items.
+    """Makes a group from the results of its items, in a worker.
 
     collates: whether `collate_fn` is called.
     """
@@ -133,7 +134,7 @@ class MakesGroups(Protocol):
     collates: bool
 
     def __call__(self, results: Sequence[Any], key: int, budget: TokenBudget) -> Any:
-        """Return the group; `key` seeds its random numbers, `budget` limits it."""
+        """Return the group; `key` seeds collating, and `budget` limits the group."""
 
 
 _last_epochs: dict[int, tuple[Any, int]] = {}  # id of an object -> a reference, and its epoch
@@ -192,7 +193,7 @@ class ChunkProcessor:
 
     def functions_of(self, task: ChunkTask) -> str:
         """Return the user's functions that process a chunk, for an error."""
-        make_group = None if task.group is None else self.make_group
+        make_group = None if task.group_arguments is None else self.make_group
         collates = make_group is not None and make_group.collates
         return "`process_fn` or `collate_fn`" if collates else "`process_fn`"
 
@@ -202,7 +203,7 @@ class ChunkProcessor:
         return self.seed is not None or bool(self._with_epochs)
 
     def forget_epoch(self) -> None:
-        """Call `set_epoch` again next time: other code may have called it with another epoch."""
+        """Call `set_epoch` for the next chunk: other code may have called it with another epoch."""
         for holder in self._with_epochs:
             _last_epochs.pop(id(holder), None)
 
@@ -238,29 +239,29 @@ class ChunkProcessor:
             else:
                 packed = self._packed(results, failure)
         except Exception:
-            good = 0
+            sendable = 0
             try:
                 for result in results:
                     pack(runs_of([result], joined=True))
-                    good += 1
+                    sendable += 1
             except Exception as error:
                 cause = TypeError(
                     "the result cannot be sent between processes. Return arrays, tensors and plain "
                     f'data, or use `method="thread"`: {type(error).__name__}: {error}'
                 )
-                failure = _describe(chunk.items[good], cause)
-            packed = self._packed(results[:good], failure)
+                failure = _describe(chunk.items[sendable], cause)
+            packed = self._packed(results[:sendable], failure)
         return replace(packed, seconds=time.perf_counter() - start)
 
     def _group_of(
         self, task: ChunkTask, results: Sequence[Any], failure: Failure | None
     ) -> list[Sequence[Any]] | None:
         """Return the group of a chunk; `None` if the chunk is no group, or an item failed."""
-        if task.group is None or failure is not None or self.make_group is None:
+        if task.group_arguments is None or failure is not None or self.make_group is None:
             return None
         if self.before_collate is not None and self.make_group.collates:
             self.before_collate()
-        return [[self.make_group(results, *task.group)]]
+        return [[self.make_group(results, *task.group_arguments)]]
 
     def _packed(self, results: list[Any], failure: Failure | None) -> ChunkResult:
         if failure is not None:  # Not every exception can be pickled: its text is sent.
@@ -284,7 +285,7 @@ class ChunkProcessor:
         self, task: ChunkTask, caught: tuple[type[BaseException], ...]
     ) -> tuple[list[Any], Failure | None]:
         results: list[Any] = []
-        digests: list[int] = []  # of the samples that are checked
+        digests: list[int] = []  # digests of the samples that are checked
         checked = self.first.take(len(task.items))
         failure = None
         process = self.process_fn
@@ -311,7 +312,7 @@ class ChunkProcessor:
         return results, failure
 
     def _seeds_of(self, task: ChunkTask) -> Iterator[int]:
-        """Return the seed of each item: by its key, if it has one, so that ranks agree."""
+        """Return the seed of each item: by its key, if it has a key, so that ranks agree."""
         keys = task.keys
         if len(keys) >= _HASHED_ROWS and keys.are_known:
             try:
@@ -341,7 +342,7 @@ class ChunkProcessor:
 def runs_of(results: Sequence[Any], *, joined: bool = False) -> list[Sequence[Any]]:
     """Return results in runs: samples as a `SampleBlock`, other results as lists.
 
-    `joined`: whether their data become columns, as they are sent between processes.
+    joined: whether the data become columns, to be sent between processes.
     """
     runs: list[Sequence[Any]] = []
     for are_samples, group in groupby(results, lambda result: type(result) is Sample):
@@ -381,7 +382,7 @@ def _format_traceback(error: BaseException) -> str:
 
 
 def _show(value: Any, to_text: Callable[[Any], str] = repr) -> str:
-    """Return a text for a value of the user, even if `to_text` raises. A `repr` is shortened."""
+    """Return a text for a value of the user, even if `to_text` raises; shorten a `repr`."""
     try:
         text = to_text(value)
     except Exception as error:

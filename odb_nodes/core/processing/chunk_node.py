@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from odb_nodes._support.checks import check_callable
+from odb_nodes._support.checks import check_callable, check_type
 from odb_nodes._support.hashing import stable_name
 from odb_nodes._support.processes import resolve_rank
 from odb_nodes._support.seeds import declares_draws
@@ -35,6 +35,8 @@ class ChunkNode(EpochNode[T, S], Generic[T, S]):
     ) -> None:
         super().__init__()
         check_callable("process_fn", process_fn)
+        remedy = "Pass `WorkerOptions(num_workers=2)`."
+        check_type("workers", workers, WorkerOptions | None, remedy)
         self._name = stable_name(process_fn)
         self._rank, self._world_size = resolve_rank(rank, world_size)
         options = workers or WorkerOptions()
@@ -84,7 +86,7 @@ class ChunkNode(EpochNode[T, S], Generic[T, S]):
     def close(self) -> None:
         """Stop the workers. A later reset starts them again.
 
-        A forked child forgets them: they continue for the process that started them.
+        A forked child forgets the workers, which continue for the process that started them.
         """
         self.runner.close()
 

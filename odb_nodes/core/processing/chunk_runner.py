@@ -22,20 +22,20 @@ from odb_nodes.core.processing.chunk import (
     describe_unread,
 )
 from odb_nodes.core.processing.options import AUTO, WorkerOptions
-from odb_nodes.core.processing.pool import ENDED, InlinePool, Pool, ThreadPool
 from odb_nodes.core.processing.process_pool import ProcessPool
 from odb_nodes.core.processing.ray_pool import RayPool
+from odb_nodes.core.processing.worker_pool import ENDED, InlinePool, ThreadPool, WorkerPool
 from odb_nodes.errors import WorkerError
 
 _FIRST_ITEMS = 4
-_GROUPS_AHEAD = 2  # for each worker
-_CHUNK_S = 0.02
-_CHUNK_BYTES = 1 << 20
-_GROWTH = 2  # from one chunk to the next: the first items may be cheap by chance
-_NEWEST_WEIGHT = 0.25  # of the last chunk in the average bytes of an item
+_GROUPS_AHEAD = 2  # groups in flight for each worker
+_CHUNK_S = 0.02  # the longest time of a chunk
+_CHUNK_BYTES = 1 << 20  # the most bytes of a chunk
+_GROWTH = 2  # most growth from one chunk to the next, since the first items may be cheap by chance
+_NEWEST_WEIGHT = 0.25  # weight of the last chunk in the average bytes of an item
 
 
-class ChunkFit:
+class ChunkSizer:
     """Adapts the size of chunks to the time and bytes of earlier items.
 
     Each chunk costs a message and two pickles, so chunks should not be small. A chunk that takes
@@ -71,7 +71,7 @@ class ChunkFit:
         return min(options.samples_ahead, max(self._chunks * self.items, int(most)))
 
     def has_room_for_group(self, groups: int, samples: int) -> bool:
-        """Tell whether workers get another group while this many groups and samples are in flight.
+        """Return whether workers get another group beside the groups and samples in flight.
 
         Each worker gets a group; `in_flight_samples` and `in_flight_bytes` allow or forbid more.
         """
@@ -98,14 +98,14 @@ class ChunkFit:
             self._item_bytes = average + _NEWEST_WEIGHT * (size_bytes / items - average)
         if not self._adapts:
             return
-        # The smaller time of two chunks, since a single chunk may have waited for a CPU.
+        # The smaller of the times of two chunks, since a chunk may have waited for a CPU.
         item_s = min(seconds / items, self._item_s)
         self._item_s = seconds / items
         share = max(item_s / _CHUNK_S, size_bytes / items / _CHUNK_BYTES, 1e-9)
         self.items = int(max(1, min(1 / share, _GROWTH * self.items, self._most_items)))
 
 
-def start_pool(processor: ChunkProcessor, options: WorkerOptions) -> Pool:
+def start_pool(processor: ChunkProcessor, options: WorkerOptions) -> WorkerPool:
     """Start workers with these options."""
     if options.num_workers == 0:
         return InlinePool(processor)
@@ -121,10 +121,10 @@ class ChunkRunner:
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions, name: str) -> None:
         self._processor, self.options, self._name = processor, options, name
-        self._pool: Pool | None = None
+        self._pool: WorkerPool | None = None
         self._finalizer: Callable[[], Any] | None = None
         self._interruption: Future[ChunkResult] = Future()
-        self.fit = ChunkFit(options)
+        self.sizer = ChunkSizer(options)
         self._backlog: Backlog | None = None  # while items of a restored state are unprocessed
 
     @property
@@ -156,7 +156,7 @@ class ChunkRunner:
             warn_user(f"{exit_reason} All workers are started anew.")
 
     def close(self) -> None:
-        """Stop the workers. A forked child only drops them: they belong to its parent."""
+        """Stop the workers. A forked child only drops the workers, which belong to its parent."""
         finalizer, self._finalizer = self._finalizer, None
         self._forget_backlog()
         if self.is_started:
@@ -174,8 +174,8 @@ class ChunkRunner:
     def backlog(self) -> Backlog | None:
         """Return the queue of chunks, kept until all are sent; `None` without workers."""
         if self.is_started and self._backlog is None:
-            fit = self.fit
-            self._backlog = Backlog(self._send, self.options.num_workers, lambda: fit.items)
+            sizer = self.sizer
+            self._backlog = Backlog(self._send, self.options.num_workers, lambda: sizer.items)
         return self._backlog
 
     @property
@@ -244,7 +244,7 @@ class ChunkRunner:
     def results(
         self, task: ChunkTask, future: Future[ChunkResult]
     ) -> tuple[list[Sequence[Any]], Failure | None]:
-        """Return the good results of a chunk in runs, and the failure that ended it early."""
+        """Return the results of a chunk in runs, and the failure that ended the chunk early."""
         pool = self._pool  # Another thread may close it meanwhile.
         if not future.done():
             self._wait(future)
@@ -263,7 +263,7 @@ class ChunkRunner:
                 )
         except WorkerError as error:
             raise self._fail(f"no result for {task}: {error}") from error
-        self.fit.note(len(task.items), result.seconds, result.size_bytes)
+        self.sizer.note(len(task.items), result.seconds, result.size_bytes)
         try:
             return result.runs(), result.failure
         except Exception as error:
@@ -279,7 +279,9 @@ class ChunkRunner:
         futures = (future, self._interruption)
         wait(futures, self.options.timeout_s, return_when=FIRST_COMPLETED)
 
-    def _what_hangs(self, pool: Pool | None, task: ChunkTask, future: Future[ChunkResult]) -> str:
+    def _what_hangs(
+        self, pool: WorkerPool | None, task: ChunkTask, future: Future[ChunkResult]
+    ) -> str:
         sent = future.sent if isinstance(future, QueuedChunk) else future
         if pool is None:
             return "the pool was closed."
@@ -288,7 +290,7 @@ class ChunkRunner:
         return pool.what_hangs(sent, self._processor.functions_of(task))
 
     def _fail(self, message: str) -> WorkerError:
-        """Stop the workers: the next `start` makes new ones."""
+        """Stop the workers, and return the error to raise. The next `start` makes new workers."""
         self.close()
         return WorkerError(message)
 
@@ -306,7 +308,7 @@ def cannot_collate(collate: Any, options: WorkerOptions) -> str:
 
 
 def _is_picklable(function: Any) -> bool:
-    """Tell whether a function can be sent to a process that is not forked."""
+    """Return whether a function can be sent to a process that is not forked."""
     try:
         ForkingPickler.dumps(function)
     except Exception:

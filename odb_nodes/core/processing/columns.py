@@ -26,7 +26,7 @@ class Column:
     __slots__ = ("are_tensors", "offsets", "values")
 
     def __init__(self, values: npt.NDArray[Any], offsets: list[int], are_tensors: bool) -> None:
-        # `offsets`: where each row begins, and the end of the last one: n + 1 numbers.
+        # offsets: where each row begins, and where the last row ends, n + 1 numbers.
         self.values, self.offsets, self.are_tensors = values, offsets, are_tensors
 
     def __reduce__(self) -> Any:
@@ -68,7 +68,7 @@ class DataColumns(Sequence[Any]):
 
     @property
     def are_apart(self) -> bool:
-        """Whether most bytes are in arrays and tensors that are not joined: each is freed alone."""
+        """Whether most bytes are in arrays and tensors that are not joined, and so freed singly."""
         joined_bytes = separate_bytes = 0
         for column in self.columns:
             if isinstance(column, Column):
@@ -97,7 +97,7 @@ class DataColumns(Sequence[Any]):
         return self.columns[self.keys.index(key)]
 
     def rows_like(self, key: Any) -> RowsLike | None:
-        """Return the offsets of the rows of a key, and all columns that share them.
+        """Return the offsets of the rows of a key, and all columns with the same offsets.
 
         `None` if the rows of that key are not joined.
         """

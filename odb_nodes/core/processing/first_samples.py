@@ -1,7 +1,7 @@
 """Checks on some samples of each process that processing does not change its input or results.
 
-Without these checks, such data would be wrong silently: samples that a later one overwrites, and
-items of the dataset that differ in the next epoch.
+Without these checks, data would be silently wrong: a later sample may overwrite an earlier sample,
+and items of the dataset may differ in the next epoch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from odb_nodes._support.seeds import GLOBAL_GENERATORS, preserved, put_back, sta
 from odb_nodes.core.sample import Sample
 from odb_nodes.errors import SampleError
 
-_FIRST = 16  # samples of a process that are all checked
-_EVERY = 256  # samples from one later check, of the first sample of a chunk, to the next
+_FIRST = 16  # first samples of a process, which are all checked
+_EVERY = 256  # later, once in so many samples, the first sample of a chunk is checked
 
 OVERWRITTEN = (
     "its result was changed while later items were processed, since `process_fn` or the dataset "
@@ -28,30 +28,32 @@ OVERWRITTEN = (
 
 @dataclass
 class FirstSamples:
-    """Decides which samples of this process are checked: the first, and those that begin chunks."""
+    """Decides which samples of this process are checked: the first, and first samples of chunks."""
 
     unchecked: int = _FIRST  # first samples still to check; below 0, samples since the last check
 
     def take(self, count: int) -> int:
-        """Return how many of a chunk's first samples to check; `count` is all that it has."""
+        """Return how many of the first samples to check in a chunk of `count` samples."""
         checked = min(max(self.unchecked, 0), count)
         self.unchecked -= count
-        if count == 1 or self.unchecked > -_EVERY:  # No later sample can overwrite a single one.
+        if (
+            count == 1 or self.unchecked > -_EVERY
+        ):  # In a chunk of 1, no later sample overwrites it.
             return checked
         self.unchecked = 0
         return max(checked, 1)
 
 
 def result_digest(result: Any) -> int:
-    """Return the digest of a result of processing; 0 if its type has none."""
+    """Return the digest of a result of processing; 0 if values of its type have no digest."""
     try:
         return content_digest(result.data if isinstance(result, Sample) else result)
-    except Exception:  # of the user's types; code that needs the digest raises it again
+    except Exception:  # A type of the user raised. Code that needs the digest raises again.
         return 0
 
 
 def first_overwritten(results: Sequence[Any], digests: Sequence[int]) -> int | None:
-    """Return the index of the first result whose digest has changed; `None` if none has."""
+    """Return the index of the first result with a changed digest; `None` without a change."""
     for index, (result, digest) in enumerate(zip(results, digests, strict=False)):
         if result_digest(result) != digest:
             return index

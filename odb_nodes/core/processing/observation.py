@@ -74,8 +74,8 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
     except (TypeError, ValueError) as error:
         raise SampleError(
             f"the observation of a sample is not valid: {str(error).rstrip('.')}. "
-            f"The sample is {_describe(data)}. Leave it out of the data, return `Skipped` from its "
-            "processing, or pass an `observe` that returns its length in tokens."
+            f"The sample is {_describe_sample(data)}. Leave it out of the data, return `Skipped` "
+            "from its processing, or pass an `observe` that returns its length in tokens."
         ) from error
 
 
@@ -122,8 +122,9 @@ def with_item_key(result: Any, item: ItemKey | None) -> Any:
     if type(result) is Sample:
         check_fits(result)
     if isinstance(result, Sample):
+        # Unpacked at once, because attributes take longer.
         data, tokens, targets, patches, source, counted, key, old_item, digest, task, _, padding = (
-            result  # Unpacked at once, since attributes take longer.
+            result
         )
         return Sample(
             data,
@@ -156,14 +157,14 @@ def digest_of(sample: Sample) -> int:
 def _length_of(data: Any) -> int:
     if not (is_mapping(data) and "input_ids" in data):
         raise SampleError(
-            f"a sample has no length: it is {_describe(data)}. Return a mapping with `input_ids`, "
-            "or pass an `observe` that returns its length in tokens."
+            f"a sample has no length: it is {_describe_sample(data)}. Return a mapping with "
+            "`input_ids`, or pass an `observe` that returns its length in tokens."
         )
     return len(flatten_row("input_ids", data["input_ids"]))
 
 
 def _count_targets(data: Any, tokens: int) -> tuple[int, str]:
-    """Return the targets of a sample, and what they count, one of `COUNTED`."""
+    """Return the number of targets of a sample, and their kind, one of `COUNTED`."""
     fields = data if is_mapping(data) else {}
     labels = fields.get("labels")
     if labels is None:
@@ -193,7 +194,7 @@ def _count_targets(data: Any, tokens: int) -> tuple[int, str]:
 
 
 def _is_note(label: Any) -> bool:
-    """Tell whether a label is absent, or text, which no loss is computed from."""
+    """Return whether a label is absent or text, from which no loss is computed."""
     first = label[0] if isinstance(label, (list, tuple)) and label else label
     return first is None or isinstance(first, (str, bytes, Mapping))
 
@@ -207,7 +208,7 @@ def _count_patches(data: Any) -> int:
     return 0 if pixels is None else len(pixels)
 
 
-def _describe(data: Any) -> str:
+def _describe_sample(data: Any) -> str:
     if isinstance(data, Mapping):
         return f"a `{type(data).__name__}` with keys {sorted(map(str, data))}"
     return f"{str(data)[:60]!r} of type `{type(data).__name__}`"

@@ -15,7 +15,7 @@ ChunkSize = int | Literal["auto"]
 _ONLY_FOR_PROCESSES = {"thread": ("start_method", "worker_init_fn"), "ray": ("start_method",)}
 AUTO: Final = "auto"
 _NOMINAL_SAMPLES = 32
-"""Samples that an `"auto"` chunk counts as in states and in the default of `in_flight_samples`."""
+"""Size of an `"auto"` chunk that states, and the default of `in_flight_samples`, assume."""
 MOST_SAMPLES = 256  # the most samples of an `"auto"` chunk
 
 
@@ -37,8 +37,8 @@ class WorkerOptions:
             samples, which take a worker up to 20 ms and up to 1 MiB, so that all workers are busy.
         in_flight_samples: number of samples being processed or waiting to be taken; `None` for 4
             chunks per worker.
-        in_flight_bytes: the most bytes of these samples, estimated from earlier ones; `None` for no
-            limit. At least two chunks per worker are in flight. No effect on threads.
+        in_flight_bytes: the most bytes of these samples, estimated from earlier samples; `None`
+            for no limit. At least two chunks per worker are in flight. No effect on threads.
         timeout_s: seconds to wait for a chunk before an error is raised.
         worker_init_fn: called with the worker's number when a worker process starts. It must be
             `None` for threads, and `start_method` for threads and Ray.
@@ -84,7 +84,7 @@ class WorkerOptions:
 
     @property
     def nominal_chunk_samples(self) -> int:
-        """Samples that a chunk counts as in states and in the default of `in_flight_samples`."""
+        """Size of a chunk that states, and the default of `in_flight_samples`, assume."""
         return _NOMINAL_SAMPLES if self.chunk_size == AUTO else self.chunk_size
 
     @property
@@ -103,7 +103,7 @@ class WorkerOptions:
 
 
 def share_of(workers: WorkerOptions, count: int) -> WorkerOptions:
-    """Return options for each of `count` nodes that divide the workers; at least 1 for each."""
+    """Return the options of each of `count` nodes that share the workers: 1 worker at least."""
 
     def share(limit: int | None) -> int | None:
         return None if limit is None else max(1, limit // count)

@@ -39,12 +39,12 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class ProcessorState(EpochState):
-    """Position of a `ParallelProcessor`."""
+    """The state of a `ParallelProcessor`."""
 
-    source: SourceState  # at or before the last item taken, and before items to be made again
+    source: SourceState  # from before the last item taken, and before all items to make again
     taken: int  # items taken since the state of the source
     position: int  # items of the epoch that were taken
-    # source name -> items among `taken`, and the `repeat` of the last one. Only for named sources
+    # source name -> items among `taken`, and the `repeat` of the last item. Only for named sources
     # that read by key, since only their items can be divided among other ranks.
     taken_of: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -55,7 +55,7 @@ class _ReadChunk:
 
     task: ChunkTask
     future: Future[ChunkResult]
-    locations: Sequence[ItemLocation | None]  # of the items, if the source has locations
+    locations: Sequence[ItemLocation | None]  # where each item comes from, if the source says so
     error: Exception | None  # raised by the source after these items
 
 
@@ -98,18 +98,19 @@ class _CurrentChunk(Generic[T]):
 class ParallelProcessor(ChunkNode[T, ProcessorState]):
     """Applies `process_fn` to every item, in order, in parallel.
 
-    Before each item, the global generators of Python, numpy and torch, and those that the function
-    holds, are seeded from (seed, epoch, key), so a sample does not depend on the worker, the rank,
-    or the number of attempts. (An item without a key, or of data that belongs to this rank, is also
-    seeded by the rank.) A method `set_epoch` of the function is called with the epoch. A function
-    with an attribute `draws_random_numbers = False` is not seeded, which saves 9 us a sample.
+    Before each item, the global generators of Python, numpy and torch, and generators that the
+    function holds, are seeded from (seed, epoch, key), so a sample does not depend on the worker,
+    the rank, or the number of attempts. (For an item without a key, and for data of this rank
+    alone, the seed also depends on the rank.) A method `set_epoch` of the function is called with
+    the epoch. For a function with an attribute `draws_random_numbers = False`, nothing is seeded,
+    which saves 9 us a sample.
 
     With `num_workers=0` and with threads the generators are restored afterwards. Threads then
     process one chunk at a time, and a training loop that draws from the same CPU generators
     disturbs processing: use processes, or `seed=None` and your own generators.
 
-    The thread that calls `next` reads items in chunks, which are processed ahead of it. Workers
-    live from the first reset until `close`, over epochs.
+    The thread that calls `next` reads items in chunks, which workers process ahead of that thread.
+    Workers live from the first reset until `close`, over epochs.
 
     State: a state of the source, and the number of items taken since. A run may resume with other
     `workers`.
@@ -187,8 +188,8 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
     def _state_of_source(self) -> tuple[int, Any]:
         """Return the number of the next item in a state of the source, and that state.
 
-        The state is before the last item taken: a state right after that item may not exist,
-        depending on how far the source was read ahead.
+        The state is from before the last item taken: a state right after that item exists only if
+        a chunk has ended there.
         """
         return self._items.state_at(max(0, self._position - 1))
 
@@ -218,7 +219,6 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         return results, keys
 
     def _note_taken(self, keys: ItemKeys) -> None:
-        """Count the items with these keys as taken."""
         first = self._position
         self._position += len(keys)
         self._items.forget(self._position - 1)
@@ -282,7 +282,7 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         while not self._has_read_all and self._has_room():
             self._read_chunk()
         if not self._in_flight:
-            if self._items.note_state():  # At the end of the epoch, no item is taken since.
+            if self._items.note_state():  # At the end of the epoch, no item was taken since.
                 self._taken_of = {}
             raise StopIteration
         chunk: _ReadChunk = self._in_flight[0]
@@ -299,16 +299,15 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         self._chunk = _CurrentChunk(runs, task.keys, error)
 
     def _has_room(self) -> bool:
-        """Tell whether more items may be in flight."""
         if not self._in_flight:
             return True
         oldest: _ReadChunk = self._in_flight[0]
         items_ahead = self._items.position - (oldest.task.positions[-1] + 1)
-        return items_ahead < self.runner.fit.items_ahead
+        return items_ahead < self.runner.sizer.items_ahead
 
     def _read_chunk(self) -> None:
         """Read a chunk and send it to the workers. Keep an error of the source for later."""
-        first, count = self._items.position, self.runner.fit.items
+        first, count = self._items.position, self.runner.sizer.items
         items: list[Any] = []
         keys: list[Sequence[ItemKey | None]] = []
         locations: list[ItemLocation | None] = []
@@ -344,7 +343,7 @@ class ParallelProcessor(ChunkNode[T, ProcessorState]):
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the configuration that decides the output; a state fits only an equal one."""
+        """Return the configuration that decides the output."""
         return {
             "process_fn": self._name,
             "seed": self._seed,
@@ -388,7 +387,7 @@ class PerSource(Fetcher):
         return fetched
 
     def __call__(self, routed: SourceItem) -> Sample | Skipped | SourceItem:
-        """Process an item with its source's function; return the result with the source's name."""
+        """Process an item by the function of its source; name the source in the result."""
         try:
             function = self._functions[routed.source]
         except KeyError:

@@ -1,9 +1,9 @@
 """Worker processes for chunks, each with a separate socket.
 
-`ProcessPoolExecutor` does not serve: its workers share one pipe, so after a worker was killed while
-it wrote, the executor reads half a message and waits for the rest for ever. At exit it also
-finishes everything that was submitted. Here only the worker holds the far end of its socket, so the
-death of the worker always ends the stream.
+Why not `ProcessPoolExecutor`: its workers share one pipe. If a worker is killed while it writes,
+the executor reads half a message, and waits for the other half for ever. At exit, the executor also
+finishes all submitted work. Here only the worker holds the far end of its socket, so the death of
+the worker always ends the stream.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from odb_nodes._compat.multiprocessing import Child, start_tracker
 from odb_nodes._support.processes import block_interrupt, limit_behind, start_thread
 from odb_nodes.core.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.core.processing.options import WorkerOptions
-from odb_nodes.core.processing.pool import Pool
 from odb_nodes.core.processing.transport import Pages, Part, dumps, encode, mapped, receive, write
-from odb_nodes.core.processing.worker import LastWords, Message, Setup, Stage, work
+from odb_nodes.core.processing.worker import LastWords, Setup, Stage, TrainerMessage, work
+from odb_nodes.core.processing.worker_pool import WorkerPool
 from odb_nodes.errors import WorkerError
 
 _DEATH_POLL_S = 1.0  # between two checks whether workers that send nothing are alive
@@ -109,7 +109,7 @@ class WorkerProcess:
         """How many chunks were sent and have no result yet."""
         return self._pending.qsize()
 
-    def send(self, message: Message) -> WorkerFuture:
+    def send(self, message: TrainerMessage) -> WorkerFuture:
         """Send a message. The sender thread sends what does not fit into the socket.
 
         So a worker that hangs, and does not read its socket, does not block the trainer.
@@ -136,7 +136,7 @@ class WorkerProcess:
             self._outbox.put(self._write_unsent)
 
     def _write_unsent(self) -> None:
-        # The message is removed only afterwards, so that later messages queue up behind it.
+        # The message is removed after it is written, so that later messages queue up behind it.
         self._write(self._unsent[0])
         with self._sending:
             self._unsent.popleft()
@@ -145,13 +145,13 @@ class WorkerProcess:
         try:
             return write(self.connection, buffers, flags)
         except OSError:
-            return True  # The worker is dead. The reader notices that too, and fails its futures.
+            return True  # The worker is dead. The reader notices this, and fails the futures.
         except Exception as error:
             self.end(f"the trainer could not send it a chunk: {type(error).__name__}: {error}.")
             return True
 
     def read(self) -> bool:
-        """Read the worker's next message; tell whether there was one."""
+        """Read the worker's next message; return whether there was a message."""
         try:
             head, *parts = map(mapped, receive(self.connection))
             self._take(pickle.loads(head), parts)
@@ -214,7 +214,7 @@ class WorkerProcess:
     def fail_pending(self) -> None:
         """Fail every future of this worker, which has died or closed its socket."""
         if not self.child.wait_until_ended(_END_S):
-            self.child.kill()  # It cannot be reached: its socket is closed.
+            self.child.kill()  # The worker cannot be reached: its socket is closed.
             self.child.wait_until_ended(_STOP_S)
         error = WorkerError(self.exit_reason() + self._advice())
         with contextlib.suppress(queue.Empty):
@@ -259,8 +259,8 @@ def _started(
     context: BaseContext, index: int, setup: Setup, limit_s: float
 ) -> tuple[socket.socket, Child]:
     """Start a worker; return the connection to it, and its process."""
-    # One at a time: a worker that is forked between these lines would inherit the far end of this
-    # worker's socket and keep it open, which would hide the death of this worker.
+    # Workers start one at a time: a worker that is forked between these lines would inherit the far
+    # end of this worker's socket and keep it open, which would hide the death of this worker.
     with _starting:
         connection, far_end = socket.socketpair()
         connection.settimeout(None)  # despite `socket.setdefaulttimeout`
@@ -304,10 +304,10 @@ def kill(workers: list[WorkerProcess]) -> None:
         worker.child.wait_until_ended(max(0.0, deadline - time.monotonic()))
 
 
-class ProcessPool(Pool):
+class ProcessPool(WorkerPool):
     """Worker processes; one thread reads results, another sends what does not fit into a socket."""
 
-    # Each result reaches its future: a worker answers every chunk, even a skipped one, in order,
+    # Each result reaches its future: a worker answers every chunk, even a skipped chunk, in order,
     # with one message. So the next result belongs to the oldest pending future.
     #
     # Nothing blocks for ever: `submit` never waits for a socket. The sender may block on the full
@@ -327,8 +327,8 @@ class ProcessPool(Pool):
         self._outbox: _Outbox = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         start = partial(_start_workers, self._workers, processor, options, self._outbox)
-        # Workers die with the thread that starts them. This is the main thread if possible, since
-        # few threads should run at a fork; else the sender, since other threads may end too early.
+        # Workers die with the thread that starts them. If possible, this is the main
+        # thread, since few threads should run at a fork; or else the sender, which ends last.
         on_main = threading.current_thread() is threading.main_thread()
         try:
             if on_main:
@@ -362,11 +362,11 @@ class ProcessPool(Pool):
         return next(dead, "")
 
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
-        """Send a chunk to a worker that has the fewest chunks, in turn if there are several."""
+        """Send a chunk to the worker with the fewest chunks; equal workers take turns."""
         first = next(self._sequence) % len(self._workers)
         in_turn = self._workers[first:] + self._workers[:first]
         worker = min(in_turn, key=lambda worker: worker.chunks_due)
-        return worker.send(Message(self._generation, dumps(task)))
+        return worker.send(TrainerMessage(self._generation, dumps(task)))
 
     def what_hangs(self, future: Future[ChunkResult], functions: str) -> str:  # noqa: ARG002
         """Return why a chunk is not done."""
@@ -377,7 +377,7 @@ class ProcessPool(Pool):
         """Skip queued chunks that no worker has begun."""
         self._generation += 1
         for worker in self._workers:
-            worker.send(Message(self._generation))
+            worker.send(TrainerMessage(self._generation))
 
     def close(self) -> None:
         """Kill the workers; wait until they and the threads have ended."""
@@ -422,7 +422,7 @@ def _start_workers(
 
 
 def _silent(workers: list[WorkerProcess], deadline: float) -> list[int]:
-    """Return the workers that have sent nothing by the deadline; early if there is none."""
+    """Return the workers that have sent nothing by the deadline. Returns early if all have."""
     while True:
         connections = {worker.connection: index for index, worker in enumerate(workers)}
         for connection in wait([*connections], 0):
@@ -433,19 +433,19 @@ def _silent(workers: list[WorkerProcess], deadline: float) -> list[int]:
         wait([*connections], remaining_s)
 
 
-def _settle(future: Future[None], job: Callable[[], None]) -> None:
+def _settle(future: Future[None], call: Callable[[], None]) -> None:
     try:
-        job()
+        call()
         future.set_result(None)
     except BaseException as error:
         future.set_exception(error)
 
 
 def _run_sender(outbox: _Outbox) -> None:
-    """Run jobs that the trainer must not wait for, in order."""
+    """Make the calls that the trainer must not wait for, in order."""
     block_interrupt()  # Workers that this thread starts inherit the mask, until they ignore SIGINT.
-    while (job := outbox.get()) is not None:
-        job()
+    while (call := outbox.get()) is not None:
+        call()
 
 
 def _read_results(workers: list[WorkerProcess]) -> None:

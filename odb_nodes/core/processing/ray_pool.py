@@ -23,11 +23,11 @@ from odb_nodes._support.checks import import_extra
 from odb_nodes._support.processes import block_interrupt, keep_freed_memory, start_thread
 from odb_nodes.core.processing.chunk import ChunkProcessor, ChunkResult, ChunkTask
 from odb_nodes.core.processing.options import WorkerOptions
-from odb_nodes.core.processing.pool import ENDED, Pool
 from odb_nodes.core.processing.worker import KEPT_BYTES
+from odb_nodes.core.processing.worker_pool import ENDED, WorkerPool
 from odb_nodes.errors import WorkerError
 
-_AT_ONCE = 2  # chunks of an actor: one in process, and one waiting
+_MOST_CHUNKS = 2  # chunks of an actor: one in process, and one waiting
 _MOST_LOSSES = 3  # actors lost with one chunk, or at the start of one worker
 _STOP_S = 10.0  # for the thread to end, which shuts down Ray
 _POLL_S = 1.0  # between two checks whether Ray is connected
@@ -42,10 +42,10 @@ _unused = threading.Event()  # set when the last of these pools is closed
 
 
 @dataclass(eq=False)
-class _Job:
-    """A pickled chunk, and how many actors were lost while they processed it."""
+class _SentChunk:
+    """A chunk, and how many actors were lost while they processed it."""
 
-    task: bytes
+    task: bytes  # the pickled `ChunkTask`
     future: Future[ChunkResult]
     losses: int = 0
 
@@ -62,7 +62,7 @@ class _Worker:
     handle: Any
     losses: int  # predecessors in a row that were lost before they had begun
     has_begun: bool = False
-    jobs: deque[_Job] = field(default_factory=deque)
+    chunks: deque[_SentChunk] = field(default_factory=deque)
 
 
 class ChunkActor:
@@ -102,22 +102,22 @@ class ChunkActor:
         return replace(result, results=None, failure=failure), parts
 
 
-class RayPool(Pool):
-    """Actors that live until `close`; a lost one is replaced, and its chunks are processed again.
+class RayPool(WorkerPool):
+    """Actors that live until `close`. A lost actor is replaced; its chunks are processed again.
 
-    An actor takes one CPU of the cluster. Actors without a free CPU join as soon as there is one.
+    An actor takes one CPU of the cluster. Actors that wait for a free CPU join later.
     """
 
     # One thread makes all calls to Ray, and owns all state: requests and answers go to its inbox.
     # So no lock is needed, and only this thread waits for a cluster that does not answer. Most
-    # calls would start another Ray if there is none, and no call is valid in another session. So
-    # the thread checks before each call that the session of its actors is the current one.
+    # calls would start Ray if it does not run, and no call is valid in another session. So the
+    # thread checks before each call that the session of its actors is the current session.
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:
         super().__init__()
         self._ray = import_extra("ray", "ray")
         self._workers: list[_Worker] = []
-        self._waiting: deque[_Job] = deque()
+        self._waiting: deque[_SentChunk] = deque()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closed = False
         self._broken = ""  # why the pool no longer processes chunks
@@ -146,11 +146,11 @@ class RayPool(Pool):
 
     def submit(self, task: ChunkTask) -> Future[ChunkResult]:
         """Queue a chunk."""
-        job = _Job(self.dumps(task), Future())
-        self._inbox.put(partial(self._queue, job))
+        chunk = _SentChunk(self.dumps(task), Future())
+        self._inbox.put(partial(self._queue, chunk))
         if self._closed:  # The thread may have ended.
-            job.fail(ENDED)
-        return job.future
+            chunk.fail(ENDED)
+        return chunk.future
 
     def what_hangs(self, future: Future[ChunkResult], functions: str) -> str:  # noqa: ARG002
         """Return why a chunk is not done."""
@@ -169,7 +169,7 @@ class RayPool(Pool):
         self._inbox.put(partial(self._fail_all, ENDED))
 
     def close(self) -> None:
-        """Kill the actors; shut Ray down if a pool has started it, and no other pool uses it.
+        """Kill the actors; shut Ray down if a pool has started Ray, and no other pool uses it.
 
         Returns after 10 s even if the cluster does not answer.
         """
@@ -182,19 +182,19 @@ class RayPool(Pool):
 
     def _work(self) -> None:
         block_interrupt()
-        while (job := self._next_job()) is not None:
+        while (call := self._next_call()) is not None:
             try:
                 if self._session != "" and not self._is_connected:
                     self._break(_SHUT_DOWN)
-                job()
-            except Exception as error:  # of Ray: the cluster may be gone
+                call()
+            except Exception as error:  # Ray raised: the cluster may be gone.
                 failed = f"Ray failed: {type(error).__name__}: {error}"
                 self._break(failed if self._is_connected else _SHUT_DOWN)
         self._break(ENDED)
         if self._shares:
             _leave(self._ray, self._session)
 
-    def _next_job(self) -> Callable[[], None] | None:
+    def _next_call(self) -> Callable[[], None] | None:
         try:
             return self._inbox.get(timeout=_POLL_S)
         except queue.Empty:
@@ -230,41 +230,40 @@ class RayPool(Pool):
         worker.has_begun = True
         self._dispatch()
 
-    def _queue(self, job: _Job) -> None:
+    def _queue(self, chunk: _SentChunk) -> None:
         if self._broken:
-            job.fail(self._broken)
-        self._waiting.append(job)
+            chunk.fail(self._broken)
+        self._waiting.append(chunk)
         self._dispatch()
 
     def _dispatch(self) -> None:
-        """Give chunks to the actors that have the fewest."""
         while self._waiting:
             begun = [worker for worker in self._workers if worker.has_begun]
-            free = [worker for worker in begun if len(worker.jobs) < _AT_ONCE]
+            free = [worker for worker in begun if len(worker.chunks) < _MOST_CHUNKS]
             if not free:
                 return
-            job = self._waiting.popleft()
-            if not job.future.done():
-                worker = min(free, key=lambda worker: len(worker.jobs))
-                worker.jobs.append(job)
-                self._expect(worker.handle.run.remote(job.task), self._take, worker, job)
+            chunk = self._waiting.popleft()
+            if not chunk.future.done():
+                worker = min(free, key=lambda worker: len(worker.chunks))
+                worker.chunks.append(chunk)
+                self._expect(worker.handle.run.remote(chunk.task), self._take, worker, chunk)
 
-    def _take(self, answer: Future[Any], worker: _Worker, job: _Job) -> None:
+    def _take(self, answer: Future[Any], worker: _Worker, chunk: _SentChunk) -> None:
         if self._is_lost(answer, worker):
             return
-        worker.jobs.remove(job)
+        worker.chunks.remove(chunk)
         error = answer.exception()
         if error:
-            job.fail(f"{type(error).__name__}: {error}")
-        elif not job.future.done():
+            chunk.fail(f"{type(error).__name__}: {error}")
+        elif not chunk.future.done():
             result, parts = answer.result()
             # Copied, since Ray's memory is read-only, and its store is small.
             results = [np.array(part).data for part in parts]
-            job.future.set_result(replace(result, results=results))
+            chunk.future.set_result(replace(result, results=results))
         self._dispatch()
 
     def _is_lost(self, answer: Future[Any], worker: _Worker) -> bool:
-        """Tell whether an actor is lost; if so, replace it and queue its chunks again."""
+        """Return whether an actor is lost; if so, replace it and queue its chunks again."""
         if worker not in self._workers:
             return True
         error, errors = answer.exception(), self._ray.exceptions
@@ -272,12 +271,12 @@ class RayPool(Pool):
             return False
         self._workers.remove(worker)
         self._ray.kill(worker.handle)  # It may be alive but unreachable.
-        if worker.jobs:
-            first = worker.jobs[0]  # the chunk in process
+        if worker.chunks:
+            first = worker.chunks[0]  # the chunk in process
             first.losses += 1
             if first.losses > _MOST_LOSSES:
                 first.fail(f"{first.losses} actors were lost that processed it. {error}")
-        self._waiting.extendleft(reversed(worker.jobs))
+        self._waiting.extendleft(reversed(worker.chunks))
         losses = 0 if worker.has_begun else worker.losses + 1
         if losses > _MOST_LOSSES:
             self._break(f"{losses} actors were lost before they had begun. {error}")
@@ -287,11 +286,11 @@ class RayPool(Pool):
         return True
 
     def _fail_all(self, message: str) -> None:
-        for job in self._waiting:
-            job.fail(message)
+        for chunk in self._waiting:
+            chunk.fail(message)
         for worker in self._workers:
-            for job in worker.jobs:
-                job.fail(message)
+            for chunk in worker.chunks:
+                chunk.fail(message)
         self._waiting.clear()
 
     def _break(self, message: str) -> None:
@@ -300,7 +299,7 @@ class RayPool(Pool):
         self._fail_all(self._broken)
         workers, self._workers = self._workers, []
         for worker in workers if self._is_connected else ():
-            with contextlib.suppress(Exception):  # of Ray: the user may shut it down right now
+            with contextlib.suppress(Exception):  # Ray raised: the user may shut it down now.
                 self._ray.kill(worker.handle)
 
 
@@ -308,7 +307,7 @@ def _session_of(ray: Any) -> str:
     """Return the identity of this process's connection to Ray; "" for none."""
     try:
         return str(ray.get_runtime_context().get_worker_id()) if ray.is_initialized() else ""
-    except Exception:  # of Ray: it was shut down just now
+    except Exception:  # Ray raised: it was shut down.
         return ""
 
 

@@ -3,8 +3,8 @@
 `pack` pickles a value with its buffers out of band (PEP 574). Tensors travel as numpy arrays, since
 torch's pickles need a file descriptor for each tensor. A message is a sequence of parts: the pickle
 and its buffers. On the socket, the number of parts and their sizes come first, 8 bytes each, so the
-receiver allocates each part once and reads straight into it. A negative size announces the
-descriptor of a `PageFile`.
+receiver allocates the memory of each part once. A negative size announces the descriptor of a
+`PageFile`.
 
 A `PageFile` is an anonymous file in memory (`memfd_create`), which the receiver maps. Its pages
 live as long as a process has the file open or mapped, so a killed process leaves nothing behind.
@@ -41,7 +41,7 @@ from odb_nodes._support.content import (
 Pages = bytearray | memoryview | mmap.mmap
 
 SHARED_BYTES = 2 << 20
-"""Buffers of at least this size are sent as files. Copying a smaller one costs less than a file."""
+"""Buffers of this size or more are sent as files. To copy a smaller buffer costs less."""
 
 CAN_SHARE = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
 """Whether this system has anonymous files, and can send them to other processes."""
@@ -124,7 +124,7 @@ def send(connection: socket.socket, parts: Sequence[Part]) -> None:
 
 
 def write(connection: socket.socket, waiting: deque[Any], flags: int = 0) -> bool:
-    """Write the waiting buffers and remove them; `False` if some still wait, due to `flags`."""
+    """Write the waiting buffers, and remove them; `False` if `flags` forbid to wait for room."""
     while waiting:
         if isinstance(waiting[0], PageFile):
             if flags:
@@ -200,10 +200,10 @@ class PageFile:
 
     @classmethod
     def of(cls, content: bytes | memoryview) -> PageFile | None:
-        """Return a file with this content; `None` where the system cannot provide one.
+        """Return a file with this content; `None` if the system cannot provide a file.
 
-        Half of the descriptors stay free: a process without a free descriptor loses those that
-        other processes send to it.
+        Half of the descriptors stay free, because a process without a free descriptor loses the
+        descriptors that other processes send.
         """
         if not CAN_SHARE:
             return None
@@ -271,7 +271,7 @@ Part = bytes | bytearray | mmap.mmap | memoryview | PageFile
 
 
 def _are_scarce(file: int) -> bool:
-    """Tell whether at least half of the descriptors of this process are in use; `file` is new."""
+    """Return whether at least half of the descriptors of this process are in use; `file` is new."""
     if sys.platform == "win32":
         return False
     import resource

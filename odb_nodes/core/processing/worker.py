@@ -29,7 +29,7 @@ from odb_nodes.core.processing.chunk import ChunkProcessor, ChunkResult
 from odb_nodes.core.processing.transport import PageFile, Part, mapped, receive, send
 
 _SHARED_SETUP_BYTES = 64 << 10  # from this size on, workers read the setup from a shared file
-KEPT_BYTES = 64 << 20  # of freed memory, reused for the next samples
+KEPT_BYTES = 64 << 20  # freed memory that is kept for the next samples
 _PARENT_POLL_S = 1.0  # between two checks whether the trainer is alive
 
 
@@ -50,7 +50,7 @@ class LastWords:
 
 
 @dataclass(frozen=True)
-class Message:
+class TrainerMessage:
     """A message of the trainer to a worker."""
 
     generation: int  # Chunks of older generations are skipped.
@@ -58,7 +58,7 @@ class Message:
 
 
 class Setup:
-    """The functions of workers. Workers that are not forked receive them through their sockets.
+    """The functions of workers, which a worker that is not forked receives through its socket.
 
     multiprocessing would write the pickle to a pipe that it also keeps open for reading, and block
     for ever if a worker ends or hangs before it has read the pipe.
@@ -140,17 +140,16 @@ def work(connection: socket.socket, index: int, setup: Setup) -> None:
 
 
 def _process_chunks(connection: socket.socket, processor: ChunkProcessor) -> None:
-    """Process chunks in order until the connection ends."""
     pid = os.getpid()
     newest_generation = 0
     waiting: deque[tuple[int, bytes]] = deque()  # generations and pickled chunks
     report = partial(send, connection, [pickle.dumps(Stage.COLLATING)])
     processor = replace(processor, before_collate=report)
     while True:
-        # All messages are read first, since the newest one may make older chunks obsolete.
+        # All messages are read first, since the newest message may make older chunks obsolete.
         while not waiting or wait([connection], 0):
             (part,) = receive(connection)
-            message: Message = pickle.loads(mapped(part))
+            message: TrainerMessage = pickle.loads(mapped(part))
             newest_generation = message.generation
             if message.task is not None:
                 waiting.append((message.generation, message.task))
@@ -164,7 +163,7 @@ def _process_chunks(connection: socket.socket, processor: ChunkProcessor) -> Non
 
 def _begin(connection: socket.socket, index: int, setup: Setup) -> bool:
     """Prepare this process, and report each stage to the trainer; `False` if that fails."""
-    step = "start"
+    stage = "start"
     try:
         _die_with_parent()
         torch.set_num_threads(1)
@@ -176,10 +175,10 @@ def _begin(connection: socket.socket, index: int, setup: Setup) -> bool:
             return False
         if setup.worker_init_fn is not None:
             send(connection, [pickle.dumps(Stage.INITIALIZING)])
-            step = "`worker_init_fn`"
+            stage = "`worker_init_fn`"
             setup.worker_init_fn(index)
     except BaseException:
-        last_words = LastWords(f" Its {step} raised:\n{traceback.format_exc()}")
+        last_words = LastWords(f" Its {stage} raised:\n{traceback.format_exc()}")
         send(connection, [pickle.dumps(last_words)])
         return False
     send(connection, [pickle.dumps(Stage.READY)])
@@ -201,7 +200,7 @@ def _die_with_parent() -> None:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     if sys.platform == "linux":
         # Works even while a library holds the GIL. The system sends the signal when the *thread*
-        # that started this process ends: `ProcessPool` starts it on one that lives until `close`.
+        # that started this process ends: `ProcessPool` starts it on a lasting thread.
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 

@@ -12,15 +12,13 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
     Subset,
 )
 from torchdata.nodes import BaseNode, Stateful
-from torchdata.stateful_dataloader import sampler as stateful_sampler
 
 from odb_nodes._compat.datasets import is_plain_table
-from odb_nodes._compat.torchdata import RANDOM_SAMPLERS
+from odb_nodes._compat.torchdata import is_random, shuffling_samplers
 from odb_nodes._support.checks import check_iterable
 from odb_nodes._support.processes import has_data_elsewhere
 from odb_nodes._support.seeds import declares_draws
@@ -34,7 +32,6 @@ _REPEATABLE_ORDER = (
     "a `Sampler`; one that shuffles seeds itself there, by the epoch that `set_epoch` tells it."
 )
 _PLAIN = (list, tuple, range)
-_RANDOM = (RandomSampler, stateful_sampler.RandomSampler)
 
 
 def source_of(
@@ -100,7 +97,7 @@ def source_of(
             "`sampler` must be None where `shuffle` is True: both decide the order. Leave one out."
         )
     check_iterable("sampler", sampler, _REPEATABLE_ORDER)
-    if isinstance(sampler, RANDOM_SAMPLERS):
+    if is_random(sampler):
         raise ValueError(
             f"`sampler` is a `{type(sampler).__name__}`, whose order cannot be drawn again when a "
             "run resumes. Pass `shuffle=`, or as `sampler=` an iterable that yields the same order "
@@ -186,7 +183,7 @@ def order_of(loader: DataLoader[Any], shard: tuple[int, int]) -> dict[str, Any]:
             return {"shuffle": bool(sampler.shuffle), "seed": sampler.seed}
         if isinstance(sampler, SequentialSampler):
             return {"shuffle": False}
-        if isinstance(sampler, _RANDOM) and not sampler.replacement:
+        if isinstance(sampler, shuffling_samplers()) and not sampler.replacement:
             if sampler.num_samples == len(whole):
                 return {"shuffle": True}
     if isinstance(sampler, DistributedSampler):

@@ -18,16 +18,13 @@ from multiprocessing.connection import (
     answer_challenge,
     deliver_challenge,
 )
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from odb_nodes._support.checks import MAX_KEY, check_count
 from odb_nodes._support.encoding import decode, encode
 from odb_nodes._support.processes import start_thread
 from odb_nodes.core.sample import Skipped
 from odb_nodes.errors import WorkerError
-
-if TYPE_CHECKING:
-    from odb_nodes.core.sources.feed_source import FeedSource
 
 POLL_S = 0.2  # between checks whether a connection or a feed was closed
 _EXIT_S = 5.0  # for the thread that accepts connections
@@ -60,7 +57,9 @@ def encoded_items(items: Any) -> bytes:
             "`items` must be a sample or a list of samples, but is None. Put `Skipped(reason)` if "
             "nothing could be made."
         )
-    if isinstance(items, (list, tuple)) and not items:
+    if isinstance(items, tuple):
+        raise TypeError("`items` must be a sample or a list of samples, but is a tuple instead.")
+    if isinstance(items, list) and not items:
         raise ValueError(
             "`items` must have at least 1 row, but is empty. Put `Skipped(reason)` if nothing "
             "could be made."
@@ -185,9 +184,9 @@ def _limit_reads(connection: Connection[Any, Any], seconds: int) -> None:
 
 
 class FeedServer:
-    """Answers the clients of a feed: a thread accepts connections, and each has a thread."""
+    """Answers the clients of a `FeedSource`, each on a thread of its own."""
 
-    def __init__(self, feed: FeedSource, address: tuple[str, int], authkey: bytes) -> None:
+    def __init__(self, feed: Any, address: tuple[str, int], authkey: bytes) -> None:
         self._feed = feed
         host, port = address
         try:

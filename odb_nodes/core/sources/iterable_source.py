@@ -289,6 +289,10 @@ def _with_own_state(iterable: Any) -> Stateful | None:
     """Return the iterable if it can be restored by its own state; `None` otherwise."""
     if not isinstance(iterable, Stateful):  # a protocol: by the names of the methods
         return None
+    # torch's `DataLoader` may get the methods, and raise in them unless it has `stateful=True`
+    # (pytorch#166732).
+    if getattr(iterable, "stateful", True) is False:
+        return None
     if isinstance(iterable, _Stream):
         return iterable if iterable.restores else None
     try:

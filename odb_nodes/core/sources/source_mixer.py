@@ -8,7 +8,7 @@ from typing import Any
 
 from torchdata.nodes import BaseNode
 
-from odb_nodes._support.checks import check_count
+from odb_nodes._support.checks import check_count, check_type
 from odb_nodes._support.processes import resolve_rank
 from odb_nodes._support.text import counted
 from odb_nodes.core.contract import NodeState, SourceStates, StatefulNode, snapshot
@@ -94,6 +94,7 @@ class SourceMixer(StatefulNode[Any, MixerState]):
         world_size: int | None = None,
     ) -> None:
         super().__init__()
+        check_type("sources", sources, Mapping, 'Name the nodes: `{"web": web, "code": code}`.')
         if not sources:
             raise ValueError("`sources` must name at least 1 node, but is empty.")
         for name, node in sources.items():

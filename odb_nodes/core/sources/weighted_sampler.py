@@ -40,7 +40,10 @@ class WeightedSampler:
         replacement: bool = True,
         seed: int = 0,
     ) -> None:
-        self._weights = np.asarray(weights, dtype=np.float64)
+        try:
+            self._weights = np.asarray(weights, dtype=np.float64)
+        except (TypeError, ValueError):
+            raise TypeError(f"`weights` must be numbers, but is {weights!r:.80} instead.") from None
         with np.errstate(over="ignore"):
             is_finite = np.isfinite(self._weights.sum())
         if self._weights.ndim != 1 or not is_finite:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
-from torchdata.nodes import IterableWrapper
 
 from odb_nodes._compat import transformers as compat
 from odb_nodes._compat.torch_distributed import RefusingCollectives
@@ -26,7 +25,7 @@ from odb_nodes.core.nodes import GroupCollator
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.processing.observation import sample_of
 from odb_nodes.core.sample import Sample
-from odb_nodes.core.sources import JsonlSource
+from odb_nodes.core.sources import IterableSource, JsonlSource
 from odb_nodes.core.step_info import pop_step_info
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.huggingface.config import ODBConfig
@@ -221,7 +220,7 @@ def _batches_of(
     training: without padding, attention may drop its mask and take less memory.
     """
     options, select = loader_options(trainer), model_batch(trainer)
-    collator = GroupCollator(IterableWrapper([]), options.collate_fn, seed=options.seed)
+    collator = GroupCollator(IterableSource([]), options.collate_fn, seed=options.seed)
     collator.trust_labels()
 
     def make_batch(rows: int, width: int) -> dict[str, Any]:

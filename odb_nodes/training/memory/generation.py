@@ -105,9 +105,10 @@ def _generate(
         free_memory(error)
         return None
     if not isinstance(generated, torch.Tensor) or generated.ndim != 2:
+        shape = f" of shape {tuple(generated.shape)}" if hasattr(generated, "shape") else ""
         raise TypeError(
-            f"`generate` must return a tensor, but returned `{type(generated).__name__}`. Leave "
-            "out `return_dict_in_generate`."
+            "`generate` must return a tensor (B, T), but returned "
+            f"`{type(generated).__name__}`{shape}. Leave out `return_dict_in_generate`."
         )
     return generated
 

@@ -152,7 +152,7 @@ def test_a_skipped_gift_is_left_out_once_though_the_last_round_is_begun_again(st
         ]
 
     barrier = threading.Barrier(3)
-    with pytest.warns(UserWarning, match="are not what they were: a sample.* is skipped here"):
+    with pytest.warns(UserWarning, match="of them differ here: a sample.* is skipped here"):
         results = on_ranks(3, run)
     assert [bool(left_out) for _, left_out in results] == [False, True, False]
     left_out = dict(results[1][1])

@@ -441,6 +441,20 @@ def resumed(exchange, states, step, **options):
     ]
 
 
+def test_no_step_is_filled_with_a_sample_that_is_excluded_at_a_resume():
+    sizes = [3, 60]
+    states = on_ranks(2, lambda exchange: states_of(exchange, sizes))
+    for step in (2, len(states[0]) // 2):
+        steps = on_ranks(
+            2,
+            lambda exchange, step=step: resumed(
+                exchange, states, step, sizes=sizes, process=Process(), exclude=[0]
+            ),
+        )
+        assert any(is_filler for is_filler, _ in steps[0])
+        assert all(0 not in ids for _, ids in steps[0])
+
+
 def test_an_error_below_a_node_of_the_user_loses_no_sample():
     """It is raised at once: a node in between may have no state after an error."""
 

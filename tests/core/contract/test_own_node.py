@@ -162,7 +162,7 @@ class SavesOneOfTwo(OneOfTwo):
 @pytest.mark.parametrize("kind", [OneOfTwo, SavesOneOfTwo])
 def test_a_source_that_the_state_leaves_out_is_an_error_that_names_it(kind):
     first, second = (LengthObserver(IterableSource([5, 6], 0, 1), int) for _ in range(2))
-    with pytest.raises(TypeError, match="lacks one for .*'second'"):
+    with pytest.raises(TypeError, match="lacks a field for .*'second'"):
         kind(first, second).reset()
     assert next(kind(first, first))  # one node, by two names
 
@@ -186,8 +186,8 @@ def with_extra(node):
 BOTH = NODE + EXPLICIT
 DEFAULT = "dropped_samples: int = 0", "dropped_samples: int"
 MISTAKES = {  # what replaces a piece of the node -> the error, when it is made or asked for a state
-    "another STATE": (("    STATE = FilterState\n", ""), r"lacks one for \['source'\]"),
-    "no source": (("    source: SourceState\n", ""), r"lacks one for \['source'\]"),
+    "another STATE": (("    STATE = FilterState\n", ""), r"lacks a field for \['source'\]"),
+    "no source": (("    source: SourceState\n", ""), r"lacks a field for \['source'\]"),
     "no STATE": (
         ("    STATE = FilterState\n", ""),
         "must define `begin_epoch`, or declare its state",

@@ -214,7 +214,7 @@ def test_that_argument_is_a_bool(value):
         Loader(bucketed()).load_state_dict({}, change_budget=value)
 
 
-@pytest.mark.filterwarnings("ignore:.*(Further ones|were skipped)")
+@pytest.mark.filterwarnings("ignore:.*(Further samples|were skipped)")
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_state_of_another_number_of_ranks_names_reshard(strict):
     state = elastic.states_at(elastic.job(3, steps=2), 2)[0]

@@ -42,7 +42,7 @@ DROPPED = [(n, "", "dropped") for n in (40, 41, 80)]
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.* (is|were) (skipped|dropped)",
-    "ignore:.*Further ones",
+    "ignore:.*Further samples",
     "ignore:`weights` are not given",
     "ignore:.*not emitted",
 )

@@ -29,6 +29,7 @@ from odb_nodes import (
     WorkerOptions,
     pop_step_info,
 )
+from odb_nodes.core.nodes import planned_groups
 from odb_nodes.core.nodes.planned_groups import PlannedGroups
 from odb_nodes.core.sample import data_of
 
@@ -283,10 +284,15 @@ def test_packed_plans_count_sample_multiple_padding():
 
 CHANGES = {
     "lengths": {"lengths": [1, *LENGTHS[1:]]},
+    "window": {"window": 9},
+    "shuffle": {"shuffle": False},
     "seed": {"seed": 3},
+    "largest_first": {"largest_first": 2},
     "budget.layout": {"token_budget": TokenBudget(BUDGET, layout="packed")},
     "budget.shapes": {"token_budget": TokenBudget(BUDGET, shapes=4)},
+    "budget.pad_to_multiple_of": {"token_budget": TokenBudget(BUDGET, pad_to_multiple_of=8)},
     "budget.attention_tokens": {"token_budget": TokenBudget(BUDGET, attention_tokens=900)},
+    "budget.row_sizes": {"token_budget": TokenBudget(BUDGET, row_sizes="even")},
 }
 
 
@@ -299,6 +305,11 @@ def states_of_an_epoch():
     for _ in batches:
         pass
     return middle, loader.state_dict()
+
+
+def test_each_field_of_a_plan_is_tested():
+    of_ranks = {"rank", "world_size", "accumulate", "step_time"}
+    assert {*CHANGES} == {*planned_groups._FIELDS_OF_PLAN} - of_ranks
 
 
 @pytest.mark.filterwarnings("ignore:.*(strict|differ|changed|another).*")

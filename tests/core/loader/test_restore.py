@@ -228,6 +228,31 @@ def test_a_change_that_is_meant_is_warned_of_once():
     assert len([key for keys in rest for key in keys]) > 150
 
 
+@pytest.mark.filterwarnings("ignore:.*has other content now")
+def test_a_changed_sample_of_a_planned_round_is_an_error_even_if_the_change_is_meant():
+    data = data_of(0, 1000)
+
+    def graph(exchange, tokens):
+        process_fn = Counting(tokens)
+        source = lambda **shard: ShardedSampler(1000, **shard)  # noqa: E731
+        return Loader(graph_of(exchange, source, process_fn, 16))
+
+    def run(exchange):
+        loader = graph(exchange, data)
+        it = iter(loader)
+        for _ in range(22):  # 1 + 2 + 3 + 4 + 5 + 6 steps are six rounds
+            next(it)
+        state = loader.state_dict()
+        key = next(it)[0][0].key
+        changed = [[token + (index == key) for token in row] for index, row in enumerate(data)]
+        resumed = graph(exchange, changed)
+        resumed.load_state_dict(state, strict=False)
+        with pytest.raises(StateError, match="within a round of steps"):
+            next(iter(resumed))
+
+    on_ranks(2, run)
+
+
 def bucketer(kind=WindowBucketer, process=None, size=900):
     samples = ParallelProcessor(ShardedSampler(size), process or Counting())
     return kind(LengthObserver(samples), 256, 32)
@@ -307,7 +332,7 @@ def test_a_method_that_is_called_read_makes_no_source_readable():
     assert can_restore(Shelf()) and not can_restore(Reader())
 
 
-@pytest.mark.filterwarnings("ignore:.*Further ones")
+@pytest.mark.filterwarnings("ignore:.*Further samples")
 @pytest.mark.filterwarnings("ignore:of the .* skipped by processing")
 def test_a_state_after_a_failed_round_resumes_like_the_state_before_it():
     """What is left out comes once, also where a round is tried again."""

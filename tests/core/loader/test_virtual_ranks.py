@@ -33,7 +33,7 @@ from odb_nodes.core.alignment.virtual_ranks import VirtualRanks
 from odb_nodes.training.memory import OomGuard
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*(Further ones|were skipped|were dropped|not emitted)"
+    "ignore:.*(Further samples|were skipped|were dropped|not emitted)"
 )
 
 
@@ -260,6 +260,21 @@ def test_an_error_within_a_step_is_raised_once_and_loses_nothing(place, call, er
         assert raised is not None and later is None
         assert keys + rest == expected
     assert {*threading.enumerate()} == threads
+
+
+def test_virtual_ranks_whose_states_are_at_different_steps_are_named():
+    states = []
+    for batches in (3, 6):
+        it = iter(loader := hosted())
+        for _ in range(batches):
+            next(it)
+        states.append(loader.root.state_dict())
+    states[0]["sources"]["1"] = states[1]["sources"]["1"]
+    del states[0]["digest"]  # It would differ, too.
+    node = hosted().root
+    node.reset(states[0])
+    with pytest.raises(StateError, match="virtual ranks .*differ in .*step"):
+        next(node)
 
 
 class Numbers(IterableDataset):

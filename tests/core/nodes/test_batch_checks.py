@@ -97,7 +97,7 @@ WEIGHED = {"accumulate": 3}  # One batch of one rank weighs 1 anyway.
         (PADDED, {"token_budget": 4096}, "padded already.*process_fn"),
         ([*TEXT, {"input_ids": [1] * 600}], {}, "exceeds the budget on its own"),
         (TEXT, {"collate_fn": masked, **WEIGHED}, "Observation"),
-        (NOTED, WEIGHED, "has a number as `label`.*name it `labels`"),
+        (NOTED, WEIGHED, "has a number as `label`.*rename `label` to `labels`"),
         (NOTED, {"collate_fn": causal, **WEIGHED}, "the samples have one label each"),
         (SHORT, {"collate_fn": seq2seq, **WEIGHED}, "as for an encoder-decoder"),
         (SHORT, {"collate_fn": with_decoder, **WEIGHED}, "as for an encoder-decoder"),

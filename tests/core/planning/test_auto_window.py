@@ -59,8 +59,8 @@ def test_a_group_is_full_by_the_limit_that_is_reached_first(patches, fields, gro
 
 def test_ranks_choose_by_the_lengths_of_all_whatever_their_budgets():
     small, large = TokenBudget(10_000), TokenBudget(20_000)
-    few = PulledLengths().and_of(small, [500] * 20, [0] * 20)
-    many = few.and_of(small, [1000] * 20, [0] * 20)
+    few = PulledLengths().plus(small, [500] * 20, [0] * 20)
+    many = few.plus(small, [1000] * 20, [0] * 20)
     assert few.report(small) == (20, 2**20)
     assert many.report(small) == (40, 3 * 2**20)
     assert chosen_window([few.report(small), many.report(small)]) == 32 * 60 // 4
@@ -71,10 +71,10 @@ def test_ranks_choose_by_the_lengths_of_all_whatever_their_budgets():
 
 def test_lengths_that_come_in_parts_count_alike():
     lengths, budget = np.random.default_rng(0).integers(1, 4000, 900), TokenBudget(8000)
-    whole = PulledLengths().and_of(budget, lengths, lengths)
+    whole = PulledLengths().plus(budget, lengths, lengths)
     parts = PulledLengths()
     for part in np.array_split(lengths, 7):
-        parts = parts.and_of(budget, part, part)
+        parts = parts.plus(budget, part, part)
     assert parts == whole
     assert whole.patches == lengths.sum()
 
@@ -114,9 +114,7 @@ def test_the_window_does_not_depend_on_which_rank_reports_what():
 
 
 def test_a_rank_chooses_by_itself_before_ranks_agree_where_the_epoch_is_four_windows_at_most():
-    report = (
-        PulledLengths().and_of(TokenBudget(1000), [100] * 50, [0] * 50).report(TokenBudget(1000))
-    )
+    report = PulledLengths().plus(TokenBudget(1000), [100] * 50, [0] * 50).report(TokenBudget(1000))
     assert chosen_window([report]) == 320
     assert window_before_ranks_agree(report, 4 * 320) == 320
     assert window_before_ranks_agree(report, 4 * 320 + 1) == 0

@@ -268,13 +268,13 @@ def test_limits_that_are_tightened_are_the_tighter_of_each_two_in_any_order(firs
 def test_the_limits_of_a_budget_change_neither_its_groups_nor_its_samples():
     budget = TokenBudget(100, max_samples=4, max_patches=9, pad_to_multiple_of=8)
     limits = Limits.of(budget)
-    assert limits.of_groups(budget) == limits.of_samples(budget) == budget
+    assert limits.group_budget(budget) == limits.sample_budget(budget) == budget
 
 
 def test_lower_limits_bound_groups_and_samples_and_nothing_else():
     budget = TokenBudget(100, max_samples=4, pad_to_multiple_of=8)
     limits = Limits(50, 2, 7, 60, 8)
-    groups, samples = limits.of_groups(budget), limits.of_samples(budget)
+    groups, samples = limits.group_budget(budget), limits.sample_budget(budget)
     assert groups == TokenBudget(50, max_samples=2, max_patches=7, pad_to_multiple_of=8)
     assert samples == TokenBudget(60, max_samples=4, max_patches=8, pad_to_multiple_of=8)
 
@@ -282,4 +282,4 @@ def test_lower_limits_bound_groups_and_samples_and_nothing_else():
 def test_groups_are_never_asked_to_be_smaller_than_the_smallest_batch():
     budget = TokenBudget(100, pad_to_multiple_of=8, attention_tokens=32)
     lowest = Limits.of(budget)._replace(tokens=1)
-    assert lowest.of_groups(budget).tokens == budget.smallest_cost == 8 + 2
+    assert lowest.group_budget(budget).tokens == budget.smallest_cost == 8 + 2

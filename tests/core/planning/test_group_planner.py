@@ -215,7 +215,7 @@ def test_a_lower_limit_in_mid_epoch_bounds_all_later_groups_and_loses_no_sample(
     stream = Stream(samples, budget, window)
     groups = epoch_of(stream, lower)
     assert once_each(groups, len(samples))
-    lowered = Limits.of(budget)._replace(tokens=LOWER).of_groups(budget)
+    lowered = Limits.of(budget)._replace(tokens=LOWER).group_budget(budget)
     for number, group in enumerate(groups):
         present = lowered if number >= 2 and budget.tokens > LOWER else budget
         tokens, patches, _ = zip(*(samples[index] for index in group), strict=True)
@@ -234,6 +234,15 @@ def test_a_limit_is_never_raised_again():
     assert planner.limits == Limits(50, 3, None, 90, None)
     planner.begin_epoch()
     assert planner.limits == Limits(50, 3, None, 90, None)  # the next epoch has it, too
+
+
+def test_a_restart_has_the_limits_of_the_state_or_those_of_the_budget():
+    planner = GroupPlanner(TokenBudget(100), 8)
+    lower = planner.limits._replace(tokens=50)
+    restore(planner, limits=lower)
+    assert planner.limits == lower
+    restore(planner)
+    assert planner.limits == Limits.of(TokenBudget(100))
 
 
 # --- caps ----------------------------------------------------------------------------------------

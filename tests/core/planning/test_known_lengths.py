@@ -98,12 +98,12 @@ def test_each_sample_is_in_one_group_within_the_budget(tokens, budget, world_siz
 
 @given(samples, budgets, world_sizes, st.fixed_dictionaries(options), st.data())
 @few
-def test_rows_from_gives_the_rest_of_an_epoch(tokens, budget, world_size, options, data):
-    rows = order_of(tokens)
-    plan = plan_known(rows, tokens, budget, world_size=world_size, **options)
+def test_numbers_from_gives_the_rest_of_an_epoch(tokens, budget, world_size, options, data):
+    numbers = order_of(tokens)
+    plan = plan_known(numbers, tokens, budget, world_size=world_size, **options)
     step, rank = data.draw(st.integers(0, len(plan))), data.draw(st.integers(0, world_size - 1))
-    rest = [row for later in steps_of(plan, world_size)[step:] for row in later[rank]]
-    assert plan.rows_from(step, rank).tolist() == rest
+    rest = [number for later in steps_of(plan, world_size)[step:] for number in later[rank]]
+    assert plan.numbers_from(step, rank).tolist() == rest
 
 
 @given(samples, budgets, world_sizes, st.integers(0, 2**63))
@@ -161,7 +161,7 @@ def test_a_plan_has_its_groups_by_step_and_rank():
     plan = EpochPlan(groups, 2)
     assert len(plan) == 3
     assert steps_of(plan, 2) == [[[5, 1], [2]], [[3], [0, 4, 6]], [[7], []]]
-    assert plan.rows_from(1, 1).tolist() == [0, 4, 6]
+    assert plan.numbers_from(1, 1).tolist() == [0, 4, 6]
 
 
 # --- golden plans ---------------------------------------------------------------------------------

@@ -426,6 +426,16 @@ def test_a_round_ends_where_it_is_planned_anew_or_with_its_last_step():
         assert plan.is_between_rounds and len(plan.settled) == 0
 
 
+def test_steps_to_come_of_the_last_round_may_be_planned_anew_too():
+    ranks = Ranks([[50] * 6], round_size=8)
+    all_steps = ranks.steps()
+    while not ranks.plans[0].is_last:
+        next(all_steps)
+    ranks.ranks[0].planner.put_back(ranks.plans[0].replan(ranks.plans[0].settled.emitted))
+    assert not ranks.plans[0].is_at_end
+    assert len([*all_steps]) > 0
+
+
 # --- groups that are formed ahead ----------------------------------------------------------------
 
 

@@ -67,7 +67,7 @@ def test_each_sample_comes_once_over_any_numbers_of_ranks(ranks, taken, lowers, 
         state = EarlierRanks(
             [*map(progress_of, plans)], plans[0].limits, waiting_of([*waiting], [9] * len(waiting))
         ).to_state()
-        earlier = [*earlier, EarlierRanks.of_state(state)]
+        earlier = [*earlier, EarlierRanks.from_state(state)]
     assert remaining(plans_of(2, earlier=earlier)) == sorted({*range(SIZE)} - done)
 
 
@@ -89,7 +89,7 @@ def test_waiting_samples_are_planned_by_their_observed_lengths():
         plan.lowered(99).limits,
         np.array([3, 4]),
         is_alone=True,
-        earlier=[*map(EarlierRanks.of_state, plan.lowered(99).to_state()["earlier"])],
+        earlier=[*map(EarlierRanks.from_state, plan.lowered(99).to_state()["earlier"])],
     )
     assert len(again) == 2 and again.group_budget.tokens == 99
 
@@ -121,3 +121,37 @@ def test_positions_beyond_the_epoch_are_refused():
             plans_of(1, earlier=[EarlierRanks([progress_of(plan)], LIMITS, waiting)])
     with pytest.raises(ValueError, match="a sample that does not exist"):
         plans_of(1, np.array([SIZE]), is_alone=True)
+
+
+def emitted(plan, moved):
+    """Rows of all groups, emitted one at a time; those in `moved` come later."""
+    rows = []
+    while (following := plan.next_group(None)) is not None:
+        step, group = following
+        late = group[np.isin(group, moved)] if step < len(plan) else group[:0]
+        plan.emit(step, group)
+        plan.later.add(late, TOKENS[late], np.zeros_like(late))
+        rows += group[~np.isin(group, late)].tolist()
+    return rows
+
+
+@given(moved=st.sets(st.integers(0, SIZE - 1)), world_size=st.integers(1, 3))
+def test_groups_come_in_order_and_later_samples_last(moved, world_size):
+    for plan in plans_of(world_size):
+        planned = plan.remaining().tolist()
+        rows = emitted(plan, [*moved])
+        late = [row for row in planned if row in moved]
+        assert rows[: len(planned) - len(late)] == [row for row in planned if row not in moved]
+        assert sorted(rows) == sorted(planned)
+        assert plan.to_state()["is_at_end"]
+
+
+def test_later_samples_wait_for_the_groups_in_flight_and_end_with_the_epoch():
+    (plan,) = plans_of(1)
+    last = len(plan) - 1
+    plan.later.add(np.array([3]), np.array([9]), np.array([0]))
+    assert plan.next_group(last) is None
+    plan.taken = len(plan)
+    assert not plan.to_state()["is_at_end"]
+    assert plan.end() == [3]
+    assert plan.to_state()["is_at_end"] and plan.next_group(None) is None

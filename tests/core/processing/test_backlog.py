@@ -5,11 +5,11 @@ from itertools import count
 
 import pytest
 
-from odb_nodes.core.processing.backlog import Backlog, ItemsToRemake, QueuedChunk
+from odb_nodes.core.processing.backlog import Backlog, QueuedChunk, RestoredItems
 from odb_nodes.core.processing.chunk import ChunkResult, ChunkTask
 from odb_nodes.core.processing.chunk_runner import ChunkRunner
 from odb_nodes.core.processing.options import WorkerOptions
-from odb_nodes.core.processing.pool import Pool
+from odb_nodes.core.processing.worker_pool import WorkerPool
 from odb_nodes.core.sample_block import ItemKeys
 from odb_nodes.errors import WorkerError
 
@@ -18,7 +18,7 @@ def task(*items):
     return ChunkTask(items, ItemKeys.of([None] * len(items)), 0, 0, range(len(items)))
 
 
-class Later(ItemsToRemake):
+class Later(RestoredItems):
     """Items "name0", "name1", ... of a restored state."""
 
     def __init__(self, name, size):
@@ -158,7 +158,7 @@ def test_whoever_waits_for_a_chunk_hears_how_it_ended(how):
 
 
 def test_workers_that_take_no_chunk_are_closed_where_a_result_is_waited_for(monkeypatch):
-    class Refusing(Pool):
+    class Refusing(WorkerPool):
         def submit(self, task):
             raise OSError("no room")
 

@@ -19,7 +19,7 @@ from odb_nodes import (
     WorkerOptions,
 )
 from odb_nodes.core.processing.chunk import ChunkProcessor, ChunkTask
-from odb_nodes.core.processing.chunk_runner import ChunkFit
+from odb_nodes.core.processing.chunk_runner import ChunkSizer
 from odb_nodes.core.processing.observation import digest_of, observe_sample, with_item_key
 from odb_nodes.core.sample import ItemKey, Sample
 from odb_nodes.core.sample_block import ItemKeys
@@ -187,7 +187,7 @@ MIB = 1 << 20
 def fitted(chunks, seconds_per_item=0.0, bytes_per_item=0, **options):
     """What fits after some chunks of such items."""
     defaults = {"num_workers": 2, "in_flight_samples": 4096}
-    fit = ChunkFit(WorkerOptions(**defaults | options))
+    fit = ChunkSizer(WorkerOptions(**defaults | options))
     for _ in range(chunks):
         fit.note(fit.items, fit.items * seconds_per_item, fit.items * bytes_per_item)
     return fit
@@ -280,7 +280,7 @@ def test_states_do_not_depend_on_what_is_in_a_chunk():
         saved = []
         node.reset(None)
         for number in range(300):
-            node.runner.fit.items = sizes[number % len(sizes)]
+            node.runner.sizer.items = sizes[number % len(sizes)]
             saved.append(node.state_dict())
             next(node)
         node.close()

@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from aligned_ranks import on_ranks
 from refusals import refuses
 
@@ -20,6 +21,7 @@ from odb_nodes import (
     IterableSource,
     LengthObserver,
     ODBDataLoader,
+    PackedCollate,
     ShardedSampler,
     Skipped,
     StateError,
@@ -28,7 +30,7 @@ from odb_nodes import (
     WorkerError,
     pop_step_info,
 )
-from odb_nodes.core.collate.rows import RowsObserve
+from odb_nodes.core.collate.rows import RowsCollate, RowsObserve
 from odb_nodes.errors import SampleError
 
 PACKED = TokenBudget(256, layout="packed")
@@ -102,6 +104,26 @@ def test_each_key_is_trained_once_in_each_epoch_and_its_rows_share_a_batch():
                 assert info.local_targets == len(ids) - len(rows)
                 keys += info.keys
             assert sorted(keys) == [*range(40)]
+
+
+def test_answers_that_share_their_prompt_cost_it_once():
+    def answers(index):
+        prompt, masked = [index] * 20, [-100] * 20
+        return [
+            {"input_ids": [*prompt, *answer], "labels": [*masked, *answer]}
+            for answer in ([1] * 3, [2] * (4 + index % 5))
+        ]
+
+    feed = feed_of()
+    collate = RowsCollate(PackedCollate.of(PACKED, mask_dtype=torch.bool), share_prefix=True)
+    with loader_over(feed, collate_fn=collate) as loader, generators(feed, answers):
+        keys = []
+        for batch in loader:
+            info = pop_step_info(batch)
+            assert batch["input_ids"].numel() == info.local_tokens <= PACKED.tokens
+            assert info.local_tokens == sum(20 + 3 + 1 + 4 + key % 5 for key in info.keys)
+            keys += info.keys
+    assert sorted(keys) == [*range(40)]
 
 
 def test_after_a_restore_at_any_step_each_key_is_trained_once():
@@ -269,6 +291,7 @@ test_bad_arguments = refuses(
         (lambda: feed_of().put(-1, [1]), ValueError, "`key`.*-1"),
         (lambda: feed_of().put(1, []), ValueError, "`items`.*empty"),
         (lambda: feed_of().put(1, None), TypeError, "`items`.*None"),
+        (lambda: feed_of().put(1, ([1],)), TypeError, "`items`.*tuple"),
         (lambda: feed_of().serve(29417), TypeError, "`address`.*29417"),
         (lambda: feed_of().serve(("127.0.0.1", -1)), ValueError, "port of `address`.*-1"),
         (lambda: feed_of().serve(authkey=b""), ValueError, "`authkey`"),

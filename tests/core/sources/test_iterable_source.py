@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 from damaged_states import resealed
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchdata.nodes import Prefetcher
 from toys import Once
 
@@ -161,6 +161,21 @@ def test_an_iterable_that_starts_over_from_its_last_state_resumes_exactly_too():
         return source(stateful_dataloader.StatefulDataLoader([5, 6, 7], batch_size=None))
 
     assert_resumes_exactly(make, epochs=2, chain=1)
+
+
+class NotStateful(DataLoader):
+    """What pytorch#166732 makes of a `DataLoader` without `stateful=True`."""
+
+    stateful = False
+
+    def state_dict(self):
+        raise RuntimeError("DataLoader.state_dict() requires stateful=True.")
+
+    load_state_dict = state_dict
+
+
+def test_a_dataloader_that_says_it_is_not_stateful_is_read_again():
+    assert_resumes_exactly(lambda: source(NotStateful([5, 6, 7], batch_size=None)), epochs=2)
 
 
 @pytest.mark.parametrize("kind", [Shuffled, Resumable])

@@ -4,13 +4,16 @@ import io
 import random
 import shutil
 from contextlib import nullcontext
+from itertools import islice
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from elastic import job as job_of
 from elastic import make, states_at
 from refusals import refuses
+from torch.distributed.checkpoint.stateful import Stateful
 from toys import Holder
 
 from odb_nodes import (
@@ -564,6 +567,23 @@ def test_another_number_of_ranks_is_resharded(tmp_path, as_rank, caplog):
         assert fresh.state == expected
         (saved_next,) = resharding.state_dict().values()  # what is saved next is this rank's state
         assert saved_next.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("steps", [0, 5, None], ids="fresh within ended".split())
+def test_a_loader_is_what_torch_calls_stateful(steps, tmp_path):
+    """In the calls of `torch.distributed.checkpoint`: `load` takes a state of the fresh loader."""
+    loader, resumed = Job(tmp_path).loader, Job(tmp_path).loader
+    assert isinstance(loader, Stateful)
+    iterator = iter(loader)
+    list(islice(iterator, steps))
+    dcp.save({"loader": DistributedState(loader)}, checkpoint_id=tmp_path / "checkpoint")
+    dcp.load({"loader": DistributedState(resumed)}, checkpoint_id=tmp_path / "checkpoint")
+    assert resumed.state_dict() == loader.state_dict()
+    expected = [*iterator] or [*loader]
+    assert expected
+    for batch, expected_batch in zip(resumed, expected, strict=True):
+        assert torch.equal(batch["input_ids"], expected_batch["input_ids"])
 
 
 def test_a_distributed_state_is_one_leaf_of_bytes(as_rank):

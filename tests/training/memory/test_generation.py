@@ -136,6 +136,10 @@ def test_a_row_that_does_not_fit_alone_and_a_model_that_cannot_generate_are_erro
 ):
     with pytest.raises(TypeError, match="`model` must have a `generate`, but is a `Linear`"):
         generate_in_parts(torch.nn.Linear(2, 2), batch_of())
+    model.generate = lambda **_: torch.ones(3)
+    with pytest.raises(TypeError, match=r"`generate` must return a tensor \(B, T\).* \(3,\)"):
+        generate_in_parts(model, batch_of(), **OPTIONS)
+    del model.generate
     most_rows(0)
     with pytest.raises(torch.OutOfMemoryError):
         generate_in_parts(model, batch_of(), **OPTIONS)

@@ -38,14 +38,14 @@ ProcessGroupLike: TypeAlias = "ProcessGroup | DeviceMesh | KnownRank | None"
 class Exchange(KnownRank):
     """All-gather between ranks. The base class is the single-rank case.
 
-    The n-th call of one rank meets the n-th call of every other rank. An interrupted call still
-    counts: the other ranks receive its row, and the next call of the rank meets their next call.
+    The n-th call of a rank meets the n-th call of every other rank. An interrupted call counts: the
+    other ranks receive its row, and the next call of the rank meets their next call.
     """
 
     rank: int = 0
     world_size: int = 1
-    ranks: Sequence[int] = (0,)  # their numbers in the whole job, for errors
-    timeout_s = 0.0  # until a call gives up
+    ranks: Sequence[int] = (0,)  # numbers of the ranks in the whole job, for errors
+    timeout_s = 0.0  # seconds until a call gives up
 
     def connect(self, size: int) -> None:
         """Connect to the other ranks, whose rows have `size` integers; later calls do nothing.
@@ -65,7 +65,7 @@ class Exchange(KnownRank):
         return row[None]
 
     def publish(self, key: str, text: str) -> None:
-        """Store a text under a key, for ranks that wait elsewhere; raises nothing."""
+        """Store a text under a key, for ranks that wait elsewhere, without raising."""
 
     def published(self, key: str) -> str | None:  # noqa: ARG002
         """Return the text that a rank has stored under a key, or `None`."""

@@ -21,8 +21,8 @@ _KIND, _LENGTH, _GENERATION, _HEADER = 0, 1, 2, 3  # columns of a message; its p
 _MIN_CAPACITY = 64  # integers, so that the text of an error fits
 _CAPACITY_OF_MEETING = 512  # integers of a message
 _PAUSE_S = 0.02  # between two greetings
-_SETTLED_S = 2.0  # greetings that do not change for so long are accepted
-_DOUBTFUL_S = 60.0  # the limit if accepting them is an error
+_SETTLED_S = 2.0  # greetings are accepted if they have not changed for this time
+_DOUBTFUL_S = 60.0  # this time, if to accept the greetings is an error
 
 
 class Channel:
@@ -30,8 +30,8 @@ class Channel:
 
     A sent message cannot be taken back, even if its rank begins anew before the other ranks have
     answered. Two rules make this harmless. All messages have one size, so an abandoned message can
-    meet any message of the other ranks. And each message carries a *generation*, which a rank
-    counts up when it begins anew. So every rank sees which messages met, and a rank whose hello met
+    meet any message of the other ranks. And each message carries a *generation*, which grows when
+    its rank begins anew. So every rank sees which messages have met, and a rank whose hello has met
     an older message says hello again.
     """
 
@@ -91,7 +91,7 @@ class Channel:
         return rows[:, _HEADER:]
 
     def gather_bytes(self, data: bytes, where: str) -> list[bytes]:
-        """Return the bytes of all ranks. The longest bytes decide the number of rounds."""
+        """Return the bytes of all ranks. The longest bytes decide the number of exchanges."""
         sizes = self.gather([len(data)], where)[:, 0].tolist()
         integers = _as_integers(data)
         parts = [
@@ -102,7 +102,7 @@ class Channel:
         return [_as_bytes(row)[:size] for row, size in zip(whole, sizes, strict=True)]
 
     def fail(self, error: BaseException, where: str) -> None:
-        """Send the error of this rank to the other ranks; raises none of their errors."""
+        """Send the error of this rank to the other ranks, and ignore their errors."""
         text = f"{where}: {type(error).__name__}: {error}".encode()[: 8 * self.capacity]
         try:
             if self.agreed:
@@ -117,20 +117,20 @@ class Channel:
         self._exchange.publish(str(self._generation), text)
 
     def published(self) -> str | None:
-        """Return the text that a rank has published since all have agreed, or `None`."""
+        """Return the text that a rank has published since all ranks agreed, or `None`."""
         return self._exchange.published(str(self._generation))
 
     def _greet(self, kind: int, payload: IntArray, where: str) -> IntArray:
-        """Send the first message of a generation until all ranks do, and return their messages."""
+        """Send a greeting until all ranks greet in one generation; return all messages."""
         # Why all ranks leave the loop together: a call returns the same rows on every rank, and a
         # rank that enters the loop changes its row (another generation or kind). So all ranks count
         # the same rows as unchanged, and leave after the same call.
         #
         # When they leave: usually once all greet in one generation. A lower generation is either an
         # abandoned message, which the next call replaces, or the present message of a rank that has
-        # begun less often (for example because a state was taken from this rank in between). Only
-        # time distinguishes the two cases: rows that do not change are present. If accepting them
-        # is an error, the limit is longer, because a read-ahead thread may be about to leave.
+        # begun less often (for example because only the other ranks have saved a state). Only time
+        # tells the two cases apart: rows that do not change are present. If to accept them is an
+        # error, the limit is longer, because a read-ahead thread may be about to leave.
         #
         # Why the loop ends: rows change only when a rank begins anew, fails or takes part in a
         # round, and without a change the count of equal rows reaches the limit. If a rank sends
@@ -156,7 +156,6 @@ class Channel:
         return rows
 
     def _send(self, kind: int, payload: IntArray, where: str) -> IntArray:
-        """Return the messages of all ranks."""
         row = np.zeros(self._size, dtype=np.int64)
         row[_KIND] = kind
         row[_LENGTH] = len(payload)
@@ -171,7 +170,7 @@ class Channel:
             self.wait_s += time.perf_counter() - start
 
     def _raise_failures(self, rows: IntArray) -> None:
-        """Raise a `PeerError` if a rank has failed, with the causes."""
+        """Raise a `PeerError` with the causes if ranks have failed."""
         causes = [
             f"rank {self._exchange.ranks[index]} failed in {_text(rows[index])}"
             for index in np.flatnonzero(rows[:, _KIND] == _FAILED).tolist()
@@ -209,7 +208,7 @@ class Channel:
 class Meeting(Channel):
     """A channel outside the loader's rounds, for example of a monitor.
 
-    Unless all ranks have equal settings, `agree` raises an error that ends with `remedy`.
+    If settings differ between ranks, `agree` raises an error that ends with `remedy`.
     """
 
     def __init__(
@@ -225,7 +224,7 @@ class Meeting(Channel):
     def agree(self, config: Mapping[str, Any]) -> None:
         """Raise an error, once after `begin`, unless the settings are equal on all ranks."""
         if not self._is_connected:
-            # Not earlier: the process group may be created until the first step.
+            # Not earlier: the process group may not exist before the first step.
             self._use(resolve_exchange(self._process_group, self._timeout_s))
             self._is_connected = True
             self.begin()
@@ -250,7 +249,7 @@ def _as_bytes(integers: IntArray) -> bytes:
 
 
 def _flat(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values as JSON text by `name`, or by `name.field` for those in a mapping."""
+    """Return the values as JSON text by `name`; the values of a mapping by `name.field`."""
     texts: dict[str, str] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):

@@ -46,7 +46,7 @@ _LEAST_GRACE_S = 2.0  # the minimum for a short `timeout_s`, so that slow ranks 
 _EXIT_S = 5.0  # for a thread to leave gloo, or the store, before the interpreter ends
 _PUBLISH_S = 2.0  # for the store to take or return a published text
 _UNDO_S = 1.0  # for the store to delete the key of this rank
-_DATA_DIMENSIONS = {*"dp ddp fsdp hsdp data replicate shard batch".split()}  # words of their names
+_DATA_DIMENSIONS = {*"dp ddp fsdp hsdp data replicate shard batch".split()}  # words in names
 _MODEL_DIMENSIONS = {*"tp cp sp pp ep etp tensor context sequence pipeline expert model".split()}
 _LOST = "lost a connection"
 _HOST_ENDED = "it was killed or stopped, or had given up waiting for a late rank"
@@ -63,7 +63,7 @@ class GlooExchange(Exchange):
 
     # Why calls meet: gloo matches the n-th all-gather of a group on one rank with the n-th on every
     # other rank. A call cannot be taken back, so an interrupted call stays pending, and the next
-    # call first waits for it: at most one call is under way, and no rank ever skips a call.
+    # call first waits for the pending call: no rank ever skips a call.
     #
     # Why every wait ends: gloo is waited for in slices. After each slice, the waiting thread checks
     # for an interrupt and for its deadline, and once per second whether another rank has reported a
@@ -80,9 +80,9 @@ class GlooExchange(Exchange):
         self.timeout_s = timeout_s
         self._grace_s = min(_GRACE_S, max(_LEAST_GRACE_S, timeout_s / 4))
         store_s = max(timeout_s, self._grace_s)
-        # The n-th exchange of one rank meets the n-th exchange of the other ranks. They are counted
-        # here, in program order. `connect` is called by threads, whose order may differ between
-        # ranks: counting there would connect different loaders.
+        # The n-th exchange of one rank meets the n-th exchange of the other ranks. Exchanges are
+        # counted here, in program order. Threads call `connect`, and their order may differ between
+        # ranks: to count there would connect different loaders.
         ranks = hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:12]
         try:
             self._store = BoundedStore(store_s)
@@ -95,7 +95,7 @@ class GlooExchange(Exchange):
             "Build and iterate the same graphs on all ranks, in the same order: this is number "
             f"{count} of this rank. Then restart all ranks."
         )
-        self._look: Future[Any] | None = None  # check of the store for failures of other ranks
+        self._look: Future[Any] | None = None  # a check of the store for failures of other ranks
         self._group: Any = None
         self._pending: Any = None  # the work of an interrupted call
         # The group and the tensors of the last call. If gloo's thread held the last reference to
@@ -166,8 +166,8 @@ class GlooExchange(Exchange):
             if self._broken is not None:
                 raise PeerError(self._broken)
             self._check_interrupted()
-            # `_fail` takes up to `_grace_s`, so that the whole call takes at most `timeout_s`. A
-            # short `timeout_s` is the wait for the ranks alone, and `_fail` exceeds it.
+            # `_fail` takes up to `_grace_s`, and the whole call at most `timeout_s`. Only a short
+            # `timeout_s` is the wait for the ranks alone, which `_fail` prolongs.
             limit_s = max(self.timeout_s - self._grace_s, 0.75 * self.timeout_s)
             deadline = time.monotonic() + limit_s
             if self._pending is not None:
@@ -219,8 +219,8 @@ class GlooExchange(Exchange):
                 self._set_pending(None)
                 return
             except RuntimeError as error:
-                # A call may complete between the timeout of its slice and this line: it has failed
-                # only if the error is no timeout of the wait.
+                # A call may complete between the timeout of its slice and this line. The call has
+                # failed only if the error is no timeout.
                 if work.is_completed() and not compat.is_wait_timeout(error):
                     self._set_pending(None)
                     self._fail(f"{_LOST} ({first_line(error)})")
@@ -278,7 +278,7 @@ class GlooExchange(Exchange):
         raise PeerError(self._broken)
 
     def _loss_of_store(self, error: StoreLost, within: str) -> str:
-        """Return the cause of an error where the store does not answer: its host, if it is known.
+        """Return the cause of an error if the store does not answer: its host, if that is known.
 
         The host may have ended because it gave up waiting for another rank.
         """
@@ -293,12 +293,12 @@ class GlooExchange(Exchange):
         )
 
     def _wait_for(self, key: str, deadline: float) -> list[int]:
-        """Wait until every rank has set a key, and return the ranks that have not in time."""
+        """Wait until every rank has set a key; return the ranks that have not set it in time."""
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
         pause_s = 0.005
         while (remaining_s := deadline - time.monotonic()) > 0:
             self._check_interrupted()
-            # Not by the `wait` of the store, which prints a warning when it times out.
+            # Not by `wait` of the store, which prints a warning on a timeout.
             if self._call("check", keys, limit_s=max(remaining_s, self._grace_s)):
                 return []
             self._interrupted.wait(min(pause_s, remaining_s))
@@ -306,7 +306,6 @@ class GlooExchange(Exchange):
         return sorted({*self.ranks} - {*self._ranks_with(key)})
 
     def _ranks_with(self, key: str) -> list[int]:
-        """Return the ranks that have set a key."""
         return [
             rank
             for index, rank in enumerate(self.ranks)
@@ -314,13 +313,12 @@ class GlooExchange(Exchange):
         ]
 
     def _texts(self, key: str, ranks: Iterable[int]) -> list[str]:
-        """Return the values that ranks of the group have set a key to."""
+        """Return the values of a key that these ranks have set."""
         return [
             self._call("get", f"{key}/{rank}", limit_s=self._grace_s).decode() for rank in ranks
         ]
 
     def _call(self, name: str, *arguments: Any, limit_s: float) -> Any:
-        """Call the store; see `BoundedStore.call`."""
         return self._store.call(name, *arguments, limit_s=limit_s, check=self._check_interrupted)
 
     def _check_interrupted(self) -> None:
@@ -328,9 +326,9 @@ class GlooExchange(Exchange):
             raise Interrupted("the exchange was interrupted: the graph is reset or closed.")
 
     def _set_pending(self, work: Any) -> None:
-        """Set the work under way, or None. While it is under way, its objects cannot be deleted.
+        """Set the work under way, or `None`, and protect the objects of work under way.
 
-        Deleting the group would wait for the other ranks; for the tensors see `_kept`.
+        To delete the group would wait for the other ranks; for the tensors see `_kept`.
         """
         if self._pending is None and work is not None:
             compat.keep(self._kept)
@@ -344,9 +342,9 @@ def _was_lost(count: int, within: str) -> str:
     return f"{were} crashed, left the epoch, or did not answer {within}"
 
 
-# A forked child must never delete a group: that joins threads which exist only in the parent. Its
-# first garbage collection may come at once, so all groups are kept from before the fork: in the
-# parent until the fork is over, in the child for ever. A child does not wait for them at its exit.
+# A forked child must never delete a group: that joins threads which exist only in the parent. The
+# first garbage collection of the child may come at once, so all groups are kept from before the
+# fork: in the parent until the fork is over, in the child for ever, even at its exit.
 _kept_at_fork: list[list[GlooExchange]] = []
 
 if hasattr(os, "register_at_fork"):
@@ -359,7 +357,7 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _interrupt_all() -> None:
-    """Get all threads out of gloo: a thread inside when the interpreter ends aborts the process."""
+    """Get all threads out of gloo: a thread inside at the interpreter's end aborts the process."""
     for exchange in list(_live):
         exchange.interrupt()
     for exchange in list(_live):
@@ -402,7 +400,7 @@ def resolve_exchange(process_group: ProcessGroupLike, timeout_s: float) -> Excha
 
 
 def _ranks_of(process_group: ProcessGroupLike) -> list[int]:
-    """Return the ranks of the job that a group has, or that share steps in a `DeviceMesh`."""
+    """Return the ranks of a group, or the ranks that share steps in a `DeviceMesh`."""
     from torch.distributed.device_mesh import DeviceMesh  # only in torch with torch.distributed
 
     if process_group is None:
@@ -427,7 +425,7 @@ def _data_ranks(mesh: DeviceMesh) -> list[int]:
         return []
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     if mesh.ndim == 1 and not _words_of(names[0]) <= _MODEL_DIMENSIONS:
-        return [int(rank) for rank in mesh.mesh.tolist()]  # the dimension of the data, of any name
+        return [int(rank) for rank in mesh.mesh.tolist()]  # of the data, under any name
     if mesh.ndim == 1 and mesh.size() < dist.get_world_size():
         raise ValueError(
             f"`process_group` is the dimension {names[0]!r} of a `DeviceMesh` alone, whose ranks "

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from odb_nodes._compat import torch_distributed as compat
 
 _LOOK_S = 0.05  # between two checks whether to give up a wait
-_LATE_S = 1.0  # extra time for gloo to raise its error, which says more
+_LATE_S = 1.0  # extra time for gloo to raise its error, which has more details
 
 _under_way: set[Future[Any]] = set()
 
@@ -23,7 +23,7 @@ if hasattr(os, "register_at_fork"):  # A child has none of the threads.
 
 
 class StoreLost(Exception):
-    """The store failed, or did not answer in time. The message is a clause that names its host."""
+    """The store failed, or did not answer in time. The message names the host of the store."""
 
 
 class BoundedStore:
@@ -41,7 +41,7 @@ class BoundedStore:
         self._store = self._answer(self.begin(compat.job_store), limit_s)
 
     def use_prefix(self, prefix: str) -> None:
-        """Put all keys from now on below a prefix."""
+        """Put a prefix before all keys from now on."""
         self._store = dist.PrefixStore(prefix, self._store)
 
     def call(
@@ -110,9 +110,9 @@ def answer_of(call: Future[Any]) -> Any:
     """Return the result of a finished call of the store."""
     try:
         return call.result()
-    except Exception as error:  # of any kind: the process of the store has ended
+    except Exception as error:  # Of any type: the process of the store has ended.
         raise StoreLost(
-            f"{_HOSTS.format(compat.store_host())} is gone ({first_line(error)})"
+            f"{_HOST.format(compat.store_host())} is gone ({first_line(error)})"
         ) from error
 
 
@@ -121,8 +121,8 @@ def first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else repr(error)
 
 
-_HOSTS = "{}, which hosts the store of the job,"
+_HOST = "{}, which hosts the store of the job,"
 
 
 def _silent(limit_s: float) -> str:
-    return f"{_HOSTS.format(compat.store_host())} has not answered for {limit_s:.1f} s"
+    return f"{_HOST.format(compat.store_host())} has not answered for {limit_s:.1f} s"

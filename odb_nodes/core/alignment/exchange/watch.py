@@ -11,7 +11,7 @@ from odb_nodes._compat.torch_distributed import abort_groups
 from odb_nodes.core.alignment.exchange.channel import Channel
 from odb_nodes.errors import PeerError, StepMemoryError
 
-_POLL_S = 0.5  # between two looks for an error
+_POLL_S = 0.5  # between two checks for an error
 _READ_S = 2.0  # limit for a text to arrive after a collective has failed
 _GRACE_S = 2.0  # limit for a collective to fail before connections are aborted
 _EXIT_CODE = 70
@@ -19,13 +19,13 @@ _KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (StepMemor
 
 
 class FailureWatch:
-    """Ends a collective of the model in which this rank waits, after another rank has failed.
+    """Ends a collective of the model in which this rank waits for a rank that has failed.
 
-    The failing rank publishes its error through the channel. Between `enter` and `leave`, a thread
-    looks for it. The collective fails when the failed process ends; after a while this process
-    aborts its connections; and if that does not help within `timeout_s`, it exits with the text of
-    the error. A GPU loop waits for a collective only where it needs the result, so its rank stays
-    inside until the loop is over.
+    The failed rank publishes its error through the channel. Between `enter` and `leave`, a thread
+    checks for such an error. The collective fails when the failed process ends. Otherwise this
+    process aborts its connections after a while, and if that does not help within `timeout_s`, it
+    exits with the text of the error. A GPU loop waits for a collective only where it needs the
+    result, so its rank stays inside until the loop is over.
     """
 
     def __init__(self, channel: Channel) -> None:

@@ -21,7 +21,7 @@ ENDED = "the worker pool was closed or reset."
 _STOP_S = 1.0  # for all threads together, since a thread that hangs cannot be stopped
 
 
-class Pool:
+class WorkerPool:
     """Processes chunks, and returns futures of their results. Workers live until `close`."""
 
     pids: Sequence[int] = ()  # process ids of the workers that are processes of this machine
@@ -49,7 +49,7 @@ class Pool:
         """Stop the workers, in the process that started them; repeatable, from any thread."""
 
 
-class InlinePool(Pool):
+class InlinePool(WorkerPool):
     """Processes each chunk when its result is taken, on the thread that takes it."""
 
     def __init__(self, processor: ChunkProcessor) -> None:
@@ -75,7 +75,7 @@ class _Deferred(Future[ChunkResult]):
         return replace(result, failure=None if failure is None else replace(failure, worker=""))
 
 
-class ThreadPool(Pool):
+class ThreadPool(WorkerPool):
     """Daemon threads that take chunks from one queue; a single thread if chunks take turns."""
 
     def __init__(self, processor: ChunkProcessor, options: WorkerOptions) -> None:

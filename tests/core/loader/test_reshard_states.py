@@ -16,7 +16,7 @@ from odb_nodes import (
     WindowBucketer,
 )
 from odb_nodes.core.contract import EpochState
-from odb_nodes.core.loader.reshard_nodes import _EPOCH_START
+from odb_nodes.core.loader.reshard_states import EPOCH_START
 from odb_nodes.core.nodes.planned_groups import PlannedGroups
 
 SOURCES = {"source", "sources"}  # each of which is put to the beginning itself
@@ -58,10 +58,10 @@ NODES = [
 @pytest.mark.parametrize("node", NODES)
 def test_each_field_of_a_state_begins_the_epoch_anew_or_is_kept_by_name(node):
     name, declared = node.__name__, {field.name for field in fields(node.STATE)}
-    reset, kept = {*_EPOCH_START.get(name, {})}, KEPT.get(name, set())
+    reset, kept = {*EPOCH_START.get(name, {})}, KEPT.get(name, set())
     assert not reset & kept
     assert reset | kept == declared - SOURCES - EPOCH
 
 
 def test_the_table_has_no_other_nodes():
-    assert {*_EPOCH_START} | {*KEPT} == {node.__name__ for node in NODES}
+    assert {*EPOCH_START} | {*KEPT} == {node.__name__ for node in NODES}

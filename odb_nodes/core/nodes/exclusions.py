@@ -21,7 +21,7 @@ from odb_nodes.core.contract.state import NodeState, integers_of
 from odb_nodes.core.nodes.sample_store import SampleStore
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.sample import LeftOut, Sample, Skipped, name_of
-from odb_nodes.core.sample_block import KEY, SampleBlock
+from odb_nodes.core.sample_block import KEY, NONE, SampleBlock
 from odb_nodes.errors import SampleError
 
 ExcludedState = dict[str, bytes | None]
@@ -268,7 +268,14 @@ class ExclusionCounter(LeftOutSamples):
         """Return which samples are excluded by key, (n,) bool."""
         if not self.keys:
             return np.zeros(len(samples), dtype=bool)
-        pairs = zip(samples.kinds, samples.facts[KEY].tolist(), strict=True)
+        keys = samples.facts[KEY]
+        for place in np.flatnonzero(keys == NONE).tolist():
+            if self.keys.of_source(samples.kinds[place].source):
+                raise SampleError(
+                    "`exclude` names keys, but a sample has no key. Process samples by a node that "
+                    "passes keys on, such as `ParallelProcessor`."
+                )
+        pairs = zip(samples.kinds, keys.tolist(), strict=True)
         return np.array([self.keys.holds(kind.source, key) for kind, key in pairs], dtype=bool)
 
     def admits_all(self, samples: SampleBlock) -> bool:

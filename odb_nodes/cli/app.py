@@ -212,19 +212,13 @@ _BUDGET = "--budget --layout --max-samples --pad-to-multiple-of"
 _NEEDED: Any = {"required": True}
 
 COMMANDS: dict[Callable[[Any], int | None], tuple[str, dict[str, dict[str, Any]]]] = {
-    commands.audit: (
-        "--size --steps",
-        {"folder": _option("folder of the ledger")},
-    ),
+    commands.audit: ("--size --steps", {"folder": _option("folder of the ledger")}),
     commands.inspect: (
         "--rank --diff --force",
         {
             "state": _option("a state file, the folder of a checkpoint, or a ledger", _existing),
             "--step": _option("step of an epoch to remake", _COUNT_OR_NONE),
-            "--epoch": _option(
-                "epoch of the step (ledger: 0; state: its epoch)",
-                _COUNT_OR_NONE,
-            ),
+            "--epoch": _option("epoch of the step (ledger: 0; state: its epoch)", _COUNT_OR_NONE),
             "--loader": _option("module:function that returns the loader for a `process_group`"),
             "--out": _option("file to write the steps of all ranks to, by `torch.save`"),
         },

@@ -10,13 +10,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from odb_nodes._support.text import counted
-from odb_nodes.cli.data import (
-    BUDGET_TOKENS,
-    Data,
-    UsageError,
-    check_outputs,
-    load_function,
-)
+from odb_nodes.cli.data import BUDGET_TOKENS, Data, UsageError, check_outputs, load_function
 from odb_nodes.core.planning import SimulationOptions
 from odb_nodes.core.planning.auto_window import shown
 
@@ -107,11 +101,7 @@ def _inspect_step(args: Namespace) -> int:
 def _print_oversize(table: LengthTable, budget: TokenBudget) -> None:
     """Print how many samples exceed a budget, which the figures may not show."""
     if count := int(table.costs.are_oversize(budget).sum()):
-        becomes = {
-            "alone": "have a batch each",
-            "drop": "are dropped",
-            "error": "are errors",
-        }
+        becomes = {"alone": "have a batch each", "drop": "are dropped", "error": "are errors"}
         subject = f"{count:,} of {len(table):,} samples exceed the budget alone"
         print(f"\n{subject}: they {becomes[budget.oversize]}.")
 

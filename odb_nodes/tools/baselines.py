@@ -35,10 +35,7 @@ batching (arXiv 2606.19989). `odb_nodes`: the batches of an `ODBDataLoader`."""
 WINDOWED: tuple[Strategy, ...] = ("sorted windows", "odb_nodes")
 """Strategies that depend on the window."""
 
-_SAMPLERS = {
-    "group_by_length": "LengthGroupedSampler",
-    "batch_rebalance": "BatchRebalanceSampler",
-}
+_SAMPLERS = {"group_by_length": "LengthGroupedSampler", "batch_rebalance": "BatchRebalanceSampler"}
 
 Step = Sequence[Sequence[int]]
 """The indices of the samples of each rank's batch."""

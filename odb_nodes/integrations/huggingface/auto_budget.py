@@ -184,11 +184,7 @@ def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
     )
     process_fn: Any = options.process_fn  # No dict: that goes with a dict of datasets.
     table = observe_lengths(
-        dataset,
-        samples=ESTIMATE_SAMPLES,
-        process_fn=process_fn,
-        observe=observe,
-        seed=options.seed,
+        dataset, samples=ESTIMATE_SAMPLES, process_fn=process_fn, observe=observe, seed=options.seed
     )
     if table.patches.any():
         raise ValueError(

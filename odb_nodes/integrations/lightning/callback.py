@@ -209,12 +209,7 @@ class ODBCallback(Callback):
             self._recorder.at_step = {"grad_norm": norm, "lr": float(groups[0]["lr"])}
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Check that the optimizer has stepped where the loader expects it, and log metrics."""
         self._check_optimizer_step(trainer)

@@ -14,11 +14,7 @@ from odb_nodes.core.loader.dataloader import ODBDataLoader
 from odb_nodes.core.loader.reshard_nodes import Ranks
 from odb_nodes.core.step_info import StepInfo, pop_step_info
 from odb_nodes.errors import StateError
-from odb_nodes.integrations.resuming import (
-    CHANGED_ARGUMENTS,
-    begin_or_resume,
-    resharded_run,
-)
+from odb_nodes.integrations.resuming import CHANGED_ARGUMENTS, begin_or_resume, resharded_run
 from odb_nodes.training.checkpoints.resharding import batches_per_step
 from odb_nodes.training.memory.guard import GuardedStep, OomGuard
 from odb_nodes.training.monitor.window import timed

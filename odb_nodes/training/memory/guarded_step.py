@@ -70,11 +70,7 @@ class GuardedStep:
         self._has_failed = False
 
     def backward(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn,
-        *,
-        scaler: torch.amp.GradScaler | None = None,
+        self, model: nn.Module, loss_fn: LossFn, *, scaler: torch.amp.GradScaler | None = None
     ) -> torch.Tensor:
         """Compute the gradients of the step.
 

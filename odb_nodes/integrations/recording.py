@@ -59,14 +59,14 @@ class StepRecorder:
         self.meter.take()
         if self.guard is not None:  # It may have been in an earlier run.
             self._ooms = self.guard.ooms
-            self.guard.begin_metrics()
+            self.guard.context.take_counts()
         if self.monitor is not None:
             self.monitor.start_clock()
 
     def begin_step(self) -> None:
         """Reset the measurements of the optimizer step."""
         self.losses: list[torch.Tensor] = []  # this rank's shares of the step's loss
-        self.at_step: dict[str, Any] = {}  # learning rate and gradient norm
+        self.step_values: dict[str, Any] = {}  # learning rate and gradient norm
 
     def record(self, batches: Iterable[tuple[Any, StepInfo, float]], *, meter: bool = True) -> None:
         """Record (batch, info, seconds waited) of each batch of an optimizer step."""
@@ -84,7 +84,7 @@ class StepRecorder:
                 loss=sum(self.losses) if self.losses else None,
                 loss_weight=last.info.optimizer_targets / last.info.world_size,
                 ooms=ooms - self._ooms,
-                **self.at_step,
+                **self.step_values,
             )
             self._ooms = ooms
         self.begin_step()

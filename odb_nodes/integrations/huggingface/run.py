@@ -398,7 +398,7 @@ class Run:
             is_done = True
         finally:
             if self.guard is not None:
-                self.guard.guard.leave()
+                self.guard.guard.context.stop_watching()
             self.batches.loader.close()
             self.recorder.close(ended=is_done)
 

@@ -290,7 +290,7 @@ class RunCallback(TrainerCallback):
         if scaling is not None:
             samples = self._run.computed().infos[0].optimizer_samples  # without skipped samples
             self._scaled.enter_context(scaling.applied(optimizer, samples))
-        self._run.recorder.at_step = {"lr": float(optimizer.param_groups[0]["lr"])}
+        self._run.recorder.step_values = {"lr": float(optimizer.param_groups[0]["lr"])}
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the learning rate, from which the schedule continues."""

@@ -206,7 +206,7 @@ class ODBCallback(Callback):
             groups = optimizer.param_groups
             grads = [x.grad for group in groups for x in group["params"] if x.grad is not None]
             norm = torch.nn.utils.get_total_norm(grads) if grads else None
-            self._recorder.at_step = {"grad_norm": norm, "lr": float(groups[0]["lr"])}
+            self._recorder.step_values = {"grad_norm": norm, "lr": float(groups[0]["lr"])}
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -16,7 +16,8 @@ from odb_nodes.core.step_info import StepInfo, pop_step_info
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.resuming import CHANGED_ARGUMENTS, begin_or_resume, resharded_run
 from odb_nodes.training.checkpoints.resharding import batches_per_step
-from odb_nodes.training.memory.guard import GuardedStep, OomGuard
+from odb_nodes.training.memory.guard import OomGuard
+from odb_nodes.training.memory.guarded_step import GuardedStep
 from odb_nodes.training.monitor.window import timed
 from odb_nodes.training.tasks.task_gradients import AnyWeights
 
@@ -61,7 +62,7 @@ class TrainBatches:
     def __init__(self, loader: ODBDataLoader, guard: OomGuard | None = None) -> None:
         self.loader, self.guard = loader, guard
         if guard is not None:
-            guard.collator.keep_samples()
+            guard.context.collator.keep_samples()
         self.start_state: dict[str, Any] | None = None  # before the most recent `iter()`
         self.end_state: dict[str, Any] | None = None  # after the last epoch that ended
         self.last: Fetched | None = None  # batch of that epoch; `None` if it yielded none
@@ -97,7 +98,7 @@ class TrainBatches:
     def close(self) -> None:
         """Stop the workers and the guard's watch."""
         if self.guard is not None:
-            self.guard.leave()
+            self.guard.context.stop_watching()
         self.loader.close()
 
     def take(self) -> Fetched:

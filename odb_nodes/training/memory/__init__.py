@@ -1,6 +1,6 @@
 """Budgets that fit into memory, and training steps that survive out-of-memory errors."""
 
-from odb_nodes.training.memory.calibration import Calibration, Trial, find_budget, preflight
+from odb_nodes.training.memory.calibration import Calibration, find_budget, preflight
 from odb_nodes.training.memory.checkpointing import Checkpointing, enable_checkpointing
 from odb_nodes.training.memory.estimate import MemoryEstimate, estimate_training_memory
 from odb_nodes.training.memory.generation import LongestFirst, generate_in_parts

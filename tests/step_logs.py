@@ -5,8 +5,8 @@ import json
 import numpy as np
 
 from odb_nodes.core.planning import StepTime
+from odb_nodes.training.monitor.counts import Counts
 from odb_nodes.training.monitor.records import line_of
-from odb_nodes.training.monitor.window import Counts
 
 TRUE = StepTime(tokens=4e-5, squares=3e-9, base=0.03)
 

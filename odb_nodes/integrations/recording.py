@@ -13,7 +13,7 @@ from odb_nodes.core.step_info import StepInfo
 from odb_nodes.training.ledger import Ledger
 from odb_nodes.training.memory.guard import OomGuard
 from odb_nodes.training.monitor import Monitor, StepMeter
-from odb_nodes.training.tasks.task_gradients import AnyWeights
+from odb_nodes.training.tasks.trainer_options import AnyWeights
 
 
 class UnreportedBatch(NamedTuple):

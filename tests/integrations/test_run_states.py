@@ -38,7 +38,7 @@ class HuggingFace:
         self.folder, self.trainer = folder, t.make_trainer(folder)
 
     def states(self):
-        run = huggingface.Run(self.trainer, None)
+        run = huggingface.TrainRun(self.trainer, None)
         it, states = iter(run.batches), []
         for _ in range(2):
             self.trainer.state.global_step += 1
@@ -50,7 +50,7 @@ class HuggingFace:
     def load(self, state):
         (self.folder / "checkpoint").mkdir(exist_ok=True)
         save_state(state, self.folder / "checkpoint" / rank_file(0, 1))
-        huggingface.Run(self.trainer, str(self.folder / "checkpoint"))
+        huggingface.TrainRun(self.trainer, str(self.folder / "checkpoint"))
 
 
 class Lightning:

@@ -74,8 +74,8 @@ def observe_sample(data: Any, observe: Observe | None = None) -> Sample | Skippe
     except (TypeError, ValueError) as error:
         raise SampleError(
             f"the observation of a sample is not valid: {str(error).rstrip('.')}. "
-            f"The sample is {_describe(data)}. Leave it out of the data, return `Skipped` from its "
-            "processing, or pass an `observe` that returns its length in tokens."
+            f"The sample is {_describe_sample(data)}. Leave it out of the data, return `Skipped` "
+            "from its processing, or pass an `observe` that returns its length in tokens."
         ) from error
 
 
@@ -156,8 +156,8 @@ def digest_of(sample: Sample) -> int:
 def _length_of(data: Any) -> int:
     if not (is_mapping(data) and "input_ids" in data):
         raise SampleError(
-            f"a sample has no length: it is {_describe(data)}. Return a mapping with `input_ids`, "
-            "or pass an `observe` that returns its length in tokens."
+            f"a sample has no length: it is {_describe_sample(data)}. Return a mapping with "
+            "`input_ids`, or pass an `observe` that returns its length in tokens."
         )
     return len(flatten_row("input_ids", data["input_ids"]))
 
@@ -207,7 +207,7 @@ def _count_patches(data: Any) -> int:
     return 0 if pixels is None else len(pixels)
 
 
-def _describe(data: Any) -> str:
+def _describe_sample(data: Any) -> str:
     if isinstance(data, Mapping):
         return f"a `{type(data).__name__}` with keys {sorted(map(str, data))}"
     return f"{str(data)[:60]!r} of type `{type(data).__name__}`"

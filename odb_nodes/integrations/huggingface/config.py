@@ -27,7 +27,7 @@ from odb_nodes.integrations.learning_rate import LrScaling
 from odb_nodes.training.memory.guard import GUARD_ABOVE
 from odb_nodes.training.memory.meter import MemoryMeter, check_meter
 from odb_nodes.training.monitor import Monitor
-from odb_nodes.training.tasks.task_gradients import AnyWeights, check_task_weights, task_names
+from odb_nodes.training.tasks.trainer_options import AnyWeights, check_task_weights, task_names
 
 AUTO = "auto"
 """The `token_budget` that trial steps find."""

@@ -20,7 +20,7 @@ from odb_nodes.core.collate.check_packing import MOST_LEAK, leak, mixing_error, 
 from odb_nodes.core.sample import IGNORE_INDEX
 from odb_nodes.core.step_info import StepInfo
 from odb_nodes.integrations.huggingface.samples import has_pairs
-from odb_nodes.training.tasks.task_gradients import AnyWeights
+from odb_nodes.training.tasks.trainer_options import AnyWeights
 
 TOLERANCE = 5e-2  # relative difference of two equal losses, in half precision
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sized
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -16,16 +15,14 @@ from typing import Any, NamedTuple
 from accelerate.utils import broadcast_object_list
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchdata.nodes import BaseNode
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.contract import NodeState, SourceState
 from odb_nodes.core.contract.state import seal_whole, unseal_whole
-from odb_nodes.core.contract.state_file import load_state
 from odb_nodes.core.loader.dataloader import ODBDataLoader
 from odb_nodes.core.sources import JsonlSource
 from odb_nodes.core.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
-from odb_nodes.errors import StateError, TornStateError
+from odb_nodes.errors import StateError
 from odb_nodes.integrations.huggingface.auto_budget import find_for, saved_budget
 from odb_nodes.integrations.huggingface.guard import RunGuard
 from odb_nodes.integrations.huggingface.loss import LossWeigher
@@ -43,12 +40,7 @@ from odb_nodes.tools.estimate import (
     check_samples_can_be_drawn,
     estimate_loader_steps,
 )
-from odb_nodes.training.checkpoints.rank_states import (
-    PREFIX,
-    rank_file_names,
-    rank_files,
-    save_rank_state,
-)
+from odb_nodes.training.checkpoints.rank_states import PREFIX, rank_file_names, save_rank_state
 from odb_nodes.training.monitor import Monitor
 
 NO_BOUND = 2**40  # optimizer steps of a run of unknown length
@@ -187,7 +179,7 @@ class TakenStep(NamedTuple):
     wait_s: float
 
 
-class Run:
+class TrainRun:
     """Follows one call of `train`, from a checkpoint if any, and takes the batches of each step."""
 
     def __init__(self, trainer: Any, checkpoint: str | None) -> None:
@@ -404,80 +396,6 @@ class Run:
 
 
 # --- the start of a run ---------------------------------------------------------------------------
-
-
-def agreed_checkpoint(args: Any, resume_from: str | bool) -> str | None:
-    """Return the checkpoint to resume from, the same on all ranks; True: the last complete one."""
-    checkpoint_or_error: Any = resume_from
-    if args.process_index == 0:
-        try:
-            if isinstance(resume_from, bool):
-                checkpoint_or_error = _last_complete(Path(args.output_dir))
-            else:
-                with suppress(FileNotFoundError):  # Each rank raises it when it loads.
-                    _check_complete(Path(resume_from))
-        except (OSError, StateError) as error:
-            checkpoint_or_error = error
-    (agreed,) = broadcast_object_list([checkpoint_or_error])
-    if isinstance(agreed, Exception):
-        raise agreed
-    checkpoint: str | None = agreed
-    return checkpoint
-
-
-def warn_of_other_checkpoints(args: Any) -> None:
-    """Warn of checkpoints of an earlier run, which a resume of this run could take."""
-    if args.process_index or args.save_strategy == "no" or not os.path.isdir(args.output_dir):
-        return
-    last = get_last_checkpoint(args.output_dir)
-    if last is not None:
-        warn_user(
-            f"`{args.output_dir}` has checkpoints of an earlier run, up to "
-            f"`{os.path.basename(last)}`, but this run begins anew: `resume_from_checkpoint=True` "
-            "would take the checkpoint with the highest step. Remove the old ones, or use another "
-            "`output_dir`."
-        )
-
-
-def _last_complete(folder: Path) -> str | None:
-    """Return the newest complete checkpoint, and warn of those that are skipped."""
-    matches = [re.fullmatch(PREFIX_CHECKPOINT_DIR + r"-(\d+)", name) for name in os.listdir(folder)]
-    torn: dict[Path, Exception] = {}
-    for step in sorted((int(match[1]) for match in matches if match), reverse=True):
-        checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        try:
-            _check_complete(checkpoint)
-        except (FileNotFoundError, TornStateError) as error:
-            torn[checkpoint] = error
-            continue
-        for newer, torn_error in torn.items():
-            problem = f"is not complete, and is skipped: {torn_error} Remove it."
-            if not isinstance(torn_error, TornStateError):
-                problem = (
-                    "has no state of the batches, and is skipped: it was saved with "
-                    "`save_only_model`, without dynamic batches, or until a kill."
-                )
-            warn_user(f"`{newer.name}` {problem} The run resumes from `{checkpoint.name}`.")
-        return str(checkpoint)
-    for newest, torn_error in torn.items():
-        if isinstance(torn_error, TornStateError):
-            raise torn_error
-        return str(newest)
-    return None
-
-
-def _check_complete(checkpoint: Path) -> None:
-    """Raise if a state of a rank, or a file of the `Trainer`, is missing or truncated."""
-    for file in rank_files(checkpoint, PREFIX):
-        for name, size in (load_state(file).get("files") or {}).items():
-            actual = 0
-            with suppress(FileNotFoundError):
-                actual = (checkpoint / name).stat().st_size
-            if actual < size:
-                raise TornStateError(
-                    f"`{name}` of `{checkpoint}` must have {size} bytes, as when it was saved, but "
-                    f"has {actual}. Use an earlier checkpoint."
-                )
 
 
 def _saved_run(checkpoint: str, args: Any) -> RunState:

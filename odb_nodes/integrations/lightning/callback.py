@@ -26,7 +26,7 @@ from odb_nodes.core.step_info import StepInfo
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.run import (
     Fetched,
-    Run,
+    FitRun,
     RunState,
     TrainBatches,
     position_of_rank,
@@ -34,7 +34,7 @@ from odb_nodes.integrations.lightning.run import (
 from odb_nodes.integrations.recording import StepRecorder
 from odb_nodes.training.memory.guard import OomGuard
 from odb_nodes.training.monitor import Monitor
-from odb_nodes.training.tasks.task_gradients import AnyWeights, check_task_weights
+from odb_nodes.training.tasks.trainer_options import AnyWeights, check_task_weights
 
 
 class ODBCallback(Callback):
@@ -72,9 +72,9 @@ class ODBCallback(Callback):
         check_task_weights(task_weights)
         self.task_weights = task_weights
         self._monitor, self._log_metrics, self._ledger_folder = monitor, log_metrics, ledger
-        self._begin_run(Run(None, RunState()), StepRecorder())
+        self._begin_run(FitRun(None, RunState()), StepRecorder())
 
-    def _begin_run(self, run: Run, recorder: StepRecorder) -> None:
+    def _begin_run(self, run: FitRun, recorder: StepRecorder) -> None:
         self._run, self._recorder = run, recorder
         self._batches: TrainBatches | None = None
         self._unrecorded: list[Fetched] = []  # batches of the current optimizer step
@@ -137,7 +137,7 @@ class ODBCallback(Callback):
         """Reject arguments of the trainer that cannot be used with dynamic batches."""
         if stage == "fit":
             _check_trainer(trainer, self.task_weights)
-            run = Run(trainer, RunState(epoch=trainer.current_epoch), self.task_weights)
+            run = FitRun(trainer, RunState(epoch=trainer.current_epoch), self.task_weights)
             recorder = StepRecorder(
                 self._ledger_folder,
                 self._monitor,
@@ -292,7 +292,7 @@ class ODBCallback(Callback):
         start = position_of_rank(runs, trainer.global_rank, trainer.world_size)
         if len(runs) != trainer.world_size:
             compat.set_progress(compat.loop_progress(checkpoint), start)
-        self._run = Run(trainer, start, self.task_weights)
+        self._run = FitRun(trainer, start, self.task_weights)
         if self.task_weights is not None and start.tasks is not None:
             self.task_weights.load_state_dict(start.tasks)
         if self._batches is None:

@@ -18,8 +18,8 @@ from odb_nodes.integrations.resuming import CHANGED_ARGUMENTS, begin_or_resume, 
 from odb_nodes.training.checkpoints.resharding import batches_per_step
 from odb_nodes.training.memory.guard import OomGuard
 from odb_nodes.training.memory.guarded_step import GuardedStep
-from odb_nodes.training.monitor.window import timed
-from odb_nodes.training.tasks.task_gradients import AnyWeights
+from odb_nodes.training.monitor.counts import timed
+from odb_nodes.training.tasks.trainer_options import AnyWeights
 
 CHANGED = CHANGED_ARGUMENTS.format(
     names="`accumulate` is `accumulate_grad_batches`, the other arguments belong to the "
@@ -146,7 +146,7 @@ def position_of_rank(runs: Sequence[RunState], rank: int, world_size: int) -> Ru
     )
 
 
-class Run:
+class FitRun:
     """Follows a run from its start, or from the position of a checkpoint."""
 
     def __init__(self, trainer: Any, start: RunState, tasks: AnyWeights | None = None) -> None:

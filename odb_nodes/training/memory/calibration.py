@@ -16,11 +16,7 @@ from odb_nodes._support.progress import Bar
 from odb_nodes.core.planning import StepTime, TokenBudget
 from odb_nodes.core.planning.budget import allowed_rows
 from odb_nodes.training.memory.checkpointing import enable_checkpointing
-from odb_nodes.training.memory.meter import (
-    MemoryMeter,
-    ShapeTooLargeError,
-    warn_of_fragments,
-)
+from odb_nodes.training.memory.meter import MemoryMeter, ShapeTooLargeError, warn_of_fragments
 from odb_nodes.training.memory.model import MemoryModel, design_of, fitted_time
 from odb_nodes.training.memory.trials import MakeBatch, TrainStep, Trial, Trials, checked_widths
 

@@ -21,10 +21,10 @@ from odb_nodes._support.files import replacing
 from odb_nodes._support.text import Rows, Shown, html_table, html_text
 from odb_nodes.training.ledger import Audit, audit
 from odb_nodes.training.memory.meter import GIB
+from odb_nodes.training.monitor.counts import LOSS_OF, Counts
 from odb_nodes.training.monitor.figures import Curve, Figure, curves, dots, page
 from odb_nodes.training.monitor.losses import ALL_RANKS, SampleLoss, read_losses, worst_samples
 from odb_nodes.training.monitor.records import FILE, GROUPS, Record, RunRecords, read_run
-from odb_nodes.training.monitor.window import LOSS_OF, Counts
 
 AnyPath = str | os.PathLike[str]
 

@@ -22,7 +22,7 @@ from odb_nodes.core.planning import StepTime
 from odb_nodes.core.planning.step_time import TYPICAL
 from odb_nodes.core.sources import SourceMixer
 from odb_nodes.core.step_info import StepInfo
-from odb_nodes.training.monitor.window import COLUMNS, WAIT_US, Counts
+from odb_nodes.training.monitor.counts import COLUMNS, WAIT_US, Counts
 
 AnyLoader = ODBDataLoader | Loader[Any]
 

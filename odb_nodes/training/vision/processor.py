@@ -304,7 +304,7 @@ class VisionLanguageProcessor:
         """Return the keys of a sample that hold its images."""
         images = []
         for number, source in enumerate(sources):
-            where = f"image {number} ({_describe(source)})"
+            where = f"image {number} ({_describe_image(source)})"
             try:
                 images.append(self._read(source))
             except ImageError as error:
@@ -366,7 +366,7 @@ def _token_id(tokenizer: Any, name: str, token: str) -> int:
     return int(token_id)
 
 
-def _describe(source: Any) -> str:
+def _describe_image(source: Any) -> str:
     if isinstance(source, bytes):
         return f"{len(source)} bytes"
     if hasattr(source, "mode") and hasattr(source, "size"):

@@ -13,8 +13,8 @@ from monitors import loader_of, loss_of, steps_of
 from odb_nodes import Observation, ODBDataLoader, PeerError, StateError, pop_step_info
 from odb_nodes.core.planning import StepTime
 from odb_nodes.training.monitor import Monitor, read_run, report
+from odb_nodes.training.monitor.counts import Counts
 from odb_nodes.training.monitor.watching import RunWarnings
-from odb_nodes.training.monitor.window import Counts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")
 

@@ -262,7 +262,7 @@ class Counts:
         }
 
 
-class Window:
+class PendingCounts:
     """Counts the micro-steps of this rank since the last record; `read` reads the tensors."""
 
     def __init__(self, counts: Counts, samples: list[SampleLoss] | None) -> None:
@@ -272,7 +272,7 @@ class Window:
         self._squares: list[Number] = []
         self._values: list[Value] = []
         self._last: dict[str, Number] = {}
-        self._rows: list[tuple[RowLosses, StepInfo, int]] = []
+        self._row_losses: list[tuple[RowLosses, StepInfo, int]] = []
 
     def __len__(self) -> int:
         return len(self.counts.rows) // COLUMNS
@@ -307,7 +307,7 @@ class Window:
         """Add the losses of the samples of a batch, for their tasks and for `samples`."""
         if count := len(info.keys):
             sums, targets = losses.sums.detach()[:count], losses.targets[:count]
-            self._rows.append((RowLosses(sums, targets), info, rank))
+            self._row_losses.append((RowLosses(sums, targets), info, rank))
 
     def read(self, seconds: float) -> Counts:
         """Return the counts of the last `seconds`; waits for the devices of the values."""
@@ -321,17 +321,17 @@ class Window:
         counts.last |= zip(self._last, _to_floats([*self._last.values()]), strict=True)
         counts.squares += map(int, _to_floats(self._squares))
         self._read_row_losses()
-        for pending in (self._values, self._squares, self._last, self._rows):
-            pending.clear()
+        for unread in (self._values, self._squares, self._last, self._row_losses):
+            unread.clear()
         counts.sums["rank_seconds"] = seconds
         return counts
 
     def _read_row_losses(self) -> None:
-        if not self._rows:
+        if not self._row_losses:
             return
-        parts = zip(*(losses for losses, *_ in self._rows), strict=True)
+        parts = zip(*(losses for losses, *_ in self._row_losses), strict=True)
         rows = zip(*(torch.cat(part).tolist() for part in parts), strict=True)
-        for _, info, rank in self._rows:
+        for _, info, rank in self._row_losses:
             for key, source, task, repeat in zip(
                 info.keys, info.row_sources, info.row_tasks, info.row_repeats, strict=True
             ):

@@ -90,16 +90,34 @@ def assert_resumes_exactly(
     steps = sum(event is not _END for event in reference)
     if not steps:
         raise AssertionError("the graph yields no items: there is nothing to resume.")
-    resumes = largest_bytes = 0
+    run = _Resumes(make_graph, first, reference)
+    for start in range(0, len(states), every):
+        run.resume(states[start], start, horizon, thorough=run.count % 2 == 1)
+    for start in range(0, len(states) if chain else 0, max(1, len(states) // 8)):
+        state, position = states[start], start
+        for link in range(chain):
+            items = min(1 + (start + link) % 5, len(reference) - position)
+            state = run.resume(state, position, items)
+            position += items
+        run.resume(state, position, horizon)
+    return ResumeReport(steps=steps, resumes=run.count, state_bytes=run.largest_bytes)
 
-    def resume(state: Any, start: int, items: int | None, *, thorough: bool = False) -> Any:
-        nonlocal resumes, largest_bytes
-        resumes += 1
-        data = _saved(state)
+
+class _Resumes:
+    """Resumes fresh graphs, and compares them with the events of the uninterrupted run."""
+
+    def __init__(self, make_graph: Callable[[], Any], first: Any, reference: list[Any]) -> None:
+        self._make_graph, self._first, self._reference = make_graph, first, reference
+        self.count = self.largest_bytes = 0
+
+    def resume(self, state: Any, start: int, items: int | None, *, thorough: bool = False) -> Any:
+        """Compare `items` items of a graph resumed from `state`; return its state after them."""
+        self.count += 1
+        data, reference = _saved(state), self._reference
         stop = len(reference) if items is None else start + items
-        largest_bytes = max(largest_bytes, len(data))
-        graph = make_graph()
-        if graph is first:  # It has run already, and would hide a bad resume.
+        self.largest_bytes = max(self.largest_bytes, len(data))
+        graph = self._make_graph()
+        if graph is self._first:  # It has run already, and would hide a bad resume.
             raise ValueError(
                 f"`make_graph` must return a new graph each time, but returned the same "
                 f"`{type(graph).__name__}` twice. Build the graph and its nodes in `make_graph`."
@@ -116,17 +134,6 @@ def assert_resumes_exactly(
             raise AssertionError(f"resumed {_place(reference, start)}: {error}") from error
         finally:
             _close(graph)
-
-    for start in range(0, len(states), every):
-        resume(states[start], start, horizon, thorough=resumes % 2 == 1)
-    for start in range(0, len(states) if chain else 0, max(1, len(states) // 8)):
-        state, position = states[start], start
-        for link in range(chain):
-            items = min(1 + (start + link) % 5, len(reference) - position)
-            state = resume(state, position, items)
-            position += items
-        resume(state, position, horizon)
-    return ResumeReport(steps=steps, resumes=resumes, state_bytes=largest_bytes)
 
 
 def _events(graph: Any, epochs: int) -> Iterator[Any]:

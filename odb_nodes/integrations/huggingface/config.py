@@ -156,7 +156,7 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
     """Reject arguments of a trainer that dynamic batching would ignore or break."""
     check_type("odb", config, ODBConfig)
     args = trainer.args
-    by_epochs = trainer.args.max_steps <= 0
+    by_epochs = args.max_steps <= 0
     check_choice(
         "train_sampling_strategy",
         compat.sampling_strategy(args),
@@ -204,16 +204,22 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
             config.schedule == "samples" and not by_epochs
         ),
     }
-    if (tasks := config.task_weights) is not None and tasks.needs_gradients:
-        for conflict, applies in {
-            "FSDP, which shards parameters": trainer.is_fsdp_enabled,
-            "DeepSpeed, which computes gradients itself": trainer.is_deepspeed_enabled,
-            "`fp16`, which scales losses; use `bf16`": args.fp16,
-            '`on_oom` or a `token_budget` of "auto", which compute steps again': recomputes,
-            "`model_init`, which makes the model only later": trainer.model_init is not None,
-        }.items():
-            refused[f"`{type(tasks).__name__}` must not be given with {conflict}."] = applies
     refuse(refused)
+    if config.task_weights is not None and config.task_weights.needs_gradients:
+        _check_gradients_of_tasks(trainer, config.task_weights, recomputes=recomputes)
+
+
+def _check_gradients_of_tasks(trainer: Any, tasks: AnyWeights, *, recomputes: bool) -> None:
+    """Reject a trainer under which `GradNorm` or `PCGrad` cannot compute gradients."""
+    conflicts = {
+        "FSDP, which shards parameters": trainer.is_fsdp_enabled,
+        "DeepSpeed, which computes gradients itself": trainer.is_deepspeed_enabled,
+        "`fp16`, which scales losses; use `bf16`": trainer.args.fp16,
+        '`on_oom` or a `token_budget` of "auto", which compute steps again': recomputes,
+        "`model_init`, which makes the model only later": trainer.model_init is not None,
+    }
+    rule = f"`{type(tasks).__name__}` must not be given with"
+    refuse({f"{rule} {conflict}.": applies for conflict, applies in conflicts.items()})
 
 
 def check_overrides(kinds: Iterable[type]) -> None:

@@ -45,9 +45,9 @@ def write_records(folder, seconds, tokens, squares, *, every, waits=None):
         shares = [
             Counts(
                 rows=[
-                    one
+                    number
                     for count, wait_s in zip(tokens[part, rank], waits[part], strict=True)
-                    for one in (1, int(count), int(count), 0, round(wait_s * 1e6))
+                    for number in (1, int(count), int(count), 0, round(wait_s * 1e6))
                 ],
                 squares=squares[part, rank].astype(int).tolist(),
                 sums={

@@ -1,7 +1,7 @@
 """The same run under every trainer, and one registry of them.
 
 A `Job` says what is trained. A function of `TRAINERS` trains it as a user would, and returns a
-`Run`; a line per optimizer step is in a file of each rank, also where the run is killed.
+`Result`; a line per optimizer step is in a file of each rank, also where the run is killed.
 """
 
 import copy
@@ -135,8 +135,8 @@ class Job:
         return read(Path(self.folder, f"{self.name}-{rank}.jsonl"))
 
 
-class Run(NamedTuple):
-    """What a run came to: final weights, steps as they were estimated, metrics as logged."""
+class Result(NamedTuple):
+    """The result of a run: final weights, estimated steps, logged metrics, failed batches."""
 
     weights: torch.Tensor
     estimate: int
@@ -247,7 +247,7 @@ def plain(job):
         loader.close()
         if ledger is not None:
             ledger.close(ended=ended)
-    return Run(lm.weights_of(raw), job.estimate(), logs, raw.ooms)
+    return Result(lm.weights_of(raw), job.estimate(), logs, raw.ooms)
 
 
 def accelerate(job):
@@ -286,7 +286,7 @@ def accelerate(job):
                     record.after_step(infos, save)
                     infos = []
     accelerator.free_memory()
-    return Run(lm.weights_of(raw), job.estimate(), logs, raw.ooms)
+    return Result(lm.weights_of(raw), job.estimate(), logs, raw.ooms)
 
 
 # --- transformers ---------------------------------------------------------------------------------
@@ -465,7 +465,7 @@ def under_trainer(job, make=dynamic_trainer):
     resume = str(job.folder / f"checkpoint-{job.resume}") if job.resume else None
     trainer.train(resume_from_checkpoint=resume)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return Run(lm.weights_of(trainer.model), recorder.estimate, logs, trainer.model.ooms)
+    return Result(lm.weights_of(trainer.model), recorder.estimate, logs, trainer.model.ooms)
 
 
 # --- Lightning ------------------------------------------------------------------------------------
@@ -599,7 +599,7 @@ def under_lightning(job):
         with open(trainer.logger.experiment.metrics_file_path) as file:
             logs = [{key: float(row[key] or 0) for key in row} for row in csv.DictReader(file)]
     ooms = module.model.ooms if job.on_oom else 0
-    return Run(lm.weights_of(module.model), callback.estimate, logs, ooms)
+    return Result(lm.weights_of(module.model), callback.estimate, logs, ooms)
 
 
 # --- the registry ---------------------------------------------------------------------------------

@@ -121,6 +121,7 @@ def profile(args: Namespace) -> None:
         windows=args.window or [window],
         batch_size=args.batch_size,
         weights=data.weights(),
+        lengths_known=data.lengths_known,
         **job,
     )
     print(result)

@@ -124,6 +124,13 @@ class Data:
         """Whether an epoch is shuffled."""
         return self.options.shuffle is not False and self.options.sampler is None
 
+    @property
+    def lengths_known(self) -> bool:
+        """Whether the data is a loader that plans its epochs by known lengths."""
+        from odb_nodes.tools.estimate import knows_lengths
+
+        return self._options is not None and knows_lengths(self._dataset)
+
     def budget(self, tokens: int | None) -> TokenBudget:
         """Return the budget; the tokens and options of the command line replace the loader's."""
         options = {"tokens": tokens} | {name: vars(self._args).get(name) for name in _OF_BUDGET}

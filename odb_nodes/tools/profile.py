@@ -258,7 +258,7 @@ def profile(
         weights: how the sources of the table are mixed, as for an `ODBDataLoader`.
         seed: seed of the order of the samples.
         options: further fields of `SimulationOptions`: `round_size`, `uneven`, `largest_first`,
-            `diversity` and `window_start`.
+            `diversity`, `window_start`; and `lengths_known`, with which `"auto"` has no window.
 
     Raises:
         TypeError, ValueError: an option is not valid, or there is no step.
@@ -282,14 +282,18 @@ def profile(
     ]
     comparisons = []
     for world_size, strategy, window in Bar(wanted, "comparing", len(wanted)):
-        job = replace(base, world_size=world_size, window=window or base.window)
+        is_known = base.lengths_known and strategy == "odb_nodes"
+        job = replace(
+            base, world_size=world_size, window=window or base.window, lengths_known=is_known
+        )
+        has_window = window is not None and not (is_known and window == AUTO)
         comparisons.append(
             Comparison(
                 world_size=world_size,
                 strategy=strategy,
-                window=None if window is None else baselines.epoch.window(job),
+                window=baselines.epoch.window(job) if has_window else None,
                 figures=baselines.figures(strategy, job),
-                is_auto=window == AUTO,
+                is_auto=has_window and window == AUTO,
             )
         )
     return Profile(

@@ -308,6 +308,19 @@ def test_profile_writes_its_files(capsys, table, tmp_path):
     assert out == f"{expected}\n" and cells(out) == expected.rows()
 
 
+def make_planned():
+    return ODBDataLoader(make_dataset(), token_budget=800, lengths=LENGTHS)
+
+
+def test_profile_shows_no_window_of_a_loader_that_knows_its_lengths(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jobs", sys.modules[__name__])
+    assert run("profile", "jobs:make_planned") == 0
+    rows = cells(capsys.readouterr().out)
+    (row,) = (row for row in rows if row.get("batches") == "odb_nodes")
+    known = simulate(LENGTHS, world_size=1, budget=800, lengths_known=True)
+    assert row["window"] == "" and row["steps"] == f"{known.steps:,}"
+
+
 def test_inspect_prints_what_a_state_says_what_differs_and_whether_ranks_fit(capsys, tmp_path):
     loader, saved = make_loader_of_group(None), []
     for rank, _ in zip(range(2), loader, strict=False):  # of which the second is a step ahead

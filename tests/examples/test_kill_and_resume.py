@@ -129,7 +129,7 @@ def finish_nodes(folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_lost_node_ends_the_job_which_goes_on_with_two_nodes_or_one(tmp_path, exhaustive):
+def test_a_lost_node_ends_the_job_which_two_nodes_or_one_continue(tmp_path, exhaustive):
     nodes = start_nodes(tmp_path / "killed")
     steps = (line for line in nodes[0].stdout if LOSS.search(line))
     losses = [LOSS.search(line)[1] for _, line in zip(range(KILL_AFTER), steps, strict=False)]

@@ -221,11 +221,11 @@ def test_a_sample_that_does_not_fit_alone_is_an_error_or_left_out(trainer, tmp_p
     entries = t.Job(**options, on_oom="skip").entries()
     texts = [lm.sample_of(index) for index in range(SIZE)]
     long = {text["id"] for text in texts if len(text["input_ids"]) > 20}
-    left = {*range(SIZE)} - {index for entry in entries for index in lm.ids_of([entry])}
-    assert {index for index in long if lm.targets_of(texts[index]["labels"])} <= left <= long
-    assert lm.check_steps([entries], SIZE, left) < 1e-12
+    skipped = {*range(SIZE)} - {index for entry in entries for index in lm.ids_of([entry])}
+    assert {index for index in long if lm.targets_of(texts[index]["labels"])} <= skipped <= long
+    assert lm.check_steps([entries], SIZE, skipped) < 1e-12
     report = audit(tmp_path / "ledger", SIZE)
-    assert report.ok and f"{len(left)} skipped (out of memory)" in str(report)
+    assert report.ok and f"{len(skipped)} skipped (out of memory)" in str(report)
 
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -266,8 +266,8 @@ def test_ranks_train_exactly_and_go_on_after_a_kill_on_any_number_of_ranks(train
         report = check_ledger(folder / "ledger", size, attempts=2 if world_size == 2 else None)
         changed = (2, world_size) if world_size != 2 else (2,)
         assert report.epochs[0].world_sizes == changed
-        both = [expected[rank][:2] for rank in range(2)]
-        done = [ids for step in zip(*both, strict=True) for ids in lm.ids_of(step)]
+        first_steps = [expected[rank][:2] for rank in range(2)]
+        done = [ids for step in zip(*first_steps, strict=True) for ids in lm.ids_of(step)]
         done += [
             ids
             for step in zip(*later, strict=True)

@@ -102,11 +102,11 @@ def test_the_best_model_has_all_its_weights(tmp_path, shard, kind):
     assert_same(trainer.model, best)
 
 
-@pytest.mark.parametrize("saved, now, key", [(1, 2, "missing from it"), (2, 1, "in it alone")])
+@pytest.mark.parametrize("saved, layers, key", [(1, 2, "missing from it"), (2, 1, "in it alone")])
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "LlamaForCausalLM"])
-def test_weights_without_a_counterpart_are_refused(tmp_path, name, saved, now, key):
+def test_weights_without_a_counterpart_are_refused(tmp_path, name, saved, layers, key):
     trainer_of(tmp_path, model_of(name, seed=0, num_hidden_layers=saved)).train()
-    model = model_of(name, seed=0, num_hidden_layers=now)
+    model = model_of(name, seed=0, num_hidden_layers=layers)
     with pytest.raises(StateError, match=rf"are {key}, .*layers\.1.*{name}.from_pretrained"):
         resume(tmp_path, model)
 

@@ -248,8 +248,8 @@ def nested():
     return [{"loader": state, "deep": deep} for state in states()]
 
 
-def paired(left, right):
-    return [{"a": first, "b": second} for first, second in zip(left, right, strict=True)]
+def paired(first, second):
+    return [{"a": a, "b": b} for a, b in zip(first, second, strict=True)]
 
 
 REFUSALS = [

@@ -149,5 +149,5 @@ test_a_model_that_cannot_be_estimated_is_an_error = refuses(
         (make("llama"), {"batch": "5"}, TypeError, "`batch` must be"),
         (make("llama"), {"optimizer": "shampoo"}, ValueError, "`optimizer` must be one of"),
     ],
-    lambda model, given: estimate_training_memory(model, **{"batch": 64, **given}),
+    lambda model, options: estimate_training_memory(model, **{"batch": 64, **options}),
 )

@@ -89,9 +89,9 @@ def test_every_orientation_is_applied_once_in_every_format(orientation, format):
     assert expected.size == ((56, 196) if orientation > 4 else (196, 56))
     if orientation == 6:
         assert np.array_equal(expected, read(image.rotate(-90, expand=True)))
-    for source in (file, given := Image.open(io.BytesIO(file))):
+    for source in (file, opened := Image.open(io.BytesIO(file))):
         assert np.array_equal(read(source), expected)
-    assert given.size in ((280, 84), (84, 280) if format == "TIFF" else (280, 84))
+    assert opened.size in ((280, 84), (84, 280) if format == "TIFF" else (280, 84))
 
 
 def test_a_good_image_with_damaged_tags_is_read():

@@ -260,8 +260,10 @@ def test_ranks_without_images_take_part():
         assert len({"pixel_values" in batch for batch in step_batches}) == 1
         assert len({info.all_targets for info in infos}) == 1
         targets = [int((batch["labels"][:, 1:] != -100).sum()) for batch in step_batches]
-        taken = [0 if info.is_filler else count for info, count in zip(infos, targets, strict=True)]
-        assert infos[0].all_targets == sum(taken)
+        counts = [
+            0 if info.is_filler else count for info, count in zip(infos, targets, strict=True)
+        ]
+        assert infos[0].all_targets == sum(counts)
 
 
 # --- what is refused ----------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except commands.UsageError as error:
         command.error(str(error))
     except Exception as error:
-        place, name = _place_of(error), type(error).__name__
+        place, name = _line_of_user(error), type(error).__name__
         if not place and not isinstance(error, _EXPECTED):
             raise
         text = (str(error).splitlines() or [""])[0]
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     parser.exit(code or 0)
 
 
-def _place_of(error: Exception) -> str:
+def _line_of_user(error: Exception) -> str:
     """Return the last line of the user's own code that an error came through, or ""."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SampleError):  # whose text has the traceback of a worker

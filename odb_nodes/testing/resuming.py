@@ -131,7 +131,7 @@ class _Resumes:
             _compare(graph, reference, start, stop)
             return copy_state(graph.state_dict())
         except Exception as error:
-            raise AssertionError(f"resumed {_place(reference, start)}: {error}") from error
+            raise AssertionError(f"resumed {_name_of_event(reference, start)}: {error}") from error
         finally:
             _close(graph)
 
@@ -142,7 +142,7 @@ def _events(graph: Any, epochs: int) -> Iterator[Any]:
         yield _END
 
 
-def _place(reference: list[Any], index: int) -> str:
+def _name_of_event(reference: list[Any], index: int) -> str:
     past = reference[:index]
     epoch = sum(event is _END for event in past)
     step = next((i for i, event in enumerate(reversed(past)) if event is _END), index)
@@ -153,7 +153,7 @@ def _compare(graph: Any, reference: list[Any], start: int, stop: int) -> None:
     events = _events(graph, epochs=sum(event is _END for event in reference[start:]) + 1)
     for index, expected in enumerate(reference[start:stop], start):
         if differs := difference(expected, next(events, "nothing")):
-            raise AssertionError(f"the item {_place(reference, index)}{differs}")
+            raise AssertionError(f"the item {_name_of_event(reference, index)}{differs}")
 
 
 def _as_loader(graph: Any) -> Any:

@@ -18,8 +18,7 @@ from odb_nodes.core.planning.auto_window import AUTO, WindowSize, shown
 from odb_nodes.core.sources import Mixing
 from odb_nodes.core.sources.mixing import Weights
 from odb_nodes.tools.baselines import STRATEGIES, WINDOWED, Baselines, Strategy, is_available
-from odb_nodes.tools.lengths import LengthTable
-from odb_nodes.tools.lengths import histogram as count_lengths
+from odb_nodes.tools.lengths import LengthTable, count_lengths
 from odb_nodes.tools.simulate import SimulationReport, TableEpoch, budget_code
 from odb_nodes.training.monitor.figures import Figure, histogram, levels, page
 

@@ -25,7 +25,7 @@ from odb_nodes.core.loader.dataloader import ODBDataLoader
 from odb_nodes.core.step_info import StepInfo
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.run import (
-    Fetched,
+    FetchedBatch,
     FitRun,
     RunState,
     TrainBatches,
@@ -77,7 +77,7 @@ class ODBCallback(Callback):
     def _begin_run(self, run: FitRun, recorder: StepRecorder) -> None:
         self._run, self._recorder = run, recorder
         self._batches: TrainBatches | None = None
-        self._unrecorded: list[Fetched] = []  # batches of the current optimizer step
+        self._unrecorded: list[FetchedBatch] = []  # batches of the current optimizer step
 
     def batches(self, loader: ODBDataLoader | OomGuard) -> TrainBatches:
         """Return the batches for `train_dataloader` of a module or data module.

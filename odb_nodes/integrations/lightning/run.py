@@ -30,7 +30,7 @@ CHANGED = CHANGED_ARGUMENTS.format(
 )
 
 
-class Fetched(NamedTuple):
+class FetchedBatch(NamedTuple):
     """A batch, or a guard's step, that Lightning has read and may not have trained on yet."""
 
     batch_idx: int  # in the epoch, from 0
@@ -65,8 +65,8 @@ class TrainBatches:
             guard.context.collator.keep_samples()
         self.start_state: dict[str, Any] | None = None  # before the most recent `iter()`
         self.end_state: dict[str, Any] | None = None  # after the last epoch that ended
-        self.last: Fetched | None = None  # batch of that epoch; `None` if it yielded none
-        self._waiting: deque[Fetched] = deque()
+        self.last: FetchedBatch | None = None  # batch of that epoch; `None` if it yielded none
+        self._waiting: deque[FetchedBatch] = deque()
         self._has_taken = False  # whether a batch of the last `iter()` was taken
 
     def __iter__(self) -> Iterator[Any]:
@@ -87,13 +87,13 @@ class TrainBatches:
         self.last = last
         self.end_state = self.loader.state_dict()
 
-    def _fetched(self, item: Any, wait_s: float) -> Fetched:
+    def _fetched(self, item: Any, wait_s: float) -> FetchedBatch:
         step = item if isinstance(item, GuardedStep) else None
         infos = [pop_step_info(item)] if step is None else step.infos
         batch_idx = infos[-1].step if step is None else infos[-1].step // self.loader.accumulate
         batches = [item] if step is None else [*step.batches]
         state = self.loader.state_dict()
-        return Fetched(batch_idx, batches, infos, state, wait_s / len(batches), step)
+        return FetchedBatch(batch_idx, batches, infos, state, wait_s / len(batches), step)
 
     def close(self) -> None:
         """Stop the workers and the guard's watch."""
@@ -101,7 +101,7 @@ class TrainBatches:
             self.guard.context.stop_watching()
         self.loader.close()
 
-    def take(self) -> Fetched:
+    def take(self) -> FetchedBatch:
         """Return the oldest batch that was not taken."""
         if not self._waiting:
             raise RuntimeError(
@@ -153,13 +153,13 @@ class FitRun:
         self._trainer, self._tasks = trainer, tasks
         self.start = self._settled = self.after = start
         """`after`: the position after the current batch, once the optimizer has stepped."""
-        self.current: Fetched | None = None
+        self.current: FetchedBatch | None = None
         """The batch that is trained on, or the last one."""
         self.backwards = 0
         """Number of weighed losses of this optimizer step."""
         self._optimizer_steps = 0  # before the current batch
 
-    def begin(self, batches: TrainBatches, batch_idx: int) -> Fetched:
+    def begin(self, batches: TrainBatches, batch_idx: int) -> FetchedBatch:
         """Make the next batch the current one, and return it."""
         if self.current is None and self.start.rngs is not None:
             load_rngs(self.start.rngs)

@@ -79,15 +79,15 @@ class RankParts:
 
     def read(self, folder: Path, rank: int, ranks: Ranks) -> tuple[dict[str, Any], Any]:
         """Return the states of this rank's parts, and the state of its random generators."""
-        file = _read(folder, rank, ranks.after) if ranks.before == ranks.after else None
+        file = _read_rank_file(folder, rank, ranks.after) if ranks.before == ranks.after else None
         if file is not None and self._is_of_this_rank(file["parts"]):
             shared = {*file["replicated"], *self._replicated}
-            first = _read(folder, 0, ranks.after) if rank and shared else file
+            first = _read_rank_file(folder, 0, ranks.after) if rank and shared else file
         else:
             log_resharding(folder, *ranks)
-            files = [_read(folder, 0, ranks.before)]
+            files = [_read_rank_file(folder, 0, ranks.before)]
             for old_rank in range(1, ranks.before):
-                file = _read(folder, old_rank, ranks.before)
+                file = _read_rank_file(folder, old_rank, ranks.before)
                 files.append({**file, "parts": _without_copies(file["parts"], files[0]["parts"])})
             shared = {*files[0]["replicated"], *self._replicated}
             files[0]["replicated"] = sorted(shared)
@@ -190,7 +190,7 @@ def reshard_files(
     return new
 
 
-def _read(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
+def _read_rank_file(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
     """Read the file of a rank, and check that it is of this rank and step."""
     remedy = f"Remove `{folder}` to continue from the checkpoint before it."
     path = folder / rank_file(rank, world_size, "")

@@ -13,7 +13,13 @@ import numpy.typing as npt
 
 from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import MAX_KEY, check_count
-from odb_nodes.training.ledger.audits import DIGEST_BYTES, Audit, Digests, EpochAudit, digest_of
+from odb_nodes.training.ledger.audits import (
+    DIGEST_BYTES,
+    Audit,
+    Digests,
+    EpochAudit,
+    digest_of_steps,
+)
 from odb_nodes.training.ledger.history import RecordedRun, Samples, Segment
 from odb_nodes.training.ledger.rank_file import Steps
 from odb_nodes.training.ledger.records import ENDS_EPOCH, FILLER, NO_KEY, Name
@@ -159,7 +165,7 @@ class _EpochCheck:
             is_complete=is_complete,
             fates=fates,
             filler=int((self.steps["flags"] & FILLER > 0).sum()),
-            digest=digest_of(digests),
+            digest=digest_of_steps(digests),
             step_digests=digests,
         )
 
@@ -253,7 +259,7 @@ class _EpochCheck:
                 self._compare_size(source, sizes[source], keys, is_complete)
         for source in sizes if is_complete else ():
             if sizes[source] and source not in sources:
-                self._problem(f"no sample{_of(source)} has a fate, of {sizes[source]:,}.")
+                self._problem(f"no sample{_of_name(source)} has a fate, of {sizes[source]:,}.")
 
     def _by_source(self) -> dict[str, list[IntArray]]:
         """Return the indices of each source's samples by key: one array, or one for each rank."""
@@ -278,15 +284,15 @@ class _EpochCheck:
         keys, repeats = self.samples.keys[indices], self.samples.repeats[indices]
         unkeyed = int(np.searchsorted(keys, 0))  # `NO_KEY` sorts before all keys
         if unkeyed:
-            self._note(f"{unkeyed:,} samples{_of(source)} have no key: they are only counted.")
+            self._note(f"{unkeyed:,} samples{_of_name(source)} have no key: they are only counted.")
         indices = indices[unkeyed:]
         starts = np.flatnonzero(np.diff(keys[unkeyed:], prepend=NO_KEY))  # of each key
         is_repeated = np.diff(starts, append=len(indices)) > 1
         if repeats.any() and is_repeated.any():
             self._note(
-                f"{is_repeated.sum():,} keys{_of(source)} come more than once by intent: their "
-                "source begins again, or a sampler draws them. Each repeat has one fate; repeats "
-                "of left-out samples cannot be told apart."
+                f"{is_repeated.sum():,} keys{_of_name(source)} come more than once by intent: "
+                "their source begins again, or a sampler draws them. Each repeat has one fate; "
+                "repeats of left-out samples cannot be told apart."
             )
             is_trained = np.array([not name.reason for name in self.run.names])
             indices = indices[is_trained[self.samples.names[indices]]]
@@ -308,12 +314,12 @@ class _EpochCheck:
             if len(group) > MOST_NAMED:
                 fates.append(f"{len(group) - MOST_NAMED:,} more")
             self._problem(
-                f"key {self.samples.keys[group[0]]}{_of(source)} has {len(group)} fates: "
+                f"key {self.samples.keys[group[0]]}{_of_name(source)} has {len(group)} fates: "
                 f"{'; '.join(fates)}."
             )
         if len(groups) > MOST_NAMED:
             more = len(groups) - MOST_NAMED
-            self._problem(f"{more:,} more keys{_of(source)} have several fates.")
+            self._problem(f"{more:,} more keys{_of_name(source)} have several fates.")
 
     def _compare_size(
         self, source: str, size: int, parts: Sequence[IntArray], is_complete: bool
@@ -321,10 +327,10 @@ class _EpochCheck:
         """Compare the number of keys of a source with its size. `parts`: its keys, by rank."""
         count = sum(map(len, parts))
         if count > size:
-            self._problem(f"{count:,} samples{_of(source)} have a fate, but it has {size:,}.")
+            self._problem(f"{count:,} samples{_of_name(source)} have a fate, but it has {size:,}.")
         if count >= size or not is_complete:
             return
-        text = f"{size - count:,} of {size:,} samples{_of(source)} have no fate"
+        text = f"{size - count:,} of {size:,} samples{_of_name(source)} have no fate"
         keys = parts[0]
         if len(parts) == 1 and (not count or (keys[0] >= 0 and keys[-1] < size)):  # indices
             is_missing = np.ones(size, bool)
@@ -396,5 +402,5 @@ def _fate_of(reason: str) -> str:
     return reason if reason in _FATES else f"skipped ({reason})"
 
 
-def _of(source: str) -> str:
+def _of_name(source: str) -> str:
     return f" of source {source!r}" if source else ""

@@ -17,7 +17,7 @@ Digests = npt.NDArray[np.uint8]
 """Digest of each step, (steps, DIGEST_BYTES)."""
 
 
-def digest_of(step_digests: Digests) -> str:
+def digest_of_steps(step_digests: Digests) -> str:
     """Return the digest of steps, made from the digest of each."""
     return blake2b(step_digests.tobytes(), digest_size=DIGEST_BYTES).hexdigest()
 
@@ -60,7 +60,7 @@ class EpochAudit:
         Raises:
             TypeError, ValueError: `steps` is not a number of at least 0.
         """
-        return digest_of(self.step_digests[: check_count("steps", steps, 0)])
+        return digest_of_steps(self.step_digests[: check_count("steps", steps, 0)])
 
     def __str__(self) -> str:
         extent = "complete" if self.is_complete else f"partial, to step {self.last_step:,}"

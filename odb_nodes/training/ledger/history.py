@@ -262,7 +262,7 @@ class RecordedRun:
                 start = attempts[index].start
                 if start <= min(attempt.start for attempt in attempts[:index]):
                     notes.append(
-                        f"rank {rank}: attempt {index + 1} begins at {_text_of(start)}, so that "
+                        f"rank {rank}: attempt {index + 1} begins at {_place_name(start)}, so that "
                         "nothing counts that was recorded before. If it is another run, give each "
                         "run its own folder."
                     )
@@ -273,7 +273,7 @@ class RecordedRun:
         problems = [text for file in self.files for text in file.problems]
         return problems + [
             f"rank {attempt.rank}: {counted(attempt.lost, 'step')} from "
-            f"{_text_of(attempt.start)} on could not be written: the disk was full, or the file "
+            f"{_place_name(attempt.start)} on could not be written: the disk was full, or the file "
             "was deleted."
             for attempts in self.by_rank.values()
             for attempt in attempts
@@ -339,6 +339,6 @@ def _epoch_and_step(place: int) -> tuple[int, int]:
     return place >> 32, place & _STEP_BITS
 
 
-def _text_of(place: int) -> str:
+def _place_name(place: int) -> str:
     epoch, step = _epoch_and_step(place)
     return f"epoch {epoch} step {step}"

@@ -111,7 +111,7 @@ class RankFile:
             before = steps[: np.searchsorted(steps, record)][-1:]
             where = f"attempt {max(attempts[record], 1)}, at its beginning"
             if len(before) and attempts[before[0]] == attempts[record]:
-                where = f"attempt {attempts[record]}, after {_place(ends[before[0]])}"
+                where = f"attempt {attempts[record]}, after {_name_of_step(ends[before[0]])}"
             if not is_whole[record]:
                 if record >= damaged_to:  # one problem for all damaged records in a row
                     damaged_to = record + int(np.argmax(np.append(is_whole[record:], True)))
@@ -122,7 +122,7 @@ class RankFile:
                 continue
             if not is_next[record]:
                 kind = "a name" if is_name[record] else "the beginning of the attempt"
-                kind = f"the record of {_place(ends[record])}" if is_step[record] else kind
+                kind = f"the record of {_name_of_step(ends[record])}" if is_step[record] else kind
                 self._problem(
                     f"{where}: {kind} does not continue the record before it: one of them was "
                     "removed, doubled or moved"
@@ -158,7 +158,7 @@ class RankFile:
         self.problems.append(f"rank {self.rank}: {text}.")
 
 
-def _place(end: np.void) -> str:
+def _name_of_step(end: np.void) -> str:
     return f"epoch {end['epoch']} step {end['step']}"
 
 

@@ -70,14 +70,14 @@ class StepParts:
             self._parts[number] = []
             for samples in parts:
                 is_halved = len(samples) > 1 and self._cost(samples) >= cost
-                self._parts[number] += _cut(samples, 2) if is_halved else [samples]
+                self._parts[number] += _cut_by_length(samples, 2) if is_halved else [samples]
                 is_any_halved |= is_halved
         return is_any_halved
 
     def cut(self, pieces: int) -> None:
         """Cut each batch into `pieces` parts by length; filler parts have weight 0."""
         for number, (samples,) in enumerate(self._parts):
-            self._parts[number] = _cut(samples, pieces)
+            self._parts[number] = _cut_by_length(samples, pieces)
             self._fillers[number] = pieces - len(self._parts[number])
 
     def skip(self, part: StepPart) -> None:
@@ -171,6 +171,6 @@ def _without(info: StepInfo, samples: int, targets: int) -> StepInfo:
     )
 
 
-def _cut(samples: Sequence[Sample], pieces: int) -> list[list[Sample]]:
+def _cut_by_length(samples: Sequence[Sample], pieces: int) -> list[list[Sample]]:
     parts = cut_by_length([sample.tokens for sample in samples], pieces)
     return [[samples[index] for index in part] for part in parts]

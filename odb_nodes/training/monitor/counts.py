@@ -65,7 +65,7 @@ class StepMeter:
             info: the `StepInfo` of the batch.
             wait_s: seconds that the trainer waited for the batch.
         """
-        self._rows.extend(row_of(batch, info, wait_s))
+        self._rows.extend(micro_step_row(batch, info, wait_s))
         self._optimizer_steps += info.ends_optimizer_step
 
     def take(self) -> tuple[torch.Tensor, int, float]:
@@ -99,7 +99,7 @@ class StepMeter:
         return summarize(gathered.flatten(0, -3).cpu(), steps, seconds)
 
 
-def row_of(batch: Mapping[str, Any], info: StepInfo, wait_s: float) -> list[int]:
+def micro_step_row(batch: Mapping[str, Any], info: StepInfo, wait_s: float) -> list[int]:
     """Return the counts of a micro-step, as `StepMeter.take` returns them."""
     ids, padded_tokens = batch.get("input_ids"), info.local_padded_tokens
     if not padded_tokens and isinstance(ids, torch.Tensor):
@@ -283,7 +283,7 @@ class PendingCounts:
         if isinstance(ids, torch.Tensor) and ids.ndim > 1:
             shape = f"{ids.shape[0]}x{ids.shape[1]}"
             counts.shapes[shape] = counts.shapes.get(shape, 0) + 1
-        counts.rows += row_of(batch, info, wait_s)
+        counts.rows += micro_step_row(batch, info, wait_s)
         self._squares.append(_squares_of(batch))
         counts.count("optimizer_steps", info.ends_optimizer_step)
         counts.count("targets", 0 if info.is_filler else info.local_targets)

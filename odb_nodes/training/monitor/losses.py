@@ -158,7 +158,7 @@ def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
         for number, line in enumerate(lines, start=1):
             if not line:
                 continue
-            block = _block_of(line)
+            block = _parsed_line(line)
             if block is None:
                 cut.append(number)
                 continue
@@ -183,7 +183,7 @@ def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
     return losses
 
 
-def _block_of(line: bytes) -> dict[str, Any] | None:
+def _parsed_line(line: bytes) -> dict[str, Any] | None:
     """Return the data of a line; `None` if it is damaged."""
     try:
         block: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(line, validate=True)))

@@ -88,7 +88,7 @@ class TaskGradients:
         elif info.micro_step != (0 if last is None else last.micro_step + 1):
             raise RuntimeError(
                 f"`{self.method}` must be called once for each batch of an optimizer step, and "
-                f"`step` after its last, but it came for {_position(info)} after {_position(last)}."
+                f"`step` after its last, but it came for {_name_of(info)} after {_name_of(last)}."
             )
         self._info = info
 
@@ -131,7 +131,7 @@ class TaskGradients:
         if info is None or not info.ends_optimizer_step:
             raise RuntimeError(
                 f"`step` must come after `{self.method}` of each batch of an optimizer step, on "
-                f"all ranks and in filler steps too, but came after {_position(info)}."
+                f"all ranks and in filler steps too, but came after {_name_of(info)}."
             )
         sizes = {"parameters": len(self._parameters), "elements": self._elements}
         self._meeting.agree({**self.weights.state_dict(), **sizes, **settings})
@@ -156,7 +156,7 @@ class TaskGradients:
         return sums
 
 
-def _position(info: StepInfo | None) -> str:
+def _name_of(info: StepInfo | None) -> str:
     if info is None:
         return "none"
     place = f"micro-step {info.micro_step} of 0..{info.micro_steps - 1}"

@@ -84,7 +84,7 @@ class ChatTemplate:
                 f"`images` must be a list of images, but is {describe(images)} instead. Put a "
                 "single image into a list: `[image]`."
             )
-        parts = _joined(self._parts(messages))
+        parts = _with_joined_texts(self._parts(messages))
         missing = [
             number
             for number, part in enumerate(parts)
@@ -142,7 +142,7 @@ def _wrong_messages(value: Any) -> SampleError:
     )
 
 
-def _joined(parts: Iterable[Part]) -> list[Part]:
+def _with_joined_texts(parts: Iterable[Part]) -> list[Part]:
     """Join adjacent texts, which must be tokenized as one."""
     joined: list[Part] = []
     for (kind, supervised), run in groupby(parts, lambda part: (part.kind, part.supervised)):

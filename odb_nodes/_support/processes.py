@@ -21,7 +21,7 @@ from odb_nodes.errors import WorkerError
 
 
 _CAN_MASK = hasattr(signal, "pthread_sigmask")  # not on Windows
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of `malloc.h`
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of `malloc.h`
 _MOST_BYTES_OF_OLD_GLIBC = 32 << 20  # older versions refuse more
 
 

@@ -23,7 +23,7 @@ class _Turns:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.number = 0  # of turns that have begun
+        self.number = 0  # turns that have begun
         self.limit_s = 0.0  # longest duration of the current turn; 0 if no thread has it
 
 
@@ -105,7 +105,7 @@ def exclusive_rngs(limit_s: float, *, preserves: bool = True) -> Iterator[None]:
                 f"for more than `timeout_s`={turns.limit_s}: it hangs, or needs a longer limit. "
                 "Use processes; or `seed=None`, if the dataset has no `set_epoch`."
             )
-    limit_before_s = turns.limit_s  # of an outer block of this thread
+    limit_before_s = turns.limit_s  # set by an outer block of this thread
     turns.number += 1
     turns.limit_s = limit_s
     try:

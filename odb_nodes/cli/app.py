@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if not place and not isinstance(error, _EXPECTED):
             raise
         text = (str(error).splitlines() or [""])[0]
-        if place and not isinstance(error, SampleError):  # whose text names the type
+        if place and not isinstance(error, SampleError):  # a `SampleError` names the type
             text = f"{name}: {text}"
         command.exit(2, f"{command.prog}: {text or name}{place}\n")
     parser.exit(code or 0)
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _line_of_user(error: Exception) -> str:
     """Return the last line of the user's own code that an error came through, or ""."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, SampleError):  # whose text has the traceback of a worker
+    if isinstance(error, SampleError):  # its text has the traceback of a worker
         frames += [(file, int(line)) for file, line in _FRAME.findall(str(error))]
     places = [
         f" ({file}, line {line})"

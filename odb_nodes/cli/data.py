@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 BUDGET_TOKENS = 16_384
 _FIELDS = ("messages", "text")
 _INPUTS = ("data", "lengths", "log", "state", "tokenizer")  # arguments that name what is read
-_MARK_BYTES = 1024  # of the beginning of a file that a command has written
+_MARK_BYTES = 1024  # an output has the mark of its command among these first bytes
 _DATASETS_FILES = ("dataset_info.json", "dataset_dict.json")
 _OF_BUDGET = [field.name for field in fields(TokenBudget) if field.name != "tokens"]
 _OF_JOB = [field.name for field in fields(JobOptions)]
@@ -59,16 +59,12 @@ def check_outputs(
                 "folders that are read."
             )
         mark = (marks or {}).get(option)
-        if path.exists() and not (args.force or (mark and _has_mark(path, mark))):
+        is_earlier = mark and path.exists() and mark.encode() in path.read_bytes()[:_MARK_BYTES]
+        if path.exists() and not (args.force or is_earlier):
             raise UsageError(
                 f"{name}: `{path}` exists: name another file, or pass --force to replace it."
             )
         outputs.add(resolved)
-
-
-def _has_mark(path: Path, mark: str) -> bool:
-    with path.open("rb") as file:
-        return mark.encode() in file.read(_MARK_BYTES)
 
 
 class Data:
@@ -233,7 +229,7 @@ def _tokenizer(name: str) -> Any:
         if Path(name).is_file():
             return transformers.PreTrainedTokenizerFast(tokenizer_file=name)
         return transformers.AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # of a file, `tokenizers` raises nothing more precise
+    except Exception as error:  # `tokenizers` raises nothing more precise
         raise ValueError(
             f"--tokenizer `{name}` cannot be loaded: pass the path of a `tokenizer.json`, the "
             "folder of a tokenizer, or a name on the hub that this machine can reach."
@@ -249,7 +245,7 @@ def _dataset_of(data: str) -> Any:
     if any((path / name).exists() for name in _DATASETS_FILES):
         try:
             saved = importlib.import_module("datasets").load_from_disk(path)
-        except Exception as error:  # of a damaged folder it raises nothing more precise
+        except Exception as error:  # for a damaged folder, `datasets` raises nothing more precise
             raise ValueError(
                 f"`{path}` could not be read by `datasets.load_from_disk` ({type(error).__name__}: "
                 f"{error}): put the folder back whole, or save it again."

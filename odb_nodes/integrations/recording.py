@@ -22,7 +22,7 @@ class UnreportedBatch(NamedTuple):
     batch: Any
     info: StepInfo
     wait_s: float
-    measured: dict[str, Any]  # loss, learning rate, ... of the step, in its last batch
+    measured: dict[str, Any]  # in the last batch of a step: the step's loss, learning rate, ...
 
 
 class StepRecorder:

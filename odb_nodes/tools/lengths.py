@@ -288,8 +288,8 @@ class _Observed:
     """The lengths of the samples that were observed so far, by source."""
 
     def __init__(self) -> None:
-        self._rows = array("q")  # of 5 columns each
-        self._numbers: dict[str, int] = {}  # of the sources, by name
+        self._rows = array("q")  # 5 integers for each sample
+        self._numbers: dict[str, int] = {}  # source -> its number
         self._sizes: dict[str, float] = {}
         self._streams: list[str] = []
         self._blocks: dict[str, tuple[list[int], int]] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ _WHY = (
 )
 PERCENTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
 BINS = 32
-_MOST_HISTOGRAMS = 40  # of a page; tables have all sources
+_MOST_HISTOGRAMS = 40  # histograms of a page; tables have all sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,16 +295,15 @@ def profile(
                 is_auto=has_window and window == AUTO,
             )
         )
+    sources = [None, *table.names] if len(table.names) > 1 else [None]
     return Profile(
         about=str(table),
         budget=TokenBudget.of(budget),
         batch_size=baselines.fixed_size(TokenBudget.of(budget)),
-        lengths=tuple(_summaries(table)),
+        lengths=tuple(
+            LengthSummary.of(source or "all samples", table.lengths(source), table.skipped(source))
+            for source in sources
+            if len(table.lengths(source))
+        ),
         comparisons=tuple(comparisons),
     )
-
-
-def _summaries(table: LengthTable) -> Iterator[LengthSummary]:
-    for source in [None, *table.names] if len(table.names) > 1 else [None]:
-        if len(lengths := table.lengths(source)):
-            yield LengthSummary.of(source or "all samples", lengths, table.skipped(source))

@@ -58,7 +58,7 @@ class RunGuard:
         self._context = self.guard.context
         self._context.collator.keep_samples()
         self._is_connected = self._has_guarded = False
-        self.batches: list[dict[str, Any]] = []  # of the step; in the end without skipped samples
+        self.batches: list[dict[str, Any]] = []  # the step's; in the end without skipped samples
         self._step = GuardedStep(self._context, [])
         self._returned: list[torch.Tensor] = []  # the loss of each batch, as `compute` returned it
         self._is_alone = False

@@ -32,8 +32,8 @@ class MicroStep:
     """A batch on its way through the `Trainer`."""
 
     info: StepInfo
-    items: torch.Tensor | None  # `num_items_in_batch` of its loss: the targets of this batch
-    factor: float  # of its loss, a mean over the batch
+    items: torch.Tensor | None  # `num_items_in_batch` of the loss: the targets of this batch
+    factor: float  # multiplies the loss, a mean over the batch
     tasks: AnyWeights | None = None  # weigh the losses of its tokens
     is_scaled: bool = False
 

@@ -71,7 +71,7 @@ class RunState(NodeState):
 
     step: int = 0  # optimizer steps of the run that are done
     epoch: int = 0  # epochs that have ended
-    samples: int = 0  # of all ranks, done in the current epoch
+    samples: int = 0  # samples of the current epoch that all ranks have done
     rank_steps: int = 0
     steps_per_epoch: int | None = None  # estimated; None if `max_steps` ends the run
     planned_ranks: int  # number of ranks of the estimate
@@ -121,7 +121,7 @@ class TrainBatches:
         elif isinstance(dataset, Sized) and not isinstance(dataset, (Mapping, BaseNode)):
             self.samples_per_epoch = len(dataset)
         self._epochs = None if trainer.args.max_steps > 0 else trainer.args.num_train_epochs
-        self.samples_seen = 0  # of all ranks, in all epochs of this process
+        self.samples_seen = 0  # by all ranks, in all epochs of this process
         self.begin_epoch(0)
 
     def begin_epoch(self, epoch: int, samples: int = 0) -> None:
@@ -229,7 +229,7 @@ class TrainRun:
         if self._resumes:
             batches.loader.load_state_dict(state.loader, change_budget=odb.change_budget)
             batches.begin_epoch(state.epoch, state.samples)
-            if batches.is_done:  # The loop reads nothing, so differing data are reported here.
+            if batches.is_done:  # The loop reads nothing, so data that differ are reported here.
                 begin_or_resume(batches.loader, CHANGED)
         if odb.schedule == "samples" and batches.samples_per_epoch is None:
             raise ValueError(
@@ -405,8 +405,8 @@ def _saved_run(checkpoint: str, args: Any) -> RunState:
     runs = [unseal_whole(state, HOLDER, RunState) for state in saved]
     if is_own:
         return runs[0]
-    alike = ("step", "epoch", "samples", "rank_steps", "steps_per_epoch", "planned_ranks", "tasks")
-    return resharded_run(runs, rank, world_size, alike)
+    shared = ("step", "epoch", "samples", "rank_steps", "steps_per_epoch", "planned_ranks", "tasks")
+    return resharded_run(runs, rank, world_size, shared)
 
 
 def _steps_per_epoch(trainer: Any) -> int:

@@ -265,7 +265,10 @@ class ODBCallback(Callback):
             position = replace(position, epoch=epoch, steps=0, samples=0, loader=after)
         compat.set_progress(progress, position)
         state = seal_whole(ODBCallback.__name__, position)
-        checkpoint[self.STATE_KEY] = _of_all_ranks(trainer, state)
+        states: list[Any] = [state] * trainer.world_size
+        if trainer.world_size > 1:
+            dist.all_gather_object(states, state)
+        checkpoint[self.STATE_KEY] = states
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -380,14 +383,6 @@ class ODBCallback(Callback):
             return  # A dataset without a length.
         epoch = trainer.current_epoch + share
         pl_module.log("odb/epoch", epoch, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
-
-
-def _of_all_ranks(trainer: Trainer, value: Any) -> list[Any]:
-    if trainer.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _is_ddp(strategy: Any) -> bool:

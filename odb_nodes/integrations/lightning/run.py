@@ -33,12 +33,12 @@ CHANGED = CHANGED_ARGUMENTS.format(
 class FetchedBatch(NamedTuple):
     """A batch, or a guard's step, that Lightning has read and may not have trained on yet."""
 
-    batch_idx: int  # in the epoch, from 0
-    batches: list[Any]  # before they are moved to a device
+    batch_idx: int  # number of the batch in the epoch, from 0
+    batches: list[Any]  # still on the CPU
     # Not in the batches: Lightning cannot move a frozen dataclass to a device.
     planned_infos: list[StepInfo]
-    state: dict[str, Any]  # of the loader after this batch
-    wait_s: float  # for each of `batches`
+    state: dict[str, Any]  # the loader's state after this batch
+    wait_s: float  # mean waiting time of `batches`
     step: GuardedStep | None
 
     @property
@@ -120,11 +120,13 @@ class RunState(NodeState):
     epoch: int = 0  # epochs that have ended
     steps: int = 0  # micro-steps of the current epoch that are done
     total_steps: int = 0  # micro-steps of the run that are done
-    samples: int = 0  # of this rank, done in the current epoch
+    samples: int = 0  # this rank's samples of the current epoch that are done
     loader: SourceState | None = None  # None before the first batch of a run
     rngs: dict[str, Any] | None = None  # see `save_rngs`; None before the first optimizer step
     monitor: dict[str, Any] | None = None
-    tasks: dict[str, Any] | None = None  # their weights; None before the first optimizer step
+    tasks: dict[str, Any] | None = (
+        None  # weights of the tasks; None before the first optimizer step
+    )
 
 
 def position_of_rank(runs: Sequence[RunState], rank: int, world_size: int) -> RunState:
@@ -157,7 +159,7 @@ class FitRun:
         """The batch that is trained on, or the last one."""
         self.backwards = 0
         """Number of weighed losses of this optimizer step."""
-        self._optimizer_steps = 0  # before the current batch
+        self._optimizer_steps = 0  # done before the current batch
 
     def begin(self, batches: TrainBatches, batch_idx: int) -> FetchedBatch:
         """Make the next batch the current one, and return it."""

@@ -228,7 +228,7 @@ def _check_not_packed(dataset: Any) -> None:
         return
     row = _first_row(dataset)
     names = getattr(dataset, "column_names", None) or [*row]
-    mask = row.get("attention_mask")  # of `neat_packing`: it numbers the samples from 1
+    mask = row.get("attention_mask")  # with `neat_packing`, it numbers the samples from 1
     if "position_ids" in names or (mask is not None and len(mask) and max(mask) > 1):
         raise ValueError(
             "`train_dataset` of the trainer must not be packed, but is packed already. Load it "

@@ -150,7 +150,7 @@ class Checkpoints:
             states, generators = self._parts.read(folder, self._channel.rank, ranks)
         with self._together(f"loading the checkpoint `{name}`"):
             self._parts.apply(states, folder)
-            load_rngs(generators)  # last: a part may draw random numbers while it loads
+            load_rngs(generators)  # at the end: a part may draw random numbers while it loads
         # Older folders belong to runs that began anew: this run must not remove them.
         complete = [name for view in views for name in view if not view[name].missing]
         oldest = min(Save.of(name).number for name in complete)

@@ -153,7 +153,7 @@ class RankParts:
                     part.update(states[name])
                 else:
                     part.load_state_dict(states[name])
-            except Exception as error:  # of any kind: a part may be any object
+            except Exception as error:  # a part may be any object
                 raise StateError(
                     f"`parts[{name!r}]` refuses its state in `{folder}` "
                     f"({type(error).__name__}: {error}). It may have changed in part, and these "

@@ -286,7 +286,7 @@ class _EpochCheck:
         if unkeyed:
             self._note(f"{unkeyed:,} samples{_of_name(source)} have no key: they are only counted.")
         indices = indices[unkeyed:]
-        starts = np.flatnonzero(np.diff(keys[unkeyed:], prepend=NO_KEY))  # of each key
+        starts = np.flatnonzero(np.diff(keys[unkeyed:], prepend=NO_KEY))  # first sample of each key
         is_repeated = np.diff(starts, append=len(indices)) > 1
         if repeats.any() and is_repeated.any():
             self._note(

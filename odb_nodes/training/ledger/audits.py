@@ -31,8 +31,8 @@ class EpochAudit:
         steps: number of recorded steps.
         last_step: the last recorded step.
         world_sizes: numbers of ranks that trained the epoch, in order: several if the number
-            changed within it.
-        is_complete: whether all steps of the epoch are recorded, on all ranks, up to its end.
+            changed within the epoch.
+        is_complete: whether all steps of the epoch are recorded, on all ranks, to the end.
         fates: fate -> number of samples: `"trained"`, `"dropped"`, `"excluded"`,
             `"unemitted"`, or `"skipped (reason)"`.
         filler: number of filler steps, summed over the ranks.

@@ -90,7 +90,7 @@ class Attempt:
     time_s: float
     lost: int  # steps from `start` on that could not be written
     path: Path
-    has_ended: bool  # it is the last attempt of the file, and the run has ended
+    has_ended: bool  # the run has ended with this attempt
     has_steps: bool
     names: npt.NDArray[np.int32]  # number of a name -> index into `Run.names`; last: unknown name
     job: int = 0  # consecutive attempts with the same number of ranks are one job
@@ -140,7 +140,7 @@ class RecordedRun:
         self.files = _read_files(self.folder)
         all_names = [name for file in self.files for names in file.names for name in names.values()]
         self.per_rank_sources = {name.source for name in all_names if name.is_per_rank}
-        self.attempts: list[Attempt] = []  # of all ranks
+        self.attempts: list[Attempt] = []  # the attempts of all ranks
         numbers = {_UNKNOWN: 0}  # name -> index into `names`
         parts = [np.empty(0, STEP_DTYPE)]
         for file in self.files:
@@ -211,7 +211,7 @@ class RecordedRun:
                 attempt.job_limit = limit
             limit = min([limit, *(attempt.start for attempt in job)])
         for attempts in self.by_rank.values():
-            limits: dict[int, int] = {}  # by job
+            limits: dict[int, int] = {}  # job -> limit of its earlier attempts
             for attempt in reversed(attempts):
                 attempt.limit = min(attempt.job_limit, limits.get(attempt.job, _NEVER))
                 limits[attempt.job] = min(attempt.limit, attempt.start)

@@ -54,7 +54,7 @@ class RankFile:
                 "out of the folder."
             )
         self.path, self.rank = path, int(match[1])
-        self.headers: list[Header] = []  # of the attempts, in the order of the file
+        self.headers: list[Header] = []  # one for each attempt, in the order of the file
         self.names: list[dict[int, Name]] = []  # number -> name, for each attempt
         self.steps: Steps = np.empty(0, STEP_DTYPE)  # undamaged records
         self.has_ended = False  # The end of the run is recorded, and no attempt follows.
@@ -101,7 +101,7 @@ class RankFile:
         is_whole = (ends["crc"] == np.array(crcs, np.uint32)) & (is_header | is_name | is_step)
         is_next = np.diff(ends["number"], prepend=np.uint16(0xFFFF)) == 1  # modulo 2**16
         is_next[1:] |= ~is_whole[:-1]  # the damage of the record before is a problem already
-        attempts = np.cumsum(is_header)  # of each record, from 1 on
+        attempts = np.cumsum(is_header)  # attempt of each record, from 1 on
         steps = np.flatnonzero(is_step & is_whole)
         is_read = [False]  # for each attempt, from 1 on: whether its header is whole
         damaged_to = 0

@@ -20,9 +20,9 @@ from odb_nodes.training.memory.meter import MemoryMeter, ShapeTooLargeError, war
 from odb_nodes.training.memory.model import MemoryModel, design_of, fitted_time
 from odb_nodes.training.memory.trials import MakeBatch, TrainStep, Trial, Trials, checked_widths
 
-TOLERANCE = 0.02  # of rows in an exact bracket, as a share of the rows that fit
+TOLERANCE = 0.02  # width of an exact bracket, as a share of the rows that fit
 LARGEST_LEAP = 8  # most rows of the next trial, as a multiple of the rows that fit
-MOST_EXTRAPOLATED = 32  # most room above the larger of two peaks, in their differences
+MOST_EXTRAPOLATED = 32  # most room above the larger of two peaks, in differences of the peaks
 STALLED_TOKENS = 2**22  # if a larger batch takes no more than the smallest, memory never grows
 LEAST_TRIALS = 2  # for each width: a trial that fits and a trial that does not
 ENOUGH_POINTS = 4  # trials that suffice to fit the model to large batches alone

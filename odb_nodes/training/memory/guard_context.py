@@ -32,7 +32,7 @@ logger = logging.getLogger("odb_nodes")
 
 OnOom = Literal["split", "skip", "raise"]
 
-_LEAST_FAILED_SHARE = 0.25  # of the limit: for `shrink`, a failed part costs at least this
+_LEAST_FAILED_SHARE = 0.25  # share of the limit: `shrink` counts a failed part as at least this
 
 
 class GuardContext:
@@ -66,9 +66,9 @@ class GuardContext:
         self.channel: Channel | None = None
         self.rank = 0
         self.watch: FailureWatch | None = None
-        # Models that passed `check_has_all`. The guard must not keep them alive: freeing DDP after
-        # `destroy_process_group` may hang, waiting for threads with the GIL that these need.
-        self._checked_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # Models that passed `check_has_all`. The guard must not keep a model alive: freeing DDP
+        # after `destroy_process_group` may hang, holding the GIL that DDP's threads need.
+        self.checked_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._skipped_in_a_row = 0  # samples of all ranks, in the last steps, all skipped whole
         self.ooms = self.split_steps = self.skipped_samples = 0
         self.peak_share = 0.0
@@ -139,14 +139,6 @@ class GuardContext:
         pop_step_info(batch)
         return batch
 
-    def has_checked(self, model: nn.Module) -> bool:
-        """Tell whether a loss of the model was found to train no other parameters."""
-        return model in self._checked_models
-
-    def note_checked(self, model: nn.Module) -> None:
-        """Note that no further loss of this model needs to be checked."""
-        self._checked_models.add(model)
-
     @contextmanager
     def computing(self, part: StepPart) -> Iterator[None]:
         """Measure a part; with `on_oom="raise"`, count out-of-memory errors here."""
@@ -184,11 +176,6 @@ class GuardContext:
             self.fitting_cost = min(tokens, self.fitting_cost or tokens)
             if self.aligner is not None:
                 self.aligner.request_budget(self.fitting_cost)
-
-    def note_skipped(self, failed: StepPart) -> None:
-        """Count a sample that does not fit alone, and is skipped."""
-        self.note_oom(failed, "the sample is skipped, and the step is recomputed")
-        self.skipped_samples += not failed.info.is_filler
 
     def note_step(self, parts: int, batches: int) -> None:
         """Count a step of `batches` batches that was computed in `parts` parts."""

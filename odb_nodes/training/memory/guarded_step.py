@@ -35,9 +35,9 @@ LossFn = Callable[[Any], torch.Tensor]
 ComputePart = Callable[[StepPart, Any], torch.Tensor]
 """(part, its batch if the part is whole, else `None`) -> its share of the loss. Adds gradients."""
 
-_MOST_KEYS_SHOWN = 8  # in an error
+_MOST_KEYS_SHOWN = 8  # keys that an error lists
 _RECOMMENDED_SHARE = 0.9  # budget that an error recommends, as a share of the failed cost
-_MOST_SKIPPED_SAMPLES = 32  # of whole steps in a row: a step may consist of outliers alone
+_MOST_SKIPPED_SAMPLES = 32  # in steps in a row that were skipped whole: one may be all outliers
 
 
 class StepBatch(NamedTuple):
@@ -113,14 +113,14 @@ class GuardedStep:
                 "a DDP model needs a `RankAligner` over all of its ranks below the guard, so that "
                 "they agree on the parts of a step. Use `ODBDataLoader`, or add a `RankAligner`."
             )
-        if kind == "local" and context.channel is not None and not context.has_checked(model):
+        if kind == "local" and context.channel is not None and model not in context.checked_models:
             warn_user(
                 "several ranks train, but the model of `step.backward` is not in DDP or FSDP: "
                 "their weights differ after the first step, unless you average the gradients. "
                 "Pass the wrapped model."
             )
         if kind == "sharded":  # It is never recomputed, so no gradient could count twice.
-            context.note_checked(model)
+            context.checked_models.add(model)
 
     def _add_gradients(
         self,
@@ -134,7 +134,7 @@ class GuardedStep:
         """Add the gradients of a part; return its share of the loss. See `ComputePart`."""
         weight = part.info.loss_scale
         if is_alone and not (part.is_whole or weight):
-            # The mean over no targets is NaN, and so would be its gradients.
+            # A mean over no targets is NaN, and would make all gradients NaN.
             return torch.zeros((), device=_device_of(model))
         loss = loss_fn(self._context.collate(part) if batch is None else batch)
         if not isinstance(loss, torch.Tensor) or loss.ndim or not loss.requires_grad:
@@ -142,13 +142,13 @@ class GuardedStep:
                 "`loss_fn` must return the mean loss of the batch, a tensor without dimensions "
                 f"that has a graph, but returned {loss!r:.80}."
             )
-        if not self._context.has_checked(model):
+        if model not in self._context.checked_models:
             check_has_all(model, loss)
         # A mean over no targets is NaN, and NaN times 0 is NaN.
         loss = loss * weight if weight else loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
         (loss if scaler is None else scaler.scale(loss)).backward()
         # Not before: memory may run out in the first part.
-        self._context.note_checked(model)
+        self._context.checked_models.add(model)
         return loss.detach()
 
     def _compute_step_alone(self, model: nn.Module, compute_part: ComputePart) -> torch.Tensor:
@@ -317,7 +317,8 @@ class GuardedStep:
             context.note_oom(failed, "the step is recomputed, once", shrinks=False)
             self._retried.add(id(sample))
         elif context.on_oom == "skip" or failed.info.is_filler:
-            context.note_skipped(failed)
+            context.note_oom(failed, "the sample is skipped, and the step is recomputed")
+            context.skipped_samples += not failed.info.is_filler
             self.parts.skip(failed)
         else:
             context.note_oom(failed, "the step cannot be computed")

@@ -339,5 +339,5 @@ def _margin(errors: Floats, terms: int) -> float:
     """Return the margin of a fit with `terms` coefficients above 0."""
     if len(errors) <= terms:
         return UNKNOWN_MARGIN  # The fit goes through all points: it has no residuals.
-    scatter = sqrt(len(errors) / (len(errors) - terms))  # Points scatter less around their own fit.
+    scatter = sqrt(len(errors) / (len(errors) - terms))  # Points scatter less around a fit to them.
     return max(SAFETY * scatter * float(errors.max()), LEAST_MARGIN)

@@ -22,11 +22,11 @@ class StepPart:
     """Samples that are computed at once: a batch of an optimizer step, or a part of it."""
 
     batch: int  # number of the batch in the step
-    samples: list[Sample]  # in the order of the batch
-    info: StepInfo  # of these samples; its `loss_scale` weighs their mean loss
+    samples: list[Sample]  # sorted as in the batch
+    info: StepInfo  # counts these samples; `loss_scale` weighs their mean loss
     cost: int  # in the unit of the budget
     is_whole: bool  # whether these are all samples of the planned batch
-    number: int = 0  # of the part in its batch
+    number: int = 0  # number of the part in the batch
 
 
 class StepParts:

@@ -10,8 +10,8 @@ class BatchOrder:
     """Checks that `Monitor.step` is called once for each batch of one loader."""
 
     def __init__(self) -> None:
-        self.last_counted: StepInfo | None = None  # `None` before the first
-        self.last_yielded: StepInfo | None = None  # by `watch`
+        self.last_counted: StepInfo | None = None  # `None` before the first batch
+        self.last_yielded: StepInfo | None = None  # the last batch of `watch`
         self._is_warned = False
 
     def begin(self) -> None:

@@ -177,8 +177,9 @@ def rates(sums: Mapping[str, float]) -> dict[str, float]:
 class Counts:
     """Counts of steps by name, as plain numbers: of one rank, or of all ranks."""
 
-    # Of one rank only: the integers of each micro-step (see `StepMeter.take`); its number of pairs
-    # of tokens that attend to each other; source -> samples; "rows x width" -> batches.
+    # In the counts of one rank only: the integers of each micro-step (see `StepMeter.take`); pairs
+    # of tokens that attend to each other, by micro-step; source -> samples; "rows x width" ->
+    # batches.
     rows: list[int] = field(default_factory=list)
     squares: list[int] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=dict)
@@ -187,7 +188,7 @@ class Counts:
     totals: dict[str, float] = field(default_factory=dict)  # sums of value x weight
     weights: dict[str, float] = field(default_factory=dict)  # sums of the weights
     peaks: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)  # of rank 0, in counts of all ranks
+    last: dict[str, float] = field(default_factory=dict)  # in counts of all ranks, those of rank 0
 
     @classmethod
     def over_ranks(cls, ranks: Sequence[Counts], step_time: StepTime | None = TYPICAL) -> Counts:
@@ -370,7 +371,7 @@ def _squares_of(batch: Mapping[str, Any]) -> Number:
         return 0
     rows, width = ids.shape
     if rows == 1 and isinstance(positions, torch.Tensor) and positions.shape[-2:] == ids.shape:
-        text = positions.reshape(-1, width)[0]  # of (4, 1, T): positions of the text
+        text = positions.reshape(-1, width)[0]  # row 0 of (4, 1, T) has the positions of the text
         return text.sum() * 2 + width  # l**2 is the sum of the first l odd numbers
     return rows * width * width
 

@@ -1,9 +1,9 @@
 """The loss of each sample: computed from its batch, and kept over epochs in a file for each rank.
 
 A file has a line for each record that had samples: JSON, deflated by zlib (whose checksum detects
-damage), in base64. The JSON has `before`, the last step before the record; `step`, its last step;
-and the rows, column by column. A line replaces all earlier lines whose `step` is above its
-`before`: they were written before a resume from an earlier checkpoint.
+damage), in base64. The JSON has `before`, the last step before the record; `step`, the last step
+of the record; and the rows, column by column. A line replaces all earlier lines whose `step` is
+above the line's `before`: they were written before a resume from an earlier checkpoint.
 """
 
 from __future__ import annotations

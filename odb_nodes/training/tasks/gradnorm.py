@@ -46,7 +46,7 @@ class GradNorm(TaskGradients):
     data. There is no state within an optimizer step.
 
     In the first `step`, and the first after `load_state_dict`, the ranks compare their weights,
-    options and states; in each step that measures, their epoch and step.
+    options and states. In each step that measures gradients, the ranks compare epoch and step.
 
     Args:
         weights: the weights. They are scaled to add up to the number of tasks.
@@ -164,7 +164,7 @@ class GradNorm(TaskGradients):
         """Return weights, first losses and the number of the step.
 
         Raises:
-            StateError: it is called within an optimizer step: after `observe`, before `step`.
+            StateError: the call is within an optimizer step: after `observe`, before `step`.
         """
         if self._info is not None:
             raise StateError("`GradNorm` has no state within an optimizer step: call `step` first.")
@@ -174,8 +174,8 @@ class GradNorm(TaskGradients):
         """Continue from a state.
 
         Raises:
-            StateError: it is not a state of `GradNorm`.
-            ValueError: it has other tasks.
+            StateError: `state_dict` is not a state of `GradNorm`.
+            ValueError: the state has other tasks.
         """
         try:
             check_type("state_dict", state_dict, Mapping)

@@ -70,7 +70,7 @@ class TaskGradients:
             )
 
     def _begin_step(self) -> None:
-        self._info: StepInfo | None = None  # of the last batch
+        self._info: StepInfo | None = None  # the last batch's
         self._sums: torch.Tensor | None = None  # (tasks, elements + 1): gradients, sum of losses
 
     def _check_next(self, info: StepInfo) -> None:

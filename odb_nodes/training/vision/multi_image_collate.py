@@ -18,7 +18,7 @@ from odb_nodes.training.vision.collate import StepImages
 
 Array = npt.NDArray[Any]
 Size = tuple[int, ...]
-"""Height and width of an image; of a volume also its depth."""
+"""Height and width of an image, and depth of a volume."""
 _AXES = "HWD"
 
 

@@ -57,7 +57,7 @@ class StepRecorder:
     def start_clock(self) -> None:
         """Begin to time steps, after all set-up."""
         self.meter.take()
-        if self.guard is not None:  # It may have been in an earlier run.
+        if self.guard is not None:  # An earlier run may have used the guard.
             self._ooms = self.guard.ooms
             self.guard.context.take_counts()
         if self.monitor is not None:

@@ -145,7 +145,7 @@ def _events(graph: Any, epochs: int) -> Iterator[Any]:
 def _name_of_event(reference: list[Any], index: int) -> str:
     past = reference[:index]
     epoch = sum(event is _END for event in past)
-    step = next((i for i, event in enumerate(reversed(past)) if event is _END), index)
+    step = next((back for back, event in enumerate(reversed(past)) if event is _END), index)
     return f"after {step} items of epoch {epoch}"
 
 

@@ -43,7 +43,7 @@ class Inspection:
         planned: lengths of the samples in planned groups of the round, in tokens.
         config: configuration of each node, by its name.
         round_digest: digest of the plan of the round, which is equal on all ranks.
-        values: all values of the state, as text, by their places.
+        values: place in the state -> value, as text.
     """
 
     damage: str

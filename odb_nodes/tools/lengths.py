@@ -311,11 +311,11 @@ class _Observed:
         for index, sample in enumerate(
             _processed(items, options, f"lengths{name and f' of {name}'}")
         ):
+            counts = (0, 0, 0)
             if isinstance(sample, Skipped):
                 self._skipped = sample
-                counts: tuple[int, int, int] = (0, 0, 0)
             else:
-                counts = sample[1:4]
+                counts = sample.tokens, sample.targets, sample.patches
             source = nested_name(name, sample.source) if sample.source else name
             key = sample.key if keys is None else keys[index]
             number = self._numbers.setdefault(source, len(self._numbers))

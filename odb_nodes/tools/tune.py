@@ -27,13 +27,13 @@ from odb_nodes.training.monitor.step_times import ASSUMED, ASSUMED_ORIGIN, fitte
 __all__ = ["Choice", "Outcome", "Tuning", "tune"]
 
 AS_FAST = 0.01
-"""Of choices whose times differ by at most this share, `tune` proposes the one that holds least."""
+"""`tune` proposes the choice that holds the fewest samples within this share of the least time."""
 
-_LEAST_OF_RANK = 2_048  # samples; more where there are many ranks
-_POOLS = (8, 16, 32, 64)  # budgets that a pool holds
-_ROUNDS = (16, 32, 64)
-_MOST_BUDGETS = 5  # at most 60 choices with 4 windows and 3 rounds, more with a given window
-_AT_ONCE = 2
+_LEAST_OF_RANK = 2_048  # samples of each rank that are planned at least
+_POOLS = (8, 16, 32, 64)  # pool sizes to try, in budgets
+_ROUNDS = (16, 32, 64)  # round sizes to try, in steps
+_MOST_BUDGETS = 5  # 60 choices with 4 windows and 3 rounds
+_AT_ONCE = 2  # choices that are simulated at the same time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,8 @@ class Outcome:
         balance: sum over the steps of the ranks' mean time / sum of the slowest rank's time.
         held_samples: samples in memory on a rank: pool, round, batches read ahead, and one refill
             of the pool in flight.
-        replayed_samples: samples that a restore makes again, at most, where the source reads items
-            by their keys: pool and round.
+        replayed_samples: most samples that a restore makes again if the source reads items by
+            their keys: pool and round.
         samples_per_step: samples of an optimizer step over all ranks, on average.
     """
 

@@ -63,8 +63,8 @@ class ODBConfig(BatchOptions):
             parameters of the model. It names `tasks`, and needs a loss for each token: the cross
             entropy of the model's `logits`, or the result of the trainer's `compute_loss_func`, see
             `TaskWeights.loss`. Default: all supervised tokens weigh the same.
-        steps_per_epoch: approximate optimizer steps of an epoch, which the learning rate, the
-            progress bar and arguments that are shares of the run need with `num_train_epochs`.
+        steps_per_epoch: approximate optimizer steps of an epoch. With `num_train_epochs`, the
+            learning rate, the progress bar and arguments that are shares of the run depend on it.
             Default: estimated from the lengths of 512 samples.
         schedule: what the learning-rate schedule follows: `"steps"`, or `"samples"`, so that it
             ends with the last sample even if the estimate was wrong.

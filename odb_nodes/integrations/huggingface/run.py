@@ -46,7 +46,7 @@ from odb_nodes.training.monitor import Monitor
 NO_BOUND = 2**40  # optimizer steps of a run of unknown length
 MAX_EPOCH_SHARE = 0.999  # reported share of an epoch, at most, until it ends
 ESTIMATE_SLACK = 0.05  # usual relative error of an estimate of the steps
-HOLDER = "ODBTrainer"
+STATE_NAME = "ODBTrainer"  # in saved states
 FIXED_ARGUMENTS = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
 CHANGED = CHANGED_ARGUMENTS.format(
     names="`accumulate` is `gradient_accumulation_steps`, `seed` is `data_seed` or else `seed`, "
@@ -128,7 +128,7 @@ class TrainBatches:
         """Set the position: `samples` samples of all ranks after the start of an epoch."""
         self.epoch, self.samples = epoch, samples
         self.steps = 0  # micro-steps of this epoch that this process has yielded
-        self._it: Iterator[Any] | None = None
+        self._batches: Iterator[Any] | None = None
 
     @property
     def progress(self) -> float:
@@ -151,9 +151,9 @@ class TrainBatches:
         """Continue the epoch, or begin the next one."""
         is_empty = True
         while is_empty and not self.is_done:
-            if self._it is None:
-                self._it = begin_or_resume(self.loader, CHANGED)
-            for batch in self._it:
+            if self._batches is None:
+                self._batches = begin_or_resume(self.loader, CHANGED)
+            for batch in self._batches:
                 is_empty = False
                 info = batch[STEP_INFO_KEY]
                 self.steps = info.step + 1
@@ -166,7 +166,7 @@ class TrainBatches:
 
     def abandon_epoch(self) -> None:
         """Begin the next epoch if this one has not ended, so that a checkpoint is of the next."""
-        if self._it is not None:
+        if self._batches is not None:
             self.begin_epoch(self.epoch + 1)
             iter(self.loader)
 
@@ -306,7 +306,7 @@ class TrainRun:
             tasks=None if tasks is None else tasks.state_dict(),
             files=files,
         )
-        return seal_whole(HOLDER, state)
+        return seal_whole(STATE_NAME, state)
 
     def check_step(self, step: int) -> None:
         """Raise a `StateError` if trainer and batches were resumed from different checkpoints."""
@@ -402,7 +402,7 @@ def _saved_run(checkpoint: str, args: Any) -> RunState:
     """Return the position of a checkpoint, resharded if another number of ranks saved it."""
     rank, world_size = args.process_index, args.world_size
     saved, is_own = load_saved_states(checkpoint, rank, world_size, NOT_SAVED)
-    runs = [unseal_whole(state, HOLDER, RunState) for state in saved]
+    runs = [unseal_whole(state, STATE_NAME, RunState) for state in saved]
     if is_own:
         return runs[0]
     shared = ("step", "epoch", "samples", "rank_steps", "steps_per_epoch", "planned_ranks", "tasks")

@@ -204,7 +204,8 @@ class ODBCallback(Callback):
             self.task_weights.step()
         if self._monitor is not None:
             groups = optimizer.param_groups
-            grads = [x.grad for group in groups for x in group["params"] if x.grad is not None]
+            weights = [weight for group in groups for weight in group["params"]]
+            grads = [weight.grad for weight in weights if weight.grad is not None]
             norm = torch.nn.utils.get_total_norm(grads) if grads else None
             self._recorder.step_values = {"grad_norm": norm, "lr": float(groups[0]["lr"])}
 

@@ -25,7 +25,7 @@ from odb_nodes.training.ledger.rank_file import Steps
 from odb_nodes.training.ledger.records import ENDS_EPOCH, FILLER, NO_KEY, Name
 
 MOST_NAMED = 20
-"""Keys, or ranges of numbers, that one problem lists; further ones are counted."""
+"""Most keys, or ranges of numbers, that one problem lists; it counts the others."""
 MOST_STEPS_BEHIND = 16
 """Steps that a killed rank may lack, compared with other ranks.
 
@@ -92,12 +92,12 @@ def _checked_size(size: object) -> Size:
 
 
 class _KilledRanks:
-    """The ranks that may lack steps that others have, since they were killed before."""
+    """The ranks that may lack steps of other ranks because they were killed earlier."""
 
     def __init__(self, run: RecordedRun) -> None:
         first = run.segments[0] if run.segments else None
         self.last_epochs = dict.fromkeys(run.by_rank, first.epoch - 1 if first else 0)
-        # All steps here are counted over epochs.
+        # The steps done are counted over all epochs here.
         done = dict.fromkeys(run.by_rank, first.first if first else 0)
         latest_start = epoch_start = 0
         for epoch, group in groupby(run.segments, key=lambda segment: segment.epoch):
@@ -219,7 +219,7 @@ class _EpochCheck:
         return not first and not problems and is_ended
 
     def _compare_replaced(self) -> None:
-        """Note the steps that had other samples in an earlier attempt: a resume repeats them."""
+        """Note steps that had other samples in an earlier attempt: a resume should repeat steps."""
         replaced = self.run.replaced[self.run.replaced["epoch"] == self.epoch]
         if not len(replaced):
             return

@@ -85,7 +85,7 @@ class GuardContext:
 
     # --- the other ranks --------------------------------------------------------------------------
 
-    def connect(self, holder: str) -> None:
+    def connect(self, owner: str) -> None:
         """Connect to the other ranks, and compare the options that all ranks must share."""
         if self.aligner is None:
             return
@@ -103,7 +103,7 @@ class GuardContext:
             "limit": self.limit,
             "shrink": self._shrink,
         }
-        self.channel.agree({holder: options})
+        self.channel.agree({owner: options})
         self.watch = FailureWatch(self.channel)
 
     def stop_watching(self) -> None:
@@ -121,7 +121,7 @@ class GuardContext:
         self._peers.fail(error, where)
 
     def raise_published(self, error: BaseException) -> None:
-        """Raise the error that another rank has published, if any: it caused this rank's error."""
+        """Raise the error that another rank has published, if any: it is the cause of `error`."""
         published = None if self.watch is None else self.watch.read()
         if published is not None:
             raise published from error
@@ -129,7 +129,7 @@ class GuardContext:
     # --- the parts of a step ----------------------------------------------------------------------
 
     def is_guarded(self, infos: Sequence[StepInfo]) -> bool:
-        """Tell whether a step may run out of memory; all ranks decide alike."""
+        """Tell whether a step may run out of memory; the answer is equal on all ranks."""
         most = max(info.most_cost for info in infos)
         return self.limit is None or most > self.guard_above * self.limit
 

@@ -87,7 +87,7 @@ class Trials:
         self._meter = check_meter(meter)
         self._state = TrainingState(states)
         self.done: list[Trial] = []
-        self._has_grown = False  # the memory that the meter measures
+        self._has_grown = False  # whether the measured memory has grown in a step
 
     def __enter__(self) -> None:
         self._handle = register_optimizer_step_pre_hook(self._state.check_saved)

@@ -145,12 +145,12 @@ def rates(sums: Mapping[str, float]) -> dict[str, float]:
     """Return shares and rates by name, over all ranks.
 
     - `padding_share`: share of padding among the computed tokens, filler steps included.
-    - `rank_balance`: computed tokens of the ranks, divided by their number if every rank had as
-      many in each step as the busiest rank.
-    - `time_balance`: the same for times, by the `StepTime` of the `RankAligner`, or by a typical
-      model without one; image patches are not counted. Left out where `step_time` is a function.
+    - `rank_balance`: computed tokens of all ranks, as a share of what they would compute if every
+      rank had as many tokens in each step as the busiest rank.
+    - `time_balance`: the same for times, by the `StepTime` of the `RankAligner`, or else of a
+      typical model; image patches are not counted. Left out if `step_time` is a function.
     - `filler_share`: share of filler steps among the micro-steps.
-    - `data_wait_share`: share of the time spent waiting for batches, mean over ranks.
+    - `data_wait_share`: share of the time spent waiting for batches, as a mean over ranks.
     - `real_tokens_per_step`, `samples_per_step`: per optimizer step, all ranks together.
     - `real_tokens_per_s`, `samples_per_s`: per second, all ranks together.
     """

@@ -31,10 +31,11 @@ ASSUMED_ORIGIN = "assumed: 20 ms + 30 us a token, attention doubles a row of 12,
 def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
     """Fit the time of a micro-step, in seconds, to the log of a run.
 
-    The fit is the non-negative one with the least squares of relative errors. Left out are steps
-    that took more than 3 times as long for a token as the median. Where the steps' tokens differ by
-    less than a factor of 2, as under one budget that is always full, `base` cannot be told from
-    `tokens`: they keep the ratio that `tune` assumes without a log, and the text says so.
+    The terms are not negative, and minimize the squares of the relative errors. Steps that took
+    more than 3 times the median time per token are left out. If the tokens of the steps differ by
+    less than a factor of 2, as under a budget that is always full, `base` and `tokens` cannot be
+    told apart: their ratio is then the ratio that `tune` assumes without a log, and the returned
+    text says so.
 
     Args:
         log: the folder of a `Monitor`, whose records have the tokens of the slowest rank of each

@@ -3,7 +3,7 @@
 import contextlib
 
 import numpy as np
-import rank_jobs as r
+import rank_jobs
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -155,11 +155,11 @@ def compare(sizes, how, scaling, accumulate):
     samples = samples_of(rank, sizes[rank])
     options = {"loss_scaling": scaling, "accumulate": accumulate}
     one_process, all_ids = OneProcess(sizes), []
-    counts = {"errors": [], "groups": 0, "groups_alone": r.groups_alone(samples)}
+    counts = {"errors": [], "groups": 0, "groups_alone": rank_jobs.groups_alone(samples)}
     counts |= {"fillers": 0, "masked_groups": 0, "masked_steps": 0}
-    for gradient, steps in train(wrapped(how), r.loader_over(samples, **options)):
+    for gradient, steps in train(wrapped(how), rank_jobs.loader_over(samples, **options)):
         rank_groups = [ids for ids, info in steps if not info.is_filler]
-        groups = [ids for of_rank in r.gathered(rank_groups) for ids in of_rank]
+        groups = [ids for of_rank in rank_jobs.gathered(rank_groups) for ids in of_rank]
         ids = [index for group in groups for index in group]
         expected = one_process.gradient(groups, scaling)
         if scaling == "none":  # A trainer that knows of no weights takes the mean of the means.

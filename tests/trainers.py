@@ -626,11 +626,11 @@ def train(trainer, **options):
 
 
 def on_ranks(folder, world_size, body, *args, **options):
-    """A job of ranks whose program has the names of this module as `t`."""
+    """A job of ranks whose program has imported this module."""
     here = Path(__file__).parent
     folders = [f"{here / 'integrations' / name}" for name in ("", "huggingface", "lightning")]
     begin = f"import sys; sys.path[:0] = {[f'{here}', *folders]}"
-    begin += "\nimport language_models as lm, trainers as t"
+    begin += "\nimport language_models as lm, trainers"
     return RankJob(folder, f"{begin}\n{dedent(body)}", world_size, *args, warm=WARM, **options)
 
 

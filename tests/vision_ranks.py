@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 
-import rank_jobs as r
+import rank_jobs
 import torch.distributed as dist
 from pictures import model, processor, record
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,7 +79,7 @@ def compare(name):
     alone = model()
     counts = {"steps": 0, "dummies": 0, "without": 0, "fillers": 0, "error": 0.0, "ids": []}
     for ids, info, batch, gradients in train(name, dummy=True):
-        groups = r.gathered([] if info.is_filler else ids)
+        groups = rank_jobs.gathered([] if info.is_filler else ids)
         whole = [index for group in groups for index in group]
         samples = [processor()(record(index)) for index in whole]
         alone.zero_grad()

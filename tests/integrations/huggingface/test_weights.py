@@ -3,13 +3,13 @@
 import language_models as lm
 import pytest
 import torch
-import trainers as t
+import trainers
 import transformers as hf
 
 from odb_nodes import StateError
 from odb_nodes.integrations.huggingface import ODBTrainer
 
-pytestmark = pytest.mark.filterwarnings(t.OF_TRANSFORMERS)
+pytestmark = pytest.mark.filterwarnings(trainers.OF_TRANSFORMERS)
 
 SIZES = {
     "vocab_size": lm.VOCABULARY,
@@ -57,8 +57,8 @@ def trainer_of(folder, model):
     if isinstance(model, hf.ViTForImageClassification):
         data = [{"pixel_values": pixels, "labels": n % 3} for n, pixels in enumerate(PIXELS)]
         arguments, odb = {"data_collator": collate_images}, {"observe": lambda _: 16}
-    args = t.arguments(folder, max_steps=4, save_steps=2)
-    return ODBTrainer(model, args, train_dataset=data, odb=t.config(**odb), **arguments)
+    args = trainers.arguments(folder, max_steps=4, save_steps=2)
+    return ODBTrainer(model, args, train_dataset=data, odb=trainers.config(**odb), **arguments)
 
 
 def assert_same(model, expected):
@@ -112,11 +112,11 @@ def test_weights_without_a_counterpart_are_refused(tmp_path, name, saved, layers
 
 
 def test_a_module_with_other_weights_is_refused(tmp_path):
-    whole = t.make_trainer(tmp_path, max_steps=2, save_steps=2)
+    whole = trainers.make_trainer(tmp_path, max_steps=2, save_steps=2)
     whole.train()
     larger = lm.Normalizing()
     larger.more = torch.nn.Linear(2, 2)
     with pytest.raises(StateError, match=r"2 are missing from it, such as `more.bias`"):
-        t.make_trainer(tmp_path, model=larger).train(
+        trainers.make_trainer(tmp_path, model=larger).train(
             resume_from_checkpoint=str(tmp_path / "checkpoint-2")
         )

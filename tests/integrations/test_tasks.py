@@ -223,10 +223,12 @@ class TaskModule(LightningModule):
         super().__init__()
         self.odb, self.model = odb, model
 
-    def training_step(self, batch, batch_idx):
+    def losses_of(self, batch):
         logits = self.model(**batch)["logits"][:, :-1].transpose(1, 2)
-        losses = cross_entropy(logits, batch["labels"][:, 1:], reduction="none")
-        return self.odb.task_loss(losses)
+        return cross_entropy(logits, batch["labels"][:, 1:], reduction="none")
+
+    def training_step(self, batch, batch_idx):
+        return self.odb.task_loss(self.losses_of(batch))
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=trainers.LR)
@@ -234,11 +236,7 @@ class TaskModule(LightningModule):
 
 class Unweighed(TaskModule):
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * 1.0 + self.forget()
-
-    def forget(self):
-        self.odb._weighs_tasks = False
-        return 0.0
+        return self.losses_of(batch).mean()
 
 
 def run_lightning(name, accumulate, *callbacks, resume=None, kind=TaskModule, **options):

@@ -103,7 +103,7 @@ def find_for(trainer: Any) -> TokenBudget:
     share = trainer.odb.memory_share
     channel.agree({"ODBConfig": {"token_budget": "auto", "memory_share": share}})
     try:
-        calibration = _calibrate(trainer, channel.world_size)
+        calibration = calibrate_alone(trainer, channel.world_size)
     except Exception as error:
         channel.fail(error, WHERE)
         raise
@@ -121,8 +121,8 @@ def find_for(trainer: Any) -> TokenBudget:
     return budget
 
 
-def _calibrate(trainer: Any, ranks: int) -> Calibration:
-    """Find the budget of this rank alone."""
+def calibrate_alone(trainer: Any, ranks: int) -> Calibration:
+    """Find the budget of one of `ranks` ranks, without messages to the others."""
     samples = _samples_by_tokens(trainer)
     shortest, *longer = samples
     args, model = trainer.args, trainer.model

@@ -14,6 +14,7 @@ from odb_nodes.training.memory.meter import (
     is_out_of_memory,
 )
 from odb_nodes.training.memory.model import Fit, MemoryModel
+from odb_nodes.training.memory.trials import Trial
 
 __all__ = [
     "Calibration",

@@ -135,20 +135,24 @@ def test_steps_that_are_tried_leave_room_for_the_buckets_of_ddp(tmp_path):
     class Live(SavedTensorMeter):
         """Counts the tensors of the hidden layer's shape beside the weights, before each step."""
 
+        counts = ()
+
         def reset(self):
             shape = (lm.HIDDEN, lm.HIDDEN)
             tensors = (tensor for tensor in gc.get_objects() if type(tensor) is torch.Tensor)
-            alive.append(sum(tensor.shape == shape for tensor in tensors))
+            self.counts += (sum(tensor.shape == shape for tensor in tensors),)
             super().reset()
 
-    trainer = trainer_of(tmp_path, auto(memory_meter=Live(LIMIT_BYTES)))
-    counts = []
+    meter = Live(LIMIT_BYTES)
+    trainer = trainer_of(tmp_path, auto(memory_meter=meter))
+    first_counts = []
     for ranks in (1, 2, 1):
-        alive = []
         gc.collect()
-        auto_budget._calibrate(trainer, ranks)
-        counts.append(alive[0])
-    assert counts[1] == counts[0] + 1 == counts[2] + 1
+        number = len(meter.counts)
+        auto_budget.calibrate_alone(trainer, ranks)
+        first_counts.append(meter.counts[number])
+    alone, with_ddp, again = first_counts
+    assert alone == again == with_ddp - 1
 
 
 # --- resuming -------------------------------------------------------------------------------------

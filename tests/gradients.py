@@ -22,9 +22,9 @@ _HIDDEN = 10
 
 
 class LanguageModel(nn.Module):
-    """Each position sees the mean of those before it. (B, T) -> (B, T, vocabulary).
+    """Each position sees the mean of all earlier positions. (B, T) -> (B, T, vocabulary).
 
-    In a packed row, where `position_ids` begin anew with each sample, of those of its own sample.
+    In a packed row, where `position_ids` begin anew with each sample, only of the same sample.
     """
 
     def __init__(self, vocabulary=_VOCABULARY):
@@ -78,7 +78,7 @@ def wrapped(how):
 
 
 def without_sync(model, info):
-    """What spares the communication of all micro-steps but the last."""
+    """A context without communication, for all micro-steps except the last."""
     if isinstance(model, DistributedDataParallel):
         return contextlib.nullcontext() if info.ends_optimizer_step else model.no_sync()
     model.set_requires_gradient_sync(info.ends_optimizer_step)

@@ -68,7 +68,7 @@ BEFORE_5 = int(transformers.__version__.split(".")[0]) < 5
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, and what befalls the run.
+    """What is trained, and how the run is interrupted.
 
     Attributes:
         folder: where checkpoints, the ledger, the monitor's records and `name-rank.jsonl` are.
@@ -106,7 +106,7 @@ class Job:
 
     @property
     def options(self):
-        """Of the loader."""
+        """The options of the loader."""
         options = {"token_budget": self.token_budget, "window": 12, "round_size": 4}
         return options | {"exclude": self.exclude or None}
 
@@ -315,7 +315,7 @@ class Recorder(TrainerCallback):
 
 
 class GradientCheck(TrainerCallback):
-    """Compares the gradient of each step with that of a copy of the model.
+    """Compares the gradient of each step with the gradient of a copy of the model.
 
     Args:
         expect: called with the copy and the batches of the step, without fillers; computes it.
@@ -514,7 +514,7 @@ class Module(LightningModule):
 class GuardedModule(Module):
     """Optimizes by hand: each of its batches is an optimizer step of an `OomGuard`."""
 
-    options = {}  # noqa: RUF012  # of the loader, beside those of the job
+    options = {}  # noqa: RUF012  # further options of the loader
 
     def __init__(self, job):
         super().__init__()
@@ -635,7 +635,7 @@ def on_ranks(folder, world_size, body, *args, **options):
 
 
 def results_of(folder, body, *args, **options):
-    """What each of two ranks has printed last, as JSON."""
+    """The last line that each of two ranks has printed, from JSON."""
     with on_ranks(folder, 2, body, *args, **options) as job:
         return [json.loads(out.splitlines()[-1]) for out in job.finish(200)]
 

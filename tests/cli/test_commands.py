@@ -1,4 +1,4 @@
-"""What each command does, apart from the figures, which have tests of their own."""
+"""What each command does; its figures are tested with the functions of `tools`."""
 
 import gzip
 import itertools
@@ -235,7 +235,7 @@ def test_tune_gets_the_options_of_a_loader(capsys, monkeypatch, tune_calls):
     names = ("window", "seed", "largest_first", "weights")
     expected = {name: MIXED[name] for name in names} | {"world_size": 2, "limit": budget}
     assert options.items() >= expected.items()
-    assert options["tokens_per_step"] == 2 * 2 * 800  # as many as the loader's steps have
+    assert options["tokens_per_step"] == 2 * 2 * 800  # the tokens of the loader's steps
     assert (larger["limit"], larger["tokens_per_step"]) == (replace(budget, tokens=1600), None)
 
 

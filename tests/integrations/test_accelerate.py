@@ -1,4 +1,4 @@
-"""What only a loop of Accelerate has: its checkpoints, its counting of micro-steps, its guard."""
+"""Accelerate alone: its checkpoints, its counting of micro-steps, its guard."""
 
 import ast
 import gc

@@ -37,7 +37,7 @@ def observe(sample):
 
 
 def weighing(name, model):
-    """What weighs the tasks of a model."""
+    """The object that weighs the tasks of a model."""
     weights = TaskWeights({"even": 1.0, "odd": 3.0})
     if name == "GradNorm":
         return GradNorm(weights, model.hidden.parameters(), every=2, rate=0.1)
@@ -138,7 +138,7 @@ class PerToken(lm.Plain):
 
 
 class Unlabelled(lm.Plain):
-    """Returns a loss of its own alone."""
+    """Returns its own loss, without `super`."""
 
     def forward(self, input_ids, attention_mask=None):
         return {"loss": self.logits(input_ids).mean()}

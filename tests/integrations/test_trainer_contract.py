@@ -1,4 +1,4 @@
-"""What every trainer keeps: one contract over the registry of `trainers.py`."""
+"""The contract of all trainers in the registry of `trainers.py`."""
 
 import shutil
 import signal
@@ -21,7 +21,7 @@ METRICS += ("real_tokens_per_step", "real_tokens_per_s", "samples_per_step")
 
 
 class Whole:
-    """A run that nobody interrupts, with a checkpoint after each optimizer step."""
+    """An uninterrupted run, with a checkpoint after each optimizer step."""
 
     def __init__(self, trainer, folder, accumulate):
         self.trainer, self.folder, self.accumulate = trainer, folder, accumulate

@@ -99,7 +99,7 @@ class RunState(NodeState):
 
 
 class TrainBatches:
-    """Yields the batches of an epoch, or its remaining ones, per `iter()`; counts the progress.
+    """Each `iter()` yields the batches of an epoch, or its remaining batches; counts the progress.
 
     Without `set_epoch` and `len()`, the `Trainer` does not assume epochs of equal lengths.
     """

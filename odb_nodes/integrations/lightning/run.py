@@ -53,10 +53,10 @@ class FetchedBatch(NamedTuple):
 
 
 class TrainBatches:
-    """Yields the batches of one epoch per `iter()`, and keeps the info and the state of each.
+    """Each `iter()` yields the batches of an epoch; keeps the `StepInfo` and state of each batch.
 
-    It has no `len()`, which Lightning would take for exact, and no `state_dict`, which Lightning
-    would save after the batch that it reads ahead.
+    Without `len()`, Lightning does not assume an exact length; without `state_dict`, it does not
+    save a state after the batch that it reads ahead.
     """
 
     def __init__(self, loader: ODBDataLoader, guard: OomGuard | None = None) -> None:

@@ -250,7 +250,7 @@ class GuardedStep:
 
     @contextmanager
     def computing_together(self, part: StepPart) -> Iterator[None]:
-        """Within this context, all ranks compute a part together; an error ends all of them."""
+        """Within this context, all ranks compute a part together; an error ends all ranks."""
         context, watch = self._context, self._context.watch
         if watch is not None:
             watch.enter()

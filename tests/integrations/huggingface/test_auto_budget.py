@@ -48,7 +48,7 @@ def trainer_of(folder, odb, model="Normalizing", optimizer=None, **options):
 
 
 def outcome(trainer):
-    """What a run has come to: weights, losses, the optimizer's state, and what is drawn next."""
+    """The result of a run: weights, losses, the optimizer's state, and the next random number."""
     logs = [
         trainers.logs_of(trainer, name) for name in ("loss", "grad_norm", "odb/samples_per_step")
     ]
@@ -105,12 +105,12 @@ def test_steps_of_the_run_take_what_was_predicted(tmp_path, options):
     shares = trainers.logs_of(trainer, "odb/peak_memory_share")
     assert len(shares) == trainer.state.global_step
     assert 0.75 < max(shares) <= 1
-    assert len({*shares}) > 2  # each is of its own step
+    assert len({*shares}) > 2  # each belongs to its step
 
 
 @pytest.mark.parametrize(("accumulate", "bf16"), [(1, True), (3, False)])
 def test_steps_that_are_tried_are_as_those_of_training(tmp_path, accumulate, bf16):
-    """In their precision; padded; and with gradients where batches accumulate."""
+    """Trial steps have the run's precision, padding, and gradients if batches accumulate."""
 
     class Noting(lm.Normalizing):
         def forward(self, input_ids, attention_mask=None, labels=None, id=None, **kwargs):

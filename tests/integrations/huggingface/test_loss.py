@@ -1,4 +1,4 @@
-"""What the loss of a batch is a mean over, under a `Trainer`, and how that is found out."""
+"""The unit that the loss of a batch is a mean over, under a `Trainer`, and how it is determined."""
 
 import itertools
 
@@ -341,7 +341,7 @@ def test_a_loss_that_cannot_be_divided_is_not_said_to_be(tmp_path):
 
 
 def test_a_trainer_whose_model_is_gone_trains_again(tmp_path):
-    """As between the trials of a hyperparameter search."""
+    """The trainer has no model, as between the trials of a hyperparameter search."""
     model_init = lm.Normalizing
     trainer = ODBTrainer(
         args=trainers.arguments(tmp_path, max_steps=3),

@@ -1,4 +1,4 @@
-"""What only the `Trainer` of transformers has: its losses, schedules, evaluation and arguments."""
+"""The `Trainer` of transformers alone: its losses, schedules, evaluation and arguments."""
 
 import copy
 import itertools
@@ -96,7 +96,7 @@ def gpt2():
 
 
 def collate_pairs(samples):
-    """Texts and their labels, of lengths of their own."""
+    """Texts whose labels have other lengths than their inputs."""
     rows = {
         key: [torch.as_tensor(sample[key]) for sample in samples] for key in ("input_ids", "labels")
     }
@@ -375,7 +375,7 @@ def test_the_learning_rate_follows_the_samples_of_a_step(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the run ends after:UserWarning")
 def test_the_learning_rate_goes_on_from_where_it_was_at_the_pace_of_the_ranks(tmp_path):
-    """A schedule by steps is made for those of 2 ranks, of which one rank takes twice as many."""
+    """A schedule by steps is made for 2 ranks; one rank takes twice as many steps."""
     options = {"folder": tmp_path / "run", "size": 60, "accumulate": 2, "epochs": 1}
     with trainers.jobs_on_ranks(
         "Transformers", 2, {**options, "name": "killed", "save_every": 2, "kill_at": 4}
@@ -415,7 +415,7 @@ def test_evaluation_is_the_stock_trainer_s_and_pads_where_training_does(tmp_path
 
 
 def test_evaluation_keeps_what_is_given_for_it(tmp_path):
-    """Also where training alone has a collator of its own."""
+    """Even if only training has its own collator."""
     collate = PaddingCollate()
     for options, expected in (
         ({"data_collator": collate, "odb": {"collate_fn": collate_pairs}}, collate),

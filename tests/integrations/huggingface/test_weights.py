@@ -38,7 +38,7 @@ MODELS = {
 
 
 def model_of(name, seed, **options):
-    """A small model with weights of its own."""
+    """A small model whose weights depend on the seed."""
     torch.manual_seed(seed)
     kind = getattr(hf, name)
     return kind(kind.config_class(**{**MODELS[name], **options}))

@@ -1,4 +1,4 @@
-"""What only Lightning has: hooks that save, counters of its loops, and modules of many kinds."""
+"""Lightning alone: hooks that save, counters of its loops, and modules of many kinds."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a `Ledger` writes, when, and what it does where it cannot."""
+"""What a `Ledger` writes, when it writes, and what it does if it cannot write."""
 
 import errno
 import os

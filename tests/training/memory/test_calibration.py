@@ -52,7 +52,7 @@ def peak_of(training, *shape):
 
 
 def most_rows(peak, limit_bytes, width):
-    """By brute force: the rows of a width that fit, where one more does not."""
+    """The most rows of a width that fit, by brute force."""
     low, high = 0, 1
     while peak(high, width) <= limit_bytes:
         low, high = high, 2 * high

@@ -50,7 +50,7 @@ def make(family, attention="sdpa"):
 
 
 def saved_bytes(model, rows, dtype):
-    """What autograd saves for a batch with padding, without the log-probabilities."""
+    """The bytes that autograd saves for a batch with padding, without the log-probabilities."""
     ids = torch.randint(5, VOCABULARY, (rows, WIDTH))
     mask = torch.ones_like(ids)
     mask[0, -1] = 0

@@ -31,7 +31,7 @@ def even():
 
 
 def added(kind, accumulate=1):
-    """What adds the batches of one optimizer step, and the arguments for each."""
+    """The function that adds the batches of an optimizer step, and its arguments for each batch."""
     model = Model()
     tasks = kind(even(), model.trunk.parameters())
     batches = islice(loader_of(regression(), accumulate=accumulate), accumulate)

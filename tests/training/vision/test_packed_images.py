@@ -187,7 +187,7 @@ def varlen(module, query, key, value, attention_mask, *, scaling, is_causal=None
 
 @pytest.mark.parametrize("kind", [*QWEN[:3], "Llava"])
 def test_kernels_for_variable_lengths_find_the_samples(kind, monkeypatch):
-    """They go by `cu_seq_lens_q`; vision towers by bounds of their own, beside those of the row."""
+    """Text layers use `cu_seq_lens_q`; vision towers use other bounds, which the row has, too."""
     monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", varlen)
     group, model = group_of(kind), network(kind)
     batch = packing(kind)(group)

@@ -108,19 +108,16 @@ class LossWeigher:
         rank_counts = trainer.accelerator.gather(torch.tensor([rows], device=device))
         if self._packs:
             self._check_packing(batches, rank_counts[..., SAMPLES])
+        self.waiting = deque([None] * fills)
         if self.tasks is not None:
-            self.waiting = deque([None] * fills)
-            for batch, info in zip(batches, infos, strict=True):
-                self.waiting.append(self._task_step(batch, info))
+            self.waiting.extend(map(self._task_step, batches, infos))
             return
         self._unit = unit = self._unit_of(rank_counts[..., HAS_LABELS] > 0)
         self._ranks = len(rank_counts)
         self._total = max(1, int(rank_counts[..., unit].sum()))
         if unit == LABELS and not self._is_checked:
             self._check_mean(batches, rank_counts[..., LABELS])
-        self.waiting = deque([None] * fills)
-        for batch, info, row in zip(batches, infos, rows, strict=True):
-            self.waiting.append(self._micro_step(batch, info, row[unit]))
+        self.waiting.extend(map(self._micro_step, batches, infos, [row[unit] for row in rows]))
 
     def weigh_part(self, batch: dict[str, Any], info: StepInfo) -> MicroStep:
         """Return the weight of a batch of the step, or of a part, and give it targets."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import MAX_KEY, check_count
-from odb_nodes.training.ledger.audits import (
+from odb_nodes.training.ledger.audit_result import (
     DIGEST_BYTES,
     Audit,
     Digests,

@@ -1,4 +1,4 @@
-"""The results of an audit."""
+"""The result of an audit: of all epochs, and of each epoch."""
 
 from __future__ import annotations
 

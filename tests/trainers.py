@@ -194,6 +194,11 @@ def train_guarded(job, model, optimizer, loader, record, save, ledger):
             record.after_step(step.infos, save)
 
 
+def count_batch(monitor, batch, info, loss):
+    if monitor is not None:
+        monitor.step(batch, info, loss=loss.detach(), lr=LR)
+
+
 def plain(job):
     """A loop over `ODBDataLoader`, with DDP and `Checkpoints`."""
     rank, world_size = lm.rank_and_size()
@@ -232,8 +237,7 @@ def plain(job):
                     record.before_step()
                     optimizer.step()
                     optimizer.zero_grad()
-                if monitor is not None:
-                    monitor.step(batch, info, loss=loss.detach(), lr=LR)
+                count_batch(monitor, batch, info, loss)
                 if ledger is not None:
                     ledger.record(info)
                 if info.ends_optimizer_step:
@@ -279,8 +283,7 @@ def accelerate(job):
                         record.before_step()
                     optimizer.step()
                     optimizer.zero_grad()
-                if monitor is not None:
-                    monitor.step(batch, info, loss=loss.detach(), lr=LR)
+                count_batch(monitor, batch, info, loss)
                 if accelerator.sync_gradients:
                     logs.append(loader.take_metrics())
                     record.after_step(infos, save)

@@ -15,8 +15,6 @@ from zlib_ng.zlib_ng import crc32
 
 from odb_nodes.errors import SampleError
 
-# --- torch's format -------------------------------------------------------------------------------
-
 
 def to_bytes(value: Any) -> bytes:
     """Return a value as bytes that `from_bytes` can read."""

@@ -395,9 +395,6 @@ class TrainRun:
             self.recorder.close(ended=is_done)
 
 
-# --- the start of a run ---------------------------------------------------------------------------
-
-
 def _saved_run(checkpoint: str, args: Any) -> RunState:
     """Return the position of a checkpoint, resharded if another number of ranks saved it."""
     rank, world_size = args.process_index, args.world_size

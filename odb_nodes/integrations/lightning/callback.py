@@ -89,11 +89,8 @@ class ODBCallback(Callback):
                 for manual optimization.
         """
         start = self._run.start
-        guard = None
-        train_loader: Any = loader
-        if isinstance(loader, OomGuard):
-            guard = loader
-            train_loader = loader.loader
+        guard = loader if isinstance(loader, OomGuard) else None
+        train_loader: Any = loader if guard is None else guard.loader
         check_type("loader", train_loader, ODBDataLoader)
         if start.loader is not None:
             train_loader.load_state_dict(start.loader)

@@ -210,9 +210,6 @@ def _most_rows(budget: TokenBudget, width: int) -> int:
     return int(allowed_rows(np.array([min(most, budget.max_samples or most)]), budget.row_sizes)[0])
 
 
-# --- the search -----------------------------------------------------------------------------------
-
-
 @dataclass
 class Bracket:
     """What the trials of a width have shown."""

@@ -362,8 +362,6 @@ class Monitor:
     def __exit__(self, *error: object) -> None:
         self.close(write=not any(error))
 
-    # --- parts ------------------------------------------------------------------------------------
-
     def _restart(self, state: MonitorState) -> None:
         self._state, self._totals = state, Counts(**state.totals)
         counts = Counts(**state.counts)

@@ -236,8 +236,6 @@ def _opaque(image: Image) -> Image:
     return blended
 
 
-# --- patches --------------------------------------------------------------------------------------
-
 _NEEDED = ("patch_size", "merge_size", "temporal_patch_size", "size", "resample")
 _SETTINGS = (
     "patch_size",

@@ -188,7 +188,7 @@ class Counts:
     totals: dict[str, float] = field(default_factory=dict)  # sums of value x weight
     weights: dict[str, float] = field(default_factory=dict)  # sums of the weights
     peaks: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)  # in counts of all ranks, those of rank 0
+    last: dict[str, float] = field(default_factory=dict)  # rank 0's, in counts of all ranks
 
     @classmethod
     def over_ranks(cls, ranks: Sequence[Counts], step_time: StepTime | None = TYPICAL) -> Counts:

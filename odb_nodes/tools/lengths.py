@@ -235,8 +235,8 @@ def observe_lengths(
     """Process the samples of a dataset as a loader would, and return their lengths.
 
     Processing is seeded as in the first epoch of an `ODBDataLoader`: if all samples are processed,
-    random lengths equal the lengths in that epoch. Call it in one process: it reads the whole dataset on
-    every rank.
+    random lengths equal the lengths in that epoch. Call it in one process: it reads the whole
+    dataset on every rank.
 
     Args:
         dataset: a map-style dataset, an iterable, or a `JsonlSource`; or a dict of datasets by

@@ -388,7 +388,7 @@ def count_lengths(lengths: IntArray, bins: int) -> tuple[list[int], list[int]]:
     """Return edges at equal ratios, and the number of lengths between each two edges."""
     edges = np.geomspace(lengths.min(), lengths.max() + 1, bins + 1).round().astype(np.int64)
     edges = np.unique(edges)
-    counts, _ = np.count_lengths(lengths, edges)
+    counts, _ = np.histogram(lengths, edges)
     return edges.tolist(), counts.tolist()
 
 

@@ -7,7 +7,13 @@ from odb_nodes.core.contract.state_file import load_state, save_state
 from odb_nodes.core.loader.batch_sampler import TokenBatchSampler
 from odb_nodes.core.loader.dataloader import ODBDataLoader
 from odb_nodes.core.loader.loader import Loader
-from odb_nodes.core.nodes import GroupCollator, LengthObserver, PlannedGroups, WindowBucketer
+from odb_nodes.core.nodes import (
+    GroupCollator,
+    LengthObserver,
+    PlannedGroups,
+    ReadAhead,
+    WindowBucketer,
+)
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.processing import ParallelProcessor, PerSource, WorkerOptions
 from odb_nodes.core.sample import ItemKey, LeftOut, Observation, Sample, Skipped, SourceItem
@@ -65,6 +71,7 @@ __all__ = [
     "PerSource",
     "PlannedGroups",
     "RankAligner",
+    "ReadAhead",
     "Sample",
     "SampleBlock",
     "SampleError",

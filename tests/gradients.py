@@ -3,7 +3,7 @@
 import contextlib
 
 import numpy as np
-import rank_jobs as r
+import rank_jobs
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,9 +21,9 @@ _HIDDEN = 10
 
 
 class LanguageModel(nn.Module):
-    """Each position sees the mean of those before it. (B, T) -> (B, T, vocabulary).
+    """Each position sees the mean of all earlier positions. (B, T) -> (B, T, vocabulary).
 
-    In a packed row, where `position_ids` begin anew with each sample, of those of its own sample.
+    In a packed row, where `position_ids` begin anew with each sample, only of the same sample.
     """
 
     def __init__(self, vocabulary=_VOCABULARY):
@@ -44,8 +44,8 @@ class LanguageModel(nn.Module):
 
 def mean_loss(model, batch):
     """The mean over supervised tokens; 0 where there are none."""
-    given = [batch[key] for key in ("input_ids", "position_ids") if key in batch]
-    logits = model(*given)[:, :-1]
+    inputs = [batch[key] for key in ("input_ids", "position_ids") if key in batch]
+    logits = model(*inputs)[:, :-1]
     labels = batch["labels"][:, 1:]
     total = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return total / max(1, int((labels != -100).sum()))
@@ -79,7 +79,7 @@ def wrapped(how):
 
 
 def without_sync(model, info):
-    """What spares the communication of all micro-steps but the last."""
+    """A context without communication, for all micro-steps except the last."""
     if isinstance(model, DistributedDataParallel):
         return contextlib.nullcontext() if info.ends_optimizer_step else model.no_sync()
     model.set_requires_gradient_sync(info.ends_optimizer_step)
@@ -104,8 +104,8 @@ def train(model, loader):
 
 def gradient_of(model):
     gradients = [parameter.grad for parameter in model.parameters()]
-    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in gradients]
-    return torch.cat([one.flatten() for one in whole])
+    whole = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in gradients]
+    return torch.cat([grad.flatten() for grad in whole])
 
 
 # --- one process ----------------------------------------------------------------------------------
@@ -119,12 +119,12 @@ class OneProcess:
     """
 
     def __init__(self, sizes):
-        samples = [one for rank, size in enumerate(sizes) for one in samples_of(rank, size)]
+        samples = [sample for rank, size in enumerate(sizes) for sample in samples_of(rank, size)]
         self._samples = {sample["id"]: sample for sample in samples}
         self._model = LanguageModel()
 
     def gradient(self, groups, scaling):
-        """That of the mean over all tokens of all groups, or over the groups by their samples."""
+        """The gradient of the mean over all tokens, or over the groups weighed by their samples."""
         whole = [index for group in groups for index in group]
         self._model.zero_grad()
         if scaling == "approx":
@@ -141,9 +141,9 @@ class OneProcess:
         return mean_loss(self._model, PaddingCollate()([self._samples[index] for index in ids]))
 
 
-def relative_error(found, expected):
-    """Of vectors; that of 0 is 0 if found is exactly 0, too."""
-    difference = (found - expected).norm().item()
+def relative_error(actual, expected):
+    """The relative error of a vector; 0 if both vectors are 0."""
+    difference = (actual - expected).norm().item()
     return difference / expected.norm().item() if difference else 0.0
 
 
@@ -151,25 +151,25 @@ def relative_error(found, expected):
 
 
 def compare(sizes, how, scaling, accumulate):
-    """What this rank finds in an epoch: the error of each optimizer step, and what it has seen."""
+    """The errors of this rank's optimizer steps in an epoch, and counts of its groups."""
     rank = dist.get_rank()
     samples = samples_of(rank, sizes[rank])
     options = {"loss_scaling": scaling, "accumulate": accumulate}
     one_process, all_ids = OneProcess(sizes), []
-    found = {"errors": [], "groups": 0, "groups_alone": r.groups_alone(samples)}
-    found |= {"fillers": 0, "masked_groups": 0, "masked_steps": 0}
-    for gradient, steps in train(wrapped(how), r.loader_over(samples, **options)):
-        own = [ids for ids, info in steps if not info.is_filler]
-        groups = [ids for of_rank in r.gathered(own) for ids in of_rank]
+    counts = {"errors": [], "groups": 0, "groups_alone": rank_jobs.groups_alone(samples)}
+    counts |= {"fillers": 0, "masked_groups": 0, "masked_steps": 0}
+    for gradient, steps in train(wrapped(how), rank_jobs.loader_over(samples, **options)):
+        rank_groups = [ids for ids, info in steps if not info.is_filler]
+        groups = [ids for of_rank in rank_jobs.gathered(rank_groups) for ids in of_rank]
         ids = [index for group in groups for index in group]
         expected = one_process.gradient(groups, scaling)
         if scaling == "none":  # A trainer that knows of no weights takes the mean of the means.
             gradient = gradient / len(steps)
-        found["errors"].append(relative_error(gradient, expected))
-        found["groups"] += len(own)
-        found["fillers"] += len(steps) - len(own)
-        found["masked_groups"] += sum(one_process.targets(group) == 0 for group in own)
-        found["masked_steps"] += one_process.targets(ids) == 0
+        counts["errors"].append(relative_error(gradient, expected))
+        counts["groups"] += len(rank_groups)
+        counts["fillers"] += len(steps) - len(rank_groups)
+        counts["masked_groups"] += sum(one_process.targets(group) == 0 for group in rank_groups)
+        counts["masked_steps"] += one_process.targets(ids) == 0
         for _, info in steps:
             assert info.optimizer_samples == len(ids)
             assert info.optimizer_targets == one_process.targets(ids)
@@ -177,4 +177,4 @@ def compare(sizes, how, scaling, accumulate):
     assert sorted(all_ids) == [
         1000 * of_rank + index for of_rank, size in enumerate(sizes) for index in range(size)
     ]
-    return found
+    return counts

@@ -66,7 +66,7 @@ class Decoder(nn.Module):
 
 
 class Normalizing(Decoder):
-    """Divides by the number of items that it is told, as models of transformers do."""
+    """Divides by `num_items_in_batch`, as models of transformers do."""
 
     def forward(self, input_ids, attention_mask=None, labels=None, id=None, **kwargs):
         self.note(id)
@@ -220,7 +220,7 @@ def ids_of(entries):
 
 
 def check_steps(all_entries, size, left_out=frozenset()):
-    """Every sample once per epoch over all ranks, the same steps and gradients on all of them.
+    """Check that every sample comes once per epoch, with the same steps and gradients on all ranks.
 
     Args:
         all_entries: the entries of each rank, of whole epochs.

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 
 from odb_nodes import Ledger, LeftOut, StepInfo, audit
-from odb_nodes.training.ledger.history import Run
+from odb_nodes.training.ledger.history import RecordedRun
 from odb_nodes.training.ledger.records import END_ROW, MAGIC, MARK, ROW_BYTES
 
 SIZE = 90
@@ -128,7 +128,7 @@ def write_pieces(folder, ranks):
 
 def rows_of(folder):
     """Per step that counts: (key, source, repeat, reason) of each sample."""
-    run = Run(folder)
+    run = RecordedRun(folder)
     steps = []
     for step in (
         step for segment in run.segments for step in np.split(segment.steps, len(segment.steps))

@@ -1,4 +1,4 @@
-"""A chat JSONL, captions and scans, each with processing of its own, that meet in one model."""
+"""A chat JSONL, captions and scans, each with its own processing, for one model."""
 
 import json
 import random

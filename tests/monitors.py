@@ -73,7 +73,7 @@ def without_times(record):
 
 
 def records_of(folder):
-    """The records of a run that count, without times: those of steps, and of epochs."""
+    """The records of steps and of epochs of a run that count, without times."""
     run = read_run(folder)
     return list(map(without_times, run.steps)), list(map(without_times, run.epochs))
 

@@ -91,7 +91,7 @@ def model_of_whole_images(kind):
 
 
 def record(index):
-    """A record with 0 to 2 images of its own."""
+    """A record with 0 to 2 images."""
     rng = random.Random(index)
     images = [noise(rng.randrange(20, 150), rng.randrange(20, 150)) for _ in range(index % 3)]
     return asked(*images, answer="a red circle " * rng.randrange(1, 9), id=index)

@@ -110,7 +110,7 @@ def assert_same(before, after):
             assert_same(before[key], after[key])
     elif isinstance(before, (list, tuple)):
         assert len(before) == len(after)
-        for one, other in zip(before, after, strict=True):
-            assert_same(one, other)
+        for earlier, later in zip(before, after, strict=True):
+            assert_same(earlier, later)
     else:
         assert before == after

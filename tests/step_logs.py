@@ -5,8 +5,8 @@ import json
 import numpy as np
 
 from odb_nodes.core.planning import StepTime
+from odb_nodes.training.monitor.counts import Counts
 from odb_nodes.training.monitor.records import line_of
-from odb_nodes.training.monitor.window import Counts
 
 TRUE = StepTime(tokens=4e-5, squares=3e-9, base=0.03)
 
@@ -45,9 +45,9 @@ def write_records(folder, seconds, tokens, squares, *, every, waits=None):
         shares = [
             Counts(
                 rows=[
-                    one
+                    number
                     for count, wait_s in zip(tokens[part, rank], waits[part], strict=True)
-                    for one in (1, int(count), int(count), 0, round(wait_s * 1e6))
+                    for number in (1, int(count), int(count), 0, round(wait_s * 1e6))
                 ],
                 squares=squares[part, rank].astype(int).tolist(),
                 sums={

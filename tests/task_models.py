@@ -65,7 +65,7 @@ def joint_batches(data, ranks, accumulate=1):
     for start in range(0, len(of_ranks[0]), accumulate):
         batches = [batch for of_rank in of_ranks for batch in of_rank[start : start + accumulate]]
         full = [batch for batch in batches if not pop_step_info(batch).is_filler]
-        yield {key: torch.cat([one[key] for one in full]) for key in ("x", "y", "task")}
+        yield {key: torch.cat([batch[key] for batch in full]) for key in ("x", "y", "task")}
 
 
 def balanced(loader, tasks=NEAR_FAR, spoil=lambda number: 1.0, **options):

@@ -27,6 +27,7 @@ ARGUMENTS = {
     "ParallelProcessor": lambda: {"source": source(), "process_fn": len},
     "PerSource": lambda: {"functions": {"chat": len}},
     "RankAligner": lambda: {"source": groups()},
+    "ReadAhead": lambda: {"source": source(), "depth": 2},
     "ShardedSampler": lambda: {"size": 8},
     "SourceMixer": lambda: {"sources": {"chat": source(), "code": source()}},
     "TokenBudget": lambda: {"tokens": 8},

@@ -1,7 +1,7 @@
 """The same run under every trainer, and one registry of them.
 
 A `Job` says what is trained. A function of `TRAINERS` trains it as a user would, and returns a
-`Run`; a line per optimizer step is in a file of each rank, also where the run is killed.
+`Result`; a line per optimizer step is in a file of each rank, also where the run is killed.
 """
 
 import copy
@@ -68,7 +68,7 @@ BEFORE_5 = int(transformers.__version__.split(".")[0]) < 5
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is trained, and what befalls the run.
+    """What is trained, and how the run is interrupted.
 
     Attributes:
         folder: where checkpoints, the ledger, the monitor's records and `name-rank.jsonl` are.
@@ -106,7 +106,7 @@ class Job:
 
     @property
     def options(self):
-        """Of the loader."""
+        """The options of the loader."""
         options = {"token_budget": self.token_budget, "window": 12, "round_size": 4}
         return options | {"exclude": self.exclude or None}
 
@@ -135,8 +135,8 @@ class Job:
         return read(Path(self.folder, f"{self.name}-{rank}.jsonl"))
 
 
-class Run(NamedTuple):
-    """What a run came to: final weights, steps as they were estimated, metrics as logged."""
+class Result(NamedTuple):
+    """The result of a run: final weights, estimated steps, logged metrics, failed batches."""
 
     weights: torch.Tensor
     estimate: int
@@ -194,6 +194,11 @@ def train_guarded(job, model, optimizer, loader, record, save, ledger):
             record.after_step(step.infos, save)
 
 
+def count_batch(monitor, batch, info, loss):
+    if monitor is not None:
+        monitor.step(batch, info, loss=loss.detach(), lr=LR)
+
+
 def plain(job):
     """A loop over `ODBDataLoader`, with DDP and `Checkpoints`."""
     rank, world_size = lm.rank_and_size()
@@ -232,8 +237,7 @@ def plain(job):
                     record.before_step()
                     optimizer.step()
                     optimizer.zero_grad()
-                if monitor is not None:
-                    monitor.step(batch, info, loss=loss.detach(), lr=LR)
+                count_batch(monitor, batch, info, loss)
                 if ledger is not None:
                     ledger.record(info)
                 if info.ends_optimizer_step:
@@ -247,7 +251,7 @@ def plain(job):
         loader.close()
         if ledger is not None:
             ledger.close(ended=ended)
-    return Run(lm.weights_of(raw), job.estimate(), logs, raw.ooms)
+    return Result(lm.weights_of(raw), job.estimate(), logs, raw.ooms)
 
 
 def accelerate(job):
@@ -279,14 +283,13 @@ def accelerate(job):
                         record.before_step()
                     optimizer.step()
                     optimizer.zero_grad()
-                if monitor is not None:
-                    monitor.step(batch, info, loss=loss.detach(), lr=LR)
+                count_batch(monitor, batch, info, loss)
                 if accelerator.sync_gradients:
                     logs.append(loader.take_metrics())
                     record.after_step(infos, save)
                     infos = []
     accelerator.free_memory()
-    return Run(lm.weights_of(raw), job.estimate(), logs, raw.ooms)
+    return Result(lm.weights_of(raw), job.estimate(), logs, raw.ooms)
 
 
 # --- transformers ---------------------------------------------------------------------------------
@@ -315,7 +318,7 @@ class Recorder(TrainerCallback):
 
 
 class GradientCheck(TrainerCallback):
-    """Compares the gradient of each step with that of a copy of the model.
+    """Compares the gradient of each step with the gradient of a copy of the model.
 
     Args:
         expect: called with the copy and the batches of the step, without fillers; computes it.
@@ -465,7 +468,7 @@ def under_trainer(job, make=dynamic_trainer):
     resume = str(job.folder / f"checkpoint-{job.resume}") if job.resume else None
     trainer.train(resume_from_checkpoint=resume)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return Run(lm.weights_of(trainer.model), recorder.estimate, logs, trainer.model.ooms)
+    return Result(lm.weights_of(trainer.model), recorder.estimate, logs, trainer.model.ooms)
 
 
 # --- Lightning ------------------------------------------------------------------------------------
@@ -514,7 +517,7 @@ class Module(LightningModule):
 class GuardedModule(Module):
     """Optimizes by hand: each of its batches is an optimizer step of an `OomGuard`."""
 
-    options = {}  # noqa: RUF012  # of the loader, beside those of the job
+    options = {}  # noqa: RUF012  # further options of the loader
 
     def __init__(self, job):
         super().__init__()
@@ -599,7 +602,7 @@ def under_lightning(job):
         with open(trainer.logger.experiment.metrics_file_path) as file:
             logs = [{key: float(row[key] or 0) for key in row} for row in csv.DictReader(file)]
     ooms = module.model.ooms if job.on_oom else 0
-    return Run(lm.weights_of(module.model), callback.estimate, logs, ooms)
+    return Result(lm.weights_of(module.model), callback.estimate, logs, ooms)
 
 
 # --- the registry ---------------------------------------------------------------------------------
@@ -626,16 +629,16 @@ def train(trainer, **options):
 
 
 def on_ranks(folder, world_size, body, *args, **options):
-    """A job of ranks whose program has the names of this module as `t`."""
+    """A job of ranks whose program has imported this module."""
     here = Path(__file__).parent
     folders = [f"{here / 'integrations' / name}" for name in ("", "huggingface", "lightning")]
     begin = f"import sys; sys.path[:0] = {[f'{here}', *folders]}"
-    begin += "\nimport language_models as lm, trainers as t"
+    begin += "\nimport language_models as lm, trainers"
     return RankJob(folder, f"{begin}\n{dedent(body)}", world_size, *args, warm=WARM, **options)
 
 
 def results_of(folder, body, *args, **options):
-    """What each of two ranks has printed last, as JSON."""
+    """The last line that each of two ranks has printed, from JSON."""
     with on_ranks(folder, 2, body, *args, **options) as job:
         return [json.loads(out.splitlines()[-1]) for out in job.finish(200)]
 

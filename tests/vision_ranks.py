@@ -1,8 +1,8 @@
-"""What the ranks of `vision` run: the tiny Qwen2-VL under FSDP2, with images on some of them."""
+"""The program of ranks with images: a tiny Qwen2-VL under FSDP2, with images on some ranks."""
 
 from datetime import timedelta
 
-import rank_jobs as r
+import rank_jobs
 import torch.distributed as dist
 from pictures import model, processor, record
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,8 +30,8 @@ INDICES = {
 
 
 def sharded_model(timeout_s):
-    # The vision blocks over connections of their own: there a rank that is alone waits, as with
-    # NCCL, while gloo takes whatever comes next for what it waits for.
+    # The vision blocks have separate connections: a rank that is alone there waits, as with
+    # NCCL, while gloo would take the next message for the one that it waits for.
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=timeout_s)), "cpu")
     network = model()
     for block in network.model.visual.blocks:
@@ -75,11 +75,11 @@ def train(name, *, dummy, timeout_s=60.0):
 
 
 def compare(name):
-    """What this rank finds in an epoch: dummies, and the largest error of a gradient."""
+    """The dummies of this rank in an epoch, and the largest error of a gradient."""
     alone = model()
     counts = {"steps": 0, "dummies": 0, "without": 0, "fillers": 0, "error": 0.0, "ids": []}
     for ids, info, batch, gradients in train(name, dummy=True):
-        groups = r.gathered([] if info.is_filler else ids)
+        groups = rank_jobs.gathered([] if info.is_filler else ids)
         whole = [index for group in groups for index in group]
         samples = [processor()(record(index)) for index in whole]
         alone.zero_grad()

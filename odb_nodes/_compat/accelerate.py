@@ -1,7 +1,7 @@
 """Internals of accelerate that we rely on: its count of micro-steps, and its shared state.
 
-Read in accelerate 1.15.0; the extra `accelerate` allows 1.10 and later. Most functions have a
-canary in `tests/_compat/test_accelerate.py`.
+Read in accelerate 1.15.0; the extra `accelerate` allows 1.10 and later. Each function has a canary
+in `tests/_compat/test_accelerate.py`.
 """
 
 from __future__ import annotations

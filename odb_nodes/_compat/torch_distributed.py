@@ -89,11 +89,11 @@ def is_wait_timeout(error: RuntimeError) -> bool:
     return "Operation timed out!" in str(error)
 
 
-def keep(value: Any) -> None:
-    """Keep an object alive until `release`, even at the end of the interpreter."""
+def keep_alive(value: Any) -> None:
+    """Keep an object alive until `stop_keeping_alive`, even at the end of the interpreter."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
-def release(value: Any) -> None:
-    """Undo `keep`."""
+def stop_keeping_alive(value: Any) -> None:
+    """Undo `keep_alive`."""
     ctypes.pythonapi.Py_DecRef(ctypes.py_object(value))

@@ -11,9 +11,6 @@ from numbers import Real
 from types import ModuleType, NoneType, UnionType
 from typing import Any, get_args
 
-# --- arguments ------------------------------------------------------------------------------------
-
-
 MAX_COUNT = 2**31 - 1  # largest count: state stores counts as 32-bit integers
 MAX_KEY = 2**63 - 1  # largest key of a sample
 
@@ -145,9 +142,6 @@ def _class_name(kind: type) -> str:
     if kind is NoneType:
         return "None"
     return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} `{kind.__name__}`"
-
-
-# --- packages -------------------------------------------------------------------------------------
 
 
 def import_extra(module: str, extra: str) -> ModuleType:

@@ -15,8 +15,6 @@ from zlib_ng.zlib_ng import crc32
 
 from odb_nodes.errors import SampleError
 
-# --- torch's format -------------------------------------------------------------------------------
-
 
 def to_bytes(value: Any) -> bytes:
     """Return a value as bytes that `from_bytes` can read."""
@@ -59,7 +57,7 @@ def is_readable(value: Any) -> bool:
     """Tell whether `from_bytes` can read the bytes of a value."""
     try:
         from_bytes(to_bytes(value))
-    except Exception:  # of any kind
+    except Exception:  # torch and pickle raise errors of many types
         return False
     return True
 
@@ -107,7 +105,7 @@ def copied(value: Any) -> Any:
 
 INT64 = np.dtype(np.int64)  # the object that is the dtype of nearly all arrays of int64
 
-_TAG, _TAG_BYTES = b"i", 5  # of an int of 32 bits in marshal's format, tag included
+_TAG, _TAG_BYTES = b"i", 5  # tag and size, tag included, of a 32-bit int in marshal's format
 _INT32 = np.dtype("<i4")
 
 
@@ -269,9 +267,8 @@ def difference(expected: Any, actual: Any) -> str | None:
         places = torch.as_tensor((expected != actual) & ~both_nan)
         if not places.any():
             return None
-        first = int(
-            places.view(torch.uint8).argmax()
-        )  # Numbers of all places would take more memory than both tensors.
+        # `nonzero` of all places would take more memory than both tensors.
+        first = int(places.view(torch.uint8).argmax())
         place = tuple(map(int, np.unravel_index(first, places.shape)))
         return f"[{place}] is {actual[place]} instead of {expected[place]}"
     pairs: Iterable[tuple[Any, Any, Any]]

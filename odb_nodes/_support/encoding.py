@@ -27,7 +27,7 @@ def decode(data: bytes) -> Any:
     """Return the value that `encode` was given, as a new object."""
     try:
         return from_plain(from_bytes(data))
-    except Exception as error:  # of any kind: torch reads arbitrary bytes here
+    except Exception as error:  # torch reads arbitrary bytes here, and raises errors of many types
         raise StateError(
             f"saved data of {len(data)} bytes is damaged ({type(error).__name__}). Use an earlier "
             "checkpoint."

@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 
-# --- hashes ---------------------------------------------------------------------------------------
-
-
 _MASK64 = 2**64 - 1
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
@@ -37,9 +34,6 @@ def hash_rows(*columns: Sequence[int]) -> list[int]:
         state = (state ^ (state >> np.uint64(27))) * np.uint64(_SECOND)
         state ^= state >> np.uint64(31)
     return state.tolist()  # type: ignore[no-any-return]
-
-
-# --- names ----------------------------------------------------------------------------------------
 
 
 def stable_name(function: Any) -> str:

@@ -20,9 +20,9 @@ from odb_nodes._support.seeds import GENERATORS, GLOBAL_GENERATORS, preserved, s
 R = TypeVar("R")
 Seed = Callable[[int], object]
 
-_MOST_LEVELS = 10  # of objects within objects
-_MOST_ITEMS = 32  # of a list or dict that is searched: a longer one holds data
-_MOST_VALUES = 10_000  # searched in all
+_MOST_LEVELS = 10  # levels of objects within objects that are searched
+_MOST_ITEMS = 32  # items of a searched list or dict: a longer one holds data
+_MOST_VALUES = 10_000  # values that are searched in all
 _SCALARS = (str, bytes, int, float, bool, type(None), torch.Tensor)
 _CONTAINERS = (dict, list, tuple)
 _LIBRARIES = {*sys.stdlib_module_names, "datasets", "numpy", "odb_nodes", "torch", "transformers"}
@@ -80,7 +80,7 @@ def generators_in(holders: Sequence[Any]) -> Iterator[Any]:
         seen.add(id(value))
         if isinstance(value, GENERATORS):
             is_global = any(value is generator for generator in GLOBAL_GENERATORS)
-            if not (is_global or isinstance(value, random.SystemRandom)):  # which has no state
+            if not (is_global or isinstance(value, random.SystemRandom)):  # it has no state
                 yield value
         elif level < _MOST_LEVELS:
             waiting.extend((inner, level + 1) for inner in _values_in(value))
@@ -105,7 +105,7 @@ def _values_in(value: Any) -> list[Any]:
         return [*cells, *defaults, *vars(value).values(), *_globals_of(value.__code__, value)]
     if isinstance(value, (type, types.ModuleType)) or hasattr(value, "get_vocab"):
         return []
-    if type(value) is ConcatDataset:  # of any number
+    if type(value) is ConcatDataset:  # with any number of datasets
         return [*value.datasets]
     values += getattr(value, "__dict__", {}).values()
     for base in type(value).__mro__:

@@ -17,11 +17,8 @@ import torch.distributed as dist
 from odb_nodes._support.checks import MAX_COUNT, check_count, check_integer
 from odb_nodes.errors import WorkerError
 
-# --- processes ------------------------------------------------------------------------------------
-
-
 _CAN_MASK = hasattr(signal, "pthread_sigmask")  # not on Windows
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of `malloc.h`
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of `malloc.h`
 _MOST_BYTES_OF_OLD_GLIBC = 32 << 20  # older versions refuse more
 
 
@@ -142,9 +139,6 @@ def _value(name: str) -> str:
 
     limit = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
     return "" if limit == resource.RLIM_INFINITY else f", here {limit}"
-
-
-# --- ranks ----------------------------------------------------------------------------------------
 
 
 def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -18,7 +18,7 @@ FIRST_S = 10.0
 """Seconds until the first line. The time between lines then doubles, up to `EVERY_S`."""
 EVERY_S = 60.0
 
-_COLUMNS = 80  # of a terminal that reports no columns
+_COLUMNS = 80  # assumed for a terminal that reports no columns
 
 
 class SlowProgress:

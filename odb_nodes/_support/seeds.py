@@ -23,7 +23,7 @@ class _Turns:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.number = 0  # of turns that have begun
+        self.number = 0  # turns that have begun
         self.limit_s = 0.0  # longest duration of the current turn; 0 if no thread has it
 
 
@@ -97,7 +97,9 @@ def exclusive_rngs(limit_s: float, *, preserves: bool = True) -> Iterator[None]:
     turns = _turns  # A fork meanwhile makes other turns for the child.
     number, start_s = turns.number, time.monotonic()
     while not turns.lock.acquire(timeout=_POLL_S):
-        if turns.number != number:  # Another thread has begun its turn: wait for that anew.
+        if (
+            turns.number != number
+        ):  # Another thread has begun a turn: wait for the end of that turn.
             number, start_s = turns.number, time.monotonic()
         elif 0 < turns.limit_s < time.monotonic() - start_s:
             raise WorkerError(
@@ -105,7 +107,7 @@ def exclusive_rngs(limit_s: float, *, preserves: bool = True) -> Iterator[None]:
                 f"for more than `timeout_s`={turns.limit_s}: it hangs, or needs a longer limit. "
                 "Use processes; or `seed=None`, if the dataset has no `set_epoch`."
             )
-    limit_before_s = turns.limit_s  # of an outer block of this thread
+    limit_before_s = turns.limit_s  # set by an outer block of this thread
     turns.number += 1
     turns.limit_s = limit_s
     try:

@@ -77,20 +77,20 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except commands.UsageError as error:
         command.error(str(error))
     except Exception as error:
-        place, name = _place_of(error), type(error).__name__
+        place, name = _line_of_user(error), type(error).__name__
         if not place and not isinstance(error, _EXPECTED):
             raise
         text = (str(error).splitlines() or [""])[0]
-        if place and not isinstance(error, SampleError):  # whose text names the type
+        if place and not isinstance(error, SampleError):  # a `SampleError` names the type
             text = f"{name}: {text}"
         command.exit(2, f"{command.prog}: {text or name}{place}\n")
     parser.exit(code or 0)
 
 
-def _place_of(error: Exception) -> str:
+def _line_of_user(error: Exception) -> str:
     """Return the last line of the user's own code that an error came through, or ""."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    if isinstance(error, SampleError):  # whose text has the traceback of a worker
+    if isinstance(error, SampleError):  # its text has the traceback of a worker
         frames += [(file, int(line)) for file, line in _FRAME.findall(str(error))]
     places = [
         f" ({file}, line {line})"
@@ -212,19 +212,13 @@ _BUDGET = "--budget --layout --max-samples --pad-to-multiple-of"
 _NEEDED: Any = {"required": True}
 
 COMMANDS: dict[Callable[[Any], int | None], tuple[str, dict[str, dict[str, Any]]]] = {
-    commands.audit: (
-        "--size --steps",
-        {"folder": _option("folder of the ledger")},
-    ),
+    commands.audit: ("--size --steps", {"folder": _option("folder of the ledger")}),
     commands.inspect: (
         "--rank --diff --force",
         {
             "state": _option("a state file, the folder of a checkpoint, or a ledger", _existing),
             "--step": _option("step of an epoch to remake", _COUNT_OR_NONE),
-            "--epoch": _option(
-                "epoch of the step (ledger: 0; state: its epoch)",
-                _COUNT_OR_NONE,
-            ),
+            "--epoch": _option("epoch of the step (ledger: 0; state: its epoch)", _COUNT_OR_NONE),
             "--loader": _option("module:function that returns the loader for a `process_group`"),
             "--out": _option("file to write the steps of all ranks to, by `torch.save`"),
         },

@@ -108,11 +108,7 @@ def _inspect_step(args: Namespace) -> int:
 def _print_oversize(table: LengthTable, budget: TokenBudget) -> None:
     """Print how many samples exceed a budget, which the figures may not show."""
     if count := int(table.costs.are_oversize(budget).sum()):
-        becomes = {
-            "alone": "have a batch each",
-            "drop": "are dropped",
-            "error": "are errors",
-        }
+        becomes = {"alone": "have a batch each", "drop": "are dropped", "error": "are errors"}
         subject = f"{count:,} of {len(table):,} samples exceed the budget alone"
         print(f"\n{subject}: they {becomes[budget.oversize]}.")
 
@@ -132,6 +128,7 @@ def profile(args: Namespace) -> None:
         windows=args.window or [window],
         batch_size=args.batch_size,
         weights=data.weights(),
+        lengths_known=data.lengths_known,
         **job,
     )
     print(result)

@@ -150,6 +150,13 @@ class Data:
         """Whether an epoch is shuffled."""
         return self.options.shuffle is not False and self.options.sampler is None
 
+    @property
+    def lengths_known(self) -> bool:
+        """Whether the data is a loader that plans its epochs by known lengths."""
+        from odb_nodes.tools.estimate import knows_lengths
+
+        return self._options is not None and knows_lengths(self._dataset)
+
     def budget(self, tokens: int | None) -> TokenBudget:
         """Return the budget; the tokens and options of the command line replace the loader's."""
         options = {"tokens": tokens} | {name: vars(self._args).get(name) for name in _OF_BUDGET}
@@ -252,7 +259,7 @@ def _tokenizer(name: str) -> Any:
         if Path(name).is_file():
             return transformers.PreTrainedTokenizerFast(tokenizer_file=name)
         return transformers.AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # of a file, `tokenizers` raises nothing more precise
+    except Exception as error:  # `tokenizers` raises nothing more precise
         raise ValueError(
             f"--tokenizer `{name}` cannot be loaded: pass the path of a `tokenizer.json`, the "
             "folder of a tokenizer, or a name on the hub that this machine can reach."
@@ -268,7 +275,7 @@ def _dataset_of(data: str) -> Any:
     if any((path / name).exists() for name in _DATASETS_FILES):
         try:
             saved = importlib.import_module("datasets").load_from_disk(path)
-        except Exception as error:  # of a damaged folder it raises nothing more precise
+        except Exception as error:  # for a damaged folder, `datasets` raises nothing more precise
             raise ValueError(
                 f"`{path}` could not be read by `datasets.load_from_disk` ({type(error).__name__}: "
                 f"{error}): put the folder back whole, or save it again."

@@ -72,12 +72,12 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         self.loader = loader
         self.gradient_state = GradientState()
         self._accelerator = accelerator
-        self._last: StepInfo | None = None  # of the last batch
+        self._last: StepInfo | None = None  # the last batch's
         self._recorder = recorder
         self._monitor = monitor  # not the recorder's: the training loop calls its `step`
         if monitor is not None:
             monitor.attach(loader)
-        self._unrecorded: StepInfo | None = None  # of the last batch, until it is recorded
+        self._unrecorded: StepInfo | None = None  # the last batch's, until it is recorded
         self._handles = (
             accelerator.register_save_state_pre_hook(self._save),
             accelerator.register_load_state_pre_hook(self._load),
@@ -95,14 +95,14 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch, or continue from a loaded state."""
         self._record()  # The loop may have left the last epoch early.
-        it = begin_or_resume(self.loader, CHANGED)
+        batches = begin_or_resume(self.loader, CHANGED)
         self._last = None
         compat.drop_partial_step(self._accelerator)
         self.begin()
         if self._monitor is not None:
             self._monitor.start_clock()
         try:
-            for batch, wait_s in timed(it):
+            for batch, wait_s in timed(batches):
                 yield self._prepared(batch, wait_s)
                 self._record()
             self._last = None
@@ -118,7 +118,7 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
         self._last = self._unrecorded = info
         steps = accelerator.gradient_accumulation_steps
         _check_accumulation(steps, self.loader)  # Users can set it at any time.
-        # The accelerator counts to `steps`: tell it where the optimizer steps with fewer.
+        # The accelerator counts to `steps`: tell it where fewer micro-steps end an optimizer step.
         self.end_of_dataloader = info.ends_optimizer_step and info.micro_steps < steps
         if accelerator.device_placement:
             batch = send_to_device(batch, accelerator.device)
@@ -136,7 +136,7 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
     def close(self) -> None:
         """Stop workers and threads, and unregister from the accelerator's checkpoints. Idempotent.
 
-        The monitor writes its last record, for which all ranks must call this.
+        All ranks must call it, so that the monitor can write the last record.
         """
         if self._monitor is not None:
             self._monitor.close()
@@ -180,9 +180,9 @@ class AcceleratedLoader(compat.loader_base()):  # type: ignore[misc]
             save_rank_state(self._monitor.state_dict(), Path(output_dir) / MONITOR)
 
     def _load(self, _models: Any, input_dir: str) -> None:
-        place = self._accelerator.process_index, self._accelerator.num_processes
-        states, is_own = load_saved_states(input_dir, *place, NOT_SAVED)
-        self.loader.load_state_dict(states[0] if is_own else reshard(states, place[1])[place[0]])
+        rank, world_size = self._accelerator.process_index, self._accelerator.num_processes
+        states, is_own = load_saved_states(input_dir, rank, world_size, NOT_SAVED)
+        self.loader.load_state_dict(states[0] if is_own else reshard(states, world_size)[rank])
         self._last = self._unrecorded = None
         self._recorder.begin_attempt()
         saved = Path(input_dir) / MONITOR

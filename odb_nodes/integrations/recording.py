@@ -13,7 +13,7 @@ from odb_nodes.core.step_info import StepInfo
 from odb_nodes.training.ledger import Ledger
 from odb_nodes.training.memory.guard import OomGuard
 from odb_nodes.training.monitor import Monitor, StepMeter
-from odb_nodes.training.tasks.task_gradients import AnyWeights
+from odb_nodes.training.tasks.trainer_options import AnyWeights
 
 
 class UnreportedBatch(NamedTuple):
@@ -22,7 +22,7 @@ class UnreportedBatch(NamedTuple):
     batch: Any
     info: StepInfo
     wait_s: float
-    measured: dict[str, Any]  # loss, learning rate, ... of the step, in its last batch
+    measured: dict[str, Any]  # in the last batch of a step: the step's loss, learning rate, ...
 
 
 class StepRecorder:
@@ -57,16 +57,16 @@ class StepRecorder:
     def start_clock(self) -> None:
         """Begin to time steps, after all set-up."""
         self.meter.take()
-        if self.guard is not None:  # It may have been in an earlier run.
+        if self.guard is not None:  # An earlier run may have used the guard.
             self._ooms = self.guard.ooms
-            self.guard.begin_metrics()
+            self.guard.context.take_counts()
         if self.monitor is not None:
             self.monitor.start_clock()
 
     def begin_step(self) -> None:
         """Reset the measurements of the optimizer step."""
         self.losses: list[torch.Tensor] = []  # this rank's shares of the step's loss
-        self.at_step: dict[str, Any] = {}  # learning rate and gradient norm
+        self.step_values: dict[str, Any] = {}  # learning rate and gradient norm
 
     def record(self, batches: Iterable[tuple[Any, StepInfo, float]], *, meter: bool = True) -> None:
         """Record (batch, info, seconds waited) of each batch of an optimizer step."""
@@ -84,7 +84,7 @@ class StepRecorder:
                 loss=sum(self.losses) if self.losses else None,
                 loss_weight=last.info.optimizer_targets / last.info.world_size,
                 ooms=ooms - self._ooms,
-                **self.at_step,
+                **self.step_values,
             )
             self._ooms = ooms
         self.begin_step()

@@ -90,16 +90,34 @@ def assert_resumes_exactly(
     steps = sum(event is not _END for event in reference)
     if not steps:
         raise AssertionError("the graph yields no items: there is nothing to resume.")
-    resumes = largest_bytes = 0
+    run = _Resumes(make_graph, first, reference)
+    for start in range(0, len(states), every):
+        run.resume(states[start], start, horizon, thorough=run.count % 2 == 1)
+    for start in range(0, len(states) if chain else 0, max(1, len(states) // 8)):
+        state, position = states[start], start
+        for link in range(chain):
+            items = min(1 + (start + link) % 5, len(reference) - position)
+            state = run.resume(state, position, items)
+            position += items
+        run.resume(state, position, horizon)
+    return ResumeReport(steps=steps, resumes=run.count, state_bytes=run.largest_bytes)
 
-    def resume(state: Any, start: int, items: int | None, *, thorough: bool = False) -> Any:
-        nonlocal resumes, largest_bytes
-        resumes += 1
-        data = _saved(state)
+
+class _Resumes:
+    """Resumes fresh graphs, and compares them with the events of the uninterrupted run."""
+
+    def __init__(self, make_graph: Callable[[], Any], first: Any, reference: list[Any]) -> None:
+        self._make_graph, self._first, self._reference = make_graph, first, reference
+        self.count = self.largest_bytes = 0
+
+    def resume(self, state: Any, start: int, items: int | None, *, thorough: bool = False) -> Any:
+        """Compare `items` items of a graph resumed from `state`; return its state after them."""
+        self.count += 1
+        data, reference = _saved(state), self._reference
         stop = len(reference) if items is None else start + items
-        largest_bytes = max(largest_bytes, len(data))
-        graph = make_graph()
-        if graph is first:  # It has run already, and would hide a bad resume.
+        self.largest_bytes = max(self.largest_bytes, len(data))
+        graph = self._make_graph()
+        if graph is self._first:  # It has run already, and would hide a bad resume.
             raise ValueError(
                 f"`make_graph` must return a new graph each time, but returned the same "
                 f"`{type(graph).__name__}` twice. Build the graph and its nodes in `make_graph`."
@@ -113,20 +131,9 @@ def assert_resumes_exactly(
             _compare(graph, reference, start, stop)
             return copy_state(graph.state_dict())
         except Exception as error:
-            raise AssertionError(f"resumed {_place(reference, start)}: {error}") from error
+            raise AssertionError(f"resumed {_name_of_event(reference, start)}: {error}") from error
         finally:
             _close(graph)
-
-    for start in range(0, len(states), every):
-        resume(states[start], start, horizon, thorough=resumes % 2 == 1)
-    for start in range(0, len(states) if chain else 0, max(1, len(states) // 8)):
-        state, position = states[start], start
-        for link in range(chain):
-            items = min(1 + (start + link) % 5, len(reference) - position)
-            state = resume(state, position, items)
-            position += items
-        resume(state, position, horizon)
-    return ResumeReport(steps=steps, resumes=resumes, state_bytes=largest_bytes)
 
 
 def _events(graph: Any, epochs: int) -> Iterator[Any]:
@@ -135,10 +142,10 @@ def _events(graph: Any, epochs: int) -> Iterator[Any]:
         yield _END
 
 
-def _place(reference: list[Any], index: int) -> str:
+def _name_of_event(reference: list[Any], index: int) -> str:
     past = reference[:index]
     epoch = sum(event is _END for event in past)
-    step = next((i for i, event in enumerate(reversed(past)) if event is _END), index)
+    step = next((back for back, event in enumerate(reversed(past)) if event is _END), index)
     return f"after {step} items of epoch {epoch}"
 
 
@@ -146,7 +153,7 @@ def _compare(graph: Any, reference: list[Any], start: int, stop: int) -> None:
     events = _events(graph, epochs=sum(event is _END for event in reference[start:]) + 1)
     for index, expected in enumerate(reference[start:stop], start):
         if differs := difference(expected, next(events, "nothing")):
-            raise AssertionError(f"the item {_place(reference, index)}{differs}")
+            raise AssertionError(f"the item {_name_of_event(reference, index)}{differs}")
 
 
 def _as_loader(graph: Any) -> Any:

@@ -35,10 +35,7 @@ batching (arXiv 2606.19989). `odb_nodes`: the batches of an `ODBDataLoader`."""
 WINDOWED: tuple[Strategy, ...] = ("sorted windows", "odb_nodes")
 """Strategies that depend on the window."""
 
-_SAMPLERS = {
-    "group_by_length": "LengthGroupedSampler",
-    "batch_rebalance": "BatchRebalanceSampler",
-}
+_SAMPLERS = {"group_by_length": "LengthGroupedSampler", "batch_rebalance": "BatchRebalanceSampler"}
 
 Step = Sequence[Sequence[int]]
 """The indices of the samples of each rank's batch."""
@@ -97,14 +94,14 @@ class Baselines:
                 [
                     group
                     for start in range(0, len(shard), window)
-                    for group in _cut(table, shard[start : start + window], budget)
+                    for group in _groups_under(table, shard[start : start + window], budget)
                 ]
                 for shard in shards
             ]
             return measured(zip_longest(*ranks), budget, step_time)
         if strategy == "offline":
             groups = sorted(
-                _cut(table, rows, budget),
+                _groups_under(table, rows, budget),
                 key=lambda group: budget.cost(group.lengths),
                 reverse=True,
             )
@@ -149,7 +146,7 @@ def _in_steps(groups: Sequence[Any], ranks: int, filler: Any = None) -> list[tup
     return [*zip_longest(*[iter(groups)] * ranks, fillvalue=filler)]
 
 
-def _cut(table: LengthTable, rows: IntArray, budget: TokenBudget) -> list[SampleBlock]:
+def _groups_under(table: LengthTable, rows: IntArray, budget: TokenBudget) -> list[SampleBlock]:
     """Return samples as groups, longest first."""
     pool, tokens = RollingPool(budget, max(1, len(rows))), table.tokens[rows]
     pool.add(np.arange(len(rows)), tokens, table.patches[rows])

@@ -85,8 +85,7 @@ def estimate_epoch(loader: ODBDataLoader, samples: int | None = ESTIMATE_SAMPLES
     """
     table, options = table_of_loader(loader, samples), loader.options
     processes = group_rank(options.process_group)[1]
-    is_planned = any(isinstance(node, PlannedGroups) for node in walk(loader.root))
-    job = replace(job_of(options, processes), lengths_known=is_planned)
+    job = replace(job_of(options, processes), lengths_known=knows_lengths(loader))
     shuffle = options.shuffle is not False and options.sampler is None
     shares_rest = options.state == "replay"
     epoch = TableEpoch(
@@ -165,6 +164,11 @@ def estimate_loader_steps(
         samples=samples,
         **vars(job_of(options, world_size)),
     )
+
+
+def knows_lengths(loader: ODBDataLoader) -> bool:
+    """Tell whether a loader plans its epochs by lengths that it knows."""
+    return any(isinstance(node, PlannedGroups) for node in walk(loader.root))
 
 
 def check_samples_can_be_drawn(

@@ -21,7 +21,7 @@ from odb_nodes.core.loader.loader import LoaderState
 from odb_nodes.core.nodes.sample_records import decode_sample, from_records
 from odb_nodes.core.nodes.sample_store import from_bits
 from odb_nodes.errors import StateError
-from odb_nodes.tools.lengths import histogram
+from odb_nodes.tools.lengths import count_lengths
 from odb_nodes.training.checkpoints.checkpoint_folders import CheckpointFolders
 from odb_nodes.training.checkpoints.rank_states import rank_files
 
@@ -43,7 +43,7 @@ class Inspection:
         planned: lengths of the samples in planned groups of the round, in tokens.
         config: configuration of each node, by its name.
         round_digest: digest of the plan of the round, which is equal on all ranks.
-        values: all values of the state, as text, by their places.
+        values: place in the state -> value, as text.
     """
 
     damage: str
@@ -116,7 +116,7 @@ def _inspections(state: Any, name: str) -> Iterator[Inspection]:
     for graph in root["sources"].values() if root.get("node") == "VirtualRanks" else [root]:
         nodes = [*_nodes(graph)]
         by_name = dict(reversed([(node["node"], node) for _, node in nodes]))
-        facts, round_digest = _position(loader, by_name), 0
+        facts, round_digest = _facts_of(loader, by_name), 0
         content = by_name.get("WindowBucketer", {}).get("held")
         if aligner := by_name.get("RankAligner"):
             steps = totals_from_bytes(aligner["totals"], aligner["tasks"])
@@ -196,7 +196,7 @@ def _nodes(state: Any, source: str = "") -> Iterator[tuple[str, dict[str, Any]]]
         yield from _nodes(inner, name)
 
 
-def _position(loader: Mapping[str, Any], nodes: Mapping[str, Any]) -> dict[str, str]:
+def _facts_of(loader: Mapping[str, Any], nodes: Mapping[str, Any]) -> dict[str, str]:
     collator, bucketer = nodes.get("GroupCollator", {}), nodes.get("WindowBucketer", {})
     facts = {"version": loader["version"], "digest": f"{loader.get('digest', 0):08x}"}
     facts |= {name: collator[name] for name in ("epoch", "step", "samples") if name in collator}
@@ -253,7 +253,7 @@ def _shown(lengths: IntArray) -> str:
 
 
 def _bars(lengths: IntArray) -> list[str]:
-    edges, counts = histogram(lengths, _BINS) if len(lengths) else ([], [])
+    edges, counts = count_lengths(lengths, _BINS) if len(lengths) else ([], [])
     return [
         f"  {low:>7} to {high - 1:>7} {'#' * round(_BAR * count / max(counts))} {count}"
         for (low, high), count in zip(pairwise(edges), counts, strict=True)

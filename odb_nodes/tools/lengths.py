@@ -235,8 +235,8 @@ def observe_lengths(
     """Process the samples of a dataset as a loader would, and return their lengths.
 
     Processing is seeded as in the first epoch of an `ODBDataLoader`: if all samples are processed,
-    random lengths equal those of that epoch. Call it in one process: it reads the whole dataset on
-    every rank.
+    random lengths equal the lengths in that epoch. Call it in one process: it reads the whole
+    dataset on every rank.
 
     Args:
         dataset: a map-style dataset, an iterable, or a `JsonlSource`; or a dict of datasets by
@@ -269,14 +269,8 @@ def observe_lengths(
         if function is not None:
             label = name if name == "observe" else f"process_fn{name and f' of {name}'}"
             made_by[label] = stable_name(function)
-    rows = array("q")  # of 5 columns each
-    numbers: dict[str, int] = {}  # of the sources, by name
-    sizes: dict[str, float] = {}
-    streams: list[str] = []
-    blocks: dict[str, tuple[list[int], int]] = {}
-    sample: Any = None
-    skip = Skipped("empty")
-    for place, (name, data) in enumerate(named.items()):
+    observed = _Observed()
+    for number, (name, data) in enumerate(named.items()):
         options = LoaderOptions(
             token_budget=1,
             process_fn=functions[name],
@@ -286,43 +280,76 @@ def observe_lengths(
             workers=workers,
             sharded=True,
         )
-        rng = np.random.default_rng((abs(seed), place))
-        drawn, keys, size = (data, None, None) if samples is None else _drawn(data, samples, rng)
+        observed.add(name, data, options, samples, np.random.default_rng((abs(seed), number)))
+    return observed.table(made_by, "" if isinstance(dataset, dict) else data_id_of(dataset))
+
+
+class _Observed:
+    """The lengths of the samples that were observed so far, by source."""
+
+    def __init__(self) -> None:
+        self._rows = array("q")  # 5 integers for each sample
+        self._numbers: dict[str, int] = {}  # source -> its number
+        self._sizes: dict[str, float] = {}
+        self._streams: list[str] = []
+        self._blocks: dict[str, tuple[list[int], int]] = {}
+        self._skipped: Skipped | None = None  # the last skipped sample
+
+    def add(
+        self,
+        name: str,
+        dataset: Any,
+        options: LoaderOptions,
+        samples: int | None,
+        rng: np.random.Generator,
+    ) -> None:
+        """Process samples of a dataset: all, or `samples` that are drawn."""
+        items, keys, size = dataset, None, None
+        if samples is not None:
+            items, keys, size = _drawn(dataset, samples, rng)
         read: Counter[str] = Counter()  # samples of each source
         for index, sample in enumerate(
-            _processed(drawn, options, f"lengths{name and f' of {name}'}")
+            _processed(items, options, f"lengths{name and f' of {name}'}")
         ):
-            is_skipped = isinstance(sample, Skipped)
-            skip = sample if is_skipped else skip
-            counts = (0, 0, 0) if is_skipped else sample[1:4]
+            counts = (0, 0, 0)
+            if isinstance(sample, Skipped):
+                self._skipped = sample
+            else:
+                counts = sample.tokens, sample.targets, sample.patches
             source = nested_name(name, sample.source) if sample.source else name
             key = sample.key if keys is None else keys[index]
-            number = numbers.setdefault(source, len(numbers))
-            rows.extend((*counts, number, NO_KEY if key is None else key))
+            number = self._numbers.setdefault(source, len(self._numbers))
+            self._rows.extend((*counts, number, NO_KEY if key is None else key))
             read[source] += 1
         stands_for = 1.0 if size is None else size / max(read.total(), 1)
-        sizes |= {source: count * stands_for for source, count in read.items()}
-        streams += read if keys is None and _is_stream(data) else ()
-        if samples is None and is_map_style(data) and (shuffled := shuffle_blocks(data)):
-            blocks[name] = shuffled
-    columns = np.frombuffer(rows, dtype=np.int64).reshape(-1, 5).T
-    if not columns[0].any():
-        last = "" if sample is None else f" The last is skipped {sample.why}"
-        raise ValueError(f"`dataset` must have a sample that is not skipped, but has none.{last}")
-    if 2 * (skipped := int(np.count_nonzero(columns[0] == 0))) > columns.shape[1]:
-        warn_user(
-            f"{skipped:,} of {counted(columns.shape[1], 'sample')} are skipped: the lengths are of "
-            f"the others. The last is skipped {skip.why}"
+        self._sizes |= {source: count * stands_for for source, count in read.items()}
+        if keys is None and _is_stream(dataset):
+            self._streams += read
+        if samples is None and is_map_style(dataset) and (blocks := shuffle_blocks(dataset)):
+            self._blocks[name] = blocks
+
+    def table(self, made_by: Mapping[str, str], data_id: str) -> LengthTable:
+        """Return the table; warn if more than half of the samples are skipped."""
+        columns = np.frombuffer(self._rows, dtype=np.int64).reshape(-1, 5).T
+        why = "" if self._skipped is None else f" The last is skipped {self._skipped.why}"
+        if not columns[0].any():
+            raise ValueError(
+                f"`dataset` must have a sample that is not skipped, but has none.{why}"
+            )
+        if 2 * (skipped := int(np.count_nonzero(columns[0] == 0))) > columns.shape[1]:
+            warn_user(
+                f"{skipped:,} of {counted(columns.shape[1], 'sample')} are skipped: the lengths "
+                f"are of the others.{why}"
+            )
+        return LengthTable(
+            **dict(zip(_COLUMNS, np.ascontiguousarray(columns), strict=True)),
+            names=tuple(self._numbers),
+            sizes=tuple(round(self._sizes[name]) for name in self._numbers),
+            streams=tuple(self._streams),
+            blocks=self._blocks,
+            made_by=made_by,
+            data_id=data_id,
         )
-    return LengthTable(
-        **dict(zip(_COLUMNS, np.ascontiguousarray(columns), strict=True)),
-        names=tuple(numbers),
-        sizes=tuple(round(sizes[name]) for name in numbers),
-        streams=tuple(streams),
-        blocks=blocks,
-        made_by=made_by,
-        data_id="" if isinstance(dataset, dict) else data_id_of(dataset),
-    )
 
 
 def _drawn(
@@ -357,7 +384,7 @@ def _processed(dataset: Any, options: LoaderOptions, label: str) -> Iterator[Sam
         close_nodes(node, _STOP_TIMEOUT_S)
 
 
-def histogram(lengths: IntArray, bins: int) -> tuple[list[int], list[int]]:
+def count_lengths(lengths: IntArray, bins: int) -> tuple[list[int], list[int]]:
     """Return edges at equal ratios, and the number of lengths between each two edges."""
     edges = np.geomspace(lengths.min(), lengths.max() + 1, bins + 1).round().astype(np.int64)
     edges = np.unique(edges)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,8 +18,7 @@ from odb_nodes.core.planning.auto_window import AUTO, WindowSize, shown
 from odb_nodes.core.sources import Mixing
 from odb_nodes.core.sources.mixing import Weights
 from odb_nodes.tools.baselines import STRATEGIES, WINDOWED, Baselines, Strategy, is_available
-from odb_nodes.tools.lengths import LengthTable
-from odb_nodes.tools.lengths import histogram as count_lengths
+from odb_nodes.tools.lengths import LengthTable, count_lengths
 from odb_nodes.tools.simulate import SimulationReport, TableEpoch, budget_code
 from odb_nodes.training.monitor.figures import Figure, histogram, levels, page
 
@@ -34,7 +33,7 @@ _WHY = (
 )
 PERCENTILES = (0, 1, 5, 25, 50, 75, 95, 99, 100)
 BINS = 32
-_MOST_HISTOGRAMS = 40  # of a page; tables have all sources
+_MOST_HISTOGRAMS = 40  # histograms of a page; tables have all sources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +257,7 @@ def profile(
         weights: how the sources of the table are mixed, as for an `ODBDataLoader`.
         seed: seed of the order of the samples.
         options: further fields of `SimulationOptions`: `round_size`, `uneven`, `largest_first`,
-            `diversity` and `window_start`.
+            `diversity`, `window_start`; and `lengths_known`, with which `"auto"` has no window.
 
     Raises:
         TypeError, ValueError: an option is not valid, or there is no step.
@@ -282,26 +281,29 @@ def profile(
     ]
     comparisons = []
     for world_size, strategy, window in Bar(wanted, "comparing", len(wanted)):
-        job = replace(base, world_size=world_size, window=window or base.window)
+        is_known = base.lengths_known and strategy == "odb_nodes"
+        job = replace(
+            base, world_size=world_size, window=window or base.window, lengths_known=is_known
+        )
+        has_window = window is not None and not (is_known and window == AUTO)
         comparisons.append(
             Comparison(
                 world_size=world_size,
                 strategy=strategy,
-                window=None if window is None else baselines.epoch.window(job),
+                window=baselines.epoch.window(job) if has_window else None,
                 figures=baselines.figures(strategy, job),
-                is_auto=window == AUTO,
+                is_auto=has_window and window == AUTO,
             )
         )
+    sources = [None, *table.names] if len(table.names) > 1 else [None]
     return Profile(
         about=str(table),
         budget=TokenBudget.of(budget),
         batch_size=baselines.fixed_size(TokenBudget.of(budget)),
-        lengths=tuple(_summaries(table)),
+        lengths=tuple(
+            LengthSummary.of(source or "all samples", table.lengths(source), table.skipped(source))
+            for source in sources
+            if len(table.lengths(source))
+        ),
         comparisons=tuple(comparisons),
     )
-
-
-def _summaries(table: LengthTable) -> Iterator[LengthSummary]:
-    for source in [None, *table.names] if len(table.names) > 1 else [None]:
-        if len(lengths := table.lengths(source)):
-            yield LengthSummary.of(source or "all samples", lengths, table.skipped(source))

@@ -10,7 +10,7 @@ from typing import Any
 from odb_nodes._support.checks import check_count
 from odb_nodes.core.contract.state_file import load_state, save_state
 from odb_nodes.errors import StateError
-from odb_nodes.training.checkpoints.checkpoints import reshard_files
+from odb_nodes.training.checkpoints.rank_parts import reshard_files
 from odb_nodes.training.checkpoints.rank_states import rank_file, rank_file_names, rank_files
 from odb_nodes.training.checkpoints.resharding import reshard, reshard_parts
 
@@ -72,7 +72,5 @@ def _of_checkpoints(states: Sequence[Any], world_size: int) -> list[dict[str, An
     if len(states) == world_size:
         return [*states]
     return reshard_files(
-        states,
-        world_size,
-        lambda name, parts: reshard_parts(parts, world_size, f"parts[{name!r}]"),
+        states, world_size, lambda name, parts: reshard_parts(parts, world_size, f"parts[{name!r}]")
     )

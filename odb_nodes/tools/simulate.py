@@ -243,7 +243,7 @@ class SimulationReport:
         capacity = ranks * most.sum()
         mean_square = real.sum() ** 2 / samples.sum()
         variance = batches.sample_squares.sum() - mean_square
-        first = np.arange(0, len(padded), accumulate)  # of the micro-steps of an optimizer step
+        first = np.arange(0, len(padded), accumulate)  # first micro-step of each optimizer step
         tokens_of_step, samples_of_step = np.add.reduceat(np.stack((real, samples)), first, axis=1)
         between = (tokens_of_step**2 / samples_of_step).sum() - mean_square
         shapes = np.column_stack((batches.rows[is_batch], padded[is_batch]))
@@ -425,7 +425,7 @@ def _shards(
             process_group=rank,
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of sizes: the loader warns, too
+            warnings.simplefilter("ignore", UserWarning)  # about sizes: the loader warns, too
             node: Any = sample_node(sources, options)
         read = [
             sample.data if isinstance(sample, Sample) else rows[sample.source][sample.key]

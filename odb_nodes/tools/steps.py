@@ -184,7 +184,7 @@ def remake_from_checkpoint(
             graph.collator.reset(state)
         for steps_done in range(further + 1):
             try:
-                if aligners:  # which settle a round together
+                if aligners:  # they settle a round together
                     prepared = [aligner.prepare_step() for aligner in aligners]
                     aligners[0].peers.drive(prepared, lambda: aligners[0].where)
                 items = [graph.collator.take_group() for graph in graphs]

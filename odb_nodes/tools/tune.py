@@ -27,13 +27,13 @@ from odb_nodes.training.monitor.step_times import ASSUMED, ASSUMED_ORIGIN, fitte
 __all__ = ["Choice", "Outcome", "Tuning", "tune"]
 
 AS_FAST = 0.01
-"""Of choices whose times differ by at most this share, `tune` proposes the one that holds least."""
+"""`tune` proposes the choice that holds the fewest samples within this share of the least time."""
 
-_LEAST_OF_RANK = 2_048  # samples; more where there are many ranks
-_POOLS = (8, 16, 32, 64)  # budgets that a pool holds
-_ROUNDS = (16, 32, 64)
-_MOST_BUDGETS = 5  # at most 60 choices with 4 windows and 3 rounds, more with a given window
-_AT_ONCE = 2
+_LEAST_OF_RANK = 2_048  # samples of each rank that are planned at least
+_POOLS = (8, 16, 32, 64)  # pool sizes to try, in budgets
+_ROUNDS = (16, 32, 64)  # round sizes to try, in steps
+_MOST_BUDGETS = 5  # 60 choices with 4 windows and 3 rounds
+_AT_ONCE = 2  # choices that are simulated at the same time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,8 @@ class Outcome:
         balance: sum over the steps of the ranks' mean time / sum of the slowest rank's time.
         held_samples: samples in memory on a rank: pool, round, batches read ahead, and one refill
             of the pool in flight.
-        replayed_samples: samples that a restore makes again, at most, where the source reads items
-            by their keys: pool and round.
+        replayed_samples: most samples that a restore makes again if the source reads items by
+            their keys: pool and round.
         samples_per_step: samples of an optimizer step over all ranks, on average.
     """
 
@@ -245,37 +245,19 @@ def tune(
     samples = max(MOST_DRAWN, _LEAST_OF_RANK * world_size)
     epoch = TableEpoch(table=table, weights=weights, samples=samples)
     job = SimulationOptions(world_size=world_size, budget=limits, seed=seed, **options)
-    pairs = [*_budgets(limits, table, world_size, tokens_per_step)][:_MOST_BUDGETS]
-    rounds = sorted({*(_ROUNDS if world_size > 1 else ()), job.round_size})
-    choices = [
-        Choice(budget=budget, window=window, accumulate=accumulate, round_size=round_size)
-        for budget, accumulate in pairs
-        for window in _windows(budget, table, job.window)
-        for round_size in rounds
-    ]
+    choices = _choices(table, job, tokens_per_step)
     epoch.order(job)  # once, and not in each process
     tried = _outcomes(partial(outcome_of, epoch=epoch, job=job, step_time=step_time), choices)
     front = _front(tried)
     near = [outcome for outcome in front if outcome.epoch_s <= (1 + AS_FAST) * front[0].epoch_s]
     best = min(near, key=lambda outcome: (outcome.held_samples, outcome.epoch_s))
-    auto = replace(job, budget=best.choice.budget, window=AUTO)
     why = (
         f"{counted(len(tried), 'choice')} tried. Listed: those that no other choice equals or "
         f"beats in all of time, balance, samples held and replay ({len(front)}). The arrow marks "
         f"the one that holds the fewest samples, of those within {AS_FAST:.0%} of the shortest "
         f"time ({len(near)}). Times are estimates ({origin}), without waiting for data. "
-        f'Under its budget `window="auto"` comes to {epoch.window(auto):,} samples.'
+        f"{_notes(epoch, job, best, plans_by_log=plans_by_log)}"
     )
-    if plans_by_log:
-        why += (
-            " All choices are planned with the fitted time, so ranks are levelled by it: give the "
-            "loader its `step_time`."
-        )
-        if limits.layout == "padded":
-            why += (
-                " A padded step then has samples of one length, which may cost quality unless "
-                "several batches are accumulated."
-            )
     return Tuning(
         about=about,
         world_size=world_size,
@@ -287,6 +269,38 @@ def tune(
         weights=weights,
         job=job,
     )
+
+
+def _choices(
+    table: LengthTable, job: SimulationOptions, tokens_per_step: int | None
+) -> list[Choice]:
+    """Return the choices to simulate: budgets up to the budget of `job`, windows and rounds."""
+    limit = TokenBudget.of(job.budget)
+    pairs = [*_budgets(limit, table, job.world_size, tokens_per_step)][:_MOST_BUDGETS]
+    rounds = sorted({*(_ROUNDS if job.world_size > 1 else ()), job.round_size})
+    return [
+        Choice(budget=budget, window=window, accumulate=accumulate, round_size=round_size)
+        for budget, accumulate in pairs
+        for window in _windows(budget, table, job.window)
+        for round_size in rounds
+    ]
+
+
+def _notes(epoch: TableEpoch, job: SimulationOptions, best: Outcome, *, plans_by_log: bool) -> str:
+    """Return what `"auto"` chooses, and what planning by the times of a log means."""
+    auto = replace(job, budget=best.choice.budget, window=AUTO)
+    notes = f'Under its budget `window="auto"` comes to {epoch.window(auto):,} samples.'
+    if plans_by_log:
+        notes += (
+            " All choices are planned with the fitted time, so ranks are levelled by it: give the "
+            "loader its `step_time`."
+        )
+        if TokenBudget.of(job.budget).layout == "padded":
+            notes += (
+                " A padded step then has samples of one length, which may cost quality unless "
+                "several batches are accumulated."
+            )
+    return notes
 
 
 def _front(outcomes: list[Outcome]) -> list[Outcome]:

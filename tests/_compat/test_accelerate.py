@@ -55,6 +55,28 @@ def test_a_process_knows_whether_it_has_an_accelerator(accelerate):
     assert compat.has_accelerator()
 
 
+@canary("Accelerator.step, the number of micro-steps")
+def test_a_partial_step_is_dropped(accelerator):
+    assert micro_steps(accelerator, 1) == [False]
+    compat.drop_partial_step(accelerator)
+    assert micro_steps(accelerator, 3) == [False, False, True]
+
+
+@canary("Accelerator.gather, which gather_for_metrics calls", "huggingface/loss")
+def test_ranks_gather_different_numbers_of_rows(accelerator, monkeypatch):
+    def gather(_, tensor):
+        """As if another rank had the values 7 and 8; a count of rows is gathered first."""
+        if len(tensor) == 1 and not tensor.is_floating_point():
+            return torch.cat([tensor, torch.tensor([2])])
+        return torch.cat([tensor, torch.tensor([7.0, 8.0, 0.0])])
+
+    monkeypatch.setattr(type(accelerator), "num_processes", 2)
+    monkeypatch.setattr(type(accelerator), "gather", gather)
+    with compat.gathering_rows(accelerator):
+        rows = accelerator.gather_for_metrics(torch.tensor([1.0, 2.0, 3.0]))
+    assert rows.tolist() == [1, 2, 3, 7, 8]
+
+
 @pytest.mark.parametrize("steps", [True, False])
 @canary("GradientState.sync_with_dataloader")
 def test_the_end_of_a_loader_steps_only_if_the_gradient_state_says_so(accelerate, steps):

@@ -198,9 +198,9 @@ def test_the_host_of_the_store_is_known(by_agent, host, monkeypatch):
 def test_a_kept_object_outlives_its_names():
     group = type("Group", (), {})()
     before = sys.getrefcount(group)
-    distributed.keep(group)
+    distributed.keep_alive(group)
     assert sys.getrefcount(group) == before + 1
-    distributed.release(group)
+    distributed.stop_keeping_alive(group)
     assert sys.getrefcount(group) == before
 
 

@@ -97,8 +97,8 @@ class DrawsGlobally:
         return self.draw(index)
 
     @staticmethod
-    def draw(at):
-        return draw_globally(at)
+    def draw(index):
+        return draw_globally(index)
 
 
 @pytest.mark.parametrize("holder", [draw_globally, lambda item: draw_globally(), DrawsGlobally()])

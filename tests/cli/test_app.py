@@ -1,4 +1,4 @@
-"""What all commands have in common."""
+"""Options, help and errors of all commands."""
 
 import subprocess
 import sys

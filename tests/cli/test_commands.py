@@ -1,4 +1,4 @@
-"""What each command does, apart from the figures, which have tests of their own."""
+"""What each command does; its figures are tested with the functions of `tools`."""
 
 import gzip
 import itertools
@@ -235,7 +235,7 @@ def test_tune_gets_the_options_of_a_loader(capsys, monkeypatch, tune_calls):
     names = ("window", "seed", "largest_first", "weights")
     expected = {name: MIXED[name] for name in names} | {"world_size": 2, "limit": budget}
     assert options.items() >= expected.items()
-    assert options["tokens_per_step"] == 2 * 2 * 800  # as many as the loader's steps have
+    assert options["tokens_per_step"] == 2 * 2 * 800  # the tokens of the loader's steps
     assert (larger["limit"], larger["tokens_per_step"]) == (replace(budget, tokens=1600), None)
 
 
@@ -306,6 +306,19 @@ def test_profile_writes_its_files(capsys, table, tmp_path):
     assert (tmp_path / "p.json").read_text() == expected.to_json()
     assert (tmp_path / "p.html").read_text() == expected.to_html()
     assert out == f"{expected}\n" and cells(out) == expected.rows()
+
+
+def make_planned():
+    return ODBDataLoader(make_dataset(), token_budget=800, lengths=LENGTHS)
+
+
+def test_profile_shows_no_window_of_a_loader_that_knows_its_lengths(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jobs", sys.modules[__name__])
+    assert run("profile", "jobs:make_planned") == 0
+    rows = cells(capsys.readouterr().out)
+    (row,) = (row for row in rows if row.get("batches") == "odb_nodes")
+    known = simulate(LENGTHS, world_size=1, budget=800, lengths_known=True)
+    assert row["window"] == "" and row["steps"] == f"{known.steps:,}"
 
 
 def test_inspect_prints_what_a_state_says_what_differs_and_whether_ranks_fit(capsys, tmp_path):

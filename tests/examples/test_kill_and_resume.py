@@ -38,7 +38,7 @@ LAST_CHECKPOINT = {
 
 
 def start(script, folder, *options, launcher=None):
-    """Start an example in a process of its own, or in one per rank."""
+    """Start an example in a new process, or in a process for each rank."""
     launcher = launcher or (TORCHRUN if script in RANKS else ())
     flags = ["--steps", STEPS, "--save-every", SAVE_EVERY, "--output", folder, *options]
     return subprocess.Popen(
@@ -59,7 +59,7 @@ def run(script, folder, *options):
 
 
 def kill_in_mid_epoch(script, folder, *options, after=KILL_AFTER):
-    """Kill the process of an example, or those of all its ranks, some steps after a checkpoint."""
+    """Kill the process of an example, or of all its ranks, some steps after a checkpoint."""
     process = start(script, folder, *options)
     steps = (line for line in process.stdout if LOSS.search(line))
     assert sum(1 for _ in zip(range(after), steps, strict=False)) == after
@@ -129,7 +129,7 @@ def finish_nodes(folder):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_lost_node_ends_the_job_which_goes_on_with_two_nodes_or_one(tmp_path, exhaustive):
+def test_a_lost_node_ends_the_job_which_two_nodes_or_one_continue(tmp_path, exhaustive):
     nodes = start_nodes(tmp_path / "killed")
     steps = (line for line in nodes[0].stdout if LOSS.search(line))
     losses = [LOSS.search(line)[1] for _, line in zip(range(KILL_AFTER), steps, strict=False)]

@@ -1,4 +1,4 @@
-"""What only a loop of Accelerate has: its checkpoints, its counting of micro-steps, its guard."""
+"""Accelerate alone: its checkpoints, its counting of micro-steps, its guard."""
 
 import ast
 import gc
@@ -10,7 +10,7 @@ from pathlib import Path
 import language_models as lm
 import pytest
 import torch
-import trainers as t
+import trainers
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from ledgers import check_ledger, rows_of
@@ -194,10 +194,10 @@ def alone(**options):
 
 REFUSALS = [
     ({"gradient_accumulation_steps": 2}, lambda: [1, 2], TypeError, "must be an `ODBDataLoader`"),
-    ({}, lambda: t.Job(folder=Path(), accumulate=3).loader(), ValueError, r"_steps` \(1\)"),
+    ({}, lambda: trainers.Job(folder=Path(), accumulate=3).loader(), ValueError, r"_steps` \(1\)"),
     (
         {"gradient_accumulation_plugin": alone(sync_with_dataloader=False)},
-        lambda: t.Job(folder=Path(), accumulate=2).loader(),
+        lambda: trainers.Job(folder=Path(), accumulate=2).loader(),
         ValueError,
         "`sync_with_dataloader` must be True",
     ),

@@ -7,7 +7,7 @@ from functools import cache
 import language_models as lm
 import pytest
 import torch
-import trainers as t
+import trainers
 from damaged_states import MISSING, damaged, mutations, replaced, resealed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ from odb_nodes.integrations.lightning import ODBCallback
 from odb_nodes.integrations.lightning import run as lightning
 from odb_nodes.training.checkpoints.rank_states import rank_file
 
-pytestmark = pytest.mark.filterwarnings(t.OF_LIGHTNING)
+pytestmark = pytest.mark.filterwarnings(trainers.OF_LIGHTNING)
 
 SAMPLED = 25
 FIELDS = [
@@ -35,10 +35,10 @@ class HuggingFace:
     """Saves and loads as `ODBTrainer.train` does, but takes no optimizer step."""
 
     def __init__(self, folder):
-        self.folder, self.trainer = folder, t.make_trainer(folder)
+        self.folder, self.trainer = folder, trainers.make_trainer(folder)
 
     def states(self):
-        run = huggingface.Run(self.trainer, None)
+        run = huggingface.TrainRun(self.trainer, None)
         it, states = iter(run.batches), []
         for _ in range(2):
             self.trainer.state.global_step += 1
@@ -50,18 +50,18 @@ class HuggingFace:
     def load(self, state):
         (self.folder / "checkpoint").mkdir(exist_ok=True)
         save_state(state, self.folder / "checkpoint" / rank_file(0, 1))
-        huggingface.Run(self.trainer, str(self.folder / "checkpoint"))
+        huggingface.TrainRun(self.trainer, str(self.folder / "checkpoint"))
 
 
 class Lightning:
     """Saves in a run of two steps, and loads as `Trainer.fit` does."""
 
     def __init__(self, folder):
-        self.folder, self.trainer = folder, t.lightning_trainer(ODBCallback())
+        self.folder, self.trainer = folder, trainers.lightning_trainer(ODBCallback())
         self.trainer.state.fn = "fit"
 
     def states(self):
-        t.train("Lightning", folder=self.folder, size=9, epochs=1, save_every=1)
+        trainers.train("Lightning", folder=self.folder, size=9, epochs=1, save_every=1)
         paths = (self.folder / f"step-{step}.ckpt" for step in (1, 2))
         return [torch.load(path, weights_only=True)["odb_nodes"][0] for path in paths]
 
@@ -70,7 +70,7 @@ class Lightning:
 
     def load_all(self, states):
         callback = ODBCallback()
-        callback.on_load_checkpoint(self.trainer, t.Module(), {"odb_nodes": states})
+        callback.on_load_checkpoint(self.trainer, trainers.Module(), {"odb_nodes": states})
         callback.batches(ODBDataLoader(lm.Texts(9), token_budget=64, window=12, round_size=4))
 
 

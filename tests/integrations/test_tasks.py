@@ -7,7 +7,7 @@ import language_models as lm
 import pytest
 import torch
 import torch.distributed as dist
-import trainers as t
+import trainers
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -23,8 +23,8 @@ from odb_nodes.integrations.lightning import ODBCallback, ODBDataModule
 from odb_nodes.training.tasks import GradNorm, PCGrad, TaskWeights
 
 pytestmark = [
-    pytest.mark.filterwarnings(t.OF_TRANSFORMERS),
-    pytest.mark.filterwarnings(t.OF_LIGHTNING),
+    pytest.mark.filterwarnings(trainers.OF_TRANSFORMERS),
+    pytest.mark.filterwarnings(trainers.OF_LIGHTNING),
     pytest.mark.filterwarnings("ignore:the run (continues|ends) after:UserWarning"),
 ]
 
@@ -37,7 +37,7 @@ def observe(sample):
 
 
 def weighing(name, model):
-    """What weighs the tasks of a model."""
+    """The object that weighs the tasks of a model."""
     weights = TaskWeights({"even": 1.0, "odd": 3.0})
     if name == "GradNorm":
         return GradNorm(weights, model.hidden.parameters(), every=2, rate=0.1)
@@ -55,7 +55,7 @@ def own_loop(name, accumulate):
     """The weights of the model and of the tasks after a run without a trainer."""
     model = lm.Decoder()
     tasks = weighing(name, model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=t.LR)
+    optimizer = torch.optim.SGD(model.parameters(), lr=trainers.LR)
     options = {"token_budget": 64, "window": 12, "round_size": 4, "seed": 42}
     options |= {"observe": observe, "tasks": TASKS, "accumulate": accumulate}
     loader = ODBDataLoader(lm.Texts(SIZE), **options)
@@ -88,9 +88,9 @@ def own_loop(name, accumulate):
 def trainer_of(folder, name, make=ODBTrainer, model=lm.Plain, odb=(), **options):
     model = model()
     fields = {"task_weights": weighing(name, model), "observe": observe} | dict(odb)
-    arguments = {"learning_rate": t.LR, "num_train_epochs": EPOCHS}
+    arguments = {"learning_rate": trainers.LR, "num_train_epochs": EPOCHS}
     arguments |= {"lr_scheduler_type": "constant"} | options
-    return t.make_trainer(folder, kind=make, model=model, odb=fields, **arguments)
+    return trainers.make_trainer(folder, kind=make, model=model, odb=fields, **arguments)
 
 
 def run_trainer(folder, name, resume=None, **options):
@@ -101,7 +101,7 @@ def run_trainer(folder, name, resume=None, **options):
 
 def test_a_trainer_that_exists_evaluates_the_mean_over_tokens(tmp_path):
     model = lm.Plain()
-    args = t.arguments(tmp_path, max_steps=3, gradient_accumulation_steps=2)
+    args = trainers.arguments(tmp_path, max_steps=3, gradient_accumulation_steps=2)
     data = {"train_dataset": lm.Texts(SIZE), "eval_dataset": lm.Texts(7)}
     stock = Trainer(model, args, data_collator=PaddingCollate(), **data)
     trainer = configure_trainer(
@@ -120,7 +120,7 @@ def test_steps_that_run_out_of_memory_weigh_their_parts(tmp_path, layout):
         odb = {"token_budget": TokenBudget(64, layout=layout), "on_oom": "split"}
         options = {"model": lambda: model, "odb": odb, "num_train_epochs": 1}
         trainer, (weights, _) = run_trainer(tmp_path, "TaskWeights", **options)
-        return weights, sum(t.logs_of(trainer, "odb/ooms"))
+        return weights, sum(trainers.logs_of(trainer, "odb/ooms"))
 
     (whole, no_ooms), (failing, ooms) = weights_after(never), weights_after(above(30))
     assert failing == pytest.approx(whole, abs=1e-12)
@@ -138,7 +138,7 @@ class PerToken(lm.Plain):
 
 
 class Unlabelled(lm.Plain):
-    """Returns a loss of its own alone."""
+    """Returns its own loss, without `super`."""
 
     def forward(self, input_ids, attention_mask=None):
         return {"loss": self.logits(input_ids).mean()}
@@ -223,22 +223,20 @@ class TaskModule(LightningModule):
         super().__init__()
         self.odb, self.model = odb, model
 
-    def training_step(self, batch, batch_idx):
+    def losses_of(self, batch):
         logits = self.model(**batch)["logits"][:, :-1].transpose(1, 2)
-        losses = cross_entropy(logits, batch["labels"][:, 1:], reduction="none")
-        return self.odb.task_loss(losses)
+        return cross_entropy(logits, batch["labels"][:, 1:], reduction="none")
+
+    def training_step(self, batch, batch_idx):
+        return self.odb.task_loss(self.losses_of(batch))
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=t.LR)
+        return torch.optim.SGD(self.parameters(), lr=trainers.LR)
 
 
 class Unweighed(TaskModule):
     def training_step(self, batch, batch_idx):
-        return super().training_step(batch, batch_idx) * 1.0 + self.forget()
-
-    def forget(self):
-        self.odb._weighs_tasks = False
-        return 0.0
+        return self.losses_of(batch).mean()
 
 
 def run_lightning(name, accumulate, *callbacks, resume=None, kind=TaskModule, **options):
@@ -247,7 +245,7 @@ def run_lightning(name, accumulate, *callbacks, resume=None, kind=TaskModule, **
     odb = ODBCallback(task_weights=tasks)
     module = kind(odb, model)
     arguments = {"max_epochs": EPOCHS, "accumulate_grad_batches": accumulate, **options}
-    trainer = t.lightning_trainer(odb, *callbacks, **arguments)
+    trainer = trainers.lightning_trainer(odb, *callbacks, **arguments)
     loader = {"token_budget": 64, "window": 12, "round_size": 4, "seed": 42, "observe": observe}
     trainer.fit(module, datamodule=ODBDataModule(lm.Texts(SIZE), **loader), ckpt_path=resume)
     return lm.weights_of(model), values_of(tasks)
@@ -260,20 +258,20 @@ class ShardedTasks(TaskModule):
 
 def test_ranks_that_share_parameters_weigh_tasks(tmp_path):
     body = """
-        import test_tasks as j
+        import test_tasks
         from lightning.pytorch.strategies import ModelParallelStrategy
         seen = []
-        class Kept(j.ShardedTasks):
+        class Kept(test_tasks.ShardedTasks):
             def on_train_end(self):
                 whole = [weight.full_tensor().flatten() for weight in self.model.parameters()]
                 seen.append(torch.cat(whole).tolist())
         ranks = {"strategy": ModelParallelStrategy(), "devices": 2, "kind": Kept}
-        weights_of, j.lm.weights_of = j.lm.weights_of, lambda model: None
-        j.run_lightning("TaskWeights", 2, **ranks)
-        j.lm.weights_of = weights_of
-        r.finish([*seen, j.own_loop("TaskWeights", 2)[0].tolist()])
+        weights_of, test_tasks.lm.weights_of = test_tasks.lm.weights_of, lambda model: None
+        test_tasks.run_lightning("TaskWeights", 2, **ranks)
+        test_tasks.lm.weights_of = weights_of
+        r.finish([*seen, test_tasks.own_loop("TaskWeights", 2)[0].tolist()])
     """
-    first, second = t.results_of(tmp_path, body, init=False)
+    first, second = trainers.results_of(tmp_path, body, init=False)
     assert first == second
     assert first[0] == pytest.approx(first[1], rel=1e-10)
 
@@ -298,13 +296,13 @@ def under_transformers(folder, name, accumulate, resume=None, ranks=1):
     options = {"save_steps": 1, "gradient_accumulation_steps": accumulate}
     trainer, result = run_trainer(folder, name, resume, **options)
     if resume is None:
-        logged = t.logs_of(trainer, "odb/weight/odd")
+        logged = trainers.logs_of(trainer, "odb/weight/odd")
         assert (len({*logged}) > 1) == (name == "GradNorm") and logged
     return result, [f"{folder}/checkpoint-{step + 1}" for step in range(trainer.state.global_step)]
 
 
 def under_lightning(folder, name, accumulate, resume=None, ranks=1):
-    save = t.SaveEach(folder)
+    save = trainers.SaveEach(folder)
     ranks = {"strategy": "ddp", "devices": ranks} if ranks > 1 else {}
     result = run_lightning(name, accumulate, save, resume=resume, **ranks)
     return result, [f"{folder}/{number + 1}.ckpt" for number in range(save.number)]
@@ -336,14 +334,14 @@ def test_tasks_are_weighed_as_a_loop_does_and_resume_without_a_difference(tmp_pa
 )
 def test_two_ranks_weigh_tasks_as_a_loop_on_two_ranks_and_resume(tmp_path, trainer, name):
     body = """
-        import test_tasks as j
+        import test_tasks
         folder, trainer, name = sys.argv[1:]
-        whole, saved = j.TRAINERS[trainer](folder, name, 2, ranks=2)
-        resumed, _ = j.TRAINERS[trainer](folder + "/again", name, 2, saved[1], ranks=2)
-        results = (j.own_loop(name, 2), whole, resumed)
+        whole, saved = test_tasks.TRAINERS[trainer](folder, name, 2, ranks=2)
+        resumed, _ = test_tasks.TRAINERS[trainer](folder + "/again", name, 2, saved[1], ranks=2)
+        results = (test_tasks.own_loop(name, 2), whole, resumed)
         r.finish([[weights.tolist(), tasks] for weights, tasks in results])
     """
-    first, second = t.results_of(tmp_path, body, str(tmp_path), trainer, name, init=False)
+    first, second = trainers.results_of(tmp_path, body, str(tmp_path), trainer, name, init=False)
     assert first == second
     loop, whole, resumed = first
     assert resumed == whole

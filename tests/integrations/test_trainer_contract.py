@@ -1,4 +1,4 @@
-"""What every trainer keeps: one contract over the registry of `trainers.py`."""
+"""The contract of all trainers in the registry of `trainers.py`."""
 
 import shutil
 import signal
@@ -6,14 +6,14 @@ import signal
 import language_models as lm
 import pytest
 import torch
-import trainers as t
+import trainers
 from ledgers import check_ledger, rows_of
 from monitors import records_of
 
 from odb_nodes import StepMemoryError, audit
 from odb_nodes.training.monitor import read_run
 
-pytestmark = pytest.mark.filterwarnings(t.OF_LIGHTNING)
+pytestmark = pytest.mark.filterwarnings(trainers.OF_LIGHTNING)
 
 SIZE, EPOCHS = 40, 2
 METRICS = ("padding_share", "rank_balance", "filler_share", "data_wait_share")
@@ -21,7 +21,7 @@ METRICS += ("real_tokens_per_step", "real_tokens_per_s", "samples_per_step")
 
 
 class Whole:
-    """A run that nobody interrupts, with a checkpoint after each optimizer step."""
+    """An uninterrupted run, with a checkpoint after each optimizer step."""
 
     def __init__(self, trainer, folder, accumulate):
         self.trainer, self.folder, self.accumulate = trainer, folder, accumulate
@@ -30,16 +30,16 @@ class Whole:
 
     def job(self, name, **options):
         defaults = {"folder": self.folder, "accumulate": self.accumulate, "records": True}
-        return t.Job(name=name, **defaults | options)
+        return trainers.Job(name=name, **defaults | options)
 
     def train(self, **options):
-        return t.TRAINERS[self.trainer](self.job(**options))
+        return trainers.TRAINERS[self.trainer](self.job(**options))
 
 
-FAILURES_OF_EACH = pytest.mark.parametrize("trainer", t.OWN_CODE, indirect=True)
+FAILURES_OF_EACH = pytest.mark.parametrize("trainer", trainers.OWN_CODE, indirect=True)
 
 
-@pytest.fixture(scope="module", params=t.TRAINERS)
+@pytest.fixture(scope="module", params=trainers.TRAINERS)
 def trainer(request):
     return request.param
 
@@ -141,15 +141,15 @@ def check_same(actual, expected):
 @FAILURES_OF_EACH
 def test_a_run_that_resumes_leaves_out_what_is_excluded_now(trainer, tmp_path):
     options = {"folder": tmp_path, "accumulate": 3, "records": True}
-    t.train(trainer, save_every=2, **options)
+    trainers.train(trainer, save_every=2, **options)
     ledger = tmp_path / "ledger"
-    entries = t.Job(**options).entries()
+    entries = trainers.Job(**options).entries()
     before, later = (
         [index for entry in part if entry["epoch"] == 0 for index in lm.ids_of([entry])]
         for part in (entries[:2], entries[2:])
     )
     excluded = (before[0], later[0], later[len(later) // 2], later[-1])
-    t.train(trainer, resume=2, exclude=excluded, **options)
+    trainers.train(trainer, resume=2, exclude=excluded, **options)
     report = check_ledger(ledger, SIZE, attempts=2)
     assert [epoch.fates for epoch in report.epochs] == [
         {"trained": SIZE - 3, "excluded": 3},
@@ -160,17 +160,19 @@ def test_a_run_that_resumes_leaves_out_what_is_excluded_now(trainer, tmp_path):
 @FAILURES_OF_EACH
 def test_a_step_that_failed_is_recorded_nowhere(trainer, tmp_path, new_threads):
     with pytest.raises(KeyboardInterrupt):
-        t.train(trainer, folder=tmp_path, records=True, fail_at=5, epochs=1)
+        trainers.train(trainer, folder=tmp_path, records=True, fail_at=5, epochs=1)
     assert len(rows_of(tmp_path / "ledger")) == 4
     assert audit(tmp_path / "ledger", SIZE).state == "open"
     assert [step["step"] for step in read_run(tmp_path / "monitor").steps] == [1, 2, 3, 4]
     assert not new_threads()
 
 
-@pytest.mark.parametrize("trainer", [*t.TRAINERS][1:], indirect=True)  # not of a loop's own parts
+@pytest.mark.parametrize(
+    "trainer", [*trainers.TRAINERS][1:], indirect=True
+)  # not of a loop's own parts
 def test_a_monitor_goes_on_at_the_step_of_a_checkpoint_without_one(trainer, tmp_path):
-    t.train(trainer, folder=tmp_path, save_every=4, epochs=1)
-    t.train(trainer, folder=tmp_path, resume=4, epochs=1, records=True)
+    trainers.train(trainer, folder=tmp_path, save_every=4, epochs=1)
+    trainers.train(trainer, folder=tmp_path, resume=4, epochs=1, records=True)
     run = read_run(tmp_path / "monitor")
     assert run.attempts[0]["resumed_at"] == 4
     assert run.steps[0]["first_step"] == 5
@@ -190,10 +192,10 @@ def test_a_run_that_runs_out_of_memory_is_that_without_and_resumes_exactly(
     trainer, tmp_path, accumulate
 ):
     folder = tmp_path / "failing"
-    whole = t.train(trainer, folder=tmp_path, accumulate=accumulate)
+    whole = trainers.train(trainer, folder=tmp_path, accumulate=accumulate)
     options = {"folder": folder, "accumulate": accumulate, "on_oom": "split", "fails_above": 40}
-    failing = t.train(trainer, save_every=2, records=True, **options)
-    entries = t.Job(**options).entries()
+    failing = trainers.train(trainer, save_every=2, records=True, **options)
+    entries = trainers.Job(**options).entries()
     assert whole.ooms == 0 < failing.ooms
     assert failing.weights == pytest.approx(whole.weights, abs=1e-10)
     assert lm.check_steps([entries], SIZE) < 1e-12
@@ -205,9 +207,9 @@ def test_a_run_that_runs_out_of_memory_is_that_without_and_resumes_exactly(
         assert sum(record["sum"].get("ooms", 0) for record in steps) == failing.ooms
         assert sum(record.get("odb/ooms", 0.0) for record in failing.logs) == failing.ooms
         assert max(record.get("odb/parts", 0.0) for record in failing.logs) > 1
-    resumed = t.train(trainer, name="resumed", resume=4, records=True, **options)
+    resumed = trainers.train(trainer, name="resumed", resume=4, records=True, **options)
     assert torch.equal(resumed.weights, failing.weights)
-    assert t.Job(name="resumed", **options).entries() == entries[4:]
+    assert trainers.Job(name="resumed", **options).entries() == entries[4:]
     check_ledger(folder / "ledger", SIZE, attempts=2)
 
 
@@ -216,16 +218,16 @@ def test_a_run_that_runs_out_of_memory_is_that_without_and_resumes_exactly(
 def test_a_sample_that_does_not_fit_alone_is_an_error_or_left_out(trainer, tmp_path):
     options = {"folder": tmp_path, "records": True, "epochs": 1, "fails_above": 20}
     with pytest.raises(StepMemoryError, match=r"rank 0: a sample \(key \d+\) with 2\d"):
-        t.train(trainer, on_oom="split", **options | {"folder": tmp_path / "split"})
-    t.train(trainer, on_oom="skip", **options)
-    entries = t.Job(**options, on_oom="skip").entries()
+        trainers.train(trainer, on_oom="split", **options | {"folder": tmp_path / "split"})
+    trainers.train(trainer, on_oom="skip", **options)
+    entries = trainers.Job(**options, on_oom="skip").entries()
     texts = [lm.sample_of(index) for index in range(SIZE)]
     long = {text["id"] for text in texts if len(text["input_ids"]) > 20}
-    left = {*range(SIZE)} - {index for entry in entries for index in lm.ids_of([entry])}
-    assert {index for index in long if lm.targets_of(texts[index]["labels"])} <= left <= long
-    assert lm.check_steps([entries], SIZE, left) < 1e-12
+    skipped = {*range(SIZE)} - {index for entry in entries for index in lm.ids_of([entry])}
+    assert {index for index in long if lm.targets_of(texts[index]["labels"])} <= skipped <= long
+    assert lm.check_steps([entries], SIZE, skipped) < 1e-12
     report = audit(tmp_path / "ledger", SIZE)
-    assert report.ok and f"{len(left)} skipped (out of memory)" in str(report)
+    assert report.ok and f"{len(skipped)} skipped (out of memory)" in str(report)
 
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -237,16 +239,16 @@ def test_ranks_train_exactly_and_go_on_after_a_kill_on_any_number_of_ranks(train
     size, few = 37, tmp_path / "few"
     options = {"folder": tmp_path / "run", "size": size, "accumulate": 2, "epochs": 2}
     filled = {"folder": few, "size": 5, "token_budget": 4, "epochs": 1}
-    with t.jobs_on_ranks(trainer, 2, {**options, "name": "whole"}, filled) as job:
+    with trainers.jobs_on_ranks(trainer, 2, {**options, "name": "whole"}, filled) as job:
         job.finish(200)
-    expected = [t.Job(name="whole", **options).entries(rank) for rank in range(2)]
+    expected = [trainers.Job(name="whole", **options).entries(rank) for rank in range(2)]
     assert lm.check_steps(expected, size) < 1e-12
-    entries = [t.Job(**filled).entries(rank) for rank in range(2)]
+    entries = [trainers.Job(**filled).entries(rank) for rank in range(2)]
     assert lm.check_steps(entries, 5) < 1e-12
     assert any(any(entry["fillers"]) for rank in entries for entry in rank)
 
     options["records"] = True
-    with t.jobs_on_ranks(
+    with trainers.jobs_on_ranks(
         trainer, 2, {**options, "name": "killed", "save_every": 2, "kill_at": 4}
     ) as job:
         codes = [code for code, *_ in job.results(200)]
@@ -256,18 +258,18 @@ def test_ranks_train_exactly_and_go_on_after_a_kill_on_any_number_of_ranks(train
         shutil.copytree(tmp_path / "run", folder)
         resumed = {**options, "folder": folder, "name": "on", "resume": 2}
         if world_size == 1:
-            t.train(trainer, **resumed)
+            trainers.train(trainer, **resumed)
         else:
-            with t.jobs_on_ranks(trainer, world_size, resumed) as job:
+            with trainers.jobs_on_ranks(trainer, world_size, resumed) as job:
                 job.finish(200)
-        later = [t.Job(**resumed).entries(rank) for rank in range(world_size)]
+        later = [trainers.Job(**resumed).entries(rank) for rank in range(world_size)]
         if world_size == 2:
             assert later == [entries[2:] for entries in expected]
         report = check_ledger(folder / "ledger", size, attempts=2 if world_size == 2 else None)
         changed = (2, world_size) if world_size != 2 else (2,)
         assert report.epochs[0].world_sizes == changed
-        both = [expected[rank][:2] for rank in range(2)]
-        done = [ids for step in zip(*both, strict=True) for ids in lm.ids_of(step)]
+        first_steps = [expected[rank][:2] for rank in range(2)]
+        done = [ids for step in zip(*first_steps, strict=True) for ids in lm.ids_of(step)]
         done += [
             ids
             for step in zip(*later, strict=True)
@@ -276,5 +278,5 @@ def test_ranks_train_exactly_and_go_on_after_a_kill_on_any_number_of_ranks(train
         ]
         assert sorted(done) == [*range(size)]
         monitored = read_run(folder / "monitor").epochs
-        if world_size == 2 or trainer not in t.COUNTS_ANEW:
+        if world_size == 2 or trainer not in trainers.COUNTS_ANEW:
             assert [epoch["sum"]["samples"] for epoch in monitored] == [size] * 2

@@ -1,4 +1,4 @@
-"""What is read of the states of real loaders."""
+"""Inspections of the states of real loaders."""
 
 import warnings
 

@@ -168,7 +168,7 @@ def figures(strategy, lengths, batch_size=None, **options):
 
 
 def figures_by_hand(batches, lengths, world_size, budget):
-    """Of batches of rank 0, 1, ..., 0, 1, ...: each the indices of its samples."""
+    """The figures of batches of rank 0, 1, ..., 0, 1, ...; each batch has indices of samples."""
     padded = [max(lengths[i] for i in batch) * len(batch) for batch in batches]
     steps = [padded[start : start + world_size] for start in range(0, len(padded), world_size)]
     real = sum(lengths[i] for batch in batches for i in batch)
@@ -197,7 +197,7 @@ def measured(*args, **options):
     ("samples", "world_size", "accumulate"), [(420, 2, 3), (5, 4, 3), (5, 1, 1), (397, 1, 1)]
 )
 def test_fixed_batches_are_those_of_the_trainer(samples, world_size, accumulate):
-    """Of its samplers, and of what Accelerate makes of them for each rank."""
+    """Fixed batches equal the batches of the samplers, as Accelerate deals them to the ranks."""
     utils = pytest.importorskip("transformers.trainer_pt_utils")
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler

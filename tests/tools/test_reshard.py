@@ -1,4 +1,4 @@
-"""Files of a checkpoint, made into those of another number of ranks."""
+"""Files of a checkpoint, converted to another number of ranks."""
 
 import subprocess
 import sys

@@ -43,7 +43,7 @@ def with_attention(group):
 
 
 def indices(step):
-    """Of the samples of each rank; `None` where it fills."""
+    """The groups of each rank, as samples; `None` for filler."""
     return [group and [sample.data for sample in group] for group in step]
 
 
@@ -290,7 +290,7 @@ def observe(sample):
 
 
 def loader_steps(dataset, world_size, **options):
-    """Of each step: rows, width and keys of each rank; `None` where it fills, or has left."""
+    """Rows, width and keys of each rank at each step; `None` for filler or a rank that left."""
     lock = threading.Lock()  # global generators of random numbers are shared by the threads
 
     def run(exchange):

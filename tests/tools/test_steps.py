@@ -51,7 +51,7 @@ def drawing(samples):
 
 
 def own_data(rank_0, **options):
-    """Ranks with data of their own, of which one has few."""
+    """Ranks with separate data; one rank has few samples."""
     options |= {"dataset": lambda _, rank, __: range(SAMPLES if rank else rank_0)}
     return of_kind(KINDS["own data"], **options)
 
@@ -68,7 +68,7 @@ JOBS = {
 
 
 def recorded(make_loader, folder, epochs=1, steps=None, only=None):
-    """What each rank had at each step, and its state after it; recorded in a ledger.
+    """Each rank's batch at each step and its state afterwards; a ledger records the steps.
 
     Args:
         make_loader: exchange -> loader.

@@ -44,7 +44,7 @@ def test_an_outcome_by_hand():
     figures = outcome([10, 8, 9, 8] * 9, time, accumulate=2)
     assert figures.replayed_samples == 4 + 12  # the pool, and a round of six steps
     assert figures.held_samples == 16 + 4 + 4 * 2  # in flight; four batches ahead
-    # Attention in a packed row is that of its samples; a step takes as long as its slowest rank.
+    # In a packed row, samples attend to themselves; a step takes as long as its slowest rank.
     packed = TokenBudget(7, layout="packed")
     assert outcome([3, 4], (0.0, 1e-9, 1.0), budget=packed).epoch_s == pytest.approx(9 + 16)
     figures = outcome([10, 4], (0.0, 1.0, 0.0), world_size=2, budget=10)

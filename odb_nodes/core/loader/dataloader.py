@@ -305,8 +305,15 @@ class ODBDataLoader(Loader[Any]):
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch that the most recent iterator, or a loaded state, is in."""
-        return self._progress()[0]
+        """Number of the epoch of the next batch: e + 1 after the loop over epoch e.
+
+        `for _ in range(loader.epoch, epochs)` takes the remaining epochs, also after a resume.
+        """
+        epoch, position = self._progress()[0], self.position
+        has_ended = position is not None and (position.ended or position.left)
+        if self._next_epoch is not None and (position is None or has_ended):
+            return self._next_epoch
+        return epoch + has_ended
 
     @property
     def step(self) -> int:

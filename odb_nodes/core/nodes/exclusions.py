@@ -21,7 +21,7 @@ from odb_nodes.core.contract.state import NodeState, integers_of
 from odb_nodes.core.nodes.sample_store import SampleStore
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.core.sample import LeftOut, Sample, Skipped, name_of
-from odb_nodes.core.sample_block import KEY, SampleBlock
+from odb_nodes.core.sample_block import KEY, NONE, SampleBlock
 from odb_nodes.errors import SampleError
 
 ExcludedState = dict[str, bytes | None]
@@ -268,8 +268,19 @@ class ExclusionCounter(LeftOutSamples):
         """Return which samples are excluded by key, (n,) bool."""
         if not self.keys:
             return np.zeros(len(samples), dtype=bool)
-        pairs = zip(samples.kinds, samples.facts[KEY].tolist(), strict=True)
+        keys = samples.facts[KEY]
+        for index in np.flatnonzero(keys == NONE).tolist():
+            self._check_has_key(samples.kinds[index].source)
+        pairs = zip(samples.kinds, keys.tolist(), strict=True)
         return np.array([self.keys.holds(kind.source, key) for kind, key in pairs], dtype=bool)
+
+    def _check_has_key(self, source: str) -> None:
+        """Raise an error for a sample without a key if keys of its source are excluded."""
+        if self.keys.of_source(source):
+            raise SampleError(
+                "`exclude` names keys, but a sample has no key. Process samples by a node that "
+                "passes keys on, such as `ParallelProcessor`."
+            )
 
     def admits_all(self, samples: SampleBlock) -> bool:
         """Return True if all samples are certainly admitted. If False, call `admit` for each."""
@@ -288,7 +299,9 @@ class ExclusionCounter(LeftOutSamples):
         number: number of the sample, for warnings and errors.
         is_counted: whether the sample was admitted before in this epoch.
         """
-        if sample in self.keys:
+        if sample.key is None:
+            self._check_has_key(sample.source)
+        elif sample in self.keys:
             self._exclude([sample])
             return False
         if isinstance(sample, Skipped):

@@ -12,6 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torchdata.nodes import BaseNode
 
 from odb_nodes._compat.torchdata import join
+from odb_nodes._support.checks import check_count
 from odb_nodes._support.processes import Owner, start_thread
 from odb_nodes.core.contract import copy_state, snapshot
 from odb_nodes.core.contract.graph import stop_threads
@@ -37,6 +38,13 @@ class ReadAhead(BaseNode[T]):
 
     The thread starts with the first `next` after a reset. Until then, nothing is read or exchanged
     with other ranks, even if states are saved.
+
+    Args:
+        source: any node.
+        depth: number of items that are kept ready.
+
+    Raises:
+        TypeError, ValueError: an argument is not valid.
     """
 
     _reader: _Reader[T] | None = None
@@ -46,7 +54,7 @@ class ReadAhead(BaseNode[T]):
         check_node("source", source)
         call_member(source, "expect_read_ahead")
         self.source = source
-        self._depth = depth
+        self._depth = check_count("depth", depth)
         self._deferred: DeferredBatch | None = None  # taken from the source, not collated yet
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from odb_nodes._support.arrays import IntArray
-from odb_nodes._support.checks import MAX_COUNT, check_count, check_names, describe
+from odb_nodes._support.checks import MAX_COUNT, check_count, check_names, check_type, describe
 from odb_nodes._support.hashing import stable_name
 from odb_nodes._support.text import counted
 from odb_nodes.core.planning.budget import TokenBudget
@@ -113,6 +113,7 @@ class GroupCostEstimator:
         self.step_time = step_time
         """The time by which groups are matched; `None`: groups are matched by cost."""
         self._budget = budget
+        check_type("modalities", modalities, Mapping | None, "Pass `{name: function of a sample}`.")
         self.modalities = {"image": has_image} if modalities is None else dict(modalities)
         self.tasks = check_names("tasks", tasks)
         if len(self.modalities) > MOST_MODALITIES:

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from odb_nodes._support.checks import check_integer
+from odb_nodes._support.checks import check_integer, check_type
 from odb_nodes._support.hashing import stable_names
 from odb_nodes._support.seeds import declares_draws
 from odb_nodes.core.contract import EpochState, SourceState, copy_state
@@ -361,6 +361,7 @@ class PerSource(Fetcher):
     """
 
     def __init__(self, functions: Mapping[str, Callable[[Any], Any]]) -> None:
+        check_type("functions", functions, Mapping, "Pass `{source: function of an item}`.")
         self._functions = dict(functions)
         self.parts = [*self._functions.values()]
 

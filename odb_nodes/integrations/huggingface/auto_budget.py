@@ -102,7 +102,7 @@ def find_for(trainer: Any) -> TokenBudget:
     share = trainer.odb.memory_share
     channel.agree({"ODBConfig": {"token_budget": "auto", "memory_share": share}})
     try:
-        calibration = _calibrate(trainer, channel.world_size)
+        calibration = calibrate_alone(trainer, channel.world_size)
     except Exception as error:
         channel.fail(error, WHERE)
         raise
@@ -120,8 +120,8 @@ def find_for(trainer: Any) -> TokenBudget:
     return budget
 
 
-def _calibrate(trainer: Any, ranks: int) -> Calibration:
-    """Find the budget of this rank alone."""
+def calibrate_alone(trainer: Any, ranks: int) -> Calibration:
+    """Find the budget of one of `ranks` ranks, without messages to the others."""
     samples = _samples_by_tokens(trainer)
     shortest, *longer = samples
     args, model = trainer.args, trainer.model
@@ -183,11 +183,7 @@ def _samples_by_tokens(trainer: Any) -> dict[int, Sample]:
     )
     process_fn: Any = options.process_fn  # No dict: that goes with a dict of datasets.
     table = observe_lengths(
-        dataset,
-        samples=ESTIMATE_SAMPLES,
-        process_fn=process_fn,
-        observe=observe,
-        seed=options.seed,
+        dataset, samples=ESTIMATE_SAMPLES, process_fn=process_fn, observe=observe, seed=options.seed
     )
     if table.patches.any():
         raise ValueError(

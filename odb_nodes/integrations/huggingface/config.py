@@ -27,7 +27,7 @@ from odb_nodes.integrations.learning_rate import LrScaling
 from odb_nodes.training.memory.guard import GUARD_ABOVE
 from odb_nodes.training.memory.meter import MemoryMeter, check_meter
 from odb_nodes.training.monitor import Monitor
-from odb_nodes.training.tasks.task_gradients import AnyWeights, check_task_weights, task_names
+from odb_nodes.training.tasks.trainer_options import AnyWeights, check_task_weights, task_names
 
 AUTO = "auto"
 """The `token_budget` that trial steps find."""
@@ -63,8 +63,8 @@ class ODBConfig(BatchOptions):
             parameters of the model. It names `tasks`, and needs a loss for each token: the cross
             entropy of the model's `logits`, or the result of the trainer's `compute_loss_func`, see
             `TaskWeights.loss`. Default: all supervised tokens weigh the same.
-        steps_per_epoch: approximate optimizer steps of an epoch, which the learning rate, the
-            progress bar and arguments that are shares of the run need with `num_train_epochs`.
+        steps_per_epoch: approximate optimizer steps of an epoch. With `num_train_epochs`, the
+            learning rate, the progress bar and arguments that are shares of the run depend on it.
             Default: estimated from the lengths of 512 samples.
         schedule: what the learning-rate schedule follows: `"steps"`, or `"samples"`, so that it
             ends with the last sample even if the estimate was wrong.
@@ -156,7 +156,7 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
     """Reject arguments of a trainer that dynamic batching would ignore or break."""
     check_type("odb", config, ODBConfig)
     args = trainer.args
-    by_epochs = trainer.args.max_steps <= 0
+    by_epochs = args.max_steps <= 0
     check_choice(
         "train_sampling_strategy",
         compat.sampling_strategy(args),
@@ -204,16 +204,22 @@ def check_trainer(trainer: Any, config: ODBConfig) -> None:
             config.schedule == "samples" and not by_epochs
         ),
     }
-    if (tasks := config.task_weights) is not None and tasks.needs_gradients:
-        for conflict, applies in {
-            "FSDP, which shards parameters": trainer.is_fsdp_enabled,
-            "DeepSpeed, which computes gradients itself": trainer.is_deepspeed_enabled,
-            "`fp16`, which scales losses; use `bf16`": args.fp16,
-            '`on_oom` or a `token_budget` of "auto", which compute steps again': recomputes,
-            "`model_init`, which makes the model only later": trainer.model_init is not None,
-        }.items():
-            refused[f"`{type(tasks).__name__}` must not be given with {conflict}."] = applies
     refuse(refused)
+    if config.task_weights is not None and config.task_weights.needs_gradients:
+        _check_gradients_of_tasks(trainer, config.task_weights, recomputes=recomputes)
+
+
+def _check_gradients_of_tasks(trainer: Any, tasks: AnyWeights, *, recomputes: bool) -> None:
+    """Reject a trainer under which `GradNorm` or `PCGrad` cannot compute gradients."""
+    conflicts = {
+        "FSDP, which shards parameters": trainer.is_fsdp_enabled,
+        "DeepSpeed, which computes gradients itself": trainer.is_deepspeed_enabled,
+        "`fp16`, which scales losses; use `bf16`": trainer.args.fp16,
+        '`on_oom` or a `token_budget` of "auto", which compute steps again': recomputes,
+        "`model_init`, which makes the model only later": trainer.model_init is not None,
+    }
+    rule = f"`{type(tasks).__name__}` must not be given with"
+    refuse({f"{rule} {conflict}.": applies for conflict, applies in conflicts.items()})
 
 
 def check_overrides(kinds: Iterable[type]) -> None:

@@ -22,8 +22,9 @@ from odb_nodes.training.memory.gradients import (
     overrides_backward,
     scale_gradients,
 )
-from odb_nodes.training.memory.guard import GuardedStep, OomGuard, Run, StepBatch
-from odb_nodes.training.memory.parts import Part
+from odb_nodes.training.memory.guard import OomGuard
+from odb_nodes.training.memory.guarded_step import ComputePart, GuardedStep, StepBatch
+from odb_nodes.training.memory.step_parts import StepPart
 
 GATHERS = (
     "`compute_loss` of `{}` gathers from other ranks, which compute another number of parts if "
@@ -54,10 +55,11 @@ class RunGuard:
             shrink=odb.shrink,
             meter=meter_of(trainer.args, odb),
         )
-        self.guard.collator.keep_samples()
-        self._has_met = self._has_guarded = False
-        self.batches: list[dict[str, Any]] = []  # of the step; in the end without skipped samples
-        self._step = GuardedStep(self.guard, [])
+        self._context = self.guard.context
+        self._context.collator.keep_samples()
+        self._is_connected = self._has_guarded = False
+        self.batches: list[dict[str, Any]] = []  # the step's; in the end without skipped samples
+        self._step = GuardedStep(self._context, [])
         self._returned: list[torch.Tensor] = []  # the loss of each batch, as `compute` returned it
         self._is_alone = False
 
@@ -68,15 +70,15 @@ class RunGuard:
 
     def begin_step(self, batches: list[dict[str, Any]], infos: Sequence[StepInfo]) -> None:
         """Begin an optimizer step of these batches."""
-        if not self._has_met:
-            self.guard.meet("ODBConfig")
-            self._has_met = True
+        if not self._is_connected:
+            self._context.connect("ODBConfig")
+            self._is_connected = True
         self.batches = [*batches]
         self._returned = []
-        take = self.guard.collator.take_samples
+        take = self._context.collator.take_samples
         pairs = zip(batches, infos, strict=True)
         step_batches = [StepBatch(batch, take(info), info) for batch, info in pairs]
-        self._step = GuardedStep(self.guard, step_batches)
+        self._step = GuardedStep(self._context, step_batches)
 
     def compute(
         self, model: nn.Module, inputs: dict[str, Any], weight: MicroStep, compute: Compute
@@ -90,7 +92,7 @@ class RunGuard:
                 "would not match. Change batches in `_prepare_inputs`, or leave out `on_oom`."
             )
 
-        def run(part: Part, batch: Any) -> torch.Tensor:
+        def compute_part(part: StepPart, batch: Any) -> torch.Tensor:
             if batch is not None:
                 return compute(batch, weight)
             batch = self._collate(part)
@@ -101,43 +103,46 @@ class RunGuard:
             if self._is_alone:
                 check_no_gradients(model)
         if self._is_alone:
-            loss = self._compute_alone(number, model, run)
+            loss = self._compute_alone(number, model, compute_part)
         else:
-            (part,) = step.parts.of(number)
-            with step.together(part):
-                loss = run(part, step.take(part))
+            (part,) = step.parts.of_batch(number)
+            with step.computing_together(part):
+                loss = compute_part(part, step.take_batch(part))
         self._returned.append(loss)
         if len(self._returned) == len(self.batches) and not self._is_alone:
-            step.count()
+            step.count_step()
         return loss
 
     def _is_computed_alone(self, model: nn.Module) -> bool:
         """Return whether this rank computes the step alone, so that it can recompute it."""
         if overrides_backward(model) or has_collectives(model):
             return False
-        if self.guard.channel is None:
+        if self._context.channel is None:
             return True
-        return isinstance(model, DistributedDataParallel) and self.guard.guards(self.infos)
+        return isinstance(model, DistributedDataParallel) and self._context.is_guarded(self.infos)
 
-    def _compute_alone(self, number: int, model: nn.Module, run: Run) -> torch.Tensor:
+    def _compute_alone(
+        self, number: int, model: nn.Module, compute_part: ComputePart
+    ) -> torch.Tensor:
         step: GuardedStep = self._step
         checks: AbstractContextManager[Any] = nullcontext()
-        if self.guard.channel is not None and not self._has_guarded:
+        if self._context.channel is not None and not self._has_guarded:
             # Once: the check intercepts each operation of torch.
             checks = RefusingCollectives(GATHERS.format(type(self._trainer).__name__))
         with checks:
-            step.compute(number, model, run)
+            step.compute_alone(number, model, compute_part)
         self._has_guarded = True
         # After each batch: between batches, the `Trainer` may run collectives.
-        left_out, loss = step.agree(), step.losses[number]
+        skipped, loss = step.gather_skipped(), step.losses[number]
         if number < len(self.batches) - 1:
             return loss
-        if step.settle(left_out):
+        step.count_step()
+        if step.drop_skipped(skipped):
             factor = self._remove_skipped()
             scale_gradients(model, factor)
             # The `Trainer` adds the returned loss to the losses of earlier batches.
             loss = torch.stack(step.losses).sum() * factor - sum(self._returned)
-        step.join(model)
+        step.finish_gradients(model)
         return loss
 
     def _remove_skipped(self) -> float:
@@ -150,5 +155,5 @@ class RunGuard:
         skipped = torch.tensor([units], device=self._trainer.args.device)
         return self._losses.factor_without(int(self._trainer.accelerator.gather(skipped).sum()))
 
-    def _collate(self, part: Part) -> dict[str, Any]:
-        return self._model_batch(self.guard.collate(part))
+    def _collate(self, part: StepPart) -> dict[str, Any]:
+        return self._model_batch(self._context.collate(part))

@@ -20,7 +20,7 @@ from odb_nodes.core.collate.check_packing import MOST_LEAK, leak, mixing_error, 
 from odb_nodes.core.sample import IGNORE_INDEX
 from odb_nodes.core.step_info import StepInfo
 from odb_nodes.integrations.huggingface.samples import has_pairs
-from odb_nodes.training.tasks.task_gradients import AnyWeights
+from odb_nodes.training.tasks.trainer_options import AnyWeights
 
 TOLERANCE = 5e-2  # relative difference of two equal losses, in half precision
 
@@ -32,8 +32,8 @@ class MicroStep:
     """A batch on its way through the `Trainer`."""
 
     info: StepInfo
-    items: torch.Tensor | None  # `num_items_in_batch` of its loss: the targets of this batch
-    factor: float  # of its loss, a mean over the batch
+    items: torch.Tensor | None  # `num_items_in_batch` of the loss: the targets of this batch
+    factor: float  # multiplies the loss, a mean over the batch
     tasks: AnyWeights | None = None  # weigh the losses of its tokens
     is_scaled: bool = False
 
@@ -108,19 +108,16 @@ class LossWeigher:
         rank_counts = trainer.accelerator.gather(torch.tensor([rows], device=device))
         if self._packs:
             self._check_packing(batches, rank_counts[..., SAMPLES])
+        self.waiting = deque([None] * fills)
         if self.tasks is not None:
-            self.waiting = deque([None] * fills)
-            for batch, info in zip(batches, infos, strict=True):
-                self.waiting.append(self._task_step(batch, info))
+            self.waiting.extend(map(self._task_step, batches, infos))
             return
         self._unit = unit = self._unit_of(rank_counts[..., HAS_LABELS] > 0)
         self._ranks = len(rank_counts)
         self._total = max(1, int(rank_counts[..., unit].sum()))
         if unit == LABELS and not self._is_checked:
             self._check_mean(batches, rank_counts[..., LABELS])
-        self.waiting = deque([None] * fills)
-        for batch, info, row in zip(batches, infos, rows, strict=True):
-            self.waiting.append(self._micro_step(batch, info, row[unit]))
+        self.waiting.extend(map(self._micro_step, batches, infos, [row[unit] for row in rows]))
 
     def weigh_part(self, batch: dict[str, Any], info: StepInfo) -> MicroStep:
         """Return the weight of a batch of the step, or of a part, and give it targets."""

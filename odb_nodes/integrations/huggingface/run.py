@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sized
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -16,16 +15,14 @@ from typing import Any, NamedTuple
 from accelerate.utils import broadcast_object_list
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torchdata.nodes import BaseNode
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.contract import NodeState, SourceState
 from odb_nodes.core.contract.state import seal_whole, unseal_whole
-from odb_nodes.core.contract.state_file import load_state
 from odb_nodes.core.loader.dataloader import ODBDataLoader
 from odb_nodes.core.sources import JsonlSource
 from odb_nodes.core.step_info import STEP_INFO_KEY, StepInfo, pop_step_info
-from odb_nodes.errors import StateError, TornStateError
+from odb_nodes.errors import StateError
 from odb_nodes.integrations.huggingface.auto_budget import find_for, saved_budget
 from odb_nodes.integrations.huggingface.guard import RunGuard
 from odb_nodes.integrations.huggingface.loss import LossWeigher
@@ -43,18 +40,13 @@ from odb_nodes.tools.estimate import (
     check_samples_can_be_drawn,
     estimate_loader_steps,
 )
-from odb_nodes.training.checkpoints.rank_states import (
-    PREFIX,
-    rank_file_names,
-    rank_files,
-    save_rank_state,
-)
+from odb_nodes.training.checkpoints.rank_states import PREFIX, rank_file_names, save_rank_state
 from odb_nodes.training.monitor import Monitor
 
 NO_BOUND = 2**40  # optimizer steps of a run of unknown length
 MAX_EPOCH_SHARE = 0.999  # reported share of an epoch, at most, until it ends
 ESTIMATE_SLACK = 0.05  # usual relative error of an estimate of the steps
-HOLDER = "ODBTrainer"
+STATE_NAME = "ODBTrainer"  # in saved states
 FIXED_ARGUMENTS = ("num_train_epochs", "gradient_accumulation_steps", "seed", "data_seed")
 CHANGED = CHANGED_ARGUMENTS.format(
     names="`accumulate` is `gradient_accumulation_steps`, `seed` is `data_seed` or else `seed`, "
@@ -79,7 +71,7 @@ class RunState(NodeState):
 
     step: int = 0  # optimizer steps of the run that are done
     epoch: int = 0  # epochs that have ended
-    samples: int = 0  # of all ranks, done in the current epoch
+    samples: int = 0  # samples of the current epoch that all ranks have done
     rank_steps: int = 0
     steps_per_epoch: int | None = None  # estimated; None if `max_steps` ends the run
     planned_ranks: int  # number of ranks of the estimate
@@ -107,7 +99,7 @@ class RunState(NodeState):
 
 
 class TrainBatches:
-    """Yields the batches of an epoch, or its remaining ones, per `iter()`; counts the progress.
+    """Each `iter()` yields the batches of an epoch, or its remaining batches; counts the progress.
 
     Without `set_epoch` and `len()`, the `Trainer` does not assume epochs of equal lengths.
     """
@@ -129,14 +121,14 @@ class TrainBatches:
         elif isinstance(dataset, Sized) and not isinstance(dataset, (Mapping, BaseNode)):
             self.samples_per_epoch = len(dataset)
         self._epochs = None if trainer.args.max_steps > 0 else trainer.args.num_train_epochs
-        self.samples_seen = 0  # of all ranks, in all epochs of this process
+        self.samples_seen = 0  # by all ranks, in all epochs of this process
         self.begin_epoch(0)
 
     def begin_epoch(self, epoch: int, samples: int = 0) -> None:
         """Set the position: `samples` samples of all ranks after the start of an epoch."""
         self.epoch, self.samples = epoch, samples
         self.steps = 0  # micro-steps of this epoch that this process has yielded
-        self._it: Iterator[Any] | None = None
+        self._batches: Iterator[Any] | None = None
 
     @property
     def progress(self) -> float:
@@ -159,9 +151,9 @@ class TrainBatches:
         """Continue the epoch, or begin the next one."""
         is_empty = True
         while is_empty and not self.is_done:
-            if self._it is None:
-                self._it = begin_or_resume(self.loader, CHANGED)
-            for batch in self._it:
+            if self._batches is None:
+                self._batches = begin_or_resume(self.loader, CHANGED)
+            for batch in self._batches:
                 is_empty = False
                 info = batch[STEP_INFO_KEY]
                 self.steps = info.step + 1
@@ -174,7 +166,7 @@ class TrainBatches:
 
     def abandon_epoch(self) -> None:
         """Begin the next epoch if this one has not ended, so that a checkpoint is of the next."""
-        if self._it is not None:
+        if self._batches is not None:
             self.begin_epoch(self.epoch + 1)
             iter(self.loader)
 
@@ -187,7 +179,7 @@ class TakenStep(NamedTuple):
     wait_s: float
 
 
-class Run:
+class TrainRun:
     """Follows one call of `train`, from a checkpoint if any, and takes the batches of each step."""
 
     def __init__(self, trainer: Any, checkpoint: str | None) -> None:
@@ -237,7 +229,7 @@ class Run:
         if self._resumes:
             batches.loader.load_state_dict(state.loader, change_budget=odb.change_budget)
             batches.begin_epoch(state.epoch, state.samples)
-            if batches.is_done:  # The loop reads nothing, so differing data are reported here.
+            if batches.is_done:  # The loop reads nothing, so data that differ are reported here.
                 begin_or_resume(batches.loader, CHANGED)
         if odb.schedule == "samples" and batches.samples_per_epoch is None:
             raise ValueError(
@@ -314,7 +306,7 @@ class Run:
             tasks=None if tasks is None else tasks.state_dict(),
             files=files,
         )
-        return seal_whole(HOLDER, state)
+        return seal_whole(STATE_NAME, state)
 
     def check_step(self, step: int) -> None:
         """Raise a `StateError` if trainer and batches were resumed from different checkpoints."""
@@ -398,97 +390,20 @@ class Run:
             is_done = True
         finally:
             if self.guard is not None:
-                self.guard.guard.leave()
+                self.guard.guard.context.stop_watching()
             self.batches.loader.close()
             self.recorder.close(ended=is_done)
-
-
-# --- the start of a run ---------------------------------------------------------------------------
-
-
-def agreed_checkpoint(args: Any, resume_from: str | bool) -> str | None:
-    """Return the checkpoint to resume from, the same on all ranks; True: the last complete one."""
-    checkpoint_or_error: Any = resume_from
-    if args.process_index == 0:
-        try:
-            if isinstance(resume_from, bool):
-                checkpoint_or_error = _last_complete(Path(args.output_dir))
-            else:
-                with suppress(FileNotFoundError):  # Each rank raises it when it loads.
-                    _check_complete(Path(resume_from))
-        except (OSError, StateError) as error:
-            checkpoint_or_error = error
-    (agreed,) = broadcast_object_list([checkpoint_or_error])
-    if isinstance(agreed, Exception):
-        raise agreed
-    checkpoint: str | None = agreed
-    return checkpoint
-
-
-def warn_of_other_checkpoints(args: Any) -> None:
-    """Warn of checkpoints of an earlier run, which a resume of this run could take."""
-    if args.process_index or args.save_strategy == "no" or not os.path.isdir(args.output_dir):
-        return
-    last = get_last_checkpoint(args.output_dir)
-    if last is not None:
-        warn_user(
-            f"`{args.output_dir}` has checkpoints of an earlier run, up to "
-            f"`{os.path.basename(last)}`, but this run begins anew: `resume_from_checkpoint=True` "
-            "would take the checkpoint with the highest step. Remove the old ones, or use another "
-            "`output_dir`."
-        )
-
-
-def _last_complete(folder: Path) -> str | None:
-    """Return the newest complete checkpoint, and warn of those that are skipped."""
-    matches = [re.fullmatch(PREFIX_CHECKPOINT_DIR + r"-(\d+)", name) for name in os.listdir(folder)]
-    torn: dict[Path, Exception] = {}
-    for step in sorted((int(match[1]) for match in matches if match), reverse=True):
-        checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        try:
-            _check_complete(checkpoint)
-        except (FileNotFoundError, TornStateError) as error:
-            torn[checkpoint] = error
-            continue
-        for newer, torn_error in torn.items():
-            problem = f"is not complete, and is skipped: {torn_error} Remove it."
-            if not isinstance(torn_error, TornStateError):
-                problem = (
-                    "has no state of the batches, and is skipped: it was saved with "
-                    "`save_only_model`, without dynamic batches, or until a kill."
-                )
-            warn_user(f"`{newer.name}` {problem} The run resumes from `{checkpoint.name}`.")
-        return str(checkpoint)
-    for newest, torn_error in torn.items():
-        if isinstance(torn_error, TornStateError):
-            raise torn_error
-        return str(newest)
-    return None
-
-
-def _check_complete(checkpoint: Path) -> None:
-    """Raise if a state of a rank, or a file of the `Trainer`, is missing or truncated."""
-    for file in rank_files(checkpoint, PREFIX):
-        for name, size in (load_state(file).get("files") or {}).items():
-            actual = 0
-            with suppress(FileNotFoundError):
-                actual = (checkpoint / name).stat().st_size
-            if actual < size:
-                raise TornStateError(
-                    f"`{name}` of `{checkpoint}` must have {size} bytes, as when it was saved, but "
-                    f"has {actual}. Use an earlier checkpoint."
-                )
 
 
 def _saved_run(checkpoint: str, args: Any) -> RunState:
     """Return the position of a checkpoint, resharded if another number of ranks saved it."""
     rank, world_size = args.process_index, args.world_size
     saved, is_own = load_saved_states(checkpoint, rank, world_size, NOT_SAVED)
-    runs = [unseal_whole(state, HOLDER, RunState) for state in saved]
+    runs = [unseal_whole(state, STATE_NAME, RunState) for state in saved]
     if is_own:
         return runs[0]
-    alike = ("step", "epoch", "samples", "rank_steps", "steps_per_epoch", "planned_ranks", "tasks")
-    return resharded_run(runs, rank, world_size, alike)
+    shared = ("step", "epoch", "samples", "rank_steps", "steps_per_epoch", "planned_ranks", "tasks")
+    return resharded_run(runs, rank, world_size, shared)
 
 
 def _steps_per_epoch(trainer: Any) -> int:

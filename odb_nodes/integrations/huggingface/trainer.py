@@ -16,6 +16,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from odb_nodes._compat import transformers as compat
 from odb_nodes.core.planning import TokenBudget
 from odb_nodes.integrations.huggingface.auto_budget import check_auto
+from odb_nodes.integrations.huggingface.complete_checkpoints import (
+    agreed_checkpoint,
+    warn_of_other_checkpoints,
+)
 from odb_nodes.integrations.huggingface.config import (
     ODBConfig,
     allow_streams,
@@ -23,12 +27,7 @@ from odb_nodes.integrations.huggingface.config import (
     check_trainer,
 )
 from odb_nodes.integrations.huggingface.loss import MicroStep, count_targets, shifts, token_losses
-from odb_nodes.integrations.huggingface.run import (
-    Run,
-    TrainBatches,
-    agreed_checkpoint,
-    warn_of_other_checkpoints,
-)
+from odb_nodes.integrations.huggingface.run import TrainBatches, TrainRun
 from odb_nodes.integrations.huggingface.samples import TrainerPadding, evaluated
 from odb_nodes.integrations.learning_rate import follow
 
@@ -66,7 +65,7 @@ class ODBTrainerMixin(_Mixed):
 
     odb: ODBConfig
     odb_budget: TokenBudget | None
-    odb_run: Run | None = None
+    odb_run: TrainRun | None = None
     lr_scheduler: Any
     _odb_weights: str  # folder of the weights that are being loaded
 
@@ -193,7 +192,7 @@ class ODBTrainerMixin(_Mixed):
         self.odb_run = None  # Trial steps are not part of a run.
         if self.odb.finds_budget:
             self.odb_budget = None
-        self.odb_run = run = Run(self, checkpoint)
+        self.odb_run = run = TrainRun(self, checkpoint)
         try:
             with run.running(), compat.bounded_loop(self.args, run.most_steps):
                 return super().train(checkpoint or resume_from_checkpoint, *args, **kwargs)
@@ -290,7 +289,7 @@ class RunCallback(TrainerCallback):
         if scaling is not None:
             samples = self._run.computed().infos[0].optimizer_samples  # without skipped samples
             self._scaled.enter_context(scaling.applied(optimizer, samples))
-        self._run.recorder.at_step = {"lr": float(optimizer.param_groups[0]["lr"])}
+        self._run.recorder.step_values = {"lr": float(optimizer.param_groups[0]["lr"])}
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the learning rate, from which the schedule continues."""

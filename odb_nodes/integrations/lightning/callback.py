@@ -25,8 +25,8 @@ from odb_nodes.core.loader.dataloader import ODBDataLoader
 from odb_nodes.core.step_info import StepInfo
 from odb_nodes.errors import StateError
 from odb_nodes.integrations.lightning.run import (
-    Fetched,
-    Run,
+    FetchedBatch,
+    FitRun,
     RunState,
     TrainBatches,
     position_of_rank,
@@ -34,7 +34,7 @@ from odb_nodes.integrations.lightning.run import (
 from odb_nodes.integrations.recording import StepRecorder
 from odb_nodes.training.memory.guard import OomGuard
 from odb_nodes.training.monitor import Monitor
-from odb_nodes.training.tasks.task_gradients import AnyWeights, check_task_weights
+from odb_nodes.training.tasks.trainer_options import AnyWeights, check_task_weights
 
 
 class ODBCallback(Callback):
@@ -72,12 +72,12 @@ class ODBCallback(Callback):
         check_task_weights(task_weights)
         self.task_weights = task_weights
         self._monitor, self._log_metrics, self._ledger_folder = monitor, log_metrics, ledger
-        self._begin_run(Run(None, RunState()), StepRecorder())
+        self._begin_run(FitRun(None, RunState()), StepRecorder())
 
-    def _begin_run(self, run: Run, recorder: StepRecorder) -> None:
+    def _begin_run(self, run: FitRun, recorder: StepRecorder) -> None:
         self._run, self._recorder = run, recorder
         self._batches: TrainBatches | None = None
-        self._unrecorded: list[Fetched] = []  # batches of the current optimizer step
+        self._unrecorded: list[FetchedBatch] = []  # batches of the current optimizer step
 
     def batches(self, loader: ODBDataLoader | OomGuard) -> TrainBatches:
         """Return the batches for `train_dataloader` of a module or data module.
@@ -89,11 +89,8 @@ class ODBCallback(Callback):
                 for manual optimization.
         """
         start = self._run.start
-        guard = None
-        train_loader: Any = loader
-        if isinstance(loader, OomGuard):
-            guard = loader
-            train_loader = loader.loader
+        guard = loader if isinstance(loader, OomGuard) else None
+        train_loader: Any = loader if guard is None else guard.loader
         check_type("loader", train_loader, ODBDataLoader)
         if start.loader is not None:
             train_loader.load_state_dict(start.loader)
@@ -137,7 +134,7 @@ class ODBCallback(Callback):
         """Reject arguments of the trainer that cannot be used with dynamic batches."""
         if stage == "fit":
             _check_trainer(trainer, self.task_weights)
-            run = Run(trainer, RunState(epoch=trainer.current_epoch), self.task_weights)
+            run = FitRun(trainer, RunState(epoch=trainer.current_epoch), self.task_weights)
             recorder = StepRecorder(
                 self._ledger_folder,
                 self._monitor,
@@ -204,17 +201,13 @@ class ODBCallback(Callback):
             self.task_weights.step()
         if self._monitor is not None:
             groups = optimizer.param_groups
-            grads = [x.grad for group in groups for x in group["params"] if x.grad is not None]
+            weights = [weight for group in groups for weight in group["params"]]
+            grads = [weight.grad for weight in weights if weight.grad is not None]
             norm = torch.nn.utils.get_total_norm(grads) if grads else None
-            self._recorder.at_step = {"grad_norm": norm, "lr": float(groups[0]["lr"])}
+            self._recorder.step_values = {"grad_norm": norm, "lr": float(groups[0]["lr"])}
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Check that the optimizer has stepped where the loader expects it, and log metrics."""
         self._check_optimizer_step(trainer)
@@ -270,7 +263,10 @@ class ODBCallback(Callback):
             position = replace(position, epoch=epoch, steps=0, samples=0, loader=after)
         compat.set_progress(progress, position)
         state = seal_whole(ODBCallback.__name__, position)
-        checkpoint[self.STATE_KEY] = _of_all_ranks(trainer, state)
+        states: list[Any] = [state] * trainer.world_size
+        if trainer.world_size > 1:
+            dist.all_gather_object(states, state)
+        checkpoint[self.STATE_KEY] = states
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -297,7 +293,7 @@ class ODBCallback(Callback):
         start = position_of_rank(runs, trainer.global_rank, trainer.world_size)
         if len(runs) != trainer.world_size:
             compat.set_progress(compat.loop_progress(checkpoint), start)
-        self._run = Run(trainer, start, self.task_weights)
+        self._run = FitRun(trainer, start, self.task_weights)
         if self.task_weights is not None and start.tasks is not None:
             self.task_weights.load_state_dict(start.tasks)
         if self._batches is None:
@@ -385,14 +381,6 @@ class ODBCallback(Callback):
             return  # A dataset without a length.
         epoch = trainer.current_epoch + share
         pl_module.log("odb/epoch", epoch, on_step=True, on_epoch=False, prog_bar=True, batch_size=1)
-
-
-def _of_all_ranks(trainer: Trainer, value: Any) -> list[Any]:
-    if trainer.world_size == 1:
-        return [value]
-    values: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _is_ddp(strategy: Any) -> bool:

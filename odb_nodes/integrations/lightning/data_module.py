@@ -17,7 +17,7 @@ from odb_nodes.tools.estimate import (
     check_samples_can_be_drawn,
     estimate_loader_steps,
 )
-from odb_nodes.training.tasks.task_gradients import task_names
+from odb_nodes.training.tasks.trainer_options import task_names
 
 
 class ODBDataModule(LightningDataModule):

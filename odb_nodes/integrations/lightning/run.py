@@ -14,15 +14,12 @@ from odb_nodes.core.loader.dataloader import ODBDataLoader
 from odb_nodes.core.loader.reshard_nodes import Ranks
 from odb_nodes.core.step_info import StepInfo, pop_step_info
 from odb_nodes.errors import StateError
-from odb_nodes.integrations.resuming import (
-    CHANGED_ARGUMENTS,
-    begin_or_resume,
-    resharded_run,
-)
+from odb_nodes.integrations.resuming import CHANGED_ARGUMENTS, begin_or_resume, resharded_run
 from odb_nodes.training.checkpoints.resharding import batches_per_step
-from odb_nodes.training.memory.guard import GuardedStep, OomGuard
-from odb_nodes.training.monitor.window import timed
-from odb_nodes.training.tasks.task_gradients import AnyWeights
+from odb_nodes.training.memory.guard import OomGuard
+from odb_nodes.training.memory.guarded_step import GuardedStep
+from odb_nodes.training.monitor.counts import timed
+from odb_nodes.training.tasks.trainer_options import AnyWeights
 
 CHANGED = CHANGED_ARGUMENTS.format(
     names="`accumulate` is `accumulate_grad_batches`, the other arguments belong to the "
@@ -33,15 +30,15 @@ CHANGED = CHANGED_ARGUMENTS.format(
 )
 
 
-class Fetched(NamedTuple):
+class FetchedBatch(NamedTuple):
     """A batch, or a guard's step, that Lightning has read and may not have trained on yet."""
 
-    batch_idx: int  # in the epoch, from 0
-    batches: list[Any]  # before they are moved to a device
+    batch_idx: int  # number of the batch in the epoch, from 0
+    batches: list[Any]  # still on the CPU
     # Not in the batches: Lightning cannot move a frozen dataclass to a device.
     planned_infos: list[StepInfo]
-    state: dict[str, Any]  # of the loader after this batch
-    wait_s: float  # for each of `batches`
+    state: dict[str, Any]  # the loader's state after this batch
+    wait_s: float  # mean waiting time of `batches`
     step: GuardedStep | None
 
     @property
@@ -56,20 +53,20 @@ class Fetched(NamedTuple):
 
 
 class TrainBatches:
-    """Yields the batches of one epoch per `iter()`, and keeps the info and the state of each.
+    """Each `iter()` yields the batches of an epoch; keeps the `StepInfo` and state of each batch.
 
-    It has no `len()`, which Lightning would take for exact, and no `state_dict`, which Lightning
-    would save after the batch that it reads ahead.
+    Without `len()`, Lightning does not assume an exact length; without `state_dict`, it does not
+    save a state after the batch that it reads ahead.
     """
 
     def __init__(self, loader: ODBDataLoader, guard: OomGuard | None = None) -> None:
         self.loader, self.guard = loader, guard
         if guard is not None:
-            guard.collator.keep_samples()
+            guard.context.collator.keep_samples()
         self.start_state: dict[str, Any] | None = None  # before the most recent `iter()`
         self.end_state: dict[str, Any] | None = None  # after the last epoch that ended
-        self.last: Fetched | None = None  # batch of that epoch; `None` if it yielded none
-        self._waiting: deque[Fetched] = deque()
+        self.last: FetchedBatch | None = None  # batch of that epoch; `None` if it yielded none
+        self._waiting: deque[FetchedBatch] = deque()
         self._has_taken = False  # whether a batch of the last `iter()` was taken
 
     def __iter__(self) -> Iterator[Any]:
@@ -90,21 +87,21 @@ class TrainBatches:
         self.last = last
         self.end_state = self.loader.state_dict()
 
-    def _fetched(self, item: Any, wait_s: float) -> Fetched:
+    def _fetched(self, item: Any, wait_s: float) -> FetchedBatch:
         step = item if isinstance(item, GuardedStep) else None
         infos = [pop_step_info(item)] if step is None else step.infos
         batch_idx = infos[-1].step if step is None else infos[-1].step // self.loader.accumulate
         batches = [item] if step is None else [*step.batches]
         state = self.loader.state_dict()
-        return Fetched(batch_idx, batches, infos, state, wait_s / len(batches), step)
+        return FetchedBatch(batch_idx, batches, infos, state, wait_s / len(batches), step)
 
     def close(self) -> None:
         """Stop the workers and the guard's watch."""
         if self.guard is not None:
-            self.guard.leave()
+            self.guard.context.stop_watching()
         self.loader.close()
 
-    def take(self) -> Fetched:
+    def take(self) -> FetchedBatch:
         """Return the oldest batch that was not taken."""
         if not self._waiting:
             raise RuntimeError(
@@ -123,11 +120,13 @@ class RunState(NodeState):
     epoch: int = 0  # epochs that have ended
     steps: int = 0  # micro-steps of the current epoch that are done
     total_steps: int = 0  # micro-steps of the run that are done
-    samples: int = 0  # of this rank, done in the current epoch
+    samples: int = 0  # this rank's samples of the current epoch that are done
     loader: SourceState | None = None  # None before the first batch of a run
     rngs: dict[str, Any] | None = None  # see `save_rngs`; None before the first optimizer step
     monitor: dict[str, Any] | None = None
-    tasks: dict[str, Any] | None = None  # their weights; None before the first optimizer step
+    tasks: dict[str, Any] | None = (
+        None  # weights of the tasks; None before the first optimizer step
+    )
 
 
 def position_of_rank(runs: Sequence[RunState], rank: int, world_size: int) -> RunState:
@@ -149,20 +148,20 @@ def position_of_rank(runs: Sequence[RunState], rank: int, world_size: int) -> Ru
     )
 
 
-class Run:
+class FitRun:
     """Follows a run from its start, or from the position of a checkpoint."""
 
     def __init__(self, trainer: Any, start: RunState, tasks: AnyWeights | None = None) -> None:
         self._trainer, self._tasks = trainer, tasks
         self.start = self._settled = self.after = start
         """`after`: the position after the current batch, once the optimizer has stepped."""
-        self.current: Fetched | None = None
+        self.current: FetchedBatch | None = None
         """The batch that is trained on, or the last one."""
         self.backwards = 0
         """Number of weighed losses of this optimizer step."""
-        self._optimizer_steps = 0  # before the current batch
+        self._optimizer_steps = 0  # done before the current batch
 
-    def begin(self, batches: TrainBatches, batch_idx: int) -> Fetched:
+    def begin(self, batches: TrainBatches, batch_idx: int) -> FetchedBatch:
         """Make the next batch the current one, and return it."""
         if self.current is None and self.start.rngs is not None:
             load_rngs(self.start.rngs)

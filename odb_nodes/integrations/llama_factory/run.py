@@ -146,19 +146,19 @@ class _PackedText:
         return self._collate(list(rows))
 
 
-def _fields(holder: Any) -> Mapping[str, Any]:
-    if isinstance(holder, Mapping):
-        return holder
-    return {name: getattr(holder, name) for name in _ARGUMENTS if hasattr(holder, name)}
+def _fields(arguments: Any) -> Mapping[str, Any]:
+    if isinstance(arguments, Mapping):
+        return arguments
+    return {name: getattr(arguments, name) for name in _ARGUMENTS if hasattr(arguments, name)}
 
 
-def _merged(holders: tuple[Any, ...]) -> dict[str, Any]:
+def _merged(all_arguments: tuple[Any, ...]) -> dict[str, Any]:
     """Return the arguments of several objects or mappings, which must agree."""
     merged: dict[str, Any] = {}
-    for holder in map(_fields, holders):
+    for arguments in map(_fields, all_arguments):
         for name in _ARGUMENTS:
-            if name in holder and merged.setdefault(name, holder[name]) != holder[name]:
-                values = f"{merged[name]!r} and as {holder[name]!r}"
+            if name in arguments and merged.setdefault(name, arguments[name]) != arguments[name]:
+                values = f"{merged[name]!r} and as {arguments[name]!r}"
                 raise ValueError(f"`{name}` is given twice, as {values}.")
     return merged
 
@@ -210,9 +210,9 @@ def _is_packed(options: Mapping[str, Any]) -> bool:
     return is_neat
 
 
-def _without_packing(holders: tuple[Any, ...]) -> Any:
+def _without_packing(all_arguments: tuple[Any, ...]) -> Any:
     """Return a copy of the arguments of the data, with packing off."""
-    data_args = next(holder for holder in holders if "cutoff_len" in _fields(holder))
+    data_args = next(arguments for arguments in all_arguments if "cutoff_len" in _fields(arguments))
     if isinstance(data_args, Mapping):
         return {**data_args, "packing": False, "neat_packing": False}
     changed = copy.copy(data_args)
@@ -228,7 +228,7 @@ def _check_not_packed(dataset: Any) -> None:
         return
     row = _first_row(dataset)
     names = getattr(dataset, "column_names", None) or [*row]
-    mask = row.get("attention_mask")  # of `neat_packing`: it numbers the samples from 1
+    mask = row.get("attention_mask")  # with `neat_packing`, it numbers the samples from 1
     if "position_ids" in names or (mask is not None and len(mask) and max(mask) > 1):
         raise ValueError(
             "`train_dataset` of the trainer must not be packed, but is packed already. Load it "

@@ -1,4 +1,4 @@
-"""The folders of a job's checkpoints: complete ones, ones that all ranks see, and old ones."""
+"""The folders of a job's checkpoints: which are complete, which all ranks see, which are old."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Contents(NamedTuple):
 class Save(NamedTuple):
     """The parts of a folder's name: number of the save over all runs, step, and run."""
 
-    number: int  # from 1; 0 if the folder is no checkpoint
+    number: int  # 1 for the first save; 0 if the folder is no checkpoint
     step: int
     run: str
 
@@ -136,8 +136,9 @@ class CheckpointFolders:
 def choose(views: Sequence[Mapping[str, Contents]]) -> tuple[str | None, str | None]:
     """Return the newest checkpoint that all ranks see complete, and the newest complete one.
 
-    They differ if the ranks do not see the same files, or files have disappeared since. views: the
-    contents of the folders, as each rank sees them.
+    The two differ if the ranks do not see the same files, or if files have disappeared.
+
+    views: the contents of the folders, as each rank sees them.
     """
     everywhere, somewhere = None, None
     for name in sorted({name for view in views for name in view}, key=Save.of):

@@ -22,7 +22,7 @@ from odb_nodes.training.checkpoints.resharding import check_saved_between_steps,
 
 logger = logging.getLogger("odb_nodes")
 
-PREFIX = "odb_nodes-"  # of the files that `save_rank_state` writes
+PREFIX = "odb_nodes-"  # begins the names of files that `save_rank_state` writes
 
 _FILE = re.compile(r"(.*)rank(\d+)-of-(\d+)\.pt")
 _DIGEST_BYTES = hashlib.sha256().digest_size

@@ -137,7 +137,7 @@ def _without_digest(state: Mapping[str, Any], place: str) -> dict[str, Any]:
 # --- loaders --------------------------------------------------------------------------------------
 
 
-def _place_of(loader: LoaderState) -> tuple[int, int]:
+def _rank_of_loader(loader: LoaderState) -> tuple[int, int]:
     """Return (rank, world size) of a loader's state, among the ranks that read different data."""
     node = _below_collators(loader.root)
     name, config = node_of(node), config_of(node)
@@ -163,7 +163,7 @@ def _place_of(loader: LoaderState) -> tuple[int, int]:
 
 def _order(loaders: Sequence[LoaderState]) -> list[int]:
     """Return for each rank of a job the index of its state."""
-    places = [*map(_place_of, loaders)]
+    places = [*map(_rank_of_loader, loaders)]
     ranks = [rank for rank, _ in places]
     sizes = sorted({size for _, size in places})
     if len(sizes) > 1:
@@ -264,7 +264,7 @@ _RESHARD_BY_NAME: Mapping[str, Callable[[Sequence[Any], int], list[dict[str, Any
 def data_place(state: object) -> tuple[int, int] | None:
     """Return (rank, world size) of a loader's state; `None` if loading it will raise."""
     try:
-        return _place_of(_opened(state))
+        return _rank_of_loader(_opened(state))
     except StateError:
         return None
 

@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import groupby, pairwise
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from odb_nodes._support.arrays import IntArray
 from odb_nodes._support.checks import MAX_KEY, check_count
-from odb_nodes._support.text import counted, named_ranks
-from odb_nodes.training.ledger.history import Run, Samples, Segment
+from odb_nodes.training.ledger.audit_result import (
+    DIGEST_BYTES,
+    Audit,
+    Digests,
+    EpochAudit,
+    digest_of_steps,
+)
+from odb_nodes.training.ledger.history import RecordedRun, Samples, Segment
 from odb_nodes.training.ledger.rank_file import Steps
 from odb_nodes.training.ledger.records import ENDS_EPOCH, FILLER, NO_KEY, Name
 
-DIGEST_BYTES = 32
 MOST_NAMED = 20
-"""Keys, or ranges of numbers, that one problem lists; further ones are counted."""
+"""Most keys, or ranges of numbers, that one problem lists; it counts the others."""
 MOST_STEPS_BEHIND = 16
 """Steps that a killed rank may lack, compared with other ranks.
 
@@ -31,128 +34,6 @@ Ranks meet at each optimizer step, so none is ahead of another by more than a fe
 _FATES = ("dropped", "unemitted", "excluded")  # reasons of this library, not of the user
 
 Size = int | Mapping[str, int] | None
-Digests = npt.NDArray[np.uint8]
-"""Digest of each step, (steps, DIGEST_BYTES)."""
-
-
-def digest_of(step_digests: Digests) -> str:
-    """Return the digest of steps, made from the digest of each."""
-    return blake2b(step_digests.tobytes(), digest_size=DIGEST_BYTES).hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True)
-class EpochAudit:
-    """The result of an audit for one epoch.
-
-    Attributes:
-        epoch: number of the epoch.
-        steps: number of recorded steps.
-        last_step: the last recorded step.
-        world_sizes: numbers of ranks that trained the epoch, in order: several if the number
-            changed within it.
-        is_complete: whether all steps of the epoch are recorded, on all ranks, up to its end.
-        fates: fate -> number of samples: `"trained"`, `"dropped"`, `"excluded"`,
-            `"unemitted"`, or `"skipped (reason)"`.
-        filler: number of filler steps, summed over the ranks.
-        digest: 64 hexadecimal digits: equal for two runs in which every rank had the same samples
-            with the same fates at every step.
-        step_digests: (steps, 32) uint8, digest of each recorded step over all ranks.
-    """
-
-    epoch: int
-    steps: int
-    last_step: int
-    world_sizes: tuple[int, ...]
-    is_complete: bool
-    fates: dict[str, int]
-    filler: int
-    digest: str
-    step_digests: Digests = field(repr=False, compare=False)
-
-    def digest_of_first(self, steps: int) -> str:
-        """Return the digest of the first recorded steps.
-
-        Args:
-            steps: number of steps; if fewer are recorded, all of them.
-
-        Raises:
-            TypeError, ValueError: `steps` is not a number of at least 0.
-        """
-        return digest_of(self.step_digests[: check_count("steps", steps, 0)])
-
-    def __str__(self) -> str:
-        extent = "complete" if self.is_complete else f"partial, to step {self.last_step:,}"
-        fates = ", ".join(f"{count:,} {fate}" for fate, count in self.fates.items())
-        return (
-            f"epoch {self.epoch}: {extent}; {counted(self.steps, 'step')}; "
-            f"{fates or 'no samples'}; {counted(self.filler, 'filler step')}\n"
-            f"  digest {self.digest}"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Audit:
-    """The result of an audit; `str(audit)` is its report.
-
-    Attributes:
-        folder: the folder of the ledger.
-        attempts: rank -> the epoch and step at which each attempt begins.
-        epochs: the result for each recorded epoch.
-        open_ranks: ranks without a recorded end: they still train, were killed, or lost their last
-            records.
-        problems: what is missing, double, changed or damaged, with rank, step and key.
-        notes: further facts, and what could not be checked.
-    """
-
-    folder: str
-    attempts: dict[int, tuple[tuple[int, int], ...]]
-    epochs: tuple[EpochAudit, ...]
-    open_ranks: tuple[int, ...]
-    problems: tuple[str, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        """Whether each sample has one fate per epoch, and no step is missing.
-
-        An `"open"` run is only `ok` if each of its epochs is complete.
-        """
-        is_whole = bool(self.epochs) and all(epoch.is_complete for epoch in self.epochs)
-        return self.state == "ended" or (self.state == "open" and is_whole)
-
-    @property
-    def state(self) -> Literal["ended", "open", "damaged"]:
-        """The verdict on the records.
-
-        `"damaged"` if there is a problem; else `"ended"` if all ranks have recorded the end of the
-        run; else `"open"`: no problem so far, but records may be missing at the end.
-        """
-        if self.problems:
-            return "damaged"
-        return "open" if self.open_ranks else "ended"
-
-    def __str__(self) -> str:
-        ranks_of: dict[tuple[tuple[int, int], ...], list[int]] = {}
-        for rank, starts in self.attempts.items():
-            ranks_of.setdefault(starts, []).append(rank)
-        lines = [f"{self.folder}: {self._verdict()}"]
-        for starts, ranks in ranks_of.items():
-            line = f"{named_ranks(ranks)}: {counted(len(starts), 'attempt')}"
-            if starts:
-                line += ", from "
-                line += ", ".join(f"epoch {epoch} step {step}" for epoch, step in starts)
-            lines.append(line)
-        lines += [str(epoch) for epoch in self.epochs]
-        lines += [f"note: {text}" for text in self.notes]
-        lines += [f"PROBLEM: {text}" for text in self.problems]
-        return "\n".join(lines)
-
-    def _verdict(self) -> str:
-        if self.problems:
-            return counted(len(self.problems), "problem")
-        if not self.open_ranks:
-            return "OK"
-        return f"{'OK so far' if self.ok else 'OPEN, no problem so far'}; no end is recorded"
 
 
 def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None = None) -> Audit:
@@ -175,7 +56,7 @@ def audit(folder: str | os.PathLike[str], size: int | Mapping[str, int] | None =
         FileNotFoundError: there is no ledger in the folder.
     """
     size = _checked_size(size)
-    run = Run(folder)
+    run = RecordedRun(folder)
     problems, notes, open_ranks = run.damage(), run.notes(), run.open_ranks()
     if open_ranks:
         notes.append(
@@ -211,12 +92,12 @@ def _checked_size(size: object) -> Size:
 
 
 class _KilledRanks:
-    """The ranks that may lack steps that others have, since they were killed before."""
+    """The ranks that may lack steps of other ranks because they were killed earlier."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RecordedRun) -> None:
         first = run.segments[0] if run.segments else None
         self.last_epochs = dict.fromkeys(run.by_rank, first.epoch - 1 if first else 0)
-        # All steps here are counted over epochs.
+        # The steps done are counted over all epochs here.
         done = dict.fromkeys(run.by_rank, first.first if first else 0)
         latest_start = epoch_start = 0
         for epoch, group in groupby(run.segments, key=lambda segment: segment.epoch):
@@ -252,7 +133,7 @@ class _EpochCheck:
     """Checks the segments of one epoch, and adds to the problems and notes of the audit."""
 
     def __init__(
-        self, run: Run, segments: Sequence[Segment], problems: list[str], notes: list[str]
+        self, run: RecordedRun, segments: Sequence[Segment], problems: list[str], notes: list[str]
     ) -> None:
         self.run, self.segments = run, segments
         self.epoch = segments[0].epoch
@@ -284,7 +165,7 @@ class _EpochCheck:
             is_complete=is_complete,
             fates=fates,
             filler=int((self.steps["flags"] & FILLER > 0).sum()),
-            digest=digest_of(digests),
+            digest=digest_of_steps(digests),
             step_digests=digests,
         )
 
@@ -338,7 +219,7 @@ class _EpochCheck:
         return not first and not problems and is_ended
 
     def _compare_replaced(self) -> None:
-        """Note the steps that had other samples in an earlier attempt: a resume repeats them."""
+        """Note steps that had other samples in an earlier attempt: a resume should repeat steps."""
         replaced = self.run.replaced[self.run.replaced["epoch"] == self.epoch]
         if not len(replaced):
             return
@@ -378,7 +259,7 @@ class _EpochCheck:
                 self._compare_size(source, sizes[source], keys, is_complete)
         for source in sizes if is_complete else ():
             if sizes[source] and source not in sources:
-                self._problem(f"no sample{_of(source)} has a fate, of {sizes[source]:,}.")
+                self._problem(f"no sample{_of_name(source)} has a fate, of {sizes[source]:,}.")
 
     def _by_source(self) -> dict[str, list[IntArray]]:
         """Return the indices of each source's samples by key: one array, or one for each rank."""
@@ -403,15 +284,15 @@ class _EpochCheck:
         keys, repeats = self.samples.keys[indices], self.samples.repeats[indices]
         unkeyed = int(np.searchsorted(keys, 0))  # `NO_KEY` sorts before all keys
         if unkeyed:
-            self._note(f"{unkeyed:,} samples{_of(source)} have no key: they are only counted.")
+            self._note(f"{unkeyed:,} samples{_of_name(source)} have no key: they are only counted.")
         indices = indices[unkeyed:]
-        starts = np.flatnonzero(np.diff(keys[unkeyed:], prepend=NO_KEY))  # of each key
+        starts = np.flatnonzero(np.diff(keys[unkeyed:], prepend=NO_KEY))  # first sample of each key
         is_repeated = np.diff(starts, append=len(indices)) > 1
         if repeats.any() and is_repeated.any():
             self._note(
-                f"{is_repeated.sum():,} keys{_of(source)} come more than once by intent: their "
-                "source begins again, or a sampler draws them. Each repeat has one fate; repeats "
-                "of left-out samples cannot be told apart."
+                f"{is_repeated.sum():,} keys{_of_name(source)} come more than once by intent: "
+                "their source begins again, or a sampler draws them. Each repeat has one fate; "
+                "repeats of left-out samples cannot be told apart."
             )
             is_trained = np.array([not name.reason for name in self.run.names])
             indices = indices[is_trained[self.samples.names[indices]]]
@@ -433,12 +314,12 @@ class _EpochCheck:
             if len(group) > MOST_NAMED:
                 fates.append(f"{len(group) - MOST_NAMED:,} more")
             self._problem(
-                f"key {self.samples.keys[group[0]]}{_of(source)} has {len(group)} fates: "
+                f"key {self.samples.keys[group[0]]}{_of_name(source)} has {len(group)} fates: "
                 f"{'; '.join(fates)}."
             )
         if len(groups) > MOST_NAMED:
             more = len(groups) - MOST_NAMED
-            self._problem(f"{more:,} more keys{_of(source)} have several fates.")
+            self._problem(f"{more:,} more keys{_of_name(source)} have several fates.")
 
     def _compare_size(
         self, source: str, size: int, parts: Sequence[IntArray], is_complete: bool
@@ -446,10 +327,10 @@ class _EpochCheck:
         """Compare the number of keys of a source with its size. `parts`: its keys, by rank."""
         count = sum(map(len, parts))
         if count > size:
-            self._problem(f"{count:,} samples{_of(source)} have a fate, but it has {size:,}.")
+            self._problem(f"{count:,} samples{_of_name(source)} have a fate, but it has {size:,}.")
         if count >= size or not is_complete:
             return
-        text = f"{size - count:,} of {size:,} samples{_of(source)} have no fate"
+        text = f"{size - count:,} of {size:,} samples{_of_name(source)} have no fate"
         keys = parts[0]
         if len(parts) == 1 and (not count or (keys[0] >= 0 and keys[-1] < size)):  # indices
             is_missing = np.ones(size, bool)
@@ -521,5 +402,5 @@ def _fate_of(reason: str) -> str:
     return reason if reason in _FATES else f"skipped ({reason})"
 
 
-def _of(source: str) -> str:
+def _of_name(source: str) -> str:
     return f" of source {source!r}" if source else ""

@@ -39,7 +39,7 @@ def read_steps(
     folder: str | os.PathLike[str], epoch: int, steps: Sequence[int]
 ) -> dict[int, list[StepInfo]]:
     """Return step -> the `StepInfo` of each rank, for the steps that all ranks have recorded."""
-    run = Run(folder)
+    run = RecordedRun(folder)
     if problems := run.damage():
         raise StateError(
             f"the ledger in `{folder}` is damaged, so its steps cannot be used: {problems[0]} See "
@@ -54,7 +54,7 @@ def read_steps(
     return infos
 
 
-def _info_of(run: Run, step: Steps) -> StepInfo:
+def _info_of(run: RecordedRun, step: Steps) -> StepInfo:
     samples = run.samples(step)
     names = [run.names[number] for number in samples.names]
     keys = [None if key == NO_KEY else key for key in samples.keys.tolist()]
@@ -90,7 +90,7 @@ class Attempt:
     time_s: float
     lost: int  # steps from `start` on that could not be written
     path: Path
-    has_ended: bool  # it is the last attempt of the file, and the run has ended
+    has_ended: bool  # the run has ended with this attempt
     has_steps: bool
     names: npt.NDArray[np.int32]  # number of a name -> index into `Run.names`; last: unknown name
     job: int = 0  # consecutive attempts with the same number of ranks are one job
@@ -132,7 +132,7 @@ class Samples:
     stops: IntArray  # number of samples up to the end of each step
 
 
-class Run:
+class RecordedRun:
     """All files of a ledger, and the steps in them that count."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -140,7 +140,7 @@ class Run:
         self.files = _read_files(self.folder)
         all_names = [name for file in self.files for names in file.names for name in names.values()]
         self.per_rank_sources = {name.source for name in all_names if name.is_per_rank}
-        self.attempts: list[Attempt] = []  # of all ranks
+        self.attempts: list[Attempt] = []  # the attempts of all ranks
         numbers = {_UNKNOWN: 0}  # name -> index into `names`
         parts = [np.empty(0, STEP_DTYPE)]
         for file in self.files:
@@ -211,7 +211,7 @@ class Run:
                 attempt.job_limit = limit
             limit = min([limit, *(attempt.start for attempt in job)])
         for attempts in self.by_rank.values():
-            limits: dict[int, int] = {}  # by job
+            limits: dict[int, int] = {}  # job -> limit of its earlier attempts
             for attempt in reversed(attempts):
                 attempt.limit = min(attempt.job_limit, limits.get(attempt.job, _NEVER))
                 limits[attempt.job] = min(attempt.limit, attempt.start)
@@ -262,7 +262,7 @@ class Run:
                 start = attempts[index].start
                 if start <= min(attempt.start for attempt in attempts[:index]):
                     notes.append(
-                        f"rank {rank}: attempt {index + 1} begins at {_place_of(start)}, so that "
+                        f"rank {rank}: attempt {index + 1} begins at {_place_name(start)}, so that "
                         "nothing counts that was recorded before. If it is another run, give each "
                         "run its own folder."
                     )
@@ -273,7 +273,7 @@ class Run:
         problems = [text for file in self.files for text in file.problems]
         return problems + [
             f"rank {attempt.rank}: {counted(attempt.lost, 'step')} from "
-            f"{_place_of(attempt.start)} on could not be written: the disk was full, or the file "
+            f"{_place_name(attempt.start)} on could not be written: the disk was full, or the file "
             "was deleted."
             for attempts in self.by_rank.values()
             for attempt in attempts
@@ -335,10 +335,10 @@ def position(epoch: npt.ArrayLike, step: npt.ArrayLike) -> IntArray:
     return (np.asarray(epoch, np.int64) << 32) + np.asarray(step, np.int64)
 
 
-def _epoch_and_step(position: int) -> tuple[int, int]:
-    return position >> 32, position & _STEP_BITS
+def _epoch_and_step(place: int) -> tuple[int, int]:
+    return place >> 32, place & _STEP_BITS
 
 
-def _place_of(position: int) -> str:
-    epoch, step = _epoch_and_step(position)
+def _place_name(place: int) -> str:
+    epoch, step = _epoch_and_step(place)
     return f"epoch {epoch} step {step}"

@@ -54,7 +54,7 @@ class RankFile:
                 "out of the folder."
             )
         self.path, self.rank = path, int(match[1])
-        self.headers: list[Header] = []  # of the attempts, in the order of the file
+        self.headers: list[Header] = []  # one for each attempt, in the order of the file
         self.names: list[dict[int, Name]] = []  # number -> name, for each attempt
         self.steps: Steps = np.empty(0, STEP_DTYPE)  # undamaged records
         self.has_ended = False  # The end of the run is recorded, and no attempt follows.
@@ -101,7 +101,7 @@ class RankFile:
         is_whole = (ends["crc"] == np.array(crcs, np.uint32)) & (is_header | is_name | is_step)
         is_next = np.diff(ends["number"], prepend=np.uint16(0xFFFF)) == 1  # modulo 2**16
         is_next[1:] |= ~is_whole[:-1]  # the damage of the record before is a problem already
-        attempts = np.cumsum(is_header)  # of each record, from 1 on
+        attempts = np.cumsum(is_header)  # attempt of each record, from 1 on
         steps = np.flatnonzero(is_step & is_whole)
         is_read = [False]  # for each attempt, from 1 on: whether its header is whole
         damaged_to = 0
@@ -111,7 +111,7 @@ class RankFile:
             before = steps[: np.searchsorted(steps, record)][-1:]
             where = f"attempt {max(attempts[record], 1)}, at its beginning"
             if len(before) and attempts[before[0]] == attempts[record]:
-                where = f"attempt {attempts[record]}, after {_place(ends[before[0]])}"
+                where = f"attempt {attempts[record]}, after {_name_of_step(ends[before[0]])}"
             if not is_whole[record]:
                 if record >= damaged_to:  # one problem for all damaged records in a row
                     damaged_to = record + int(np.argmax(np.append(is_whole[record:], True)))
@@ -122,7 +122,7 @@ class RankFile:
                 continue
             if not is_next[record]:
                 kind = "a name" if is_name[record] else "the beginning of the attempt"
-                kind = f"the record of {_place(ends[record])}" if is_step[record] else kind
+                kind = f"the record of {_name_of_step(ends[record])}" if is_step[record] else kind
                 self._problem(
                     f"{where}: {kind} does not continue the record before it: one of them was "
                     "removed, doubled or moved"
@@ -158,7 +158,7 @@ class RankFile:
         self.problems.append(f"rank {self.rank}: {text}.")
 
 
-def _place(end: np.void) -> str:
+def _name_of_step(end: np.void) -> str:
     return f"epoch {end['epoch']} step {end['step']}"
 
 

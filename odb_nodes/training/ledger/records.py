@@ -8,8 +8,8 @@ refers to it; or a `STEP`, with a row for each of its samples. The rows of heade
 JSON. The highest byte of the first four tells an end row from any other row: `MARK` is not ASCII,
 and numbers of names stay below it. A record that a kill cuts short has no end row and is ignored.
 
-Records are numbered through the file, modulo 2**16: a reader notices one that was removed, doubled
-or moved. All integers are little-endian. Each attempt numbers its names from 0.
+Records are numbered through the file, modulo 2**16: a reader notices a record that was removed,
+doubled or moved. All integers are little-endian. Each attempt numbers its names from 0.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _CHUNK_ROWS = 1 << 16
 class Header(NamedTuple):
     """The beginning of an attempt."""
 
-    rank: int  # of the process that wrote it
+    rank: int  # the process that wrote the attempt
     world_size: int  # number of processes
-    virtual_ranks: int  # of this process, each with a record of every step
+    virtual_ranks: int  # hosted by the process; each has a record of every step
     epoch: int
     step: int  # first step of the attempt
     time_s: float
-    lost: int  # records from that step on that could not be written
-    cut_bytes: int  # size of the torn record that was cut off before it
+    lost: int  # records from `step` on that could not be written
+    cut_bytes: int  # size of the torn record that was cut off before the attempt
 
 
 class Name(NamedTuple):
@@ -92,7 +92,7 @@ class Encoder:
     """Turns the steps of one attempt into records."""
 
     def __init__(self, number: int, *, is_shared: bool) -> None:
-        self._number = number  # of the next record
+        self._number = number  # number of the next record
         self._is_shared = is_shared
         self._names: dict[Name, int] = {}
         self._per_rank: set[str] = set()  # sources

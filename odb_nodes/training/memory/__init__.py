@@ -1,6 +1,6 @@
 """Budgets that fit into memory, and training steps that survive out-of-memory errors."""
 
-from odb_nodes.training.memory.calibration import Calibration, Trial, find_budget, preflight
+from odb_nodes.training.memory.calibration import Calibration, find_budget, preflight
 from odb_nodes.training.memory.checkpointing import Checkpointing, enable_checkpointing
 from odb_nodes.training.memory.estimate import MemoryEstimate, estimate_training_memory
 from odb_nodes.training.memory.generation import LongestFirst, generate_in_parts
@@ -14,6 +14,7 @@ from odb_nodes.training.memory.meter import (
     is_out_of_memory,
 )
 from odb_nodes.training.memory.model import Fit, MemoryModel
+from odb_nodes.training.memory.trials import Trial
 
 __all__ = [
     "Calibration",

@@ -111,9 +111,11 @@ def _repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
             f"`{type(model).__name__}` has no `ModuleList` or `Sequential` of two or more modules "
             f"of one class, so its blocks cannot be chosen. {REMEDY}"
         )
-    return max(
-        repeated, key=lambda blocks: sum(w.numel() for block in blocks for w in block.parameters())
-    )
+    return max(repeated, key=lambda blocks: sum(map(_num_weights, blocks)))
+
+
+def _num_weights(block: torch.nn.Module) -> int:
+    return sum(weight.numel() for weight in block.parameters())
 
 
 def _is_wrapped(block: torch.nn.Module) -> bool:

@@ -68,8 +68,8 @@ def estimate_training_memory(
     Args:
         model: a decoder or encoder with a configuration of transformers; it may be on the meta
             device, where it takes no memory. Images are not counted.
-        batch: (rows, width in tokens); or a budget, for its batch of the widest rows that the model
-            takes.
+        batch: (rows, width in tokens); or a budget: then the batch with the widest rows that the
+            model takes.
         optimizer: `"adamw"`, `"adam"`, `"lion"`, `"rmsprop"`, `"sgd_momentum"` or `"sgd"`.
         dtype: the dtype of autocast. `None`: the dtype of the parameters.
         checkpointing: whether each layer keeps only its input and is recomputed in backward.

@@ -1,4 +1,4 @@
-"""Generation that survives out-of-memory errors, and batches for it."""
+"""Generation that survives out-of-memory errors, and batches for generation."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def average_gradients(model: DistributedDataParallel) -> None:
     dist.all_reduce(has_grad, dist.ReduceOp.MAX, group=group)
     works = []
     for parameter, is_trained in zip(parameters, has_grad.tolist(), strict=True):
-        if not is_trained:  # on no rank
+        if not is_trained:  # no rank has trained it
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

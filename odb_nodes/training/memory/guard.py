@@ -12,18 +12,16 @@ from odb_nodes.core.loader.dataloader import ODBDataLoader
 from odb_nodes.core.loader.loader import Loader
 from odb_nodes.core.step_info import pop_step_info
 from odb_nodes.errors import PeerError, StateError
-from odb_nodes.training.memory.guard_state import GuardState, OnOom
-from odb_nodes.training.memory.guarded_step import GuardedStep, Run, StepBatch
+from odb_nodes.training.memory.guard_context import GuardContext, OnOom
+from odb_nodes.training.memory.guarded_step import GuardedStep, StepBatch
 from odb_nodes.training.memory.meter import MemoryMeter
-
-__all__ = ["GUARD_ABOVE", "GuardedStep", "OomGuard", "Run", "StepBatch"]
 
 GUARD_ABOVE = 0.8
 """Default of `guard_above`."""
 MILLIONTHS = 1e6  # unit in which ranks gather shares, as integers
 
 
-class OomGuard(GuardState):
+class OomGuard:
     """Yields the optimizer steps of a loader; a step that runs out of memory is computed in parts.
 
         guard = OomGuard(loader)
@@ -57,12 +55,6 @@ class OomGuard(GuardState):
             a budget with `shapes`. `None`: the budget stays.
         meter: measures the parts for `peak_share`. `None`: nothing is measured.
 
-    Attributes:
-        ooms: number of out-of-memory errors on this rank.
-        split_steps: optimizer steps that this rank has computed in parts.
-        skipped_samples: samples of this rank that were skipped because they do not fit alone.
-        peak_share: the largest peak, as a share of the `meter`'s limit; 0.0 without a meter.
-
     Raises:
         TypeError, ValueError: an argument is not valid.
     """
@@ -77,9 +69,30 @@ class OomGuard(GuardState):
         shrink: float | None = None,
         meter: MemoryMeter | None = None,
     ) -> None:
-        super().__init__(loader, on_oom, guard_above, limit, shrink, meter)
+        self.context = GuardContext(loader, on_oom, guard_above, limit, shrink, meter)
+        self.loader, self.guard_above = loader, guard_above
         self._begun: list[StepBatch] = []  # batches of a step within which the loader has raised
         self._is_warned = False
+
+    @property
+    def ooms(self) -> int:
+        """Number of out-of-memory errors on this rank."""
+        return self.context.ooms
+
+    @property
+    def split_steps(self) -> int:
+        """Optimizer steps that this rank has computed in parts."""
+        return self.context.split_steps
+
+    @property
+    def skipped_samples(self) -> int:
+        """Samples of this rank that were skipped because they do not fit alone."""
+        return self.context.skipped_samples
+
+    @property
+    def peak_share(self) -> float:
+        """The largest peak, as a share of the `meter`'s limit; 0.0 without a meter."""
+        return self.context.peak_share
 
     def __iter__(self) -> Iterator[GuardedStep]:
         """Begin an epoch, or continue from a loaded state, as `iter(loader)` does.
@@ -87,7 +100,7 @@ class OomGuard(GuardState):
         If the loader raises within an optimizer step, the next `iter` continues the step if the
         loader does. Warns, once, of a step whose `backward` was not called.
         """
-        self.collator.keep_samples()
+        self.context.collator.keep_samples()
         try:
             for step in self.steps(iter(self.loader)):
                 yield step
@@ -99,14 +112,14 @@ class OomGuard(GuardState):
                         "all ranks."
                     )
         finally:
-            self.leave()
-            self.collator.keep_samples(False)
+            self.context.stop_watching()
+            self.context.collator.keep_samples(False)
 
     def steps(self, batches: Iterator[Any]) -> Iterator[GuardedStep]:
         """Yield the optimizer steps of an epoch; a trainer may take one before the last is done."""
-        self.meet(type(self).__name__)
+        self.context.connect(type(self).__name__)
         while step_batches := self._take_step(batches):
-            yield GuardedStep(self, step_batches)
+            yield GuardedStep(self.context, step_batches)
 
     def _take_step(self, batches: Iterator[Any]) -> list[StepBatch]:
         """Return the batches of the next optimizer step; none at the end of the epoch."""
@@ -117,7 +130,7 @@ class OomGuard(GuardState):
                 last = begun[-1].info if begun else info
                 if begun and (info.epoch, info.step - 1) != (last.epoch, last.step):
                     begun.clear()
-                begun.append(StepBatch(batch, self.collator.take_samples(info), info))
+                begun.append(StepBatch(batch, self.context.collator.take_samples(info), info))
                 if begun[0].info.micro_step:
                     begun.clear()
                     raise StateError(
@@ -129,8 +142,8 @@ class OomGuard(GuardState):
                     break
         except Exception as error:
             if isinstance(error, PeerError):
-                self.raise_published(error)
-            self.fail(error, "taking a batch")
+                self.context.raise_published(error)
+            self.context.fail(error, "taking a batch")
             raise
         self._begun = []
         return begun
@@ -147,13 +160,11 @@ class OomGuard(GuardState):
                 `accelerator.gather`. Default: this rank alone.
             device: device of the tensors for `gather`.
         """
-        new_ooms = self.ooms - self._ooms_before
-        share = round(self._new_share * MILLIONTHS)
-        row = [new_ooms, self._new_parts, self._new_batches, share]
+        *counts, share = self.context.take_counts()
+        row = [*counts, round(share * MILLIONTHS)]
         rows = gather(torch.tensor([row], device=device)).reshape(-1, len(row))
-        self.begin_metrics()
         ooms, parts, batches, _ = rows.sum(0).tolist()
         metrics = {"odb/ooms": float(ooms), "odb/parts": parts / max(1, batches)}
-        if self.meter is not None:
+        if self.context.meter is not None:
             metrics["odb/peak_memory_share"] = int(rows[:, 3].max()) / MILLIONTHS
         return metrics

@@ -37,13 +37,13 @@ class _NoRoomError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Peak bytes: a + b*n*L + c*n*L^2 + d*patches for n rows of L tokens.
+    """The terms of a `MemoryModel`, fitted to its points.
 
     Attributes:
         constant_bytes: a, of any batch.
-        token_bytes: b, of each token of the batch, padding included.
-        square_bytes: c, of each pair of tokens of a row.
-        patch_bytes: d, of each image patch.
+        token_bytes: b, of a token of the batch, padding included.
+        square_bytes: c, of a pair of tokens of a row.
+        patch_bytes: d, of an image patch.
         margin: an unmeasured shape takes at most 1 + `margin` times its prediction.
         error: largest relative error of the fitted points.
         points: number of fitted points.
@@ -339,5 +339,5 @@ def _margin(errors: Floats, terms: int) -> float:
     """Return the margin of a fit with `terms` coefficients above 0."""
     if len(errors) <= terms:
         return UNKNOWN_MARGIN  # The fit goes through all points: it has no residuals.
-    scatter = sqrt(len(errors) / (len(errors) - terms))  # Points scatter less around their own fit.
+    scatter = sqrt(len(errors) / (len(errors) - terms))  # Points scatter less around a fit to them.
     return max(SAFETY * scatter * float(errors.max()), LEAST_MARGIN)

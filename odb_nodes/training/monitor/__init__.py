@@ -1,5 +1,6 @@
 """Records of a training run, and reports of them; independent of any trainer."""
 
+from odb_nodes.training.monitor.counts import StepMeter, summarize, timed
 from odb_nodes.training.monitor.losses import (
     RowLosses,
     SampleLoss,
@@ -11,7 +12,6 @@ from odb_nodes.training.monitor.monitor import Monitor
 from odb_nodes.training.monitor.records import Record, RunRecords, read_run, scalars
 from odb_nodes.training.monitor.reports import Report, RunSummary, report
 from odb_nodes.training.monitor.step_times import fitted_step_time
-from odb_nodes.training.monitor.window import StepMeter, summarize, timed
 from odb_nodes.training.monitor.writers import MlflowWriter, RecordWriter, WandbWriter
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Figures of plotly, and HTML pages that show them without a network."""
+"""Figures of plotly, and HTML pages that show figures without a network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONFIG = {
     "plotlyServerURL": "",
 }
 _GREY = "rgba(128,128,128,0.25)"
-_MOST_POINTS = 2000  # of a curve: keeps a page small
+_MOST_POINTS = 2000  # points of a curve: more would make a page large
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
@@ -60,7 +60,7 @@ class Curve(NamedTuple):
     name: str  # in the legend
     points: Points  # (x, y), sorted by x
     marks: Sequence[float] = ()  # x of vertical lines
-    color: int = 0  # index into `COLORS`; beyond them, the line is dashed
+    color: int = 0  # index into `COLORS`; a line after the last color is dashed
 
 
 def curves(title: str, x_title: str, drawn: Iterable[Curve]) -> Figure:

@@ -1,9 +1,9 @@
 """The loss of each sample: computed from its batch, and kept over epochs in a file for each rank.
 
 A file has a line for each record that had samples: JSON, deflated by zlib (whose checksum detects
-damage), in base64. The JSON has `before`, the last step before the record; `step`, its last step;
-and the rows, column by column. A line replaces all earlier lines whose `step` is above its
-`before`: they were written before a resume from an earlier checkpoint.
+damage), in base64. The JSON has `before`, the last step before the record; `step`, the last step
+of the record; and the rows, column by column. A line replaces all earlier lines whose `step` is
+above the line's `before`: they were written before a resume from an earlier checkpoint.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
         for number, line in enumerate(lines, start=1):
             if not line:
                 continue
-            block = _block_of(line)
+            block = _parsed_line(line)
             if block is None:
                 cut.append(number)
                 continue
@@ -183,7 +183,7 @@ def read_losses(folder: str | os.PathLike[str]) -> list[SampleLoss]:
     return losses
 
 
-def _block_of(line: bytes) -> dict[str, Any] | None:
+def _parsed_line(line: bytes) -> dict[str, Any] | None:
     """Return the data of a line; `None` if it is damaged."""
     try:
         block: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(line, validate=True)))

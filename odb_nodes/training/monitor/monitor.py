@@ -12,7 +12,6 @@ from typing import Any
 
 from odb_nodes._support.checks import check_bool, check_count, check_seconds, check_type
 from odb_nodes._support.files import check_folder
-from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.alignment.exchange import Meeting, group_rank
 from odb_nodes.core.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.core.contract import NodeState
@@ -23,6 +22,17 @@ from odb_nodes.core.planning import StepTime
 from odb_nodes.core.planning.step_time import TYPICAL
 from odb_nodes.core.step_info import STEP_INFO_KEY, StepInfo
 from odb_nodes.errors import StateError
+from odb_nodes.training.monitor.batch_order import BatchOrder
+from odb_nodes.training.monitor.counts import (
+    Counts,
+    Number,
+    PendingCounts,
+    check_row_losses,
+    checked_last,
+    checked_means,
+    not_negative,
+    timed,
+)
 from odb_nodes.training.monitor.losses import RowLosses, SampleLoss, SampleLossWriter
 from odb_nodes.training.monitor.records import (
     ATTEMPT,
@@ -35,16 +45,6 @@ from odb_nodes.training.monitor.records import (
     versions,
 )
 from odb_nodes.training.monitor.watching import AnyLoader, LoaderStats, RunProgress, RunWarnings
-from odb_nodes.training.monitor.window import (
-    Counts,
-    Number,
-    Window,
-    check_row_losses,
-    checked_last,
-    checked_means,
-    not_negative,
-    timed,
-)
 from odb_nodes.training.monitor.writers import RecordWriter, check_writers, make_writer
 
 logger = logging.getLogger("odb_nodes")
@@ -133,7 +133,7 @@ class Monitor:
         self._losses: SampleLossWriter | None = None
         self._stats: LoaderStats | None = None
         self._watch: object = None  # the latest call of `watch`
-        self._order = _BatchOrder()
+        self._order = BatchOrder()
         self._wait_s = 0.0  # waiting for the next batch
         self._is_closed = False
         self._restart(MonitorState())
@@ -173,7 +173,7 @@ class Monitor:
 
     def start_clock(self) -> None:
         """Start the time of the next record now, unless a step is counted already."""
-        if not len(self._window):
+        if not len(self._pending):
             self._start_s = time.perf_counter()
 
     def add_wait(self, wait_s: float) -> None:
@@ -254,11 +254,11 @@ class Monitor:
         if info.epoch != state.epoch:
             self._end_epoch()
             state.epoch = info.epoch
-        window = self._window  # `_write` replaces it
-        window.add_batch(batch, info, waited_s, ooms)
-        window.add_values(means, last)
+        pending = self._pending  # `_write` replaces it
+        pending.add_batch(batch, info, waited_s, ooms)
+        pending.add_values(means, last)
         if row_losses is not None:
-            window.add_rows(row_losses, info, group_rank(self._process_group)[0])
+            pending.add_rows(row_losses, info, group_rank(self._process_group)[0])
         state.step += info.ends_optimizer_step
         if state.step - state.written >= self._every:
             self._write()
@@ -268,8 +268,8 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank; waits for losses that are being computed."""
-        counts = self._window.read(time.perf_counter() - self._start_s)
-        samples: list[Any] = [tuple(loss) for loss in self._window.samples or ()]
+        counts = self._pending.read(time.perf_counter() - self._start_s)
+        samples: list[Any] = [tuple(loss) for loss in self._pending.samples or ()]
         parts: dict[str, Any] = {"counts": asdict(counts), "totals": asdict(self._totals)}
         state = replace(self._state, samples=samples, **parts)
         return seal_whole(type(self).__name__, state)
@@ -341,7 +341,7 @@ class Monitor:
             write: whether to write a record, for which the ranks wait for each other. If not, the
                 counts since the last record are lost.
         """
-        if write and not self._is_closed and len(self._window):
+        if write and not self._is_closed and len(self._pending):
             self._write()
         for writer in self._writers:
             writer.close()
@@ -362,13 +362,11 @@ class Monitor:
     def __exit__(self, *error: object) -> None:
         self.close(write=not any(error))
 
-    # --- parts ------------------------------------------------------------------------------------
-
     def _restart(self, state: MonitorState) -> None:
         self._state, self._totals = state, Counts(**state.totals)
         counts = Counts(**state.counts)
         samples = [SampleLoss(*fields) for fields in state.samples]
-        self._window = Window(counts, samples if self._keeps_losses else None)
+        self._pending = PendingCounts(counts, samples if self._keeps_losses else None)
         self._start_s = time.perf_counter() - counts.sums.get("rank_seconds", 0.0)
         self._resumed_at = state.step
         self._order.begin()
@@ -377,25 +375,25 @@ class Monitor:
 
     def _write(self) -> None:
         """Write a record of the steps since the last record. All ranks call it; rank 0 writes."""
-        state, window, meeting = self._state, self._window, self._meeting
+        state, pending, meeting = self._state, self._pending, self._meeting
         self._meet()
-        window.note_memory()
+        pending.note_memory()
         if self._stats is not None:
-            window.counts.count("rank_wait_s", self._stats.take_rank_wait_s())
+            pending.counts.count("rank_wait_s", self._stats.take_rank_wait_s())
         now_s = time.perf_counter()
         waited_s = meeting.wait_s  # in all meetings so far
-        counts = window.read(now_s - self._start_s)
+        counts = pending.read(now_s - self._start_s)
         where = f"the monitor's record of optimizer step {state.step}"
         parts = meeting.gather_bytes(json.dumps(asdict(counts)).encode(), where)
-        if window.samples is not None:
+        if pending.samples is not None:
             self._losses = self._losses or SampleLossWriter(self.folder, meeting.rank)
-            self._losses.write(window.samples, state.written, state.step)
+            self._losses.write(pending.samples, state.written, state.step)
         first = state.written + 1
         state.written = state.step
         state.seconds += counts.sums["rank_seconds"]
-        self._window = Window(Counts(), [] if self._keeps_losses else None)
+        self._pending = PendingCounts(Counts(), [] if self._keeps_losses else None)
         self._start_s = now_s
-        self._window.counts.count("record_wait_s", meeting.wait_s - waited_s)
+        self._pending.counts.count("record_wait_s", meeting.wait_s - waited_s)
         if meeting.rank == 0:
             ranks = [Counts(**json.loads(part)) for part in parts]
             whole = Counts.over_ranks(ranks, self._step_time)
@@ -454,7 +452,7 @@ class Monitor:
 
     def _end_epoch(self) -> None:
         """Write the record of an epoch that has ended. All ranks call it."""
-        if len(self._window):
+        if len(self._pending):
             self._write()
         state = self._state
         if state.written > state.epoch_written:  # equal on all ranks, even right after a resume
@@ -468,58 +466,3 @@ class Monitor:
                 logger.info(text, state.epoch, 100 * balance)
         self._totals = Counts()
         state.epoch_written = state.written
-
-
-class _BatchOrder:
-    """Checks that `Monitor.step` is called once for each batch of one loader."""
-
-    def __init__(self) -> None:
-        self.last_counted: StepInfo | None = None  # `None` before the first
-        self.last_yielded: StepInfo | None = None  # by `watch`
-        self._is_warned = False
-
-    def begin(self) -> None:
-        """Accept any batch next: a loader begins, or continues from a state."""
-        self.last_counted = self.last_yielded = None
-
-    def note(self, info: StepInfo) -> None:
-        """Check the next batch; warn once if batches before it were not counted."""
-        last, yielded, place = self.last_counted, self.last_yielded, (info.epoch, info.step)
-        problem = ""
-        if yielded is not None and place > (yielded.epoch, yielded.step):
-            problem = f", but its loader stands at step {yielded.step} of epoch {yielded.epoch}"
-        elif last is not None and place < (last.epoch, last.step):
-            problem = f" after step {last.step} of epoch {last.epoch}"
-        elif last is not None and place == (last.epoch, last.step):
-            if info.micro_step == last.micro_step:  # It differs if a trainer repeats a step.
-                problem = " a second time: call it once for each batch"
-        if problem:
-            raise ValueError(
-                f"`Monitor.step` was called for step {info.step} of epoch {info.epoch}{problem}. "
-                "A monitor counts the batches of one loader: do not call `step` for batches of an "
-                "evaluation, or give the evaluation its own `Monitor` and folder. If the loader "
-                "begins again without `watch`, call `attach` first."
-            )
-        self.last_counted = info
-        if last is not None:
-            expected = last.step + 1 if info.epoch == last.epoch else 0
-            if info.step > expected:
-                self._warn(f"step {expected} of epoch {info.epoch}")
-
-    def end(self) -> None:
-        """Note the end of an epoch of `watch`; warn once if its last batch was not counted."""
-        last, yielded = self.last_counted, self.last_yielded
-        if yielded is None:
-            return
-        if last is None:
-            self._warn(f"any step of epoch {yielded.epoch}")
-        elif (last.epoch, last.step) != (yielded.epoch, yielded.step):
-            self._warn(f"step {yielded.step} of epoch {yielded.epoch}")
-
-    def _warn(self, step: str) -> None:
-        if not self._is_warned:
-            self._is_warned = True
-            warn_user(
-                f"`Monitor.step` was not called for {step}: the records lack its samples. "
-                "Call it for each batch; for a batch that you skip, without `loss`."
-            )

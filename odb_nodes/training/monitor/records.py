@@ -1,4 +1,4 @@
-"""The records of a run: their content, and reading them from their file, a line for each."""
+"""The records of a run: their content, and how to read them from `monitor.jsonl`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILE = "monitor.jsonl"
 VERSION = 2
 STEPS, EPOCH, ATTEMPT = "steps", "epoch", "attempt"  # kinds of records
 
-GROUPS = ("mean", "sum", "peak", "last")  # of values in a record
+GROUPS = ("mean", "sum", "peak", "last")  # groups of values in a record
 Record = dict[str, Any]
 """A record as JSON data; its `kind` is "steps", "epoch" or "attempt"."""
 
@@ -72,8 +72,8 @@ def read_run(folder: str | os.PathLike[str]) -> RunRecords:
     After a resume, earlier records of later steps do not count.
 
     Args:
-        folder: the folder that a `Monitor` wrote into, or a folder with exactly one such folder in
-            it.
+        folder: the folder that a `Monitor` wrote into, or a folder that has exactly one such
+            folder.
 
     Raises:
         FileNotFoundError: the folder has no records.
@@ -148,7 +148,7 @@ def _parsed(line: bytes) -> Record | None:
 
 _PACKAGES = ("odb_nodes", "torch", "torchdata", "numpy", "transformers", "accelerate", "lightning")
 _RECORDED_OPTIONS = ("token_budget", "window", "seed", "accumulate")
-_MOST_ITEMS = 100  # of a list; of a longer list, the length is recorded
+_MOST_ITEMS = 100  # items of a recorded list; of a longer list, only the length is recorded
 _LEFT_OUT = ("exclude", "process_group")  # `exclude` may have many keys of samples
 
 

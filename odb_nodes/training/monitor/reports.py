@@ -21,10 +21,10 @@ from odb_nodes._support.files import replacing
 from odb_nodes._support.text import Rows, Shown, html_table, html_text
 from odb_nodes.training.ledger import Audit, audit
 from odb_nodes.training.memory.meter import GIB
+from odb_nodes.training.monitor.counts import LOSS_OF, Counts
 from odb_nodes.training.monitor.figures import Curve, Figure, curves, dots, page
 from odb_nodes.training.monitor.losses import ALL_RANKS, SampleLoss, read_losses, worst_samples
 from odb_nodes.training.monitor.records import FILE, GROUPS, Record, RunRecords, read_run
-from odb_nodes.training.monitor.window import LOSS_OF, Counts
 
 AnyPath = str | os.PathLike[str]
 
@@ -102,13 +102,6 @@ class RunSummary:
         """The steps after which the run was resumed, or started again with other settings."""
         return [attempt["resumed_at"] for _, attempt in self.counted_attempts()[1:]]
 
-    @property
-    def unrecorded_steps(self) -> int:
-        """The number of steps without a record, as before a resume on another number of ranks."""
-        steps = self.records.steps
-        recorded = sum(step["step"] - step["first_step"] + 1 for step in steps)
-        return int(steps[-1]["step"] - recorded)
-
     def settings(self) -> dict[str, str]:
         """Return the settings of the run by name; a changed setting, by attempt."""
         attempts, settings = self.counted_attempts(), {}
@@ -123,12 +116,14 @@ class RunSummary:
         """Return the figures of the run by name, for a table; `None` for an unknown figure."""
         whole, steps = self.whole, self.records.steps
         mean, sums, peak = whole["mean"], whole["sum"], whole["peak"]
+        # Steps before a resume on another number of ranks may have no record.
+        recorded = sum(step["step"] - step["first_step"] + 1 for step in steps)
         memory = peak.get("memory_allocated_bytes")
         lrs = [step["last"]["lr"] for step in steps if step["last"].get("lr") is not None]
         losses = [step["mean"]["loss"] for step in steps if "loss" in step["mean"]]
         return {
             "optimizer steps": sums["optimizer_steps"],
-            "optimizer steps without a record": self.unrecorded_steps or None,
+            "optimizer steps without a record": steps[-1]["step"] - recorded or None,
             "epochs": len(self.records.epochs),
             "times begun or resumed": len(self.records.attempts),
             "resumed after step": ", ".join(map(str, self.resumes)) or None,

@@ -20,8 +20,8 @@ _LEAST_LINES = 8
 _KEYS = ("rows", "width", "step_s")
 _LEAST_SPREAD = 2.0  # factor by which steps must differ in tokens, to tell `base` from `tokens`
 _QUANTILES = (0.05, 0.95)  # so that a few steps at the end of an epoch do not count
-_MOST_SLOWDOWN = 3.0  # of the median time of a token; a first step or a checkpoint takes longer
-_TOKEN_S = 30e-6  # of a model of a billion parameters at 200 TFLOP/s
+_MOST_SLOWDOWN = 3.0  # times the median time of a token; a first step or a checkpoint takes more
+_TOKEN_S = 30e-6  # a token of a model of a billion parameters at 200 TFLOP/s
 _STEP_S = 20e-3
 _CONSTANT_TOKENS = _STEP_S / _TOKEN_S
 ASSUMED = StepTime(tokens=_TOKEN_S, squares=_TOKEN_S / ATTENTION_TOKENS, base=_STEP_S)
@@ -31,10 +31,11 @@ ASSUMED_ORIGIN = "assumed: 20 ms + 30 us a token, attention doubles a row of 12,
 def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
     """Fit the time of a micro-step, in seconds, to the log of a run.
 
-    The fit is the non-negative one with the least squares of relative errors. Left out are steps
-    that took more than 3 times as long for a token as the median. Where the steps' tokens differ by
-    less than a factor of 2, as under one budget that is always full, `base` cannot be told from
-    `tokens`: they keep the ratio that `tune` assumes without a log, and the text says so.
+    The terms are not negative, and minimize the squares of the relative errors. Steps that took
+    more than 3 times the median time per token are left out. If the tokens of the steps differ by
+    less than a factor of 2, as under a budget that is always full, `base` and `tokens` cannot be
+    told apart: their ratio is then the ratio that `tune` assumes without a log, and the returned
+    text says so.
 
     Args:
         log: the folder of a `Monitor`, whose records have the tokens of the slowest rank of each
@@ -43,12 +44,12 @@ def fitted_step_time(log: str | os.PathLike[str]) -> tuple[StepTime, str]:
             of the samples' squared lengths. Other lines and keys are ignored.
 
     Returns:
-        The time, which does not tell image patches from tokens, and a text that says what it was
-        fitted to.
+        The time, which does not tell image patches from tokens, and a text that names the fitted
+        steps.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it has fewer than 8 such records or lines, or a line has a negative value.
+        OSError: `log` cannot be read.
+        ValueError: `log` has fewer than 8 such records or lines, or a line has a negative value.
     """
     path = Path(log)
     steps = [*(_steps_of_records(path) if path.is_dir() else _steps_of_lines(path))]

@@ -22,7 +22,7 @@ from odb_nodes.core.planning import StepTime
 from odb_nodes.core.planning.step_time import TYPICAL
 from odb_nodes.core.sources import SourceMixer
 from odb_nodes.core.step_info import StepInfo
-from odb_nodes.training.monitor.window import COLUMNS, WAIT_US, Counts
+from odb_nodes.training.monitor.counts import COLUMNS, WAIT_US, Counts
 
 AnyLoader = ODBDataLoader | Loader[Any]
 
@@ -126,12 +126,12 @@ class RunProgress:
 
 # --- warnings -------------------------------------------------------------------------------------
 
-_MOST_WAIT_SHARE = 0.25  # of the time spent waiting for data: above, warn
-_MOST_EXTRA_WAIT_SHARE = 0.2  # of its time that a rank waits longer than others: above, warn
-_LEAST_WAIT_S = 5.0  # of waiting for data in the whole run: below, no warning
-_MOST_LATE_SHARE = 0.1  # of the time that other ranks wait for a late rank: above, warn
-_RECORDS_IN_A_ROW = 2  # in a row that must show a problem before the warning
-_END_OF_EPOCH_SHARE = 0.95  # share of the samples; from here on it is normal that sources run dry
+_MOST_WAIT_SHARE = 0.25  # warn if more of the time is spent waiting for data
+_MOST_EXTRA_WAIT_SHARE = 0.2  # warn if a rank waits for more of its time than other ranks wait
+_LEAST_WAIT_S = 5.0  # no warning if the whole run has waited less for data
+_MOST_LATE_SHARE = 0.1  # warn if other ranks wait for a late rank for more of their time
+_RECORDS_IN_A_ROW = 2  # records that must show a problem before the warning
+_END_OF_EPOCH_SHARE = 0.95  # share of the samples after which sources normally run dry
 
 
 class RunWarnings:
@@ -142,7 +142,7 @@ class RunWarnings:
         self._in_a_row: dict[str, tuple[int, int]] = {}
         self._record = 0
         self._warned: set[str] = set()
-        self._waited_s = 0.0  # for data, in all records
+        self._waited_s = 0.0  # waiting for data, in all records
 
     def check(self, ranks: Sequence[Counts], whole: Counts, stats: LoaderStats | None) -> None:
         """Check the counts of each rank in a record, and the counts of all ranks."""

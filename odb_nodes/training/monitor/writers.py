@@ -164,12 +164,12 @@ class MlflowWriter:
             run, self._has_started = self._mlflow.start_run(**self._options), True
         self._run_id = run.info.run_id
         if not run.data.params:  # parameters cannot be changed
-            params = {_metric(name): value for name, value in _settings(attempt).items()}
+            params = {_mlflow_name(name): value for name, value in _settings(attempt).items()}
             self._mlflow.log_params(params)
 
     def write(self, record: Record) -> None:
         """Log the values of a record."""
-        values = {_metric(name): value for name, value in scalars(record).items()}
+        values = {_mlflow_name(name): value for name, value in scalars(record).items()}
         self._mlflow.log_metrics(values, step=record["step"], run_id=self._run_id)
 
     def close(self) -> None:
@@ -183,7 +183,7 @@ def _settings(attempt: Record) -> dict[str, Any]:
     return {**attempt["loader"], **attempt["config"], "world_size": attempt["world_size"]}
 
 
-def _metric(name: str) -> str:
+def _mlflow_name(name: str) -> str:
     """Return a name that MLflow allows; its files cannot hold both `loss` and `loss/web`."""
     group, slash, value = name.partition("/")
     return re.sub(r"[^\w\-. /]", "_", f"{group}{slash}{value.replace('/', '.')}")

@@ -29,7 +29,7 @@ class TaskWeights(Mapping[str, float]):
     it is the mean over all supervised tokens. Do not multiply it by `StepInfo.loss_scale`.
 
     The weights may change between two optimizer steps, in the same way on all ranks; see
-    `GradNorm`. Nothing compares them between ranks: weights that differ give a wrong gradient
+    `GradNorm`. The ranks do not compare their weights: different weights give a wrong gradient
     without an error.
 
     Args:
@@ -148,7 +148,7 @@ class TaskWeights(Mapping[str, float]):
         self._check_tasks(info)
         sums = _sums_of_samples(losses, len(info.row_tasks), position_ids)
         tasks = [*dict.fromkeys(info.row_tasks)]
-        # Not `index_add`: its order, and so its rounding, varies on a GPU.
+        # `index_add` would add in varying order on a GPU, with varying rounding.
         has_task = torch.tensor([[name == task for name in info.row_tasks] for task in tasks])
         totals = torch.where(has_task.to(sums.device), sums, 0).sum(1).unbind()
         targets = info.local_task_targets
@@ -162,8 +162,8 @@ class TaskWeights(Mapping[str, float]):
         """Set the weights from a state.
 
         Raises:
-            StateError: it is not a state of `TaskWeights`.
-            ValueError: it has other tasks.
+            StateError: `state_dict` is not a state of `TaskWeights`.
+            ValueError: the state has other tasks.
         """
         weights = state_dict.get("weights")
         if not isinstance(weights, Mapping):
@@ -229,6 +229,6 @@ def _sums_of_samples(
     # After a shift, the loss of a sample's first token is in the sample before. It is 0: a first
     # token is not supervised.
     row = losses[0]
-    numbers = (position_ids[0] == 0).cumsum(0) - 1  # of the sample of each token
+    numbers = (position_ids[0] == 0).cumsum(0) - 1  # number of each token's sample
     numbers = numbers[: len(row)].clamp(max=samples - 1)
     return row.new_zeros(samples).index_add(0, numbers, row)

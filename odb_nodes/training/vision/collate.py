@@ -109,7 +109,7 @@ class DummyImage:
     patch_values: int
 
     def put_behind(self, sample: Mapping[str, Any], token_keys: tuple[str, ...]) -> dict[str, Any]:
-        """Return a sample without images with this image behind its text.
+        """Return a sample that has no images, with this image after its text.
 
         Raises:
             SampleError: the sample has no `labels`, so every token is supervised.
@@ -205,9 +205,9 @@ class VisionLanguageCollate(StepImages):
     of `PackedCollate`; for models that place images in time, height and width, (4, 1, T): the
     positions in the text, and then the model's `get_rope_index` of each sample.
 
-    If other ranks have images in a step but this rank has none, the `dummy` goes behind its
-    shortest sample. This widens the batch only if all samples are about equally long, or packed. If
-    no rank has images but a filler sample, its images are removed.
+    If other ranks have images in a step but this rank has none, the `dummy` goes after the shortest
+    sample of this rank. This widens the batch only if all samples are about equally long, or
+    packed. If only filler samples have images in a step, these images are removed.
 
     Args:
         dummy: the image that replaces missing ones, from `VisionLanguageProcessor.dummy_image`;

@@ -27,7 +27,7 @@ _ORIENTATION_TAG = 0x0112
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # orientation -> `PIL.Image.Transpose`
 _LAST_FILTER = 5  # largest value of `PIL.Image.Resampling`
 _URL = re.compile(r"(data:|[a-z][a-z0-9+.-]+://)", re.IGNORECASE)
-_MOST_VALUE = 255  # of a pixel
+_MOST_VALUE = 255  # largest value of a pixel
 _DRAFT_GAP = 2.0  # least size of a decoded JPEG, as a multiple of the final size, as in Pillow
 
 
@@ -235,8 +235,6 @@ def _opaque(image: Image) -> Image:
     blended: Image = pillow.alpha_composite(white, image.convert("RGBA")).convert("RGB")
     return blended
 
-
-# --- patches --------------------------------------------------------------------------------------
 
 _NEEDED = ("patch_size", "merge_size", "temporal_patch_size", "size", "resample")
 _SETTINGS = (

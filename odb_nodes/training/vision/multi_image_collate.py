@@ -18,7 +18,7 @@ from odb_nodes.training.vision.collate import StepImages
 
 Array = npt.NDArray[Any]
 Size = tuple[int, ...]
-"""Height and width of an image; of a volume also its depth."""
+"""Height and width of an image, and depth of a volume."""
 _AXES = "HWD"
 
 
@@ -40,8 +40,8 @@ class MultiImageCollate(StepImages):
       the samples; 0 for padding.
 
     B is the number of samples, unless there are `shapes`. If other ranks have images in a step but
-    this rank has none, it gets an image of float32 zeros, which the mask excludes. If no rank has
-    images but a filler sample, its images are removed.
+    this rank has none, its batch gets an image of float32 zeros, which the mask excludes. If only
+    filler samples have images in a step, these images are removed.
 
     Args:
         resize: the (H, W) or (H, W, D) to resize all images to, bilinear with antialiasing, or

@@ -84,7 +84,7 @@ class ChatTemplate:
                 f"`images` must be a list of images, but is {describe(images)} instead. Put a "
                 "single image into a list: `[image]`."
             )
-        parts = _joined(self._parts(messages))
+        parts = _with_joined_texts(self._parts(messages))
         missing = [
             number
             for number, part in enumerate(parts)
@@ -142,7 +142,7 @@ def _wrong_messages(value: Any) -> SampleError:
     )
 
 
-def _joined(parts: Iterable[Part]) -> list[Part]:
+def _with_joined_texts(parts: Iterable[Part]) -> list[Part]:
     """Join adjacent texts, which must be tokenized as one."""
     joined: list[Part] = []
     for (kind, supervised), run in groupby(parts, lambda part: (part.kind, part.supervised)):
@@ -304,7 +304,7 @@ class VisionLanguageProcessor:
         """Return the keys of a sample that hold its images."""
         images = []
         for number, source in enumerate(sources):
-            where = f"image {number} ({_describe(source)})"
+            where = f"image {number} ({_describe_image(source)})"
             try:
                 images.append(self._read(source))
             except ImageError as error:
@@ -366,7 +366,7 @@ def _token_id(tokenizer: Any, name: str, token: str) -> int:
     return int(token_id)
 
 
-def _describe(source: Any) -> str:
+def _describe_image(source: Any) -> str:
     if isinstance(source, bytes):
         return f"{len(source)} bytes"
     if hasattr(source, "mode") and hasattr(source, "size"):

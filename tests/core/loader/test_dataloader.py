@@ -138,6 +138,27 @@ def test_batches_keep_to_the_budget_and_carry_their_counts():
         {key: value.to("cpu") for key, value in batch.items()}
 
 
+def test_the_remaining_epochs_are_those_from_the_epoch_of_the_loader_on():
+    def batches_of(loader, epochs=3):
+        for _ in range(loader.epoch, epochs):
+            yield from loader
+
+    loader = make_dataloader()
+    states, taken = [(0, loader.state_dict())], []
+    for _ in range(2):
+        for batch in loader:
+            taken.append(pop_step_info(batch).keys)
+            states.append((len(taken), loader.state_dict()))
+        states.append((len(taken), loader.state_dict()))  # after the loop
+    taken += [pop_step_info(batch).keys for batch in batches_of(loader)]
+    for step, state in states[::5] + states[-2:]:
+        resumed = make_dataloader()
+        resumed.load_state_dict(state)
+        assert [pop_step_info(batch).keys for batch in batches_of(resumed)] == taken[step:]
+    loader.set_epoch(7)
+    assert loader.epoch == 7
+
+
 class Stream(IterableDataset):
     def __init__(self, size=SIZE):
         self.size = size

@@ -383,6 +383,13 @@ def test_an_epoch_of_which_nothing_is_left_says_why():
 # --- what ranks must do alike ---------------------------------------------------------------------
 
 
+def test_keys_are_not_excluded_from_samples_without_keys_in_silence():
+    samples = Prefetcher(IterableWrapper([{"input_ids": [1]}] * 30), 2)
+    node = WindowBucketer(LengthObserver(samples), 8, 4, exclude=[3])
+    with pytest.raises(SampleError, match="`exclude` names keys, .* no key"):
+        next(iter(Loader(node)))
+
+
 def test_ranks_that_exclude_other_keys_are_an_error_on_all():
     def run(exchange):
         loader = loader_of(process_group=exchange)

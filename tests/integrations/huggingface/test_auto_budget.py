@@ -6,7 +6,7 @@ import json
 import language_models as lm
 import pytest
 import torch
-import trainers as t
+import trainers
 
 from odb_nodes import JsonlSource, PackedCollate, PaddingCollate, TokenBudget
 from odb_nodes.integrations.huggingface import auto_budget
@@ -14,7 +14,7 @@ from odb_nodes.testing import SavedTensorMeter
 from odb_nodes.training.memory import ShapeTooLargeError
 
 pytestmark = [
-    pytest.mark.filterwarnings(t.OF_TRANSFORMERS),
+    pytest.mark.filterwarnings(trainers.OF_TRANSFORMERS),
     pytest.mark.filterwarnings("ignore:no token of the optimizer step:UserWarning"),
     pytest.mark.filterwarnings("ignore:the run (continues|ends) after:UserWarning"),
 ]
@@ -39,17 +39,19 @@ def auto(**options):
 def trainer_of(folder, odb, model="Normalizing", optimizer=None, **options):
     options = {"num_train_epochs": 1, "logging_steps": 1, "optim": "adamw_torch", **options}
     if model == "decoder":
-        model = t.decoder(attention_dropout=0.2)
+        model = trainers.decoder(attention_dropout=0.2)
         model.seen = []
-    trainer = t.make_trainer(folder, model=model, odb=odb, **options)
+    trainer = trainers.make_trainer(folder, model=model, odb=odb, **options)
     if optimizer is not None:
         trainer.optimizer = optimizer(trainer.model.parameters(), lr=0.01)
     return trainer
 
 
 def outcome(trainer):
-    """What a run has come to: weights, losses, the optimizer's state, and what is drawn next."""
-    logs = [t.logs_of(trainer, name) for name in ("loss", "grad_norm", "odb/samples_per_step")]
+    """The result of a run: weights, losses, the optimizer's state, and the next random number."""
+    logs = [
+        trainers.logs_of(trainer, name) for name in ("loss", "grad_norm", "odb/samples_per_step")
+    ]
     state = [value for values in trainer.optimizer.state.values() for value in values.values()]
     return lm.weights_of(trainer.model), state, logs, torch.rand(2), trainer.state.global_step
 
@@ -99,16 +101,16 @@ def test_evaluations_and_runs_before_change_nothing(tmp_path):
 def test_steps_of_the_run_take_what_was_predicted(tmp_path, options):
     trainer = trainer_of(tmp_path, auto(on_oom="split"), size=200, **options)
     trainer.train()
-    assert sum(t.logs_of(trainer, "odb/ooms")) == 0
-    shares = t.logs_of(trainer, "odb/peak_memory_share")
+    assert sum(trainers.logs_of(trainer, "odb/ooms")) == 0
+    shares = trainers.logs_of(trainer, "odb/peak_memory_share")
     assert len(shares) == trainer.state.global_step
     assert 0.75 < max(shares) <= 1
-    assert len({*shares}) > 2  # each is of its own step
+    assert len({*shares}) > 2  # each belongs to its step
 
 
 @pytest.mark.parametrize(("accumulate", "bf16"), [(1, True), (3, False)])
 def test_steps_that_are_tried_are_as_those_of_training(tmp_path, accumulate, bf16):
-    """In their precision; padded; and with gradients where batches accumulate."""
+    """Trial steps have the run's precision, padding, and gradients if batches accumulate."""
 
     class Noting(lm.Normalizing):
         def forward(self, input_ids, attention_mask=None, labels=None, id=None, **kwargs):
@@ -118,7 +120,7 @@ def test_steps_that_are_tried_are_as_those_of_training(tmp_path, accumulate, bf1
                 noted.append((torch.is_autocast_enabled("cpu"), is_full, has_gradient))
             return super().forward(input_ids, attention_mask, labels, id, **kwargs)
 
-    class Before(t.TrainerCallback):
+    class Before(trainers.TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
             tried.extend(noted)
 
@@ -133,20 +135,24 @@ def test_steps_that_are_tried_leave_room_for_the_buckets_of_ddp(tmp_path):
     class Live(SavedTensorMeter):
         """Counts the tensors of the hidden layer's shape beside the weights, before each step."""
 
+        counts = ()
+
         def reset(self):
             shape = (lm.HIDDEN, lm.HIDDEN)
             tensors = (tensor for tensor in gc.get_objects() if type(tensor) is torch.Tensor)
-            alive.append(sum(tensor.shape == shape for tensor in tensors))
+            self.counts += (sum(tensor.shape == shape for tensor in tensors),)
             super().reset()
 
-    trainer = trainer_of(tmp_path, auto(memory_meter=Live(LIMIT_BYTES)))
-    counts = []
+    meter = Live(LIMIT_BYTES)
+    trainer = trainer_of(tmp_path, auto(memory_meter=meter))
+    first_counts = []
     for ranks in (1, 2, 1):
-        alive = []
         gc.collect()
-        auto_budget._calibrate(trainer, ranks)
-        counts.append(alive[0])
-    assert counts[1] == counts[0] + 1 == counts[2] + 1
+        number = len(meter.counts)
+        auto_budget.calibrate_alone(trainer, ranks)
+        first_counts.append(meter.counts[number])
+    alone, with_ddp, again = first_counts
+    assert alone == again == with_ddp - 1
 
 
 # --- resuming -------------------------------------------------------------------------------------
@@ -233,7 +239,11 @@ def test_json_lines_have_the_budget_of_a_list_of_the_records(tmp_path):
 @pytest.mark.parametrize(
     "dataset, error, message",
     [
-        (t.Stream(), TypeError, "a budget can be found .* only where the dataset is map-style"),
+        (
+            trainers.Stream(),
+            TypeError,
+            "a budget can be found .* only where the dataset is map-style",
+        ),
         ([{"input_ids": [1, 2], "pixel_values": torch.ones(3, 4)}], ValueError, "have images"),
     ],
 )
@@ -278,7 +288,7 @@ def test_two_ranks_train_with_the_smallest_budget(tmp_path):
             odb = {"token_budget": "auto", "on_oom": "split", "guard_above": 0.0, **odb}
             meter = SavedTensorMeter((60_000, 90_000)[rank])
             odb["memory_meter"] = meter
-            trainer = t.make_trainer(f"{folder}/{name}", odb=odb, size=80, **options)
+            trainer = trainers.make_trainer(f"{folder}/{name}", odb=odb, size=80, **options)
             trainer.train(resume_from_checkpoint=resume)
             logged = trainer.state.log_history[:-1]
             shares = [entry["odb/peak_memory_share"] for entry in logged]
@@ -291,7 +301,7 @@ def test_two_ranks_train_with_the_smallest_budget(tmp_path):
         runs = (automatic, configured, resumed)
         r.finish([[vars(budget), *figures] for budget, *figures in runs])
     """
-    first, second = t.results_of(tmp_path, body, str(tmp_path))
+    first, second = trainers.results_of(tmp_path, body, str(tmp_path))
     (automatic, configured, resumed), steps = first, first[0][2]
     assert first == second
     assert automatic == configured and automatic[:3] == resumed[:3]
@@ -304,13 +314,13 @@ def test_two_ranks_train_with_the_smallest_budget(tmp_path):
 NO_BUDGET = """
 from odb_nodes.testing import SavedTensorMeter
 meter = SavedTensorMeter((60_000, 6_000)[rank])
-t.make_trainer(sys.argv[1], odb={"token_budget": "auto", "memory_meter": meter}).train()
+trainers.make_trainer(sys.argv[1], odb={"token_budget": "auto", "memory_meter": meter}).train()
 """
 
 
 @pytest.mark.slow
 def test_where_one_rank_finds_no_budget_both_end(tmp_path):
-    with t.on_ranks(tmp_path, 2, NO_BUDGET, str(tmp_path)) as job:
+    with trainers.on_ranks(tmp_path, 2, NO_BUDGET, str(tmp_path)) as job:
         (_, _, first), (_, _, second) = job.results(100)
     assert "PeerError: rank 1 failed in finding the budget: ShapeTooLargeError" in first
     assert "ShapeTooLargeError: a single row of" in second

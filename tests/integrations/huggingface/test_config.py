@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import language_models as lm
 import pytest
-import trainers as t
+import trainers
 from transformers import Trainer
 from transformers.trainer_utils import HPSearchBackend
 
@@ -21,21 +21,24 @@ from odb_nodes.integrations.huggingface.config import check_trainer
 GROUPED = {"train_sampling_strategy": "group_by_length"}
 REFUSED = [
     ({"auto_find_batch_size": True}, "`auto_find_batch_size` must be False"),
-    ({"group_by_length": True} if t.BEFORE_5 else GROUPED, "`train_sampling_strategy` must be"),
+    (
+        {"group_by_length": True} if trainers.BEFORE_5 else GROUPED,
+        "`train_sampling_strategy` must be",
+    ),
     ({"max_steps": 3, "odb": {"schedule": "samples"}}, "`schedule` must be"),
-    ({"model": t.encoder_decoder()}, r"`DataCollatorForSeq2Seq\(tokenizer"),
+    ({"model": trainers.encoder_decoder()}, r"`DataCollatorForSeq2Seq\(tokenizer"),
 ]
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_what_does_not_go_together_is_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
-        t.make_trainer(tmp_path, **options)
+        trainers.make_trainer(tmp_path, **options)
 
 
 @pytest.mark.parametrize("name", ["num_train_epochs", "gradient_accumulation_steps"])
 def test_a_search_over_what_the_batches_are_made_of_is_refused(tmp_path, name):
-    trainer = t.make_trainer(tmp_path)
+    trainer = trainers.make_trainer(tmp_path)
     trainer.hp_search_backend = HPSearchBackend.OPTUNA
     trainer.hp_space = lambda trial: {"learning_rate": 0.1, name: 5}
     with pytest.raises(ValueError, match=f"`{name}` must not change after"):
@@ -43,7 +46,10 @@ def test_a_search_over_what_the_batches_are_made_of_is_refused(tmp_path, name):
 
 
 def test_a_schedule_of_deepspeed_that_would_be_told_a_bound_is_refused(tmp_path, monkeypatch):
-    by_epochs, by_steps = t.make_trainer(tmp_path), t.make_trainer(tmp_path, max_steps=1)
+    by_epochs, by_steps = (
+        trainers.make_trainer(tmp_path),
+        trainers.make_trainer(tmp_path, max_steps=1),
+    )
     plugin = SimpleNamespace(deepspeed_config={"scheduler": {"type": "WarmupDecayLR"}})
     monkeypatch.setattr(type(by_steps.accelerator.state), "deepspeed_plugin", plugin)
     check_trainer(by_steps, by_steps.odb)
@@ -56,7 +62,7 @@ def test_a_trainer_that_makes_its_own_batches_is_refused(tmp_path):
         return [lm.sample_of(0)]
 
     stock = type("Stock", (Trainer,), {"get_train_dataloader": own_batches})
-    arguments = (lm.Normalizing(), t.arguments(tmp_path, max_steps=1))
+    arguments = (lm.Normalizing(), trainers.arguments(tmp_path, max_steps=1))
     for kind, message in (
         (stock, "`Stock` must not override `get_train_dataloader`: "),
         (type("Derived", (stock,), {}), "`Stock` must not override"),
@@ -66,10 +72,10 @@ def test_a_trainer_that_makes_its_own_batches_is_refused(tmp_path):
             configure_trainer(trainer, token_budget=64)
         assert type(trainer) is kind
         with pytest.raises(ValueError, match=message):
-            t.make_trainer(tmp_path, kind=type("Below", (ODBTrainerMixin, kind), {}))
+            trainers.make_trainer(tmp_path, kind=type("Below", (ODBTrainerMixin, kind), {}))
     above = type("Above", (ODBTrainer,), {"get_train_dataloader": own_batches})
     with pytest.raises(ValueError, match="`get_train_dataloader` of `Above` must return"):
-        t.make_trainer(tmp_path, kind=above).train()
+        trainers.make_trainer(tmp_path, kind=above).train()
     plain = Trainer(*arguments, train_dataset=lm.Texts(40))
     assert configure_trainer(plain, token_budget=64) is plain
     with pytest.raises(ValueError, match="has dynamic batches already"):

@@ -7,7 +7,7 @@ import random
 import language_models as lm
 import pytest
 import torch
-import trainers as t
+import trainers
 from ledgers import check_ledger
 from memory_faults import above, at_call, fail, never
 from transformers import TrainerCallback
@@ -17,7 +17,7 @@ from odb_nodes.core.sample import Observation
 from odb_nodes.integrations.huggingface import ODBTrainer
 
 pytestmark = [
-    pytest.mark.filterwarnings(t.OF_TRANSFORMERS),
+    pytest.mark.filterwarnings(trainers.OF_TRANSFORMERS),
     pytest.mark.filterwarnings("ignore:no token of the optimizer step:UserWarning"),
     pytest.mark.filterwarnings("ignore:the run (continues|ends) after:UserWarning"),
 ]
@@ -83,10 +83,10 @@ def run(folder, fails=never, place="forward", model="Normalizing", resume=None, 
     arguments = {"num_train_epochs": 1, "include_num_input_tokens_seen": "all", "logging_steps": 1}
     arguments |= options | {"odb": {"on_oom": "split", **options.get("odb", {})}}
     model = fail(kind(), "features", fails, place)
-    odb = t.config(**arguments.pop("odb"))
+    odb = trainers.config(**arguments.pop("odb"))
     kind, size = arguments.pop("kind", ODBTrainer), arguments.pop("size", SIZE)
     function = arguments.pop("compute_loss_func", None)
-    args = t.arguments(folder, **arguments)
+    args = trainers.arguments(folder, **arguments)
     trainer = kind(model, args, train_dataset=lm.Texts(size), odb=odb, compute_loss_func=function)
     trainer.add_callback(events := Events(trainer))
     trainer.train(resume_from_checkpoint=resume)
@@ -98,7 +98,9 @@ def check_equal(actual, expected):
     assert lm.weights_of(trainer.model) == pytest.approx(lm.weights_of(whole.model), abs=CLOSE)
     assert events.states == before.states
     assert events.events == before.events
-    assert t.logs_of(trainer, "loss") == pytest.approx(t.logs_of(whole, "loss"), abs=2e-4)
+    assert trainers.logs_of(trainer, "loss") == pytest.approx(
+        trainers.logs_of(whole, "loss"), abs=2e-4
+    )
     assert trainer.state.global_step == whole.state.global_step >= 4
 
 
@@ -129,10 +131,10 @@ def test_what_does_not_fit_is_computed_in_parts(
     expected, failing = train("whole", never), train("failing", above(30))
     check_equal(failing, expected)
     check_ledger(tmp_path / "failing" / "ledger", SIZE, attempts=1, epochs=1)
-    assert sum(t.logs_of(failing[0], "odb/ooms")) > 5
-    assert max(t.logs_of(failing[0], "odb/parts")) > 1.5
-    assert {*t.logs_of(expected[0], "odb/parts")} == {1.0}
-    assert {*t.logs_of(expected[0], "odb/ooms")} == {0.0}
+    assert sum(trainers.logs_of(failing[0], "odb/ooms")) > 5
+    assert max(trainers.logs_of(failing[0], "odb/parts")) > 1.5
+    assert {*trainers.logs_of(expected[0], "odb/parts")} == {1.0}
+    assert {*trainers.logs_of(expected[0], "odb/ooms")} == {0.0}
 
 
 class Numbers(torch.nn.Module):
@@ -162,8 +164,8 @@ def test_means_of_each_kind_are_weighed_in_parts(tmp_path, loss_is):
     def run_numbers(name, fails):
         model = fail(Numbers(loss_is), "features", fails)
         data = [{"input_ids": [1 + n] * (n % 13 + 2)} for n in range(SIZE)]
-        odb = t.config(on_oom="split", loss_is=loss_is, observe=observe)
-        args = t.arguments(tmp_path / name, num_train_epochs=1)
+        odb = trainers.config(on_oom="split", loss_is=loss_is, observe=observe)
+        args = trainers.arguments(tmp_path / name, num_train_epochs=1)
         ODBTrainer(model, args, train_dataset=data, odb=odb).train()
         return model.weight.item()
 
@@ -180,17 +182,17 @@ def test_samples_that_do_not_fit_alone_are_left_out_of_the_mean(tmp_path):
     before = [torch.tensor(step["before"], dtype=torch.float64) for step in noted.steps]
     ids = [lm.ids_of([step]) for step in noted.steps]
     losses = [lm.expected_loss(*pair) for pair in zip(before, ids, strict=True)]
-    assert t.logs_of(trainer, "loss") == pytest.approx(losses, abs=2e-4)
+    assert trainers.logs_of(trainer, "loss") == pytest.approx(losses, abs=2e-4)
     report = audit(tmp_path / "ledger", SIZE)
     assert report.ok
     assert f"{len(long_texts())} skipped (out of memory)" in str(report)
-    assert sum(t.logs_of(trainer, "odb/samples_per_step")) == SIZE - len(long_texts())
+    assert sum(trainers.logs_of(trainer, "odb/samples_per_step")) == SIZE - len(long_texts())
 
 
 def test_after_memory_ran_out_batches_are_smaller(tmp_path):
     odb = {"shrink": 0.8, "round_size": 1, "ledger": tmp_path / "ledger"}
     trainer, _ = run(tmp_path, above(40), odb=odb)
-    assert 0 < sum(t.logs_of(trainer, "odb/ooms")) <= 2
+    assert 0 < sum(trainers.logs_of(trainer, "odb/ooms")) <= 2
     check_ledger(tmp_path / "ledger", SIZE, attempts=1, epochs=1)
 
 
@@ -222,8 +224,8 @@ def test_scaled_and_clipped_gradients_are_those_without_failures(tmp_path, monke
         for name, fails in (("whole", never), ("failing", above(40)))
     )
     assert lm.weights_of(failing.model) == pytest.approx(lm.weights_of(whole.model), abs=CLOSE)
-    norms = t.logs_of(whole, "grad_norm")
-    assert t.logs_of(failing, "grad_norm") == pytest.approx(norms, abs=CLOSE)
+    norms = trainers.logs_of(whole, "grad_norm")
+    assert trainers.logs_of(failing, "grad_norm") == pytest.approx(norms, abs=CLOSE)
     assert max(norms) > 0.1
     scales = [trainer.accelerator.scaler.get_scale() for trainer in (whole, failing)]
     assert scales[0] == scales[1] > 2.0**12
@@ -231,10 +233,10 @@ def test_scaled_and_clipped_gradients_are_those_without_failures(tmp_path, monke
 
 def test_a_recomputation_may_run_out_of_memory(tmp_path):
     def run_checkpointed(name, fails):
-        model = t.decoder().double()
+        model = trainers.decoder().double()
         fail(model.model.layers[0].mlp, "forward", fails)
-        args = t.arguments(tmp_path / name, gradient_checkpointing=True, max_steps=4)
-        odb = t.config(on_oom="split", loss_is="divided")
+        args = trainers.arguments(tmp_path / name, gradient_checkpointing=True, max_steps=4)
+        odb = trainers.config(on_oom="split", loss_is="divided")
         function = {"compute_loss_func": lm.sum_over_items}  # in fp64, as the model's own is not
         ODBTrainer(model, args, train_dataset=lm.Texts(SIZE), odb=odb, **function).train()
         return lm.weights_of(model)
@@ -304,14 +306,14 @@ def test_two_ranks_train_as_without_failures(tmp_path, model, place):
             options = {"size": 37, "gradient_accumulation_steps": 3, "model": how["model"]}
             fails = j.sometimes(share, rank)
             trainer, events = j.run(folder, fails, how["place"], odb=odb, **options)
-            losses, ooms = t.logs_of(trainer, "loss"), t.logs_of(trainer, "odb/ooms")
+            losses, ooms = trainers.logs_of(trainer, "loss"), trainers.logs_of(trainer, "odb/ooms")
             weights = lm.weights_of(trainer.model).tolist()
             results.append([weights, losses, sum(ooms), events.events, repr(events.states)])
             del trainer, events
         r.finish(results)
     """
     how = json.dumps({"folder": str(tmp_path), "model": model, "place": place})
-    for whole, failing in t.results_of(tmp_path, BEGIN + t.dedent(body), how):
+    for whole, failing in trainers.results_of(tmp_path, BEGIN + trainers.dedent(body), how):
         assert failing[0] == pytest.approx(whole[0], abs=CLOSE)
         assert failing[1] == pytest.approx(whole[1], abs=2e-4)
         assert failing[3:] == whole[3:]
@@ -329,7 +331,7 @@ j.run(how, kind=j.Gathering, odb=odb)
 
 @pytest.mark.slow
 def test_a_loss_that_gathers_is_an_error_on_both(tmp_path):
-    with t.on_ranks(tmp_path, 2, BEGIN + GATHERS, json.dumps(str(tmp_path))) as job:
+    with trainers.on_ranks(tmp_path, 2, BEGIN + GATHERS, json.dumps(str(tmp_path))) as job:
         results = job.results(100)
     text = "`compute_loss` of `Gathering` gathers from other ranks"
     assert all(code != 0 and text in errors for code, _, errors in results)

@@ -1,11 +1,11 @@
-"""What the loss of a batch is a mean over, under a `Trainer`, and how that is found out."""
+"""The unit that the loss of a batch is a mean over, under a `Trainer`, and how it is determined."""
 
 import itertools
 
 import language_models as lm
 import pytest
 import torch
-import trainers as t
+import trainers
 from pictures import model, samples
 from transformers import (
     MambaConfig,
@@ -71,10 +71,10 @@ def error_of(folder, data, odb=(), check=Gradients, **options):
     options = {"num_train_epochs": 1, "learning_rate": 0.0, **options}
     trainer = ODBTrainer(
         lm.Rows(),
-        t.arguments(folder, **options),
+        trainers.arguments(folder, **options),
         train_dataset=data,
         data_collator=collate,
-        odb=t.config(**{"token_budget": 32, **dict(odb)}),
+        odb=trainers.config(**{"token_budget": 32, **dict(odb)}),
     )
     trainer.add_callback(check := check(trainer))
     trainer.train()
@@ -110,9 +110,9 @@ def test_a_mean_over_tokens_without_labels_may_be_said_to_be_one(tmp_path):
     options = {"gradient_accumulation_steps": 3, "logging_steps": 1, "num_train_epochs": 1}
     trainer = ODBTrainer(
         model,
-        t.arguments(tmp_path, learning_rate=0.0, **options),
+        trainers.arguments(tmp_path, learning_rate=0.0, **options),
         train_dataset=data,
-        odb=t.config(
+        odb=trainers.config(
             loss_is="token_mean",
             observe=lambda sample: Observation(
                 len(sample["input_ids"]), len(sample["input_ids"]) - 1
@@ -169,10 +169,10 @@ def ctc_trainer(folder, reduction, odb=(), **options):
     )
     return ODBTrainer(
         Wav2Vec2ForCTC(config).double(),
-        t.arguments(folder, max_steps=5, **options),
+        trainers.arguments(folder, max_steps=5, **options),
         train_dataset=[*spoken()],
         data_collator=collate_spoken,
-        odb=t.config(
+        odb=trainers.config(
             token_budget=256,
             window=8,
             observe=lambda sample: len(sample["input_values"]) // 2,
@@ -193,7 +193,7 @@ def test_the_mean_of_ctc_is_over_samples(tmp_path):
                 sample = {key: value[row : row + 1] for key, value in batch.items()}
                 (reference(**sample).loss / rows).backward()
 
-    check = t.GradientCheck(trainer, expect, "input_values", "attention_mask", "labels")
+    check = trainers.GradientCheck(trainer, expect, "input_values", "attention_mask", "labels")
     trainer.train()
     assert len(check.errors) == 5
     assert max(check.errors) < 1e-6  # the loss is computed in fp32
@@ -215,8 +215,12 @@ def test_batches_of_which_only_some_have_labels_are_refused(tmp_path):
             del batch["labels"]
         return batch
 
-    args = t.arguments(tmp_path, gradient_accumulation_steps=8, max_steps=2)
-    options = {"train_dataset": rows(labels=1), "data_collator": collate_some, "odb": t.config()}
+    args = trainers.arguments(tmp_path, gradient_accumulation_steps=8, max_steps=2)
+    options = {
+        "train_dataset": rows(labels=1),
+        "data_collator": collate_some,
+        "odb": trainers.config(),
+    }
     with pytest.raises(ValueError, match="must have labels, or none, but only some have"):
         ODBTrainer(lm.Rows(), args, **options).train()
 
@@ -239,11 +243,11 @@ def test_labels_per_token_are_those_as_long_as_the_ids():
 
 def errors_of_rank(folder):
     """The steps of this rank, and the largest error, of samples without labels and with one."""
-    import rank_jobs as r
+    import rank_jobs
 
     class Gathering(Gradients):
         def values(self, values):
-            return [value for rank_values in r.gathered(values) for value in rank_values]
+            return [value for rank_values in rank_jobs.gathered(values) for value in rank_values]
 
     return [
         error_of(
@@ -273,7 +277,7 @@ class Logging(Trainer):
 def gathered_of_rank(folder):
     data = [{"input_ids": [n % 9 + 1] * (n * 7 % 30 + 2)} for n in range(60)]
     data = [{**sample, "labels": sample["input_ids"], "id": n} for n, sample in enumerate(data)]
-    trainer = Logging(lm.Normalizing(), t.arguments(folder, max_steps=5), train_dataset=data)
+    trainer = Logging(lm.Normalizing(), trainers.arguments(folder, max_steps=5), train_dataset=data)
     configure_trainer(trainer, token_budget=128, window=32, loss_is="divided").train()
     return trainer.gathered
 
@@ -281,7 +285,7 @@ def gathered_of_rank(folder):
 @pytest.mark.slow
 def test_ranks_gather_as_many_rows_as_each_has(tmp_path):
     body = "import test_loss as l\nr.finish(l.gathered_of_rank(sys.argv[1]))"
-    ours, theirs = t.results_of(tmp_path, body, str(tmp_path))
+    ours, theirs = trainers.results_of(tmp_path, body, str(tmp_path))
     assert any(first[0] != second[0] for first, second in zip(ours, theirs, strict=True))
     for (count, rows, flat), (other_count, *same) in zip(ours, theirs, strict=True):
         assert [rows, flat] == same
@@ -292,7 +296,7 @@ def test_ranks_gather_as_many_rows_as_each_has(tmp_path):
 @pytest.mark.slow
 def test_two_ranks_weigh_samples_alike(tmp_path):
     body = "import test_loss as l\nr.finish(l.errors_of_rank(sys.argv[1]))"
-    errors = t.results_of(tmp_path, body, str(tmp_path))
+    errors = trainers.results_of(tmp_path, body, str(tmp_path))
     assert max(map(max, errors)) < 1e-12
 
 
@@ -319,17 +323,17 @@ class Dynamic(ODBTrainerMixin, Metrics):
 )
 def test_a_loss_is_checked_once_by_two_of_them_without_training(tmp_path, model, loss_is):
     options = {"model": model, "kind": Dynamic, "num_train_epochs": 1, "odb": {"loss_is": loss_is}}
-    trainer = t.make_trainer(tmp_path, **options)
+    trainer = trainers.make_trainer(tmp_path, **options)
     trainer.train()
-    entries = t.entries_of(tmp_path)
+    entries = trainers.entries_of(tmp_path)
     assert lm.check_steps([entries], SIZE) < 1e-12
     assert trainer.calls == (False,) * (2 if loss_is is None else 0) + (True,) * len(entries)
 
 
 def test_a_loss_that_cannot_be_divided_is_not_said_to_be(tmp_path):
     with pytest.raises(ValueError, match="for `num_items_in_batch`"):
-        t.make_trainer(tmp_path, model="Averaging", odb={"loss_is": "divided"})
-    args, odb = t.arguments(tmp_path), t.config(loss_is="divided")
+        trainers.make_trainer(tmp_path, model="Averaging", odb={"loss_is": "divided"})
+    args, odb = trainers.arguments(tmp_path), trainers.config(loss_is="divided")
     data = [{"input_ids": sample["input_ids"]} for sample in map(lm.sample_of, range(SIZE))]
     trainer = ODBTrainer(lm.Normalizing(), args, train_dataset=data, odb=odb)
     with pytest.raises(ValueError, match='"divided" if the batches have no `labels`'):
@@ -337,13 +341,13 @@ def test_a_loss_that_cannot_be_divided_is_not_said_to_be(tmp_path):
 
 
 def test_a_trainer_whose_model_is_gone_trains_again(tmp_path):
-    """As between the trials of a hyperparameter search."""
+    """The trainer has no model, as between the trials of a hyperparameter search."""
     model_init = lm.Normalizing
     trainer = ODBTrainer(
-        args=t.arguments(tmp_path, max_steps=3),
+        args=trainers.arguments(tmp_path, max_steps=3),
         model_init=model_init,
-        train_dataset=t.Texts(SIZE),
-        odb=t.config(),
+        train_dataset=trainers.Texts(SIZE),
+        odb=trainers.config(),
     )
     trainer.train()
     first = lm.weights_of(trainer.model)
@@ -371,14 +375,14 @@ def test_the_gradient_of_packed_images_is_that_of_the_padded_samples(tmp_path):
     budget = TokenBudget(300, layout="packed", max_patches=300)
     trainer = ODBTrainer(
         network,
-        t.arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2),
+        trainers.arguments(tmp_path, max_steps=4, gradient_accumulation_steps=2),
         train_dataset=data,
-        odb=t.config(
+        odb=trainers.config(
             token_budget=budget,
             collate_fn=VisionLanguageCollate.of(budget, dummy=None, model=network),
         ),
     )
-    check = t.GradientCheck(trainer, expect, "input_ids", "position_ids", "cu_seq_lens_q")
+    check = trainers.GradientCheck(trainer, expect, "input_ids", "position_ids", "cu_seq_lens_q")
     trainer.train()
     assert len(check.of_parameters) == 4
     assert max(check.of_parameters) < 1e-5  # the loss is computed in fp32
@@ -396,7 +400,7 @@ def mamba():
 
 
 @pytest.mark.parametrize(
-    ("make", "mixing"), [(t.decoder, ""), (mamba, "MambaForC"), (model, "Qwen2VLForC")]
+    ("make", "mixing"), [(trainers.decoder, ""), (mamba, "MambaForC"), (model, "Qwen2VLForC")]
 )
 @pytest.mark.parametrize("odb", [{}, {"loss_is": "token_mean"}, TASKS])
 def test_a_model_that_would_mix_the_samples_of_a_row_does_not_train(make, mixing, odb, tmp_path):
@@ -404,9 +408,9 @@ def test_a_model_that_would_mix_the_samples_of_a_row_does_not_train(make, mixing
     before = lm.weights_of(network)
     trainer = ODBTrainer(
         network,
-        t.arguments(tmp_path, max_steps=1),
+        trainers.arguments(tmp_path, max_steps=1),
         train_dataset=TEXTS,
-        odb=t.config(token_budget=TokenBudget(64, layout="packed"), **odb),
+        odb=trainers.config(token_budget=TokenBudget(64, layout="packed"), **odb),
     )
     if not mixing:
         trainer.train()

@@ -7,7 +7,7 @@ from collections import UserDict
 import language_models as lm
 import pytest
 import torch
-import trainers as t
+import trainers
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -64,7 +64,7 @@ def make(kind, folder, collate=None, data=DATA, model=None, args=(), **options):
     """A trainer of one step."""
     return kind(
         model or lm.Averaging(),
-        t.arguments(folder, max_steps=1, **dict(args)),
+        trainers.arguments(folder, max_steps=1, **dict(args)),
         train_dataset=data,
         data_collator=collate,
         **options,
@@ -83,7 +83,7 @@ def test_collator_and_loss_get_the_columns_of_the_trainer(tmp_path, how):
     collate, data = Collate(), list(map(UserDict if how == "mixin" else dict, DATA))
     args = {"remove_unused_columns": how != "all columns"}
     if how == "mixin":
-        trainer = make(Mine, tmp_path, collate, data, odb=t.config())
+        trainer = make(Mine, tmp_path, collate, data, odb=trainers.config())
     elif how == "for training alone":
         trainer = make(Own, tmp_path, None, data)
         configure_trainer(trainer, token_budget=64, collate_fn=collate)
@@ -157,7 +157,7 @@ def classifier():
 def test_a_label_has_the_name_that_the_default_collator_gives_it(tmp_path, name):
     def train(name):
         data = [{"input_ids": sample["input_ids"], name: sample["weight"] % 3} for sample in DATA]
-        trainer = make(ODBTrainer, tmp_path, None, data, classifier(), odb=t.config())
+        trainer = make(ODBTrainer, tmp_path, None, data, classifier(), odb=trainers.config())
         trainer.train()
         return lm.weights_of(trainer.model), trainer.evaluate(data)["eval_loss"]
 
@@ -211,7 +211,7 @@ IMAGES = [{"pixel_values": torch.full((1, 2, 2), n / 9), "label": n % 3} for n i
 def test_images_of_one_size_are_stacked_by_the_default_collator(tmp_path, keeps_all):
     def weights(collate, data=IMAGES):
         args = {"remove_unused_columns": not keeps_all}
-        odb = t.config(observe=lambda _: 4)
+        odb = trainers.config(observe=lambda _: 4)
         trainer = make(ODBTrainer, tmp_path, collate, data, Looks(), args, odb=odb)
         trainer.train()
         assert trainer.evaluate(data)["eval_loss"] > 0
@@ -271,11 +271,11 @@ def of_trl(kind, folder, rows, model, **options):
     return getattr(trl, f"{kind}Trainer")(model, args=args, **data)
 
 
-@pytest.mark.filterwarnings(t.OF_TRANSFORMERS)
+@pytest.mark.filterwarnings(trainers.OF_TRANSFORMERS)
 def test_packed_documents_of_trl_keep_their_boundaries(tmp_path):
     rows = [{"text": f"w{n + 2} w3 w4"} for n in range(24)]
     options = {"max_length": 16, "packing": True, "padding_free": True}
-    trainer = of_trl("SFT", tmp_path, rows, t.decoder(), **options)
+    trainer = of_trl("SFT", tmp_path, rows, trainers.decoder(), **options)
     configure_trainer(trainer, token_budget=64)
     starts = []
 
@@ -295,8 +295,8 @@ def scoring():
     return LlamaForSequenceClassification(LlamaConfig(**sizes))
 
 
-@pytest.mark.filterwarnings(t.OF_TRANSFORMERS, "ignore:.gradient_checkpointing_(dis|en)able")
-@pytest.mark.parametrize("kind, make", [("DPO", t.decoder), ("Reward", scoring)])
+@pytest.mark.filterwarnings(trainers.OF_TRANSFORMERS, "ignore:.gradient_checkpointing_(dis|en)able")
+@pytest.mark.parametrize("kind, make", [("DPO", trainers.decoder), ("Reward", scoring)])
 def test_pairs_of_trl_are_weighed_by_pairs(tmp_path, kind, make):
     """An epoch is one optimizer step, of many batches, or of one that has all pairs."""
 
@@ -331,7 +331,9 @@ def test_pairs_of_trl_are_weighed_by_pairs(tmp_path, kind, make):
             trainer.train()
         steps = trainer.state.global_step
         assert (steps, max(widest) <= budget) == (1, True)
-        results.append((lm.weights_of(trainer.model), t.logs_of(trainer, "odb/samples_per_step")))
+        results.append(
+            (lm.weights_of(trainer.model), trainers.logs_of(trainer, "odb/samples_per_step"))
+        )
     assert results[0][1] == results[1][1] == [20]
     assert not torch.equal(results[0][0], lm.weights_of(make().double()))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=1e-7)

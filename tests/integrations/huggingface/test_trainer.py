@@ -1,4 +1,4 @@
-"""What only the `Trainer` of transformers has: its losses, schedules, evaluation and arguments."""
+"""The `Trainer` of transformers alone: its losses, schedules, evaluation and arguments."""
 
 import copy
 import itertools
@@ -11,7 +11,7 @@ import datasets
 import language_models as lm
 import pytest
 import torch
-import trainers as t
+import trainers
 from torch.utils.data import IterableDataset
 from transformers import (
     BartConfig,
@@ -64,8 +64,8 @@ LOSSES = [
 
 @pytest.mark.parametrize("options", LOSSES)
 def test_the_gradient_is_that_of_the_mean_over_all_tokens(tmp_path, options):
-    t.make_trainer(tmp_path, gradient_accumulation_steps=3, **options).train()
-    assert lm.check_steps([t.entries_of(tmp_path)], SIZE) < 1e-12
+    trainers.make_trainer(tmp_path, gradient_accumulation_steps=3, **options).train()
+    assert lm.check_steps([trainers.entries_of(tmp_path)], SIZE) < 1e-12
 
 
 class Alone(ODBTrainer):
@@ -82,7 +82,7 @@ class Alone(ODBTrainer):
     ],
 )
 def test_a_loss_that_is_scaled_twice_or_not_at_all_is_refused(tmp_path, options, message):
-    trainer = t.make_trainer(tmp_path, **options)
+    trainer = trainers.make_trainer(tmp_path, **options)
     with pytest.raises(ValueError, match=message):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -96,7 +96,7 @@ def gpt2():
 
 
 def collate_pairs(samples):
-    """Texts and their labels, of lengths of their own."""
+    """Texts whose labels have other lengths than their inputs."""
     rows = {
         key: [torch.as_tensor(sample[key]) for sample in samples] for key in ("input_ids", "labels")
     }
@@ -117,7 +117,9 @@ def bart():
 def test_the_gradient_of_a_model_of_transformers(tmp_path, kind):
     shifts = kind not in ("encoder-decoder", "bart")
     layout = "packed" if kind == "packed decoder" else "padded"
-    make = {"gpt2": gpt2, "bart": bart, "encoder-decoder": t.encoder_decoder}.get(kind, t.decoder)
+    make = {"gpt2": gpt2, "bart": bart, "encoder-decoder": trainers.encoder_decoder}.get(
+        kind, trainers.decoder
+    )
     model = make().double()
     data = lm.Texts(SIZE)[:]
     if kind == "bart":
@@ -137,13 +139,13 @@ def test_the_gradient_of_a_model_of_transformers(tmp_path, kind):
     has_pairs = kind == "encoder-decoder"
     trainer = (ODBSeq2SeqTrainer if has_pairs else ODBTrainer)(
         model,
-        t.arguments(tmp_path, max_steps=5, gradient_accumulation_steps=3),
+        trainers.arguments(tmp_path, max_steps=5, gradient_accumulation_steps=3),
         train_dataset=data,
         data_collator=collate_pairs if has_pairs else None,
-        odb=t.config(token_budget=TokenBudget(64, layout=layout)),
+        odb=trainers.config(token_budget=TokenBudget(64, layout=layout)),
     )
     keys = ("input_ids", "labels", "attention_mask", "position_ids")
-    check = t.GradientCheck(trainer, expect, *keys)
+    check = trainers.GradientCheck(trainer, expect, *keys)
     trainer.train()
     assert len(check.errors) == 5
     assert max(check.errors) < 1e-6  # they compute losses in fp32
@@ -164,24 +166,26 @@ def rows_of(batch):
 
 def test_max_steps_ends_within_an_epoch(tmp_path):
     options = {"max_steps": 9, "gradient_accumulation_steps": 2, "size": 30}
-    t.make_trainer(tmp_path, save_steps=4, **options).train()
-    entries = t.entries_of(tmp_path)
+    trainers.make_trainer(tmp_path, save_steps=4, **options).train()
+    entries = trainers.entries_of(tmp_path)
     assert [entry["step"] for entry in entries] == list(range(1, 10))
     assert 1 < entries[-1]["progress"] < 2
-    assert t.resume(tmp_path, "rest", 4, **options)[0] == entries[4:]
+    assert trainers.resume(tmp_path, "rest", 4, **options)[0] == entries[4:]
 
 
 def test_a_run_of_so_many_steps_goes_on_by_epochs(tmp_path):
-    t.make_trainer(tmp_path, "whole", num_train_epochs=1).train()
-    t.make_trainer(tmp_path, "first", max_steps=4, save_steps=4).train()
-    entries, resumed = t.resume(tmp_path, "rest", 4, num_train_epochs=1)
-    assert t.trained_ids(entries) == t.trained_ids(t.entries_of(tmp_path, "whole")[4:])
+    trainers.make_trainer(tmp_path, "whole", num_train_epochs=1).train()
+    trainers.make_trainer(tmp_path, "first", max_steps=4, save_steps=4).train()
+    entries, resumed = trainers.resume(tmp_path, "rest", 4, num_train_epochs=1)
+    assert trainers.trained_ids(entries) == trainers.trained_ids(
+        trainers.entries_of(tmp_path, "whole")[4:]
+    )
     assert resumed.state.epoch == 1
 
 
 def test_a_part_of_an_epoch(tmp_path):
-    t.make_trainer(tmp_path, num_train_epochs=0.5).train()
-    progress = [entry["progress"] >= 0.5 for entry in t.entries_of(tmp_path)]
+    trainers.make_trainer(tmp_path, num_train_epochs=0.5).train()
+    progress = [entry["progress"] >= 0.5 for entry in trainers.entries_of(tmp_path)]
     assert progress == [False] * (len(progress) - 1) + [True]
 
 
@@ -192,10 +196,10 @@ def test_another_callback_may_end_an_epoch(tmp_path):
             control.should_epoch_stop = state.global_step == 3
 
     options = {"callbacks": [EndAtThree()]}
-    t.make_trainer(tmp_path, save_strategy="epoch", **options).train()
-    entries = t.entries_of(tmp_path)
-    assert sorted(t.trained_ids(entries[3:])) == list(range(SIZE))  # the second epoch
-    assert t.resume(tmp_path, "resumed", 3, **options)[0] == entries[3:]
+    trainers.make_trainer(tmp_path, save_strategy="epoch", **options).train()
+    entries = trainers.entries_of(tmp_path)
+    assert sorted(trainers.trained_ids(entries[3:])) == list(range(SIZE))  # the second epoch
+    assert trainers.resume(tmp_path, "resumed", 3, **options)[0] == entries[3:]
 
 
 @pytest.mark.parametrize("steps_per_epoch", [3, 100])
@@ -209,13 +213,13 @@ def test_epochs_are_whole_whatever_the_estimate(tmp_path, steps_per_epoch):
         def on_epoch_end(self, args, state, control, **kwargs):
             ends.append(state.epoch)
 
-    trainer = t.make_trainer(
+    trainer = trainers.make_trainer(
         tmp_path, odb={"steps_per_epoch": steps_per_epoch}, callbacks=[Epochs()]
     )
     with pytest.warns(UserWarning, match="optimizer steps"):
         trainer.train()
     assert totals == [2 * steps_per_epoch]
-    entries = t.entries_of(tmp_path)
+    entries = trainers.entries_of(tmp_path)
     lm.check_steps([entries], SIZE)
     assert trainer.state.global_step == trainer.state.max_steps == len(entries)
     assert trainer.args.max_steps == -1
@@ -229,34 +233,34 @@ def test_a_run_that_leaves_out_samples_ends_with_a_checkpoint(tmp_path):
     options = {"num_train_epochs": 1, "save_strategy": "steps", "odb": odb}
     options |= {"eval_strategy": "steps", "eval_steps": 1000, "eval_dataset": lm.Texts(4)}
     options |= {"per_device_eval_batch_size": 1, "data_collator": PaddingCollate()}
-    trainer = t.make_trainer(tmp_path, **options)
+    trainer = trainers.make_trainer(tmp_path, **options)
     trainer.train()
     steps = trainer.state.global_step
     assert trainer.state.epoch == 1
     assert trainer.state.max_steps == steps
     evaluated = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert evaluated == [steps] * (not t.BEFORE_5)  # as in any run's last step
-    _, resumed = t.resume(tmp_path, "resumed", steps, **options)
+    assert evaluated == [steps] * (not trainers.BEFORE_5)  # as in any run's last step
+    _, resumed = trainers.resume(tmp_path, "resumed", steps, **options)
     assert resumed.state.global_step == steps
 
 
 def test_epochs_of_a_stream_need_their_steps(tmp_path):
-    options = {"train_dataset": t.Stream(), "odb": {"steps_per_epoch": 10}}
+    options = {"train_dataset": trainers.Stream(), "odb": {"steps_per_epoch": 10}}
     with pytest.raises(ValueError, match=r"`max_steps`, or `steps_per_epoch` .* as `Stream`"):
-        t.make_trainer(tmp_path, train_dataset=t.Stream())
-    whole = t.make_trainer(tmp_path, save_steps=5, **options)
+        trainers.make_trainer(tmp_path, train_dataset=trainers.Stream())
+    whole = trainers.make_trainer(tmp_path, save_steps=5, **options)
     assert whole.args.max_steps == -1
     with pytest.warns(UserWarning, match="continues after"):
         whole.train()
-    entries = t.entries_of(tmp_path)
+    entries = trainers.entries_of(tmp_path)
     assert whole.state.epoch == 2
-    assert sorted(t.trained_ids(entries)) == sorted([*range(SIZE)] * 2)
+    assert sorted(trainers.trained_ids(entries)) == sorted([*range(SIZE)] * 2)
     progress = [entry["progress"] for entry in entries]
     assert progress[:3] == pytest.approx([0.1, 0.2, 0.3])
     assert progress == sorted(progress)
     assert 1 not in progress  # The end of an epoch is seen after its last step.
     with pytest.warns(UserWarning, match="continues after"):
-        later, resumed = t.resume(tmp_path, "resumed", 15, **options)
+        later, resumed = trainers.resume(tmp_path, "resumed", 15, **options)
     assert later == entries[15:]
     assert torch.equal(lm.weights_of(resumed.model), lm.weights_of(whole.model))
 
@@ -266,19 +270,19 @@ def test_epochs_of_json_lines_are_those_of_a_list_of_the_records(tmp_path):
     data = [{**record, "labels": record["labels"].tolist()} for record in data]
     path = tmp_path / "data.jsonl"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in data))
-    t.make_trainer(tmp_path, train_dataset=data).train()
-    whole = t.make_trainer(tmp_path, "lines", train_dataset=JsonlSource(path), save_steps=5)
+    trainers.make_trainer(tmp_path, train_dataset=data).train()
+    whole = trainers.make_trainer(tmp_path, "lines", train_dataset=JsonlSource(path), save_steps=5)
     whole.train()
     assert whole.state.epoch == 2
-    assert t.entries_of(tmp_path, "lines") == t.entries_of(tmp_path)
-    later, resumed = t.resume(tmp_path, "rest", 10, train_dataset=JsonlSource(path))
-    assert later == t.entries_of(tmp_path)[10:]
+    assert trainers.entries_of(tmp_path, "lines") == trainers.entries_of(tmp_path)
+    later, resumed = trainers.resume(tmp_path, "rest", 10, train_dataset=JsonlSource(path))
+    assert later == trainers.entries_of(tmp_path)[10:]
     assert torch.equal(lm.weights_of(resumed.model), lm.weights_of(whole.model))
-    samples = t.make_trainer(
+    samples = trainers.make_trainer(
         tmp_path, "samples", train_dataset=JsonlSource(path), odb={"schedule": "samples"}
     )
     samples.train()
-    assert t.entries_of(tmp_path, "samples")[-1]["lr"] < 0.1 * lm.LR
+    assert trainers.entries_of(tmp_path, "samples")[-1]["lr"] < 0.1 * lm.LR
 
 
 def test_a_trainer_with_arguments_of_its_own_keeps_the_epochs_of_a_stream(tmp_path):
@@ -289,8 +293,11 @@ def test_a_trainer_with_arguments_of_its_own_keeps_the_epochs_of_a_stream(tmp_pa
     class Mine(ODBTrainerMixin, Copying):
         pass
 
-    args, odb = t.arguments(tmp_path, num_train_epochs=1), t.config(steps_per_epoch=13)
-    trainer = Mine(lm.Normalizing(), args, train_dataset=t.Stream(), odb=odb)
+    args, odb = (
+        trainers.arguments(tmp_path, num_train_epochs=1),
+        trainers.config(steps_per_epoch=13),
+    )
+    trainer = Mine(lm.Normalizing(), args, train_dataset=trainers.Stream(), odb=odb)
     assert trainer.args is not args
     assert trainer.args.max_steps == args.max_steps == -1
 
@@ -299,12 +306,12 @@ def test_the_length_of_a_dict_of_datasets_is_not_that_of_their_samples(tmp_path)
     def run(name, **odb):
         halves = {"even": lm.Texts(SIZE)[::2], "odd": lm.Texts(SIZE)[1::2]}
         options = {"num_train_epochs": 1, "train_dataset": halves, "odb": odb}
-        t.make_trainer(tmp_path, name, **options).train()
+        trainers.make_trainer(tmp_path, name, **options).train()
 
     with pytest.warns(UserWarning, match="continues after"):
         run("run", steps_per_epoch=3)
-    assert sorted(t.trained_ids(t.entries_of(tmp_path))) == list(range(SIZE))
-    assert t.entries_of(tmp_path)[-1]["progress"] < 1.01
+    assert sorted(trainers.trained_ids(trainers.entries_of(tmp_path))) == list(range(SIZE))
+    assert trainers.entries_of(tmp_path)[-1]["progress"] < 1.01
     with pytest.raises(TypeError, match=r"it is `dict`. Give `steps_per_epoch`"):
         run("none")
     with pytest.raises(ValueError, match="as of a `dict`"):
@@ -316,14 +323,14 @@ def test_the_length_of_a_dict_of_datasets_is_not_that_of_their_samples(tmp_path)
 
 def test_a_schedule_by_samples_ends_with_the_last_sample_and_resumes(tmp_path):
     odb = {"schedule": "samples", "steps_per_epoch": 5}  # there are more
-    t.make_trainer(tmp_path, save_steps=4, odb=odb).train()
-    entries = t.entries_of(tmp_path)
+    trainers.make_trainer(tmp_path, save_steps=4, odb=odb).train()
+    entries = trainers.entries_of(tmp_path)
     done = [0.0, *(entry["progress"] for entry in entries)]
     assert len(entries) > 10
     assert [entry["lr"] for entry in entries] == pytest.approx(
-        [t.LR * (1 - x / 2) for x in done[:-1]]
+        [trainers.LR * (1 - x / 2) for x in done[:-1]]
     )
-    assert t.resume(tmp_path, "resumed", 8, odb=odb)[0] == entries[8:]
+    assert trainers.resume(tmp_path, "resumed", 8, odb=odb)[0] == entries[8:]
 
 
 @pytest.mark.parametrize("steps_per_epoch, words", [(5, "continues after"), (100, "ends after")])
@@ -334,7 +341,7 @@ def test_a_schedule_that_does_not_end_with_the_run_is_warned_of_once(
         odb = {"steps_per_epoch": steps_per_epoch, **options.pop("odb", {})}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            t.make_trainer(tmp_path, odb=odb, **options).train()
+            trainers.make_trainer(tmp_path, odb=odb, **options).train()
         return [
             str(warning.message) for warning in caught if "optimizer steps" in str(warning.message)
         ]
@@ -346,8 +353,8 @@ def test_a_schedule_that_does_not_end_with_the_run_is_warned_of_once(
 
 
 def test_arguments_that_are_shares_of_the_whole(tmp_path):
-    warmup = "warmup_ratio" if t.BEFORE_5 else "warmup_steps"
-    trainer = t.make_trainer(tmp_path, logging_steps=0.2, **{warmup: 0.5})
+    warmup = "warmup_ratio" if trainers.BEFORE_5 else "warmup_steps"
+    trainer = trainers.make_trainer(tmp_path, logging_steps=0.2, **{warmup: 0.5})
     trainer.train()
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["step"] for entry in entries] == [6, 12, 18, 24]
@@ -357,26 +364,26 @@ def test_arguments_that_are_shares_of_the_whole(tmp_path):
 def test_the_learning_rate_follows_the_samples_of_a_step(tmp_path):
     scaling = LrScaling(reference_samples=4, rule="linear")
     options = {"lr_scheduler_type": "constant", "odb": {"lr_scaling": scaling}}
-    t.make_trainer(tmp_path, **options).train()
-    for entry, after in itertools.pairwise(t.entries_of(tmp_path)):
+    trainers.make_trainer(tmp_path, **options).train()
+    for entry, after in itertools.pairwise(trainers.entries_of(tmp_path)):
         before, gradient = torch.tensor(entry["before"]), torch.tensor(entry["gradient"])
         samples = sum(map(len, entry["ids"]))
-        expected = before - t.LR * samples / 4 * gradient
+        expected = before - trainers.LR * samples / 4 * gradient
         assert torch.allclose(expected, torch.tensor(after["before"]))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the run ends after:UserWarning")
 def test_the_learning_rate_goes_on_from_where_it_was_at_the_pace_of_the_ranks(tmp_path):
-    """A schedule by steps is made for those of 2 ranks, of which one rank takes twice as many."""
+    """A schedule by steps is made for 2 ranks; one rank takes twice as many steps."""
     options = {"folder": tmp_path / "run", "size": 60, "accumulate": 2, "epochs": 1}
-    with t.jobs_on_ranks(
+    with trainers.jobs_on_ranks(
         "Transformers", 2, {**options, "name": "killed", "save_every": 2, "kill_at": 4}
     ) as job:
         assert -signal.SIGKILL in [code for code, *_ in job.results(200)]
-    t.train("Transformers", name="on", resume=2, **options)
+    trainers.train("Transformers", name="on", resume=2, **options)
     before, after = (
-        [entry["lr"] for entry in t.Job(name=name, **options).entries()]
+        [entry["lr"] for entry in trainers.Job(name=name, **options).entries()]
         for name in ("killed", "on")
     )
     step = before[0] - before[1]  # it falls along a line
@@ -391,15 +398,15 @@ def test_the_learning_rate_goes_on_from_where_it_was_at_the_pace_of_the_ranks(tm
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_evaluation_is_the_stock_trainer_s_and_pads_where_training_does(tmp_path, layout):
     def make(kind, **options):
-        args = t.arguments(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2)
+        args = trainers.arguments(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2)
         data = lm.Texts(SIZE)[:]
         return kind(model, args, train_dataset=data, eval_dataset=data[:10], **options)
 
-    model = t.decoder()
+    model = trainers.decoder()
     budget = TokenBudget(64, layout=layout, pad_to_multiple_of=8)
-    trainer = make(ODBTrainer, odb=t.config(token_budget=budget))
+    trainer = make(ODBTrainer, odb=trainers.config(token_budget=budget))
     trainer.train()
-    losses = t.logs_of(trainer, "eval_loss")
+    losses = trainers.logs_of(trainer, "eval_loss")
     assert len(losses) == 2
     stock = make(Trainer, data_collator=PaddingCollate(pad_to_multiple_of=8))
     assert stock.evaluate()["eval_loss"] == losses[-1]
@@ -408,14 +415,14 @@ def test_evaluation_is_the_stock_trainer_s_and_pads_where_training_does(tmp_path
 
 
 def test_evaluation_keeps_what_is_given_for_it(tmp_path):
-    """Also where training alone has a collator of its own."""
+    """Even if only training has its own collator."""
     collate = PaddingCollate()
     for options, expected in (
         ({"data_collator": collate, "odb": {"collate_fn": collate_pairs}}, collate),
         ({"odb": {"collate_fn": collate_pairs}}, default_data_collator),
     ):
         options |= {"remove_unused_columns": False, "eval_dataset": lm.Texts(10)}
-        trainer = t.make_trainer(tmp_path, **options)
+        trainer = trainers.make_trainer(tmp_path, **options)
         assert trainer.get_eval_dataloader().collate_fn is expected
         assert trainer.get_test_dataloader(lm.Texts(10)).collate_fn is expected
 
@@ -444,7 +451,7 @@ EVALUATED = {
 @pytest.mark.parametrize(("kind", "workers"), [*((kind, 0) for kind in EVALUATED), ("list", 2)])
 def test_raw_samples_of_evaluation_are_processed_as_those_of_training(tmp_path, kind, workers):
     evaluated = EVALUATED[kind]()
-    args = t.arguments(
+    args = trainers.arguments(
         tmp_path,
         max_steps=2,
         eval_strategy="steps",
@@ -452,13 +459,17 @@ def test_raw_samples_of_evaluation_are_processed_as_those_of_training(tmp_path, 
         dataloader_num_workers=workers,
     )
     options = {"train_dataset": RAW, "eval_dataset": {"some": evaluated, "more": evaluated}}
-    trainer = ODBTrainer(t.decoder(), args, odb=t.config(process_fn=tokenize), **options)
+    trainer = ODBTrainer(
+        trainers.decoder(), args, odb=trainers.config(process_fn=tokenize), **options
+    )
     trainer.train()
     processed = [tokenize(raw) for raw in RAW[:10]]
     stock = Trainer(trainer.model, args, eval_dataset=processed, data_collator=PaddingCollate())
     expected = stock.evaluate()["eval_loss"]
     assert (
-        t.logs_of(trainer, "eval_some_loss") == t.logs_of(trainer, "eval_more_loss") == [expected]
+        trainers.logs_of(trainer, "eval_some_loss")
+        == trainers.logs_of(trainer, "eval_more_loss")
+        == [expected]
     )
     predicted = trainer.predict(evaluated).predictions
     assert (predicted == stock.predict(processed).predictions).all()
@@ -475,9 +486,9 @@ def test_raw_samples_of_evaluation_are_processed_as_those_of_training(tmp_path, 
     ],
 )
 def test_what_evaluation_cannot_process_is_refused_by_name(tmp_path, process_fn, match):
-    args = t.arguments(tmp_path, max_steps=1)
-    odb = t.config(process_fn=process_fn)
-    trainer = ODBTrainer(t.decoder(), args, train_dataset=RAW, eval_dataset=RAW[:2], odb=odb)
+    args = trainers.arguments(tmp_path, max_steps=1)
+    odb = trainers.config(process_fn=process_fn)
+    trainer = ODBTrainer(trainers.decoder(), args, train_dataset=RAW, eval_dataset=RAW[:2], odb=odb)
     with pytest.raises(ValueError, match=match):
         trainer.evaluate()
 
@@ -496,7 +507,7 @@ def test_other_callbacks_see_the_epoch_and_whole_checkpoints(tmp_path):
             folder = tmp_path / f"checkpoint-{state.global_step}"
             seen.append(len(list(folder.glob("odb_nodes-rank*"))))
 
-    t.make_trainer(tmp_path, max_steps=2, save_steps=2, callbacks=[Other()]).train()
+    trainers.make_trainer(tmp_path, max_steps=2, save_steps=2, callbacks=[Other()]).train()
     first, second, files = seen
     assert 1 / SIZE <= first < second <= 1
     assert files == 1
@@ -510,14 +521,14 @@ def test_a_monitor_has_the_norm_and_rate_of_the_log_and_leaves_nothing_behind(tm
 
     monitor = Monitor(tmp_path / "run", every=1, progress=False)
     options = {"max_grad_norm": 1.0, "logging_steps": 1, "callbacks": [Failing()]}
-    trainer = t.make_trainer(tmp_path, odb={"monitor": monitor}, **options)
+    trainer = trainers.make_trainer(tmp_path, odb={"monitor": monitor}, **options)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     steps = read_run(tmp_path / "run").steps
     norms = [entry["last"]["grad_norm"] for entry in steps]
-    assert len(norms) == 4 and norms == pytest.approx(t.logs_of(trainer, "grad_norm"))
+    assert len(norms) == 4 and norms == pytest.approx(trainers.logs_of(trainer, "grad_norm"))
     assert [entry["last"]["lr"] for entry in steps] == [
-        entry["lr"] for entry in t.entries_of(tmp_path)
+        entry["lr"] for entry in trainers.entries_of(tmp_path)
     ]
 
 
@@ -532,18 +543,18 @@ def test_a_monitor_has_each_step_also_where_the_trainer_logs_few(tmp_path, savin
         return [(record["step"], "grad_norm" in record["last"]) for record in steps]
 
     expected = [(1, False), (2, True), (3, False), (4, True)]
-    make = partial(t.make_trainer, tmp_path)
+    make = partial(trainers.make_trainer, tmp_path)
     assert records(lambda **arguments: make(**arguments).train(), **saving) == expected
     if saving:
-        resumed = records(lambda **arguments: t.resume(tmp_path, "rest", 1, **arguments))
+        resumed = records(lambda **arguments: trainers.resume(tmp_path, "rest", 1, **arguments))
         assert resumed == expected
 
 
 def test_workers_change_nothing(tmp_path):
     options = {"max_steps": 4, "gradient_accumulation_steps": 2}
-    t.make_trainer(tmp_path, "alone", **options).train()
-    t.make_trainer(tmp_path, "beside", dataloader_num_workers=1, **options).train()
-    assert t.entries_of(tmp_path, "beside") == t.entries_of(tmp_path, "alone")
+    trainers.make_trainer(tmp_path, "alone", **options).train()
+    trainers.make_trainer(tmp_path, "beside", dataloader_num_workers=1, **options).train()
+    assert trainers.entries_of(tmp_path, "beside") == trainers.entries_of(tmp_path, "alone")
 
 
 # --- two ranks ------------------------------------------------------------------------------------
@@ -558,10 +569,10 @@ def test_two_ranks_check_a_loss_together_and_weigh_it(tmp_path):
         )):  # Batches of one sample: some have no targets.
             folder, odb = f"{sys.argv[1]}/{number}", dict(token_budget=budget)
             options |= dict(model=model, size=size, seed=number, odb=odb)
-            t.make_trainer(folder, **options).train()
+            trainers.make_trainer(folder, **options).train()
         r.finish(None)
     """
-    with t.on_ranks(tmp_path, 2, body, str(tmp_path)) as job:
+    with trainers.on_ranks(tmp_path, 2, body, str(tmp_path)) as job:
         job.finish(200)
     for number, size in enumerate((37, 37, 24, 24)):
         folder = tmp_path / f"{number}"

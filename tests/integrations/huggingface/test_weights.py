@@ -3,13 +3,13 @@
 import language_models as lm
 import pytest
 import torch
-import trainers as t
+import trainers
 import transformers as hf
 
 from odb_nodes import StateError
 from odb_nodes.integrations.huggingface import ODBTrainer
 
-pytestmark = pytest.mark.filterwarnings(t.OF_TRANSFORMERS)
+pytestmark = pytest.mark.filterwarnings(trainers.OF_TRANSFORMERS)
 
 SIZES = {
     "vocab_size": lm.VOCABULARY,
@@ -38,7 +38,7 @@ MODELS = {
 
 
 def model_of(name, seed, **options):
-    """A small model with weights of its own."""
+    """A small model whose weights depend on the seed."""
     torch.manual_seed(seed)
     kind = getattr(hf, name)
     return kind(kind.config_class(**{**MODELS[name], **options}))
@@ -57,8 +57,8 @@ def trainer_of(folder, model):
     if isinstance(model, hf.ViTForImageClassification):
         data = [{"pixel_values": pixels, "labels": n % 3} for n, pixels in enumerate(PIXELS)]
         arguments, odb = {"data_collator": collate_images}, {"observe": lambda _: 16}
-    args = t.arguments(folder, max_steps=4, save_steps=2)
-    return ODBTrainer(model, args, train_dataset=data, odb=t.config(**odb), **arguments)
+    args = trainers.arguments(folder, max_steps=4, save_steps=2)
+    return ODBTrainer(model, args, train_dataset=data, odb=trainers.config(**odb), **arguments)
 
 
 def assert_same(model, expected):
@@ -102,21 +102,21 @@ def test_the_best_model_has_all_its_weights(tmp_path, shard, kind):
     assert_same(trainer.model, best)
 
 
-@pytest.mark.parametrize("saved, now, key", [(1, 2, "missing from it"), (2, 1, "in it alone")])
+@pytest.mark.parametrize("saved, layers, key", [(1, 2, "missing from it"), (2, 1, "in it alone")])
 @pytest.mark.parametrize("name", ["MixtralForCausalLM", "LlamaForCausalLM"])
-def test_weights_without_a_counterpart_are_refused(tmp_path, name, saved, now, key):
+def test_weights_without_a_counterpart_are_refused(tmp_path, name, saved, layers, key):
     trainer_of(tmp_path, model_of(name, seed=0, num_hidden_layers=saved)).train()
-    model = model_of(name, seed=0, num_hidden_layers=now)
+    model = model_of(name, seed=0, num_hidden_layers=layers)
     with pytest.raises(StateError, match=rf"are {key}, .*layers\.1.*{name}.from_pretrained"):
         resume(tmp_path, model)
 
 
 def test_a_module_with_other_weights_is_refused(tmp_path):
-    whole = t.make_trainer(tmp_path, max_steps=2, save_steps=2)
+    whole = trainers.make_trainer(tmp_path, max_steps=2, save_steps=2)
     whole.train()
     larger = lm.Normalizing()
     larger.more = torch.nn.Linear(2, 2)
     with pytest.raises(StateError, match=r"2 are missing from it, such as `more.bias`"):
-        t.make_trainer(tmp_path, model=larger).train(
+        trainers.make_trainer(tmp_path, model=larger).train(
             resume_from_checkpoint=str(tmp_path / "checkpoint-2")
         )

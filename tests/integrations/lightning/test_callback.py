@@ -1,4 +1,4 @@
-"""What only Lightning has: hooks that save, counters of its loops, and modules of many kinds."""
+"""Lightning alone: hooks that save, counters of its loops, and modules of many kinds."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import language_models as lm
 import pytest
 import torch
-import trainers as t
+import trainers
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
@@ -20,7 +20,7 @@ from odb_nodes.integrations.lightning.callback import _check_guard
 from odb_nodes.training.tasks import TaskWeights
 
 pytestmark = [
-    pytest.mark.filterwarnings(t.OF_LIGHTNING),
+    pytest.mark.filterwarnings(trainers.OF_LIGHTNING),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
 ]
@@ -52,9 +52,9 @@ def loader_of(**options):
 
 def fit(*callbacks, module=None, checkpoint=None, odb=None, datamodule=None, **options):
     """Train, and return the module and its trainer."""
-    module = module or t.Module()
+    module = module or trainers.Module()
     odb = [ODBCallback()] if odb is None else odb
-    trainer = t.lightning_trainer(*callbacks, *odb, **options)
+    trainer = trainers.lightning_trainer(*callbacks, *odb, **options)
     trainer.fit(module, datamodule=datamodule or data(), ckpt_path=checkpoint)
     return module, trainer
 
@@ -82,12 +82,12 @@ def gradient_error(module):
 # --- the loss -------------------------------------------------------------------------------------
 
 
-class Weighing(t.Module):
+class Weighing(trainers.Module):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * self.odb.step_info.loss_scale
 
 
-class Manual(t.Module):
+class Manual(trainers.Module):
     def __init__(self, **options):
         super().__init__(**options)
         self.automatic_optimization = False
@@ -107,7 +107,7 @@ def test_a_module_that_weighs_by_the_step_info_does_not_weigh_twice():
 def test_manual_optimization_is_exact_too():
     module, callback = Manual(lr=0.0), ODBCallback()
     module.train_dataloader = lambda: callback.batches(loader_of(accumulate=3))
-    t.lightning_trainer(callback, max_epochs=1).fit(module)
+    trainers.lightning_trainer(callback, max_epochs=1).fit(module)
     assert gradient_error(module) <= TOLERANCE
 
 
@@ -145,8 +145,8 @@ def test_a_run_that_has_ended_goes_on_with_more_steps(tmp_path, exhaustive):
 def test_a_second_fit_begins_the_next_epoch_and_resumes_too(tmp_path):
     options = {"accumulate_grad_batches": 3}
     once, _ = fit(max_epochs=2, **options)
-    save, twice = SaveEverywhere(tmp_path), t.Module()
-    trainer = t.lightning_trainer(save, ODBCallback(), max_epochs=1, **options)
+    save, twice = SaveEverywhere(tmp_path), trainers.Module()
+    trainer = trainers.lightning_trainer(save, ODBCallback(), max_epochs=1, **options)
     trainer.fit(twice, datamodule=data())
     trainer.fit_loop.max_epochs = 2
     first = len(save.paths)
@@ -157,7 +157,7 @@ def test_a_second_fit_begins_the_next_epoch_and_resumes_too(tmp_path):
 
 
 def test_what_an_exception_saves_resumes_exactly(tmp_path):
-    class Failing(t.Module):
+    class Failing(trainers.Module):
         fails_at = 0
 
         def training_step(self, batch, batch_idx):
@@ -181,7 +181,7 @@ def test_what_an_exception_saves_resumes_exactly(tmp_path):
         assert begun_at <= fails_at < begun_at + 3
 
 
-class Validating(t.Module):
+class Validating(trainers.Module):
     """Drops some of its loss at random."""
 
     def __init__(self):
@@ -222,7 +222,7 @@ def test_checkpoints_of_validations_resume_exactly_with_the_same_random_numbers(
 
 
 def test_the_estimate_of_steps_does_not_disturb_a_restore(tmp_path):
-    class Scheduled(t.Module):
+    class Scheduled(trainers.Module):
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
             self.estimated = self.trainer.estimated_stepping_batches
@@ -259,13 +259,13 @@ def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
 def test_evaluation_needs_no_states(tmp_path):
     tested = []
 
-    class Testing(t.Module):
+    class Testing(trainers.Module):
         def test_step(self, batch, batch_idx):
             tested.append(batch)
 
     fit(save := SaveEverywhere(tmp_path), max_steps=2)
     loader = DataLoader([1], batch_size=None)
-    trainer = t.lightning_trainer(ODBCallback())
+    trainer = trainers.lightning_trainer(ODBCallback())
     trainer.test(Testing(), loader, ckpt_path=save.paths[-1], verbose=False)
     assert tested == [1]
 
@@ -273,7 +273,7 @@ def test_evaluation_needs_no_states(tmp_path):
 # --- what is refused ------------------------------------------------------------------------------
 
 
-class Popping(t.Module):
+class Popping(trainers.Module):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) * pop_step_info(batch).loss_scale
 
@@ -283,7 +283,7 @@ class Unweighed(Manual):
         loss.backward()
 
 
-class Leaving(t.Module):
+class Leaving(trainers.Module):
     def on_train_batch_start(self, batch, batch_idx):
         return -1 if batch_idx == 3 else None
 
@@ -292,9 +292,9 @@ def with_batches(make, **options):
     """Train on what a function makes of a callback."""
 
     def run():
-        module, callback = t.Module(), ODBCallback()
+        module, callback = trainers.Module(), ODBCallback()
         module.train_dataloader = lambda: make(callback)
-        t.lightning_trainer(callback, max_epochs=1, **options).fit(module)
+        trainers.lightning_trainer(callback, max_epochs=1, **options).fit(module)
 
     return run
 
@@ -311,7 +311,9 @@ REFUSALS = {
     ),
     "a list": (with_batches(lambda odb: [odb.batches(loader_of())]), ValueError, "must return one"),
     "made before": (
-        lambda: t.lightning_trainer(odb := ODBCallback()).fit(t.Module(), odb.batches(loader_of())),
+        lambda: trainers.lightning_trainer(odb := ODBCallback()).fit(
+            trainers.Module(), odb.batches(loader_of())
+        ),
         RuntimeError,
         "A loader made before `fit`",
     ),
@@ -334,7 +336,9 @@ REFUSALS = {
         "must be a multiple of 4",
     ),
     "tuner": (
-        lambda: Tuner(t.lightning_trainer(ODBCallback())).lr_find(t.Module(), datamodule=data()),
+        lambda: Tuner(trainers.lightning_trainer(ODBCallback())).lr_find(
+            trainers.Module(), datamodule=data()
+        ),
         RuntimeError,
         "`lr_find` and `scale_batch_size`",
     ),
@@ -349,7 +353,7 @@ REFUSALS = {
 }
 
 
-class Estimating(t.Module):
+class Estimating(trainers.Module):
     def configure_optimizers(self):
         self.estimated = self.trainer.datamodule.estimated_steps()
         return super().configure_optimizers()
@@ -378,7 +382,7 @@ def test_no_worker_is_left_running_after_a_run_or_an_exception():
             loaders.append(loader)
             return super().batches(loader)
 
-    class Failing(t.Module):
+    class Failing(trainers.Module):
         def training_step(self, batch, batch_idx):
             assert loaders[-1].worker_pids
             if len(self.seen) == 2:
@@ -432,7 +436,7 @@ def test_runs_of_virtual_ranks_move_between_one_rank_and_two(tmp_path):
     assert {epoch for epoch, _, _, step in whole.seen if step in STEPS} == {0, 1}
 
     body = "import test_callback as l\nr.finish(l.on_two_ranks(sys.argv[1]))"
-    ranks = t.results_of(tmp_path, body, str(tmp_path), init=False)
+    ranks = trainers.results_of(tmp_path, body, str(tmp_path), init=False)
     for (first, weights_of_rank), (second, _), start in zip(*ranks, (*STEPS, 0), strict=True):
         steps = ids_of_steps([*first, *second])
         assert steps == {step: expected[step] for step in range(start, len(expected))}
@@ -455,7 +459,7 @@ def test_the_gradient_and_the_estimate_of_steps_are_those_of_all_virtual_ranks()
 # --- steps that run out of memory -----------------------------------------------------------------
 
 
-class Sharded(t.GuardedModule):
+class Sharded(trainers.GuardedModule):
     """Ranks compute together; one runs out of memory."""
 
     options = {"timeout_s": 20}  # noqa: RUF012
@@ -464,18 +468,18 @@ class Sharded(t.GuardedModule):
         fully_shard(self.model)
 
 
-def fit_guarded(folder, kind=t.GuardedModule, trainer=(), odb=(), **job):
-    module = kind(t.Job(folder=folder, **{"on_oom": "split", **job}))
-    t.lightning_trainer(ODBCallback(**dict(odb)), **dict(trainer)).fit(module)
+def fit_guarded(folder, kind=trainers.GuardedModule, trainer=(), odb=(), **job):
+    module = kind(trainers.Job(folder=folder, **{"on_oom": "split", **job}))
+    trainers.lightning_trainer(ODBCallback(**dict(odb)), **dict(trainer)).fit(module)
     return module
 
 
-class Forgets(t.GuardedModule):
+class Forgets(trainers.GuardedModule):
     def training_step(self, step, batch_idx):
         self.optimizers().step()
 
 
-class Starts(t.GuardedModule):
+class Starts(trainers.GuardedModule):
     """Optimizes automatically."""
 
     def __init__(self, job):
@@ -515,31 +519,31 @@ def test_what_a_guard_cannot_do_is_refused_by_name(name, tmp_path):
 
 def test_two_ranks_train_as_without_failures(tmp_path):
     body = """
-        import test_callback as j
+        from test_callback import fit_guarded
         options = {"trainer": {"strategy": "ddp", "devices": 2}, "accumulate": 2, "size": 37}
-        runs = [j.fit_guarded("", fails_above=above, **options) for above in (10**9, 25)]
+        runs = [fit_guarded("", fails_above=above, **options) for above in (10**9, 25)]
         results = [[lm.weights_of(run.model).tolist(), run.model.ooms] for run in runs]
         del runs
         r.finish(results)
     """
-    (whole, failing), (second, _) = t.results_of(tmp_path, body, init=False)
+    (whole, failing), (second, _) = trainers.results_of(tmp_path, body, init=False)
     assert whole[0] == second[0] and whole[1] == 0 < failing[1]
     assert failing[0] == pytest.approx(whole[0], abs=1e-10)
 
 
 def test_ranks_that_compute_together_train_and_end_together(tmp_path):
     body = """
-        import test_callback as j
         from lightning.pytorch.strategies import ModelParallelStrategy
-        options = {"kind": j.Sharded, "size": 37}
+        from test_callback import Sharded, fit_guarded
+        options = {"kind": Sharded, "size": 37}
 
         def ranks():
             return {"strategy": ModelParallelStrategy(), "devices": 2, "max_epochs": 1}
 
-        print(len(j.fit_guarded("", trainer=ranks(), **options).infos[0].keys) > 0, flush=True)
-        j.fit_guarded("", fails_above=40 + 9 * rank, trainer=ranks(), **options)
+        print(len(fit_guarded("", trainer=ranks(), **options).infos[0].keys) > 0, flush=True)
+        fit_guarded("", fails_above=40 + 9 * rank, trainer=ranks(), **options)
     """
-    with t.on_ranks(tmp_path, 2, body, init=False) as job:
+    with trainers.on_ranks(tmp_path, 2, body, init=False) as job:
         results = job.results(150)
     assert all("True" in out for _, out, _ in results), results
     assert all(code and "StepMemoryError" in errors for code, _, errors in results), results

@@ -2,7 +2,7 @@
 
     python llama_factory_jobs.py FOLDER
 
-Each run writes to a folder of its own in FOLDER, and all results to `result.json`.
+Each run writes to its own folder in FOLDER, and all results to `result.json`.
 """
 
 import json

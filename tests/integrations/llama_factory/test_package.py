@@ -1,4 +1,4 @@
-"""LLaMA-Factory itself, in an environment of its own, which `--exhaustive` builds."""
+"""LLaMA-Factory itself, in a separate environment that `--exhaustive` builds."""
 
 import json
 import os

@@ -21,7 +21,7 @@ class DataArguments:
 
 
 def arguments(**changed):
-    """As they come from a command line: three objects."""
+    """Three objects, as the command line of LLaMA-Factory makes them."""
     data, training, finetuning = (
         DataArguments(),
         SimpleNamespace(
@@ -94,7 +94,7 @@ def test_what_is_missing_given_twice_or_too_small_is_refused():
 
 @pytest.fixture
 def configured(monkeypatch):
-    """What the integration with transformers is asked for, in its place."""
+    """Stands in for the integration with transformers, and notes its arguments."""
     calls = []
 
     def configure_trainer(trainer, **options):

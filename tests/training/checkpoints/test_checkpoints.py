@@ -38,7 +38,7 @@ DATASET = [{"input_ids": [1] * (n % 60 + 2)} for n in range(300)]
 
 
 class Job:
-    """What a process of a training job has."""
+    """The objects of a process of a training job."""
 
     def __init__(self, folder, loader=None, **options):
         self.model = torch.nn.Linear(3, 3)

@@ -191,7 +191,7 @@ def test_samples_are_dealt_to_as_many_and_as_long():
         assert max(share.sum() for share in shares) - min(share.sum() for share in shares) <= 1000
 
 
-# --- states that cannot be those of other ranks, and what stands beside those of a loader ---------
+# --- states that cannot be resharded, and values beside the states of loaders --------------------
 
 
 def states(world_size=2, **options):
@@ -200,7 +200,7 @@ def states(world_size=2, **options):
 
 
 def from_(first):
-    """What makes a loader of other data, by a function of the same name."""
+    """Return a loader of other data, whose function has the same name."""
 
     def make_from(exchange, **options):
         def shifted(index):
@@ -248,8 +248,8 @@ def nested():
     return [{"loader": state, "deep": deep} for state in states()]
 
 
-def paired(left, right):
-    return [{"a": first, "b": second} for first, second in zip(left, right, strict=True)]
+def paired(first, second):
+    return [{"a": a, "b": b} for a, b in zip(first, second, strict=True)]
 
 
 REFUSALS = [
@@ -329,7 +329,7 @@ def test_what_is_beside_the_loader_must_be_equal_on_all_ranks():
 
 @dataclass(kw_only=True)
 class RunState(NodeState):
-    """What a trainer keeps of a run."""
+    """The state of a run that a trainer saves."""
 
     samples: int
     loader: dict
@@ -345,7 +345,7 @@ def test_what_holds_a_loader_must_be_whole():
         reshard([{**state, "samples": 8} for state in runs], 3)
 
 
-# --- mixtures go on with another number of ranks, in the shares that they had ---------------------
+# --- mixtures continue on another number of ranks, with their shares -----------------------------
 
 
 def text(index):
@@ -356,7 +356,7 @@ EQUAL = {"a": 1, "b": 1, "c": 1}
 
 
 def mixed(sizes=(120, 40, 61), **mixing):
-    """What makes a loader of sources of such sizes."""
+    """Return a function that makes a loader of sources of these sizes."""
 
     def make(exchange, **options):
         datasets = {name: range(size) for name, size in zip("abc", sizes, strict=False)}

@@ -1,4 +1,4 @@
-"""What an audit says of runs that did what they should, and of those that did not."""
+"""Audits of correct runs, and of runs with faults."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def ranks_of(steps):
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize("behind", [1, MOST_STEPS_BEHIND, MOST_STEPS_BEHIND + 1])
 def test_a_rank_may_have_been_killed_a_few_steps_before_another(tmp_path, behind, ended):
-    """But not before one that has closed its ledger: ranks take the same steps."""
+    """A rank may not end before a rank that has closed its ledger: ranks take the same steps."""
     first, other = ranks_of(60)
     record(tmp_path, *first[:50], rank=0, world_size=2, ended=ended)
     record(tmp_path, *other[: 50 - behind], rank=1, world_size=2, ended=False)
@@ -328,7 +328,7 @@ def test_a_digest_is_of_keys_sources_repeats_fates_ranks_and_steps(tmp_path):
 
 
 def test_a_digest_stays_as_it_is(tmp_path):
-    """Of version 2: people compare them over versions of this library."""
+    """A digest of format version 2: people compare digests over versions of this library."""
     write_run(tmp_path, 2, epochs=1)
     assert audit(tmp_path).epochs[0].digest == (
         "3b547253f0a95efd9a1d70866004cf74f974f66acbdfba5ac72ad4d277e41d38"

@@ -50,7 +50,7 @@ def changed(draw, ranks, rank, index):
 
 
 def shortened(draw, ranks, rank, index):
-    """By some bytes, so that all rows behind them are elsewhere."""
+    """Insert or remove some bytes, which moves all later rows."""
     piece = ranks[rank][index]
     start = draw.randrange(len(piece))
     ranks[rank][index] = piece[:start] + piece[start + draw.randrange(1, 16) :]
@@ -170,7 +170,7 @@ def test_a_run_that_ended_and_goes_on_is_open_again(tmp_path):
 
 
 def test_a_bit_of_a_name_is_damage_and_no_error(tmp_path):
-    """Of a source within a file, and of a file."""
+    """The name of a source in a file is damaged, or the name of a file."""
     attempts_of(tmp_path, (1, 0, 2, True), (1, 2, 4, True))  # which name the source again
     path = tmp_path / "rank-00000.ledger"
     data, start = path.read_bytes(), 0

@@ -1,4 +1,4 @@
-"""Real ranks, killed at any place: the audit of what they have recorded is that of a whole run."""
+"""Real ranks, killed at any place: the audit of their records equals the audit of a whole run."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""What a `Ledger` writes, when, and what it does where it cannot."""
+"""What a `Ledger` writes, when it writes, and what it does if it cannot write."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from ledgers import epoch_of, info_of, record, rows_of
 
 from odb_nodes import Ledger, StateError, audit
 from odb_nodes._support.checks import MAX_KEY
-from odb_nodes.training.ledger.history import Run, read_steps
+from odb_nodes.training.ledger.history import RecordedRun, read_steps
 from odb_nodes.training.ledger.records import MAX_REPEAT, ROW_BYTES
 
 KEYS = (st.integers(0, 9), st.integers(2**32 - 3, 2**32 + 3), st.integers(0, MAX_KEY))
@@ -45,7 +45,7 @@ def test_everything_that_is_recorded_is_read_again(tmp_path_factory, steps):
                 + [(key, source, 0, reason or "skipped") for key, source, reason in out]
             )
     assert rows_of(folder) == expected
-    assert not Run(folder).damage()
+    assert not RecordedRun(folder).damage()
 
 
 def test_steps_are_read_with_the_samples_of_each_rank(tmp_path):
@@ -107,7 +107,7 @@ def test_rank_and_world_size_are_those_of_the_job(tmp_path, monkeypatch):
     with Ledger(tmp_path / "new" / "folder") as ledger:
         ledger.record(info_of(0, [1]))
     assert ledger.path.name == "rank-00002.ledger"
-    (attempt,) = Run(ledger.path.parent).attempts
+    (attempt,) = RecordedRun(ledger.path.parent).attempts
     assert (attempt.rank, attempt.world_size) == (2, 4)
 
 

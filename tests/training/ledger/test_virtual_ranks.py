@@ -1,4 +1,4 @@
-"""What processes that host virtual ranks record: the same, on any number of them."""
+"""Processes that host virtual ranks record the same on any number of processes."""
 
 import os
 
@@ -80,7 +80,7 @@ def test_no_cut_of_a_process_that_hosts_them_reads_ok(tmp_path):
 
 
 def test_what_could_not_be_written_is_said_of_each_virtual_rank(tmp_path, monkeypatch):
-    """Of a process that hosts 2 of 2, the batches of step 1's second rank and of step 2."""
+    """The batches of step 1's second rank and of step 2, in a process that hosts both ranks."""
     steps = [info_of(number, [number], ends=number == 7, hosted=2) for number in range(8)]
     with Ledger(tmp_path) as ledger:
         for info in steps[:3]:

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import time
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,6 @@ from odb_nodes.core.planning import StepTime
 from odb_nodes.testing import SavedTensorMeter
 from odb_nodes.training.memory import (
     ShapeTooLargeError,
-    calibration,
     enable_checkpointing,
     find_budget,
     free_memory,
@@ -52,7 +52,7 @@ def peak_of(training, *shape):
 
 
 def most_rows(peak, limit_bytes, width):
-    """By brute force: the rows of a width that fit, where one more does not."""
+    """The most rows of a width that fit, by brute force."""
     low, high = 0, 1
     while peak(high, width) <= limit_bytes:
         low, high = high, 2 * high
@@ -218,7 +218,7 @@ def test_the_result_holds_no_tensors():
 def test_find_budget_returns_the_faster_and_the_slower_way_of_checkpointing(monkeypatch):
     training, clock = make_training(layers=4), [0.0]
     before = snapshot(training)
-    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
     def train_step(batch):
         clock[0] += 30.0 if "forward" in vars(training.model.blocks[0]) else 1.0
@@ -235,7 +235,7 @@ def test_find_budget_returns_the_faster_and_the_slower_way_of_checkpointing(monk
 
 def test_the_time_of_a_step_is_fitted_to_the_steps_that_fitted(monkeypatch):
     expected, clock = StepTime(base=0.05, tokens=2e-6, squares=1e-9), [0.0]
-    monkeypatch.setattr(calibration.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
     class Clocked(Device):
         def train_step(self, shape):

@@ -89,7 +89,7 @@ def test_a_forward_that_is_no_bound_method_is_kept():
     assert_equal(expected, loss_and_gradients(model)[0])
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_of_a_checkpointed_model_has_separate_weights(copied):
     model = small_lm()
     enable_checkpointing(model)

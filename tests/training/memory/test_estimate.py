@@ -50,7 +50,7 @@ def make(family, attention="sdpa"):
 
 
 def saved_bytes(model, rows, dtype):
-    """What autograd saves for a batch with padding, without the log-probabilities."""
+    """The bytes that autograd saves for a batch with padding, without the log-probabilities."""
     ids = torch.randint(5, VOCABULARY, (rows, WIDTH))
     mask = torch.ones_like(ids)
     mask[0, -1] = 0
@@ -149,5 +149,5 @@ test_a_model_that_cannot_be_estimated_is_an_error = refuses(
         (make("llama"), {"batch": "5"}, TypeError, "`batch` must be"),
         (make("llama"), {"optimizer": "shampoo"}, ValueError, "`optimizer` must be one of"),
     ],
-    lambda model, given: estimate_training_memory(model, **{"batch": 64, **given}),
+    lambda model, options: estimate_training_memory(model, **{"batch": 64, **options}),
 )

@@ -414,7 +414,7 @@ def test_bad_calls_of_backward_are_refused():
 
     class Engine(nn.Linear):
         def backward(self, loss):
-            """As DeepSpeed's has."""
+            """A model with its own `backward`, like DeepSpeed's engine."""
 
     with pytest.raises(TypeError, match="`Engine` overrides `backward`"):
         next(steps).backward(Engine(1, 1), loss_of(model))

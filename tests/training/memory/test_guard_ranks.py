@@ -44,11 +44,11 @@ with Ledger(sys.argv[2]) as ledger:
     for step in guard:
         step.backward(model, loss_of(model))
         ids = [samples[key]["id"] for info in step.infos for key in info.keys]
-        skipped.extend(samples[one.key]["id"] for info in step.infos for one in info.left_out)
+        skipped.extend(samples[out.key]["id"] for info in step.infos for out in info.left_out)
         groups = [group for of_rank in r.gathered([ids]) for group in of_rank if group]
-        found = gradient_of(model)
-        expected = one_process.gradient(groups, "exact") if groups else 0 * found
-        errors.append(relative_error(found, expected))
+        actual = gradient_of(model)
+        expected = one_process.gradient(groups, "exact") if groups else 0 * actual
+        errors.append(relative_error(actual, expected))
         for info in step.infos:
             ledger.record(info)
         seen.extend(ids)
@@ -115,8 +115,10 @@ def test_all_ranks_end_with_an_error_if_a_step_cannot_be_computed(tmp_path, how,
     assert all(code and text in errors for code, errors in ends)
     assert any("StepMemoryError: step" in errors for _, errors in ends)
     if "on_oom" in how:  # at the same step
-        (one, other) = (e.partition("StepMemoryError: ")[2].partition(" fits")[0] for _, e in ends)
-        assert one == other
+        (first, second) = (
+            e.partition("StepMemoryError: ")[2].partition(" fits")[0] for _, e in ends
+        )
+        assert first == second
 
 
 ENDS = (
@@ -242,10 +244,10 @@ from torch.nn.parallel import DistributedDataParallel
 model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
 DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
 whole = DistributedDataParallel(model)
-for one in model.parameters():
-    one.grad = one.new_full(one.shape, 1.0 + 2 * rank)
+for weight in model.parameters():
+    weight.grad = weight.new_full(weight.shape, 1.0 + 2 * rank)
 average_gradients(whole)
-print(json.dumps([float(one.grad.mean()) for one in model.parameters()]))
+print(json.dumps([float(weight.grad.mean()) for weight in model.parameters()]))
 """
 
 

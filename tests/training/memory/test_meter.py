@@ -59,12 +59,12 @@ def test_the_peak_is_that_of_allocated_bytes_since_reset(gpu):
 
 
 @pytest.mark.parametrize(
-    ("device", "asked"),
+    ("device", "expected"),
     [(None, "cuda:1"), (3, "cuda:3"), ("cuda:2", "cuda:2"), (torch.device("cuda", 0), "cuda:0")],
 )
-def test_it_measures_one_device(gpu, device, asked):
+def test_it_measures_one_device(gpu, device, expected):
     CudaMeter(device).reset()
-    assert gpu.asked == {torch.device(asked)}
+    assert gpu.asked == {torch.device(expected)}
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from monitors import loader_of, loss_of, steps_of
 from odb_nodes import Observation, ODBDataLoader, PeerError, StateError, pop_step_info
 from odb_nodes.core.planning import StepTime
 from odb_nodes.training.monitor import Monitor, read_run, report
+from odb_nodes.training.monitor.counts import Counts
 from odb_nodes.training.monitor.watching import RunWarnings
-from odb_nodes.training.monitor.window import Counts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*waiting for batches")
 
@@ -41,21 +41,21 @@ def test_ranks_write_one_file_with_the_mean_over_all_targets(tmp_path):
                 monitor.step(batch, info, loss=loss, ooms=exchange.rank, lr=5.0 + exchange.rank)
         return infos
 
-    both = on_ranks(2, run)
+    infos_of_ranks = on_ranks(2, run)
     (epoch,) = read_run(tmp_path).epochs
     assert read_run(tmp_path).attempts[0]["world_size"] == 2
     weighted = sum(
         (float(loss_of(info)) + rank) * info.local_targets
-        for rank, infos in enumerate(both)
+        for rank, infos in enumerate(infos_of_ranks)
         for info in infos
         if info.local_targets
     )
-    targets = sum(info.local_targets for infos in both for info in infos)
+    targets = sum(info.local_targets for infos in infos_of_ranks for info in infos)
     assert epoch["sum"]["targets"] == targets
     assert epoch["mean"]["loss"] == pytest.approx(weighted / targets, rel=1e-14)
     assert epoch["sum"]["samples"] == 80 and epoch["last"]["lr"] == 5.0  # of rank 0
-    assert epoch["sum"]["ooms"] == epoch["sum"]["optimizer_steps"] == len(both[0])
-    padded = [[info.local_padded_tokens for info in infos] for infos in both]
+    assert epoch["sum"]["ooms"] == epoch["sum"]["optimizer_steps"] == len(infos_of_ranks[0])
+    padded = [[info.local_padded_tokens for info in infos] for infos in infos_of_ranks]
     busiest = sum(map(max, *padded))
     assert epoch["mean"]["rank_balance"] == pytest.approx(sum(map(sum, padded)) / (2 * busiest))
 

@@ -56,7 +56,7 @@ def test_killed_ranks_resume_in_one_file(tmp_path):
 
 
 def test_another_number_of_ranks_resumes_in_one_file(tmp_path):
-    """The checkpoint is of step 4; records had 3 steps each, so step 4 is in that of the epoch."""
+    """The checkpoint is of step 4, and records had 3 steps: step 4 is in the epoch's record."""
     for world_size, kill_at in ((2, 7), (3, 0)):
         with RankJob(tmp_path, TRAIN, world_size, str(tmp_path), str(kill_at)) as job:
             results = job.results()

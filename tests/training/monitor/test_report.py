@@ -109,8 +109,8 @@ def test_figures_have_a_series_for_each_run_with_the_values_of_the_records(runs)
     assert [curve.name for curve in loss.data] == ["a &lt;b&gt;", "other"]  # the legend reads HTML
     for folder, drawn in zip(runs, loss.data, strict=True):
         steps = read_run(folder).steps
-        assert list(drawn.x) == [one["step"] for one in steps]
-        assert list(drawn.y) == [one["mean"]["loss"] for one in steps]
+        assert list(drawn.x) == [record["step"] for record in steps]
+        assert list(drawn.y) == [record["mean"]["loss"] for record in steps]
     tokens = [record["sum"]["tokens"] for record in read_run(runs[1]).steps]
     over_tokens = figures["Loss over real tokens, nats per supervised token"].data[1]
     assert list(over_tokens.x) == [sum(tokens[: n + 1]) for n in range(len(tokens))]

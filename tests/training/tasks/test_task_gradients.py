@@ -31,7 +31,7 @@ def even():
 
 
 def added(kind, accumulate=1):
-    """What adds the batches of one optimizer step, and the arguments for each."""
+    """The function that adds the batches of an optimizer step, and its arguments for each batch."""
     model = Model()
     tasks = kind(even(), model.trunk.parameters())
     batches = islice(loader_of(regression(), accumulate=accumulate), accumulate)
@@ -225,20 +225,20 @@ info = pop_step_info(batch)
 
 def error(kind, weight=1.0, late=0, steps=1, loads=None, **options):
     model, weights = Model(), TaskWeights({"far": weight, "near": 1.0})
-    found = kind(weights, model.trunk.parameters(), **{"timeout_s": 20, **options})
-    add = found.observe if kind is GradNorm else found.backward
+    balance = kind(weights, model.trunk.parameters(), **{"timeout_s": 20, **options})
+    add = balance.observe if kind is GradNorm else balance.backward
     try:
         for number in range(steps):
             if number and loads is not None:
-                found.load_state_dict({**found.state_dict(), "steps": loads})
+                balance.load_state_dict({**balance.state_dict(), "steps": loads})
             add(model.losses(batch), replace(info, step=info.step + number + late * number))
             if "timeout_s" not in options or rank == 0:
-                found.step()
+                balance.step()
     except (PeerError, StateError) as error:
         return str(error)
 
 
-found = [
+errors = [
     error(GradNorm, weight=1.0 + rank),
     error(GradNorm, rule=("gradnorm", "ratio")[rank]),
     error(GradNorm, every=1 + rank),
@@ -252,9 +252,9 @@ found = [
     error(GradNorm, late=rank, steps=2),
 ]
 start_s = time.monotonic()
-found.append(error(GradNorm, timeout_s=2))  # rank 1 does not come
+errors.append(error(GradNorm, timeout_s=2))  # rank 1 does not come
 assert time.monotonic() - start_s < 15
-print(json.dumps(found))
+print(json.dumps(errors))
 """
 
 
@@ -411,8 +411,8 @@ from task_models import NEAR_FAR, loader_of, projected_gradients, regression
 
 data = regression()[rank::world_size]
 loader = loader_of(data, sharded=True, shuffle=False, timeout_s=20)
-found = projected_gradients(loader, NEAR_FAR[:: 1 - 2 * rank])  # named in another order
-print(json.dumps([own.tolist() for own, _ in found]))
+projected = projected_gradients(loader, NEAR_FAR[:: 1 - 2 * rank])  # named in another order
+print(json.dumps([gradient.tolist() for gradient, _ in projected]))
 """
 
 

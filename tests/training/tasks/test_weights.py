@@ -41,7 +41,7 @@ def token_losses(model, batch):
 
 
 def expected_gradient(samples, weights):
-    """By hand, a sample at a time."""
+    """The weighted mean by hand, a sample at a time."""
     model, total, weighed = LanguageModel(), 0.0, 0.0
     for sample in samples:
         batch = {key: torch.as_tensor(sample[key])[None] for key in ("input_ids", "labels")}
@@ -53,7 +53,7 @@ def expected_gradient(samples, weights):
 
 
 def gradients_of_rank(loader, model, weights):
-    """Of each optimizer step: this rank's gradient, and the ids of its samples."""
+    """Yield this rank's gradient of each optimizer step, and the ids of its samples."""
     task_weights, gradients, ids = TaskWeights(weights), [], []
     for batch in loader:
         info, options = pop_step_info(batch), {"position_ids": batch.get("position_ids")}

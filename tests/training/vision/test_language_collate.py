@@ -204,7 +204,7 @@ def test_late_patches_are_the_same_in_an_eighth_of_the_memory():
     assert batch.keys() == expected.keys()
     assert all(torch.equal(batch[key], expected[key]) for key in expected)
     assert [observe_sample(sample)[1:] for sample in carried] == [
-        observe_sample(one)[1:] for one in samples(indices)
+        observe_sample(sample)[1:] for sample in samples(indices)
     ]
     (early,) = samples([5])
     assert 8 * sum(image.nbytes for image in carried[-1]["images"]) == early["pixel_values"].nbytes

@@ -28,11 +28,11 @@ def test_ranks_without_images_take_part_and_change_nothing(name, tmp_path):
 
 def test_ranks_with_workers_agree_on_the_images_of_a_mixture(tmp_path):
     body = """
-    import mixed_images as m
+    import mixed_images
     from odb_nodes.testing import assert_resumes_exactly
     from odb_nodes.tools.source_report import SourceReport
     def make(num_workers=0):
-        return m.make(sys.argv[1], num_workers=num_workers, timeout_s=60.0)
+        return mixed_images.make(sys.argv[1], num_workers=num_workers, timeout_s=60.0)
     report, rows = SourceReport(), []
     with make(num_workers=1) as loader:
         for batch in loader:

@@ -188,7 +188,7 @@ def varlen(module, query, key, value, attention_mask, *, scaling, is_causal=None
 
 @pytest.mark.parametrize("kind", [*QWEN[:3], "Llava"])
 def test_kernels_for_variable_lengths_find_the_samples(kind, monkeypatch):
-    """They go by `cu_seq_lens_q`; vision towers by bounds of their own, beside those of the row."""
+    """Text layers use `cu_seq_lens_q`; vision towers use other bounds, which the row has, too."""
     monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", varlen)
     group, model = group_of(kind), network(kind)
     batch = packing(kind)(group)
@@ -261,8 +261,10 @@ def test_ranks_without_images_take_part():
         assert len({"pixel_values" in batch for batch in step_batches}) == 1
         assert len({info.all_targets for info in infos}) == 1
         targets = [int((batch["labels"][:, 1:] != -100).sum()) for batch in step_batches]
-        taken = [0 if info.is_filler else count for info, count in zip(infos, targets, strict=True)]
-        assert infos[0].all_targets == sum(taken)
+        counts = [
+            0 if info.is_filler else count for info, count in zip(infos, targets, strict=True)
+        ]
+        assert infos[0].all_targets == sum(counts)
 
 
 # --- what is refused ----------------------------------------------------------------------------

@@ -331,9 +331,9 @@ class GlooExchange(Exchange):
         To delete the group would wait for the other ranks; for the tensors see `_kept`.
         """
         if self._pending is None and work is not None:
-            compat.keep(self._kept)
+            compat.keep_alive(self._kept)
         elif self._pending is not None and work is None:
-            compat.release(self._kept)
+            compat.stop_keeping_alive(self._kept)
         self._pending = work
 
 

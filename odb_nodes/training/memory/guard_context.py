@@ -1,4 +1,4 @@
-"""What the steps of a guard share: the limit, the ranks, and the counts."""
+"""The limit, the other ranks and the counts of an `OomGuard`, which its steps share."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from odb_nodes.core.planning.group_costs import cost_of_group
 from odb_nodes.core.step_info import StepInfo, pop_step_info
 from odb_nodes.errors import PeerError
 from odb_nodes.training.memory.meter import MemoryMeter, check_meter, is_out_of_memory, measuring
-from odb_nodes.training.memory.parts import Part
+from odb_nodes.training.memory.step_parts import StepPart
 
 logger = logging.getLogger("odb_nodes")
 
 OnOom = Literal["split", "skip", "raise"]
 
-_LEAST_FAILED_SHARE = 0.25  # of the limit: for `shrink`, a failed part costs at least this
+_LEAST_FAILED_SHARE = 0.25  # share of the limit: `shrink` counts a failed part as at least this
 
 
-class GuardState:
-    """The state of an `OomGuard`. Its steps read it, and change it by calling its methods."""
+class GuardContext:
+    """What the steps of an `OomGuard` share: the limit, the other ranks, and the counts."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class GuardState:
             check_number("shrink", shrink, "(0, 1)")
         _check_graph(budget, self.aligner, shrink)
         budget_tokens = None if budget is None else budget.tokens
-        self.loader, self.on_oom, self._shrink = loader, on_oom, shrink
+        self.on_oom, self._shrink = on_oom, shrink
         self.guard_above = guard_above
         self.limit = budget_tokens if limit is None else check_count("limit", limit)
         self.fitting_cost = self.limit  # a batch of this cost fits on this rank
@@ -66,23 +66,26 @@ class GuardState:
         self.channel: Channel | None = None
         self.rank = 0
         self.watch: FailureWatch | None = None
-        # Models that passed `check_has_all`. The guard must not keep them alive: freeing DDP after
-        # `destroy_process_group` may hang, waiting for threads with the GIL that these need.
-        self._checked_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        # Models that passed `check_has_all`. The guard must not keep a model alive: freeing DDP
+        # after `destroy_process_group` may hang, holding the GIL that DDP's threads need.
+        self.checked_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._skipped_in_a_row = 0  # samples of all ranks, in the last steps, all skipped whole
         self.ooms = self.split_steps = self.skipped_samples = 0
         self.peak_share = 0.0
-        self.begin_metrics()
-
-    def begin_metrics(self) -> None:
-        """Reset the counts of `take_metrics`."""
-        self._ooms_before = self.ooms
+        # Since the last `take_counts`:
+        self._new_ooms = self._new_parts = self._new_batches = 0
         self._new_share = 0.0  # like `peak_share`
-        self._new_parts = self._new_batches = 0  # computed
+
+    def take_counts(self) -> tuple[int, int, int, float]:
+        """Return the out-of-memory errors, parts, batches and peak share since the last call."""
+        counts = self._new_ooms, self._new_parts, self._new_batches, self._new_share
+        self._new_ooms = self._new_parts = self._new_batches = 0
+        self._new_share = 0.0
+        return counts
 
     # --- the other ranks --------------------------------------------------------------------------
 
-    def meet(self, holder: str) -> None:
+    def connect(self, owner: str) -> None:
         """Connect to the other ranks, and compare the options that all ranks must share."""
         if self.aligner is None:
             return
@@ -91,7 +94,7 @@ class GuardState:
             return
         if self._peers is None:
             self._peers = self.aligner.peers.another(2 * self.aligner.accumulate)
-        self.leave()
+        self.stop_watching()
         self._peers.begin()
         self.channel, self.rank = self._peers.channel, self._peers.channel.rank
         options = {
@@ -100,10 +103,10 @@ class GuardState:
             "limit": self.limit,
             "shrink": self._shrink,
         }
-        self.channel.agree({holder: options})
+        self.channel.agree({owner: options})
         self.watch = FailureWatch(self.channel)
 
-    def leave(self) -> None:
+    def stop_watching(self) -> None:
         """End the watch: the loop is over, and this rank waits for no other rank."""
         if self.watch is not None:
             self.watch.close()
@@ -118,34 +121,26 @@ class GuardState:
         self._peers.fail(error, where)
 
     def raise_published(self, error: BaseException) -> None:
-        """Raise the error that another rank has published, if any: it caused this rank's error."""
+        """Raise the error that another rank has published, if any: it is the cause of `error`."""
         published = None if self.watch is None else self.watch.read()
         if published is not None:
             raise published from error
 
     # --- the parts of a step ----------------------------------------------------------------------
 
-    def guards(self, infos: Sequence[StepInfo]) -> bool:
-        """Tell whether a step may run out of memory; all ranks decide alike."""
+    def is_guarded(self, infos: Sequence[StepInfo]) -> bool:
+        """Tell whether a step may run out of memory; the answer is equal on all ranks."""
         most = max(info.most_cost for info in infos)
         return self.limit is None or most > self.guard_above * self.limit
 
-    def collate(self, part: Part) -> Any:
+    def collate(self, part: StepPart) -> Any:
         """Return the batch of a part."""
         batch = self.collator.collate(part.samples, part.info, part.number)
         pop_step_info(batch)
         return batch
 
-    def has_checked(self, model: nn.Module) -> bool:
-        """Tell whether a loss of the model was found to train no other parameters."""
-        return model in self._checked_models
-
-    def note_checked(self, model: nn.Module) -> None:
-        """Note that no further loss of this model needs to be checked."""
-        self._checked_models.add(model)
-
     @contextmanager
-    def computing(self, part: Part) -> Iterator[None]:
+    def computing(self, part: StepPart) -> Iterator[None]:
         """Measure a part; with `on_oom="raise"`, count out-of-memory errors here."""
         meter = self.meter
         try:
@@ -162,9 +157,10 @@ class GuardState:
                 self.note_oom(part, "the error is raised", shrinks=False)
             raise
 
-    def note_oom(self, failed: Part, remedy: str, *, shrinks: bool = True) -> None:
+    def note_oom(self, failed: StepPart, remedy: str, *, shrinks: bool = True) -> None:
         """Count and log an out-of-memory error, and request a smaller budget."""
         self.ooms += 1
+        self._new_ooms += 1
         logger.warning(
             "rank %d ran out of memory in step %d of epoch %d, with %d samples, %d tokens: %s",
             self.rank,
@@ -181,18 +177,13 @@ class GuardState:
             if self.aligner is not None:
                 self.aligner.request_budget(self.fitting_cost)
 
-    def note_skipped(self, failed: Part) -> None:
-        """Count a sample that does not fit alone, and is skipped."""
-        self.note_oom(failed, "the sample is skipped, and the step is recomputed")
-        self.skipped_samples += not failed.info.is_filler
-
     def note_step(self, parts: int, batches: int) -> None:
         """Count a step of `batches` batches that was computed in `parts` parts."""
         self.split_steps += parts > batches
         self._new_parts += parts
         self._new_batches += batches
 
-    def samples_skipped_in_a_row(self, info: StepInfo, *, is_skipped: bool) -> int:
+    def count_skipped_in_a_row(self, info: StepInfo, *, is_skipped: bool) -> int:
         """Count a step; return the samples of all ranks in the last steps, if all were skipped."""
         samples = self._skipped_in_a_row + info.optimizer_samples
         self._skipped_in_a_row = samples if is_skipped else 0

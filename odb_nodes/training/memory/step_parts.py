@@ -18,15 +18,15 @@ OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """Samples that are computed at once: a batch of an optimizer step, or a part of it."""
 
     batch: int  # number of the batch in the step
-    samples: list[Sample]  # in the order of the batch
-    info: StepInfo  # of these samples; its `loss_scale` weighs their mean loss
+    samples: list[Sample]  # sorted as in the batch
+    info: StepInfo  # counts these samples; `loss_scale` weighs their mean loss
     cost: int  # in the unit of the budget
     is_whole: bool  # whether these are all samples of the planned batch
-    number: int = 0  # of the part in its batch
+    number: int = 0  # number of the part in the batch
 
 
 class StepParts:
@@ -47,21 +47,21 @@ class StepParts:
     def __len__(self) -> int:
         return sum(map(len, self._parts)) + sum(self._fillers)
 
-    def __iter__(self) -> Iterator[Part]:
-        return chain.from_iterable(map(self.of, range(len(self._parts))))
+    def __iter__(self) -> Iterator[StepPart]:
+        return chain.from_iterable(map(self.of_batch, range(len(self._parts))))
 
-    def of(self, number: int) -> Iterator[Part]:
+    def of_batch(self, number: int) -> Iterator[StepPart]:
         """Yield the parts of a batch."""
         parts, info = self._parts[number], self._kept(number)
         is_whole = len(parts) == 1 and not self._skipped[number]
         for place, samples in enumerate(parts):
             part_info = info if is_whole else self._part_info(info, samples)
-            yield Part(number, samples, part_info, self._cost(samples), is_whole, place)
+            yield StepPart(number, samples, part_info, self._cost(samples), is_whole, place)
         for place in range(len(parts), len(parts) + self._fillers[number]):
             samples = [*chain(*parts)]
             filler = [samples[best_filler(SampleBlock.of(samples))]]
             filler_info = replace(_with_rows(info, []), is_filler=True, loss_scale=0.0)
-            yield Part(number, filler, filler_info, self._cost(filler), False, place)
+            yield StepPart(number, filler, filler_info, self._cost(filler), False, place)
 
     def halve(self, cost: int) -> bool:
         """Halve each part that costs at least `cost`; return whether any was halved."""
@@ -70,17 +70,17 @@ class StepParts:
             self._parts[number] = []
             for samples in parts:
                 is_halved = len(samples) > 1 and self._cost(samples) >= cost
-                self._parts[number] += _cut(samples, 2) if is_halved else [samples]
+                self._parts[number] += _cut_by_length(samples, 2) if is_halved else [samples]
                 is_any_halved |= is_halved
         return is_any_halved
 
     def cut(self, pieces: int) -> None:
         """Cut each batch into `pieces` parts by length; filler parts have weight 0."""
         for number, (samples,) in enumerate(self._parts):
-            self._parts[number] = _cut(samples, pieces)
+            self._parts[number] = _cut_by_length(samples, pieces)
             self._fillers[number] = pieces - len(self._parts[number])
 
-    def skip(self, part: Part) -> None:
+    def skip(self, part: StepPart) -> None:
         """Leave out the samples of a part."""
         parts = self._parts[part.batch]
         self._parts[part.batch] = [samples for samples in parts if samples is not part.samples]
@@ -93,31 +93,34 @@ class StepParts:
             (len(samples), sum(sample.targets for sample in samples)) for samples in self._skipped
         ]
 
-    def skipped_parts(self) -> Iterator[tuple[Part, Part | None]]:
+    def skipped_parts(self) -> Iterator[tuple[StepPart, StepPart | None]]:
         """Yield the skipped and the kept samples of each batch that has skipped some, as parts."""
         for number, samples in enumerate(self._skipped):
             if samples:
                 info = self._weighed(_with_rows(self._infos[number], samples))
-                skipped = Part(number, samples, info, self._cost(samples), is_whole=False)
+                skipped = StepPart(number, samples, info, self._cost(samples), is_whole=False)
                 kept = [*chain(*self._parts[number])]
                 info = self._kept(number)
-                yield skipped, Part(number, kept, info, self._cost(kept), False) if kept else None
+                yield (
+                    skipped,
+                    StepPart(number, kept, info, self._cost(kept), False) if kept else None,
+                )
 
-    def loss_factor(self, left_out: Sequence[tuple[int, int]]) -> float:
+    def loss_factor(self, skipped: Sequence[tuple[int, int]]) -> float:
         """Return the factor of the gradients once samples were skipped, on any rank."""
         before = self._infos[0]
-        after = _without(before, *map(sum, zip(*left_out, strict=True)))
+        after = _without(before, *map(sum, zip(*skipped, strict=True)))
         if self._rule.scaling == "none":
             return 1.0
         counted = "optimizer_samples" if self._rule.scaling == "approx" else "optimizer_targets"
         old, new = getattr(before, counted), getattr(after, counted)
         return old / new if new else 0.0
 
-    def infos(self, left_out: Sequence[tuple[int, int]]) -> list[StepInfo]:
+    def infos(self, skipped: Sequence[tuple[int, int]]) -> list[StepInfo]:
         """Return the `StepInfo` of each batch without skipped samples."""
-        samples, targets = map(sum, zip(*left_out, strict=True))
+        samples, targets = map(sum, zip(*skipped, strict=True))
         infos = []
-        for number, (all_samples, all_targets) in enumerate(left_out):
+        for number, (all_samples, all_targets) in enumerate(skipped):
             info = _without(self._kept(number), samples, targets)
             info = replace(
                 info,
@@ -168,6 +171,6 @@ def _without(info: StepInfo, samples: int, targets: int) -> StepInfo:
     )
 
 
-def _cut(samples: Sequence[Sample], pieces: int) -> list[list[Sample]]:
+def _cut_by_length(samples: Sequence[Sample], pieces: int) -> list[list[Sample]]:
     parts = cut_by_length([sample.tokens for sample in samples], pieces)
     return [[samples[index] for index in part] for part in parts]

@@ -65,7 +65,7 @@ class StepMeter:
             info: the `StepInfo` of the batch.
             wait_s: seconds that the trainer waited for the batch.
         """
-        self._rows.extend(row_of(batch, info, wait_s))
+        self._rows.extend(micro_step_row(batch, info, wait_s))
         self._optimizer_steps += info.ends_optimizer_step
 
     def take(self) -> tuple[torch.Tensor, int, float]:
@@ -99,7 +99,7 @@ class StepMeter:
         return summarize(gathered.flatten(0, -3).cpu(), steps, seconds)
 
 
-def row_of(batch: Mapping[str, Any], info: StepInfo, wait_s: float) -> list[int]:
+def micro_step_row(batch: Mapping[str, Any], info: StepInfo, wait_s: float) -> list[int]:
     """Return the counts of a micro-step, as `StepMeter.take` returns them."""
     ids, padded_tokens = batch.get("input_ids"), info.local_padded_tokens
     if not padded_tokens and isinstance(ids, torch.Tensor):
@@ -145,12 +145,12 @@ def rates(sums: Mapping[str, float]) -> dict[str, float]:
     """Return shares and rates by name, over all ranks.
 
     - `padding_share`: share of padding among the computed tokens, filler steps included.
-    - `rank_balance`: computed tokens of the ranks, divided by their number if every rank had as
-      many in each step as the busiest rank.
-    - `time_balance`: the same for times, by the `StepTime` of the `RankAligner`, or by a typical
-      model without one; image patches are not counted. Left out where `step_time` is a function.
+    - `rank_balance`: computed tokens of all ranks, as a share of what they would compute if every
+      rank had as many tokens in each step as the busiest rank.
+    - `time_balance`: the same for times, by the `StepTime` of the `RankAligner`, or else of a
+      typical model; image patches are not counted. Left out if `step_time` is a function.
     - `filler_share`: share of filler steps among the micro-steps.
-    - `data_wait_share`: share of the time spent waiting for batches, mean over ranks.
+    - `data_wait_share`: share of the time spent waiting for batches, as a mean over ranks.
     - `real_tokens_per_step`, `samples_per_step`: per optimizer step, all ranks together.
     - `real_tokens_per_s`, `samples_per_s`: per second, all ranks together.
     """
@@ -177,8 +177,9 @@ def rates(sums: Mapping[str, float]) -> dict[str, float]:
 class Counts:
     """Counts of steps by name, as plain numbers: of one rank, or of all ranks."""
 
-    # Of one rank only: the integers of each micro-step (see `StepMeter.take`); its number of pairs
-    # of tokens that attend to each other; source -> samples; "rows x width" -> batches.
+    # In the counts of one rank only: the integers of each micro-step (see `StepMeter.take`); pairs
+    # of tokens that attend to each other, by micro-step; source -> samples; "rows x width" ->
+    # batches.
     rows: list[int] = field(default_factory=list)
     squares: list[int] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=dict)
@@ -187,7 +188,7 @@ class Counts:
     totals: dict[str, float] = field(default_factory=dict)  # sums of value x weight
     weights: dict[str, float] = field(default_factory=dict)  # sums of the weights
     peaks: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)  # of rank 0, in counts of all ranks
+    last: dict[str, float] = field(default_factory=dict)  # rank 0's, in counts of all ranks
 
     @classmethod
     def over_ranks(cls, ranks: Sequence[Counts], step_time: StepTime | None = TYPICAL) -> Counts:
@@ -262,7 +263,7 @@ class Counts:
         }
 
 
-class Window:
+class PendingCounts:
     """Counts the micro-steps of this rank since the last record; `read` reads the tensors."""
 
     def __init__(self, counts: Counts, samples: list[SampleLoss] | None) -> None:
@@ -272,7 +273,7 @@ class Window:
         self._squares: list[Number] = []
         self._values: list[Value] = []
         self._last: dict[str, Number] = {}
-        self._rows: list[tuple[RowLosses, StepInfo, int]] = []
+        self._row_losses: list[tuple[RowLosses, StepInfo, int]] = []
 
     def __len__(self) -> int:
         return len(self.counts.rows) // COLUMNS
@@ -283,7 +284,7 @@ class Window:
         if isinstance(ids, torch.Tensor) and ids.ndim > 1:
             shape = f"{ids.shape[0]}x{ids.shape[1]}"
             counts.shapes[shape] = counts.shapes.get(shape, 0) + 1
-        counts.rows += row_of(batch, info, wait_s)
+        counts.rows += micro_step_row(batch, info, wait_s)
         self._squares.append(_squares_of(batch))
         counts.count("optimizer_steps", info.ends_optimizer_step)
         counts.count("targets", 0 if info.is_filler else info.local_targets)
@@ -307,7 +308,7 @@ class Window:
         """Add the losses of the samples of a batch, for their tasks and for `samples`."""
         if count := len(info.keys):
             sums, targets = losses.sums.detach()[:count], losses.targets[:count]
-            self._rows.append((RowLosses(sums, targets), info, rank))
+            self._row_losses.append((RowLosses(sums, targets), info, rank))
 
     def read(self, seconds: float) -> Counts:
         """Return the counts of the last `seconds`; waits for the devices of the values."""
@@ -321,17 +322,17 @@ class Window:
         counts.last |= zip(self._last, _to_floats([*self._last.values()]), strict=True)
         counts.squares += map(int, _to_floats(self._squares))
         self._read_row_losses()
-        for pending in (self._values, self._squares, self._last, self._rows):
-            pending.clear()
+        for unread in (self._values, self._squares, self._last, self._row_losses):
+            unread.clear()
         counts.sums["rank_seconds"] = seconds
         return counts
 
     def _read_row_losses(self) -> None:
-        if not self._rows:
+        if not self._row_losses:
             return
-        parts = zip(*(losses for losses, *_ in self._rows), strict=True)
+        parts = zip(*(losses for losses, *_ in self._row_losses), strict=True)
         rows = zip(*(torch.cat(part).tolist() for part in parts), strict=True)
-        for _, info, rank in self._rows:
+        for _, info, rank in self._row_losses:
             for key, source, task, repeat in zip(
                 info.keys, info.row_sources, info.row_tasks, info.row_repeats, strict=True
             ):
@@ -370,7 +371,7 @@ def _squares_of(batch: Mapping[str, Any]) -> Number:
         return 0
     rows, width = ids.shape
     if rows == 1 and isinstance(positions, torch.Tensor) and positions.shape[-2:] == ids.shape:
-        text = positions.reshape(-1, width)[0]  # of (4, 1, T): positions of the text
+        text = positions.reshape(-1, width)[0]  # row 0 of (4, 1, T) has the positions of the text
         return text.sum() * 2 + width  # l**2 is the sum of the first l odd numbers
     return rows * width * width
 

@@ -6,13 +6,16 @@ import importlib
 import math
 import operator
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from numbers import Real
 from types import ModuleType, NoneType, UnionType
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 MAX_COUNT = 2**31 - 1  # largest count: state stores counts as 32-bit integers
 MAX_KEY = 2**63 - 1  # largest key of a sample
+
+C = TypeVar("C", bound=type)
 
 
 def check_integer(name: str, value: object) -> int:
@@ -153,3 +156,27 @@ def import_extra(module: str, extra: str) -> ModuleType:
             f"`{module}` cannot be imported ({error}). Install it with: "
             f"pip install 'odb-nodes[{extra}]'"
         ) from error
+
+
+def explains_arguments(owner: str, instead: Mapping[str, str]) -> Callable[[C], C]:
+    """Return a class decorator: arguments of `owner` that the class lacks are named in the error.
+
+    instead: name of the argument -> what to pass in its place.
+    """
+
+    def decorate(decorated: C) -> C:
+        init: Callable[..., None] = vars(decorated)["__init__"]
+
+        @wraps(init)
+        def checked(self: Any, *args: Any, **options: Any) -> None:
+            if unknown := [name for name in options if name in instead]:
+                raise TypeError(
+                    f"`{unknown[0]}` is an argument of {owner} that `{type(self).__name__}` does "
+                    f"not have: {instead[unknown[0]]}."
+                )
+            init(self, *args, **options)
+
+        setattr(decorated, "__init__", checked)  # noqa: B010
+        return decorated
+
+    return decorate

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from odb_nodes.core.contract import NodeState
+from odb_nodes.core.contract.config import CHANGE_REMEDY
 from odb_nodes.core.loader.dataloader import ODBDataLoader
 from odb_nodes.core.loader.reshard_nodes import check_same
 from odb_nodes.errors import PositionError, StateError
@@ -63,4 +64,4 @@ def begin_or_resume(loader: ODBDataLoader, remedy: str) -> Iterator[Any]:
     except PositionError:  # The state fits, but the loader cannot go to this position.
         raise
     except StateError as error:
-        raise StateError(f"{error} {remedy}") from error
+        raise StateError(f"{str(error).removesuffix(CHANGE_REMEDY).rstrip()} {remedy}") from error

@@ -14,11 +14,15 @@ from odb_nodes.errors import StateError
 
 Config = Mapping[str, Any]
 
-_REMEDY = (
+CHANGE_REMEDY = (
     "Build the graph as it was, or load with `strict=False` if the change is meant (after "
     "`Checkpoints.load`: `loader.load_state_dict(loader.state_dict(), strict=False)`): the rest of "
     "the epoch then differs, and after a change of the order of samples it may repeat or miss "
     "some. Within an epoch, a change that a plan depends on is refused even then."
+)
+_CHANGE_ACCEPTED = (
+    "By `strict=False` the run continues with the change: the rest of the epoch differs, and after "
+    "a change of the order of samples it may repeat or miss some."
 )
 _LOAD_SMALLER = "To resume with a smaller budget, load with `change_budget=True`. "
 _ONLY_SMALLER = "With `change_budget=True` the limits of a budget may only become smaller. "
@@ -69,8 +73,8 @@ def check_config(node: str, saved: Config, present: Config, fixed: Collection[st
             "epoch."
         )
     if not loading().may_differ:
-        raise StateError(message + _REMEDY)
-    warn_user(message + _REMEDY)
+        raise StateError(message + CHANGE_REMEDY)
+    warn_user(message + _CHANGE_ACCEPTED)
 
 
 def several_changes(nodes: Iterable[tuple[str, Config]], state: object) -> str | None:
@@ -82,7 +86,7 @@ def several_changes(nodes: Iterable[tuple[str, Config]], state: object) -> str |
     present, saved = _unique(nodes), _unique(configs)
     pairs = {name: (saved[name], present[name]) for name in present if name in saved}
     changed = {name: pair for name, pair in pairs.items() if _changes(*pair)}
-    return _message(changed) + _REMEDY if len(changed) > 1 else None
+    return _message(changed) + CHANGE_REMEDY if len(changed) > 1 else None
 
 
 def _unique(named: Iterable[tuple[str, Config]]) -> dict[str, Config]:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
-from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 from torchdata.nodes import BaseNode
 
 from odb_nodes._compat.accelerate import has_accelerator
-from odb_nodes._support.checks import check_type
+from odb_nodes._support.checks import check_type, explains_arguments
 from odb_nodes._support.text import counted
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.alignment.aligned_round import LossScaling
@@ -41,8 +40,6 @@ from odb_nodes.core.sources.mixing import Weights
 from odb_nodes.core.sources.source_mixer import SourceMixer
 from odb_nodes.errors import StateError
 
-F = TypeVar("F", bound=Callable[..., None])
-
 _TORCH_ARGUMENTS = {
     "batch_size": "`token_budget=` bounds a batch, and `TokenBudget(max_samples=)` its samples",
     "batch_sampler": "batches are formed here: pass a `sampler`",
@@ -61,19 +58,7 @@ _ACCELERATE_INTEGRATIONS = ("accelerate", "huggingface", "lightning")
 _ARGUMENTS = frozenset({"dataset", *LoaderOptions.__dataclass_fields__})
 
 
-def _explains_arguments_of_torch(init: F) -> F:
-    @wraps(init)
-    def checked(self: Any, *args: Any, **options: Any) -> None:
-        if unknown := [name for name in options if name in _TORCH_ARGUMENTS]:
-            raise TypeError(
-                f"`{unknown[0]}` is an argument of `DataLoader` that `{type(self).__name__}` does "
-                f"not have: {_TORCH_ARGUMENTS[unknown[0]]}."
-            )
-        init(self, *args, **options)
-
-    return cast(F, checked)
-
-
+@explains_arguments("`DataLoader`", _TORCH_ARGUMENTS)
 class ODBDataLoader(Loader[Any]):
     """Batches of a dataset under a token budget, each epoch shuffled anew, resumable at any step.
 
@@ -156,7 +141,6 @@ class ODBDataLoader(Loader[Any]):
 
     yields_batches = True
 
-    @_explains_arguments_of_torch
     def __init__(
         self,
         dataset: Any,

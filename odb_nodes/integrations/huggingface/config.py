@@ -17,6 +17,7 @@ from odb_nodes._support.checks import (
     check_choice,
     check_number,
     check_type,
+    explains_arguments,
     keep_count,
     refuse,
 )
@@ -36,6 +37,17 @@ Schedule = Literal["steps", "samples"]
 LossKind = Literal["divided", "token_mean", "sample_mean"]
 
 
+_TRAINER_ARGUMENTS = {
+    "accumulate": "set `gradient_accumulation_steps` of the `TrainingArguments`",
+    "batch_size": "`token_budget` bounds a batch, and `TokenBudget(max_samples=)` its samples",
+    "collate_fn": "pass `data_collator` to the trainer",
+    "num_workers": "set `dataloader_num_workers` of the `TrainingArguments`",
+    "seed": "set `data_seed` of the `TrainingArguments`",
+}
+"""Arguments of `ODBDataLoader` that the `Trainer` has under another name -> what to pass."""
+
+
+@explains_arguments("`ODBDataLoader`", _TRAINER_ARGUMENTS)
 @dataclass(frozen=True, kw_only=True)
 class ODBConfig(BatchOptions):
     """Dynamic batches of a `Trainer`. Dataset, collator, seed and workers come from the `Trainer`.

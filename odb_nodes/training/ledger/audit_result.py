@@ -132,6 +132,8 @@ class Audit:
     def _verdict(self) -> str:
         if self.problems:
             return counted(len(self.problems), "problem")
-        if not self.open_ranks:
-            return "OK"
-        return f"{'OK so far' if self.ok else 'OPEN, no problem so far'}; no end is recorded"
+        if self.open_ranks:
+            return f"{'OK so far' if self.ok else 'OPEN, no problem so far'}; no end is recorded"
+        starts = [starts[0] for starts in self.attempts.values() if starts]
+        epoch, step = min(starts, default=(0, 0))
+        return f"OK from epoch {epoch} step {step}; no earlier step is recorded" if step else "OK"

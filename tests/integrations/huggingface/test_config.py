@@ -30,6 +30,19 @@ REFUSED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("accumulate", "gradient_accumulation_steps"),
+        ("num_workers", "dataloader_num_workers"),
+        ("seed", "data_seed"),
+    ],
+)
+def test_an_argument_of_the_loader_that_the_trainer_has_is_explained(name, remedy):
+    with pytest.raises(TypeError, match=f"`{name}` .*`{remedy}`"):
+        ODBConfig(token_budget=64, **{name: 2})
+
+
 @pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_what_does_not_go_together_is_refused(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):

@@ -2,6 +2,7 @@
 
 Each contender makes an epoch of batches in a process of its own: first without a break, then up to
 a state, then from that state on, in a new loader. Processing a sample is a sleep, and is counted.
+Those that share data among ranks do the same on four real ranks.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 import torch.utils.data
 
-from comparing.common import Options, Table, Tables, attempts, isolated, rival
+from comparing.common import Options, Table, Tables, attempts, in_ranks, isolated, rival
 from odb_nodes import ODBDataLoader
 from odb_nodes.tools.simulate import lognormal_lengths
 
 BATCH_SAMPLES, BUDGET, MEAN_TOKENS, LONGEST_TOKENS = 32, 16_384, 400, 4096
 WORKERS = 2
+RANKS = 4
 SLEEP_MS = "COMPARE_SLEEP_MS"  # in the environment, so that workers of any kind know it
 TIMEOUT_S = 300.0
 
@@ -130,15 +133,24 @@ class Stream:
         return iter(range(self.size))
 
 
-def stateful_dataloader(process: Process, window: int, state: Any, buffer: bool = False) -> Running:
-    """Run torchdata's `StatefulDataLoader`, shuffled by its sampler or by a buffer."""
-    from torchdata.stateful_dataloader import StatefulDataLoader
+def rank_and_ranks() -> tuple[int, int]:
+    """Return the rank of this process, and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
+
+def stateful_dataloader(process: Process, window: int, state: Any, buffer: bool = False) -> Running:
+    """Run torchdata's `StatefulDataLoader`, shuffled by its samplers or by a buffer."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    rank, ranks = rank_and_ranks()
     data: Any = ShuffleBuffer(process, window) if buffer else Items(process)
+    sampler = StatefulDistributedSampler(data, ranks, rank) if ranks > 1 else None
     loader: Any = StatefulDataLoader(
         data,
         BATCH_SAMPLES,
-        shuffle=None if buffer else True,
+        shuffle=None if buffer or sampler else True,
+        sampler=sampler,
         num_workers=WORKERS,
         collate_fn=ids,
         generator=torch.Generator().manual_seed(0),
@@ -158,6 +170,8 @@ def hf_stream(process: Process, window: int, state: Any) -> Running:
 
     data = datasets.Dataset.from_dict({"at": [*range(len(process.lengths))]})
     stream = data.to_iterable_dataset(num_shards=8).shuffle(seed=0, buffer_size=window)
+    rank, ranks = rank_and_ranks()
+    stream = rival("datasets.distributed").split_dataset_by_node(stream, rank, ranks)
     stream = stream.map(partial(process_row, process), remove_columns=["at"])
     loader: Any = StatefulDataLoader(stream, BATCH_SAMPLES, collate_fn=ids)
     if state is not None:
@@ -173,7 +187,9 @@ def process_row(process: Process, row: dict[str, int]) -> dict[str, Any]:
 def grain(process: Process, window: int, state: Any, packed: bool = False) -> Running:
     """Run a Grain pipeline: batches of a fixed number, or rows that are packed first fit."""
     grain = rival("grain")
-    data = grain.MapDataset.source(range(len(process.lengths))).seed(0).shuffle().map(process)
+    rank, ranks = rank_and_ranks()
+    data = grain.MapDataset.source(range(len(process.lengths))).seed(0).shuffle()
+    data = data[rank::ranks].map(process)
     threads = grain.ReadOptions(num_threads=WORKERS, prefetch_buffer_size=2 * BATCH_SAMPLES)
     if packed:
         stream = data.to_iter_dataset(threads).map(grain_tokens)
@@ -212,10 +228,11 @@ def lhotse(process: Process, window: int, state: Any) -> Running:
     cuts = rival("lhotse").CutSet(
         rival("lhotse.lazy").LazyMapper(lhotse_cuts(process.lengths), cut_of)
     )
+    rank, ranks = rank_and_ranks()
     sampler = sampling.DynamicBucketingSampler(
         cuts, max_duration=float(BUDGET), shuffle=True, buffer_size=window, num_buckets=10,
         duration_bins=[100.0, 200, 300, 400, 600, 800, 1200, 1800, 2700],
-        world_size=1, rank=0, seed=0,
+        world_size=ranks, rank=rank, seed=0,
     )  # fmt: skip
     if state is not None:
         sampler.load_state_dict(state)
@@ -352,18 +369,28 @@ class Found:
 Start = Callable[[Process, int, Any], Running]
 
 
+@dataclass
+class Begins:
+    """Begins an epoch of a contender, again and again; each counts its own calls."""
+
+    start: Start
+    lengths: list[int]
+    window: int
+    folder: Path
+    times: int = 0
+
+    def __call__(self, sleep_ms: float, state: bytes) -> tuple[Process, Running]:
+        """Begin at a pickled state, with samples that take so long."""
+        self.times += 1
+        os.environ[SLEEP_MS] = str(sleep_ms)
+        process = Process(self.lengths, self.folder / f"calls-{self.times}")
+        return process, self.start(process, self.window, pickle.loads(state))
+
+
 def measure(start: Start, lengths: list[int], window: int, times_ms: Sequence[float]) -> Found:
     """Run an epoch without a break, and one that is broken off and resumed."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
-        folder, starts, fresh = Path(name), 0, pickle.dumps(None)
-
-        def begin(sleep_ms: float, state: bytes) -> tuple[Process, Running]:
-            nonlocal starts
-            starts += 1
-            os.environ[SLEEP_MS] = str(sleep_ms)
-            process = Process(lengths, folder / f"calls-{starts}")
-            return process, start(process, window, pickle.loads(state))
-
+        begin, fresh = Begins(start, lengths, window, Path(name)), pickle.dumps(None)
         whole = [*begin(0, fresh)[1].batches]
         _, running = begin(0, fresh)
         half, seen = len(lengths) // 2, list[int]()
@@ -416,8 +443,104 @@ CONTENDERS: dict[str, tuple[str, Start]] = {
 }
 
 
+class FoundOnRanks(NamedTuple):
+    """What a resume of several ranks came to: see `Found`.
+
+    Attributes:
+        seconds: until the slowest rank has its first batch.
+        steps: batches of each rank in an epoch.
+        lost, repeated: samples, over all ranks.
+        same: whether all ranks had the batches of a run without a break.
+    """
+
+    seconds: float
+    steps: list[int]
+    lost: int
+    repeated: int
+    same: bool
+
+
+def measure_on_ranks(
+    start: Start, lengths: list[int], window: int, sleep_ms: float, _rank: int, ranks: int
+) -> FoundOnRanks:
+    """Do as `measure` on each rank, up to half of the steps that all ranks have."""
+
+    def of_all_ranks(value: Any) -> list[Any]:
+        values: list[Any] = [None] * ranks
+        dist.all_gather_object(values, value)
+        return values
+
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        begin, fresh = Begins(start, lengths, window, Path(name)), pickle.dumps(None)
+        whole = [*begin(0, fresh)[1].batches]
+        steps = of_all_ranks(len(whole))
+        half = min(steps) // 2
+        _, running = begin(0, fresh)
+        seen = [next(running.batches) for _ in range(half)]
+        state = pickle.dumps(running.state())
+        dist.barrier()
+        start_s = time.perf_counter()
+        next(begin(sleep_ms, state)[1].batches)
+        seconds = time.perf_counter() - start_s
+        dist.barrier()
+        rest = [*begin(0, state)[1].batches]
+    runs = of_all_ranks((seconds, [*seen, *rest], rest == whole[half:]))
+    counts = Counter(index for _, batches, _ in runs for batch in batches for index in batch)
+    return FoundOnRanks(
+        seconds=max(of_rank[0] for of_rank in runs),
+        steps=steps,
+        lost=len(lengths) - len(counts),
+        repeated=counts.total() - len(counts),
+        same=all(of_rank[2] for of_rank in runs),
+    )
+
+
+CONTENDERS_ON_RANKS = (
+    "`StatefulDataLoader`, list",
+    "Grain",
+    "datasets, stream",
+    "lhotse, lengths from processing",
+    "odb_nodes, list",
+    "odb_nodes, stream",
+)
+
+
+def table_of_ranks(lengths: list[int], window: int, sleep_ms: float) -> Table:
+    """Return the table of several ranks."""
+    found = attempts(
+        {
+            name: partial(
+                isolated,
+                in_ranks,
+                measure_on_ranks,
+                (CONTENDERS[name][1], lengths, window, sleep_ms),
+                RANKS,
+                limit_s=TIMEOUT_S,
+            )
+            for name in CONTENDERS_ON_RANKS
+        }
+    )
+    return Table(
+        f"Resume on {RANKS} ranks",
+        f"{len(lengths):,} samples over {RANKS} gloo ranks with {WORKERS} workers each, resumed "
+        "after half of the steps; seconds until the slowest rank has its first batch.",
+        [
+            {
+                "": name,
+                "batches": CONTENDERS[name][0],
+                f"s, {sleep_ms:g} ms a sample": f"{result.seconds:.1f}",
+                "steps of ranks": f"{min(result.steps)} to {max(result.steps)}",
+                "lost": f"{result.lost:,}",
+                "repeated": f"{result.repeated:,}",
+                "same batches": "yes" if result.same else "no",
+            }
+            for name, result in found.items()
+        ],
+    )
+
+
 def tables(options: Options) -> Tables:
-    """Yield the table."""
+    """Yield the tables of one rank and of several."""
     samples, window, times_ms = (600, 64, (1.0,)) if options.quick else (4_000, 1024, (1.0, 20.0))
     lengths = lognormal_lengths(
         samples, cv=1.0, mean_tokens=MEAN_TOKENS, longest_tokens=LONGEST_TOKENS
@@ -448,3 +571,4 @@ def tables(options: Options) -> Tables:
             for name, one in found.items()
         ],
     )
+    yield table_of_ranks(lengths, window // RANKS, max(times_ms))

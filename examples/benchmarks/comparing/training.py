@@ -433,8 +433,8 @@ def tables(options: Options) -> Tables:
     clock, cpu = [1.0], [1.0]  # how far turns are apart
     conditions = []
     for task in tasks(options):
-        for ranks in (1, 2):
-            if ranks == 2 and ("CV 1.0" not in task.name or task.name.startswith("LoRA")):
+        for ranks in (1, 2, 4):
+            if ranks > 1 and ("CV 1.0" not in task.name or task.name.startswith("LoRA")):
                 continue
             column = f"{task.name}, {ranks} ranks" if ranks > 1 else task.name
             ways = ways_of(task, options)

@@ -320,7 +320,7 @@ def planned_groups(
         tokens = -(-tokens // multiple) * multiple
     rank, world_size = group_rank(options.process_group)
     # So that blocks are read together.
-    in_order = not shuffle or hasattr(dataset, "shuffle_blocks")
+    in_order = not shuffle or getattr(dataset, "shuffle_blocks", None) is not None
     return PlannedGroups(
         tokens,
         SampleProcess(dataset, process_fn, options.observe, prepared),

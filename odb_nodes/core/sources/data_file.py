@@ -148,9 +148,9 @@ class StoredFile(LocalFile):
             )
         if len(data) == size > stop - start:
             raise _Refused(
-                ValueError,
+                OSError,
                 f"{self} cannot be read in parts: the server returns the whole file for a range. "
-                f"Copy it to a local disk, or pass 'filecache::{self}', by which fsspec does.",
+                "Copy it to a local disk.",
             )
         if len(data) != stop - start:
             raise OSError(f"{len(data)} of {stop - start} bytes came")
@@ -324,11 +324,10 @@ def _look_up(url: str) -> tuple[int, str]:
     if info.get("type") == "directory":
         raise _Refused(
             ValueError,
-            f"`paths` must name files, but {url} is a folder. Pass a pattern, such as "
-            f"{url.rstrip('/') + '/*.parquet'!r}.",
+            f"`paths` must name files, but {url} is a folder. Pass {url.rstrip('/') + '/*'!r}.",
         )
     if info.get("size") is None:
-        raise _Refused(ValueError, f"{url} has no size that the server tells. Copy it first.")
+        raise _Refused(ValueError, f"{url} has no size that the server tells. Copy it.")
     return info["size"], next(
         (f"{name} {info[name]}".replace('"', "") for name in _VERSIONS if info.get(name)), ""
     )
@@ -397,7 +396,8 @@ def _http_status(error: BaseException) -> int | None:
         answer = getattr(cause, "response", None)  # of botocore
         metadata = answer.get("ResponseMetadata", {}) if isinstance(answer, dict) else {}
         status = metadata.get("HTTPStatusCode") or getattr(cause, "status", None)  # of aiohttp
-        status = status or getattr(cause, "code", None)  # of gcsfs
+        if type(cause).__name__ == "HttpError":  # of gcsfs
+            status = getattr(cause, "code", None)
         if str(status).isdigit():
             return int(str(status))
     return None

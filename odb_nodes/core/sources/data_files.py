@@ -109,7 +109,9 @@ def open_files(paths: Paths, kind: FileKind) -> list[DataFile]:
         elif urls := matching(path):
             files += urls
         else:
-            raise FileNotFoundError(f"`paths` must name files, but {path!r} has none.")
+            raise FileNotFoundError(
+                f"`paths` must name files, but {path!r} has none. Check bucket and path."
+            )
     check_files(files)
     return of_each(data_file, files)
 

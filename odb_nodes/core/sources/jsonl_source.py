@@ -96,8 +96,8 @@ class JsonlSource(ShardedOrder[Any]):
         self._ends = [*accumulate(map(len, self._index))]
         if not self._ends[-1] and not has_data_elsewhere(world_size):
             raise ValueError(f"`paths` must hold a record, but {self._files[0]} is empty.")
-        self._blocks = RecordBlocks(self._files, [index.starts for index in self._index])
-        super().__init__(self._blocks, shuffle, seed, rank, world_size)
+        self._record_blocks = RecordBlocks(self._files, [index.starts for index in self._index])
+        super().__init__(self._record_blocks, shuffle, seed, rank, world_size)
         self._open = _open_files(self)
         self._to_index: set[int] = set()  # files with a record that was not valid
 
@@ -201,10 +201,11 @@ class JsonlSource(ShardedOrder[Any]):
             self._index_again(file)
         try:
             line = self._line(file, record)
-            return json.loads(line.decode("utf-8-sig"))  # of bytes, it would guess the encoding
         except SampleError:
             self.close()  # It may be put back before the next call.
             raise
+        try:
+            return json.loads(line.decode("utf-8-sig"))  # of bytes, it would guess the encoding
         except (ValueError, RecursionError) as error:
             self.close()
             if not self._files[file].is_stored:
@@ -225,7 +226,7 @@ class JsonlSource(ShardedOrder[Any]):
         path, index = self._files[file], self._index[file]
         start, stop = index.span(record)
         if path.is_stored and not _is_compressed(path):  # Each read checks the version.
-            return self._blocks.read(file, start, stop).partition(b"\n")[0]
+            return self._record_blocks.read(file, start, stop).partition(b"\n")[0]
         # A line begins where another ends, which is not read of what cannot go back.
         before = 1 if start and not _is_compressed(path) else 0
         try:

@@ -59,10 +59,10 @@ class TarDataset:
         self._indices = of_each(lambda file: index_of(file, "tar1", _ARRAYS, _search), self._files)
         self._ends = np.cumsum([len(index["firsts"]) for index in self._indices])
         begins = [index["starts"][index["firsts"]] for index in self._indices]
-        self._blocks = RecordBlocks(self._files, begins)
-        self.mixed_blocks = self._blocks.mixed_blocks
-        self.shuffle_blocks = self._blocks.shuffle_blocks
-        self.file_versions = self._blocks.file_versions
+        self._record_blocks = RecordBlocks(self._files, begins)
+        self.mixed_blocks = self._record_blocks.mixed_blocks
+        self.shuffle_blocks = self._record_blocks.shuffle_blocks
+        self.file_versions = self._record_blocks.file_versions
         self.data_id = data_id_of(self._files)
         """Identity of the data, for states: the files and their sizes, and versions of objects."""
 
@@ -88,7 +88,7 @@ class TarDataset:
         begin = int(members["starts"][first])
         try:
             stop = int(members["starts"][end - 1] + members["sizes"][end - 1])
-            content = self._blocks.read(file, begin, stop)
+            content = self._record_blocks.read(file, begin, stop)
         except OSError as error:
             raise type(error)(
                 f"{_name(members, first)} of {self._files[file]} cannot be read: {error}"

@@ -48,6 +48,9 @@ class JsonlSource(ShardedOrder[Any]):
     in a hidden file beside it, or else in `~/.cache/odb_nodes`, and read there until size or time
     of the file change.
 
+    Of an object store, neighbouring records are read together, 4 MiB at a time. These blocks are
+    shuffled, and then the records of 8 of them at a time.
+
     A file whose name ends in `.gz` is decompressed while it is read, so it needs `shuffle=False`,
     and restoring decompresses up to the position.
 
@@ -55,7 +58,8 @@ class JsonlSource(ShardedOrder[Any]):
         paths: a file, a folder, or a pattern such as `"data/*.jsonl"` or `"{00..99}.jsonl"`; or
             several of these, in order. A folder stands for its `.jsonl` and `.ndjson` files, and
             those with `.gz` behind that; `"data/**"` for those below it too. Files of a folder or
-            of a pattern with `*` are sorted by name. UTF-8.
+            of a pattern with `*` are sorted by name. Or URLs that fsspec opens, as
+            `"s3://bucket/*.jsonl"`. UTF-8.
         rank: this rank. Default: from torch.distributed, or `RANK`.
         world_size: number of ranks. Default: from torch.distributed, or `WORLD_SIZE`.
         shuffle: whether to permute the records, differently in every epoch; otherwise they come

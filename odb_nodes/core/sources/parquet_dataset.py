@@ -38,8 +38,7 @@ class ParquetDataset:
         paths: a file, a folder, or a pattern such as `"data/*.parquet"` or `"{00..99}.parquet"`; or
             several of these, in order. A folder stands for its `.parquet`, `.parq` and `.pq` files,
             and those in its folders named `key=value`; `"data/**"` for all below it. Or URLs that
-            fsspec opens, as `"s3://bucket/{00..99}.parquet"`; `"filecache::s3://..."` keeps them on
-            a local disk.
+            fsspec opens, as `"s3://bucket/{00..99}.parquet"`.
         columns: the columns to read. Default: all, and each file must have the same. Folders
             named `key=value` in the path of a file are columns of strings (hive partitions).
         mixed_blocks: row groups whose rows are shuffled together.
@@ -98,7 +97,7 @@ class ParquetDataset:
 
         Raises:
             IndexError: there is none.
-            OSError: its row group could not be read in 3 tries, or the file has changed.
+            OSError: its row group could not be read, or the file has changed.
         """
         index = operator.index(index)
         if not 0 <= index < len(self):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import shutil
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from odb_nodes._support.files import replacing, taking_turns
+from odb_nodes._support.files import taking_turns
 
 LIMIT = "ODB_NODES_CACHE_BYTES"  # a variable of the environment; 0: nothing is kept
 _DEFAULT_BYTES = 16 << 30
 _LOCKS = 64
+_CRC_BYTES = 4
 _TURN_S = 30.0  # that a process waits for another one that may read the same range
 _SLACK = 64  # A process looks for what to delete once it has kept this part of the limit.
 
@@ -54,8 +56,7 @@ def kept_range(name: str, size: int, fetch: Callable[[], bytes]) -> bytes | mmap
             return kept
         data = fetch()
         with suppress(OSError):  # The folder may be read-only, or the disk full.
-            with replacing(folder / name) as file:
-                file.write(data)
+            _keep(folder / name, data)
             _make_room(folder, size, limit)
     return data
 
@@ -70,12 +71,26 @@ def _limit_bytes() -> int:
     return int(text)
 
 
+def _keep(path: Path, data: bytes) -> None:
+    """Write a range and its CRC-32: after a loss of power, the file may have other bytes."""
+    part = path.with_name(f"{secrets.token_hex(8)}.part")
+    try:
+        with open(part, "xb") as file:
+            file.write(data)
+            file.write(zlib.crc32(data).to_bytes(_CRC_BYTES, "little"))
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def _mapped(path: Path, size: int) -> mmap.mmap | None:
     """Return the bytes of a kept range, which stay even if the file is deleted."""
     with suppress(OSError, ValueError), open(path, "rb") as file:
-        os.utime(file.fileno())  # It was used now.
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return data if len(data) == size else None
+        data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        file.seek(size)
+        if file.read() == zlib.crc32(data).to_bytes(_CRC_BYTES, "little"):
+            os.utime(file.fileno())  # It was used now.
+            return data
     return None
 
 

@@ -40,10 +40,14 @@ class TarDataset:
     The files are read once when the dataset is made, to find their members. Of a file of 64 MiB or
     more that is kept in a hidden file beside it, or else in `~/.cache/odb_nodes`.
 
+    Of an object store, neighbouring samples are read together, 4 MiB at a time. So an
+    `ODBDataLoader` shuffles these blocks, and then the samples of 8 of them at a time.
+
     Args:
         paths: a file, a folder, or a pattern such as `"data/*.tar"` or `"{00..99}.tar"`; or several
             of these, in order. A folder stands for its `.tar` files, `"data/**"` for those
-            below it too. They must not be compressed.
+            below it too. Or URLs that fsspec opens, as `"s3://bucket/{00..99}.tar"`. They must not
+            be compressed.
 
     Raises:
         FileNotFoundError: a file does not exist, or a folder or pattern has none.
@@ -74,7 +78,7 @@ class TarDataset:
 
         Raises:
             IndexError: there is none.
-            OSError: its file was cut or replaced.
+            OSError: its file was cut or replaced, or its store does not answer.
         """
         index = operator.index(index)
         if not 0 <= index < len(self):

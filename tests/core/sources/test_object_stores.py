@@ -228,6 +228,9 @@ def test_a_fault_is_tried_again_and_told(fault, message, store, kind, urls, monk
 
 @pytest.mark.parametrize("options", [pytest.param({}, id="inline"), PROCESSES])
 def test_a_store_that_is_down_loses_nothing(options, store, kind, urls, caplog):
+    for first in range(RECORDS, 4 * RECORDS, 60):
+        name = urls[0].removeprefix("s3://bucket/").replace("/0.", f"/{first}.")
+        urls.append(store.put(name, FORMATS[kind](texts(first))))
     with loader_of(kind, urls) as loader:
         expected = steps(loader)
     forget_ranges()
@@ -388,7 +391,7 @@ def test_a_server_of_http_must_know_ranges(has_ranges, kind, tmp_path, store):
                 with loader_of(kind, url) as loader:
                     assert sorted(i for ids, _ in steps(loader) for i in ids) == [*range(60)]
             else:
-                with pytest.raises(OSError, match="returns the whole file for a ran"):
+                with pytest.raises(Exception, match="returns the whole file for a ran"):
                     steps(loader_of(kind, url))
         finally:
             server.shutdown()

@@ -130,16 +130,16 @@ class StoredFile(LocalFile):
 
     def fetch(self, start: int, stop: int) -> bytes:
         """Return the bytes `start`..`stop - 1` from the store."""
-        return _tried(self.path, partial(self._fetch, start, stop)) if start < stop else b""
+        return _tried(str(self), partial(self._fetch, start, stop)) if start < stop else b""
 
     def _fetch(self, start: int, stop: int) -> bytes:
         try:
-            data: bytes = _call("cat_file", self.path, start=start, end=stop)
+            data: bytes = _call("cat_file", str(self), start=start, end=stop)
         except Exception as error:
             if _http_status(error) != 416:  # of a range beyond the end
                 raise
             data = b""
-        size, version = _look_up(self.path)  # after it was read
+        size, version = _look_up(str(self))  # after it was read
         if (size, version) != (self.size, self.version):
             raise _Refused(
                 OSError,

@@ -7,7 +7,7 @@ r"""How fast samples come from an object store: an S3 server on loopback that th
 "index": making the dataset where nothing is kept. "first batch": making dataset and loader with a
 kept index and no kept data, until the first batch. "resume": the same with a state of mid-epoch.
 "rate": of an epoch, whose data are fetched from the store. "memory": of all its processes, shared
-pages divided among them (PSS), after a tenth of the epoch and at its end. Each is measured in a new
+pages divided among them (PSS), after a tenth of the epoch, half of it, and at its end. Each is measured in a new
 process, after its imports. Of `odb_nodes`, each sample is checked to come once over all ranks.
 
 The server is written in Python: it bounds the rates, which compare only to each other. Rivals that
@@ -45,6 +45,7 @@ BUDGET_TOKENS = 32_768
 BATCH_SAMPLES = 100
 SHARD_SAMPLES = 25_000
 ROW_GROUP_SAMPLES = 5_000
+MEASURED = (0.1, 0.5)  # parts of an epoch after which memory is measured
 START_S = 120.0
 TIMEOUT_S = 3600.0
 
@@ -175,11 +176,16 @@ def webdataset(url: str, shards: int, workers: int) -> Batches:
     yield from package.WebLoader(stream, batch_size=None, num_workers=workers)
 
 
+def unchanged(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row."""
+    return row
+
+
 def write_litdata(texts: Texts, folder: Path) -> None:
     """Write the chunks of LitData."""
     rows = [{"text": texts[number], "id": number} for number in range(len(texts))]
     rival("litdata").optimize(
-        dict, rows, str(folder), chunk_bytes="4MB", num_workers=1, start_method="fork"
+        unchanged, rows, str(folder), chunk_bytes="4MB", num_workers=1, start_method="fork"
     )
 
 
@@ -256,22 +262,18 @@ def first_batch_s(kind: str, workers: int, state: Path | None) -> float:
 
 def epoch(
     kind: str, samples: int, workers: int, state: Path, rank: int, ranks: int
-) -> tuple[float, float, float]:
-    """Return seconds of an epoch, and memory after a tenth and at the end; check its samples."""
+) -> tuple[float, list[float]]:
+    """Return seconds of an epoch, and its memory; check its samples."""
     came = torch.zeros(samples, dtype=torch.int32)
     memory: list[float] = []
     began_s = time.perf_counter()
     with make_loader(kind, workers) as loader:
-        is_saved = False
         for batch in loader:
             info = pop_step_info(batch)
             if not info.is_filler:
                 came[batch["id"]] += 1
             done = int(came.sum()) * ranks / samples
-            if not memory and done > 0.1:
-                memory.append(memory_mib())
-            if not is_saved and done > 0.5:
-                is_saved = True
+            if is_due(memory, done) and len(memory) == len(MEASURED):
                 state.with_suffix(f".{rank}").write_bytes(pickle.dumps(loader.state_dict()))
         passed_s = time.perf_counter() - began_s
         memory.append(memory_mib())
@@ -279,7 +281,7 @@ def epoch(
         torch.distributed.all_reduce(came)
     if not bool((came == 1).all()):
         raise RuntimeError(f"{int((came != 1).sum())} samples did not come once")
-    return passed_s, memory[0], memory[-1]
+    return passed_s, memory
 
 
 def rival_epoch(batches: Callable[[], Batches], samples: int) -> Row:
@@ -289,19 +291,26 @@ def rival_epoch(batches: Callable[[], Batches], samples: int) -> Row:
     for batch in batches():
         first_s = first_s or time.perf_counter() - began_s
         seen += len(batch["id"])
-        if not memory and seen > samples // 10:
-            memory.append(memory_mib())
+        is_due(memory, seen / samples)
     memory.append(memory_mib())
     passed_s = time.perf_counter() - began_s
-    return row_of(seen / passed_s, first_s, memory[0], memory[-1]) | {"samples": f"{seen:,}"}
+    return row_of(seen / passed_s, first_s, memory) | {"samples": f"{seen:,}"}
 
 
-def row_of(rate: float, first_s: float, memory: float, last_memory: float) -> Row:
+def is_due(memory: list[float], done: float) -> bool:
+    """Measure the memory where a part of the epoch is done, and tell whether it was."""
+    if len(memory) == len(MEASURED) or done < MEASURED[len(memory)]:
+        return False
+    memory.append(memory_mib())
+    return True
+
+
+def row_of(rate: float, first_s: float, memory: list[float]) -> Row:
     """Return what all rows have."""
     return {
         "first batch, s": f"{first_s:.2f}",
         "samples / s": f"{rate:,.0f}",
-        "memory, MiB": f"{memory:.0f} to {last_memory:.0f}",
+        "memory, MiB": ", ".join(f"{mib:.0f}" for mib in memory),
     }
 
 
@@ -320,8 +329,8 @@ def measured(kind: str, options: argparse.Namespace, ranks: int, folder: Path) -
     first_s = run(first_batch_s, kind, options.workers, None)
     forget("ranges")
     job = (kind, options.samples, options.workers, state)
-    passed_s, *memory = run(in_ranks, epoch, job, ranks)
-    row = row_of(options.samples / passed_s, first_s, *memory)
+    passed_s, memory = run(in_ranks, epoch, job, ranks)
+    row = row_of(options.samples / passed_s, first_s, memory)
     if ranks == 1:
         forget("ranges")
         resume_s = run(first_batch_s, kind, options.workers, state.with_suffix(".0"))

@@ -55,6 +55,11 @@ def texts(first):
     return [{"id": n, "input_ids": [n % 9] * (n % 23 + 2)} for n in range(first, first + 60)]
 
 
+def others():
+    """Other records in files of about the same size."""
+    return [{**record, "input_ids": [8 - n for n in record["input_ids"]]} for record in texts(0)]
+
+
 def json_lines(records):
     return "".join(json.dumps(record) + "\n" for record in records).encode()
 
@@ -271,7 +276,7 @@ def test_a_store_that_is_down_at_the_resume_is_an_error_that_loses_nothing(store
 
 @WORKERS
 def test_an_object_that_is_replaced_is_named_with_its_versions(options, store, kind, urls):
-    changed = FORMATS[kind]([{**record, "input_ids": [7]} for record in texts(0)])
+    changed = FORMATS[kind](others())
     with loader_of(kind, urls, **options) as loader:
         next(iter(loader))
         state = loader.state_dict()
@@ -290,7 +295,7 @@ def test_an_object_that_is_replaced_is_named_with_its_versions(options, store, k
 
 
 def test_an_object_that_is_replaced_while_it_is_read_is_not_mixed(store, kind, urls):
-    changed = FORMATS[kind]([{**record, "input_ids": [7]} for record in texts(0)])
+    changed = FORMATS[kind](others())
     dataset = DATASETS[kind](urls)
     store.proxy.at_get = partial(store.put, urls[0].removeprefix("s3://bucket/"), changed)
     with pytest.raises(OSError, match="was replaced since the dataset was made"):

@@ -1,6 +1,7 @@
 """Ranges kept on a local disk: read once by all processes of a machine, and bounded."""
 
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,6 +27,7 @@ def content(number):
 def fetched(number):
     with (Path(range_cache.cache_folder()) / "fetched").open("a") as file:
         file.write(f"{number}\n")
+    time.sleep(0.01)  # in which others may want it
     return content(number)
 
 

@@ -7,8 +7,9 @@ r"""How fast samples come from an object store: an S3 server on loopback that th
 "index": making the dataset where nothing is kept. "first batch": making dataset and loader with a
 kept index and no kept data, until the first batch. "resume": the same with a state of mid-epoch.
 "rate": of an epoch, whose data are fetched from the store. "memory": of all its processes, shared
-pages divided among them (PSS), after a tenth of the epoch, half of it, and at its end. Each is measured in a new
-process, after its imports. Of `odb_nodes`, each sample is checked to come once over all ranks.
+pages divided among them (PSS), after a tenth of the epoch, half of it, and at its end. Each is
+measured in a new process, after its imports. Of `odb_nodes`, each sample is checked to come once
+over all ranks.
 
 The server is written in Python: it bounds the rates, which compare only to each other. Rivals that
 are not installed are named in a line that begins with "skipped", see `compare.py`.

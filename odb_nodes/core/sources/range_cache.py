@@ -58,7 +58,8 @@ def kept_range(name: str, size: int, fetch: Callable[[], bytes]) -> bytes | mmap
         with suppress(OSError):  # The folder may be read-only, or the disk full.
             _keep(folder / name, data)
             _make_room(folder, size, limit)
-    return data
+    kept = _mapped(folder / name, size)  # in memory that the processes share
+    return data if kept is None else kept
 
 
 def _limit_bytes() -> int:

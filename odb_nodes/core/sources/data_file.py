@@ -298,8 +298,8 @@ def _store_of(url: str) -> tuple[Any, str]:
     fsspec, options = import_extra("fsspec.core", "s3"), {}
     is_s3 = url.startswith(("s3://", "s3a://"))
     if is_s3:  # Retries of botocore and s3fs are silent, and would multiply ours.
-        given = import_extra("fsspec.config", "s3").conf.get("s3", {}).get("config_kwargs", {})
-        options["config_kwargs"] = {**given, "retries": {"total_max_attempts": 1}}
+        config = import_extra("fsspec.config", "s3").conf.get("s3", {}).get("config_kwargs", {})
+        options["config_kwargs"] = {**config, "retries": {"total_max_attempts": 1}}
     store, path = fsspec.url_to_fs(url, **options)
     if is_s3:
         store.retries = 1

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
 import zipfile
-import zlib
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from odb_nodes._support.files import replacing, taking_turns
+from odb_nodes._support.files import replacing
 from odb_nodes.core.sources.data_file import DataFile
-from odb_nodes.core.sources.range_cache import cache_folder
+from odb_nodes.core.sources.range_cache import cache_folder, one_at_a_time
 
 Index = dict[str, npt.NDArray[Any]]
 
 KEPT_FROM_BYTES = 64 << 20  # of a file whose index is kept
 _STAMP = "stamp"
-_LOCKS = 64
 _TURN_S = 3600.0  # that a rank waits for another one that searches the same object
 
 
@@ -49,12 +46,10 @@ def index_of(
         path = file.path if isinstance(file.path, str) else file.path.resolve()
         digest = hashlib.sha1(os.fsencode(path)).hexdigest()[:16]
         places.append(cache / f"{file.name}.{digest}.{kind}")
-    with contextlib.ExitStack() as stack:
-        if file.is_stored and cache is not None:  # Ranks search local files at once.
-            with suppress(OSError):
-                cache.mkdir(parents=True, exist_ok=True)
-            lock = cache / f".lock{zlib.crc32(str(file).encode()) % _LOCKS}"
-            stack.enter_context(taking_turns(lock, _TURN_S))
+    turn = None
+    if file.is_stored and cache is not None:  # Ranks search local files at once.
+        turn = one_at_a_time(cache, str(file), _TURN_S)
+    with turn or nullcontext():
         for place in places:
             if (kept := _kept(place, file.stamp, names)) is not None:
                 return kept

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from odb_nodes._support.files import taking_turns
@@ -31,6 +31,13 @@ def cache_folder() -> Path | None:
     return None
 
 
+def one_at_a_time(folder: Path, name: str, limit_s: float) -> AbstractContextManager[None]:
+    """Return a context for one of those that make what a folder keeps under a name."""
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    return taking_turns(folder / f".lock{zlib.crc32(name.encode()) % _LOCKS}", limit_s)
+
+
 def kept_range(name: str, size: int, fetch: Callable[[], bytes]) -> bytes | mmap.mmap:
     """Return the bytes that are kept under a name, or fetch and keep them.
 
@@ -49,9 +56,7 @@ def kept_range(name: str, size: int, fetch: Callable[[], bytes]) -> bytes | mmap
     folder = cache / "ranges"
     if (kept := _mapped(folder / name, size)) is not None:
         return kept
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    with taking_turns(folder / f".lock{zlib.crc32(name.encode()) % _LOCKS}", _TURN_S):
+    with one_at_a_time(folder, name, _TURN_S):
         if (kept := _mapped(folder / name, size)) is not None:
             return kept
         data = fetch()

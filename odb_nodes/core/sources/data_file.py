@@ -59,6 +59,8 @@ class LocalFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path: str | Path = Path(path)
+        self.place = str(self.path.resolve())
+        """Where the file is, whatever the path to it."""
         self.name = self.path.name
         self.stamp = stamp_of(self.path.stat())
         """Size and time, which change with the content."""
@@ -101,9 +103,13 @@ class StoredFile(LocalFile):
     is_stored = True
 
     def __init__(self, path: str) -> None:
-        self.path, self.name = path, path.rsplit("/", 1)[-1]
+        self.path = path
+        # What follows signs the request, and changes.
+        self.place = path.partition("?")[0] if path.startswith("http") else path
+        self.name = self.place.rsplit("/", 1)[-1]
         self.size, self.version = _tried(path, partial(_look_up, path))
-        self._digest = hashlib.sha1(f"{path}\n{self.size}\n{self.version}".encode()).hexdigest()
+        content = f"{self.place}\n{self.size}\n{self.version}"
+        self._digest = hashlib.sha1(content.encode()).hexdigest()
         self.stamp = (self.size, int(self._digest[:12], 16))
 
     def is_unchanged(self) -> bool:
@@ -219,9 +225,10 @@ def data_id_of(files: Sequence[DataFile], *more: object) -> str:
 
 def file_versions(files: Sequence[DataFile]) -> dict[str, str]:
     """Return the versions of objects, by their paths below the folder of all of them."""
-    paths = {str(file.path): file.version for file in files if file.is_stored}
-    folder = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""
-    return {f"version of {path[len(folder) + 1 :].lstrip('/')}": paths[path] for path in paths}
+    versions = {file.place: file.version for file in files if file.is_stored}
+    alike = os.path.commonprefix([*versions])  # noqa: RUF071 - URLs are no paths
+    folder, slash, _ = alike.rpartition("/")
+    return {f"version of {url.removeprefix(folder + slash)}": versions[url] for url in versions}
 
 
 # --- records --------------------------------------------------------------------------------------

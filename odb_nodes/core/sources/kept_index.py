@@ -43,12 +43,11 @@ def index_of(
         return search(file)
     places = [] if file.is_stored else [Path(file.path).with_name(f".{file.name}.{kind}")]
     if (cache := cache_folder()) is not None:
-        path = file.path if isinstance(file.path, str) else file.path.resolve()
-        digest = hashlib.sha1(os.fsencode(path)).hexdigest()[:16]
+        digest = hashlib.sha1(os.fsencode(file.place)).hexdigest()[:16]
         places.append(cache / f"{file.name}.{digest}.{kind}")
     turn = None
     if file.is_stored and cache is not None:  # Ranks search local files at once.
-        turn = one_at_a_time(cache, str(file), _TURN_S)
+        turn = one_at_a_time(cache, file.place, _TURN_S)
     with turn or nullcontext():
         for place in places:
             if (kept := _kept(place, file.stamp, names)) is not None:

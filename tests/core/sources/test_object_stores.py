@@ -390,7 +390,7 @@ def test_a_server_of_http_must_know_ranges(has_ranges, kind, tmp_path, store):
     handler = type("Handler", (WithRanges,), {"has_ranges": has_ranges})
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=tmp_path)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/a.{kind}"
+        url = f"http://127.0.0.1:{server.server_port}/a.{kind}?signature={kind}"
         try:
             if has_ranges:
                 with loader_of(kind, url) as loader:

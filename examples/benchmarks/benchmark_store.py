@@ -22,6 +22,7 @@ import io
 import os
 import pickle
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -383,6 +384,7 @@ def main() -> None:
     add("--ranks", type=int, nargs="+", default=[1], help="numbers of ranks (default: 1)")
     add("--only", nargs="+", help="names of rows (default: all)")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends the server
     with tempfile.TemporaryDirectory() as folder, s3_server(Path(folder)) as url:
         texts = Texts(options.samples)
         for write in (write_parquet, write_tar):

@@ -239,6 +239,15 @@ def fresh_ranks(exhaustive):
         RankJob.fresh = True
 
 
+@pytest.fixture(scope="session")
+def s3():
+    """An S3 server on loopback, behind a proxy that puts in faults."""
+    from object_store import object_store
+
+    with object_store() as store:
+        yield store
+
+
 @pytest.fixture
 def new_threads():
     """Tell which threads run now that did not run before the test."""

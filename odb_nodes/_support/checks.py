@@ -154,7 +154,7 @@ def import_extra(module: str, extra: str) -> ModuleType:
     except ImportError as error:
         raise ImportError(
             f"`{module}` cannot be imported ({error}). Install it with: "
-            f"pip install '/path/to/odb-nodes[{extra}]'"
+            f"pip install 'odb-nodes[{extra}]'"
         ) from error
 
 

@@ -8,6 +8,7 @@ import glob
 import os
 import secrets
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ else:
     import fcntl
 
 _SUFFIX = ".part"
+_TURN_S = 0.01  # between two looks at a lock
 _LOCKED = (errno.EWOULDBLOCK, errno.EACCES)
 
 
@@ -55,6 +57,39 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         if isinstance(error, OSError) and error.errno is not None:
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
+
+
+@contextlib.contextmanager
+def taking_turns(path: Path, limit_s: float) -> Iterator[None]:
+    """Wait, for at most `limit_s`, until no other process or thread is within this context.
+
+    That saves work and promises nothing: some systems and disks have no locks.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # The folder may be read-only.
+            file = stack.enter_context(open(path, "wb"))
+            stack.callback(_unlock, file)  # also the copy of a child that is just forked
+            deadline_s = time.monotonic() + limit_s
+            while not _may_go_on(file) and time.monotonic() < deadline_s:
+                time.sleep(_TURN_S)
+        yield
+
+
+def _may_go_on(file: BinaryIO) -> bool:
+    """Lock a file, and tell whether it is locked now, or cannot be."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in _LOCKED
+    return True
+
+
+def _unlock(file: BinaryIO | int) -> None:
+    if fcntl is not None:
+        with contextlib.suppress(OSError):  # a disk without locks
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def folder_with(pattern: str, folder: str | os.PathLike[str]) -> Path:
@@ -211,9 +246,8 @@ class LockedFile:
 
     def close(self) -> None:
         """Close the file, and release its lock. Idempotent."""
-        if self._file is not None and fcntl is not None:
-            with contextlib.suppress(OSError):  # a disk without locks
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # also the lock of a child just forked
+        if self._file is not None:
+            _unlock(self._file)  # also the lock of a child just forked
         self.forget()
 
     def forget(self) -> None:

@@ -424,14 +424,17 @@ def test_what_is_wrong_has_an_exit_code_of_its_own(tmp_path, capsys, arguments, 
     assert words in capsys.readouterr().err
 
 
-def test_parquet_is_read_from_folders_and_patterns(tmp_path, capsys):
+def test_parquet_is_read_from_folders_patterns_and_stores(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     parquet = pytest.importorskip("pyarrow.parquet")
     for name, lengths in zip("ab", (LENGTHS[:150], LENGTHS[150:]), strict=True):
         ids = {"input_ids": [[1] * length for length in lengths]}
         parquet.write_table(pytest.importorskip("pyarrow").table(ids), tmp_path / f"{name}.parquet")
+        with pytest.importorskip("fsspec").open(f"memory://cli/{name}.parquet", "wb") as file:
+            file.write((tmp_path / f"{name}.parquet").read_bytes())
     options = ["--budget", 4096, "--shapes", 4, "--oversize", "drop"]
     tables = []
-    for data in (tmp_path, f"{tmp_path}/{{a,b}}.parquet"):
+    for data in (tmp_path, f"{tmp_path}/{{a,b}}.parquet", "memory://cli/*.parquet"):
         assert run("simulate", data, *options) == 0
         tables.append(cells(capsys.readouterr().out))
     budget = TokenBudget(4096, shapes=4, oversize="drop")
@@ -446,7 +449,9 @@ def test_parquet_is_read_from_folders_and_patterns(tmp_path, capsys):
     assert run("simulate", tmp_path, *options) == 0
     tables.append(cells(capsys.readouterr().out))
     figures = simulate(LengthTable.of(LENGTHS), world_size=1, budget=budget).as_row()
-    assert tables[0] == tables[1] == tables[2] and tables[0][0].items() >= figures.items()
+    assert (
+        tables[0] == tables[1] == tables[2] == tables[3] and tables[0][0].items() >= figures.items()
+    )
 
 
 def test_samples_that_exceed_the_budget_are_counted(capsys, table):

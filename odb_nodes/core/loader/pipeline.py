@@ -235,7 +235,7 @@ def planned_groups(
         tokens = -(-tokens // multiple) * multiple
     rank, world_size = group_rank(options.process_group)
     # A dataset with blocks is planned in windows, so that each block is read within a short time.
-    in_order = not shuffle or hasattr(dataset, "shuffle_blocks")
+    in_order = not shuffle or getattr(dataset, "shuffle_blocks", None) is not None
     return PlannedGroups(
         tokens,
         SampleProcess(dataset, process_fn, options.observe, prepared),

@@ -154,6 +154,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
         check_type("step_time", step_time, StepTime | None)
         self.exclude = ExcludedKeys.of(exclude)
         self._data_id: str | None = getattr(data, "data_id", None)
+        self._file_versions: dict[str, str] = getattr(data, "file_versions", {})
         self._blocks = None if data is None else shuffle_blocks(data)
         self._gives_keys: bool = getattr(process_fn, "gives_keys", False)
         self.why_not_collated = _why_not_collated(collate, workers or WorkerOptions())
@@ -301,7 +302,7 @@ class PlannedGroups(CountsExclusions, ChunkNode[SampleBlock, PlannedState]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the configuration that decides the output."""
-        fields_of_data: dict[str, Any] = {}
+        fields_of_data: dict[str, Any] = {**self._file_versions}
         if self._data_id is not None:
             fields_of_data["data_id"] = self._data_id
         if self._blocks is not None:

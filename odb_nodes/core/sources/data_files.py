@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from odb_nodes._support.text import counted
 from odb_nodes._support.user_warning import warn_user
+from odb_nodes.core.sources.data_file import DataFile, data_file, is_url, matching, of_each
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -97,6 +98,24 @@ def matches(path: str | os.PathLike[str]) -> list[str]:
     return sorted(glob.glob(glob.escape(folder) + pattern, recursive=True))
 
 
+def open_files(paths: Paths, kind: FileKind) -> list[DataFile]:
+    """Return the files of paths, each of which exists, and comes once."""
+    files: list[Path | str] = []
+    for path in listed(paths):
+        if not is_url(path):
+            files += files_of(path, kind)
+        elif "*" not in path:
+            files.append(path)
+        elif urls := matching(path):
+            files += urls
+        else:
+            raise FileNotFoundError(
+                f"`paths` must name files, but {path!r} has none. Check bucket and path."
+            )
+    check_files(files)
+    return of_each(data_file, files)
+
+
 def files_of(path: str | os.PathLike[str], kind: FileKind) -> list[Path]:
     """Return the files of a path: a file itself, or the files of a pattern or a folder.
 
@@ -178,7 +197,7 @@ def check_files(files: Sequence[str | Path]) -> None:
                 f"`paths` must be regular files, but {file} is a folder, pipe or device. Write its "
                 "data to a file."
             )
-        identity: object = os.path.realpath(file)
+        identity: object = file if is_url(file) else os.path.realpath(file)
         if status is not None and status.st_ino:  # hard links share it; some disks have none
             identity = (status.st_dev, status.st_ino)
         names.setdefault(identity, []).append(str(file))
@@ -189,8 +208,3 @@ def check_files(files: Sequence[str | Path]) -> None:
                 f"{len(names_of_file)} times, as {_shown({*names_of_file})}: by its name, a (hard) "
                 "link or a pattern. To read a file more often, mix sources by `weights`."
             )
-
-
-def is_url(file: str | Path) -> bool:
-    """Tell whether fsspec opens a file."""
-    return isinstance(file, str) and "://" in file

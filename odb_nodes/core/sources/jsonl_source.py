@@ -23,7 +23,8 @@ from odb_nodes._support.progress import SlowProgress
 from odb_nodes.core.contract import EpochNode
 from odb_nodes.core.contract.node import ItemLocation
 from odb_nodes.core.sample import ItemKey
-from odb_nodes.core.sources.data_files import JSON_LINES, Paths, check_files, files_of, listed
+from odb_nodes.core.sources.data_file import DataFile, RecordBlocks, of_each
+from odb_nodes.core.sources.data_files import JSON_LINES, Paths, open_files
 from odb_nodes.core.sources.kept_index import Index, index_of
 from odb_nodes.core.sources.sharded_sampler import ShardedOrder
 from odb_nodes.errors import SampleError, StateError
@@ -47,6 +48,9 @@ class JsonlSource(ShardedOrder[Any]):
     in a hidden file beside it, or else in `~/.cache/odb_nodes`, and read there until size or time
     of the file change.
 
+    Of an object store, neighbouring records are read together, 4 MiB at a time. These blocks are
+    shuffled, and then the records of 8 of them at a time.
+
     A file whose name ends in `.gz` is decompressed while it is read, so it needs `shuffle=False`,
     and restoring decompresses up to the position.
 
@@ -54,7 +58,8 @@ class JsonlSource(ShardedOrder[Any]):
         paths: a file, a folder, or a pattern such as `"data/*.jsonl"` or `"{00..99}.jsonl"`; or
             several of these, in order. A folder stands for its `.jsonl` and `.ndjson` files, and
             those with `.gz` behind that; `"data/**"` for those below it too. Files of a folder or
-            of a pattern with `*` are sorted by name. UTF-8.
+            of a pattern with `*` are sorted by name. Or URLs that fsspec opens, as
+            `"s3://bucket/*.jsonl"`. UTF-8.
         rank: this rank. Default: from torch.distributed, or `RANK`.
         world_size: number of ranks. Default: from torch.distributed, or `WORLD_SIZE`.
         shuffle: whether to permute the records, differently in every epoch; otherwise they come
@@ -80,9 +85,8 @@ class JsonlSource(ShardedOrder[Any]):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        self._paths = [file for path in listed(paths) for file in files_of(path, JSON_LINES)]
-        check_files(self._paths)
-        compressed = [path for path in self._paths if _is_compressed(path)]
+        self._files = open_files(paths, JSON_LINES)
+        compressed = [file for file in self._files if _is_compressed(file)]
         if check_bool("shuffle", shuffle) and compressed:
             raise ValueError(
                 "`shuffle` must be False for compressed files, which can be read only in their "
@@ -90,14 +94,14 @@ class JsonlSource(ShardedOrder[Any]):
                 "records, or pass `shuffle=False`."
             )
         rank, world_size = resolve_rank(rank, world_size)
-        self._sizes = [path.stat().st_size for path in self._paths]
         names = [field.name for field in fields(LineIndex)]
-        indices = (index_of(path, "lines1", names, _index_lines) for path in self._paths)
+        indices = of_each(lambda file: index_of(file, "lines1", names, _index_lines), self._files)
         self._index = [LineIndex(**index) for index in indices]
         self._ends = [*accumulate(map(len, self._index))]
         if not self._ends[-1] and not has_data_elsewhere(world_size):
-            raise ValueError(f"`paths` must hold a record, but {self._paths[0]} is empty.")
-        super().__init__(self._ends[-1], shuffle, seed, rank, world_size)
+            raise ValueError(f"`paths` must hold a record, but {self._files[0]} is empty.")
+        self._record_blocks = RecordBlocks(self._files, [index.starts for index in self._index])
+        super().__init__(self._record_blocks, shuffle, seed, rank, world_size)
         self._open = _open_files(self)
         self._to_index: set[int] = set()  # files with a record that was not valid
 
@@ -123,9 +127,9 @@ class JsonlSource(ShardedOrder[Any]):
         return source
 
     @property
-    def paths(self) -> tuple[Path, ...]:
-        """The files, in their order."""
-        return tuple(self._paths)
+    def paths(self) -> tuple[Path | str, ...]:
+        """The files, in their order; URLs are strings."""
+        return tuple(file.path for file in self._files)
 
     @property
     def num_records(self) -> int:
@@ -153,19 +157,21 @@ class JsonlSource(ShardedOrder[Any]):
     @property
     def can_restore(self) -> bool:
         """Whether records can be read again by file and offset: not of compressed files."""
-        plain = not any(map(_is_compressed, self._paths))
-        return plain and max(self._sizes) < 1 << _OFFSET_BITS
+        plain = not any(map(_is_compressed, self._files))
+        return plain and max(file.size for file in self._files) < 1 << _OFFSET_BITS
 
     def read(self, key: int) -> Any:
         """Return the record of a key, and stay where this source stands."""
         file, offset = key >> _OFFSET_BITS, key % (1 << _OFFSET_BITS)
-        path = self._paths[file] if file < len(self._paths) else f"file {file}"
-        record = self._index[file].record_at(offset) if file < len(self._paths) else None
+        path = self._files[file] if file < len(self._files) else f"file {file}"
+        record = self._index[file].record_at(offset) if file < len(self._files) else None
         error: Exception | None = None
         if record is not None:
             try:
                 return self._record(self._ends[file] - len(self._index[file]) + record)
             except (SampleError, OSError) as failed:
+                if self._files[file].is_stored:  # The store fails, or says what has changed.
+                    raise
                 error = failed
         raise StateError(
             f"there is no record at byte {offset} of {path}"
@@ -176,7 +182,7 @@ class JsonlSource(ShardedOrder[Any]):
     def item_location(self) -> ItemLocation:
         """Return file and line of the last record."""
         file, record = self._place(self._last)
-        return "line %d of %s", self._index[file].line(record), self._paths[file]
+        return "line %d of %s", self._index[file].line(record), self._files[file].path
 
     def close(self) -> None:
         """Close the files that are open. The next record opens its own again."""
@@ -184,8 +190,9 @@ class JsonlSource(ShardedOrder[Any]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what decides the output: a state fits only if it is equal."""
-        files = [path.name for path in self._paths]
-        return {"files": files, "sizes_bytes": list(self._sizes), **super().fingerprint()}
+        files = [file.name for file in self._files]
+        sizes_bytes = [file.size for file in self._files]
+        return {"files": files, "sizes_bytes": sizes_bytes, **super().fingerprint()}
 
     def _place(self, number: int) -> tuple[int, int]:
         """Return the file of a record, and its number in it."""
@@ -198,18 +205,20 @@ class JsonlSource(ShardedOrder[Any]):
             self._index_again(file)
         try:
             line = self._line(file, record)
-            return json.loads(line.decode("utf-8-sig"))  # of bytes, it would guess the encoding
         except SampleError:
             self.close()  # It may be put back before the next call.
             raise
+        try:
+            return json.loads(line.decode("utf-8-sig"))  # of bytes, it would guess the encoding
         except (ValueError, RecursionError) as error:
             self.close()
-            self._to_index.add(file)
+            if not self._files[file].is_stored:
+                self._to_index.add(file)
             cause = f"{error}"
             if isinstance(error, json.JSONDecodeError):  # whose own line number is within the line
                 cause = f"{error.msg} at character {error.pos + 1}"
             shown = line[:80].decode(errors="replace").strip()
-            where = f"{self._paths[file]}, line {self._index[file].line(record)}"
+            where = f"{self._files[file]}, line {self._index[file].line(record)}"
             raise SampleError(
                 f"{where}, is not valid JSON in UTF-8: {cause}. It begins with "
                 f"{shown!r}. Correct it. A loop may then iterate again, or resume, "
@@ -218,8 +227,10 @@ class JsonlSource(ShardedOrder[Any]):
 
     def _line(self, file: int, record: int) -> bytes:
         """Return the line of a record."""
-        path, index = self._paths[file], self._index[file]
+        path, index = self._files[file], self._index[file]
         start, stop = index.span(record)
+        if path.is_stored and not _is_compressed(path):  # Each read checks the version.
+            return self._record_blocks.read(file, start, stop).partition(b"\n")[0]
         # A line begins where another ends, which is not read of what cannot go back.
         before = 1 if start and not _is_compressed(path) else 0
         try:
@@ -247,15 +258,15 @@ class JsonlSource(ShardedOrder[Any]):
         if file not in self._open:
             if len(self._open) >= _MOST_OPEN:
                 self._open.pop(next(iter(self._open))).close()  # the file open for the longest time
-            self._open[file] = _open_lines(self._paths[file])
+            self._open[file] = _open_lines(self._files[file], keeps=True)
         return self._open[file]
 
     def _index_again(self, file: int) -> None:
         """Find the lines of a file again, after the user has corrected it."""
-        index = LineIndex(**_index_lines(self._paths[file]))
+        index = LineIndex(**_index_lines(self._files[file]))
         if len(index) != len(self._index[file]):
             raise SampleError(
-                f"{self._paths[file]} has {len(index)} records now, but had "
+                f"{self._files[file]} has {len(index)} records now, but had "
                 f"{len(self._index[file])} when the source was made. Put it back, then iterate "
                 "again; or make a new source, and begin an epoch."
             )
@@ -278,15 +289,18 @@ def _close_all(files: dict[int, IO[bytes]]) -> None:
 # --- files ----------------------------------------------------------------------------------------
 
 
-def _is_compressed(path: Path) -> bool:
+def _is_compressed(file: DataFile) -> bool:
     """Tell whether a file is decompressed while it is read."""
-    return path.suffix.lower() == ".gz"
+    return file.name.lower().endswith(".gz")
 
 
-def _open_lines(path: Path) -> IO[bytes]:
+def _open_lines(file: DataFile, *, keeps: bool = False) -> IO[bytes]:
     """Open a file at its beginning, for the bytes of its text."""
-    opened: IO[bytes] = open(path, "rb") if not _is_compressed(path) else gzip.open(path)  # type: ignore[assignment]
-    return opened
+    if not _is_compressed(file):
+        return file.open(keeps=keeps)
+    source: Any = file.open(keeps=keeps) if file.is_stored else file.path
+    text: IO[bytes] = gzip.open(source)  # type: ignore[assignment]
+    return text
 
 
 def _text(lines: bytes) -> bytes:
@@ -321,10 +335,10 @@ class LineIndex:
         return record if begins_here else None
 
 
-def _index_lines(path: Path) -> Index:
+def _index_lines(path: DataFile) -> Index:
     """Return the positions of the records of a file: all lines that are not blank."""
     starts, blanks, offset = array("q"), array("q"), 0
-    progress = SlowProgress(f"bytes of {path} read, to find its records", path.stat().st_size)
+    progress = SlowProgress(f"bytes of {path} read, to find its records", path.size)
     try:
         with _open_lines(path) as file:
             while lines := file.readlines(_INDEXED_BYTES):

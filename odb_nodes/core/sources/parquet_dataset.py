@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import operator
 import os
 import re
-import time
-import zlib
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
 import numpy as np
 
 from odb_nodes._support.checks import check_count, check_names, import_extra
-from odb_nodes.core.sources.data_files import PARQUET, Paths, check_files, files_of, is_url, listed
-from odb_nodes.core.sources.kept_index import stamp_of
+from odb_nodes.core.sources.data_file import (
+    CHANGED,
+    REMEDY,
+    DataFile,
+    data_id_of,
+    file_versions,
+    of_each,
+)
+from odb_nodes.core.sources.data_files import PARQUET, Paths, open_files
+from odb_nodes.core.sources.kept_index import Index, index_of
 
-_TRIES = 3  # to read a row group, as over a network
-_WAIT_S = 0.5  # before the second try, and twice as long before the third
 _PARTITION = re.compile(r"(?<=/)([^/=?&]+)=([^/]*)(?=/)")  # a folder of a hive-partitioned table
 _NULL = "__HIVE_DEFAULT_PARTITION__"
 
@@ -34,8 +38,7 @@ class ParquetDataset:
         paths: a file, a folder, or a pattern such as `"data/*.parquet"` or `"{00..99}.parquet"`; or
             several of these, in order. A folder stands for its `.parquet`, `.parq` and `.pq` files,
             and those in its folders named `key=value`; `"data/**"` for all below it. Or URLs that
-            fsspec opens, as `"s3://bucket/{00..99}.parquet"`; `"filecache::s3://..."` keeps them on
-            a local disk.
+            fsspec opens, as `"s3://bucket/{00..99}.parquet"`.
         columns: the columns to read. Default: all, and each file must have the same. Folders
             named `key=value` in the path of a file are columns of strings (hive partitions).
         mixed_blocks: row groups whose rows are shuffled together.
@@ -53,32 +56,24 @@ class ParquetDataset:
     def __init__(
         self, paths: Paths, columns: Sequence[str] | None = None, *, mixed_blocks: int = 4
     ) -> None:
-        self._files = list[str]()
-        for path in listed(paths):
-            self._files += [path] if is_url(path) else map(str, files_of(path, PARQUET))
-        check_files(self._files)
+        self._files = open_files(paths, PARQUET)
         self.mixed_blocks = check_count("mixed_blocks", mixed_blocks)
         """How many blocks of `shuffle_blocks` are mixed at a time."""
         if columns is not None and not check_names("columns", columns):
             raise ValueError("`columns` must name at least 1 column, but is empty.")
         self._columns = None if columns is None else [*columns]
         self._reads_all = columns is None
-        self._partitions = [*map(_partitions_of, self._files)]
-        self._metadata: list[Any] = []
-        self._stamps: list[tuple[int, int]] = []
+        self._partitions = [_partitions_of(str(file)) for file in self._files]
+        self._metadata = of_each(_metadata_of, self._files)
         self._groups: list[tuple[int, int]] = []  # of each block: file number, row group number
         rows = [0]
-        for number, file in enumerate(self._files):
-            metadata = _read(
-                _metadata_of, file, f"{file} is no Parquet file, or is cut", ValueError
-            )
-            self._check_columns(file, metadata, self._partitions[number])
-            self._metadata.append(metadata)
-            self._stamps.append(_stamp_of(file))
+        for number, (file, metadata) in enumerate(zip(self._files, self._metadata, strict=True)):
+            self._check_columns(str(file), metadata, self._partitions[number])
             for group in range(metadata.num_row_groups):
                 self._groups.append((number, group))
                 rows.append(metadata.row_group(group).num_rows)
         self._starts = np.cumsum(rows)
+        self.file_versions = file_versions(self._files)
         self._read_last: dict[int, dict[str, Any]] = {}  # columns of blocks
 
     @property
@@ -89,12 +84,10 @@ class ParquetDataset:
 
     @property
     def data_id(self) -> str:
-        """Identity of the data, for states: the files, their sizes and columns."""
-        files = [os.path.basename(file) for file in self._files]
-        content = repr((files, [size for size, _ in self._stamps], self._columns))
-        if any(self._partitions):  # files of different folders often have equal names
-            content += repr(self._partitions)
-        return f"{len(files)} files, CRC-32 {zlib.crc32(content.encode())}"
+        """Identity of the data, for states: files, sizes, columns, and versions of objects."""
+        # Files of different folders often have equal names.
+        partitions = [self._partitions] if any(self._partitions) else []
+        return data_id_of(self._files, self._columns, *partitions)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -104,7 +97,7 @@ class ParquetDataset:
 
         Raises:
             IndexError: there is none.
-            OSError: its row group could not be read in 3 tries, or the file has changed.
+            OSError: its row group could not be read, or the file has changed.
         """
         index = operator.index(index)
         if not 0 <= index < len(self):
@@ -139,17 +132,15 @@ class ParquetDataset:
         problem = f"row group {group} of {file} (rows {first}..{end - 1}) cannot be read"
         names = columns or self._columns or ()
         names = [name for name in names if name not in self._partitions[number]]
-        read = partial(_row_group, self._metadata[number], group, names)
-        remedy = "Put it back, or make the dataset anew."
         try:
-            if _stamp_of(file) != self._stamps[number]:
-                raise OSError(
-                    f"{problem}: the file was cut or replaced since the dataset was made, or its "
-                    f"time was changed. {remedy}"
-                )
-            table = _read(read, file, problem, OSError)
+            if not file.is_unchanged():
+                raise OSError(CHANGED)
+            table = _row_group(file, self._metadata[number], group, names)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{problem}: the file is gone. {remedy}") from error
+            raise FileNotFoundError(f"{problem}: the file is gone. {REMEDY}") from error
+        except Exception as error:  # of pyarrow, or the store
+            kind = type(error) if isinstance(error, OSError) else OSError
+            raise kind(f"{problem}: {error}") from error
         return {name: table[name].combine_chunks() for name in table.column_names}
 
     def _check_columns(self, file: str, metadata: Any, partitions: dict[str, Any]) -> None:
@@ -181,38 +172,33 @@ def _partitions_of(file: str) -> dict[str, str | None]:
     return {name: None if value == _NULL else value for name, value in pairs}
 
 
-def _stamp_of(file: str) -> tuple[int, int]:
-    """Return size and time of a local file; -1 for a URL, which is not checked."""
-    return (-1, -1) if is_url(file) else stamp_of(os.stat(file))
+def _metadata_of(file: DataFile) -> Any:
+    """Return the metadata of a file. Those of an object are kept, as its index."""
+    parquet = import_extra("pyarrow.parquet", "parquet")
+    try:
+        if not file.is_stored:
+            with file.open() as opened:
+                return parquet.read_metadata(opened)
+        footer = index_of(file, "parquet1", ["footer"], _footer)["footer"]
+        return parquet.read_metadata(io.BytesIO(footer.tobytes()))
+    except (FileNotFoundError, PermissionError, ImportError):
+        raise
+    except Exception as error:  # of pyarrow, or the store
+        if file.is_stored and isinstance(error, OSError):
+            raise OSError(f"{file} cannot be read, or is no Parquet file: {error}") from error
+        raise ValueError(f"{file} is no Parquet file, or is cut: {error}") from error
 
 
-def _open(file: str) -> Any:
-    if not is_url(file):
-        return open(file, "rb")
-    return import_extra("fsspec", "parquet").open(file, "rb").open()
+def _footer(file: DataFile) -> Index:
+    parquet, metadata = import_extra("pyarrow.parquet", "parquet"), io.BytesIO()
+    with file.open() as opened:
+        parquet.read_metadata(opened).write_metadata_file(metadata)
+    return {"footer": np.frombuffer(metadata.getvalue(), np.uint8)}
 
 
-def _read(read: Callable[[Any], Any], file: str, problem: str, kind: type[Exception]) -> Any:
-    """Open a file and call `read` with it; over a network, try several times."""
-    tries = _TRIES if is_url(file) else 1
-    for attempt in range(tries):
-        try:
-            with _open(file) as opened:
-                return read(opened)
-        except (FileNotFoundError, ImportError):
-            raise
-        except Exception as error:  # of pyarrow, fsspec, or what fsspec uses
-            if attempt + 1 == tries:
-                tried = f" in {tries} tries" if tries > 1 else ""
-                raise kind(f"{problem}{tried}: {error}") from error
-        time.sleep(_WAIT_S * 2**attempt)
-    raise AssertionError("there is a last try")
-
-
-def _metadata_of(opened: Any) -> Any:
-    return import_extra("pyarrow.parquet", "parquet").read_metadata(opened)
-
-
-def _row_group(metadata: Any, group: int, columns: Sequence[str] | None, opened: Any) -> Any:
-    parquet = import_extra("pyarrow.parquet", "parquet").ParquetFile(opened, metadata=metadata)
-    return parquet.read_row_group(group, columns=columns, use_threads=False)
+def _row_group(file: DataFile, metadata: Any, group: int, columns: Sequence[str]) -> Any:
+    parquet = import_extra("pyarrow.parquet", "parquet")
+    with file.open_places() as opened:
+        # Of an object, the chunks of neighbouring columns are one request.
+        rows = parquet.ParquetFile(opened, metadata=metadata, pre_buffer=file.is_stored)
+        return rows.read_row_group(group, columns=columns, use_threads=False)

@@ -210,6 +210,7 @@ class ShardedOrder(EpochNode[T, SamplerState]):
         if (blocks := shuffle_blocks(size)) is not None:
             self._blocks, self._mixed_blocks = blocks
         self._data_id: str | None = getattr(size, "data_id", None)
+        self._file_versions: dict[str, str] = getattr(size, "file_versions", {})
         self._seed = check_integer("seed", seed)
         self._rank, self._world_size = resolve_rank(rank, world_size)
         if self._size == 0 and not has_data_elsewhere(self._world_size):
@@ -298,6 +299,7 @@ class ShardedOrder(EpochNode[T, SamplerState]):
             data["mixed_blocks"] = self._mixed_blocks
         return {
             **data,
+            **self._file_versions,
             "size": self._size,
             "shuffle": self._shuffle,
             "seed": self._seed,

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import mmap
 import operator
-import os
 import re
 import tarfile
 import zlib
 from array import array
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
 from odb_nodes._support.progress import SlowProgress
-from odb_nodes.core.sources.data_files import TAR, Paths, check_files, files_of, listed
-from odb_nodes.core.sources.kept_index import Index, index_of, stamp_of
+from odb_nodes.core.sources.data_file import DataFile, RecordBlocks, data_id_of, of_each
+from odb_nodes.core.sources.data_files import TAR, Paths, open_files
+from odb_nodes.core.sources.kept_index import Index, index_of
 
 KEY = "__key__"
 _ARRAYS = ("firsts", "starts", "sizes", "name_ends", "names")  # of the index
@@ -40,10 +40,14 @@ class TarDataset:
     The files are read once when the dataset is made, to find their members. Of a file of 64 MiB or
     more that is kept in a hidden file beside it, or else in `~/.cache/odb_nodes`.
 
+    Of an object store, neighbouring samples are read together, 4 MiB at a time. So an
+    `ODBDataLoader` shuffles these blocks, and then the samples of 8 of them at a time.
+
     Args:
         paths: a file, a folder, or a pattern such as `"data/*.tar"` or `"{00..99}.tar"`; or several
             of these, in order. A folder stands for its `.tar` files, `"data/**"` for those
-            below it too. They must not be compressed.
+            below it too. Or URLs that fsspec opens, as `"s3://bucket/{00..99}.tar"`. They must not
+            be compressed.
 
     Raises:
         FileNotFoundError: a file does not exist, or a folder or pattern has none.
@@ -55,18 +59,16 @@ class TarDataset:
     draws_random_numbers: ClassVar[bool] = False
 
     def __init__(self, paths: Paths) -> None:
-        self._files = [file for path in listed(paths) for file in files_of(path, TAR)]
-        check_files(self._files)
-        self._stamps = [stamp_of(file.stat()) for file in self._files]
-        self._indices = [index_of(file, "tar1", _ARRAYS, _search) for file in self._files]
+        self._files = open_files(paths, TAR)
+        self._indices = of_each(lambda file: index_of(file, "tar1", _ARRAYS, _search), self._files)
         self._ends = np.cumsum([len(index["firsts"]) for index in self._indices])
-
-    @property
-    def data_id(self) -> str:
-        """Identity of the data, for states: the files and their sizes."""
-        sizes = [size for size, _ in self._stamps]
-        content = repr(([file.name for file in self._files], sizes))
-        return f"{len(self._files)} files, CRC-32 {zlib.crc32(content.encode())}"
+        begins = [index["starts"][index["firsts"]] for index in self._indices]
+        self._record_blocks = RecordBlocks(self._files, begins)
+        self.mixed_blocks = self._record_blocks.mixed_blocks
+        self.shuffle_blocks = self._record_blocks.shuffle_blocks
+        self.file_versions = self._record_blocks.file_versions
+        self.data_id = data_id_of(self._files)
+        """Identity of the data, for states: the files and their sizes, and versions of objects."""
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -76,7 +78,7 @@ class TarDataset:
 
         Raises:
             IndexError: there is none.
-            OSError: its file was cut or replaced.
+            OSError: its file was cut or replaced, or its store does not answer.
         """
         index = operator.index(index)
         if not 0 <= index < len(self):
@@ -87,26 +89,23 @@ class TarDataset:
         first = int(members["firsts"][sample])
         is_last = sample + 1 == len(members["firsts"])
         end = len(members["starts"]) if is_last else int(members["firsts"][sample + 1])
+        begin = int(members["starts"][first])
+        try:
+            stop = int(members["starts"][end - 1] + members["sizes"][end - 1])
+            content = self._record_blocks.read(file, begin, stop)
+        except OSError as error:
+            raise type(error)(
+                f"{_name(members, first)} of {self._files[file]} cannot be read: {error}"
+            ) from error
         data = dict[str, Any]()
-        with open(self._files[file], "rb") as opened:
-            for member in range(first, end):
-                opened.seek(int(members["starts"][member]))
-                size = int(members["sizes"][member])
-                name = _name(members, member)
-                content = opened.read(size)
-                is_same = stamp_of(os.fstat(opened.fileno())) == self._stamps[file]
-                if not is_same or len(content) < size:
-                    raise OSError(
-                        f"{name} of {self._files[file]} cannot be read: the file was cut or "
-                        "replaced since the dataset was made, or its time was changed. Put it "
-                        "back, or make the dataset anew."
-                    )
-                key, extension = _split(name)
-                data |= {KEY: key, extension: content}
+        for member in range(first, end):
+            key, extension = _split(_name(members, member))
+            start = int(members["starts"][member]) - begin
+            data |= {KEY: key, extension: content[start : start + int(members["sizes"][member])]}
         return data
 
 
-def _search(path: Path) -> Index:
+def _search(path: DataFile) -> Index:
     """Return the index of a file: its members, and which of them begin a sample."""
     firsts, starts, sizes, name_ends = (array("q") for _ in range(4))
     names = bytearray()
@@ -149,15 +148,15 @@ def _search(path: Path) -> Index:
     return {**index, "names": np.frombuffer(bytes(names), np.uint8)}
 
 
-def _members(path: Path) -> Iterator[tuple[str, int, int | None]]:
+def _members(path: DataFile) -> Iterator[tuple[str, int, int | None]]:
     """Yield name, place and size of each file; no size where it is a link, or has holes.
 
     `tarfile` takes 40 us a header, so it reads only the headers that are not plain.
     """
     with (
-        open(path, "rb") as opened,
+        path.open() as opened,
         tarfile.open(fileobj=opened, mode="r:") as tar,
-        mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as whole,
+        _slices(path, opened) as whole,
     ):
         progress = SlowProgress(f"bytes of {path} read, to find its samples", len(whole))
         offset, all_plain = 0, True
@@ -186,6 +185,26 @@ def _members(path: Path) -> Iterator[tuple[str, int, int | None]]:
         _check_end(path, whole, offset)
 
 
+class _Slices:
+    """The slices of a file that has no memory map."""
+
+    def __init__(self, opened: BinaryIO, size: int) -> None:
+        self._opened, self._size = opened, size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, span: slice) -> bytes:
+        self._opened.seek(span.start)
+        return self._opened.read(span.stop - span.start)
+
+
+def _slices(path: DataFile, opened: BinaryIO) -> AbstractContextManager[mmap.mmap | _Slices]:
+    if path.is_stored:
+        return nullcontext(_Slices(opened, path.size))
+    return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 def _plain_size(header: bytes) -> int | None:
     """Return the size of a plain file, or of a block that describes the next file."""
     kind, size, check = header[156:157], header[124:136], header[148:156]
@@ -201,7 +220,7 @@ def _plain_size(header: bytes) -> int | None:
     return size_bytes if off % _ADLER_MODULUS == 0 else None
 
 
-def _check_end(path: Path, whole: mmap.mmap, end: int) -> None:
+def _check_end(path: DataFile, whole: mmap.mmap | _Slices, end: int) -> None:
     """Raise a `ValueError` unless nothing but zeros, the mark of the end, follows the members."""
     for offset in range(end, max(len(whole), end + 1), _READ_BYTES):
         data = whole[offset : offset + _READ_BYTES]

@@ -23,7 +23,8 @@ from odb_nodes import (
     pop_step_info,
     reshard,
 )
-from odb_nodes.core.sources import ShardedSampler, kept_index, parquet_dataset, tar_dataset
+from odb_nodes.core.sources import ShardedSampler, kept_index, tar_dataset
+from odb_nodes.core.sources.data_file import LocalFile
 from odb_nodes.core.sources.sharded_sampler import BlockPermutation
 
 SIZES = [130, 0, 75]
@@ -172,31 +173,6 @@ def test_what_cannot_be_read_is_named(files, tmp_path):
         rows[205]
 
 
-def test_a_url_is_read_in_some_tries(files, monkeypatch):
-    fsspec = pytest.importorskip("fsspec")
-    monkeypatch.setattr(parquet_dataset, "_WAIT_S", 0.001)
-    with fsspec.open("memory://data/0.parquet", "wb") as file:
-        file.write(files[0].read_bytes())
-    rows, opened, fails = ParquetDataset("memory://data/0.parquet"), parquet_dataset._open, []
-
-    def failing(path):
-        if len(fails) < most:
-            fails.append(path)
-            raise OSError("the network is down")
-        return opened(path)
-
-    monkeypatch.setattr(parquet_dataset, "_open", failing)
-    most = 2
-    assert rows[0]["id"] == 0 and len(fails) == 2
-    most = 5
-    with pytest.raises(OSError, match=r"row group 2 of memory://.* in 3 tries: the net"):
-        rows[45]
-    assert len(fails) == 5 and rows[45]["id"] == 45
-    fsspec.filesystem("memory").rm("data/0.parquet")
-    with pytest.raises(FileNotFoundError, match=r"row group 3 of memory://.* the file is gone"):
-        rows[65]
-
-
 class Blocks(list):
     mixed_blocks = 4
 
@@ -274,7 +250,7 @@ def test_members_are_those_that_tarfile_finds(tmp_path):
             (member.name, member.offset_data, member.size if member.isreg() else None)
             for member in files
         ]
-        assert [*tar_dataset._members(tmp_path / "a.tar")] == expected
+        assert [*tar_dataset._members(LocalFile(tmp_path / "a.tar"))] == expected
 
 
 @pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
@@ -298,7 +274,7 @@ def test_a_large_file_is_searched_once(tars, monkeypatch):
     expected = [samples[index] for index in range(0, 120, 7)]
     for path in tars:  # kept by another version, so it is made again
         with path.with_name(f".{path.name}.tar1").open("wb") as kept:
-            np.savez(kept, stamp=kept_index.stamp_of(path.stat()))
+            np.savez(kept, stamp=LocalFile(path).stamp)
     samples = TarDataset(tars)
     monkeypatch.setattr(tar_dataset, "_search", lambda path: pytest.fail(f"{path} was read"))
     samples = TarDataset(tars)

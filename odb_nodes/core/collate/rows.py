@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 
 from odb_nodes._support.arrays import IntArray
-from odb_nodes._support.checks import check_bool, check_callable
+from odb_nodes._support.checks import check_bool, check_callable, check_choice
+from odb_nodes._support.hashing import stable_name
 from odb_nodes.core.collate.packed_collate import KEPT, PackedCollate
 from odb_nodes.core.collate.protocol import Collate, copy_for_collate, takes_step
 from odb_nodes.core.collate.token_rows import is_number, row_of
+from odb_nodes.core.planning.budget import Layout
 from odb_nodes.core.processing.observation import observe_sample
 from odb_nodes.core.sample import IGNORE_INDEX, Observation, Observe, Sample, Skipped
 from odb_nodes.core.step_info import Batch, StepInfo
@@ -38,6 +40,7 @@ class RowsObserve:
         self, observe: Observe | None = None, layout: str = "packed", *, share_prefix: bool = False
     ) -> None:
         check_callable("observe", observe)
+        check_choice("layout", layout, get_args(Layout))
         self._observe = observe
         self._is_padded = layout != "packed"
         self._shares_prefix = check_bool("share_prefix", share_prefix)
@@ -50,16 +53,27 @@ class RowsObserve:
 
     @property
     def fingerprint_name(self) -> str:
-        """Its name in a state: whether prefixes are shared decides the groups."""
-        return "RowsObserve(share_prefix=True)" if self._shares_prefix else "RowsObserve"
+        """Its name in a state, with the options that decide the groups."""
+        options = [] if self._observe is None else [stable_name(self._observe)]
+        if self._is_padded:
+            options.append('layout="padded"')
+        if self._shares_prefix:
+            options.append("share_prefix=True")
+        return f"RowsObserve({', '.join(options)})" if options else "RowsObserve"
 
     def __call__(self, data: Any) -> Observation:
         """Return the cost of a sample.
 
         Raises:
-            SampleError: a row has no valid length; or samples of padded groups differ in rows.
+            SampleError: there is no row, a row has no valid length, or samples of padded groups
+                differ in rows.
         """
-        rows = data if isinstance(data, list) else [data]
+        rows = _rows(data)
+        if not rows:
+            raise SampleError(
+                "a sample must have a row or more, but is an empty list. Return "
+                "`Skipped(reason, text)` from processing to leave it out."
+            )
         samples: list[Sample] = []
         for row in rows:
             sample = observe_sample(row, self._observe)
@@ -116,18 +130,19 @@ class RowsCollate:
         with _naming_samples(samples):
             if self.shares_prefix:
                 return self._share(cast("PackedCollate", self.collate_fn), samples)
-            return self.collate_fn(_rows_of(samples))
+            return self.collate_fn(_copied_rows(samples))
 
     def _collate_step(self, samples: list[Any], info: StepInfo) -> Batch:
-        batch: Batch = self.collate_fn.collate_step(_rows_of(samples), info)  # type: ignore[attr-defined]
-        return batch
+        with _naming_samples(samples):
+            batch: Batch = self.collate_fn.collate_step(_copied_rows(samples), info)  # type: ignore[attr-defined]
+            return batch
 
     def _share(self, collate: PackedCollate, samples: list[Any]) -> Batch:
         """Return the batch in which each row is without the tokens that it shares."""
         pieces: list[Any] = []
         shared: list[IntArray] = []
         for sample in samples:
-            rows = [*map(collate.prepare, sample if isinstance(sample, list) else [sample])]
+            rows = [*map(collate.prepare, _rows(sample))]
             collate.check_mappings(rows)
             shared.append(_shared_tokens(rows))
             for row, count in zip(rows, shared[-1], strict=True):
@@ -143,8 +158,8 @@ def _naming_samples(samples: list[Any]) -> Iterator[None]:
     except SampleError as error:
         if error.index is None:
             raise
-        sizes = [len(sample) if isinstance(sample, list) else 1 for sample in samples]
-        index = int(np.searchsorted(np.cumsum(sizes), error.index, side="right"))
+        ends = np.cumsum([len(_rows(sample)) for sample in samples])
+        index = int(np.searchsorted(ends, error.index, side="right"))
         raise SampleError(str(error), index) from error
 
 
@@ -160,11 +175,13 @@ def _check_shares(collate: Collate) -> None:
         )
 
 
-def _rows_of(samples: list[Any]) -> list[Any]:
-    rows: list[Any] = []
-    for sample in samples:
-        rows += map(copy_for_collate, sample) if isinstance(sample, list) else [sample]
-    return rows
+def _rows(sample: Any) -> list[Any]:
+    """Return the rows of a sample; a sample that is no list is one row."""
+    return sample if isinstance(sample, list) else [sample]
+
+
+def _copied_rows(samples: list[Any]) -> list[Any]:
+    return [copy_for_collate(row) for sample in samples for row in _rows(sample)]
 
 
 def _shared_tokens(rows: Sequence[Mapping[str, Any]]) -> IntArray:

@@ -305,12 +305,17 @@ def test_a_loader_that_shares_prefixes_resumes_exactly_and_not_without():
         next(iter(other))
 
 
+class TakesStep(PackedCollate):
+    def collate_step(self, samples, _info):
+        return self(samples)
+
+
 def test_an_error_of_a_row_names_its_sample():
     def process(index):
         rows = answers_of(index)
         return [*rows[1:], {**rows[0], "score": 1}] if index == 3 else rows
 
-    for collate_fn in (sharing(), RowsCollate(PackedCollate())):
+    for collate_fn in (sharing(), RowsCollate(PackedCollate()), RowsCollate(TakesStep())):
         loader = ODBDataLoader(
             range(5),
             token_budget=TokenBudget(4096, layout="packed"),
@@ -336,6 +341,9 @@ test_what_cannot_share_is_refused = refuses(
             "`layout`.*packed.*'padded'",
         ),
         (lambda: sharing()([[{"labels": [1]}]]), TypeError, "mappings with `input_ids`"),
+        (lambda: RowsObserve(layout="packd"), ValueError, "`layout` must be one of.*'packd'"),
+        (lambda: RowsObserve()([]), SampleError, "must have a row.*`Skipped"),
+        (lambda: RowsObserve(layout="padded")([]), SampleError, "must have a row.*`Skipped"),
         (
             lambda: ODBDataLoader(
                 range(4),

@@ -23,6 +23,7 @@ from odb_nodes import (
     WorkerOptions,
 )
 from odb_nodes._support.hashing import stable_name
+from odb_nodes.collate import RowsObserve
 from odb_nodes.core.sources import IterableSource
 
 
@@ -134,6 +135,12 @@ NAMED = [
         "RankAligner: `accumulate` was .*WindowBucketer: `budget.layout` .*Sampler: `seed`",
     ),
     ({"token_budget": 300, "window": 30}, {}, "`budget.tokens` was 300 .*; `window` was 30 "),
+    (
+        {"observe": RowsObserve()},
+        {"observe": RowsObserve(by_id)},
+        r"'sample\(observe=RowsObserve\)' when saved, but is .*observe=RowsObserve\(by_id\)",
+    ),
+    ({"observe": RowsObserve(layout="padded")}, {"observe": RowsObserve()}, r"layout=\"padded\""),
 ]
 
 

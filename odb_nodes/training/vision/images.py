@@ -53,8 +53,8 @@ class BadImages:
 
     Args:
         missing: the policy for a file that does not exist.
-        corrupt: the policy for data that is no image, has no pixels or pixels above 255, or is
-            truncated or damaged.
+        corrupt: the policy for data that is no image, has no pixels or pixels outside 0..255, or
+            is truncated or damaged.
         huge: the policy for an image with more pixels than the `ImageReader` allows.
         elongated: the policy for an image whose longer side is over 200 times the other, which no
             patch grid can hold.
@@ -201,14 +201,8 @@ class ImageReader:
         if orientation in range(5, 9):
             rows, columns = columns, rows
         turn: Any = _TURNS.get(orientation)
+        _check_range(image)
         upright = _opaque(image if turn is None else image.transpose(turn))
-        extrema: Any = upright.getextrema() if upright.mode[0] in "IF" else (0, 0)
-        if extrema[1] > _MOST_VALUE:
-            raise ImageError(
-                "corrupt",
-                f"its pixels (mode {upright.mode}) exceed {_MOST_VALUE}, where Pillow cuts them: "
-                f"scale them to 0..{_MOST_VALUE}",
-            )
         # Palettes cannot be interpolated; RGB and grey are exact.
         if upright.mode not in ("RGB", "L"):
             upright = upright.convert("RGB")
@@ -224,6 +218,19 @@ def _orientation_of(image: Image) -> Any:
         return image.getexif().get(_ORIENTATION_TAG, 1)
     except Exception:  # Damaged tags: the image itself may be good.
         return 1
+
+
+def _check_range(image: Image) -> None:
+    """Reject pixels that Pillow would cut to 0..255 on the way to RGB."""
+    if image.mode[0] not in "IF":
+        return
+    pixels = np.asarray(image)
+    if not (pixels.min() >= 0 and pixels.max() <= _MOST_VALUE):  # false for NaN
+        raise ImageError(
+            "corrupt",
+            f"its pixels (mode {image.mode}) must be in 0..{_MOST_VALUE}, where Pillow cuts them: "
+            "scale them",
+        )
 
 
 def _opaque(image: Image) -> Image:

@@ -20,11 +20,18 @@ def turned_by(orientation):
 
 def test_pixels_that_pillow_would_cut_are_an_error():
     bright = np.linspace(0, 65_535, 30 * 30).reshape(30, 30)
+    transparent = as_bytes(Image.fromarray(bright.astype(np.uint16)), transparency=3)
+    assert Image.open(io.BytesIO(transparent)).info["transparency"] == 3
+    with_nan = np.where(bright == 0, np.nan, bright / 257)
     for image in (
         Image.fromarray(bright.astype(np.uint16)),
         Image.fromarray(bright.astype(np.float32)),
+        transparent,
+        Image.fromarray((bright / 257 - 1).astype(np.float32)),
+        Image.fromarray((bright / 257 - 9).astype(np.int32)),
+        Image.fromarray(with_nan.astype(np.float32)),
     ):
-        with pytest.raises(ImageError, match="exceed 255"):
+        with pytest.raises(ImageError, match=r"must be in 0..255"):
             read(image)
     assert read(Image.fromarray((bright / 257).astype(np.float32))).mode == "RGB"
 

@@ -18,7 +18,7 @@ MAX_KEY = 2**63 - 1  # largest key of a sample
 C = TypeVar("C", bound=type)
 
 
-def check_integer(name: str, value: object) -> int:
+def check_integer(name: str, value: object, remedy: str = "") -> int:
     """Return `value` as an int; reject a bool."""
     if type(value) is int:
         return value
@@ -27,9 +27,8 @@ def check_integer(name: str, value: object) -> int:
             raise TypeError
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(
-            f"`{name}` must be an integer, but is {value!r} (`{type(value).__name__}`) instead."
-        ) from None
+        seen = f"{value!r:.80} (`{type(value).__name__}`)"
+        raise TypeError(_message(name, "an integer", seen, remedy)) from None
 
 
 def check_count(name: str, value: object, minimum: int = 1, maximum: int = MAX_COUNT) -> int:
@@ -69,7 +68,7 @@ def check_seconds(name: str, value: Any) -> None:
 def check_bool(name: str, value: object) -> bool:
     """Return `value`, which must be a bool."""
     if not isinstance(value, bool):
-        raise TypeError(_message(name, "True or False", repr(value)))
+        raise TypeError(_message(name, "True or False", f"{value!r:.80}"))
     return value
 
 
@@ -87,9 +86,9 @@ def check_type(name: str, value: object, expected: type | UnionType, remedy: str
         raise TypeError(_message(name, allowed, describe(value), remedy))
 
 
-def check_names(name: str, value: object) -> tuple[str, ...]:
+def check_names(name: str, value: object, example: str = '["chat", "code"]') -> tuple[str, ...]:
     """Return a list of different names as a tuple."""
-    remedy = 'Pass a list such as ["chat", "code"].'
+    remedy = f"Pass a list such as {example}."
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(_message(name, "a list of names", describe(value), remedy))
     if not all(isinstance(entry, str) and entry for entry in value) or len({*value}) < len(value):
@@ -114,7 +113,7 @@ def check_iterable(name: str, value: object, remedy: str) -> None:
 def check_callable(name: str, value: Any) -> None:
     """Raise a `TypeError` unless `value` is a function or None."""
     if value is not None and not callable(value):
-        raise TypeError(_message(name, "a function or None", repr(value)))
+        raise TypeError(_message(name, "a function or None", f"{value!r:.80}"))
     if isinstance(value, type) and any("__call__" in vars(base) for base in value.__mro__):
         remedy = f"Its instances can be called: pass `{value.__name__}(...)`."
         raise TypeError(_message(name, "a function or None", describe(value), remedy))
@@ -144,7 +143,7 @@ def _message(name: str, rule: str, seen: str, remedy: str = "") -> str:
 def _class_name(kind: type) -> str:
     if kind is NoneType:
         return "None"
-    return f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} `{kind.__name__}`"
+    return f"{'an' if kind.__name__[0] in 'AEIOUaeiou' else 'a'} `{kind.__name__}`"
 
 
 def import_extra(module: str, extra: str) -> ModuleType:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import zlib
+from collections import UserDict
 from functools import partial
 
 import numpy as np
@@ -25,6 +26,7 @@ from odb_nodes._support.content import (
     tensor_bytes,
 )
 from odb_nodes._support.hashing import hash_ints, hash_rows, stable_name
+from odb_nodes.errors import SampleError
 
 
 def matrix(number, *changed):
@@ -154,6 +156,15 @@ def test_rows_and_their_batches_of_one_are_rows(kind):
     assert list(flatten_row("input_ids", kind([[3, 4]]))) == [3, 4]
 
 
+@pytest.mark.parametrize("values", ["text" * 1000, {"input_ids": [1] * 1000}, UserDict(a=[1]), 5])
+def test_what_is_no_row_is_cut_in_the_error(values):
+    with pytest.raises(
+        SampleError, match=r"`input_ids` must be a list.*\[\"input_ids\"\]"
+    ) as caught:
+        flatten_row("input_ids", values)
+    assert len(str(caught.value)) < 500
+
+
 @pytest.mark.parametrize("kind", [np.int64, torch.tensor])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_list_of_integers_of_numpy_or_torch_is_a_row(kind, count):
@@ -232,6 +243,9 @@ class LargestResult(TorchDispatchMode):
         (torch.tensor(math.nan), torch.tensor(0.0), "[()] is 0.0 instead of nan"),
         (np.array([math.nan]), np.array([math.nan]), None),
         (torch.zeros(0, 3), torch.zeros(0, 3), None),
+        (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), None),
+        (torch.eye(3).to_sparse(), 2 * torch.eye(3).to_sparse(), "[(0, 0)] is 2.0 instead of 1.0"),
+        ({1: 2, "a": 3}, {"1": 2, "a": 3}, " has keys ['1', 'a'] instead of ['a', 1]"),
     ],
 )
 def test_the_first_place_that_differs_is_named(expected_value, value, message):

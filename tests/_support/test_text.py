@@ -14,7 +14,14 @@ from tqdm import std
 
 from odb_nodes import LengthObserver, Loader, WindowBucketer
 from odb_nodes._support import progress
-from odb_nodes._support.checks import check_choice, check_type, describe
+from odb_nodes._support.checks import (
+    check_bool,
+    check_callable,
+    check_choice,
+    check_integer,
+    check_type,
+    describe,
+)
 from odb_nodes._support.progress import Bar, SlowProgress
 from odb_nodes._support.text import counted, html_table, named_ranks
 from odb_nodes.core.nodes.read_ahead import ReadAhead
@@ -78,6 +85,7 @@ def test_a_choice_that_is_not_allowed_is_named_with_those_that_are(value, shown)
     [
         (Option, "an `Option`"),
         (dict, "a `dict`"),
+        (int, "an `int`"),
         (Option | None, "an `Option` or None"),
         (str | bytes | None, "a `str` or a `bytes` or None"),
     ],
@@ -103,6 +111,14 @@ def test_the_error_names_all_types_that_are_allowed(expected, rule):
 def test_values_are_described_by_themselves_or_by_their_class(value, shown):
     assert describe(value) == shown
     assert len(describe(list(range(1000)))) == 80  # cut
+
+
+def test_a_long_value_is_cut_in_every_error():
+    value = [*range(1000)]
+    for check in (check_integer, check_bool, check_callable):
+        with pytest.raises(TypeError, match="^`option` must be .* but is .0, 1") as caught:
+            check("option", value)
+        assert len(str(caught.value)) < 200
 
 
 # --- progress of what takes long ------------------------------------------------------------------

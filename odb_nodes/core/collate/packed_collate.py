@@ -110,7 +110,7 @@ class PackedCollate(TokenRows):
             for key in _CHECKED_KEYS:
                 if key in prepared:
                     self._check_packable(key, prepared[key])
-            if self.sample_multiple > 1:
+            if self.sample_multiple > 1 and "input_ids" in prepared:
                 prepared = self._filled_up(prepared)
         return prepared
 
@@ -161,7 +161,8 @@ class PackedCollate(TokenRows):
         if "labels" not in batch:
             batch["labels"] = batch["input_ids"].clone()
             batch["labels"][:, total:] = IGNORE_INDEX
-        if batch["labels"].ndim > 1:  # otherwise one number for each sample
+        # Otherwise a number, or a list, for each sample.
+        if isinstance(batch["labels"], torch.Tensor) and batch["labels"].ndim > 1:
             batch["labels"][:, starts[:-1][np.diff(starts) > 0]] = IGNORE_INDEX
         batch["position_ids"] = torch.from_numpy(positions[None])
         if self.model_arguments:

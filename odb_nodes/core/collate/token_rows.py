@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from odb_nodes._support.checks import keep_count
+from odb_nodes._support.checks import check_count, check_integer, check_names, keep_count
 from odb_nodes._support.content import INT64, array_of_ints, flatten_row, is_mapping
 from odb_nodes.core.collate.protocol import NewTensor, copy_for_collate, new_tensor
 from odb_nodes.core.planning.budget import Layout, Shape, TokenBudget
@@ -46,12 +46,17 @@ class TokenRows:
 
     def __post_init__(self) -> None:
         keep_count(self, "pad_to_multiple_of")
-        try:
-            widths = [width for _, width in self.shapes]
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"`shapes` must be pairs (rows, width), but is {self.shapes!r:.80} instead."
-            ) from None
+        remedy = "A tokenizer without a padding token has None: pass its `eos_token_id`."
+        pad_token_id = check_integer("pad_token_id", self.pad_token_id, remedy)
+        object.__setattr__(self, "pad_token_id", pad_token_id)
+        token_keys = check_names("token_keys", self.token_keys, '["input_ids", "labels"]')
+        object.__setattr__(self, "token_keys", token_keys)
+        if "input_ids" not in token_keys:
+            raise ValueError(
+                f"`token_keys` must have `input_ids`, but is {token_keys!r:.80} instead. Add it."
+            )
+        object.__setattr__(self, "shapes", _checked_shapes(self.shapes))
+        widths = [width for _, width in self.shapes]
         if widths != sorted(widths):
             raise ValueError(
                 f"`shapes` must go from narrow to wide, but have the widths {widths} instead. "
@@ -229,6 +234,19 @@ def block_data(block: SampleBlock) -> list[Any]:
     ]
 
 
+def _checked_shapes(shapes: Any) -> tuple[Shape, ...]:
+    try:
+        pairs = [(rows, width) for rows, width in shapes]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"`shapes` must be pairs (rows, width), but is {shapes!r:.80} instead."
+        ) from None
+    return tuple(
+        (check_count(f"shapes[{index}]", rows), check_count(f"shapes[{index}]", width))
+        for index, (rows, width) in enumerate(pairs)
+    )
+
+
 def _differing_keys(samples: Sequence[Mapping[str, Any]]) -> SampleError:
     """Return the error that names the first sample whose keys differ from the most common."""
     counts = Counter(frozenset(sample) for sample in samples)
@@ -263,7 +281,11 @@ def _rows_of(key: str, values: list[Any], lengths: list[int]) -> list[Any]:
 
 def _tensor_of(key: str, numbers: list[Any]) -> torch.Tensor:
     """Return the numbers of samples as an (n,) tensor."""
-    array = np.asarray(numbers)
+    if all(isinstance(number, torch.Tensor) for number in numbers):
+        return torch.stack([number.detach().cpu() for number in numbers])
+    array = np.asarray(
+        [number.item() if isinstance(number, torch.Tensor) else number for number in numbers]
+    )
     for index, number in enumerate(numbers if array.dtype.kind in "Ouf" else ()):
         is_wide = isinstance(number, Integral) and not -_INT64_END <= int(number) < _INT64_END
         if is_wide or (array.dtype == object and np.asarray(number).dtype == object):

@@ -149,12 +149,33 @@ test_what_is_refused_before_a_batch_is_made = refuses(
         (lambda: PackedCollate(mask_dtype=torch.int64), ValueError, "`mask_dtype` must be"),
         (lambda: PackedCollate(max_samples=0), ValueError, "`max_samples` must be"),
         (lambda: PackedCollate(sample_multiple=4)([{"input_ids": [1]}]), ValueError, "`prepare`"),
+        (lambda: PackedCollate(pad_token_id=None), TypeError, "is None .*pass its `eos_token_id`"),
+        (lambda: PackedCollate(pad_token_id=1.7), TypeError, "`pad_token_id` must be an integer"),
+        (lambda: PackedCollate(token_keys="input_ids"), TypeError, "`token_keys` must be a list"),
+        (lambda: PackedCollate(token_keys=["labels"]), ValueError, r"have `input_ids`.*'labels'"),
+        (lambda: PackedCollate(shapes=[(-2, 8)]), ValueError, r"`shapes\[0\]` must be in 1\.\."),
+        (lambda: PackedCollate(shapes=[(2, 8), (1, "x")]), TypeError, r"`shapes\[1\]`.*'x'"),
     ]
 )
 
 
 def prepare(**more):
     return PackedCollate().prepare({"input_ids": [1, 2], **more})
+
+
+def test_labels_that_are_not_per_token_are_listed():
+    batch = PackedCollate(token_keys=("input_ids",))([{"input_ids": [1, 2], "labels": [1]}])
+    assert batch["labels"] == [[1]] and batch["position_ids"].tolist() == [[0, 1]]
+
+
+def test_a_sample_without_tokens_is_not_filled_up():
+    assert PackedCollate(sample_multiple=2).prepare({"x": 1}) == {"x": 1}
+
+
+def test_keys_and_shapes_may_be_lists():
+    lists = PackedCollate(token_keys=["input_ids"], shapes=[[1, np.int64(8)]])
+    assert lists == PackedCollate(token_keys=("input_ids",), shapes=((1, 8),))
+    assert hash(lists)
 
 
 # --- in a loader ------------------------------------------------------------------------------

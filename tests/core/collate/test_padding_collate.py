@@ -75,6 +75,19 @@ def test_what_numpy_has_without_dimensions_is_listed_unless_it_is_a_number(value
     assert batch["of"] == [value, value] and batch["count"].tolist() == [0, 1]
 
 
+@pytest.mark.parametrize(
+    "number",
+    [torch.tensor(1.5, dtype=torch.bfloat16), torch.tensor(1.5, requires_grad=True)],
+    ids=["bfloat16", "with a gradient"],
+)
+def test_numbers_in_tensors_are_stacked(number):
+    batch = PaddingCollate()([{"input_ids": [1], "reward": number}] * 2)
+    assert batch["reward"].dtype == number.dtype and not batch["reward"].requires_grad
+    assert batch["reward"].tolist() == [1.5, 1.5]
+    mixed = [{"input_ids": [1], "reward": reward} for reward in (number, 2.0)]
+    assert PaddingCollate()(mixed)["reward"].tolist() == [1.5, 2.0]
+
+
 @pytest.mark.parametrize("key", ["input_ids", "labels"])
 @pytest.mark.parametrize("number", [2**63, 2**64 - 100])
 def test_a_number_that_a_tensor_cannot_hold_is_refused(key, number):

@@ -95,7 +95,9 @@ def _line_of_user(error: Exception) -> str:
     places = [
         f" ({file}, line {line})"
         for file, line in frames
-        if not file.startswith(("<", *_NOT_OF_USER)) and "site-packages" not in file
+        if not file.startswith(("<", *_NOT_OF_USER))
+        and "site-packages" not in file
+        and Path(file).is_file()  # not of compiled modules, whose frames name a source
     ]
     return (places or [""])[-1]
 

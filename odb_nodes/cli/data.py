@@ -104,16 +104,17 @@ class Data:
         in_place = [name for name in ("lengths", "cv") if name in args]
         in_place_given = [f"--{name}" for name in in_place if vars(args)[name] is not None]
         if len(in_place_given) + (args.data is not None) != 1:
-            raise ValueError(
-                "pass either the data (a file, a folder or module:function), or one option in "
-                f"place of them: --{', --'.join(in_place)}."
+            options = ", ".join(f"--{name}" for name in in_place)
+            raise UsageError(
+                "pass either the data (a file, a folder or module:function), or "
+                f"{'one of ' * (len(in_place) > 1)}{options} in place of them"
             )
         if in_place_given and any(
             (args.tokenizer, args.field, args.workers, args.lengths and args.samples)
         ):
-            raise ValueError(
+            raise UsageError(
                 f"{in_place_given[0]} is in place of data: leave out --tokenizer, --field and "
-                "--workers, and --samples of a file."
+                "--workers, and --samples of a file"
             )
         dataset: Any = None if args.data is None else _dataset_of(args.data)
         from odb_nodes.core.loader import ODBDataLoader
@@ -126,9 +127,9 @@ class Data:
         self.loader_budget = None if loader is None else loader.options.budget
         if loader is not None:
             if args.tokenizer is not None or args.field is not None:
-                raise ValueError(
+                raise UsageError(
                     f"`{args.data}` returns a loader, which processes its samples itself: leave "
-                    "out --tokenizer and --field."
+                    "out --tokenizer and --field"
                 )
             default = {"weights": None} | vars(JobOptions())
             from_loader = {key: getattr(loader.options, key) for key in default}

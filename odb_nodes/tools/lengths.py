@@ -184,7 +184,7 @@ class LengthTable:
         The numbers of repeats of a source's rows differ by at most one: independent draws would add
         a sampling error.
         """
-        rng = np.random.default_rng(seed)
+        rng = np.random.default_rng(abs(seed))
         share = samples / self.num_samples
         rows: list[IntArray] = []
         for number, size in enumerate(self.sizes):

@@ -104,12 +104,12 @@ def lognormal_lengths(
         mean_tokens: mean length before clipping.
         shortest_tokens: lower bound, to which shorter lengths are clipped.
         longest_tokens: upper bound, to which longer lengths are clipped.
-        seed: seed of numpy's generator.
+        seed: any integer; a negative one counts as positive.
     """
     check_number("cv", cv, "[0, inf)")
     sigma = math.sqrt(math.log(1 + cv**2))
     mu = math.log(mean_tokens) - sigma**2 / 2
-    tokens = np.random.default_rng(seed).lognormal(mu, sigma, samples)
+    tokens = np.random.default_rng(abs(seed)).lognormal(mu, sigma, samples)
     return np.clip(tokens, shortest_tokens, longest_tokens).astype(np.int64)
 
 

@@ -58,6 +58,7 @@ def source(*_):
 def loader(*_):
     from odb_nodes import ODBDataLoader
     return ODBDataLoader({"a": source()}, token_budget=9)
+def compiled(*_): return __import__("numpy").random.default_rng(-1)
 """
 
 
@@ -84,9 +85,13 @@ def files(tmp_path, monkeypatch):
 
 
 WRONG = [
-    ("simulate", "pass either the data"),
+    ("simulate", "or one of --lengths, --cv in place of them. See `odb-nodes simulate --help`"),
+    ("profile", "or --lengths in place of them. See `odb-nodes profile --help`"),
     ("simulate text.jsonl --lengths odd.npz", "pass either the data"),
-    ("simulate --lengths odd.npz --field x", "leave out --tokenizer"),
+    (
+        "simulate --lengths odd.npz --field x",
+        "samples of a file. See `odb-nodes simulate --help`",
+    ),
     ("simulate text.jsonl --tokenizer nope.json", "`nope.json` cannot be loaded"),
     ("simulate text.jsonl --tokenizer binary", "`binary` cannot be loaded"),
     ("simulate nowhere.jsonl", "there is no `nowhere.jsonl`"),
@@ -106,10 +111,11 @@ WRONG = [
     ("simulate users:nothing", "`users:nothing` must return a dataset or a loader"),
     ("simulate users:needs", "needs() missing 1 required positional argument: 'path'"),
     ("simulate users.py:source", "No module named 'users.py'"),
-    ("simulate users:loader --tokenizer x", "`users:loader` returns a loader"),
+    ("simulate users:loader --tokenizer x", "--field. See `odb-nodes simulate --help`"),
     ("simulate users:value", "ValueError: my value ({here}/users.py, line 3)"),
     ("simulate users:key", "KeyError: 'my key' ({here}/users.py, line 4)"),
     ("simulate users:Dataset", "KeyError: 'my key' ({here}/users.py, line 10)"),
+    ("simulate users:compiled", "non-negative integer ({here}/users.py, line 19)"),
     ("simulate users:budget", "instead. ({here}/users.py, line 7)"),
     ("profile --lengths nowhere.npz", "--lengths: there is no 'nowhere.npz'"),
     ("profile text.jsonl --rank 8", "See `odb-nodes profile --help`"),
@@ -136,6 +142,11 @@ def test_what_is_wrong_is_said_in_one_line(capsys, files, line, words):
     (said,) = err.splitlines()
     assert said.startswith(f"odb-nodes {line.split()[0]}: ")
     assert words.format(here=files).lower() in said.lower()
+
+
+def test_a_seed_may_be_negative(capsys):
+    code, _, err = run(capsys, *"simulate --cv 0.5 --samples 50 --seed -1".split())
+    assert (code, err) == (0, "")
 
 
 def test_what_is_wrong_with_the_library_itself_is_a_traceback(monkeypatch):

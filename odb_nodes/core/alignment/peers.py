@@ -21,6 +21,7 @@ from odb_nodes.core.alignment.exchange import (
     Exchange,
     KnownRank,
     ProcessGroupLike,
+    check_process_group,
     group_rank,
     resolve_exchange,
 )
@@ -68,6 +69,8 @@ class Peers:
         tasks: int = 0,
         ranks_per_process: int = 1,
     ) -> None:
+        if not isinstance(process_group, KnownRank):
+            check_process_group(process_group)
         check_seconds("timeout_s", timeout_s)
         self._process_group = process_group
         self._timeout_s = timeout_s
@@ -207,7 +210,11 @@ class Peers:
     def _agree(self, configs: Sequence[Mapping[str, Any]], common: Mapping[str, Any]) -> None:
         first = configs[0]
         if any(config != first for config in configs):
-            names = [name for name in first if any(c[name] != first[name] for c in configs)]
+            all_names = dict.fromkeys(name for config in configs for name in config)
+            values = {
+                name: [config.get(name, "absent") for config in configs] for name in all_names
+            }
+            names = [name for name in values if values[name].count(values[name][0]) < len(configs)]
             raise StateError(
                 f"the virtual ranks of a process do not continue from the same place: they differ "
                 f"in {names}. Load states that were saved at the same step."

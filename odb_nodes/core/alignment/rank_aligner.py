@@ -9,6 +9,7 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from odb_nodes._support.arrays import IntArray
+from odb_nodes._support.checks import check_count
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.alignment.aligned_round import AlignerState as AlignerState
 from odb_nodes.core.alignment.aligned_round import (
@@ -225,6 +226,7 @@ class RankAligner(EpochNode[AlignedGroup, AlignerState]):
 
         The smallest request of all ranks applies. May be called from any thread.
         """
+        tokens = check_count("tokens", tokens)
         self.requested_max_tokens = min(self.requested_max_tokens or tokens, tokens)
 
     def reset(self, initial_state: dict[str, Any] | None = None) -> None:

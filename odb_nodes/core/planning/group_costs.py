@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from odb_nodes._support.arrays import IntArray
-from odb_nodes._support.checks import MAX_COUNT, check_count, check_names, check_type, describe
+from odb_nodes._support.checks import (
+    MAX_COUNT,
+    check_callable,
+    check_count,
+    check_names,
+    check_type,
+    describe,
+)
 from odb_nodes._support.hashing import stable_name
 from odb_nodes._support.text import counted
 from odb_nodes.core.planning.budget import TokenBudget
@@ -115,6 +122,8 @@ class GroupCostEstimator:
         self._budget = budget
         check_type("modalities", modalities, Mapping | None, "Pass `{name: function of a sample}`.")
         self.modalities = {"image": has_image} if modalities is None else dict(modalities)
+        for name, has_modality in self.modalities.items():
+            check_callable(f"modalities[{name!r}]", has_modality)
         self.tasks = check_names("tasks", tasks)
         if len(self.modalities) > MOST_MODALITIES:
             raise ValueError(

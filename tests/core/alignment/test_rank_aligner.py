@@ -371,6 +371,9 @@ REFUSALS = [
     (over(1, 2), TypeError, "must yield groups"),
     (over(None), TypeError, "must yield groups"),
     (over([]), TypeError, "must yield groups"),
+    (lambda: over()().request_budget(0), ValueError, "`tokens` must be in 1"),
+    (lambda: over()().request_budget("x"), TypeError, "`tokens` must be an integer"),
+    (with_options(modalities={"a": 3}), TypeError, r"`modalities\['a'\]` must be a function"),
 ]
 
 
@@ -390,6 +393,11 @@ def test_an_error_of_a_function_of_the_user_names_it_and_the_samples(name, optio
     with pytest.raises(SampleError, match=expected) as caught:
         list(Loader(aligner))
     assert type(caught.value.__cause__) is LookupError
+
+
+def test_what_is_no_process_group_is_refused_before_ranks_meet():
+    with pytest.raises(TypeError, match="`process_group` must be a process group.* is `str`"):
+        RankAligner(IterableWrapper([]), "x")
 
 
 test_arguments_that_are_not_valid_are_named = refuses(REFUSALS, lambda make: list(Loader(make())))

@@ -7,7 +7,12 @@ from odb_nodes.core.alignment.exchange.base import (
     ProcessGroupLike,
 )
 from odb_nodes.core.alignment.exchange.channel import Channel, Meeting
-from odb_nodes.core.alignment.exchange.gloo import GlooExchange, group_rank, resolve_exchange
+from odb_nodes.core.alignment.exchange.gloo import (
+    GlooExchange,
+    check_process_group,
+    group_rank,
+    resolve_exchange,
+)
 from odb_nodes.core.alignment.exchange.watch import FailureWatch
 
 __all__ = [
@@ -19,6 +24,7 @@ __all__ = [
     "KnownRank",
     "Meeting",
     "ProcessGroupLike",
+    "check_process_group",
     "group_rank",
     "resolve_exchange",
 ]

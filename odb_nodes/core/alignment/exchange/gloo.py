@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -401,21 +401,33 @@ def resolve_exchange(process_group: ProcessGroupLike, timeout_s: float) -> Excha
 
 def _ranks_of(process_group: ProcessGroupLike) -> list[int]:
     """Return the ranks of a group, or the ranks that share steps in a `DeviceMesh`."""
-    from torch.distributed.device_mesh import DeviceMesh  # only in torch with torch.distributed
-
+    check_process_group(process_group)
     if process_group is None:
         return [*range(dist.get_world_size())]
-    if isinstance(process_group, DeviceMesh):
-        return _data_ranks(process_group)
-    not_a_member: Any = dist.GroupMember.NON_GROUP_MEMBER  # returned by `new_group`
-    if process_group == not_a_member:
+    if _is_no_member(process_group):
         return []
-    if not isinstance(process_group, dist.ProcessGroup):
+    if isinstance(process_group, dist.ProcessGroup):
+        return dist.get_process_group_ranks(process_group)
+    return _data_ranks(cast("DeviceMesh", process_group))
+
+
+def check_process_group(process_group: ProcessGroupLike) -> None:
+    """Raise a `TypeError` unless a `process_group` argument is of a valid type."""
+    if process_group is None:
+        return
+    from torch.distributed.device_mesh import DeviceMesh  # only in torch with torch.distributed
+
+    is_group = isinstance(process_group, (DeviceMesh, dist.ProcessGroup))
+    if not (is_group or _is_no_member(process_group)):
         raise TypeError(
             "`process_group` must be a process group, a `DeviceMesh` or None, but is "
             f"`{type(process_group).__name__}` instead."
         )
-    return dist.get_process_group_ranks(process_group)
+
+
+def _is_no_member(process_group: ProcessGroupLike) -> bool:
+    no_member: Any = dist.GroupMember.NON_GROUP_MEMBER  # returned by `new_group`
+    return bool(process_group == no_member)
 
 
 def _data_ranks(mesh: DeviceMesh) -> list[int]:

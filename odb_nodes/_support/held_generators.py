@@ -112,12 +112,18 @@ def _values_in(value: Any) -> list[Any]:
         if base.__module__.partition(".")[0] not in _LIBRARIES:
             slots = vars(base).get("__slots__", ())
             names = [slots] if isinstance(slots, str) else slots
-            values += [getattr(value, name, None) for name in names]
+            values += [getattr(value, _mangled(name, base), None) for name in names]
             in_class = [
                 getattr(attribute, "__func__", attribute) for attribute in vars(base).values()
             ]
             values += filter(_is_searched, in_class)
     return values
+
+
+def _mangled(name: str, owner: type) -> str:
+    """Return the attribute of a slot: Python puts the class before a private name."""
+    is_private = name.startswith("__") and not name.endswith("__")
+    return f"_{owner.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def _globals_of(code: types.CodeType, function: types.FunctionType) -> list[Any]:

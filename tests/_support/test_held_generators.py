@@ -33,6 +33,13 @@ class Slotted:
     generator: object
 
 
+class PrivatelySlotted:
+    __slots__ = ("__generator",)
+
+    def __init__(self, generator):
+        self.__generator = generator
+
+
 class Module(torch.nn.Module):
     def __init__(self, generator):
         super().__init__()
@@ -56,6 +63,7 @@ def in_class(generator):
 HELD_IN = {
     "attribute": Holder,
     "slot of a dataclass": Slotted,
+    "private slot": PrivatelySlotted,
     "class": in_class,
     "list with attributes": rows,
     "method": lambda generator: Holder(generator).__getitem__,

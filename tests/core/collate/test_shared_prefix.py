@@ -327,6 +327,13 @@ def test_an_error_of_a_row_names_its_sample():
             next(iter(loader))
 
 
+def test_a_collate_function_may_change_the_rows_that_it_is_given():
+    sample = {"input_ids": [1]}
+    collate = RowsCollate(lambda rows: [row.pop("input_ids") for row in rows])
+    assert collate([sample, [sample]]) == [[1], [1]]
+    assert sample == {"input_ids": [1]}
+
+
 PACKED = PackedCollate(mask_dtype=torch.bool)
 
 test_what_cannot_share_is_refused = refuses(

@@ -157,15 +157,6 @@ def test_changes_of_several_nodes_and_of_functions_are_named(before, after, mess
         next(iter(loader))
 
 
-SMALLER = [
-    (bucketed, {"tokens": 200}, False, "load with `change_budget=True`"),
-    (bucketed, {"tokens": 300}, False, "with `strict=False`"),
-    (bucketed, {"tokens": 300}, True, "With `change_budget=True` .* may only become smaller"),
-    (bucketed, {"tokens": 200, "pad_to_multiple_of": 8}, True, "`budget.pad_to_multiple_of` was 1"),
-    (partial(bucketed, shapes=4), {"tokens": 200}, True, "With `shapes` a budget cannot"),
-]
-
-
 @pytest.mark.parametrize("multiple", [1, 8])
 def test_samples_that_are_filled_up_to_another_multiple_are_named_as_the_change(multiple):
     def loader(multiple):
@@ -179,6 +170,15 @@ def test_samples_that_are_filled_up_to_another_multiple_are_named_as_the_change(
     after.load_state_dict(before.state_dict())
     with pytest.raises(StateError, match="GroupCollator: `sample_multiple` was 4 when saved, but"):
         iter(after)
+
+
+SMALLER = [
+    (bucketed, {"tokens": 200}, False, "load with `change_budget=True`"),
+    (bucketed, {"tokens": 300}, False, "with `strict=False`"),
+    (bucketed, {"tokens": 300}, True, "With `change_budget=True` .* may only become smaller"),
+    (bucketed, {"tokens": 200, "pad_to_multiple_of": 8}, True, "`budget.pad_to_multiple_of` was 1"),
+    (partial(bucketed, shapes=4), {"tokens": 200}, True, "With `shapes` a budget cannot"),
+]
 
 
 @pytest.mark.parametrize(("make", "change", "change_budget", "message"), SMALLER)

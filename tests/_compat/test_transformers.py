@@ -214,7 +214,8 @@ def test_the_trainer_scales_a_loss_by_ranks_and_batches(
     if hasattr(trainer, "loss_is_scaled_for_ga"):
         trainer.loss_is_scaled_for_ga = is_scaled
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", property(lambda _: 4))
-    for trainer.args.average_tokens_across_devices in (True, False):
+    for averages_tokens in (True, False):
+        trainer.args.average_tokens_across_devices = averages_tokens
         scale = compat.loss_scale(trainer, has_items=items is not None)
         assert gradient_of(trainer, items) == pytest.approx(scale)
     assert compat.takes_num_items(trainer) is (model is Told or function is not None)

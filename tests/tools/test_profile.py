@@ -13,7 +13,7 @@ from odb_nodes.core.sources import Mixing
 from odb_nodes.tools.baselines import _SAMPLERS, STRATEGIES, Baselines, fixed_batches
 from odb_nodes.tools.lengths import LengthTable
 from odb_nodes.tools.profile import LengthSummary, profile
-from odb_nodes.tools.simulate import TableEpoch, lognormal_lengths
+from odb_nodes.tools.simulate import TableEpoch, lognormal_lengths, simulate
 
 LENGTHS = lognormal_lengths(600, cv=1.0, mean_tokens=90, longest_tokens=700)
 
@@ -314,3 +314,14 @@ def two_sources():
     table = LengthTable.of(np.concatenate((short, long)))
     keys = np.concatenate((np.arange(60), np.arange(20)))
     return replace(table, sources=sources, keys=keys, names=("short", "long"), sizes=(60, 20))
+
+
+def test_a_notebook_shows_results_as_tables():
+    table = LengthTable.of([5, 9, 40, 7] * 20)
+    for shown, cells in [
+        (profile(table, budget=128, windows=(16,)), ["all samples", "-&gt;", "1% of the best"]),
+        (simulate(table, world_size=1, budget=128), ["steps"]),
+    ]:
+        html = shown._repr_html_()
+        assert html.count("<table>") == html.count("</table>") >= 1
+        assert all(cell in html for cell in cells)

@@ -4,7 +4,6 @@ import warnings
 from functools import partial
 
 import elastic
-import numpy as np
 import pytest
 from graphs import Dataset, augment, process, sampler
 from torchdata.nodes import Mapper
@@ -22,7 +21,6 @@ from odb_nodes import (
     WindowBucketer,
     WorkerOptions,
 )
-from odb_nodes._support.hashing import stable_name
 from odb_nodes.collate import RowsObserve
 from odb_nodes.core.sources import IterableSource
 
@@ -248,25 +246,3 @@ def test_options_that_decide_no_group_may_change(change):
         warnings.simplefilter("error")
         loader.load_state_dict(state)
         assert [batch["id"].tolist() for batch in loader] == expected
-
-
-class Tokenizer:
-    def __init__(self, *words):
-        self._vocabulary = {word: index for index, word in enumerate(words)}
-
-    def get_vocab(self):
-        return dict(reversed(self._vocabulary.items()))
-
-
-def test_a_partial_is_named_with_its_plain_arguments_and_a_tokenizer_by_its_vocabulary():
-    assert (
-        stable_name(partial(crop, 5, side="left", other=[1]))
-        == "crop(5, other=<list>, side='left')"
-    )
-    assert stable_name(partial(partial(crop, 5), None)) == "crop(5, None)"
-    assert stable_name(partial(crop, np.int64(5))) == "crop(5)"
-    first, same, other = (
-        stable_name(partial(crop, Tokenizer(*words))) for words in ("ab", "ab", "ba")
-    )
-    assert first == same != other
-    assert first.startswith("crop(<Tokenizer of 2 tokens, ")

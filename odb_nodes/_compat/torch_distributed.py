@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _FOREVER = timedelta(days=365)
 
 
-def job_store() -> Any:
+def job_store() -> dist.Store:
     """Return a new connection to the store of the job.
 
     A store serves one call at a time, and gloo waits for other ranks within a call. Threads that
@@ -66,12 +66,16 @@ def abort_groups() -> None:
             group.abort()
 
 
-def gloo_group(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+def gloo_group(
+    store: dist.Store, rank: int, world_size: int, timeout_s: float
+) -> dist.ProcessGroup:
     """Return a gloo group of the ranks that meet at `store`, not registered with the job."""
     return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
 
 
-def begin_all_gather(group: Any, parts: Sequence[torch.Tensor], tensor: torch.Tensor) -> Any:
+def begin_all_gather(
+    group: dist.ProcessGroup, parts: Sequence[torch.Tensor], tensor: torch.Tensor
+) -> dist.Work:
     """Start an all-gather without waiting for it, and return its work.
 
     It has no timeout within gloo, which would close the connection after the caller gave up.

@@ -204,7 +204,9 @@ def _watched_resets(graph: Any) -> Iterator[list[str]]:
     nodes = walk(root) if isinstance(root, BaseNode) else ()
     watched = [node for node in nodes if isinstance(node, StatefulNode)]
 
-    def reset_and_compare(node: StatefulNode[Any, Any], reset: Any, state: Any = None) -> None:
+    def reset_and_compare(
+        node: StatefulNode[Any, Any], reset: Callable[[Any], None], state: Any = None
+    ) -> None:
         # Not compared: sources of torchdata may save another state than they were reset to.
         hidden = {*source_fields(cast(Any, node.STATE)), "digest"}
         before = copy_state(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchdata.nodes import Stateful
 
@@ -26,13 +26,16 @@ from odb_nodes.training.checkpoints.resharding import (
     reshard_parts,
 )
 
+if TYPE_CHECKING:
+    from odb_nodes.core.alignment.exchange.base import ProcessGroupLike
+
 _VERSION = 2
 
 
 class RankParts:
     """The parts of a rank that are saved together, and the global random generators."""
 
-    def __init__(self, parts: Any, replicated: Any, process_group: Any) -> None:
+    def __init__(self, parts: Any, replicated: Any, process_group: ProcessGroupLike) -> None:
         self._parts, self._process_group = _check_parts(parts), process_group
         check_type("replicated", replicated, Collection)
         if isinstance(replicated, str) or any(name not in [*self._parts] for name in replicated):

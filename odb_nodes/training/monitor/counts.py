@@ -85,7 +85,7 @@ class StepMeter:
         return rows, steps, seconds
 
     def take_metrics(
-        self, gather: Callable[[torch.Tensor], torch.Tensor], device: Any
+        self, gather: Callable[[torch.Tensor], torch.Tensor], device: torch.device | str
     ) -> dict[str, float]:
         """Return the metrics since the last call, over all ranks. All ranks call it together.
 

@@ -94,7 +94,9 @@ def dots(
     return figure
 
 
-def histogram(title: str, axes: tuple[str, str], counts: Sequence[int], edges: Any) -> Figure:
+def histogram(
+    title: str, axes: tuple[str, str], counts: Sequence[int], edges: Iterable[int]
+) -> Figure:
     """Return a figure with a bar for each count, labelled by its two edges."""
     labels = [f"{low:,} to {high - 1:,}" for low, high in pairwise(edges)]
     figure = _figure(title, *axes)

@@ -524,12 +524,13 @@ def by_virtual_rank(steps):
     for of_ranks in steps:
         for process, batch in enumerate(of_ranks):
             info = batch.info
-            step, number = divmod(info.step, hosted := info.batches_per_step)
-            by_rank[info.epoch, step, process * hosted + number] = (
+            ranks_per_process = info.batches_per_step
+            step, number = divmod(info.step, ranks_per_process)
+            by_rank[info.epoch, step, process * ranks_per_process + number] = (
                 batch[1:],
                 batch.rows,
                 info.left_out,
-                (info.micro_step // hosted, info.micro_steps // hosted),
+                (info.micro_step // ranks_per_process, info.micro_steps // ranks_per_process),
                 (info.optimizer_samples, info.optimizer_targets, info.all_samples_this_step),
                 round(info.loss_scale / len(of_ranks), 9),
             )

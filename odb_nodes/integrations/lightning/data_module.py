@@ -105,14 +105,15 @@ class ODBDataModule(LightningDataModule):
 
     def _options_of(self, trainer: Any) -> LoaderOptions:
         batches = trainer.accumulate_grad_batches
-        hosted = max(1, (self._options.virtual_ranks or 1) // trainer.world_size)
-        if batches % hosted:
+        ranks_per_process = max(1, (self._options.virtual_ranks or 1) // trainer.world_size)
+        if batches % ranks_per_process:
             raise ValueError(
-                f"`accumulate_grad_batches` must be a multiple of {hosted}, the number of virtual "
-                f"ranks that each of {trainer.world_size} ranks hosts, but is {batches}: it counts "
-                "the batches of an optimizer step on a rank, so it depends on the number of ranks."
+                f"`accumulate_grad_batches` must be a multiple of {ranks_per_process}, the number "
+                f"of virtual ranks of each of {trainer.world_size} processes, but is {batches}: it "
+                "counts the batches of an optimizer step of a process, so it depends on the "
+                "number of processes."
             )
-        return replace(self._options, accumulate=batches // hosted)
+        return replace(self._options, accumulate=batches // ranks_per_process)
 
     def _trainer_of(self, name: str) -> Any:
         if self.trainer is None:

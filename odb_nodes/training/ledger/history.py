@@ -167,22 +167,24 @@ class RecordedRun:
         for number, name in names.items():
             indices[number] = numbers.setdefault(name._replace(is_per_rank=False), len(numbers))
         steps: Steps = file.steps[file.steps["attempt"] == index]
-        hosted = header.virtual_ranks
-        steps["step"], turns = np.divmod(steps["step"], hosted)
-        steps["rank"] = file.rank * hosted + turns
+        ranks_per_process = header.virtual_ranks
+        steps["step"], turns = np.divmod(steps["step"], ranks_per_process)
+        steps["rank"] = file.rank * ranks_per_process + turns
         steps["attempt"] = len(self.attempts) + turns
-        if hosted > 1:  # only the last virtual rank of a step records the end of the epoch
+        if (
+            ranks_per_process > 1
+        ):  # only the last virtual rank of a step records the end of the epoch
             positions = position(steps["epoch"], steps["step"])
             is_last = np.isin(positions, positions[steps["flags"] & ENDS_EPOCH > 0])
             steps["flags"] |= (ENDS_EPOCH * is_last).astype(np.uint8)
         lost = range(header.step, header.step + header.lost)
-        for turn in range(hosted):
+        for turn in range(ranks_per_process):
             attempt = Attempt(
-                rank=file.rank * hosted + turn,
-                world_size=header.world_size * hosted,
-                start=int(position(header.epoch, -(-(header.step - turn) // hosted))),
+                rank=file.rank * ranks_per_process + turn,
+                world_size=header.world_size * ranks_per_process,
+                start=int(position(header.epoch, -(-(header.step - turn) // ranks_per_process))),
                 time_s=header.time_s,
-                lost=sum(number % hosted == turn for number in lost),
+                lost=sum(number % ranks_per_process == turn for number in lost),
                 path=file.path,
                 has_ended=file.has_ended and index == len(file.headers) - 1,
                 has_steps=bool((turns == turn).any()),

@@ -54,7 +54,7 @@ class Header(NamedTuple):
 
     rank: int  # the process that wrote the attempt
     world_size: int  # number of processes
-    virtual_ranks: int  # hosted by the process; each has a record of every step
+    virtual_ranks: int  # of the process; each has a record of every step
     epoch: int
     step: int  # first step of the attempt
     time_s: float

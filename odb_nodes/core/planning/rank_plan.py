@@ -242,14 +242,14 @@ class RankPlan:
     def agree(self, reports: Sequence[CostReport]) -> Agreement:
         """Return the plan and settings that follow from all reports, and are equal on all ranks."""
         options = self._options
-        key = hash_ints(options.seed, self._epoch, self.round)
+        seed = hash_ints(options.seed, self._epoch, self.round)
         following = round_steps(
             self.round + 1, self._world_size, options.round_size, options.accumulate
         )
         # On a single rank, groups of a node of the user keep their order.
         mixes = len(reports) > 1 or isinstance(self.planner, GroupPlanner)
         accumulate = options.accumulate if mixes else 1
-        plan = plan_round(reports, uneven=options.uneven, key=key, accumulate=accumulate)
+        plan = plan_round(reports, uneven=options.uneven, seed=seed, accumulate=accumulate)
         settings = next_settings(
             reports,
             self.settings,

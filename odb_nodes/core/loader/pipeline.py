@@ -42,7 +42,7 @@ from odb_nodes.core.sources.feed_source import FeedSource
 from odb_nodes.core.sources.iterable_source import is_stream
 from odb_nodes.core.sources.jsonl_source import JsonlSource
 from odb_nodes.core.sources.known_lengths import KnownLengths, known_lengths
-from odb_nodes.core.sources.mixing import Mixing, Stop, WeightSchedule, check_names
+from odb_nodes.core.sources.mixing import Mixing, Stop, WeightSchedule, check_same_names
 from odb_nodes.core.sources.source_mixer import SourceMixer
 
 logger = logging.getLogger("odb_nodes")
@@ -309,7 +309,7 @@ def _mixture(datasets: dict[str, Any], options: LoaderOptions, collate: Any) -> 
     functions = options.process_fn
     if not isinstance(functions, Mapping):
         functions = dict.fromkeys(datasets, functions)
-    check_names("process_fn", functions, "dataset", datasets)
+    check_same_names("process_fn", functions, "dataset", datasets)
     seeds = {name: hash_ints(options.seed, zlib.crc32(name.encode())) >> 1 for name in datasets}
     sources, processes = {}, {}
     for name, dataset in datasets.items():

@@ -17,7 +17,7 @@ from odb_nodes._support.seeds import load_rngs
 from odb_nodes._support.text import named_ranks
 from odb_nodes._support.user_warning import warn_user
 from odb_nodes.core.alignment.exchange import Meeting
-from odb_nodes.core.loader.reshard_nodes import Ranks
+from odb_nodes.core.loader.reshard_states import Ranks
 from odb_nodes.errors import PeerError, StateError
 from odb_nodes.training.checkpoints.checkpoint_folders import (
     CheckpointFolders,

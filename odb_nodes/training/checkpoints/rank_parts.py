@@ -15,7 +15,7 @@ from odb_nodes._support.seeds import save_rngs
 from odb_nodes.core.alignment.exchange import group_rank
 from odb_nodes.core.contract.state_file import load_state, save_state
 from odb_nodes.core.loader.loader import Loader
-from odb_nodes.core.loader.reshard_nodes import Ranks
+from odb_nodes.core.loader.reshard_states import Ranks
 from odb_nodes.errors import StateError
 from odb_nodes.training.checkpoints.checkpoint_folders import Save
 from odb_nodes.training.checkpoints.rank_states import log_resharding, rank_file

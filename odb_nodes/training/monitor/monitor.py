@@ -17,7 +17,7 @@ from odb_nodes.core.alignment.peers import PEER_TIMEOUT_S
 from odb_nodes.core.contract import NodeState
 from odb_nodes.core.contract.state import seal_whole, unseal_whole
 from odb_nodes.core.loader.dataloader import ODBDataLoader
-from odb_nodes.core.loader.reshard_nodes import Ranks, check_same
+from odb_nodes.core.loader.reshard_states import Ranks, check_same
 from odb_nodes.core.planning import StepTime
 from odb_nodes.core.planning.step_time import TYPICAL
 from odb_nodes.core.step_info import STEP_INFO_KEY, StepInfo

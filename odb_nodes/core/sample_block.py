@@ -296,7 +296,7 @@ def kept_rows(data: Any, rows: IntArray) -> Any:
     """Return a holder of only these rows of `data`; `None` if `data` cannot be cut down."""
     if isinstance(data, list):
         return [data[row] for row in rows.tolist()]
-    return data.kept(rows) if hasattr(data, "kept") else None
+    return data.take_rows(rows) if hasattr(data, "take_rows") else None
 
 
 _numbers = count()

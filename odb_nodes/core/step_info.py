@@ -29,7 +29,7 @@ class SourceCount(NamedTuple):
     tokens: int
 
 
-def facts_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
+def fields_of_rows(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the fields of a `StepInfo` that describe the samples in its batch."""
     block = SampleBlock.of(samples)
     codes = block.facts[KIND].tolist()
@@ -194,7 +194,7 @@ class StepInfo:
         samples = SampleBlock.of(samples)
         targets = int(samples.targets.sum())
         kinds = {kind.counted for kind in samples.kinds}
-        row_fields = facts_of_rows(samples)
+        row_fields = fields_of_rows(samples)
         return cls(
             step=step,
             local_samples=len(samples),

@@ -37,7 +37,7 @@ from odb_nodes.core.sample import ItemKey, Observation, Observe, Sample, Skipped
 from odb_nodes.core.sources.datasets import source_of
 from odb_nodes.core.sources.jsonl_source import JsonlSource
 from odb_nodes.core.sources.known_lengths import TABLE_VERSION, data_id_of, read_length_file
-from odb_nodes.core.sources.mixing import check_names
+from odb_nodes.core.sources.mixing import check_same_names
 from odb_nodes.core.sources.sharded_sampler import shuffle_blocks
 
 __all__ = ["LengthTable", "observe_lengths"]
@@ -263,7 +263,7 @@ def observe_lengths(
     functions: Any = process_fn
     if not isinstance(process_fn, Mapping):
         functions = dict.fromkeys(named, process_fn)
-    check_names("process_fn", functions, "dataset", named)
+    check_same_names("process_fn", functions, "dataset", named)
     made_by = {"seed": str(seed)}
     for name, function in {**functions, "observe": observe}.items():
         if function is not None:

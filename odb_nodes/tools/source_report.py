@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from odb_nodes._support.checks import check_type
 from odb_nodes._support.text import markdown_table
-from odb_nodes.core.sources.mixing import check_names
+from odb_nodes.core.sources.mixing import check_same_names
 from odb_nodes.core.step_info import SourceCount, StepInfo, add_counts
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class SourceReport:
         if weights is not None:
             if isinstance(weights, Mapping):  # Some sources may have no counts yet.
                 counts = dict.fromkeys(weights, SourceCount(0, 0)) | counts
-            check_names("weights", weights, "sources", counts)
+            check_same_names("weights", weights, "sources", counts)
         total = sum(weights.values()) if weights else 1.0
         samples, tokens = self.shares("samples"), self.shares("tokens")
         rows = []

@@ -54,7 +54,7 @@ class LoaderStats:
 
         `None` for a function of the user, which needs more than the counts of batches.
         """
-        step_time = self._aligners[0].measure.step_time if self._aligners else None
+        step_time = self._aligners[0].cost_estimator.step_time if self._aligners else None
         if step_time is None:
             return TYPICAL
         return step_time if isinstance(step_time, StepTime) else None

@@ -27,7 +27,7 @@ from odb_nodes._support.checks import MAX_KEY
 from odb_nodes.core.step_info import StepInfo
 
 VERSION = 4
-MAGIC = b"\x89ODBLE%d\n" % VERSION
+MAGIC = b"\x89ODBLE%c\n" % (ord("0") + VERSION)  # 8 bytes for every version
 ROW_BYTES = 16
 MARK = 0xFF
 HEADER, NAME, STEP = 0xA0, 0x50, 0x04

@@ -26,7 +26,7 @@ def job_store() -> dist.Store:
     A store serves one call at a time, and gloo waits for other ranks within a call. Threads that
     share a store would deadlock if their order differs between ranks.
     """
-    store: Any = dist.distributed_c10d._get_default_store()
+    store: dist.Store = dist.distributed_c10d._get_default_store()
     try:
         return store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):  # of this process, or of old torch
@@ -68,13 +68,13 @@ def abort_groups() -> None:
 
 def gloo_group(
     store: dist.Store, rank: int, world_size: int, timeout_s: float
-) -> dist.ProcessGroup:
+) -> dist.ProcessGroupGloo:
     """Return a gloo group of the ranks that meet at `store`, not registered with the job."""
     return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
 
 
 def begin_all_gather(
-    group: dist.ProcessGroup, parts: Sequence[torch.Tensor], tensor: torch.Tensor
+    group: dist.ProcessGroupGloo, parts: Sequence[torch.Tensor], tensor: torch.Tensor
 ) -> dist.Work:
     """Start an all-gather without waiting for it, and return its work.
 

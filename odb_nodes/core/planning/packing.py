@@ -91,7 +91,8 @@ class Packing:
         extra, in_costs = self._extra(table), self._in_costs(table)
         aim = Aim(self.room, times_of(cap))
         columns, missed = aimed_row(in_costs, extra, aim, due)
-        if is_poor(missed, aim) or not len(columns):  # All samples may be oversize.
+        # A row has no columns if all samples are oversize.
+        if is_poor(missed, aim) or not len(columns):
             oldest, oldest_missed = self._nearest_of_oldest(in_costs, extra, aim)
             if oldest_missed < missed or not len(columns):
                 return oldest

@@ -171,9 +171,8 @@ class RecordedRun:
         steps["step"], turns = np.divmod(steps["step"], ranks_per_process)
         steps["rank"] = file.rank * ranks_per_process + turns
         steps["attempt"] = len(self.attempts) + turns
-        if (
-            ranks_per_process > 1
-        ):  # only the last virtual rank of a step records the end of the epoch
+        # Only the last virtual rank of a step records the end of the epoch.
+        if ranks_per_process > 1:
             positions = position(steps["epoch"], steps["step"])
             is_last = np.isin(positions, positions[steps["flags"] & ENDS_EPOCH > 0])
             steps["flags"] |= (ENDS_EPOCH * is_last).astype(np.uint8)
